@@ -1,0 +1,72 @@
+"""How many blocks of KV cache there is memory for.
+
+    bytes of a token  = 2 (K and V) * layers * KV heads of this rank * head_dim * bytes of a number
+    bytes of a block  = block size * bytes of a token
+    GPU               = min(gpu_memory_utilization * total, free before loading) - weights - peak of the largest step
+    CPU               = CPU_SHARE of the memory that is available once the weights are loaded
+"""
+
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from nanovllm.config import Config
+from nanovllm.models.decoder import DecoderSpec
+
+CPU_SHARE = 0.25
+
+
+def bytes_per_block(spec: DecoderSpec, block_size: int, tp_size: int = 1) -> int:
+    num_kv_heads = max(1, spec.num_kv_heads // tp_size)
+    return block_size * 2 * spec.num_layers * num_kv_heads * spec.head_dim * spec.dtype.itemsize
+
+
+class MemoryMeter:
+    """Counts this engine's GPU memory from its making on, apart from other engines' in the process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self.allocated_before = torch.cuda.memory_allocated(device)
+            self.free_before, self.total = torch.cuda.mem_get_info(device)
+
+    def peak(self) -> int:
+        """Bytes that this engine has had allocated at the most: weights, and activations if a step has run."""
+        return torch.cuda.max_memory_allocated(self.device) - self.allocated_before
+
+
+def count_blocks(
+    config: Config, spec: DecoderSpec, block_size: int, meter: MemoryMeter, run_largest_step: Callable[[], None]
+) -> tuple[int, str]:
+    """The number of blocks and a line that shows how it was found. Raises ValueError if there is memory for none."""
+    block_bytes = bytes_per_block(spec, block_size)
+    if config.num_kvcache_blocks is not None:
+        num_blocks, origin = config.num_kvcache_blocks, "num_kvcache_blocks"
+    else:
+        if config.kvcache_memory_bytes is not None:
+            budget, origin = config.kvcache_memory_bytes, "kvcache_memory_bytes"
+        elif meter.device.type == "cuda":
+            run_largest_step()
+            allowed = min(int(meter.total * config.gpu_memory_utilization), meter.free_before)
+            budget = allowed - meter.peak()
+            origin = (
+                f"min({config.gpu_memory_utilization} of {_gb(meter.total)}, {_gb(meter.free_before)} free)"
+                f" - {_gb(meter.peak())} for weights and the largest step"
+            )
+        else:
+            available = psutil.virtual_memory().available
+            budget, origin = int(available * CPU_SHARE), f"{CPU_SHARE:.0%} of {_gb(available)} available"
+        num_blocks = budget // block_bytes
+        origin = f"({origin} = {_gb(budget)}) / {block_bytes} B"
+        if num_blocks < 1:
+            raise ValueError(
+                f"no memory for a single block of KV cache: {origin}; raise gpu_memory_utilization or kvcache_memory_bytes"
+            )
+    tokens = num_blocks * block_size
+    return num_blocks, f"KV cache: {origin} = {num_blocks} blocks of {block_size} = {tokens} tokens"
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

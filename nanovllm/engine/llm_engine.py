@@ -1,0 +1,179 @@
+"""The engine: requests in, one step at a time, results out.
+
+    add_request -> Sequence -> Scheduler.schedule -> ModelRunner.run -> Scheduler.postprocess -> mailbox -> step
+
+Every sequence has a mailbox, a dict that remembers which sequences have news: the engine's own, emptied by `step`, or
+that of the `generate` or `stream` call that waits for it. So callers can share an engine and miss nothing.
+"""
+
+import struct
+from typing import Any
+
+import xxhash
+
+from nanovllm.config import Config
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.models import read_spec
+from nanovllm.models.checkpoint import find_checkpoint, read_config, read_eos_token_ids, read_tokenizer
+from nanovllm.outputs import Detokenizer, RequestOutput, Stats
+from nanovllm.sampling_params import SamplingParams
+
+Prompt = str | list[int]
+Mailbox = dict[Sequence, None]
+
+
+class LLMEngine:
+    """Serves one model. `model` is a checkpoint directory or a Hub id; `options` are the fields of `Config`."""
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.config = config = Config.from_options(model, options)
+        directory = find_checkpoint(model)
+        hf_config = read_config(directory)
+        spec = read_spec(hf_config, config.dtype)
+        self.tokenizer = read_tokenizer(directory)
+        self.eos_token_ids = read_eos_token_ids(directory, hf_config, self.tokenizer)
+        self.model_runner: ModelRunner | None = ModelRunner(config, spec, directory)
+        self.vocab_size = spec.vocab_size
+        self.max_model_len = self.model_runner.max_model_len
+        self.scheduler = Scheduler(
+            BlockManager(self.model_runner.num_blocks, self.model_runner.block_size, config.enable_prefix_caching),
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.enable_chunked_prefill,
+        )
+        self.sequences: dict[int, Sequence] = {}  # unfinished ones, oldest first
+        self.mailbox: Mailbox = {}
+        self.num_requests = 0
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+        """Queue a prompt and return its request id. Raises ValueError or TypeError for one that can never be served."""
+        params = sampling_params or SamplingParams()
+        return self._add(self._check_request(prompt, params), params, self.mailbox).seq_id
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; the requests that gained a token or ended since the last call, as they stand now."""
+        self._advance()
+        news = list(self.mailbox)
+        self.mailbox.clear()
+        return [self._output(seq) for seq in news]
+
+    def abort(self, request_id: int) -> None:
+        """End a request with finish_reason "abort". An unknown or ended one is left alone."""
+        if seq := self.sequences.get(request_id):
+            self.scheduler.abort(seq)
+            self._report(seq)
+
+    def is_finished(self) -> bool:
+        """True if nothing waits, runs or is left for `step` to report, other than what the caller has aborted itself."""
+        return not self.sequences and all(seq.finish_reason == "abort" for seq in self.mailbox)
+
+    @property
+    def stats(self) -> Stats:
+        scheduler, block_manager = self.scheduler, self.scheduler.block_manager
+        return Stats(
+            num_prefill_tokens=scheduler.num_prefill_tokens,
+            num_decode_tokens=scheduler.num_decode_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running),
+            num_free_blocks=len(block_manager.free_block_ids),
+            num_blocks=block_manager.num_blocks,
+        )
+
+    def exit(self) -> None:
+        """Give the model's and the cache's memory back. The engine serves nothing afterwards; a second call does nothing."""
+        self.model_runner = None
+
+    def __enter__(self) -> "LLMEngine":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.exit()
+
+    def _check_request(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """The prompt's token ids, if this engine can serve it."""
+        if self.model_runner is None:
+            raise RuntimeError("this engine has been shut down by exit()")
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, not {params!r}")
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("the checkpoint has no tokenizer: a prompt must be a list of token ids, not a str")
+            prompt = self.tokenizer.encode(prompt)
+        if not isinstance(prompt, (list, tuple)):
+            raise TypeError(f"a prompt must be a str or a list of token ids, not {prompt!r}")
+        if not prompt:
+            raise ValueError("a prompt must have at least one token")
+        for token_id in prompt:
+            if not isinstance(token_id, int):
+                raise TypeError(f"a prompt's token ids must be ints, not {token_id!r}")
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
+        if len(prompt) >= self.max_model_len:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens leaves no room to generate within max_model_len={self.max_model_len}"
+            )
+        if not self.config.enable_chunked_prefill and len(prompt) > self.config.max_num_batched_tokens:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens is above max_num_batched_tokens={self.config.max_num_batched_tokens}:"
+                " raise that, or set enable_chunked_prefill"
+            )
+        return list(prompt)
+
+    def _add(self, token_ids: list[int], params: SamplingParams, mailbox: Mailbox) -> Sequence:
+        seq_id = self.num_requests
+        self.num_requests += 1
+        seed = params.seed
+        if seed is None:
+            seed = xxhash.xxh64_intdigest(struct.pack("<QQ", self.config.seed % 2**64, seq_id))
+        stop_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
+        max_num_tokens = min(len(token_ids) + params.max_tokens, self.max_model_len)
+        seq = Sequence(seq_id, token_ids, params, seed, stop_token_ids, max_num_tokens)
+        seq.mailbox = mailbox
+        self.sequences[seq_id] = seq
+        self.scheduler.add(seq)
+        return seq
+
+    def _advance(self) -> list[Sequence]:
+        """One step of whatever is queued; the sequences that gained a token."""
+        if self.model_runner is None:
+            raise RuntimeError("this engine has been shut down by exit()")
+        try:
+            seqs = self.scheduler.schedule()
+            gained = self.scheduler.postprocess(seqs, self.model_runner.run(seqs)) if seqs else []
+            for seq in gained:
+                self._report(seq)
+            return gained
+        except BaseException:
+            # Cut short anywhere, even by Ctrl-C: blocks may be published that were never written. Keep only the tokens.
+            for seq in [seq for seq in self.sequences.values() if seq.is_finished]:
+                self._report(seq)
+            self.scheduler.reset(self.sequences.values())
+            raise
+
+    def _report(self, seq: Sequence) -> None:
+        seq.mailbox[seq] = None
+        if seq.is_finished:
+            del self.sequences[seq.seq_id]
+
+    def _output(self, seq: Sequence) -> RequestOutput:
+        token_ids = seq.generated_token_ids
+        text = ""
+        if self.tokenizer is not None:
+            if seq.detokenizer is None:
+                seq.detokenizer = Detokenizer(self.tokenizer)
+            text = seq.detokenizer.update(token_ids, is_last=seq.is_finished)
+        return RequestOutput(
+            request_id=seq.seq_id,
+            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
+            token_ids=token_ids,
+            text=text,
+            finish_reason=seq.finish_reason,
+            logprobs=None,
+            cumulative_logprob=None,
+            num_cached_tokens=seq.num_cached_tokens or 0,
+        )

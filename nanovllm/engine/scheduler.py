@@ -1,0 +1,166 @@
+"""Decides which sequences compute how many tokens in the next step. Knows neither tensors nor text.
+
+Two queues, first come first served: `waiting` (no blocks) and `running` (blocks and a lane each). Two policies:
+
+    mixed           everybody who runs gets its next token, and what is left of the token budget goes to pieces of
+                    prompts: a long prompt delays nobody (Sarathi-Serve, Agrawal et al. 2024; vLLM V1)
+    prefill first   a step is whole prompts if one is waiting and fits, else one token for everybody who runs
+                    (Orca's iterations, Yu et al. 2022; vLLM 0.x)
+
+When blocks run out, the newest running sequence is preempted: it gives its blocks back and is computed again later,
+often from its own cached blocks. The oldest always advances, so everybody gets its turn and nothing hangs.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from heapq import heappop, heappush
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+
+
+class Scheduler:
+    """`max_num_seqs` bounds the sequences that hold blocks, `max_num_batched_tokens` the tokens of one step."""
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        enable_chunked_prefill: bool = True,
+    ) -> None:
+        self.block_manager = block_manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self.num_prefill_tokens = 0
+        self.num_decode_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.reset(())
+
+    def reset(self, unfinished: Iterable[Sequence]) -> None:
+        """Start over with nothing computed: `unfinished`, oldest first, wait again."""
+        self.block_manager.reset()
+        self.waiting: OrderedDict[Sequence, None] = OrderedDict()  # a queue that can lose any member in O(1)
+        self.running: list[Sequence] = []  # oldest first
+        self.free_lanes = list(range(self.max_num_seqs))  # a heap
+        for seq in unfinished:
+            seq.status, seq.block_table, seq.num_computed_tokens = SequenceStatus.WAITING, [], 0
+            self.waiting[seq] = None
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting[seq] = None
+
+    def schedule(self) -> list[Sequence]:
+        """The sequences of the next step, each with `num_scheduled_tokens` set and blocks to put them in."""
+        budget = self.max_num_batched_tokens
+        if self.enable_chunked_prefill:
+            num_preemptions = self.num_preemptions
+            scheduled = self._schedule_running(self.running, budget)
+            if num_preemptions == self.num_preemptions:
+                scheduled += self._schedule_waiting(budget - sum(seq.num_scheduled_tokens for seq in scheduled))
+            return scheduled
+        # Only a recomputation can be longer than the budget, and then it is the newest. It alone is cut into pieces.
+        unfinished = [seq for seq in self.running[-1:] if len(seq.token_ids) - seq.num_computed_tokens > 1]
+        scheduled = self._schedule_running(unfinished, budget)
+        scheduled += self._schedule_waiting(budget - sum(seq.num_scheduled_tokens for seq in scheduled))
+        return scheduled or self._schedule_running(self.running, budget)
+
+    def _schedule_running(self, seqs: list[Sequence], budget: int) -> list[Sequence]:
+        """The next tokens of `seqs`, the end of `running`, preempting from its end where blocks run out."""
+        scheduled: list[Sequence] = []
+        block_manager = self.block_manager
+        for seq in seqs[:budget]:  # a copy: preemption shortens `running`
+            if seq.status is not SequenceStatus.RUNNING or budget == 0:
+                break
+            while not block_manager.grow(seq):
+                self.preempt(victim := self.running[-1])
+                if victim is seq:
+                    return scheduled
+            budget -= self._schedule(seq, budget)
+            scheduled.append(seq)
+        return scheduled
+
+    def _schedule_waiting(self, budget: int) -> list[Sequence]:
+        """Admit from the head of `waiting` while there are tokens in the budget, lanes and blocks."""
+        scheduled: list[Sequence] = []
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            seq = next(iter(self.waiting))
+            prefix = self.block_manager.find_prefix(seq)
+            num_cached_tokens = len(prefix) * self.block_manager.block_size
+            fits = len(seq.token_ids) - num_cached_tokens <= budget
+            if not (fits or self.enable_chunked_prefill or budget == self.max_num_batched_tokens):
+                break
+            if not self.block_manager.allocate(seq, prefix):
+                break
+            del self.waiting[seq]
+            seq.status = SequenceStatus.RUNNING
+            seq.lane = heappop(self.free_lanes)
+            self.running.append(seq)
+            if seq.num_cached_tokens is None:  # not when a preempted one finds its own blocks again
+                seq.num_cached_tokens = num_cached_tokens
+                self.num_cached_tokens += num_cached_tokens
+            budget -= self._schedule(seq, budget)
+            scheduled.append(seq)
+        return scheduled
+
+    def _schedule(self, seq: Sequence, budget: int) -> int:
+        num_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, budget)
+        seq.num_scheduled_tokens = num_tokens
+        self.block_manager.publish(seq, seq.num_computed_tokens + num_tokens)
+        return num_tokens
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take the blocks of `seq`, the newest that runs, and put it at the head of the queue. Its tokens stay."""
+        assert seq is self.running[-1]
+        self.running.pop()
+        self._release(seq)
+        seq.status = SequenceStatus.WAITING
+        self.waiting[seq] = None
+        self.waiting.move_to_end(seq, last=False)
+        self.num_preemptions += 1
+
+    def postprocess(self, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
+        """Account for a step that computed `seqs`; `token_ids` are for those that caught up, in order. Returns these."""
+        gained: list[Sequence] = []
+        any_finished = False
+        for seq in seqs:
+            if seq.num_scheduled_tokens == 1 and seq.num_computed_tokens >= seq.num_prompt_tokens:
+                self.num_decode_tokens += 1
+            else:
+                self.num_prefill_tokens += seq.num_scheduled_tokens
+            seq.num_computed_tokens += seq.num_scheduled_tokens
+            if seq.num_computed_tokens < len(seq.token_ids):
+                continue
+            token_id = token_ids[len(gained)]
+            seq.token_ids.append(token_id)
+            gained.append(seq)
+            if token_id in seq.stop_token_ids:
+                self._finish(seq, "stop")
+                any_finished = True
+            elif len(seq.token_ids) >= seq.max_num_tokens:
+                self._finish(seq, "length")
+                any_finished = True
+        if any_finished:
+            self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
+        return gained
+
+    def abort(self, seq: Sequence) -> None:
+        """End `seq`, wherever it is."""
+        if seq.status is SequenceStatus.WAITING:
+            del self.waiting[seq]
+        else:
+            self.running.remove(seq)
+        self._finish(seq, "abort")
+
+    def _finish(self, seq: Sequence, reason: str) -> None:
+        if seq.status is SequenceStatus.RUNNING:
+            self._release(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+
+    def _release(self, seq: Sequence) -> None:
+        self.block_manager.free(seq)
+        heappush(self.free_lanes, seq.lane)
+        seq.lane = -1

@@ -1,0 +1,54 @@
+"""Paged attention in plain torch: what every other backend must compute, and the one that runs on any device.
+
+One sequence after the other: gather its blocks, then scaled_dot_product_attention. Nothing is padded, and no more of
+the cache is read than the contexts that the batch attends to.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.engine.batch import Batch
+
+PREFERRED_BLOCK_SIZE = 16
+
+
+def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    return None
+
+
+def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write `key` and `value` [num_tokens, num_kv_heads, head_dim] to their slots; slot -1 is padding, not written."""
+    written = slot_mapping >= 0
+    if not written.all():
+        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
+    slots = kv_cache.flatten(1, 2)  # [2, num_blocks * block_size, num_kv_heads, head_dim]
+    slots[0].index_copy_(0, slot_mapping, key)
+    slots[1].index_copy_(0, slot_mapping, value)
+
+
+def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
+    """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context; same shape out."""
+    block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
+    group_size = query.shape[1] // num_kv_heads  # query heads that share a KV head (GQA, Ainslie et al. 2023)
+    output = torch.empty_like(query)
+    bounds = batch.cu_seqlens_q.tolist()
+    for start, end, context_len, block_table in zip(bounds, bounds[1:], batch.context_lens.tolist(), batch.block_tables):
+        query_len = end - start
+        num_blocks = -(-context_len // block_size)
+        blocks = kv_cache.flatten(2).index_select(1, block_table[:num_blocks])  # flat, so that a block is one copy
+        context = blocks.view(2, -1, num_kv_heads, head_dim)[:, :context_len]
+        key, value = context.transpose(1, 2).unsqueeze(1)  # each [1, num_kv_heads, context_len, head_dim]
+        if query_len == 1:  # sees everything: the group's heads become the rows of one query, and K/V are read once
+            rows = query[start].view(1, num_kv_heads, group_size, head_dim)
+            attended = F.scaled_dot_product_attention(rows, key, value, scale=scale)
+        else:
+            rows = query[start:end].transpose(0, 1).unsqueeze(0)  # [1, num_heads, query_len, head_dim]
+            whole = query_len == context_len
+            # The queries are the context's last tokens: the causal triangle stands at the bottom right.
+            mask = None if whole else query.new_ones(query_len, context_len, dtype=torch.bool).tril(context_len - query_len)
+            attended = F.scaled_dot_product_attention(
+                rows, key, value, attn_mask=mask, is_causal=whole, scale=scale, enable_gqa=True
+            ).transpose(1, 2)
+        output[start:end] = attended.reshape(query_len, -1, head_dim)
+    return output

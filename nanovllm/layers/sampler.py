@@ -1,0 +1,128 @@
+"""Draws the next token of every row: greedy and random rows, with and without top-k, top-p, min-p, in one batch.
+
+Gumbel-max: argmax(logits + temperature * gumbel) is a draw from softmax(logits / temperature), and at temperature 0 it
+is the greedy choice, so a mixed batch needs no cases. Unlike multinomial it needs no normalisation and no look at the
+numbers by the host.
+
+The noise has no generator behind it that could be in another state: it is a hash of (seed, position, token). So a
+sample does not depend on the batch, on chunks, on preemption or on ranks.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.sampling_params import SamplingParams
+
+_CPU_CHUNK = 1 << 18  # numbers that stay in a core's cache through the dozen operations that turn them into noise
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """What the rows of a step's logits ask for. A tensor that no row needs is None, and its work is not done."""
+
+    temperatures: Tensor | None = None  # float32 [num_rows]
+    noise_keys: Tensor | None = None  # int32 [num_rows, 2]
+    cut_rows: Tensor | None = None  # int64 [num_cut_rows], the rows that one of the following cuts
+    cut_temperatures: Tensor | None = None  # these four [num_cut_rows]
+    top_ks: Tensor | None = None
+    top_ps: Tensor | None = None
+    min_ps: Tensor | None = None
+    max_top_k: int = 0  # no cut row keeps more tokens than this
+
+    @classmethod
+    def build(
+        cls, params: list[SamplingParams], seeds: list[int], positions: list[int], vocab_size: int, device: torch.device
+    ) -> "SamplingBatch":
+        """`positions[i]` is the index that row i's next token will have in its sequence."""
+        temperatures = [p.temperature for p in params]
+        if not any(temperatures):
+            return cls()
+
+        def tensor(values: list[float] | np.ndarray, dtype: torch.dtype) -> Tensor:
+            return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+        batch = cls(tensor(temperatures, torch.float32), tensor(_noise_keys(seeds, positions), torch.int32))
+        cut = [i for i, p in enumerate(params) if p.temperature and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)]
+        if not cut:
+            return batch
+        top_ks = [min(params[i].top_k, vocab_size) if params[i].top_k > 0 else vocab_size for i in cut]
+        return cls(
+            batch.temperatures,
+            batch.noise_keys,
+            tensor(cut, torch.int64),
+            tensor([temperatures[i] for i in cut], torch.float32),
+            tensor(top_ks, torch.int64),
+            tensor([params[i].top_p for i in cut], torch.float32),
+            tensor([params[i].min_p for i in cut], torch.float32),
+            max(top_ks),
+        )
+
+
+class Sampler:
+    """Holds what the noise of every step has in common: one mixed 32-bit number per token of the vocabulary."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        mixed = _mix64(np.arange(vocab_size, dtype=np.uint64)).astype(np.uint32)
+        self.token_hashes = torch.from_numpy(mixed.view(np.int32)).to(device)
+
+    def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """One token id per row of `logits` [num_rows, vocab_size], int64 [num_rows]."""
+        if batch.temperatures is None:
+            return logits.argmax(-1)
+        logits = logits.float()
+        if batch.cut_rows is not None:
+            logits = logits.index_copy(0, batch.cut_rows, _cut(logits[batch.cut_rows], batch))
+        num_rows, vocab_size = logits.shape
+        chunk = max(1, _CPU_CHUNK // vocab_size) if logits.device.type == "cpu" else num_rows
+        tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        for rows in torch.arange(num_rows).split(chunk):
+            part = slice(rows[0], rows[-1] + 1)
+            noise = gumbel_noise(self.token_hashes, batch.noise_keys[part])
+            tokens[part] = noise.mul_(batch.temperatures[part, None]).add_(logits[part]).argmax(-1)
+        return tokens
+
+
+def _cut(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """-inf for all tokens but those that top-k, then top-p, then min-p leave. The most probable one always stays."""
+    kept, token_ids = logits.topk(batch.max_top_k)  # in descending order
+    ranks = torch.arange(batch.max_top_k, device=logits.device)
+    kept = kept.masked_fill(ranks >= batch.top_ks[:, None], -torch.inf)
+    probs = torch.softmax(kept / batch.cut_temperatures[:, None], dim=-1)
+    before = probs.cumsum(-1) - probs  # what the more probable tokens have together: the one that crosses top_p stays
+    too_low = (before >= batch.top_ps[:, None]) | (probs < batch.min_ps[:, None] * probs[:, :1])
+    too_low[:, 0] = False
+    return torch.full_like(logits, -torch.inf).scatter_(-1, token_ids, kept.masked_fill_(too_low, -torch.inf))
+
+
+def gumbel_noise(token_hashes: Tensor, keys: Tensor) -> Tensor:
+    """Standard Gumbel noise, float32 [num_rows, vocab_size]: a function of `keys` [num_rows, 2] and the token alone.
+
+    Two rounds of multiply-xorshift under a 64-bit key, in 32-bit integers that wrap around on every device.
+    """
+    x = token_hashes ^ keys[:, :1]
+    x ^= (x >> 16) & 0xFFFF  # >> copies the sign: mask it away
+    x *= keys[:, 1:] | 1
+    x ^= (x >> 15) & 0x1FFFF
+    x *= 0x2C1B3C6D
+    x = (x >> 1) & 0x7FFFFFFF
+    # Uniform in (0, 1), finest near 0: those draws become the large noise that decides, and must not tie.
+    uniform = x.float().mul_(2.0**-31 * (1 - 2.0**-23)).add_(2.0**-33)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _noise_keys(seeds: list[int], positions: list[int]) -> np.ndarray:
+    """int32 [num_rows, 2]: 64 bits that no other (seed, position) is likely to have."""
+    seeds64 = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
+    mixed = _mix64(_mix64(seeds64) + np.array(positions, dtype=np.uint64))
+    return mixed.view(np.int32).reshape(-1, 2)
+
+
+def _mix64(x: np.ndarray) -> np.ndarray:
+    """SplitMix64 (Steele et al. 2014): uint64 to uint64, one to one, every input bit reaching every output bit."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,117 @@
+"""What most callers use: prompts in, answers out. `LLM` is the engine plus the loops that drive it."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm import tqdm
+
+from nanovllm.engine.llm_engine import LLMEngine, Mailbox, Prompt
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+Params = SamplingParams | list[SamplingParams] | None
+Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": ...}
+
+
+class LLM(LLMEngine):
+    """An engine for one model.
+
+    `model` is a Hugging Face checkpoint directory or a Hub id; `options` are the fields of `Config` (see the README).
+    Raises ValueError or TypeError for options and checkpoints that cannot be served.
+    """
+
+    def generate(self, prompts: Prompt | list[Prompt], sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Answer one prompt (str or token ids) or a list of them, in their order.
+
+        `sampling_params` is one for all or one each. Raises ValueError or TypeError, with nothing queued, if any
+        prompt cannot be served. If it is interrupted, its requests are taken back.
+        """
+        requests = self._check_all(prompts, sampling_params)
+        bar = tqdm(total=len(requests), desc="Generating", unit="req", disable=not use_tqdm)
+        with self._queued(requests) as (seqs, mailbox), bar:
+            show_rates = self._rate_meter(bar)
+            num_unfinished = len(seqs)
+            while num_unfinished:
+                self._advance()
+                num_finished = sum(seq.is_finished for seq in mailbox)
+                mailbox.clear()
+                num_unfinished -= num_finished
+                bar.update(num_finished)
+                show_rates()
+            return [self._output(seq) for seq in seqs]
+
+    def stream(self, prompts: Prompt | list[Prompt], sampling_params: Params = None) -> Iterator[RequestOutput]:
+        """Yield a request's output so far each time it gains a token; its `text` only ever grows.
+
+        Prompts are checked now and queued when the first output is asked for. Leaving the loop takes them back.
+        """
+        return self._stream(self._check_all(prompts, sampling_params))
+
+    def chat(
+        self, messages: list[Message] | list[list[Message]], sampling_params: Params = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, written as the checkpoint's chat template says."""
+        if self.tokenizer is None:
+            raise ValueError("the checkpoint has no tokenizer, so no chat template: use generate with token ids")
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts = [
+            self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def _stream(self, requests: list[tuple[list[int], SamplingParams]]) -> Iterator[RequestOutput]:
+        with self._queued(requests) as (seqs, mailbox):
+            num_unfinished = len(seqs)
+            while num_unfinished:
+                self._advance()
+                while mailbox:  # may gain entries while the caller has the turn: it can abort, step, generate
+                    seq = next(iter(mailbox))
+                    del mailbox[seq]
+                    num_unfinished -= seq.is_finished
+                    yield self._output(seq)
+
+    @contextmanager
+    def _queued(self, requests: list[tuple[list[int], SamplingParams]]) -> Iterator[tuple[list[Sequence], Mailbox]]:
+        """Queue requests with a mailbox of their own; however the block is left, take back what is unfinished."""
+        seqs: list[Sequence] = []
+        mailbox: Mailbox = {}
+        try:
+            for token_ids, params in requests:
+                seqs.append(self._add(token_ids, params, mailbox))
+            yield seqs, mailbox
+        finally:
+            for seq in seqs:
+                self.abort(seq.seq_id)
+
+    def _check_all(self, prompts: Any, sampling_params: Params) -> list[tuple[list[int], SamplingParams]]:
+        if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        if not isinstance(prompts, (list, tuple)):
+            raise TypeError(f"prompts must be a str, a list of token ids, or a list of these, not {prompts!r}")
+        if not isinstance(sampling_params, (list, tuple)):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params")
+        return [(self._check_request(prompt, params), params) for prompt, params in zip(prompts, sampling_params)]
+
+    def _rate_meter(self, bar: tqdm) -> Callable[[], None]:
+        """A function that shows, twice a second at most, tokens per second of prefill and decode since this call."""
+        scheduler, start = self.scheduler, time.perf_counter()
+        prefill, decode = scheduler.num_prefill_tokens, scheduler.num_decode_tokens
+        last_shown = start
+
+        def show() -> None:
+            nonlocal last_shown
+            now = time.perf_counter()
+            if not bar.disable and now - last_shown > 0.5:
+                last_shown = now
+                bar.set_postfix_str(
+                    f"prefill {(scheduler.num_prefill_tokens - prefill) / (now - start):.0f} tok/s,"
+                    f" decode {(scheduler.num_decode_tokens - decode) / (now - start):.0f} tok/s"
+                )
+
+        return show

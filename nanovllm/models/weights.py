@@ -1,0 +1,87 @@
+"""Fills a model's parameters: from *.safetensors, strictly, or with random numbers.
+
+Every tensor of the checkpoint is used and every parameter is written exactly once; anything else is an error that names
+the tensors. Only this rank's share of a tensor is read from the file.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from nanovllm.layers.linear import Target
+
+
+@torch.no_grad()
+def load_checkpoint(model: nn.Module, directory: Path) -> None:
+    """Copy the checkpoint in `directory` into `model`. Raises ValueError if the two do not match or a file is damaged."""
+    missing = _targets(model)
+    surplus: list[str] = []
+    embedding = missing["model.embed_tokens.weight"]
+    tied = "lm_head.weight" not in missing
+    tied_copy: Tensor | None = None
+    for path in _weight_files(directory):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():
+                    if name in missing:
+                        target = missing.pop(name)
+                        target.destination.copy_(_read_share(file, name, target))
+                    elif tied and name == "lm_head.weight":  # many tied checkpoints hold the one matrix under two names
+                        tied_copy = _read_share(file, name, embedding)
+                    else:
+                        surplus.append(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"cannot read {path}: {error}") from error
+    if surplus or missing:
+        problems = {"tensors without a parameter: ": surplus, "parameters without a tensor: ": list(missing)}
+        shown = [what + ", ".join(names[:5]) + " ..." * (len(names) > 5) for what, names in problems.items() if names]
+        raise ValueError(f"the checkpoint in {directory} does not fit the model; {'; '.join(shown)}")
+    if tied_copy is not None and not torch.equal(tied_copy.to(embedding.destination), embedding.destination):
+        raise ValueError("tie_word_embeddings is set, but lm_head.weight differs from model.embed_tokens.weight")
+
+
+@torch.no_grad()
+def fill_with_noise(model: nn.Module, seed: int) -> None:
+    """Weights as at the start of training (load_format "dummy"): normal with deviation 0.02, norms 1, biases 0."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            generator = torch.Generator(parameter.device).manual_seed(seed)
+            parameter.normal_(0.0, 0.02, generator=generator)
+            seed += 1
+        else:
+            parameter.fill_(float(name.endswith("norm.weight")))
+
+
+def _targets(model: nn.Module) -> dict[str, Target]:
+    """Name in the checkpoint -> where it goes. A layer without `targets` takes its parameters whole, by their own names."""
+    targets: dict[str, Target] = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "targets"):
+            targets.update(module.targets(name))
+        else:
+            own = module.named_parameters(name, recurse=False)
+            targets.update((key, Target(parameter)) for key, parameter in own)
+    return targets
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        paths = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    elif (directory / "model.safetensors").exists():
+        paths = [directory / "model.safetensors"]
+    else:
+        paths = sorted(directory.glob("*.safetensors"))
+    if not paths:
+        raise ValueError(f"{directory} holds no *.safetensors (load_format='dummy' needs none)")
+    return paths
+
+
+def _read_share(file: safe_open, name: str, target: Target) -> Tensor:
+    stored = file.get_slice(name)
+    if stored.get_shape() != target.full_shape:
+        raise ValueError(f"tensor {name} has shape {stored.get_shape()}, the model needs {target.full_shape}")
+    return stored[target.share]
