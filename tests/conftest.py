@@ -1,0 +1,91 @@
+"""Tiny random checkpoints and transformers' own greedy tokens for them, the authority that the engine is held against."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from nanovllm import LLM
+
+VOCAB_SIZE = 97
+
+
+def make_checkpoint(directory: Path, max_shard_size: str = "5GB", dtype: torch.dtype = torch.float32, **changes) -> Qwen3ForCausalLM:
+    """Save a random Qwen3 of 2 layers in `directory`; weights large enough that greedy paths differ between prompts."""
+    torch.manual_seed(0)
+    settings = dict(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, initializer_range=0.3, tie_word_embeddings=True,
+        eos_token_id=None, bos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(Qwen3Config(**{**settings, **changes})).to(dtype).eval()
+    for name, parameter in model.named_parameters():  # transformers starts these at 1 and 0, where mistakes do not show
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, float("norm" in name), 0.3)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return model
+
+
+class Oracle:
+    """transformers' greedy continuation of a prompt, one prompt at a time, remembered."""
+
+    def __init__(self, model: Qwen3ForCausalLM) -> None:
+        self.model = model
+        self.known: dict[tuple[int, ...], list[int]] = {}
+
+    def __call__(self, prompt: list[int], num_tokens: int) -> list[int]:
+        known = self.known.get(tuple(prompt), [])
+        if len(known) < num_tokens:
+            ids = torch.tensor([prompt])
+            out = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+            )
+            self.known[tuple(prompt)] = known = out[0, len(prompt) :].tolist()
+        return known[:num_tokens]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Oracle]:
+    directory = tmp_path_factory.mktemp("tiny")
+    return str(directory), Oracle(make_checkpoint(directory))
+
+
+@pytest.fixture
+def make_llm(tiny: tuple[str, Oracle]) -> Callable[..., LLM]:
+    """An engine over the tiny checkpoint with a small pool, unless the options say otherwise."""
+
+    def make(**options) -> LLM:
+        return LLM(tiny[0], **{"num_kvcache_blocks": 64, "kvcache_block_size": 4, **options})
+
+    return make
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def check_invariants(llm: LLM) -> None:
+    """Promise 2 of the block manager, promise 1's bookkeeping, and the bounds on what runs. Between any two steps."""
+    scheduler, manager = llm.scheduler, llm.scheduler.block_manager
+    held = [block_id for seq in scheduler.running for block_id in seq.block_table]
+    free = list(manager.free_block_ids)
+    assert sorted(set(held) | set(free)) == list(range(manager.num_blocks)) and not set(held) & set(free)
+    assert len(set(free)) == len(free)
+    for block in manager.blocks:
+        assert block.ref_count == held.count(block.block_id)
+        assert (block.hash != -1) == (manager.hash_to_block_id.get(block.hash) == block.block_id)
+    for hash_, block_id in manager.hash_to_block_id.items():
+        assert manager.blocks[block_id].hash == hash_
+    for seq in scheduler.running:
+        assert seq.num_computed_tokens < len(seq.token_ids) <= llm.max_model_len
+        assert len(seq.block_table) * manager.block_size >= seq.num_computed_tokens
+    assert len(scheduler.running) <= llm.config.max_num_seqs
+    lanes = [seq.lane for seq in scheduler.running]
+    assert sorted(lanes + scheduler.free_lanes) == list(range(llm.config.max_num_seqs))
+    ids = [seq.seq_id for seq in [*scheduler.running, *scheduler.waiting]]
+    assert ids == sorted(ids) == list(llm.sequences)

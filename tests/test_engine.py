@@ -1,0 +1,381 @@
+"""What a caller can rely on: inputs, outputs, errors, interruptions, sharing, and a random life of the whole engine."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from conftest import VOCAB_SIZE, Oracle, check_invariants, random_prompt
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.engine.model_runner import ModelRunner
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+MakeLLM = Callable[..., LLM]
+
+
+@pytest.fixture(scope="module")
+def demo() -> LLM:
+    return LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=512)
+
+
+# --- options
+
+
+@pytest.mark.parametrize(
+    "options, complaint",
+    [
+        ({"max_num_seq": 3}, "max_num_seq"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"device": "tpu"}, "tpu"),
+        ({"device": "cuda:99"}, "cuda:99"),
+        ({"device": 3}, "device"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"max_model_len": 0}, "max_model_len"),
+        ({"max_model_len": 257}, "max_model_len.* 256"),
+        ({"max_model_len": 100, "num_kvcache_blocks": 5, "kvcache_block_size": 4}, "max_model_len.* 20.*num_kvcache_blocks"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs"),
+        ({"max_num_seqs": True}, "max_num_seqs"),
+        ({"kvcache_block_size": 1}, "kvcache_block_size"),
+        ({"num_kvcache_blocks": 0}, "num_kvcache_blocks"),
+        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization"),
+        ({"kvcache_memory_bytes": 100, "num_kvcache_blocks": None}, "kvcache_memory_bytes"),
+        ({"enable_prefix_caching": "yes"}, "enable_prefix_caching"),
+        ({"attention_backend": "fast"}, "attention_backend"),
+        ({"attention_backend": "triton"}, "attention_backend"),
+        ({"load_format": "gguf"}, "load_format"),
+        ({"seed": -1}, "seed"),
+        ({"trace": "trace.json"}, "trace"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_named(make_llm: MakeLLM, options: dict, complaint: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=complaint):
+        make_llm(**options)
+
+
+def test_options_hold_under_python_O(tiny: tuple[str, Oracle]) -> None:
+    code = f"from nanovllm import LLM\ntry: LLM({tiny[0]!r}, max_num_seqs=0)\nexcept ValueError as e: print(e)"
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True)
+    assert "max_num_seqs" in done.stdout
+
+
+def test_max_model_len_defaults(make_llm: MakeLLM) -> None:
+    assert make_llm().max_model_len == 256
+    assert make_llm(num_kvcache_blocks=10).max_model_len == 40
+    assert make_llm(max_model_len=30).max_model_len == 30
+    assert LLM(DEMO_MODEL, num_kvcache_blocks=1000).max_model_len <= 4096
+
+
+def test_kv_cache_size(make_llm: MakeLLM) -> None:
+    block_bytes = 4 * 2 * 2 * 2 * 16 * 4  # block size, K and V, layers, KV heads, head_dim, bytes of a float32
+    llm = make_llm(num_kvcache_blocks=None, kvcache_memory_bytes=10 * block_bytes + 1)
+    assert llm.stats["num_blocks"] == 10
+    assert make_llm(num_kvcache_blocks=7, kvcache_memory_bytes=10 * block_bytes).stats["num_blocks"] == 7
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("temperature", -0.1), ("temperature", float("nan")), ("temperature", "hot"), ("top_p", 0.0), ("top_p", 1.1), ("top_k", 0),
+        ("top_k", -2), ("top_k", 1.5), ("min_p", -0.1), ("min_p", 1.1), ("max_tokens", 0), ("max_tokens", None), ("seed", "x"),
+        ("ignore_eos", 1), ("n", 2), ("presence_penalty", 1.0), ("frequency_penalty", 3.0), ("repetition_penalty", 0.0),
+        ("min_tokens", 3), ("stop", "x"), ("stop_token_ids", [3]), ("logprobs", 1),
+    ],
+)  # fmt: skip
+def test_wrong_sampling_params_are_named(field: str, value: object) -> None:
+    with pytest.raises((ValueError, TypeError), match=field):
+        SamplingParams(**{field: value})
+
+
+# --- generate
+
+
+def test_forms_of_prompts(demo: LLM) -> None:
+    ids = demo.tokenizer.encode("What is 1 + 2?")
+    outputs = [
+        *demo.generate("What is 1 + 2?", GREEDY, use_tqdm=False),
+        *demo.generate(ids, GREEDY, use_tqdm=False),
+        *demo.generate(["What is 1 + 2?", ids], [GREEDY, GREEDY], use_tqdm=False),
+    ]
+    assert all(o["prompt_token_ids"] == ids for o in outputs)
+    assert len({tuple(o["token_ids"]) for o in outputs}) == 1
+    assert demo.generate([], GREEDY, use_tqdm=False) == []
+    request_ids = [o["request_id"] for o in outputs]
+    assert request_ids == sorted(set(request_ids))
+
+
+@pytest.mark.parametrize(
+    "prompts, complaint",
+    [
+        ([[]], "at least one token"),
+        ([[1, 2], [VOCAB_SIZE]], f"{VOCAB_SIZE}"),
+        ([[1, -1]], "-1"),
+        ([[1, "a"]], "'a'"),
+        ([[1, 2], None], "None"),
+        (None, "None"),
+        ([[1] * 39, [1] * 40], "max_model_len=40"),
+        (["text"], "no tokenizer"),
+    ],
+)
+def test_a_refused_call_queues_nothing(make_llm: MakeLLM, prompts: object, complaint: str) -> None:
+    llm = make_llm(num_kvcache_blocks=10)
+    for call in (llm.generate, llm.stream):
+        with pytest.raises((ValueError, TypeError), match=complaint):
+            call(prompts, GREEDY)
+    assert llm.is_finished() and llm.stats["num_waiting"] == 0 and llm.step() == []
+    with pytest.raises(ValueError, match="2 prompts but 1"):
+        llm.generate([[1], [2]], [GREEDY], use_tqdm=False)
+    with pytest.raises(TypeError, match="sampling_params"):
+        llm.generate([[1]], {"temperature": 0}, use_tqdm=False)
+
+
+def test_prompt_above_the_budget_of_whole_prompts(make_llm: MakeLLM) -> None:
+    with pytest.raises(ValueError, match="max_num_batched_tokens=8"):
+        make_llm(enable_chunked_prefill=False, max_num_batched_tokens=8).add_request([1] * 9)
+    assert len(make_llm(max_num_batched_tokens=8).generate([1] * 9, GREEDY, use_tqdm=False)[0]["token_ids"]) == 6
+
+
+def test_finish_reasons(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
+    prompt = random_prompt(4, 7)
+    expected = tiny[1](prompt, 33)
+    llm = make_llm(num_kvcache_blocks=10)
+    whole = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=100), use_tqdm=False)[0]
+    assert (whole["token_ids"], whole["finish_reason"]) == (expected, "length"), "ends at max_model_len=40"
+    llm.eos_token_ids = frozenset({expected[3]})
+    first = expected.index(expected[3]) + 1
+    stopped = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=first), use_tqdm=False)[0]
+    assert (stopped["token_ids"], stopped["finish_reason"]) == (expected[:first], "stop"), "stop before length"
+    ignored = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True), use_tqdm=False)[0]
+    assert (ignored["token_ids"], ignored["finish_reason"]) == (expected[:9], "length")
+    assert whole["text"] == "" and whole["logprobs"] is None and whole["cumulative_logprob"] is None
+
+
+def test_eos_comes_from_both_configs(demo: LLM) -> None:
+    assert demo.eos_token_ids == set(demo.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
+
+
+def test_prefix_hits_are_reported(make_llm: MakeLLM) -> None:
+    llm = make_llm(max_num_batched_tokens=64)
+    shared = random_prompt(0, 12)
+    prompts = [shared + random_prompt(i, 3) for i in range(1, 4)]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [o["num_cached_tokens"] for o in outputs] == [0, 12, 12], "shared within the first step already"
+    assert llm.stats["num_cached_tokens"] == 24 and llm.stats["num_prefill_tokens"] == 15 + 3 + 3
+    assert llm.stats["num_decode_tokens"] == 3 * (GREEDY.max_tokens - 1)
+    assert llm.stats["num_free_blocks"] == llm.stats["num_blocks"] == 64
+
+
+# --- sharing an engine, interruptions
+
+
+def test_step_reports_what_others_gained_meanwhile(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    mine = llm.add_request(random_prompt(0, 5), GREEDY)
+    outputs = llm.generate(random_prompt(1, 5), SamplingParams(max_tokens=9), use_tqdm=False)
+    assert [o["request_id"] for o in outputs] == [mine + 1]
+    assert not llm.is_finished(), "the other one has ended, but nobody has been told"
+    (news,) = llm.step()
+    assert (news["request_id"], news["finish_reason"], len(news["token_ids"])) == (mine, "length", 6)
+    assert llm.is_finished() and llm.step() == []
+
+
+def test_stream(demo: LLM) -> None:
+    whole = demo.generate(["count", "7"], GREEDY, use_tqdm=False)
+    seen: dict[int, list] = {}
+    for output in demo.stream(["count", "7"], GREEDY):
+        seen.setdefault(output["request_id"], []).append(output)
+    for outputs, expected in zip(seen.values(), whole):
+        assert [len(o["token_ids"]) for o in outputs] == list(range(1, len(expected["token_ids"]) + 1))
+        assert all(later["text"].startswith(earlier["text"]) for earlier, later in zip(outputs, outputs[1:]))
+        assert outputs[-1]["text"] == expected["text"] and outputs[-1]["finish_reason"] == expected["finish_reason"]
+
+
+def test_leaving_a_stream_takes_its_requests_back(make_llm: MakeLLM) -> None:
+    llm = make_llm(max_num_seqs=2)
+    stream = llm.stream([random_prompt(i, 5) for i in range(5)], GREEDY)
+    assert llm.is_finished(), "queued when the first output is asked for"
+    next(stream)
+    assert not llm.is_finished()
+    stream.close()
+    assert llm.is_finished() and llm.stats["num_free_blocks"] == 64 and llm.step() == []
+
+
+def test_abort_and_generate_inside_a_stream(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    last: dict[int, dict] = {}
+    for output in llm.stream([random_prompt(i, 5) for i in range(3)], GREEDY):
+        if not last:
+            llm.abort(output["request_id"] + 1)
+            llm.generate(random_prompt(9, 4), SamplingParams(max_tokens=2), use_tqdm=False)
+        last[output["request_id"]] = output
+    assert [o["finish_reason"] for o in last.values()] == ["length", "abort", "length"]
+    assert len(last[0]["token_ids"]) == 6 and llm.is_finished()
+
+
+def test_abort(make_llm: MakeLLM) -> None:
+    llm = make_llm(max_num_seqs=1)
+    first, second = llm.add_request([1, 2], GREEDY), llm.add_request([3], GREEDY)
+    llm.step()
+    llm.abort(first)
+    llm.abort(second)
+    llm.abort(first)
+    llm.abort(12345)
+    assert llm.is_finished() and llm.stats["num_free_blocks"] == 64
+    assert [(o["request_id"], o["finish_reason"], len(o["token_ids"])) for o in llm.step()] == [(first, "abort", 1), (second, "abort", 0)]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("where", ["prepare_batch", "prepare_sampling"])
+def test_interrupted_generate(
+    tiny: tuple[str, Oracle], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], where: str
+) -> None:
+    """Its requests are gone, other people's go on, and blocks that were published but never written are not believed."""
+    llm, prompts = make_llm(), [random_prompt(i, 9) for i in range(3)]
+    other = llm.add_request(prompts[0], GREEDY)
+    llm.step()
+    calls = []
+    with monkeypatch.context() as patch:
+        original = getattr(ModelRunner, where)
+
+        def fail_on_second_call(self: ModelRunner, seqs: list) -> object:
+            calls.append(1)
+            if len(calls) == 2:
+                raise error
+            return original(self, seqs)
+
+        patch.setattr(ModelRunner, where, fail_on_second_call)
+        with pytest.raises(error):
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+    check_invariants(llm)
+    assert llm.stats["num_waiting"] == 1
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [o["token_ids"] for o in outputs] == [tiny[1](prompt, 6) for prompt in prompts]
+    (news,) = llm.step()
+    assert news["request_id"] == other and news["token_ids"] == tiny[1](prompts[0], 6)
+
+
+def test_several_engines_and_exit(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
+    prompt = random_prompt(0, 9)
+    with make_llm(kvcache_block_size=2) as one, make_llm(kvcache_block_size=8) as two:
+        streams = [one.stream(prompt, GREEDY), two.stream(prompt, GREEDY)]
+        pairs = list(zip(*streams, strict=True))
+        assert [o["token_ids"] for o in pairs[-1]] == [tiny[1](prompt, 6)] * 2
+    one.exit()
+    for call in (one.generate, one.add_request):
+        with pytest.raises(RuntimeError, match="exit"):
+            call(prompt)
+
+
+def test_no_module_is_needed_that_a_laptop_lacks() -> None:
+    code = "import sys, nanovllm; print(sorted({'triton', 'flash_attn'} & set(sys.modules)))"
+    blocked = "import sys; sys.modules['triton'] = sys.modules['flash_attn'] = None; import nanovllm"
+    subprocess.run([sys.executable, "-c", blocked], check=True)
+    assert "flash_attn" not in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_no_global_state_is_left(make_llm: MakeLLM) -> None:
+    import torch
+
+    before = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(), torch.get_rng_state()
+    make_llm(dtype="bfloat16").generate([1, 2, 3], use_tqdm=False)
+    after = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(), torch.get_rng_state()
+    assert before[:3] == after[:3] and torch.equal(before[3], after[3])
+
+
+# --- text
+
+
+@pytest.mark.parametrize("text", ["naïve café", "你好，世界", "👩‍👩‍👧 family", "é̂ combining", "plain", " leading", "a\ufffdb"])
+def test_text_grows_whole_characters_only(demo: LLM, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Feed known tokens one by one: the text only grows, shows no broken character, and ends as the tokenizer decodes it."""
+    token_ids = demo.tokenizer.encode(text)
+    script = iter(token_ids)
+    monkeypatch.setattr(ModelRunner, "run", lambda self, seqs: [next(script)])
+    texts = [o["text"] for o in demo.stream([1], SamplingParams(max_tokens=len(token_ids)))]
+    assert texts[-1] == text
+    for shown in texts:
+        assert text.startswith(shown)
+
+
+def test_text_cut_inside_a_character(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    token_ids = demo.tokenizer.encode("ab👧")[:-1]
+    script = iter(token_ids)
+    monkeypatch.setattr(ModelRunner, "run", lambda self, seqs: [next(script)])
+    texts = [o["text"] for o in demo.stream([1], SamplingParams(max_tokens=len(token_ids)))]
+    assert "\ufffd" not in texts[-2] and texts[-1] == demo.tokenizer.decode(token_ids)
+
+
+def test_chat(demo: LLM) -> None:
+    user = {"role": "user", "content": "What is 2 + 3?"}
+    (one,) = demo.chat([user], GREEDY, use_tqdm=False)
+    two = demo.chat([[user], [{"role": "system", "content": "Be brief."}, user]], GREEDY, use_tqdm=False)
+    assert one["token_ids"] == two[0]["token_ids"]
+    rendered = demo.tokenizer.apply_chat_template([user], add_generation_prompt=True, tokenize=False)
+    assert demo.tokenizer.decode(one["prompt_token_ids"]) == rendered
+    assert demo.chat([], GREEDY, use_tqdm=False) == []
+
+
+def test_chat_needs_a_tokenizer(make_llm: MakeLLM) -> None:
+    with pytest.raises(ValueError, match="no tokenizer"):
+        make_llm().chat([{"role": "user", "content": "hi"}])
+
+
+# --- a random life
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_random_life(tiny: tuple[str, Oracle], data: st.DataObject) -> None:
+    """Requests come, are aborted, streamed and waited for, in any order, on a small pool; what ends is right."""
+    draw = data.draw
+    llm = LLM(
+        tiny[0],
+        kvcache_block_size=draw(st.sampled_from([2, 4, 5])),
+        num_kvcache_blocks=draw(st.integers(12, 24)),
+        max_num_batched_tokens=draw(st.sampled_from([24, 30, 64])),
+        max_num_seqs=draw(st.integers(1, 5)),
+        enable_chunked_prefill=draw(st.booleans()),
+        enable_prefix_caching=draw(st.booleans()),
+    )
+    prompts: dict[int, list[int]] = {}
+    outputs: dict[int, dict] = {}
+
+    def new_request() -> tuple[list[int], SamplingParams]:
+        seed, length = draw(st.integers(0, 3)), draw(st.integers(1, 15))
+        return random_prompt(seed, length), SamplingParams(temperature=0.0, max_tokens=draw(st.integers(1, 8)))
+
+    for action in draw(st.lists(st.sampled_from(["add", "add", "step", "step", "abort", "generate", "stream"]), max_size=30)):
+        if action == "add":
+            prompt, params = new_request()
+            prompts[llm.add_request(prompt, params)] = prompt
+        elif action == "step":
+            outputs.update((o["request_id"], o) for o in llm.step())
+        elif action == "abort" and prompts:
+            llm.abort(draw(st.sampled_from(sorted(prompts))))
+        elif action == "generate":
+            prompt, params = new_request()
+            (output,) = llm.generate(prompt, params, use_tqdm=False)
+            assert output["token_ids"] == tiny[1](prompt, params.max_tokens)
+        elif action == "stream":
+            for _, output in zip(range(draw(st.integers(1, 9))), llm.stream(*new_request())):
+                assert output["request_id"] not in prompts
+        check_invariants(llm)
+    for _ in range(1000):
+        if llm.is_finished():
+            break
+        outputs.update((o["request_id"], o) for o in llm.step())
+        check_invariants(llm)
+    outputs.update((o["request_id"], o) for o in llm.step())
+    assert outputs.keys() == prompts.keys()
+    for request_id, output in outputs.items():
+        assert output["finish_reason"] in ("length", "abort")
+        assert output["token_ids"] == tiny[1](prompts[request_id], 8)[: len(output["token_ids"])]
+    assert llm.stats["num_free_blocks"] == llm.stats["num_blocks"]

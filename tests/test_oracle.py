@@ -1,0 +1,131 @@
+"""Promise 1: greedy float32 tokens equal transformers' own, whatever the blocks, budgets, pools, caches and policies."""
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import VOCAB_SIZE, Oracle, check_invariants, make_checkpoint, random_prompt
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.model_runner import ModelRunner
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens)
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("chunked", [True, False], ids=["mixed", "prefill-first"])
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+def test_grid(tiny: tuple[str, Oracle], make_llm: Callable[..., LLM], block_size: int, chunked: bool, caching: bool) -> None:
+    b, oracle = block_size, tiny[1]
+    lengths = [1, b - 1, b, b + 1, 2 * b, 2 * b + 1]
+    prompts = [random_prompt(length, length) for length in lengths]
+    prompts += [prompts[-1][: b + 1] + random_prompt(9, b), prompts[-1]]  # share blocks with another of the batch
+    params = [greedy(5 + i) for i in range(len(prompts))]
+    expected = [oracle(prompt, p.max_tokens) for prompt, p in zip(prompts, params)]
+    budgets = [1, b, b + 1, 8192] if chunked else [3 * b, 8192]
+    longest = max(len(prompt) + p.max_tokens for prompt, p in zip(prompts, params))
+    tight = -(-longest // b) + 1  # blocks for hardly more than one sequence: the others are preempted
+    for budget, num_blocks in product(budgets, [tight, 64]):
+        llm = make_llm(
+            kvcache_block_size=b, num_kvcache_blocks=num_blocks, max_num_batched_tokens=budget, max_model_len=longest,
+            enable_chunked_prefill=chunked, enable_prefix_caching=caching,
+        )  # fmt: skip
+        for temperature in ("cold", "warm"):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert [o["token_ids"] for o in outputs] == expected, (budget, num_blocks, temperature)
+            check_invariants(llm)
+        assert num_blocks == 64 or llm.stats["num_preemptions"] > 0 or budget < b
+        assert bool(llm.stats["num_cached_tokens"]) == caching
+
+
+def test_recomputation_longer_than_a_step(tiny: tuple[str, Oracle], make_llm: Callable[..., LLM]) -> None:
+    """Prefill first: a preempted sequence that has outgrown the token budget still ends, and ends right."""
+    prompts = [random_prompt(1, 6), random_prompt(2, 6)]
+    llm = make_llm(
+        enable_chunked_prefill=False, max_num_batched_tokens=8, num_kvcache_blocks=10, max_model_len=40, enable_prefix_caching=False
+    )
+    outputs = llm.generate(prompts, greedy(30), use_tqdm=False)
+    assert llm.stats["num_preemptions"] > 0
+    assert [o["token_ids"] for o in outputs] == [tiny[1](prompt, 30) for prompt in prompts]
+
+
+SHAPES = {
+    "untied": dict(tie_word_embeddings=False),
+    "bias": dict(attention_bias=True),
+    "mha": dict(num_key_value_heads=4),
+    "mqa": dict(num_key_value_heads=1),
+    "odd_head_dim": dict(head_dim=10),
+    "gqa_3": dict(num_attention_heads=6, head_dim=24),
+    "theta": dict(rope_parameters={"rope_type": "default", "rope_theta": 50.0}),
+    "linear": dict(rope_parameters={"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}),
+    "yarn": dict(
+        rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    ),
+    "yarn_untruncated": dict(
+        head_dim=32,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+            "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(tmp_path: Path, name: str) -> None:
+    oracle = Oracle(make_checkpoint(tmp_path, **SHAPES[name]))
+    llm = LLM(str(tmp_path), num_kvcache_blocks=64, kvcache_block_size=4, max_num_batched_tokens=24)
+    prompts = [random_prompt(seed, 10 * seed + 1) for seed in range(5)]
+    outputs = llm.generate(prompts, greedy(24), use_tqdm=False)
+    assert [o["token_ids"] for o in outputs] == [oracle(prompt, 24) for prompt in prompts]
+
+
+def test_sharded_checkpoint(tmp_path: Path) -> None:
+    oracle = Oracle(make_checkpoint(tmp_path, max_shard_size="10KB"))
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    prompt = random_prompt(0, 9)
+    assert LLM(str(tmp_path), num_kvcache_blocks=8).generate(prompt, greedy(9), use_tqdm=False)[0]["token_ids"] == oracle(prompt, 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """As far from float32 as transformers' own logits in that dtype are, give or take half."""
+    reference = make_checkpoint(tmp_path, dtype=dtype)
+    seen: list[torch.Tensor] = []
+    llm = LLM(str(tmp_path), num_kvcache_blocks=64)
+    forward = llm.model_runner.model.forward
+    monkeypatch.setattr(llm.model_runner.model, "forward", lambda *args: seen.append(forward(*args)) or seen[-1])
+    prompt = random_prompt(3, 40)
+    llm.generate([prompt[:n] for n in range(1, 41)], greedy(1), use_tqdm=False)
+    ours = torch.cat(seen).float()
+    with torch.inference_mode():
+        theirs = reference(torch.tensor([prompt])).logits[0].float()
+        exact = reference.float()(torch.tensor([prompt])).logits[0]
+    assert ours.shape == theirs.shape == (40, VOCAB_SIZE)
+    assert (ours - exact).norm() < 1.5 * (theirs - exact).norm()
+
+
+def test_batch_is_flat_and_tight(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """slot_mapping and block_tables say what batch.py promises, for prefills, chunks and decodes in one step."""
+    llm = make_llm(max_num_batched_tokens=16)
+    batches = []
+    prepare = ModelRunner.prepare_batch
+    monkeypatch.setattr(ModelRunner, "prepare_batch", lambda self, seqs: batches.append((list(seqs), prepare(self, seqs))) or batches[-1][1])
+    llm.generate([random_prompt(seed, 7 + seed) for seed in range(4)], greedy(4), use_tqdm=False)
+    assert any(batch.max_seqlen_q == 1 for _, batch in batches)
+    assert any(batch.max_seqlen_q > 1 and (batch.cu_seqlens_q.diff() == 1).any() for _, batch in batches)
+    for seqs, batch in batches:
+        assert batch.cu_seqlens_q[-1] == len(batch.input_ids) == len(batch.positions) == len(batch.slot_mapping) <= 16
+        assert batch.cu_seqlens_q.diff().max() == batch.max_seqlen_q and batch.context_lens.max() == batch.max_seqlen_k
+        assert len(set(batch.slot_mapping.tolist())) == len(batch.slot_mapping)
+        for i, seq in enumerate(seqs):
+            span = slice(batch.cu_seqlens_q[i], batch.cu_seqlens_q[i + 1])
+            positions = batch.positions[span]
+            assert positions[-1] + 1 == batch.context_lens[i]
+            assert batch.input_ids[span].tolist() == [seq.token_ids[position] for position in positions]
+            expected = batch.block_tables[i].long()[positions // 4] * 4 + positions % 4
+            assert batch.slot_mapping[span].tolist() == expected.tolist()

@@ -1,0 +1,129 @@
+"""The scheduler alone, under random loads: its bounds, its order, and that everybody ends."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm import SamplingParams
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 8
+
+
+def make_scheduler(num_blocks: int = NUM_BLOCKS, **options) -> Scheduler:
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 16, **options}
+    return Scheduler(BlockManager(num_blocks, BLOCK_SIZE), **settings)
+
+
+def make_sequence(seq_id: int, prompt_len: int, max_tokens: int, first_token: int | None = None) -> Sequence:
+    prompt = [seq_id if first_token is None else first_token, *range(1, prompt_len)]
+    return Sequence(seq_id, prompt, SamplingParams(max_tokens=max_tokens))
+
+
+def run_step(scheduler: Scheduler) -> tuple[list[Sequence], list[Sequence]]:
+    seqs = scheduler.schedule()
+    caught_up = [seq for seq in seqs if seq.num_computed_tokens + seq.num_scheduled_tokens == len(seq.token_ids)]
+    return seqs, scheduler.postprocess(seqs, [7] * len(caught_up))
+
+
+@given(
+    loads=st.lists(st.tuples(st.integers(1, 16), st.integers(1, 16), st.integers(0, 3)), min_size=1, max_size=12),
+    num_blocks=st.integers(NUM_BLOCKS, 20),
+    max_num_seqs=st.integers(1, 5),
+    budget=st.integers(1, 40),
+    chunked=st.booleans(),
+    aborted=st.sets(st.integers(0, 11), max_size=3),
+)
+@settings(max_examples=300, deadline=None)
+def test_random_loads(
+    loads: list[tuple[int, int, int]], num_blocks: int, max_num_seqs: int, budget: int, chunked: bool, aborted: set[int]
+) -> None:
+    budget = budget if chunked else max(budget, 16)
+    scheduler = make_scheduler(
+        num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, enable_chunked_prefill=chunked
+    )
+    seqs = [make_sequence(i, prompt, tokens, shared) for i, (prompt, tokens, shared) in enumerate(loads)]
+    pending = list(seqs)
+    for step in range(2000):
+        if pending and step % 2 == 0:
+            scheduler.add(pending.pop(0))
+        if step in aborted and (victims := [*scheduler.waiting, *scheduler.running]):
+            scheduler.abort(victims[step % len(victims)])
+        unfinished = [*scheduler.running, *scheduler.waiting]
+        if not unfinished and not pending:
+            break
+        behind = {seq: len(seq.token_ids) - seq.num_computed_tokens for seq in scheduler.running}
+        progress = [(len(seq.token_ids), seq.num_computed_tokens) for seq in unfinished[:1]]
+        scheduled, _ = run_step(scheduler)
+        assert sum(seq.num_scheduled_tokens for seq in scheduled) <= budget
+        assert all(seq.num_scheduled_tokens >= 1 for seq in scheduled) and len(set(scheduled)) == len(scheduled)
+        assert len(scheduler.running) <= max_num_seqs
+        order = [seq.seq_id for seq in [*scheduler.running, *scheduler.waiting]]
+        assert order == sorted(order), "first come, first served; the newest is preempted"
+        assert sorted([seq.lane for seq in scheduler.running] + scheduler.free_lanes) == list(range(max_num_seqs))
+        assert chunked or len({behind.get(seq) == 1 for seq in scheduled}) <= 1, "all prefill or all decode"
+        if chunked and unfinished:
+            oldest = unfinished[0]
+            assert oldest.is_finished or progress != [(len(oldest.token_ids), oldest.num_computed_tokens)], "it stands still"
+    else:
+        raise AssertionError("not everybody ended")
+    assert len(scheduler.block_manager.free_block_ids) == num_blocks
+    for seq in seqs:
+        assert seq.finish_reason == "abort" or len(seq.token_ids) == seq.max_num_tokens
+
+
+def test_the_two_policies() -> None:
+    """A long prompt arrives while another sequence decodes: mixed steps serve both, prefill first makes one wait."""
+    kinds = {}
+    for chunked in (True, False):
+        scheduler = make_scheduler(max_num_batched_tokens=8, enable_chunked_prefill=chunked)
+        scheduler.add(make_sequence(0, 3, 10))
+        run_step(scheduler)
+        scheduler.add(make_sequence(1, 8, 2))
+        kinds[chunked] = [[(seq.seq_id, seq.num_scheduled_tokens) for seq in run_step(scheduler)[0]] for _ in range(3)]
+    assert kinds[True] == [[(0, 1), (1, 7)], [(0, 1), (1, 1)], [(0, 1), (1, 1)]]
+    assert kinds[False] == [[(1, 8)], [(0, 1), (1, 1)], [(0, 1)]]
+
+
+def test_max_num_seqs_bounds_residents() -> None:
+    scheduler = make_scheduler(num_blocks=100, max_num_seqs=2, max_num_batched_tokens=1)
+    for i in range(4):
+        scheduler.add(make_sequence(i, 5, 3))
+    for _ in range(12):
+        run_step(scheduler)
+        assert sum(bool(seq.block_table) for seq in [*scheduler.running, *scheduler.waiting]) <= 2
+
+
+def test_the_newest_is_preempted_and_keeps_its_tokens() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    old, new = make_sequence(0, 4, 9), make_sequence(1, 4, 9)
+    scheduler.add(old)
+    scheduler.add(new)
+    while not scheduler.num_preemptions:
+        run_step(scheduler)
+    assert list(scheduler.waiting) == [new] and scheduler.running == [old]
+    assert new.block_table == [] and new.num_computed_tokens == 0 and len(new.token_ids) > new.num_prompt_tokens
+    while scheduler.running or scheduler.waiting:
+        run_step(scheduler)
+    assert len(new.token_ids) == 13
+
+
+def test_hits_of_a_preempted_sequence_are_not_counted_again() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(seq := make_sequence(0, 9, 3))
+    run_step(scheduler)
+    scheduler.preempt(seq)
+    run_step(scheduler)
+    assert seq.num_computed_tokens == 10 and scheduler.num_prefill_tokens == 9 + 2
+    assert seq.num_cached_tokens == 0 == scheduler.num_cached_tokens
+
+
+def test_stats_add_up() -> None:
+    scheduler = make_scheduler(num_blocks=100)
+    scheduler.add(make_sequence(0, 9, 4, first_token=0))
+    scheduler.add(make_sequence(1, 9, 4, first_token=0))
+    while scheduler.running or scheduler.waiting:
+        run_step(scheduler)
+    assert (scheduler.num_prefill_tokens, scheduler.num_cached_tokens, scheduler.num_decode_tokens) == (10, 8, 6)
