@@ -2,8 +2,9 @@
 
     bytes of a token  = 2 (K and V) * layers * KV heads of this rank * head_dim * bytes of a number
     bytes of a block  = block size * bytes of a token
-    GPU               = min(gpu_memory_utilization * total, free before loading) - weights - peak of the largest step
-    CPU               = CPU_SHARE of the memory that is available once the weights are loaded
+    GPU               = min(gpu_memory_utilization * total, GPU_SHARE_OF_FREE * free before loading)
+                        - weights - peak of the largest step
+    CPU               = CPU_SHARE * available once the weights are loaded
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.models.decoder import DecoderSpec
 
+GPU_SHARE_OF_FREE = 0.95  # where others use the GPU, leave room for what they and the driver still allocate
 CPU_SHARE = 0.25
 
 
@@ -49,10 +51,11 @@ def count_blocks(
             budget, origin = config.kvcache_memory_bytes, "kvcache_memory_bytes"
         elif meter.device.type == "cuda":
             run_largest_step()
-            allowed = min(int(meter.total * config.gpu_memory_utilization), meter.free_before)
-            budget = allowed - meter.peak()
+            torch.cuda.empty_cache()  # give its activations back before the cache is allocated
+            utilization = config.gpu_memory_utilization
+            budget = int(min(utilization * meter.total, GPU_SHARE_OF_FREE * meter.free_before)) - meter.peak()
             origin = (
-                f"min({config.gpu_memory_utilization} of {_gb(meter.total)}, {_gb(meter.free_before)} free)"
+                f"min({utilization} * {_gb(meter.total)}, {GPU_SHARE_OF_FREE} * {_gb(meter.free_before)} free)"
                 f" - {_gb(meter.peak())} for weights and the largest step"
             )
         else:

@@ -108,11 +108,12 @@ class LLMEngine:
             raise TypeError(f"a prompt must be a str or a list of token ids, not {prompt!r}")
         if not prompt:
             raise ValueError("a prompt must have at least one token")
-        for token_id in prompt:
-            if not isinstance(token_id, int):
-                raise TypeError(f"a prompt's token ids must be ints, not {token_id!r}")
-            if not 0 <= token_id < self.vocab_size:
-                raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
+        if set(map(type, prompt)) != {int}:
+            wrong = next(token_id for token_id in prompt if type(token_id) is not int)
+            raise TypeError(f"a prompt's token ids must be ints, not {wrong!r}")
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            wrong = min(prompt) if min(prompt) < 0 else max(prompt)
+            raise ValueError(f"token id {wrong} is outside the vocabulary of {self.vocab_size}")
         if len(prompt) >= self.max_model_len:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens leaves no room to generate within max_model_len={self.max_model_len}"

@@ -46,7 +46,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
         self.free_lanes = list(range(self.max_num_seqs))  # a heap
         for seq in unfinished:
-            seq.status, seq.block_table, seq.num_computed_tokens = SequenceStatus.WAITING, [], 0
+            seq.status, seq.lane, seq.block_table, seq.num_computed_tokens = SequenceStatus.WAITING, -1, [], 0
             self.waiting[seq] = None
 
     def add(self, seq: Sequence) -> None:
@@ -89,8 +89,9 @@ class Scheduler:
             seq = next(iter(self.waiting))
             prefix = self.block_manager.find_prefix(seq)
             num_cached_tokens = len(prefix) * self.block_manager.block_size
-            fits = len(seq.token_ids) - num_cached_tokens <= budget
-            if not (fits or self.enable_chunked_prefill or budget == self.max_num_batched_tokens):
+            is_whole = len(seq.token_ids) - num_cached_tokens <= budget
+            # Prefill first cuts nothing, except what no step can hold: that starts a step of its own.
+            if not self.enable_chunked_prefill and not is_whole and budget < self.max_num_batched_tokens:
                 break
             if not self.block_manager.allocate(seq, prefix):
                 break
@@ -112,9 +113,8 @@ class Scheduler:
         return num_tokens
 
     def preempt(self, seq: Sequence) -> None:
-        """Take the blocks of `seq`, the newest that runs, and put it at the head of the queue. Its tokens stay."""
-        assert seq is self.running[-1]
-        self.running.pop()
+        """Take the blocks of a running sequence and put it at the head of the queue. Its tokens stay."""
+        self.running.remove(seq)
         self._release(seq)
         seq.status = SequenceStatus.WAITING
         self.waiting[seq] = None

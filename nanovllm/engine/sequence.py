@@ -12,6 +12,7 @@ A decode is a sequence that is one token behind. The newest token's K/V is never
 
 from enum import Enum, auto
 
+from nanovllm.outputs import Detokenizer
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -27,7 +28,7 @@ class Sequence:
     __slots__ = (
         "seq_id", "status", "token_ids", "num_prompt_tokens", "params", "seed", "stop_token_ids", "max_num_tokens",
         "num_computed_tokens", "num_scheduled_tokens", "num_cached_tokens", "block_table", "block_hashes", "lane",
-        "finish_reason", "detokenizer", "mailbox",
+        "finish_reason", "mailbox", "detokenizer",
     )  # fmt: skip
 
     def __init__(
@@ -54,8 +55,8 @@ class Sequence:
         self.block_hashes: list[int] = []  # of the full blocks of token_ids, filled in as they are asked for
         self.lane = -1  # while running: a number below max_num_seqs that no other running sequence has
         self.finish_reason: str | None = None
-        self.detokenizer = None  # set and used by the engine's front end, as is the mailbox
-        self.mailbox = None
+        self.mailbox: dict[Sequence, None] = {}  # who gets the news; this and the next are the front end's
+        self.detokenizer: Detokenizer | None = None
 
     @property
     def generated_token_ids(self) -> list[int]:

@@ -32,13 +32,15 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
     block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
     group_size = query.shape[1] // num_kv_heads  # query heads that share a KV head (GQA, Ainslie et al. 2023)
     output = torch.empty_like(query)
+    keys, values = kv_cache.flatten(2)  # each [num_blocks, numbers in a block]: gathering a block is one copy
     bounds = batch.cu_seqlens_q.tolist()
     for start, end, context_len, block_table in zip(bounds, bounds[1:], batch.context_lens.tolist(), batch.block_tables):
         query_len = end - start
-        num_blocks = -(-context_len // block_size)
-        blocks = kv_cache.flatten(2).index_select(1, block_table[:num_blocks])  # flat, so that a block is one copy
-        context = blocks.view(2, -1, num_kv_heads, head_dim)[:, :context_len]
-        key, value = context.transpose(1, 2).unsqueeze(1)  # each [1, num_kv_heads, context_len, head_dim]
+        block_ids = block_table[: -(-context_len // block_size)]
+        key, value = (  # each [1, num_kv_heads, context_len, head_dim]
+            blocks.index_select(0, block_ids).view(1, -1, num_kv_heads, head_dim)[:, :context_len].transpose(1, 2)
+            for blocks in (keys, values)
+        )
         if query_len == 1:  # sees everything: the group's heads become the rows of one query, and K/V are read once
             rows = query[start].view(1, num_kv_heads, group_size, head_dim)
             attended = F.scaled_dot_product_attention(rows, key, value, scale=scale)

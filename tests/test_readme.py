@@ -1,0 +1,39 @@
+"""The README's commands are the ones that work, and the example says something."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+COMMANDS = re.findall(r"^python3 -m venv .*$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+
+
+def run(*command: str) -> str:
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_first_command_is_the_example() -> None:
+    assert COMMANDS[0].endswith("python example.py")
+    said = run("example.py")
+    assert "nanovllm" in said and "2, 3, 5, 7, 11" in said and "85" in said and "num_decode_tokens" in said
+    assert re.search(r"[1-9]\d* of \d+ prompt tokens from the cache", said)
+
+
+def test_second_command_is_what_ci_runs() -> None:
+    assert COMMANDS[1].endswith("python -m pytest")
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o100
+    assert "pip install -q -e '.[test]'" in COMMANDS[1]
+
+
+def test_readme_code_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    run("-c", code)
+
+
+def test_top_level_is_as_designed() -> None:
+    if not (ROOT / ".git").exists():
+        return
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    top = {path.split("/")[0] for path in tracked}
+    assert top <= {"pyproject.toml", "nanovllm", "bench.py", "example.py", "tests", "README.md", ".ci", ".gitignore", "LICENSE"}
