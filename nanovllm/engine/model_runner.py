@@ -30,7 +30,7 @@ class ModelRunner:
         self.config = config
         self.spec = spec
         self.device = _find_device(config.device)
-        backend, self.block_size = select_backend(
+        self.backend, self.block_size = select_backend(
             config.attention_backend, self.device, spec.dtype, spec.head_dim, config.kvcache_block_size
         )
         if (config.max_model_len or 0) > spec.max_len:
@@ -39,7 +39,7 @@ class ModelRunner:
 
         meter = MemoryMeter(self.device)
         with torch.device(self.device):
-            self.model = CausalLM(spec, backend)
+            self.model = CausalLM(spec, self.backend)
         if config.load_format == "dummy":
             fill_with_noise(self.model, config.seed)
         else:
@@ -56,7 +56,7 @@ class ModelRunner:
             )
         self.max_model_len = min(self.max_model_len, capacity)
         self._allocate_kv_caches(self.num_blocks)
-        backend_name = backend.__name__.rpartition(".")[2]
+        backend_name = self.backend.__name__.rpartition(".")[2]
         print(f"nanovllm: {self.device}, {spec.dtype}, {backend_name} attention; {arithmetic}", file=sys.stderr)
 
     def _allocate_kv_caches(self, num_blocks: int) -> None:
