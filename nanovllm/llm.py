@@ -1,13 +1,17 @@
 """What most callers use: prompts in, answers out. `LLM` is the engine plus the loops that drive it."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from tqdm import tqdm
 
-from nanovllm.engine.llm_engine import LLMEngine, Mailbox, Prompt
+from nanovllm.beam_search import Beam, BeamSearch
+from nanovllm.checks import check_bool, check_int, check_number
+from nanovllm.engine.llm_engine import LLMEngine, Mailbox, Prompt, Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -24,21 +28,17 @@ class LLM(LLMEngine):
     """
 
     def generate(self, prompts: Prompt | list[Prompt], sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
-        """Answer one prompt (str or token ids) or a list of them, in their order.
+        """Answer one prompt (str or token ids) or a list of them, in their order, n samples of a prompt side by side.
 
         `sampling_params` is one for all or one each. Raises ValueError or TypeError, with nothing queued, if any
         prompt cannot be served. If it is interrupted, its requests are taken back.
         """
         requests = self._check_all(prompts, sampling_params)
-        bar = tqdm(total=len(requests), desc="Generating", unit="req", disable=not use_tqdm)
+        bar = tqdm(desc="Generating", unit="seq", disable=not use_tqdm)
         with self._queued(requests) as (seqs, mailbox), bar:
+            bar.total = len(seqs)
             show_rates = self._rate_meter(bar)
-            num_unfinished = len(seqs)
-            while num_unfinished:
-                self._advance()
-                num_finished = sum(seq.is_finished for seq in mailbox)
-                mailbox.clear()
-                num_unfinished -= num_finished
+            for num_finished in self._finish(seqs, mailbox):
                 bar.update(num_finished)
                 show_rates()
             return [self._output(seq) for seq in seqs]
@@ -63,7 +63,71 @@ class LLM(LLMEngine):
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def _stream(self, requests: list[tuple[list[int], SamplingParams]]) -> Iterator[RequestOutput]:
+    def beam_search(
+        self,
+        prompts: Prompt | list[Prompt],
+        beam_width: int,
+        max_tokens: int,
+        length_penalty: float = 1.0,
+        ignore_eos: bool = False,
+    ) -> list[list[RequestOutput]]:
+        """For each prompt its `beam_width` best continuations, best first, by beam search as in transformers.
+
+        They are ranked by cumulative_logprob / number of tokens ** length_penalty. Every step sends the beams through the
+        engine as prompts of one token to generate; their common past is in the prefix cache.
+        """
+        check_int("beam_width", beam_width, 1)
+        check_int("max_tokens", max_tokens, 1)
+        check_number("length_penalty", length_penalty, -math.inf)
+        check_bool("ignore_eos", ignore_eos)
+        eos_token_ids = frozenset() if ignore_eos else self.eos_token_ids
+        searches = [
+            BeamSearch(prompt, beam_width, min(max_tokens, self.max_model_len - len(prompt)), length_penalty, eos_token_ids)
+            for prompt, _ in self._check_all(prompts, None)
+        ]
+        num_cached_tokens: list[int] = []  # of the prompts, in the first step
+        while active := [search for search in searches if search.running]:
+            params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=active[0].num_candidates)
+            prefixes = [search.prompt + beam.token_ids for search in active for beam in search.running]
+            with self._queued([Request(prefix, params) for prefix in prefixes]) as (seqs, mailbox):
+                for _ in self._finish(seqs, mailbox):
+                    pass
+            num_cached_tokens = num_cached_tokens or [seq.num_cached_tokens or 0 for seq in seqs]
+            logprobs = iter([seq.logprobs[0] for seq in seqs])
+            for search in active:
+                search.advance(list(islice(logprobs, len(search.running))))
+        return [
+            [self._beam_output(search, beam, num_cached) for beam in search.finished]
+            for search, num_cached in zip(searches, num_cached_tokens)
+        ]
+
+    def _beam_output(self, search: BeamSearch, beam: Beam, num_cached_tokens: int) -> RequestOutput:
+        request_id = self.num_sequences
+        self.num_sequences += 1
+        text = "" if self.tokenizer is None else self.tokenizer.decode(beam.token_ids, skip_special_tokens=True)
+        return RequestOutput(
+            request_id=request_id,
+            sample_index=0,
+            prompt_token_ids=search.prompt,
+            token_ids=beam.token_ids,
+            text=text,
+            finish_reason="stop" if search.has_eos(beam) else "length",
+            logprobs=beam.logprobs,
+            cumulative_logprob=beam.cumulative_logprob,
+            num_cached_tokens=num_cached_tokens,
+        )
+
+    def _finish(self, seqs: list[Sequence], mailbox: Mailbox) -> Iterator[int]:
+        """Step until all of `seqs` have ended; yield after each step how many just did."""
+        num_unfinished = len(seqs)
+        while num_unfinished:
+            self._advance()
+            num_finished = sum(seq.is_finished for seq in mailbox)
+            mailbox.clear()
+            num_unfinished -= num_finished
+            yield num_finished
+
+    def _stream(self, requests: list[Request]) -> Iterator[RequestOutput]:
         with self._queued(requests) as (seqs, mailbox):
             num_unfinished = len(seqs)
             while num_unfinished:
@@ -75,19 +139,19 @@ class LLM(LLMEngine):
                     yield self._output(seq)
 
     @contextmanager
-    def _queued(self, requests: list[tuple[list[int], SamplingParams]]) -> Iterator[tuple[list[Sequence], Mailbox]]:
+    def _queued(self, requests: list[Request]) -> Iterator[tuple[list[Sequence], Mailbox]]:
         """Queue requests with a mailbox of their own; however the block is left, take back what is unfinished."""
         seqs: list[Sequence] = []
         mailbox: Mailbox = {}
         try:
-            for token_ids, params in requests:
-                seqs.append(self._add(token_ids, params, mailbox))
+            for request in requests:
+                seqs += self._add(request, mailbox)
             yield seqs, mailbox
         finally:
             for seq in seqs:
                 self.abort(seq.seq_id)
 
-    def _check_all(self, prompts: Any, sampling_params: Params) -> list[tuple[list[int], SamplingParams]]:
+    def _check_all(self, prompts: Any, sampling_params: Params) -> list[Request]:
         if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         if not isinstance(prompts, (list, tuple)):
@@ -96,7 +160,7 @@ class LLM(LLMEngine):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params")
-        return [(self._check_request(prompt, params), params) for prompt, params in zip(prompts, sampling_params)]
+        return [self._check_request(prompt, params) for prompt, params in zip(prompts, sampling_params)]
 
     def _rate_meter(self, bar: tqdm) -> Callable[[], None]:
         """A function that shows, twice a second at most, tokens per second of prefill and decode since this call."""

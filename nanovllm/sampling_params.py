@@ -1,23 +1,20 @@
 """How one request wants its tokens chosen and when it ends. Checked when made, immutable afterwards."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from nanovllm.checks import check_bool, check_int, check_number
-
-# Fields of the interface that the engine does not act on yet: any value but the default is refused.
-_NOT_BUILT = (
-    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "stop", "stop_token_ids", "logprobs",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Options of one request. Raises ValueError or TypeError, naming the field.
 
-    Tokens are drawn from softmax(logits / temperature), cut by top-k, then top-p, then min-p; temperature 0 is greedy.
+    The logits are changed by the penalties, then divided by the temperature; what top-k, then top-p, then min-p leave is
+    drawn from. Sample i of n draws with a seed of its own, a function of `seed` and i; that of sample 0 is `seed`.
     """
 
     n: int = 1
+    """Samples per prompt."""
     temperature: float = 1.0
     """>= 0; 0 takes the most probable token."""
     top_p: float = 1.0
@@ -27,28 +24,58 @@ class SamplingParams:
     min_p: float = 0.0
     """[0, 1]: tokens at least min_p times as probable as the most probable one."""
     presence_penalty: float = 0.0
+    """[-2, 2], subtracted from the logit of every token that has been generated."""
     frequency_penalty: float = 0.0
+    """[-2, 2], subtracted once for every time that the token has been generated."""
     repetition_penalty: float = 1.0
+    """> 0: positive logits of tokens in the prompt or the generated text are divided by it, negative ones multiplied."""
     max_tokens: int = 64
     """Generated tokens at most; a sequence that reaches the engine's max_model_len ends sooner."""
     min_tokens: int = 0
+    """The first min_tokens tokens end nothing: stop tokens are not drawn, stop strings not looked for."""
     stop: str | list[str] | None = None
+    """Texts that end the sequence; the first one found is cut off, with all that follows."""
     stop_token_ids: list[int] | None = None
+    """Tokens that end the sequence, as EOS does."""
     ignore_eos: bool = False
     seed: int | None = None
     """The same seed draws the same tokens, whatever else is in the batch. None: the engine's seed and the request's id."""
     logprobs: int | None = None
+    """Report the model's own log probabilities of this many most probable tokens, and of the chosen one. None: of none."""
 
     def __post_init__(self) -> None:
+        check_int("n", self.n, 1)
         check_number("temperature", self.temperature, 0.0)
         check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         check_int("top_k", self.top_k, -1)
         if self.top_k == 0:
             raise ValueError("top_k must be -1 (off) or at least 1, not 0")
         check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True)
         check_int("max_tokens", self.max_tokens, 1)
+        check_int("min_tokens", self.min_tokens, 0)
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+        if not all(isinstance(text, str) for text in self.stop_strings):
+            raise TypeError(f"stop must be a str or a list of str, not {self.stop!r}")
+        if "" in self.stop_strings:
+            raise ValueError("stop must not hold an empty string")
+        if not isinstance(self.stop_token_ids or [], (list, tuple)):
+            raise TypeError(f"stop_token_ids must be a list of ints, not {self.stop_token_ids!r}")
+        for token_id in self.stop_token_ids or []:
+            check_int("stop_token_ids", token_id, 0)
         check_bool("ignore_eos", self.ignore_eos)
         check_int("seed", self.seed, 0, optional=True)
-        for field in fields(self):
-            if field.name in _NOT_BUILT and getattr(self, field.name) != field.default:
-                raise ValueError(f"{field.name} is not built yet: only its default, {field.default!r}, is")
+        check_int("logprobs", self.logprobs, 0, optional=True)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return tuple(self.stop) if isinstance(self.stop, (list, tuple)) else (self.stop,)
+
+    @property
+    def penalizes(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)

@@ -86,8 +86,9 @@ def test_kv_cache_size(make_llm: MakeLLM) -> None:
     [
         ("temperature", -0.1), ("temperature", float("nan")), ("temperature", "hot"), ("top_p", 0.0), ("top_p", 1.1), ("top_k", 0),
         ("top_k", -2), ("top_k", 1.5), ("min_p", -0.1), ("min_p", 1.1), ("max_tokens", 0), ("max_tokens", None), ("seed", "x"),
-        ("ignore_eos", 1), ("n", 2), ("presence_penalty", 1.0), ("frequency_penalty", 3.0), ("repetition_penalty", 0.0),
-        ("min_tokens", 3), ("stop", "x"), ("stop_token_ids", [3]), ("logprobs", 1),
+        ("ignore_eos", 1), ("n", 0), ("presence_penalty", 2.1), ("presence_penalty", -2.1), ("frequency_penalty", 3.0),
+        ("repetition_penalty", 0.0), ("min_tokens", -1), ("min_tokens", 65), ("stop", ""), ("stop", ["a", 3]), ("stop", 5),
+        ("stop_token_ids", [-1]), ("stop_token_ids", 3), ("stop_token_ids", ["x"]), ("logprobs", -1), ("logprobs", True),
     ],
 )  # fmt: skip
 def test_wrong_sampling_params_are_named(field: str, value: object) -> None:

@@ -7,7 +7,7 @@ that of the `generate` or `stream` call that waits for it. So callers can share 
 """
 
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -23,6 +23,13 @@ from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | list[int]
 Mailbox = dict[Sequence, None]
+
+
+class Request(NamedTuple):
+    """A checked prompt and its params; `params.n` sequences come of it."""
+
+    token_ids: list[int]
+    params: SamplingParams
 
 
 class LLMEngine:
@@ -45,13 +52,16 @@ class LLMEngine:
             config.enable_chunked_prefill,
         )
         self.sequences: dict[int, Sequence] = {}  # unfinished ones, oldest first
+        self.sample_ids: dict[int, range] = {}  # of requests with n > 1: first id -> all ids, until the last sample ends
         self.mailbox: Mailbox = {}
-        self.num_requests = 0
+        self.num_sequences = 0
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queue a prompt and return its request id. Raises ValueError or TypeError for one that can never be served."""
-        params = sampling_params or SamplingParams()
-        return self._add(self._check_request(prompt, params), params, self.mailbox).seq_id
+        """Queue a prompt and return its request id; with n > 1 that of the first sample, the others' follow.
+
+        Raises ValueError or TypeError for a prompt that can never be served.
+        """
+        return self._add(self._check_request(prompt, sampling_params or SamplingParams()), self.mailbox)[0].seq_id
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the requests that gained a token or ended since the last call, as they stand now."""
@@ -61,10 +71,11 @@ class LLMEngine:
         return [self._output(seq) for seq in news]
 
     def abort(self, request_id: int) -> None:
-        """End a request with finish_reason "abort". An unknown or ended one is left alone."""
-        if seq := self.sequences.get(request_id):
-            self.scheduler.abort(seq)
-            self._report(seq)
+        """End a request, with all its samples, with finish_reason "abort". An unknown or ended one is left alone."""
+        for seq_id in self.sample_ids.get(request_id, (request_id,)):
+            if seq := self.sequences.get(seq_id):
+                self.scheduler.abort(seq)
+                self._report(seq)
 
     def is_finished(self) -> bool:
         """True if nothing waits, runs or is left for `step` to report, other than what the caller has aborted itself."""
@@ -94,12 +105,14 @@ class LLMEngine:
     def __exit__(self, *exception: object) -> None:
         self.exit()
 
-    def _check_request(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """The prompt's token ids, if this engine can serve it."""
+    def _check_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """The request, if this engine can serve it."""
         if self.model_runner is None:
             raise RuntimeError("this engine has been shut down by exit()")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, not {params!r}")
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError("the checkpoint has no tokenizer: use stop_token_ids instead of stop")
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("the checkpoint has no tokenizer: a prompt must be a list of token ids, not a str")
@@ -123,21 +136,33 @@ class LLMEngine:
                 f"a prompt of {len(prompt)} tokens is above max_num_batched_tokens={self.config.max_num_batched_tokens}:"
                 " raise that, or set enable_chunked_prefill"
             )
-        return list(prompt)
+        return Request(list(prompt), params)
 
-    def _add(self, token_ids: list[int], params: SamplingParams, mailbox: Mailbox) -> Sequence:
-        seq_id = self.num_requests
-        self.num_requests += 1
-        seed = params.seed
-        if seed is None:
-            seed = xxhash.xxh64_intdigest(struct.pack("<QQ", self.config.seed % 2**64, seq_id))
-        stop_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
+    def _add(self, request: Request, mailbox: Mailbox) -> list[Sequence]:
+        """Queue the request's n sequences."""
+        token_ids, params = request
+        first_id = self.num_sequences
+        if params.n > 1:
+            self.sample_ids[first_id] = range(first_id, first_id + params.n)
+        stop_token_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)}
+        stop_token_ids = frozenset(token_id for token_id in stop_token_ids if token_id < self.vocab_size)
         max_num_tokens = min(len(token_ids) + params.max_tokens, self.max_model_len)
-        seq = Sequence(seq_id, token_ids, params, seed, stop_token_ids, max_num_tokens)
-        seq.mailbox = mailbox
-        self.sequences[seq_id] = seq
-        self.scheduler.add(seq)
-        return seq
+        seqs: list[Sequence] = []
+        for sample_index in range(params.n):
+            seq_id = self.num_sequences
+            self.num_sequences += 1
+            if params.seed is None:
+                seed = _derive_seed(self.config.seed, seq_id)
+            else:
+                seed = _derive_seed(params.seed, sample_index) if sample_index else params.seed
+            seq = Sequence(seq_id, token_ids, params, seed, sample_index, stop_token_ids, max_num_tokens)
+            seq.mailbox = mailbox
+            if params.stop_strings:
+                seq.detokenizer = Detokenizer(self.tokenizer, len(token_ids), params.stop_strings)
+            self.sequences[seq_id] = seq
+            self.scheduler.add(seq)
+            seqs.append(seq)
+        return seqs
 
     def _advance(self) -> list[Sequence]:
         """One step of whatever is queued; the sequences that gained a token."""
@@ -160,21 +185,32 @@ class LLMEngine:
         seq.mailbox[seq] = None
         if seq.is_finished:
             del self.sequences[seq.seq_id]
+            if seq.params.n > 1:
+                first_id = seq.seq_id - seq.sample_index
+                if not any(seq_id in self.sequences for seq_id in self.sample_ids[first_id]):
+                    del self.sample_ids[first_id]
 
     def _output(self, seq: Sequence) -> RequestOutput:
-        token_ids = seq.generated_token_ids
         text = ""
         if self.tokenizer is not None:
             if seq.detokenizer is None:
-                seq.detokenizer = Detokenizer(self.tokenizer)
-            text = seq.detokenizer.update(token_ids, is_last=seq.is_finished)
+                seq.detokenizer = Detokenizer(self.tokenizer, seq.num_prompt_tokens)
+            text = seq.detokenizer.read(seq.token_ids, is_last=seq.is_finished)
+        wants_logprobs = seq.params.logprobs is not None
+        token_ids = seq.generated_token_ids
         return RequestOutput(
             request_id=seq.seq_id,
+            sample_index=seq.sample_index,
             prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
             token_ids=token_ids,
             text=text,
             finish_reason=seq.finish_reason,
-            logprobs=None,
-            cumulative_logprob=None,
+            logprobs=seq.logprobs[: len(token_ids)] if wants_logprobs else None,
+            cumulative_logprob=sum(seq.cumulative_logprobs[len(token_ids) - 1 : len(token_ids)]) if wants_logprobs else None,
             num_cached_tokens=seq.num_cached_tokens or 0,
         )
+
+
+def _derive_seed(seed: int, index: int) -> int:
+    """The seed of a request without one (engine's seed, request's id) and of sample index > 0 (request's seed, index)."""
+    return xxhash.xxh64_intdigest(struct.pack("<QQ", seed % 2**64, index))

@@ -15,6 +15,7 @@ from torch import Tensor
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.kv_cache import MemoryMeter, count_blocks
+from nanovllm.engine.penalties import Penalties
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import select_backend
 from nanovllm.layers.sampler import Sampler, SamplingBatch
@@ -44,6 +45,7 @@ class ModelRunner:
             fill_with_noise(self.model, config.seed)
         else:
             load_checkpoint(self.model, directory)
+        self.penalties = Penalties(config.max_num_seqs, spec.vocab_size, self.device)
         self.sampler = Sampler(spec.vocab_size, self.device)
 
         self._allocate_kv_caches(num_blocks=1)
@@ -74,8 +76,13 @@ class ModelRunner:
         """Compute the scheduled tokens of `seqs`; the next token of each one that has then caught up, in order."""
         batch = self.prepare_batch(seqs)
         logits = self.model(batch, self.kv_caches)
-        sampling_batch = self.prepare_sampling([seq for seq in seqs if _catches_up(seq)])
-        return self.sampler(logits, sampling_batch).tolist()
+        sampled = [seq for seq in seqs if _catches_up(seq)]
+        sampling_batch = self.prepare_sampling(sampled)
+        if all([seq.is_plain for seq in sampled]):
+            return self.sampler(logits, sampling_batch).tolist()
+        tokens = self.sampler(self.penalties.apply(logits, sampled), sampling_batch)
+        self._note_logprobs(logits, tokens, sampled)
+        return tokens.tolist()
 
     def prepare_batch(self, seqs: list[Sequence]) -> Batch:
         """Flatten the sequences' scheduled tokens; see batch.py for a picture."""
@@ -113,6 +120,27 @@ class ModelRunner:
         params, seeds = [seq.params for seq in seqs], [seq.seed for seq in seqs]
         positions = [len(seq.token_ids) for seq in seqs]
         return SamplingBatch.build(params, seeds, positions, self.spec.vocab_size, self.device)
+
+    def _note_logprobs(self, logits: Tensor, tokens: Tensor, seqs: list[Sequence]) -> None:
+        """Leave log-softmax of the untouched logits with the sequences that want it: the top k and the chosen token's."""
+        rows = [row for row, seq in enumerate(seqs) if seq.params.logprobs is not None]
+        if not rows:
+            return
+        logprobs = logits[rows].float().log_softmax(-1)
+        top, top_ids = logprobs.topk(min(max(seqs[row].params.logprobs for row in rows), self.spec.vocab_size))
+        chosen_ids = tokens[rows]
+        chosen = logprobs.gather(-1, chosen_ids[:, None]).squeeze(-1)
+        columns = (top.tolist(), top_ids.tolist(), chosen.tolist(), chosen_ids.tolist())
+        for row, values, token_ids, chosen_logprob, chosen_id in zip(rows, *columns):
+            seq = seqs[row]
+            k = seq.params.logprobs
+            entry = dict(zip(token_ids[:k], values[:k]))
+            entry[chosen_id] = chosen_logprob
+            # By position, not appended: if this step is interrupted, the next one says the same again.
+            position = len(seq.token_ids) - seq.num_prompt_tokens
+            so_far = seq.cumulative_logprobs[position - 1] if position else 0.0
+            seq.logprobs[position:] = [entry]
+            seq.cumulative_logprobs[position:] = [so_far + chosen_logprob]
 
     def _copy_block_table(self, seq: Sequence) -> None:
         """Bring the lane's row up to date. A block table only grows; a lane's next tenant has another list."""

@@ -133,14 +133,10 @@ class Scheduler:
             seq.num_computed_tokens += seq.num_scheduled_tokens
             if seq.num_computed_tokens < len(seq.token_ids):
                 continue
-            token_id = token_ids[len(gained)]
-            seq.token_ids.append(token_id)
+            finish_reason = seq.append_token(token_ids[len(gained)])
             gained.append(seq)
-            if token_id in seq.stop_token_ids:
-                self._finish(seq, "stop")
-                any_finished = True
-            elif len(seq.token_ids) >= seq.max_num_tokens:
-                self._finish(seq, "length")
+            if finish_reason is not None:
+                self._finish(seq, finish_reason)
                 any_finished = True
         if any_finished:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]

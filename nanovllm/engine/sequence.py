@@ -23,12 +23,13 @@ class SequenceStatus(Enum):
 
 
 class Sequence:
-    """The state of one request. `stop_token_ids` end it, and so does reaching `max_num_tokens` (prompt and generated)."""
+    """The state of one request, or of one of its n samples."""
 
     __slots__ = (
-        "seq_id", "status", "token_ids", "num_prompt_tokens", "params", "seed", "stop_token_ids", "max_num_tokens",
+        "seq_id", "status", "token_ids", "num_prompt_tokens", "params", "is_plain", "seed", "sample_index",
+        "stop_token_ids", "min_num_tokens", "max_num_tokens", "finish_reason",
         "num_computed_tokens", "num_scheduled_tokens", "num_cached_tokens", "block_table", "block_hashes", "lane",
-        "finish_reason", "mailbox", "detokenizer",
+        "logprobs", "cumulative_logprobs", "detokenizer", "mailbox",
     )  # fmt: skip
 
     def __init__(
@@ -37,6 +38,7 @@ class Sequence:
         prompt_token_ids: list[int],
         params: SamplingParams,
         seed: int = 0,
+        sample_index: int = 0,
         stop_token_ids: frozenset[int] = frozenset(),
         max_num_tokens: int | None = None,
     ) -> None:
@@ -45,18 +47,25 @@ class Sequence:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
+        self.is_plain = not (params.penalizes or params.min_tokens or params.logprobs is not None)  # a draw, no more
         self.seed = seed
+        self.sample_index = sample_index
         self.stop_token_ids = stop_token_ids
+        self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
         self.max_num_tokens = max_num_tokens or self.num_prompt_tokens + params.max_tokens
+        self.finish_reason: str | None = None
+
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
         self.num_cached_tokens: int | None = None  # set when first admitted; prompt tokens only
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # of the full blocks of token_ids, filled in as they are asked for
         self.lane = -1  # while running: a number below max_num_seqs that no other running sequence has
-        self.finish_reason: str | None = None
-        self.mailbox: dict[Sequence, None] = {}  # who gets the news; this and the next are the front end's
-        self.detokenizer: Detokenizer | None = None
+
+        self.logprobs: list[dict[int, float]] = []  # per generated token, if they are asked for
+        self.cumulative_logprobs: list[float] = []
+        self.detokenizer: Detokenizer | None = None  # made by the engine when text is needed
+        self.mailbox: dict[Sequence, None] = {}  # where the engine leaves word that there is news
 
     @property
     def generated_token_ids(self) -> list[int]:
@@ -65,3 +74,15 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    def append_token(self, token_id: int) -> str | None:
+        """Take a generated token. If it is the last one, the reason: the rules in the order of their precedence."""
+        self.token_ids.append(token_id)
+        num_tokens = len(self.token_ids)
+        may_stop = num_tokens > self.min_num_tokens
+        has_stop_string = self.detokenizer is not None and self.detokenizer.meets_stop_string(self.token_ids, may_stop)
+        if has_stop_string or (token_id in self.stop_token_ids and may_stop):
+            return "stop"
+        if num_tokens >= self.max_num_tokens:
+            return "length"
+        return None

@@ -1,0 +1,357 @@
+"""The request surface: when a text ends, penalties, logprobs, n samples, beam search."""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import VOCAB_SIZE, Oracle, check_invariants, make_checkpoint, random_prompt
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.sequence import Sequence
+
+MakeLLM = Callable[..., LLM]
+EOS, STOP = 2, 7  # token ids of the scripted engine
+
+
+@pytest.fixture(scope="module")
+def demo() -> LLM:
+    return LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=512)
+
+
+@pytest.fixture
+def say(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict]]:
+    """Stream what comes out when the model says these token ids, whatever it is asked."""
+
+    def say(token_ids: list[int], prompt_len: int = 1, **params) -> list[dict]:
+        script: Iterator[int] = iter([*token_ids, *[0] * 200])
+        monkeypatch.setattr(ModelRunner, "run", lambda self, seqs: [next(script)])
+        params = {"max_tokens": len(token_ids), **params}
+        return list(demo.stream([0] * prompt_len, SamplingParams(**params)))
+
+    return say
+
+
+# --- when it ends
+
+
+LETTERS = "abcdefgh"
+
+
+@pytest.mark.parametrize(
+    "token, params, prompt_len, num_tokens, reason, text",
+    [  # the model says a b c d e f g h; `token` replaces the e, the fifth
+        ("e", {}, 1, 8, "length", "abcdefgh"),
+        ("eos", {}, 1, 5, "stop", "abcd"),
+        ("eos", {"ignore_eos": True}, 1, 8, "length", "abcdfgh"),
+        ("e", {"stop_token_ids": ["e"]}, 1, 5, "stop", "abcde"),
+        ("e", {"stop_token_ids": ["e"], "ignore_eos": True}, 1, 5, "stop", "abcde"),
+        ("e", {"stop": "e"}, 1, 5, "stop", "abcd"),
+        ("e", {"stop": ["xyz", "cde", "h"]}, 1, 5, "stop", "ab"),
+        ("e", {"stop": ["de", "cde"]}, 1, 5, "stop", "ab"),
+        # at once: a stop token or string comes before max_tokens, and that before max_model_len
+        ("eos", {"max_tokens": 5}, 1, 5, "stop", "abcd"),
+        ("e", {"stop_token_ids": ["e"], "max_tokens": 5}, 1, 5, "stop", "abcde"),
+        ("e", {"stop": "de", "max_tokens": 5}, 1, 5, "stop", "abc"),
+        ("e", {"stop": "de"}, 2043, 5, "stop", "abc"),
+        ("e", {"stop_token_ids": ["e"], "stop": "de"}, 1, 5, "stop", "abc"),
+        ("e", {}, 2043, 5, "length", "abcde"),
+        ("e", {"stop": "ef", "max_tokens": 5}, 1, 5, "length", "abcde"),
+        # min_tokens: the first so many tokens end nothing
+        ("eos", {"min_tokens": 4}, 1, 5, "stop", "abcd"),
+        ("e", {"stop": "e", "min_tokens": 4}, 1, 5, "stop", "abcd"),
+        ("e", {"stop": "e", "min_tokens": 5}, 1, 8, "length", "abcdefgh"),
+        ("e", {"stop": "ef", "min_tokens": 5}, 1, 6, "stop", "abcd"),
+        ("e", {"stop_token_ids": ["e"], "min_tokens": 5}, 1, 8, "length", "abcdefgh"),
+    ],
+)
+def test_precedence(
+    demo: LLM, say: Callable, token: str, params: dict, prompt_len: int, num_tokens: int, reason: str, text: str
+) -> None:
+    ids = [demo.tokenizer.convert_tokens_to_ids(letter) for letter in LETTERS]
+    ids[4] = demo.tokenizer.eos_token_id if token == "eos" else ids[4]
+    if "stop_token_ids" in params:
+        params = {**params, "stop_token_ids": [demo.tokenizer.convert_tokens_to_ids(t) for t in params["stop_token_ids"]]}
+    assert demo.max_model_len == 2048
+    output = say(ids, prompt_len, **params)[-1]
+    assert (len(output["token_ids"]), output["finish_reason"], output["text"]) == (num_tokens, reason, text)
+
+
+@pytest.mark.parametrize("text", ["naïve 你好 👩‍👩‍👧 é̂ fin", " a\ufffdb ", "日本語のテキスト", "👧👧👧👧👧👧👧👧👧👧👧👧👧👧👧👧"])
+def test_text_and_stop_strings_split_everywhere(demo: LLM, say: Callable, text: str) -> None:
+    """Every stretch of the text as stop string: cut exactly, never shown in part, and found with the token that ends it."""
+    ids = demo.tokenizer.encode(text)
+    texts = [o["text"] for o in say(ids)]
+    assert texts[-1] == text and all(text.startswith(shown) for shown in texts)
+    for start, length in product(range(len(text)), (1, 2, 5)):
+        stop = text[start : start + length]
+        if len(stop) < length or "\ufffd" in stop:
+            continue
+        outputs = say(ids, stop=stop)
+        expected = text[: text.index(stop)]
+        assert outputs[-1]["text"] == expected and outputs[-1]["finish_reason"] == "stop"
+        for before, after in zip(outputs, outputs[1:]):
+            assert after["text"].startswith(before["text"])
+        needed = len((expected + stop).encode())
+        num_bytes = [len(demo.tokenizer.decode(ids[:n]).rstrip("\ufffd").encode()) for n in range(1, len(ids) + 1)]
+        assert len(outputs[-1]["token_ids"]) == 1 + next(i for i, n in enumerate(num_bytes) if n >= needed)
+
+
+def test_what_only_begins_like_a_stop_string_is_shown_in_the_end(demo: LLM, say: Callable) -> None:
+    ids = [demo.tokenizer.convert_tokens_to_ids(letter) for letter in "abcabd"]
+    texts = [o["text"] for o in say(ids, stop="abcx")]
+    assert texts == ["", "", "", "abc", "abc", "abcabd"]
+    assert [o["text"] for o in say(ids[:5], stop="abcx")][-1] == "abcab"
+
+
+def test_detokenisation_is_linear(demo: LLM, say: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = []
+    decode = type(demo.tokenizer).decode
+    monkeypatch.setattr(type(demo.tokenizer), "decode", lambda self, ids, **k: decoded.append(len(ids)) or decode(self, ids, **k))
+    say(demo.tokenizer.encode("你好" * 100), stop="!")
+    assert max(decoded) <= 40
+
+
+def test_min_tokens_bars_eos_in_the_model(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
+    prompt = random_prompt(4, 7)
+    llm = make_llm()
+    first = tiny[1](prompt, 1)[0]
+    llm.eos_token_ids = frozenset({first})
+    output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=20, min_tokens=10), use_tqdm=False)[0]
+    assert first not in output["token_ids"][:10] and len(output["token_ids"]) >= 10
+    assert llm.generate(prompt, SamplingParams(temperature=0.0), use_tqdm=False)[0]["token_ids"] == [first]
+
+
+def test_stop_needs_a_tokenizer(make_llm: MakeLLM) -> None:
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        make_llm().generate([1], SamplingParams(stop="x"))
+
+
+# --- penalties
+
+
+def penalized_greedy(model: torch.nn.Module, prompt: list[int], params: SamplingParams) -> list[int]:
+    """The definition, one token and one vocabulary entry at a time."""
+    token_ids = list(prompt)
+    for _ in range(params.max_tokens):
+        logits = model(torch.tensor([token_ids])).logits[0, -1].tolist()
+        generated = token_ids[len(prompt) :]
+        for token_id in range(len(logits)):
+            if token_id in token_ids:
+                factor = params.repetition_penalty
+                logits[token_id] = logits[token_id] / factor if logits[token_id] > 0 else logits[token_id] * factor
+            logits[token_id] -= params.frequency_penalty * generated.count(token_id)
+            logits[token_id] -= params.presence_penalty * (token_id in generated)
+        token_ids.append(max(range(len(logits)), key=lambda token_id: logits[token_id]))
+    return token_ids[len(prompt) :]
+
+
+@torch.inference_mode()
+def test_penalties(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
+    """In one batch with plain requests, with and without preemptions, lanes changing hands."""
+    kinds = [
+        {}, {"presence_penalty": 1.5}, {"frequency_penalty": 0.7}, {"repetition_penalty": 1.8}, {"repetition_penalty": 0.7},
+        {"presence_penalty": -0.5, "frequency_penalty": 1.2, "repetition_penalty": 1.3},
+    ]  # fmt: skip
+    prompts = [random_prompt(i, 5 + i) for i in range(len(kinds))]
+    params = [SamplingParams(temperature=0.0, max_tokens=14, **kind) for kind in kinds]
+    expected = [penalized_greedy(tiny[1].model, prompt, p) for prompt, p in zip(prompts, params)]
+    assert expected[1] != tiny[1](prompts[1], 14)
+    for options in ({}, {"num_kvcache_blocks": 7}, {"max_num_seqs": 2}, {"max_num_batched_tokens": 3}):
+        llm = make_llm(**options)
+        for _ in range(2):
+            assert [o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)] == expected, options
+        assert "num_kvcache_blocks" not in options or llm.stats["num_preemptions"]
+
+
+def test_a_plain_batch_does_no_extra_work(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm()
+    monkeypatch.setattr(llm.model_runner, "penalties", None)
+    monkeypatch.setattr(ModelRunner, "_note_logprobs", None)
+    llm.generate([[1, 2]] * 3, SamplingParams(top_p=0.9, n=2), use_tqdm=False)
+
+
+# --- logprobs
+
+
+@torch.inference_mode()
+def test_logprobs_are_the_models_own(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
+    prompts = [random_prompt(i, 6) for i in range(4)]
+    params = [
+        SamplingParams(seed=1, logprobs=3, max_tokens=8), SamplingParams(temperature=0.0, logprobs=0, max_tokens=8),
+        SamplingParams(seed=2, max_tokens=8), SamplingParams(seed=3, logprobs=1000, repetition_penalty=1.5, top_k=4, max_tokens=8),
+    ]  # fmt: skip
+    for options in ({}, {"num_kvcache_blocks": 5, "max_model_len": 16}):
+        outputs = make_llm(**options).generate(prompts, params, use_tqdm=False)
+        assert outputs[2]["logprobs"] is None and outputs[2]["cumulative_logprob"] is None
+        for prompt, p, output in zip(prompts, params, outputs):
+            if p.logprobs is None:
+                continue
+            logits = tiny[1].model(torch.tensor([prompt + output["token_ids"]])).logits[0, len(prompt) - 1 : -1]
+            reference = logits.log_softmax(-1)
+            assert len(output["logprobs"]) == len(output["token_ids"]) == 8
+            for row, token_id, entry in zip(reference, output["token_ids"], output["logprobs"]):
+                top = row.topk(min(p.logprobs, VOCAB_SIZE)).indices.tolist()
+                assert set(entry) == {*top, token_id} and list(entry)[: len(top)] == top
+                for key, logprob in entry.items():
+                    assert logprob == pytest.approx(float(row[key]), abs=1e-4)
+            chosen = reference.gather(1, torch.tensor(output["token_ids"])[:, None]).sum()
+            assert output["cumulative_logprob"] == pytest.approx(float(chosen), abs=1e-3)
+
+
+def test_logprobs_in_a_stream(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    outputs = list(llm.stream([1, 2, 3], SamplingParams(logprobs=1, max_tokens=4)))
+    assert [len(o["logprobs"]) for o in outputs] == [1, 2, 3, 4]
+    for o in outputs:
+        assert o["cumulative_logprob"] == pytest.approx(sum(e[t] for e, t in zip(o["logprobs"], o["token_ids"])))
+    request_id = llm.add_request([1], SamplingParams(logprobs=1))
+    llm.abort(request_id)
+    assert [(o["logprobs"], o["cumulative_logprob"]) for o in llm.step()] == [([], 0)]
+
+
+# --- n samples
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_samples_share_the_prompt(make_llm: MakeLLM, chunked: bool) -> None:
+    llm = make_llm(enable_chunked_prefill=chunked)
+    prompts = [random_prompt(0, 13), random_prompt(1, 9)]
+    outputs = llm.generate(prompts, SamplingParams(n=3, seed=5, max_tokens=8), use_tqdm=False)
+    assert [o["prompt_token_ids"] for o in outputs] == [prompts[0]] * 3 + [prompts[1]] * 3
+    assert [o["sample_index"] for o in outputs] == [0, 1, 2] * 2
+    assert [o["num_cached_tokens"] for o in outputs] == [0, 12, 12, 0, 8, 8]
+    assert llm.stats["num_prefill_tokens"] == 13 + 9 + 4
+    assert len({tuple(o["token_ids"]) for o in outputs}) == 6
+    single = llm.generate(prompts[0], SamplingParams(seed=5, max_tokens=8), use_tqdm=False)[0]
+    assert single["token_ids"] == outputs[0]["token_ids"], "sample 0 draws as n=1 does"
+    again = make_llm(num_kvcache_blocks=9).generate(prompts, SamplingParams(n=3, seed=5, max_tokens=8), use_tqdm=False)
+    assert [o["token_ids"] for o in again] == [o["token_ids"] for o in outputs]
+
+
+def test_a_long_prompt_in_pieces_is_computed_once_for_all_samples(make_llm: MakeLLM) -> None:
+    llm = make_llm(max_num_batched_tokens=8)
+    outputs = llm.generate(random_prompt(0, 33), SamplingParams(n=4, max_tokens=2), use_tqdm=False)
+    assert [o["num_cached_tokens"] for o in outputs] == [0, 32, 32, 32]
+
+
+def test_abort_ends_all_samples(make_llm: MakeLLM) -> None:
+    llm = make_llm(max_num_seqs=2)
+    request_id = llm.add_request([1, 2, 3], SamplingParams(n=3))
+    llm.step()
+    llm.abort(request_id + 1)
+    assert llm.stats["num_running"] + llm.stats["num_waiting"] == 2
+    llm.abort(request_id)
+    assert llm.is_finished() and not llm.sample_ids
+    assert sorted(o["finish_reason"] for o in llm.step()) == ["abort"] * 3
+    check_invariants(llm)
+
+
+def test_seeds_of_samples_are_documented_functions() -> None:
+    from nanovllm.engine.llm_engine import _derive_seed
+
+    assert len({_derive_seed(seed, index) for seed, index in product(range(30), range(30))}) == 900
+
+
+# --- beam search
+
+
+@pytest.fixture(scope="module", params=[None, 5], ids=["no-eos", "eos"])
+def beams(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[LLM, torch.nn.Module, int | None]:
+    """A vocabulary of 12, so that beams end early and all texts can be listed."""
+    directory = tmp_path_factory.mktemp("beams")
+    model = make_checkpoint(directory, vocab_size=12, eos_token_id=request.param)
+    return LLM(str(directory), num_kvcache_blocks=200, kvcache_block_size=4), model, request.param
+
+
+@pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0, -0.5])
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_beam_search_equals_transformers(beams: tuple, width: int, length_penalty: float) -> None:
+    llm, model, eos = beams
+    generator = torch.Generator().manual_seed(width)
+    prompts = [torch.randint(6, 12, (length,), generator=generator).tolist() for length in (1, 4, 7, 8)]
+    found = llm.beam_search(prompts, width, 9, length_penalty)
+    for prompt, outputs in zip(prompts, found):
+        ids = torch.tensor([prompt])
+        reference = model.generate(
+            ids, attention_mask=torch.ones_like(ids), num_beams=width, num_return_sequences=width, max_new_tokens=9,
+            do_sample=False, length_penalty=length_penalty, early_stopping=False, pad_token_id=0,
+            return_dict_in_generate=True, output_scores=True,
+        ) if width > 1 else None  # fmt: skip
+        assert len(outputs) == width
+        for i, output in enumerate(outputs):
+            assert output["prompt_token_ids"] == prompt
+            assert output["finish_reason"] == ("stop" if output["token_ids"][-1] == eos else "length")
+            if reference is not None:
+                expected = reference.sequences[i, len(prompt) :].tolist()
+                assert output["token_ids"] == expected[: len(output["token_ids"])]
+                assert set(expected[len(output["token_ids"]) :]) <= {0, eos}
+                score = output["cumulative_logprob"] / len(output["token_ids"]) ** length_penalty
+                assert score == pytest.approx(float(reference.sequences_scores[i]), abs=1e-4)
+            with torch.inference_mode():
+                logits = model(torch.tensor([prompt + output["token_ids"]])).logits[0, len(prompt) - 1 : -1]
+            total = logits.log_softmax(-1).gather(1, torch.tensor(output["token_ids"])[:, None]).sum()
+            assert output["cumulative_logprob"] == pytest.approx(float(total), abs=1e-4)
+    assert llm.is_finished() and llm.stats["num_free_blocks"] == llm.stats["num_blocks"]
+
+
+@torch.inference_mode()
+def test_beam_search_is_exhaustive_if_wide_enough(beams: tuple) -> None:
+    llm, model, _ = beams
+    prompt, length = [7, 9, 8], 3
+    best = llm.beam_search(prompt, 144, length, ignore_eos=True)[0][:20]
+    texts = torch.cartesian_prod(*[torch.arange(12)] * length)
+    rows = torch.cat([torch.tensor(prompt).expand(len(texts), -1), texts], dim=1)
+    logprobs = model(rows).logits[:, len(prompt) - 1 : -1].log_softmax(-1).gather(2, texts[:, :, None]).sum((1, 2))
+    values, order = logprobs.topk(20)
+    assert [o["token_ids"] for o in best] == texts[order].tolist()
+    assert [o["cumulative_logprob"] for o in best] == pytest.approx(values.tolist(), abs=1e-4)
+
+
+def test_beams_share_their_past(beams: tuple) -> None:
+    llm = beams[0]
+    before = llm.stats
+    llm.beam_search([7] * 40, 4, 12, ignore_eos=True)
+    computed = llm.stats["num_prefill_tokens"] + llm.stats["num_decode_tokens"] - before["num_prefill_tokens"] - before["num_decode_tokens"]
+    assert computed <= 40 + 4 * 12 * 4, "no more than a block per beam and step"
+
+
+def test_beam_search_on_a_tight_pool(beams: tuple, tmp_path: Path) -> None:
+    llm, _, eos = beams
+    make_checkpoint(tmp_path, vocab_size=12, eos_token_id=eos)
+    tight = LLM(str(tmp_path), num_kvcache_blocks=7, kvcache_block_size=4, max_num_batched_tokens=5)
+    prompts = [[7, 8, 9, 10, 11], [6, 6]]
+    strip = [[(o["token_ids"], o["finish_reason"]) for o in outputs] for outputs in tight.beam_search(prompts, 3, 8)]
+    assert strip == [[(o["token_ids"], o["finish_reason"]) for o in outputs] for outputs in llm.beam_search(prompts, 3, 8)]
+
+
+@pytest.mark.parametrize("arguments", [(0, 3), (2, 0), (2.5, 3), (2, 3, "x"), (2, 3, 1.0, "no")])
+def test_beam_search_options(beams: tuple, arguments: tuple) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        beams[0].beam_search([1], *arguments)
+
+
+# --- a server's loop
+
+
+def test_many_requests_cost_what_they_are(make_llm: MakeLLM) -> None:
+    """Thousands come and go while steps run; what is touched per step is what runs, not what waits."""
+    llm = make_llm(max_num_seqs=4)
+    ids = [llm.add_request([1 + i % 50, 2], SamplingParams(temperature=0.0, max_tokens=2)) for i in range(3000)]
+    for request_id in reversed(ids[20:]):
+        llm.abort(request_id)
+    seen: dict[int, dict] = {}
+    while not llm.is_finished():
+        for output in llm.step():
+            seen[output["request_id"]] = output
+    assert sorted(seen) == ids
+    assert [seen[i]["finish_reason"] for i in ids] == ["length"] * 20 + ["abort"] * 2980
+
+
+def test_rules_are_the_sequences_own() -> None:
+    """Without an engine: stop tokens, min_tokens and max_tokens on a bare sequence."""
+    seq = Sequence(0, [1], SamplingParams(max_tokens=4, min_tokens=1), stop_token_ids=frozenset({EOS, STOP}))
+    assert [seq.append_token(token_id) for token_id in (EOS, 3, STOP)] == [None, None, "stop"]
+    assert seq.append_token(4) == "length"
