@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -13,7 +13,7 @@ from nanovllm.beam_search import Beam, BeamSearch
 from nanovllm.checks import check_bool, check_int, check_number
 from nanovllm.engine.llm_engine import LLMEngine, Mailbox, Prompt, Request
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import Detokenizer, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 Params = SamplingParams | list[SamplingParams] | None
@@ -34,13 +34,18 @@ class LLM(LLMEngine):
         prompt cannot be served. If it is interrupted, its requests are taken back.
         """
         requests = self._check_all(prompts, sampling_params)
-        bar = tqdm(desc="Generating", unit="seq", disable=not use_tqdm)
+        scheduler, start = self.scheduler, time.perf_counter()
+        num_prefill_tokens, num_decode_tokens = scheduler.num_prefill_tokens, scheduler.num_decode_tokens
+        bar = tqdm(total=sum(r.params.n for r in requests), unit="seq", miniters=0, mininterval=0.5, disable=not use_tqdm)
         with self._queued(requests) as (seqs, mailbox), bar:
-            bar.total = len(seqs)
-            show_rates = self._rate_meter(bar)
             for num_finished in self._finish(seqs, mailbox):
+                seconds = time.perf_counter() - start
+                bar.set_postfix_str(
+                    f"prefill {(scheduler.num_prefill_tokens - num_prefill_tokens) / seconds:.0f} tok/s,"
+                    f" decode {(scheduler.num_decode_tokens - num_decode_tokens) / seconds:.0f} tok/s",
+                    refresh=False,
+                )
                 bar.update(num_finished)
-                show_rates()
             return [self._output(seq) for seq in seqs]
 
     def stream(self, prompts: Prompt | list[Prompt], sampling_params: Params = None) -> Iterator[RequestOutput]:
@@ -102,11 +107,9 @@ class LLM(LLMEngine):
         ]
 
     def _beam_output(self, search: BeamSearch, beam: Beam, num_cached_tokens: int) -> RequestOutput:
-        request_id = self.num_sequences
-        self.num_sequences += 1
-        text = "" if self.tokenizer is None else self.tokenizer.decode(beam.token_ids, skip_special_tokens=True)
+        text = "" if self.tokenizer is None else Detokenizer(self.tokenizer, 0).read(beam.token_ids, is_last=True)
         return RequestOutput(
-            request_id=request_id,
+            request_id=self._next_id(),
             sample_index=0,
             prompt_token_ids=search.prompt,
             token_ids=beam.token_ids,
@@ -145,7 +148,7 @@ class LLM(LLMEngine):
         mailbox: Mailbox = {}
         try:
             for request in requests:
-                seqs += self._add(request, mailbox)
+                seqs.extend(self._add(request, mailbox))
             yield seqs, mailbox
         finally:
             for seq in seqs:
@@ -157,25 +160,7 @@ class LLM(LLMEngine):
         if not isinstance(prompts, (list, tuple)):
             raise TypeError(f"prompts must be a str, a list of token ids, or a list of these, not {prompts!r}")
         if not isinstance(sampling_params, (list, tuple)):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+            sampling_params = [SamplingParams() if sampling_params is None else sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params")
         return [self._check_request(prompt, params) for prompt, params in zip(prompts, sampling_params)]
-
-    def _rate_meter(self, bar: tqdm) -> Callable[[], None]:
-        """A function that shows, twice a second at most, tokens per second of prefill and decode since this call."""
-        scheduler, start = self.scheduler, time.perf_counter()
-        prefill, decode = scheduler.num_prefill_tokens, scheduler.num_decode_tokens
-        last_shown = start
-
-        def show() -> None:
-            nonlocal last_shown
-            now = time.perf_counter()
-            if not bar.disable and now - last_shown > 0.5:
-                last_shown = now
-                bar.set_postfix_str(
-                    f"prefill {(scheduler.num_prefill_tokens - prefill) / (now - start):.0f} tok/s,"
-                    f" decode {(scheduler.num_decode_tokens - decode) / (now - start):.0f} tok/s"
-                )
-
-        return show

@@ -144,6 +144,16 @@ def test_twins_do_not_unmap_each_other() -> None:
     assert [block.block_id for block in manager.find_prefix(Sequence(3, [1, 1, 2], PARAMS))] == first.block_table[:1]
 
 
+def test_a_twin_can_be_a_parent() -> None:
+    manager = BlockManager(6, 2)
+    first, twin = Sequence(0, [1, 1, 2], PARAMS), Sequence(1, [1, 1, 2, 2, 3], PARAMS)
+    assert manager.allocate(first, []) and manager.allocate(twin, [])
+    manager.publish(first, 3)
+    manager.publish(twin, 5)
+    hits = [block.block_id for block in manager.find_prefix(Sequence(2, [1, 1, 2, 2, 3], PARAMS))]
+    assert hits == [first.block_table[0], twin.block_table[1]]
+
+
 @pytest.fixture(params=[64, 100_000])
 def big_manager(request: pytest.FixtureRequest) -> Iterator[BlockManager]:
     yield BlockManager(request.param, 16)

@@ -7,8 +7,10 @@ that of the `generate` or `stream` call that waits for it. So callers can share 
 """
 
 import struct
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 import xxhash
 
 from nanovllm.config import Config
@@ -61,7 +63,9 @@ class LLMEngine:
 
         Raises ValueError or TypeError for a prompt that can never be served.
         """
-        return self._add(self._check_request(prompt, sampling_params or SamplingParams()), self.mailbox)[0].seq_id
+        params = SamplingParams() if sampling_params is None else sampling_params
+        first, *_ = self._add(self._check_request(prompt, params), self.mailbox)
+        return first.seq_id
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the requests that gained a token or ended since the last call, as they stand now."""
@@ -98,6 +102,7 @@ class LLMEngine:
     def exit(self) -> None:
         """Give the model's and the cache's memory back. The engine serves nothing afterwards; a second call does nothing."""
         self.model_runner = None
+        torch.cuda.empty_cache()  # does nothing where there is no GPU
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -138,8 +143,8 @@ class LLMEngine:
             )
         return Request(list(prompt), params)
 
-    def _add(self, request: Request, mailbox: Mailbox) -> list[Sequence]:
-        """Queue the request's n sequences."""
+    def _add(self, request: Request, mailbox: Mailbox) -> Iterator[Sequence]:
+        """Queue the request's n sequences, one by one."""
         token_ids, params = request
         first_id = self.num_sequences
         if params.n > 1:
@@ -147,10 +152,8 @@ class LLMEngine:
         stop_token_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)}
         stop_token_ids = frozenset(token_id for token_id in stop_token_ids if token_id < self.vocab_size)
         max_num_tokens = min(len(token_ids) + params.max_tokens, self.max_model_len)
-        seqs: list[Sequence] = []
         for sample_index in range(params.n):
-            seq_id = self.num_sequences
-            self.num_sequences += 1
+            seq_id = self._next_id()
             if params.seed is None:
                 seed = _derive_seed(self.config.seed, seq_id)
             else:
@@ -161,8 +164,11 @@ class LLMEngine:
                 seq.detokenizer = Detokenizer(self.tokenizer, len(token_ids), params.stop_strings)
             self.sequences[seq_id] = seq
             self.scheduler.add(seq)
-            seqs.append(seq)
-        return seqs
+            yield seq
+
+    def _next_id(self) -> int:
+        self.num_sequences += 1
+        return self.num_sequences - 1
 
     def _advance(self) -> list[Sequence]:
         """One step of whatever is queued; the sequences that gained a token."""
