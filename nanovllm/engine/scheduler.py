@@ -56,11 +56,8 @@ class Scheduler:
         """The sequences of the next step, each with `num_scheduled_tokens` set and blocks to put them in."""
         budget = self.max_num_batched_tokens
         if self.enable_chunked_prefill:
-            num_preemptions = self.num_preemptions
             scheduled = self._schedule_running(self.running, budget)
-            if num_preemptions == self.num_preemptions:
-                scheduled += self._schedule_waiting(budget - sum(seq.num_scheduled_tokens for seq in scheduled))
-            return scheduled
+            return scheduled + self._schedule_waiting(budget - sum(seq.num_scheduled_tokens for seq in scheduled))
         # Only a recomputation can be longer than the budget, and then it is the newest. It alone is cut into pieces.
         unfinished = [seq for seq in self.running[-1:] if len(seq.token_ids) - seq.num_computed_tokens > 1]
         scheduled = self._schedule_running(unfinished, budget)

@@ -15,7 +15,8 @@ from types import ModuleType
 from torch import device as Device
 from torch import dtype as DType
 
-BACKENDS = ("torch",)  # modules of this package, fastest first; imported when they are asked for
+# Modules of this package, fastest first, imported when they are asked for.
+ON_GPU, ON_CPU = ("triton", "torch"), ("torch",)
 
 
 def select_backend(
@@ -23,8 +24,13 @@ def select_backend(
 ) -> tuple[ModuleType, int]:
     """The backend asked for ("auto": the fastest that works here) and its block size. Raises ValueError if none works."""
     reasons: list[str] = []
-    for candidate in BACKENDS if name == "auto" else (name,):
-        backend = import_module(f"{__name__}.{candidate}")
+    fastest_first = ON_GPU if device.type == "cuda" else ON_CPU
+    for candidate in fastest_first if name == "auto" else (name,):
+        try:
+            backend = import_module(f"{__name__}.{candidate}")
+        except ImportError as error:
+            reasons.append(f"attention_backend {candidate!r} cannot run here: {error}")
+            continue
         size = block_size or backend.PREFERRED_BLOCK_SIZE
         reason = backend.reason_unavailable(device, dtype, head_dim, size)
         if reason is None:
