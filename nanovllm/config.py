@@ -60,7 +60,5 @@ class Config:
         check_int("seed", self.seed, 0)
         if self.tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size={self.tensor_parallel_size} is not built yet: only 1 is")
-        if self.attention_backend == "flash_attn":
-            raise ValueError(f"attention_backend={self.attention_backend!r} is not built yet: use 'auto', 'triton' or 'torch'")
         if self.trace is not None:
             raise ValueError("trace is not built yet: only None is")

@@ -3,7 +3,10 @@
 Without a GPU, Triton's kernels run in its interpreter: in float32 and float16, since its bfloat16 products are wrong.
 """
 
+import importlib
+import sys
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -110,7 +113,7 @@ def test_empty_contexts_are_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("backend", [torch_backend, triton_backend], ids=["torch", "triton"])
 @pytest.mark.parametrize("num_kv_heads, head_dim", [(2, 64), (3, 80), (1, 10), (8, 256)])
-def test_store_kvcache(backend: object, num_kv_heads: int, head_dim: int) -> None:
+def test_store_kvcache(backend: ModuleType, num_kv_heads: int, head_dim: int) -> None:
     """Every slot that is named gets its token, padding goes nowhere, nothing else is touched."""
     packed = torch.randn(6, 3 * num_kv_heads * head_dim, device=DEVICE)  # as from a fused projection: rows with gaps
     key, value = (part.unflatten(-1, (num_kv_heads, head_dim)) for part in packed.chunk(3, dim=-1)[1:])
@@ -141,3 +144,85 @@ def test_engine_with_triton(tiny: tuple[str, Oracle], make_llm: Callable[..., LL
 def test_triton_refuses_what_it_cannot_do(make_llm: Callable[..., LLM], options: dict) -> None:
     with pytest.raises(ValueError, match="kvcache_block_size"):
         make_llm(attention_backend="triton", **options)
+
+
+# --- flash-attn's interface, played by torch
+
+
+FLASH_ATTN = "nanovllm.layers.attention.flash_attn"
+
+@pytest.fixture
+def flash_attn_backend(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Our backend over a stand-in for the package: the documented meaning of its two functions, and its demands."""
+
+    def check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *int32s: torch.Tensor) -> None:
+        assert k_cache.shape == v_cache.shape and k_cache.shape[1] % 256 == 0 and q.stride(-1) == 1
+        assert all(tensor.dtype == torch.int32 and tensor.stride(-1) == 1 for tensor in int32s)
+
+    def flash_attn_varlen_func(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, causal: bool, block_table: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        check(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
+        assert causal and cu_seqlens_q.diff().max() == max_seqlen_q and cu_seqlens_k.diff().max() == max_seqlen_k
+        unused = torch.zeros(0)
+        batch = Batch(
+            unused, unused, unused, cu_seqlens_q, cu_seqlens_k.diff(), block_table, max_seqlen_q, max_seqlen_k, unused
+        )
+        return torch_backend.attend(q, torch.stack((k, v)), batch, softmax_scale)
+
+    def flash_attn_with_kvcache(
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cache_seqlens: torch.Tensor, block_table: torch.Tensor,
+        softmax_scale: float, causal: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        num_seqs, query_len = q.shape[:2]
+        bounds = torch.arange(num_seqs + 1, dtype=torch.int32) * query_len
+        contexts = torch.nn.functional.pad(cache_seqlens.cumsum(0, dtype=torch.int32), (1, 0))
+        return flash_attn_varlen_func(
+            q.flatten(0, 1), k_cache, v_cache, bounds, contexts, query_len, int(cache_seqlens.max()), softmax_scale, causal, block_table
+        ).view_as(q)
+
+    package = ModuleType("flash_attn")
+    package.flash_attn_varlen_func, package.flash_attn_with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.delitem(sys.modules, FLASH_ATTN, raising=False)
+    backend = importlib.import_module(FLASH_ATTN)
+    yield backend
+    sys.modules.pop(FLASH_ATTN, None)
+
+
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+def test_flash_attn_is_asked_the_right_question(flash_attn_backend: ModuleType, lengths: tuple[list[int], list[int]]) -> None:
+    query, kv_cache, batch = make_batch(*lengths, 4, 2, 64, 256, torch.float32)
+    expected = torch_backend.attend(query, kv_cache, batch, SCALE)
+    torch.testing.assert_close(flash_attn_backend.attend(query, kv_cache, batch, SCALE), expected, atol=5e-6, rtol=0)
+
+
+def test_engine_with_flash_attn(
+    tiny: tuple[str, Oracle], make_llm: Callable[..., LLM], flash_attn_backend: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not ON_GPU:
+        with pytest.raises(ValueError, match="CUDA"):
+            make_llm(attention_backend="flash_attn", kvcache_block_size=256, num_kvcache_blocks=4)
+    monkeypatch.setattr(flash_attn_backend, "reason_unavailable", lambda *_: None)
+    llm = make_llm(attention_backend="flash_attn", kvcache_block_size=None, num_kvcache_blocks=4, max_num_batched_tokens=40)
+    assert llm.model_runner.block_size == 256
+    prompts = [random_prompt(i, length) for i, length in enumerate((1, 60, 17))]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+    assert [o["token_ids"] for o in outputs] == [tiny[1](prompt, 8) for prompt in prompts]
+
+
+def test_flash_attn_rules(flash_attn_backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    gpu, bf16 = torch.device("cuda"), torch.bfloat16
+    assert flash_attn_backend.reason_unavailable(gpu, bf16, 128, 256) is None
+    assert "256" in flash_attn_backend.reason_unavailable(gpu, bf16, 128, 16)
+    assert "float32" in flash_attn_backend.reason_unavailable(gpu, torch.float32, 128, 256)
+    assert "head_dim" in flash_attn_backend.reason_unavailable(gpu, bf16, 257, 256)
+
+
+def test_a_missing_package_is_named(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.delitem(sys.modules, FLASH_ATTN, raising=False)
+    with pytest.raises(ValueError, match="flash_attn"):
+        make_llm(attention_backend="flash_attn", kvcache_block_size=256)

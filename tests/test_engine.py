@@ -49,7 +49,6 @@ def demo() -> LLM:
         ({"kvcache_memory_bytes": 100, "num_kvcache_blocks": None}, "kvcache_memory_bytes"),
         ({"enable_prefix_caching": "yes"}, "enable_prefix_caching"),
         ({"attention_backend": "fast"}, "attention_backend"),
-        ({"attention_backend": "flash_attn"}, "attention_backend"),
         ({"load_format": "gguf"}, "load_format"),
         ({"seed": -1}, "seed"),
         ({"trace": "trace.json"}, "trace"),

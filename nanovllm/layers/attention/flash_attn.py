@@ -1,0 +1,55 @@
+"""flash-attn's kernels over the paged cache (Dao 2023). Optional: importing this module needs the package flash-attn.
+
+Its rules: 16-bit numbers, blocks of a multiple of 256 tokens. Its causal masks are aligned at the bottom right, as ours.
+"""
+
+import torch
+import torch.nn.functional as F
+from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from torch import Tensor
+
+from nanovllm.engine.batch import Batch
+from nanovllm.layers.attention.triton import store_kvcache
+
+__all__ = ["PREFERRED_BLOCK_SIZE", "attend", "reason_unavailable", "store_kvcache"]
+
+PREFERRED_BLOCK_SIZE = 256
+
+
+def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs a CUDA device of compute capability 8.0 or more"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in float16 and bfloat16, not {dtype}"
+    if block_size % 256:
+        return f"kvcache_block_size must be a multiple of 256, not {block_size}"
+    if head_dim > 256 or head_dim % 8:
+        return f"head_dim must be a multiple of 8 and at most 256, not {head_dim}"
+    return None
+
+
+def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
+    """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context; same shape out."""
+    key_cache, value_cache = kv_cache
+    if batch.max_seqlen_q == 1:
+        return flash_attn_with_kvcache(
+            query.unsqueeze(1),  # [num_seqs, 1, num_heads, head_dim]
+            key_cache,
+            value_cache,
+            cache_seqlens=batch.context_lens,
+            block_table=batch.block_tables,
+            softmax_scale=scale,
+            causal=True,
+        ).squeeze(1)
+    return flash_attn_varlen_func(
+        query,
+        key_cache,
+        value_cache,
+        cu_seqlens_q=batch.cu_seqlens_q,
+        cu_seqlens_k=F.pad(batch.context_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+        max_seqlen_q=batch.max_seqlen_q,
+        max_seqlen_k=batch.max_seqlen_k,
+        softmax_scale=scale,
+        causal=True,
+        block_table=batch.block_tables,
+    )
