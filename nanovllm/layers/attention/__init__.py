@@ -5,7 +5,8 @@
     store_kvcache(key, value, kv_cache, slot_mapping)             write the new tokens' K/V into their slots
     attend(query, kv_cache, batch, scale)                         read each context through its block table
 
-`torch` is the specification: it runs everywhere and the others are tested against it.
+`torch` is the specification: it runs everywhere and the others are tested against it. `triton` holds our own kernels,
+`flash_attn` calls those of the package flash-attn.
 A layer's `kv_cache` is [2, num_blocks, block_size, num_kv_heads, head_dim]: keys, then values.
 """
 
@@ -15,8 +16,7 @@ from types import ModuleType
 from torch import device as Device
 from torch import dtype as DType
 
-# Modules of this package, fastest first, imported when they are asked for.
-ON_GPU, ON_CPU = ("triton", "torch"), ("torch",)
+AUTO = ("torch",)  # fastest first, of those that have been measured; a backend is imported when it is asked for
 
 
 def select_backend(
@@ -24,8 +24,7 @@ def select_backend(
 ) -> tuple[ModuleType, int]:
     """The backend asked for ("auto": the fastest that works here) and its block size. Raises ValueError if none works."""
     reasons: list[str] = []
-    fastest_first = ON_GPU if device.type == "cuda" else ON_CPU
-    for candidate in fastest_first if name == "auto" else (name,):
+    for candidate in AUTO if name == "auto" else (name,):
         try:
             backend = import_module(f"{__name__}.{candidate}")
         except ImportError as error:
