@@ -33,14 +33,17 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
     group_size = query.shape[1] // num_kv_heads  # query heads that share a KV head (GQA, Ainslie et al. 2023)
     output = torch.empty_like(query)
     keys, values = kv_cache.flatten(2)  # each [num_blocks, numbers in a block]: gathering a block is one copy
+    # One buffer for all sequences: new memory for each would cost a CPU more, in page faults, than the copies do.
+    buffer = keys.new_empty(2, -(-batch.max_seqlen_k // block_size), keys.shape[1])
     bounds = batch.cu_seqlens_q.tolist()
     for start, end, context_len, block_table in zip(bounds, bounds[1:], batch.context_lens.tolist(), batch.block_tables):
         query_len = end - start
         block_ids = block_table[: -(-context_len // block_size)]
-        key, value = (  # each [1, num_kv_heads, context_len, head_dim]
-            blocks.index_select(0, block_ids).view(1, -1, num_kv_heads, head_dim)[:, :context_len].transpose(1, 2)
-            for blocks in (keys, values)
-        )
+        gathered = buffer[:, : len(block_ids)]
+        torch.index_select(keys, 0, block_ids, out=gathered[0])
+        torch.index_select(values, 0, block_ids, out=gathered[1])
+        context = gathered.view(2, 1, -1, num_kv_heads, head_dim)[:, :, :context_len]
+        key, value = context.transpose(2, 3)  # each [1, num_kv_heads, context_len, head_dim]
         if query_len == 1:  # sees everything: the group's heads become the rows of one query, and K/V are read once
             rows = query[start].view(1, num_kv_heads, group_size, head_dim)
             attended = F.scaled_dot_product_attention(rows, key, value, scale=scale)
