@@ -1,0 +1,1 @@
+"""A tiny Qwen3 checkpoint, and the script that trained it."""
