@@ -44,7 +44,7 @@ def main() -> None:
         print("\n--- One answer, as it is written\n\n> count from 3 to 17")
         prompt = [{"role": "user", "content": "count from 3 to 17"}]
         text = ""
-        for output in llm.stream(llm.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False), greedy):
+        for output in llm.stream(llm.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False), greedy):
             print(output["text"][len(text) :], end="", flush=True)
             text = output["text"]
 

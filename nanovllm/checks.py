@@ -1,6 +1,6 @@
 """Checks of what a caller passes in. Each error names the option and says what would be right."""
 
-import math
+import sys
 from typing import Any
 
 
@@ -14,13 +14,12 @@ def check_int(name: str, value: Any, minimum: int, optional: bool = False) -> No
         raise ValueError(f"{name} must be at least {minimum}, not {value}")
 
 
-def check_number(name: str, value: Any, low: float, high: float = math.inf, open_low: bool = False) -> None:
+def check_number(name: str, value: Any, low: float, high: float = sys.float_info.max, open_low: bool = False) -> None:
     """Require a finite number in [low, high], or in (low, high] where `open_low`."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {value!r}")
-    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
-        above = f"above {low}" if open_low else f"at least {low}"
-        raise ValueError(f"{name} must be finite, {above}{'' if high == math.inf else f' and at most {high}'}, not {value}")
+    if not low <= value <= high or (open_low and value == low):  # the first is false for NaN, too
+        raise ValueError(f"{name} must be {'above' if open_low else 'at least'} {low} and at most {high}, not {value}")
 
 
 def check_bool(name: str, value: Any) -> None:

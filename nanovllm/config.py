@@ -4,6 +4,7 @@ Config holds the wishes as given. What depends on the checkpoint or on the machi
 max_model_len, dtype) is settled where it becomes known: in ModelRunner.
 """
 
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -34,12 +35,14 @@ class Config:
     trace: str | None = None
 
     @classmethod
-    def from_options(cls, model: str, options: dict[str, Any]) -> "Config":
+    def from_options(cls, model: str | os.PathLike[str], options: dict[str, Any]) -> "Config":
+        if not isinstance(model, (str, os.PathLike)):
+            raise TypeError(f"model must be a checkpoint directory or a Hub id, not {model!r}")
         names = [field.name for field in fields(cls) if field.name != "model"]
         for name in options:
             if name not in names:
                 raise TypeError(f"LLM has no option {name!r}; it has {', '.join(names)}")
-        return cls(model=model, **options)
+        return cls(model=os.fspath(model), **options)
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))

@@ -1,10 +1,10 @@
 """What most callers use: prompts in, answers out. `LLM` is the engine plus the loops that drive it."""
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
+from numbers import Integral
 from typing import Any
 
 from tqdm import tqdm
@@ -61,6 +61,8 @@ class LLM(LLMEngine):
         """Answer one conversation or a list of them, written as the checkpoint's chat template says."""
         if self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer, so no chat template: use generate with token ids")
+        if not isinstance(messages, (list, tuple)):
+            raise TypeError(f"messages must be a list of dicts, or a list of such lists, not {messages!r}")
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [
             self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
@@ -83,7 +85,7 @@ class LLM(LLMEngine):
         """
         check_int("beam_width", beam_width, 1)
         check_int("max_tokens", max_tokens, 1)
-        check_number("length_penalty", length_penalty, -math.inf)
+        check_number("length_penalty", length_penalty, -100.0, 100.0)
         check_bool("ignore_eos", ignore_eos)
         eos_token_ids = frozenset() if ignore_eos else self.eos_token_ids
         searches = [
@@ -148,14 +150,14 @@ class LLM(LLMEngine):
         mailbox: Mailbox = {}
         try:
             for request in requests:
-                seqs.extend(self._add(request, mailbox))
+                seqs += self._add(request, mailbox)
             yield seqs, mailbox
         finally:
-            for seq in seqs:
+            for seq in [seq for seq in self.sequences.values() if seq.mailbox is mailbox]:
                 self.abort(seq.seq_id)
 
     def _check_all(self, prompts: Any, sampling_params: Params) -> list[Request]:
-        if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and isinstance(prompts[0], int)):
+        if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and isinstance(prompts[0], Integral)):
             prompts = [prompts]
         if not isinstance(prompts, (list, tuple)):
             raise TypeError(f"prompts must be a str, a list of token ids, or a list of these, not {prompts!r}")

@@ -49,6 +49,7 @@ class Detokenizer:
         self.stop_strings = stop_strings
         self.text = ""
         self.is_cut = False  # a stop string was met: no text follows
+        self.num_searched = 0  # characters of `text` known to hold no stop string
         self.window_start = num_prompt_tokens
         self.num_told = 0
 
@@ -64,13 +65,12 @@ class Detokenizer:
         """Whether the newest token completes a stop string; `text` then ends before it. To be asked after every token."""
         if not self.stop_strings:
             return False
-        length_before = len(self.text)
         self._update(token_ids)
         if may_stop:
-            found = (self.text.find(stop, max(0, length_before - len(stop) + 1)) for stop in self.stop_strings)
+            found = (self.text.find(stop, max(0, self.num_searched - len(stop) + 1)) for stop in self.stop_strings)
             if starts := [start for start in found if start >= 0]:
-                self.text = self.text[: min(starts)]
-                self.is_cut = True
+                self.text, self.is_cut = self.text[: min(starts)], True
+        self.num_searched = len(self.text)
         return self.is_cut
 
     def _update(self, token_ids: list[int], is_last: bool = False) -> None:
@@ -87,4 +87,7 @@ class Detokenizer:
         text = self.tokenizer.decode(
             token_ids[self.window_start :], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        return text if complete else text.rstrip("\ufffd")
+        if complete:
+            return text
+        end = len(text.rstrip("\ufffd"))
+        return text[: max(end, len(text) - 3)]  # more than three in a row are no beginning of a character

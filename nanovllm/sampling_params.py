@@ -16,7 +16,7 @@ class SamplingParams:
     n: int = 1
     """Samples per prompt."""
     temperature: float = 1.0
-    """>= 0; 0 takes the most probable token."""
+    """[0, 1e6]; 0 takes the most probable token."""
     top_p: float = 1.0
     """(0, 1]: the smallest set of tokens whose probability reaches top_p; the token that crosses it stays."""
     top_k: int = -1
@@ -45,7 +45,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_int("n", self.n, 1)
-        check_number("temperature", self.temperature, 0.0)
+        check_number("temperature", self.temperature, 0.0, 1e6)
         check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         check_int("top_k", self.top_k, -1)
         if self.top_k == 0:

@@ -154,6 +154,18 @@ def test_a_twin_can_be_a_parent() -> None:
     assert hits == [first.block_table[0], twin.block_table[1]]
 
 
+def test_a_head_with_a_twin_is_not_evicted_before_its_tail() -> None:
+    manager = BlockManager(6, 2)
+    first, twin = Sequence(0, [1, 1, 2], PARAMS), Sequence(1, [1, 1, 2, 2, 3], PARAMS)
+    assert manager.allocate(first, []) and manager.allocate(twin, [])
+    manager.publish(first, 3)
+    manager.publish(twin, 5)
+    head, tail = first.block_table[0], twin.block_table[1]
+    manager.free(first)
+    manager.free(twin)
+    assert list(manager.free_block_ids)[-2:] == [tail, head]
+
+
 @pytest.fixture(params=[64, 100_000])
 def big_manager(request: pytest.FixtureRequest) -> Iterator[BlockManager]:
     yield BlockManager(request.param, 16)

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.demo_model.train import SKILLS, UNSEEN_SYSTEM_PROMPTS, held_out
 
 PRIMES = "2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97"
-GREEDY = SamplingParams(temperature=0.0, max_tokens=200)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=600)
 
 
 def ask(llm: LLM, questions: list[str], system: str = "") -> list[str]:
@@ -25,6 +26,18 @@ def llm() -> LLM:
 
 def test_size() -> None:
     assert (Path(DEMO_MODEL) / "model.safetensors").stat().st_size < 6_000_000
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_skills_on_what_was_held_out(llm: LLM, skill: str) -> None:
+    """Greedy answers to questions with values that were not trained on, plain, reworded, and behind system prompts."""
+    plain = list(held_out(skill, 40))
+    reworded = list(held_out(skill, 40, seed=2, unseen_wordings=True))
+    right = 0
+    for examples, system in ((plain, ""), (reworded, ""), (plain, UNSEEN_SYSTEM_PROMPTS[0])):
+        answers = ask(llm, [example.question for example in examples], system)
+        right += sum(answer == example.answer for answer, example in zip(answers, examples))
+    assert right >= (0.97 if skill == "addition" else 0.88) * 120
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,22 @@
 """What a caller can rely on: inputs, outputs, errors, interruptions, sharing, and a random life of the whole engine."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
+from types import FrameType
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conftest import VOCAB_SIZE, Oracle, check_invariants, random_prompt
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.config import Config
+from nanovllm.engine.kv_cache import count_blocks
 from nanovllm.engine.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -44,6 +50,7 @@ def demo() -> LLM:
         ({"max_num_seqs": True}, "max_num_seqs"),
         ({"kvcache_block_size": 1}, "kvcache_block_size"),
         ({"num_kvcache_blocks": 0}, "num_kvcache_blocks"),
+        ({"num_kvcache_blocks": 10**12}, "num_kvcache_blocks"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
         ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization"),
         ({"kvcache_memory_bytes": 100, "num_kvcache_blocks": None}, "kvcache_memory_bytes"),
@@ -80,10 +87,47 @@ def test_kv_cache_size(make_llm: MakeLLM) -> None:
     assert make_llm(num_kvcache_blocks=7, kvcache_memory_bytes=10 * block_bytes).stats["num_blocks"] == 7
 
 
+class FakeGPU:
+    """What count_blocks asks a MemoryMeter on a GPU of 1000 bytes per token and 100,000 in all."""
+
+    device = torch.device("cuda")
+    total = 100_000_000
+
+    def __init__(self, free_before: int) -> None:
+        self.free_before = free_before
+
+    def peak(self) -> int:
+        return 10_000_000
+
+
+@pytest.mark.parametrize("free, utilization, tokens", [(100_000_000, 0.9, 80_000), (100_000_000, 0.5, 40_000), (40_000_000, 0.9, 28_000)])
+def test_kv_cache_size_on_a_gpu(make_llm: MakeLLM, free: int, utilization: float, tokens: int) -> None:
+    """A share of the whole GPU or what others have left of it, less this engine's weights and largest step."""
+    llm = make_llm()
+    spec = replace(llm.model_runner.spec, num_layers=125, num_kv_heads=1, head_dim=1)
+    config = Config(model="", gpu_memory_utilization=utilization)
+    steps = []
+    num_blocks, line = count_blocks(config, spec, 10, 100, FakeGPU(free), lambda: steps.append(1))
+    assert num_blocks * 10 == tokens and steps == [1] and str(num_blocks) in line
+    with pytest.raises(ValueError, match="gpu_memory_utilization"):
+        count_blocks(config, spec, 10, 100, FakeGPU(10_000_000), lambda: None)
+
+
+def test_the_largest_step_is_one(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm(max_num_batched_tokens=301, max_num_seqs=7)
+    seen = []
+    monkeypatch.setattr(ModelRunner, "prepare_batch", lambda self, seqs, f=ModelRunner.prepare_batch: seen.append(f(self, seqs)) or seen[-1])
+    llm.model_runner._run_largest_step()
+    (batch,) = seen
+    assert len(batch.input_ids) == 301 and len(batch.logits_indices) == 7 and batch.max_seqlen_q == 256
+    prompt = random_prompt(0, 9)
+    assert len(llm.generate(prompt, GREEDY, use_tqdm=False)[0]["token_ids"]) == 6
+
+
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("temperature", -0.1), ("temperature", float("nan")), ("temperature", "hot"), ("top_p", 0.0), ("top_p", 1.1), ("top_k", 0),
+        ("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")), ("temperature", 10**400), ("temperature", "hot"), ("top_p", 0.0), ("top_p", 1.1), ("top_k", 0),
         ("top_k", -2), ("top_k", 1.5), ("min_p", -0.1), ("min_p", 1.1), ("max_tokens", 0), ("max_tokens", None), ("seed", "x"),
         ("ignore_eos", 1), ("n", 0), ("presence_penalty", 2.1), ("presence_penalty", -2.1), ("frequency_penalty", 3.0),
         ("repetition_penalty", 0.0), ("min_tokens", -1), ("min_tokens", 65), ("stop", ""), ("stop", ["a", 3]), ("stop", 5),
@@ -133,8 +177,17 @@ def test_a_refused_call_queues_nothing(make_llm: MakeLLM, prompts: object, compl
     assert llm.is_finished() and llm.stats["num_waiting"] == 0 and llm.step() == []
     with pytest.raises(ValueError, match="2 prompts but 1"):
         llm.generate([[1], [2]], [GREEDY], use_tqdm=False)
-    with pytest.raises(TypeError, match="sampling_params"):
-        llm.generate([[1]], {"temperature": 0}, use_tqdm=False)
+    for params in ({"temperature": 0}, {}, 0):
+        with pytest.raises(TypeError, match="sampling_params"):
+            llm.generate([[1]], params, use_tqdm=False)
+
+
+def test_numbers_that_are_not_int_serve_as_token_ids(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    expected = llm.generate([3, 4], GREEDY, use_tqdm=False)[0]["token_ids"]
+    for prompts in ([np.int64(3), np.int32(4)], [(3, 4)], [[np.uint8(3), 4]]):
+        (output,) = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert output["token_ids"] == expected and output["prompt_token_ids"] == [3, 4]
 
 
 def test_prompt_above_the_budget_of_whole_prompts(make_llm: MakeLLM) -> None:
@@ -262,6 +315,57 @@ def test_interrupted_generate(
     assert news["request_id"] == other and news["token_ids"] == tiny[1](prompts[0], 6)
 
 
+def test_interrupted_anywhere(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
+    """Ctrl-C at any line of the engine, in queueing, planning, computing, accounting: the next call is served right."""
+    prompts = [random_prompt(i % 2, 9 + i) for i in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=5, n=2)
+    expected = [tiny[1](prompt, 5) for prompt in prompts for _ in range(2)]
+    lines, target = 0, -1
+
+    def count_lines(frame: FrameType, event: str, argument: object) -> Callable | None:
+        nonlocal lines
+        if f"nanovllm{os.sep}" not in frame.f_code.co_filename or "_queued" in frame.f_code.co_name:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == target:
+                raise KeyboardInterrupt
+        return count_lines
+
+    def run(llm: LLM, stop_at: int) -> None:
+        nonlocal lines, target
+        lines, target = 0, stop_at
+        sys.settrace(count_lines)
+        try:
+            llm.generate(prompts, params, use_tqdm=False)
+        finally:
+            sys.settrace(None)
+
+    run(make_llm(num_kvcache_blocks=9), -1)
+    total = lines
+    for stop_at in range(5, total, max(1, total // 150)):
+        llm = make_llm(num_kvcache_blocks=9)
+        other = llm.add_request(prompts[0], GREEDY)
+        with pytest.raises(KeyboardInterrupt):
+            run(llm, stop_at)
+        check_invariants(llm)
+        assert set(llm.sequences) <= {other}, stop_at
+        assert [o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)] == expected, stop_at
+        news = llm.step()
+        assert [(o["request_id"], o["token_ids"]) for o in news] == [(other, tiny[1](prompts[0], 6))], stop_at
+        assert llm.is_finished() and not llm.sample_ids
+
+
+def test_news_survive_an_error_in_their_telling(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    request_id = demo.add_request("hello", SamplingParams(max_tokens=1))
+    with monkeypatch.context() as patch:
+        patch.setattr("nanovllm.outputs.Detokenizer.read", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            demo.step()
+    assert not demo.is_finished()
+    assert [o["request_id"] for o in demo.step()] == [request_id]
+
+
 def test_several_engines_and_exit(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
     prompt = random_prompt(0, 9)
     with make_llm(kvcache_block_size=2) as one, make_llm(kvcache_block_size=8) as two:
@@ -282,8 +386,6 @@ def test_no_module_is_needed_that_a_laptop_lacks() -> None:
 
 
 def test_no_global_state_is_left(make_llm: MakeLLM) -> None:
-    import torch
-
     before = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(), torch.get_rng_state()
     make_llm(dtype="bfloat16").generate([1, 2, 3], use_tqdm=False)
     after = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(), torch.get_rng_state()
@@ -321,6 +423,11 @@ def test_chat(demo: LLM) -> None:
     rendered = demo.tokenizer.apply_chat_template([user], add_generation_prompt=True, tokenize=False)
     assert demo.tokenizer.decode(one["prompt_token_ids"]) == rendered
     assert demo.chat([], GREEDY, use_tqdm=False) == []
+
+
+def test_chat_wants_messages(demo: LLM) -> None:
+    with pytest.raises(TypeError, match="messages"):
+        demo.chat("hi")
 
 
 def test_chat_needs_a_tokenizer(make_llm: MakeLLM) -> None:

@@ -106,6 +106,15 @@ def test_what_only_begins_like_a_stop_string_is_shown_in_the_end(demo: LLM, say:
     assert [o["text"] for o in say(ids[:5], stop="abcx")][-1] == "abcab"
 
 
+def test_bytes_that_are_no_text(demo: LLM, say: Callable) -> None:
+    """Forty bytes that begin no character: shown as they come, three behind, and in the end as the tokenizer says."""
+    vocabulary = demo.tokenizer.get_vocab()
+    continuation = vocabulary["\u0122"]  # the byte-level alphabet's sign for byte 0x80
+    assert demo.tokenizer.decode([continuation]) == "\ufffd"
+    texts = [o["text"] for o in say([continuation] * 40)]
+    assert texts[-1] == demo.tokenizer.decode([continuation] * 40) and len(texts[-2]) == 36
+
+
 def test_detokenisation_is_linear(demo: LLM, say: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = []
     decode = type(demo.tokenizer).decode
@@ -353,5 +362,8 @@ def test_many_requests_cost_what_they_are(make_llm: MakeLLM) -> None:
 def test_rules_are_the_sequences_own() -> None:
     """Without an engine: stop tokens, min_tokens and max_tokens on a bare sequence."""
     seq = Sequence(0, [1], SamplingParams(max_tokens=4, min_tokens=1), stop_token_ids=frozenset({EOS, STOP}))
-    assert [seq.append_token(token_id) for token_id in (EOS, 3, STOP)] == [None, None, "stop"]
-    assert seq.append_token(4) == "length"
+    reasons = []
+    for token_id in (EOS, 3, STOP, 4):
+        seq.token_ids.append(token_id)
+        reasons.append(seq.check_end())
+    assert reasons == [None, None, "stop", "length"]

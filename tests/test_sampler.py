@@ -123,6 +123,23 @@ def test_noise_is_gumbel_and_uncorrelated() -> None:
         assert winners.var() / winners.mean() < 1.3
 
 
+def test_no_two_tokens_share_their_noise() -> None:
+    assert len(Sampler(300_000, CPU).token_hashes.unique()) == 300_000
+
+
+def test_cuts_that_cut_nothing_keep_the_tail() -> None:
+    """Far more tokens than a float32 sum of their probabilities can tell apart: top_p=1 is still off."""
+    logits = torch.zeros(200_000)
+    logits[0] = 12.0
+    counts = draw_many(logits, SamplingParams(min_p=1e-30), 200)
+    assert counts[100_000:].sum() > 20
+
+
+def test_extreme_cuts_keep_the_most_probable(logits: torch.Tensor) -> None:
+    for params in (SamplingParams(top_p=1e-50), SamplingParams(temperature=1e6, top_k=1)):
+        assert draw_many(logits, params, 50)[logits.argmax()] == 50
+
+
 def test_extreme_keys_stay_finite() -> None:
     keys = torch.tensor([[0, 0], [-1, -1], [2**31 - 1, -(2**31)], [-(2**31), 1]], dtype=torch.int32)
     noise = gumbel_noise(torch.arange(-1000, 1000, dtype=torch.int32), keys)

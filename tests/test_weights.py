@@ -43,8 +43,9 @@ def load(directory: Path, **options) -> LLM:
         (lambda w: w.update(extra=torch.ones(2)), "without a parameter: extra"),
         (lambda w: w.update({LAYER: torch.ones(3, 4)}), rf"{LAYER} has shape \[3, 4\], the model needs \[48, 32\]"),
         (lambda w: w.update({"lm_head.weight": torch.ones(97, 32)}), "lm_head.weight differs"),
+        (lambda w: w.update({LAYER: torch.ones(48, 32, dtype=torch.bool)}), f"{LAYER} is stored as BOOL"),
     ],
-    ids=["missing", "surplus", "misshapen", "tied-but-different"],
+    ids=["missing", "surplus", "misshapen", "tied-but-different", "no-float"],
 )
 def test_tensors_that_do_not_fit(checkpoint: Path, edit: Callable, complaint: str) -> None:
     edit_weights(checkpoint, edit)
@@ -87,6 +88,9 @@ def test_no_weights(checkpoint: Path) -> None:
         ({"model_type": "gpt7"}, "gpt7"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "factor": 2.0}}, "longrope"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4}}}, "rope_parameters"),
+        ({"num_attention_heads": 5}, "num_key_value_heads"),
+        ({"num_hidden_layers": 3}, "config.json|layer"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0, "layer_types": None}, "sliding"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -111,9 +115,42 @@ def test_old_style_rope_config(checkpoint: Path) -> None:
     assert load(checkpoint).generate(prompt, greedy, use_tqdm=False)[0]["token_ids"] == new[0]["token_ids"]
 
 
+@pytest.mark.parametrize(
+    "name, text", [("model.safetensors.index.json", "{}"), ("model.safetensors.index.json", "{"), ("config.json", "{"),
+                   ("generation_config.json", "[]"), ("generation_config.json", "{")],
+)  # fmt: skip
+def test_damaged_json_is_named(checkpoint: Path, name: str, text: str) -> None:
+    (checkpoint / name).write_text(text)
+    with pytest.raises(ValueError, match=name.split(".")[0] if text != "{}" else "holds no"):
+        load(checkpoint)
+
+
+def test_dtype_of_the_weights_if_the_config_has_none(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, dtype=torch.bfloat16)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load(tmp_path).model_runner.spec.dtype == torch.bfloat16
+
+
+def test_a_tokenizer_without_a_vocabulary_is_none(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    assert load(checkpoint).tokenizer is None
+
+
+def test_eos_is_every_one_that_is_named(checkpoint: Path) -> None:
+    edit_config(checkpoint, eos_token_id=5)
+    (checkpoint / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert load(checkpoint).eos_token_ids == {5, 7, 9}
+
+
 def test_not_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such directory"):
-        LLM(str(tmp_path / "nothing"))
+        LLM(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="cannot be downloaded"):
+        LLM("nowhere/at-all")
+    with pytest.raises(TypeError, match="model"):
+        LLM(None)
     with pytest.raises(ValueError, match="config.json"):
         LLM(str(tmp_path))
 

@@ -1,6 +1,7 @@
 """Hands out the blocks of the KV cache and finds prefixes that are already in it. Knows ids, never tensors.
 
-Every full block is known by a hash of its tokens and of the hash before it, so equal hashes mean equal prefixes:
+Every full block is known by a hash of its tokens and of the hash before it. Equal hashes promise equal prefixes, and
+since a promise is not a proof, tokens and parents are compared as well:
 
     tokens      | a b c d | e f g h | i j         block size 4; the last block is not full and has no hash
     hash        | h0=H(abcd) <- h1=H(h0, efgh)
@@ -125,15 +126,23 @@ class BlockManager:
 
     def free(self, seq: Sequence) -> None:
         """Take the block table back. What was published stays findable until its block is taken."""
-        for block_id in reversed(seq.block_table):  # the tail becomes the first to be evicted
-            block = self.blocks[block_id]
+        for index in reversed(range(len(seq.block_table))):  # the tail becomes the first to be evicted
+            block = self.blocks[seq.block_table[index]]
             block.ref_count -= 1
             if block.ref_count == 0:
-                self.free_block_ids[block_id] = None
+                self.free_block_ids[block.block_id] = None
                 if block.hash == -1:
-                    self.free_block_ids.move_to_end(block_id, last=False)
+                    self.free_block_ids.move_to_end(block.block_id, last=False)
+            if block.hash == -1 and block.content_id != _NO_CONTENT:
+                self._touch_twin(seq.block_hashes[index], block.content_id)
         seq.block_table = []
         seq.num_computed_tokens = 0
+
+    def _touch_twin(self, hash_: int, content_id: int) -> None:
+        """Use of a block that was computed twice is use of the twin that can be found: its tails must not outlive it."""
+        block_id = self.hash_to_block_id.get(hash_, -1)
+        if block_id in self.free_block_ids and self.blocks[block_id].content_id == content_id:
+            self.free_block_ids.move_to_end(block_id)
 
     def _take(self) -> int:
         block_id, _ = self.free_block_ids.popitem(last=False)

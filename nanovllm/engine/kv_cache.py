@@ -4,7 +4,7 @@
     bytes of a block  = block size * bytes of a token
     GPU               = min(gpu_memory_utilization * total, GPU_SHARE_OF_FREE * free before loading)
                         - weights - peak of the largest step
-    CPU               = CPU_SHARE * available once the weights are loaded
+    CPU               = min(CPU_SHARE * available once the weights are loaded, max_num_seqs sequences of max_model_len)
 """
 
 from collections.abc import Callable
@@ -19,9 +19,8 @@ GPU_SHARE_OF_FREE = 0.95  # where others use the GPU, leave room for what they a
 CPU_SHARE = 0.25
 
 
-def bytes_per_block(spec: DecoderSpec, block_size: int, tp_size: int = 1) -> int:
-    num_kv_heads = max(1, spec.num_kv_heads // tp_size)
-    return block_size * 2 * spec.num_layers * num_kv_heads * spec.head_dim * spec.dtype.itemsize
+def bytes_per_block(spec: DecoderSpec, block_size: int) -> int:
+    return block_size * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
 
 
 class MemoryMeter:
@@ -30,6 +29,8 @@ class MemoryMeter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         if device.type == "cuda":
+            torch.cuda.init()
+            torch.cuda.empty_cache()  # what a former engine of this process left
             torch.cuda.reset_peak_memory_stats(device)
             self.allocated_before = torch.cuda.memory_allocated(device)
             self.free_before, self.total = torch.cuda.mem_get_info(device)
@@ -40,7 +41,12 @@ class MemoryMeter:
 
 
 def count_blocks(
-    config: Config, spec: DecoderSpec, block_size: int, meter: MemoryMeter, run_largest_step: Callable[[], None]
+    config: Config,
+    spec: DecoderSpec,
+    block_size: int,
+    max_model_len: int,
+    meter: MemoryMeter,
+    run_largest_step: Callable[[], None],
 ) -> tuple[int, str]:
     """The number of blocks and a line that shows how it was found. Raises ValueError if there is memory for none."""
     block_bytes = bytes_per_block(spec, block_size)
@@ -60,12 +66,15 @@ def count_blocks(
             )
         else:
             available = psutil.virtual_memory().available
-            budget, origin = int(available * CPU_SHARE), f"{CPU_SHARE:.0%} of {_gb(available)} available"
+            useful = config.max_num_seqs * -(-max_model_len // block_size) * block_bytes
+            budget = min(int(available * CPU_SHARE), useful)
+            origin = f"min({CPU_SHARE} * {_gb(available)} available, {_gb(useful)} for max_num_seqs)"
         num_blocks = budget // block_bytes
         origin = f"({origin} = {_gb(budget)}) / {block_bytes} B"
         if num_blocks < 1:
             raise ValueError(
-                f"no memory for a single block of KV cache: {origin}; raise gpu_memory_utilization or kvcache_memory_bytes"
+                f"no memory for a single block of KV cache: {origin}; raise kvcache_memory_bytes"
+                + " or gpu_memory_utilization" * (meter.device.type == "cuda")
             )
     tokens = num_blocks * block_size
     return num_blocks, f"KV cache: {origin} = {num_blocks} blocks of {block_size} = {tokens} tokens"

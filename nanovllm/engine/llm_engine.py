@@ -6,9 +6,9 @@ Every sequence has a mailbox, a dict that remembers which sequences have news: t
 that of the `generate` or `stream` call that waits for it. So callers can share an engine and miss nothing.
 """
 
+import operator
 import struct
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
@@ -20,11 +20,13 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models import read_spec
 from nanovllm.models.checkpoint import find_checkpoint, read_config, read_eos_token_ids, read_tokenizer
+from nanovllm.models.weights import find_dtype
 from nanovllm.outputs import Detokenizer, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | list[int]
 Mailbox = dict[Sequence, None]
+Engine = TypeVar("Engine", bound="LLMEngine")
 
 
 class Request(NamedTuple):
@@ -39,9 +41,15 @@ class LLMEngine:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = config = Config.from_options(model, options)
-        directory = find_checkpoint(model)
+        directory = find_checkpoint(config.model)
         hf_config = read_config(directory)
-        spec = read_spec(hf_config, config.dtype)
+        if config.dtype != "auto":
+            dtype = getattr(torch, config.dtype)
+        elif config.load_format == "dummy":
+            dtype = hf_config.dtype or torch.float32
+        else:
+            dtype = hf_config.dtype or find_dtype(directory)
+        spec = read_spec(hf_config, dtype)
         self.tokenizer = read_tokenizer(directory)
         self.eos_token_ids = read_eos_token_ids(directory, hf_config, self.tokenizer)
         self.model_runner: ModelRunner | None = ModelRunner(config, spec, directory)
@@ -64,15 +72,14 @@ class LLMEngine:
         Raises ValueError or TypeError for a prompt that can never be served.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        first, *_ = self._add(self._check_request(prompt, params), self.mailbox)
-        return first.seq_id
+        return self._add(self._check_request(prompt, params), self.mailbox)[0].seq_id
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the requests that gained a token or ended since the last call, as they stand now."""
         self._advance()
-        news = list(self.mailbox)
+        outputs = [self._output(seq) for seq in self.mailbox]
         self.mailbox.clear()
-        return [self._output(seq) for seq in news]
+        return outputs
 
     def abort(self, request_id: int) -> None:
         """End a request, with all its samples, with finish_reason "abort". An unknown or ended one is left alone."""
@@ -104,7 +111,7 @@ class LLMEngine:
         self.model_runner = None
         torch.cuda.empty_cache()  # does nothing where there is no GPU
 
-    def __enter__(self) -> "LLMEngine":
+    def __enter__(self: Engine) -> Engine:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -126,9 +133,11 @@ class LLMEngine:
             raise TypeError(f"a prompt must be a str or a list of token ids, not {prompt!r}")
         if not prompt:
             raise ValueError("a prompt must have at least one token")
-        if set(map(type, prompt)) != {int}:
-            wrong = next(token_id for token_id in prompt if type(token_id) is not int)
-            raise TypeError(f"a prompt's token ids must be ints, not {wrong!r}")
+        try:
+            prompt = list(map(operator.index, prompt))
+        except TypeError as error:
+            wrong = next(token_id for token_id in prompt if not hasattr(token_id, "__index__"))
+            raise TypeError(f"a prompt's token ids must be ints, not {wrong!r}") from error
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
             wrong = min(prompt) if min(prompt) < 0 else max(prompt)
             raise ValueError(f"token id {wrong} is outside the vocabulary of {self.vocab_size}")
@@ -141,17 +150,16 @@ class LLMEngine:
                 f"a prompt of {len(prompt)} tokens is above max_num_batched_tokens={self.config.max_num_batched_tokens}:"
                 " raise that, or set enable_chunked_prefill"
             )
-        return Request(list(prompt), params)
+        return Request(prompt, params)
 
-    def _add(self, request: Request, mailbox: Mailbox) -> Iterator[Sequence]:
-        """Queue the request's n sequences, one by one."""
+    def _add(self, request: Request, mailbox: Mailbox) -> list[Sequence]:
+        """Queue the request's n sequences, all or none."""
         token_ids, params = request
         first_id = self.num_sequences
-        if params.n > 1:
-            self.sample_ids[first_id] = range(first_id, first_id + params.n)
         stop_token_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)}
         stop_token_ids = frozenset(token_id for token_id in stop_token_ids if token_id < self.vocab_size)
         max_num_tokens = min(len(token_ids) + params.max_tokens, self.max_model_len)
+        seqs: list[Sequence] = []
         for sample_index in range(params.n):
             seq_id = self._next_id()
             if params.seed is None:
@@ -162,29 +170,38 @@ class LLMEngine:
             seq.mailbox = mailbox
             if params.stop_strings:
                 seq.detokenizer = Detokenizer(self.tokenizer, len(token_ids), params.stop_strings)
-            self.sequences[seq_id] = seq
-            self.scheduler.add(seq)
-            yield seq
+            seqs.append(seq)
+        try:
+            if params.n > 1:
+                self.sample_ids[first_id] = range(first_id, first_id + params.n)
+            for seq in seqs:
+                self.sequences[seq.seq_id] = seq
+                self.scheduler.add(seq)
+        except BaseException:
+            for seq in seqs:
+                self.scheduler.waiting.pop(seq, None)
+                self.sequences.pop(seq.seq_id, None)
+            self.sample_ids.pop(first_id, None)
+            raise
+        return seqs
 
     def _next_id(self) -> int:
         self.num_sequences += 1
         return self.num_sequences - 1
 
-    def _advance(self) -> list[Sequence]:
-        """One step of whatever is queued; the sequences that gained a token."""
+    def _advance(self) -> None:
+        """One step of whatever is queued; word of it goes to the mailboxes."""
         if self.model_runner is None:
             raise RuntimeError("this engine has been shut down by exit()")
         try:
-            seqs = self.scheduler.schedule()
-            gained = self.scheduler.postprocess(seqs, self.model_runner.run(seqs)) if seqs else []
-            for seq in gained:
-                self._report(seq)
-            return gained
+            if seqs := self.scheduler.schedule():
+                for seq in self.scheduler.postprocess(seqs, self.model_runner.run(seqs)):
+                    self._report(seq)
         except BaseException:
             # Cut short anywhere, even by Ctrl-C: blocks may be published that were never written. Keep only the tokens.
+            self.scheduler.reset(self.sequences.values())
             for seq in [seq for seq in self.sequences.values() if seq.is_finished]:
                 self._report(seq)
-            self.scheduler.reset(self.sequences.values())
             raise
 
     def _report(self, seq: Sequence) -> None:

@@ -49,7 +49,9 @@ class ModelRunner:
         self.sampler = Sampler(spec.vocab_size, self.device)
 
         self._allocate_kv_caches(num_blocks=1)
-        self.num_blocks, arithmetic = count_blocks(config, spec, self.block_size, meter, self._run_largest_step)
+        self.num_blocks, arithmetic = count_blocks(
+            config, spec, self.block_size, self.max_model_len, meter, self._run_largest_step
+        )
         capacity = self.num_blocks * self.block_size
         if (config.max_model_len or 0) > capacity:
             raise ValueError(
@@ -57,7 +59,10 @@ class ModelRunner:
                 f" or give the cache more memory (num_kvcache_blocks, kvcache_memory_bytes, gpu_memory_utilization)"
             )
         self.max_model_len = min(self.max_model_len, capacity)
-        self._allocate_kv_caches(self.num_blocks)
+        try:
+            self._allocate_kv_caches(self.num_blocks)
+        except RuntimeError as error:  # torch's own for any device that is out of memory
+            raise ValueError(f"no memory for num_kvcache_blocks={self.num_blocks}: {arithmetic}") from error
         backend_name = self.backend.__name__.rpartition(".")[2]
         print(f"nanovllm: {self.device}, {spec.dtype}, {backend_name} attention; {arithmetic}", file=sys.stderr)
 
@@ -105,15 +110,15 @@ class ModelRunner:
         blocks, offsets = np.divmod(positions, self.block_size)
         slot_mapping = block_tables[row, blocks].astype(np.int64) * self.block_size + offsets
         return Batch(
-            self._tensor(np.array(input_ids)),
-            self._tensor(positions),
-            self._tensor(slot_mapping),
-            self._tensor(cu_seqlens_q.astype(np.int32)),
-            self._tensor(context_lens.astype(np.int32)),
-            self._tensor(block_tables),
-            int(query_lens.max()),
-            max_seqlen_k,
-            self._tensor(cu_seqlens_q[1:][context_lens == num_tokens] - 1),
+            input_ids=self._tensor(np.array(input_ids)),
+            positions=self._tensor(positions),
+            slot_mapping=self._tensor(slot_mapping),
+            cu_seqlens_q=self._tensor(cu_seqlens_q.astype(np.int32)),
+            context_lens=self._tensor(context_lens.astype(np.int32)),
+            block_tables=self._tensor(block_tables),
+            max_seqlen_q=int(query_lens.max()),
+            max_seqlen_k=max_seqlen_k,
+            logits_indices=self._tensor(cu_seqlens_q[1:][context_lens == num_tokens] - 1),
         )
 
     def prepare_sampling(self, seqs: list[Sequence]) -> SamplingBatch:
@@ -157,13 +162,16 @@ class ModelRunner:
 
     def _run_largest_step(self) -> None:
         """A step of max_num_batched_tokens and max_num_seqs sampled rows, all in block 0, to see what memory it takes."""
-        num_seqs = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        query_len = min(self.config.max_num_batched_tokens // num_seqs, self.max_model_len)
-        params = SamplingParams(temperature=1.0, top_p=0.5)
-        seqs = [Sequence(lane, [0] * query_len, params) for lane in range(num_seqs)]
-        for lane, seq in enumerate(seqs):
+        num_tokens, num_seqs = self.config.max_num_batched_tokens, self.config.max_num_seqs
+        seqs: list[Sequence] = []
+        for lane in range(min(num_tokens, num_seqs)):
+            longest = num_tokens - (num_seqs - lane - 1)  # the others get a token each
+            query_len = max(1, min(self.max_model_len, longest))
+            seq = Sequence(lane, [0] * query_len, SamplingParams(temperature=1.0, top_p=0.5))
             seq.lane, seq.num_scheduled_tokens = lane, query_len
             seq.block_table = [0] * -(-query_len // self.block_size)
+            seqs.append(seq)
+            num_tokens -= query_len
         self.run(seqs)
 
 

@@ -2,8 +2,8 @@
 
 Two queues, first come first served: `waiting` (no blocks) and `running` (blocks and a lane each). Two policies:
 
-    mixed           everybody who runs gets its next token, and what is left of the token budget goes to pieces of
-                    prompts: a long prompt delays nobody (Sarathi-Serve, Agrawal et al. 2024; vLLM V1)
+    mixed           everybody who runs gets its next token, oldest first, and what is left of the token budget goes to
+                    pieces of prompts: a long prompt delays nobody (Sarathi-Serve, Agrawal et al. 2024; vLLM V1)
     prefill first   a step is whole prompts if one is waiting and fits, else one token for everybody who runs
                     (Orca's iterations, Yu et al. 2022; vLLM 0.x)
 
@@ -37,17 +37,27 @@ class Scheduler:
         self.num_decode_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
-        self.reset(())
-
-    def reset(self, unfinished: Iterable[Sequence]) -> None:
-        """Start over with nothing computed: `unfinished`, oldest first, wait again."""
-        self.block_manager.reset()
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()  # a queue that can lose any member in O(1)
         self.running: list[Sequence] = []  # oldest first
-        self.free_lanes = list(range(self.max_num_seqs))  # a heap
-        for seq in unfinished:
-            seq.status, seq.lane, seq.block_table, seq.num_computed_tokens = SequenceStatus.WAITING, -1, [], 0
-            self.waiting[seq] = None
+        self.free_lanes = list(range(max_num_seqs))  # a heap
+
+    def reset(self, seqs: Iterable[Sequence]) -> None:
+        """Start over after a step that was cut short, with nothing computed: `seqs`, oldest first, wait again.
+
+        All that is believed of them is their tokens: one whose last token ends it is finished here.
+        """
+        self.block_manager.reset()
+        self.waiting.clear()
+        self.running.clear()
+        self.free_lanes = list(range(self.max_num_seqs))
+        for seq in seqs:
+            seq.lane, seq.block_table, seq.num_computed_tokens = -1, [], 0
+            seq.finish_reason = seq.finish_reason or seq.check_end()
+            if seq.finish_reason is None:
+                seq.status = SequenceStatus.WAITING
+                self.waiting[seq] = None
+            else:
+                seq.status = SequenceStatus.FINISHED
 
     def add(self, seq: Sequence) -> None:
         self.waiting[seq] = None
@@ -130,9 +140,9 @@ class Scheduler:
             seq.num_computed_tokens += seq.num_scheduled_tokens
             if seq.num_computed_tokens < len(seq.token_ids):
                 continue
-            finish_reason = seq.append_token(token_ids[len(gained)])
+            seq.token_ids.append(token_ids[len(gained)])
             gained.append(seq)
-            if finish_reason is not None:
+            if (finish_reason := seq.check_end()) is not None:
                 self._finish(seq, finish_reason)
                 any_finished = True
         if any_finished:
@@ -140,11 +150,11 @@ class Scheduler:
         return gained
 
     def abort(self, seq: Sequence) -> None:
-        """End `seq`, wherever it is."""
-        if seq.status is SequenceStatus.WAITING:
-            del self.waiting[seq]
-        else:
+        """End `seq`, waiting or running."""
+        if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
+        else:
+            del self.waiting[seq]
         self._finish(seq, "abort")
 
     def _finish(self, seq: Sequence, reason: str) -> None:

@@ -10,10 +10,15 @@ cache; every step moves the second number towards the first:
 A decode is a sequence that is one token behind. The newest token's K/V is never in the cache: its logits come next.
 """
 
-from enum import Enum, auto
+from __future__ import annotations
 
-from nanovllm.outputs import Detokenizer
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.outputs import Detokenizer
 
 
 class SequenceStatus(Enum):
@@ -75,13 +80,14 @@ class Sequence:
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
-    def append_token(self, token_id: int) -> str | None:
-        """Take a generated token. If it is the last one, the reason: the rules in the order of their precedence."""
-        self.token_ids.append(token_id)
+    def check_end(self) -> str | None:
+        """Whether the newest token is the last one, and why: the rules in the order of their precedence."""
         num_tokens = len(self.token_ids)
+        if num_tokens == self.num_prompt_tokens:
+            return None
         may_stop = num_tokens > self.min_num_tokens
         has_stop_string = self.detokenizer is not None and self.detokenizer.meets_stop_string(self.token_ids, may_stop)
-        if has_stop_string or (token_id in self.stop_token_ids and may_stop):
+        if has_stop_string or (self.token_ids[-1] in self.stop_token_ids and may_stop):
             return "stop"
         if num_tokens >= self.max_num_tokens:
             return "length"

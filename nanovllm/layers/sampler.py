@@ -8,7 +8,7 @@ The noise has no generator behind it that could be in another state: it is a has
 sample does not depend on the batch, on chunks, on preemption or on ranks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -44,20 +44,23 @@ class SamplingBatch:
         def tensor(values: list[float] | np.ndarray, dtype: torch.dtype) -> Tensor:
             return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
 
-        batch = cls(tensor(temperatures, torch.float32), tensor(_noise_keys(seeds, positions), torch.int32))
+        batch = cls(
+            temperatures=tensor(temperatures, torch.float32),
+            noise_keys=tensor(_noise_keys(seeds, positions), torch.int32),
+        )
         cut = [i for i, p in enumerate(params) if p.temperature and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)]
         if not cut:
             return batch
         top_ks = [min(params[i].top_k, vocab_size) if params[i].top_k > 0 else vocab_size for i in cut]
-        return cls(
-            batch.temperatures,
-            batch.noise_keys,
-            tensor(cut, torch.int64),
-            tensor([temperatures[i] for i in cut], torch.float32),
-            tensor(top_ks, torch.int64),
-            tensor([params[i].top_p for i in cut], torch.float32),
-            tensor([params[i].min_p for i in cut], torch.float32),
-            max(top_ks),
+        top_ps = [params[i].top_p if params[i].top_p < 1.0 else 2.0 for i in cut]  # a rounded sum may reach 1 too early
+        return replace(
+            batch,
+            cut_rows=tensor(cut, torch.int64),
+            cut_temperatures=tensor([temperatures[i] for i in cut], torch.float32),
+            top_ks=tensor(top_ks, torch.int64),
+            top_ps=tensor(top_ps, torch.float32),
+            min_ps=tensor([params[i].min_p for i in cut], torch.float32),
+            max_top_k=max(top_ks),
         )
 
 
@@ -65,8 +68,7 @@ class Sampler:
     """Holds what the noise of every step has in common: one mixed 32-bit number per token of the vocabulary."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        mixed = _mix64(np.arange(vocab_size, dtype=np.uint64)).astype(np.uint32)
-        self.token_hashes = torch.from_numpy(mixed.view(np.int32)).to(device)
+        self.token_hashes = torch.from_numpy(_mix32(np.arange(vocab_size, dtype=np.uint32)).view(np.int32)).to(device)
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """One token id per row of `logits` [num_rows, vocab_size], int64 [num_rows]."""
@@ -93,7 +95,7 @@ def _cut(logits: Tensor, batch: SamplingBatch) -> Tensor:
     probs = torch.softmax(kept / batch.cut_temperatures[:, None], dim=-1)
     before = probs.cumsum(-1) - probs  # what the more probable tokens have together: the one that crosses top_p stays
     too_low = (before >= batch.top_ps[:, None]) | (probs < batch.min_ps[:, None] * probs[:, :1])
-    too_low[:, 0] = False
+    too_low[:, 0] = False  # even if top_p is too small for a float32
     return torch.full_like(logits, -torch.inf).scatter_(-1, token_ids, kept.masked_fill_(too_low, -torch.inf))
 
 
@@ -118,6 +120,13 @@ def _noise_keys(seeds: list[int], positions: list[int]) -> np.ndarray:
     seeds64 = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
     mixed = _mix64(_mix64(seeds64) + np.array(positions, dtype=np.uint64))
     return mixed.view(np.int32).reshape(-1, 2)
+
+
+def _mix32(x: np.ndarray) -> np.ndarray:
+    """MurmurHash3's finalizer: uint32 to uint32, one to one, so that no two tokens share their noise."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> np.uint32(16))
 
 
 def _mix64(x: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def read_spec(config: PretrainedConfig, dtype: str = "auto") -> DecoderSpec:
+def read_spec(config: PretrainedConfig, dtype: torch.dtype) -> DecoderSpec:
     """The decoder that `config` describes. Raises ValueError for what nanovllm cannot compute."""
     architecture = (config.architectures or ["(none)"])[0]
     if architecture not in ARCHITECTURES:
@@ -28,11 +28,12 @@ def read_spec(config: PretrainedConfig, dtype: str = "auto") -> DecoderSpec:
         raise ValueError(f"hidden_act {config.hidden_act!r} is not supported; 'silu' is")
     if getattr(config, "quantization_config", None):
         raise ValueError("quantized checkpoints (quantization_config) are not supported")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         raise ValueError("sliding-window attention (layer_types, use_sliding_window) is not supported")
     rope, max_len = _read_rope(config)
     bias = bool(getattr(config, "attention_bias", False))
-    torch_dtype = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     fields: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -47,7 +48,7 @@ def read_spec(config: PretrainedConfig, dtype: str = "auto") -> DecoderSpec:
         "o_bias": bias,
         "tie_embeddings": config.tie_word_embeddings,
         "max_len": max_len,
-        "dtype": torch_dtype,
+        "dtype": dtype,
     }
     return DecoderSpec(**{**fields, **ARCHITECTURES[architecture]})
 
@@ -58,12 +59,12 @@ def _read_rope(config: PretrainedConfig) -> tuple[RopeSpec, int]:
     theta = scaling.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
     rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
     max_len = config.max_position_embeddings
-    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor is not supported")
+    if scaling.get("partial_rotary_factor", 1.0) != 1.0 or any(isinstance(value, dict) for value in scaling.values()):
+        raise ValueError("partial_rotary_factor and rope_parameters by layer type are not supported")
     if rope_type == "default":
         return RopeSpec(theta), max_len
     if rope_type == "linear":
-        factor = scaling["factor"]
+        factor = scaling.get("factor") or 1.0
         return RopeSpec(theta, "linear", factor), int(max_len * factor)
     if rope_type != "yarn":
         raise ValueError(f"rope type {rope_type!r} is not supported; 'default', 'linear' and 'yarn' are")

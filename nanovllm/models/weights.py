@@ -4,7 +4,6 @@ Every tensor of the checkpoint is used and every parameter is written exactly on
 the tensors. Only this rank's share of a tensor is read from the file.
 """
 
-import json
 from pathlib import Path
 
 import torch
@@ -12,6 +11,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from nanovllm.layers.linear import Target
+from nanovllm.models.checkpoint import read_json
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @torch.no_grad()
@@ -43,6 +45,15 @@ def load_checkpoint(model: nn.Module, directory: Path) -> None:
         raise ValueError("tie_word_embeddings is set, but lm_head.weight differs from model.embed_tokens.weight")
 
 
+def find_dtype(directory: Path) -> torch.dtype:
+    """What the first weight is stored in: the checkpoint's dtype where config.json has none. float32 if none is stored."""
+    for path in _weight_files(directory)[:1]:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                return _DTYPES.get(file.get_slice(name).get_dtype(), torch.float32)
+    return torch.float32
+
+
 @torch.no_grad()
 def fill_with_noise(model: nn.Module, seed: int) -> None:
     """Weights as at the start of training (load_format "dummy"): normal with deviation 0.02, norms 1, biases 0."""
@@ -70,7 +81,7 @@ def _targets(model: nn.Module) -> dict[str, Target]:
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        paths = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        paths = [directory / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
     elif (directory / "model.safetensors").exists():
         paths = [directory / "model.safetensors"]
     else:
@@ -84,4 +95,6 @@ def _read_share(file: safe_open, name: str, target: Target) -> Tensor:
     stored = file.get_slice(name)
     if stored.get_shape() != target.full_shape:
         raise ValueError(f"tensor {name} has shape {stored.get_shape()}, the model needs {target.full_shape}")
+    if stored.get_dtype() not in _DTYPES:
+        raise ValueError(f"tensor {name} is stored as {stored.get_dtype()}; supported are {', '.join(_DTYPES)}")
     return stored[target.share]

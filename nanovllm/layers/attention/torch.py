@@ -44,16 +44,17 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
         torch.index_select(values, 0, block_ids, out=gathered[1])
         context = gathered.view(2, 1, -1, num_kv_heads, head_dim)[:, :, :context_len]
         key, value = context.transpose(2, 3)  # each [1, num_kv_heads, context_len, head_dim]
-        if query_len == 1:  # sees everything: the group's heads become the rows of one query, and K/V are read once
-            rows = query[start].view(1, num_kv_heads, group_size, head_dim)
-            attended = F.scaled_dot_product_attention(rows, key, value, scale=scale)
+        rows = query[start:end].transpose(0, 1).unsqueeze(0)  # [1, num_heads, query_len, head_dim]
+        if query_len == context_len:
+            attended = F.scaled_dot_product_attention(rows, key, value, is_causal=True, scale=scale, enable_gqa=True)
         else:
-            rows = query[start:end].transpose(0, 1).unsqueeze(0)  # [1, num_heads, query_len, head_dim]
-            whole = query_len == context_len
-            # The queries are the context's last tokens: the causal triangle stands at the bottom right.
-            mask = None if whole else query.new_ones(query_len, context_len, dtype=torch.bool).tril(context_len - query_len)
-            attended = F.scaled_dot_product_attention(
-                rows, key, value, attn_mask=mask, is_causal=whole, scale=scale, enable_gqa=True
-            ).transpose(1, 2)
-        output[start:end] = attended.reshape(query_len, -1, head_dim)
+            # The heads of a group become rows of one query, so that K/V are read once for all of them. The queries are
+            # the context's last tokens: the causal triangle stands at the bottom right, and a single one sees everything.
+            mask = None
+            if query_len > 1:
+                mask = query.new_ones(query_len, context_len, dtype=torch.bool).tril(context_len - query_len)
+                mask = mask.repeat(group_size, 1)
+            rows = rows.reshape(1, num_kv_heads, group_size * query_len, head_dim)
+            attended = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
+        output[start:end] = attended.reshape(-1, query_len, head_dim).transpose(0, 1)
     return output
