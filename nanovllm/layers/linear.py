@@ -40,18 +40,41 @@ class Target:
         return tuple(index)
 
 
-class ColumnParallelLinear(nn.Module):
+class Linear(nn.Module):
+    """y = x W^T + b over one rank's share of W."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, tp_rank: int, tp_size: int) -> None:
+        super().__init__()
+        self.tp_rank, self.tp_size = tp_rank, tp_size
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
+        self.packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """Trade a bfloat16 weight on a CPU for a copy in the order that oneDNN reads: otherwise every product reorders it."""
+        if self.weight.device.type == "cpu" and self.weight.dtype == torch.bfloat16 and _has_bfloat16_kernels():
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
+            self.weight = None
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.packed is None:
+            return F.linear(x, self.weight, bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+
+
+def _has_bfloat16_kernels() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+class ColumnParallelLinear(Linear):
     """One or several projections of one input, their outputs side by side. `parts`: checkpoint name -> full output size."""
 
     def __init__(
         self, in_features: int, parts: dict[str, int], bias: bool, dtype: torch.dtype, tp_rank: int = 0, tp_size: int = 1
     ) -> None:
-        super().__init__()
-        self.tp_rank, self.tp_size = tp_rank, tp_size
-        self.parts = {name: size // tp_size for name, size in parts.items()}
-        out_features = sum(self.parts.values())
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
+        sizes = {name: size // tp_size for name, size in parts.items()}
+        super().__init__(in_features, sum(sizes.values()), bias, dtype, tp_rank, tp_size)
+        self.parts = sizes
 
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
         parent = name.rpartition(".")[0]
@@ -60,19 +83,16 @@ class ColumnParallelLinear(nn.Module):
                 yield f"{parent}.{part}.{key}", Target(rows, 0, self.tp_rank, self.tp_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.multiply(x, self.bias)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Linear):
     """The counterpart: takes divided inputs. The layer's output is the sum over the ranks; rank 0 adds the bias."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, tp_rank: int = 0, tp_size: int = 1
     ) -> None:
-        super().__init__()
-        self.tp_rank, self.tp_size = tp_rank, tp_size
-        self.weight = nn.Parameter(torch.empty(out_features, in_features // tp_size, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
+        super().__init__(in_features // tp_size, out_features, bias, dtype, tp_rank, tp_size)
 
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
         yield f"{name}.weight", Target(self.weight, 1, self.tp_rank, self.tp_size)
@@ -80,4 +100,4 @@ class RowParallelLinear(nn.Module):
             yield f"{name}.bias", Target(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias if self.tp_rank == 0 else None)
+        return self.multiply(x, self.bias if self.tp_rank == 0 else None)

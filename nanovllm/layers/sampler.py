@@ -83,7 +83,7 @@ class Sampler:
         for rows in torch.arange(num_rows).split(chunk):
             part = slice(rows[0], rows[-1] + 1)
             noise = gumbel_noise(self.token_hashes, batch.noise_keys[part])
-            tokens[part] = noise.mul_(batch.temperatures[part, None]).add_(logits[part]).argmax(-1)
+            tokens[part] = torch.addcmul(logits[part], noise, batch.temperatures[part, None]).argmax(-1)
         return tokens
 
 
@@ -111,8 +111,8 @@ def gumbel_noise(token_hashes: Tensor, keys: Tensor) -> Tensor:
     x *= 0x2C1B3C6D
     x = (x >> 1) & 0x7FFFFFFF
     # Uniform in (0, 1), finest near 0: those draws become the large noise that decides, and must not tie.
-    uniform = x.float().mul_(2.0**-31 * (1 - 2.0**-23)).add_(2.0**-33)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    minus_uniform = (x * -(2.0**-31 * (1 - 2.0**-23))).sub_(2.0**-33)
+    return minus_uniform.log1p_().neg_().log_().neg_()
 
 
 def _noise_keys(seeds: list[int], positions: list[int]) -> np.ndarray:
