@@ -80,8 +80,8 @@ class Sampler:
         num_rows, vocab_size = logits.shape
         chunk = max(1, _CPU_CHUNK // vocab_size) if logits.device.type == "cpu" else num_rows
         tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-        for rows in torch.arange(num_rows).split(chunk):
-            part = slice(rows[0], rows[-1] + 1)
+        for start in range(0, num_rows, chunk):
+            part = slice(start, start + chunk)
             noise = gumbel_noise(self.token_hashes, batch.noise_keys[part])
             tokens[part] = torch.addcmul(logits[part], noise, batch.temperatures[part, None]).argmax(-1)
         return tokens

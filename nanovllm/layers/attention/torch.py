@@ -35,15 +35,17 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
     keys, values = kv_cache.flatten(2)  # each [num_blocks, numbers in a block]: gathering a block is one copy
     # One buffer for all sequences: new memory for each would cost a CPU more, in page faults, than the copies do.
     buffer = keys.new_empty(2, -(-batch.max_seqlen_k // block_size), keys.shape[1])
+    key_buffer, value_buffer = buffer
+    key_context, value_context = buffer.view(2, 1, -1, num_kv_heads, head_dim).transpose(2, 3)
     bounds = batch.cu_seqlens_q.tolist()
     for start, end, context_len, block_table in zip(bounds, bounds[1:], batch.context_lens.tolist(), batch.block_tables):
         query_len = end - start
-        block_ids = block_table[: -(-context_len // block_size)]
-        gathered = buffer[:, : len(block_ids)]
-        torch.index_select(keys, 0, block_ids, out=gathered[0])
-        torch.index_select(values, 0, block_ids, out=gathered[1])
-        context = gathered.view(2, 1, -1, num_kv_heads, head_dim)[:, :, :context_len]
-        key, value = context.transpose(2, 3)  # each [1, num_kv_heads, context_len, head_dim]
+        num_blocks = -(-context_len // block_size)
+        block_ids = block_table[:num_blocks]
+        torch.index_select(keys, 0, block_ids, out=key_buffer[:num_blocks])
+        torch.index_select(values, 0, block_ids, out=value_buffer[:num_blocks])
+        key = key_context[:, :, :context_len]  # [1, num_kv_heads, context_len, head_dim]
+        value = value_context[:, :, :context_len]
         rows = query[start:end].transpose(0, 1).unsqueeze(0)  # [1, num_heads, query_len, head_dim]
         if query_len == context_len:
             attended = F.scaled_dot_product_attention(rows, key, value, is_causal=True, scale=scale, enable_gqa=True)
