@@ -315,6 +315,9 @@ def test_interrupted_generate(
     assert news["request_id"] == other and news["token_ids"] == tiny[1](prompts[0], 6)
 
 
+STOPS = 200  # of the thousands of lines that a call runs through
+
+
 def test_interrupted_anywhere(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
     """Ctrl-C at any line of the engine, in queueing, planning, computing, accounting: the next call is served right."""
     prompts = [random_prompt(i % 2, 9 + i) for i in range(4)]
@@ -343,7 +346,7 @@ def test_interrupted_anywhere(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> No
 
     run(make_llm(num_kvcache_blocks=9), -1)
     total = lines
-    for stop_at in range(5, total, max(1, total // 150)):
+    for stop_at in range(5, total, max(1, total // STOPS)):
         llm = make_llm(num_kvcache_blocks=9)
         other = llm.add_request(prompts[0], GREEDY)
         with pytest.raises(KeyboardInterrupt):

@@ -202,6 +202,7 @@ class LLMEngine:
             self.scheduler.reset(self.sequences.values())
             for seq in [seq for seq in self.sequences.values() if seq.is_finished]:
                 self._report(seq)
+            self.sample_ids = {first: ids for first, ids in self.sample_ids.items() if any(map(self.sequences.get, ids))}
             raise
 
     def _report(self, seq: Sequence) -> None:
@@ -210,8 +211,8 @@ class LLMEngine:
             del self.sequences[seq.seq_id]
             if seq.params.n > 1:
                 first_id = seq.seq_id - seq.sample_index
-                if not any(seq_id in self.sequences for seq_id in self.sample_ids[first_id]):
-                    del self.sample_ids[first_id]
+                if not any(map(self.sequences.get, self.sample_ids.get(first_id, ()))):
+                    self.sample_ids.pop(first_id, None)
 
     def _output(self, seq: Sequence) -> RequestOutput:
         text = ""
