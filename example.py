@@ -12,7 +12,7 @@ QUESTIONS = [
     "introduce yourself",
     "list all prime numbers within 100",
     "What is 27 + 58?",
-    "Spell the word engine backwards.",
+    "Spell the word planet backwards.",
     "Which day comes after Sunday?",
     "Who wrote Hamlet?",
 ]
@@ -42,9 +42,10 @@ def main() -> None:
             print(f"{output['num_cached_tokens']:4} of {total} prompt tokens from the cache  > {question}")
 
         print("\n--- One answer, as it is written\n\n> count from 3 to 17")
-        prompt = [{"role": "user", "content": "count from 3 to 17"}]
+        chat = [{"role": "user", "content": "count from 3 to 17"}]
+        prompt = llm.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         text = ""
-        for output in llm.stream(llm.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False), greedy):
+        for output in llm.stream(prompt, greedy):
             print(output["text"][len(text) :], end="", flush=True)
             text = output["text"]
 

@@ -16,7 +16,7 @@ def run(*command: str) -> str:
 def test_first_command_is_the_example() -> None:
     assert COMMANDS[0].endswith("python example.py")
     said = run("example.py")
-    assert "nanovllm" in said and "2, 3, 5, 7, 11" in said and "85" in said and "num_decode_tokens" in said
+    assert "nanovllm" in said and "2, 3, 5, 7, 11" in said and "85" in said and "t-e-n-a-l-p" in said and "num_decode_tokens" in said
     assert re.search(r"[1-9]\d* of \d+ prompt tokens from the cache", said)
 
 
