@@ -27,11 +27,10 @@ def select_backend(
     for candidate in AUTO if name == "auto" else (name,):
         try:
             backend = import_module(f"{__name__}.{candidate}")
+            size = block_size or backend.PREFERRED_BLOCK_SIZE
+            reason = backend.reason_unavailable(device, dtype, head_dim, size)
         except ImportError as error:
-            reasons.append(f"attention_backend {candidate!r} cannot run here: {error}")
-            continue
-        size = block_size or backend.PREFERRED_BLOCK_SIZE
-        reason = backend.reason_unavailable(device, dtype, head_dim, size)
+            reason = str(error)
         if reason is None:
             return backend, size
         reasons.append(f"attention_backend {candidate!r} cannot run here: {reason}")
