@@ -46,7 +46,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        check_choice("attention_backend", self.attention_backend, ("auto", "flash_attn", "triton", "torch"))
+        check_choice("attention_backend", self.attention_backend, ("auto", "flash_attn", "triton", "cpp", "torch"))
         check_choice("load_format", self.load_format, ("auto", "dummy"))
         if not isinstance(self.device, str):
             raise TypeError(f"device must be a str such as 'auto', 'cpu' or 'cuda', not {self.device!r}")

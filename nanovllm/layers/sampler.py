@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.layers import cpu_kernels
 from nanovllm.sampling_params import SamplingParams
 
 _CPU_CHUNK = 1 << 18  # numbers that stay in a core's cache through the dozen operations that turn them into noise
@@ -72,18 +73,20 @@ class Sampler:
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """One token id per row of `logits` [num_rows, vocab_size], int64 [num_rows]."""
+        if batch.cut_rows is not None:
+            logits = logits.float()
+            logits = logits.index_copy(0, batch.cut_rows, _cut(logits[batch.cut_rows], batch))
+        if cpu_kernels.can_compute(logits):
+            return cpu_kernels.sample(logits, self.token_hashes, batch.noise_keys, batch.temperatures)
         if batch.temperatures is None:
             return logits.argmax(-1)
-        logits = logits.float()
-        if batch.cut_rows is not None:
-            logits = logits.index_copy(0, batch.cut_rows, _cut(logits[batch.cut_rows], batch))
         num_rows, vocab_size = logits.shape
         chunk = max(1, _CPU_CHUNK // vocab_size) if logits.device.type == "cpu" else num_rows
         tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         for start in range(0, num_rows, chunk):
             part = slice(start, start + chunk)
             noise = gumbel_noise(self.token_hashes, batch.noise_keys[part])
-            tokens[part] = torch.addcmul(logits[part], noise, batch.temperatures[part, None]).argmax(-1)
+            tokens[part] = torch.addcmul(logits[part].float(), noise, batch.temperatures[part, None]).argmax(-1)
         return tokens
 
 

@@ -5,8 +5,8 @@
     store_kvcache(key, value, kv_cache, slot_mapping)             write the new tokens' K/V into their slots
     attend(query, kv_cache, batch, scale)                         read each context through its block table
 
-`torch` is the specification: it runs everywhere and the others are tested against it. `triton` holds our own kernels,
-`flash_attn` calls those of the package flash-attn.
+`torch` is the specification: it runs everywhere and the others are tested against it. `cpp` is for CPUs that a C++
+compiler knows; `triton` holds our own kernels for GPUs, `flash_attn` calls those of the package flash-attn.
 A layer's `kv_cache` is [2, num_blocks, block_size, num_kv_heads, head_dim]: keys, then values.
 """
 
@@ -16,7 +16,7 @@ from types import ModuleType
 from torch import device as Device
 from torch import dtype as DType
 
-AUTO = ("torch",)  # fastest first, of those that have been measured; a backend is imported when it is asked for
+AUTO = ("cpp", "torch")  # fastest first, of those that have been measured; a backend is imported when it is asked for
 
 
 def select_backend(

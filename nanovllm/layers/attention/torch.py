@@ -29,9 +29,17 @@ def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Te
 
 def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
     """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context; same shape out."""
+    output = torch.empty_like(query)
+    attend_each(query, kv_cache, batch, scale, output)
+    return output
+
+
+def attend_each(
+    query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output: Tensor, min_query_len: int = 1
+) -> None:
+    """Write the rows of `output` that belong to sequences of at least `min_query_len` query tokens."""
     block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
     group_size = query.shape[1] // num_kv_heads  # query heads that share a KV head (GQA, Ainslie et al. 2023)
-    output = torch.empty_like(query)
     keys, values = kv_cache.flatten(2)  # each [num_blocks, numbers in a block]: gathering a block is one copy
     # One buffer for all sequences: new memory for each would cost a CPU more, in page faults, than the copies do.
     buffer = keys.new_empty(2, -(-batch.max_seqlen_k // block_size), keys.shape[1])
@@ -40,6 +48,8 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
     bounds = batch.cu_seqlens_q.tolist()
     for start, end, context_len, block_table in zip(bounds, bounds[1:], batch.context_lens.tolist(), batch.block_tables):
         query_len = end - start
+        if query_len < min_query_len:
+            continue
         num_blocks = -(-context_len // block_size)
         block_ids = block_table[:num_blocks]
         torch.index_select(keys, 0, block_ids, out=key_buffer[:num_blocks])
@@ -59,4 +69,3 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
             rows = rows.reshape(1, num_kv_heads, group_size * query_len, head_dim)
             attended = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
         output[start:end] = attended.reshape(-1, query_len, head_dim).transpose(0, 1)
-    return output

@@ -1,0 +1,32 @@
+"""Paged attention on a CPU: decodes in C++ (layers/cpu_kernels.cpp), longer queries as the torch backend computes them.
+
+A decode is bound by the reading of its context: the kernel reads K/V in place, once. A longer query is bound by matrix
+products, which scaled_dot_product_attention leaves to oneDNN.
+"""
+
+import torch
+from torch import Tensor
+
+from nanovllm.engine.batch import Batch
+from nanovllm.layers import cpu_kernels
+from nanovllm.layers.attention.torch import attend_each
+from nanovllm.layers.cpu_kernels import store_kvcache
+
+__all__ = ["PREFERRED_BLOCK_SIZE", "attend", "reason_unavailable", "store_kvcache"]
+
+PREFERRED_BLOCK_SIZE = 16
+
+
+def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    if device.type != "cpu":
+        return "it computes on a CPU"
+    return cpu_kernels.reason_unavailable(dtype)
+
+
+def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
+    """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context; same shape out."""
+    output = torch.empty_like(query)
+    cpu_kernels.decode_attention(query, kv_cache, batch, scale, output)
+    if batch.max_seqlen_q > 1:
+        attend_each(query, kv_cache, batch, scale, output, min_query_len=2)
+    return output

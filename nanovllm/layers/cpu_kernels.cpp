@@ -1,0 +1,201 @@
+// Kernels for the CPU: what torch has no single operation for. cpu_kernels.py compiles them and says what each computes.
+//
+// Plain loops, which the compiler turns into vector code. Numbers are widened to float where they are read and rounded
+// where they are written. The threads are torch's own: both use the OpenMP library that torch has loaded.
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include <omp.h>
+
+constexpr int64_t SERIAL = 1 << 14;  // numbers that one thread turns faster than others wake up
+
+struct bfloat16 {
+    uint16_t bits;  // the upper half of a float's
+
+    operator float() const {
+        uint32_t wide = uint32_t(bits) << 16;
+        float value;
+        memcpy(&value, &wide, sizeof value);
+        return value;
+    }
+
+    bfloat16& operator=(float value) {  // to nearest, ties to even
+        uint32_t wide;
+        memcpy(&wide, &value, sizeof value);
+        bits = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16;
+        return *this;
+    }
+};
+
+// One query token of KV heads [first, last) against its whole context. All of a token's heads are read before the next
+// token's, in the order of memory, and the scores of the whole context wait for their softmax in `scratch`.
+static void attend_to_context(const T* query, const T* keys, const T* values, T* output, const int32_t* block_table,
+                       int64_t context_len, int64_t block_size, int64_t num_kv_heads, int64_t group_size,
+                       int64_t head_dim, int64_t first, int64_t last, float scale, std::vector<float>& scratch) {
+    int64_t num_heads = (last - first) * group_size, slot_size = num_kv_heads * head_dim;
+    query += first * group_size * head_dim;
+    output += first * group_size * head_dim;
+    scratch.assign(num_heads * (2 * head_dim + context_len), 0);
+    float* scaled_query = scratch.data();                     // [num_heads, head_dim]
+    float* sum = scaled_query + num_heads * head_dim;         // [num_heads, head_dim]
+    float* weights = sum + num_heads * head_dim;              // [num_heads, context_len]
+    for (int64_t i = 0; i < num_heads * head_dim; i++) scaled_query[i] = scale * query[i];
+
+    auto slot_of = [&](int64_t token) {
+        return (block_table[token / block_size] * block_size + token % block_size) * slot_size + first * head_dim;
+    };
+    for (int64_t token = 0; token < context_len; token++) {
+        const T* key = keys + slot_of(token);
+        for (int64_t head = 0; head < num_heads; head++) {
+            const T* k = key + head / group_size * head_dim;
+            const float* q = scaled_query + head * head_dim;
+            float score = 0;
+#pragma omp simd reduction(+ : score)
+            for (int64_t d = 0; d < head_dim; d++) score += q[d] * k[d];
+            weights[head * context_len + token] = score;
+        }
+    }
+    for (int64_t head = 0; head < num_heads; head++) {
+        float* w = weights + head * context_len;
+        float highest = *std::max_element(w, w + context_len), total = 0;
+#pragma omp simd reduction(+ : total)
+        for (int64_t token = 0; token < context_len; token++) {
+            w[token] = expf(w[token] - highest);
+            total += w[token];
+        }
+        for (int64_t token = 0; token < context_len; token++) w[token] /= total;
+    }
+    for (int64_t token = 0; token < context_len; token++) {
+        const T* value = values + slot_of(token);
+        for (int64_t head = 0; head < num_heads; head++) {
+            const T* v = value + head / group_size * head_dim;
+            float* s = sum + head * head_dim;
+            float weight = weights[head * context_len + token];
+#pragma omp simd
+            for (int64_t d = 0; d < head_dim; d++) s[d] += weight * v[d];
+        }
+    }
+    for (int64_t i = 0; i < num_heads * head_dim; i++) output[i] = sum[i];
+}
+
+extern "C" {
+
+void store_kvcache(const T* key, const T* value, int64_t key_stride, int64_t value_stride, const int64_t* slot_mapping,
+                   int64_t num_tokens, int64_t slot_size, T* keys, T* values) {
+#pragma omp parallel for if (num_tokens * slot_size > SERIAL)
+    for (int64_t token = 0; token < num_tokens; token++) {
+        int64_t slot = slot_mapping[token];
+        if (slot < 0) continue;
+        memcpy(keys + slot * slot_size, key + token * key_stride, slot_size * sizeof(T));
+        memcpy(values + slot * slot_size, value + token * value_stride, slot_size * sizeof(T));
+    }
+}
+
+void decode_attention(const T* query, const T* keys, const T* values, T* output, const int32_t* cu_seqlens_q,
+                      const int32_t* context_lens, const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
+                      int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim, float scale) {
+    // A task is a sequence, or as many of its KV heads as leave every thread a task.
+    int64_t per_task = std::clamp<int64_t>(num_seqs * num_kv_heads / omp_get_max_threads(), 1, num_kv_heads);
+#pragma omp parallel
+    {
+        std::vector<float> scratch;
+#pragma omp for schedule(dynamic) collapse(2)
+        for (int64_t seq = 0; seq < num_seqs; seq++)
+            for (int64_t first = 0; first < num_kv_heads; first += per_task) {
+                if (cu_seqlens_q[seq + 1] - cu_seqlens_q[seq] != 1) continue;
+                int64_t start = cu_seqlens_q[seq] * num_kv_heads * group_size * head_dim;
+                attend_to_context(query + start, keys, values, output + start, block_tables + seq * table_width,
+                                  context_lens[seq], block_size, num_kv_heads, group_size, head_dim, first,
+                                  std::min(first + per_task, num_kv_heads), scale, scratch);
+            }
+    }
+}
+
+void rms_norm(const T* x, const T* weight, T* output, int64_t num_tokens, int64_t stride, int64_t num_heads,
+              int64_t size, float eps) {
+#pragma omp parallel for if (num_tokens * num_heads * size > SERIAL)
+    for (int64_t row = 0; row < num_tokens * num_heads; row++) {
+        const T* in = x + row / num_heads * stride + row % num_heads * size;
+        T* out = output + row * size;
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < size; i++) squares += float(in[i]) * float(in[i]);
+        float factor = 1 / sqrtf(squares / size + eps);
+        for (int64_t i = 0; i < size; i++) {
+            T normed;
+            normed = in[i] * factor;  // rounded before the weight is applied, as in Hugging Face's models
+            out[i] = normed * weight[i];
+        }
+    }
+}
+
+void rotary(const T* x, const float* cos, const float* sin, T* output, int64_t num_tokens, int64_t stride,
+            int64_t num_heads, int64_t half) {
+#pragma omp parallel for if (num_tokens * num_heads * half > SERIAL)
+    for (int64_t token = 0; token < num_tokens; token++)
+        for (int64_t head = 0; head < num_heads; head++) {
+            const T *first = x + token * stride + head * 2 * half, *second = first + half;
+            T* out = output + (token * num_heads + head) * 2 * half;
+            const float *c = cos + token * half, *s = sin + token * half;
+            for (int64_t i = 0; i < half; i++) {
+                float a = first[i], b = second[i];
+                out[i] = a * c[i] - b * s[i];
+                out[half + i] = b * c[i] + a * s[i];
+            }
+        }
+}
+
+void silu_and_multiply(const T* gate_up, T* output, int64_t num_tokens, int64_t size) {
+#pragma omp parallel for if (num_tokens * size > SERIAL)
+    for (int64_t token = 0; token < num_tokens; token++) {
+        const T *gate = gate_up + token * 2 * size, *up = gate + size;
+        T* out = output + token * size;
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) {
+            float g = gate[i];
+            out[i] = g / (1 + expf(-g)) * up[i];
+        }
+    }
+}
+
+// The token with the highest logit + temperature * Gumbel noise per row, the first of equals. The noise is
+// sampler.gumbel_noise: see there.
+void sample(const T* logits, const int32_t* token_hashes, const int32_t* noise_keys, const float* temperatures,
+            int64_t* tokens, int64_t num_rows, int64_t vocab_size) {
+    constexpr int64_t CHUNK = 1024;
+#pragma omp parallel for
+    for (int64_t row = 0; row < num_rows; row++) {
+        const T* in = logits + row * vocab_size;
+        float temperature = temperatures ? temperatures[row] : 0, highest = -FLT_MAX, scores[CHUNK];
+        tokens[row] = 0;
+        for (int64_t start = 0; start < vocab_size; start += CHUNK) {
+            int64_t size = std::min(CHUNK, vocab_size - start);
+            std::copy(in + start, in + start + size, scores);
+            if (temperature > 0) {
+                uint32_t key = noise_keys[2 * row], factor = noise_keys[2 * row + 1] | 1;
+#pragma omp simd
+                for (int64_t i = 0; i < size; i++) {
+                    uint32_t x = token_hashes[start + i] ^ key;
+                    x = (x ^ x >> 16) * factor;
+                    x = (x ^ x >> 15) * 0x2C1B3C6D >> 1;
+                    float uniform = int32_t(x) * (0x1p-31f * (1 - 0x1p-23f)) + 0x1p-33f;
+                    scores[i] -= temperature * logf(-log1pf(-uniform));
+                }
+            }
+            float highest_here = -FLT_MAX;
+#pragma omp simd reduction(max : highest_here)
+            for (int64_t i = 0; i < size; i++) highest_here = std::max(highest_here, scores[i]);
+            if (highest_here > highest) {
+                highest = highest_here;
+                tokens[row] = start + (std::find(scores, scores + size, highest) - scores);
+            }
+        }
+    }
+}
+
+}  // extern "C"

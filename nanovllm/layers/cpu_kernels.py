@@ -1,0 +1,164 @@
+"""The kernels of cpu_kernels.cpp: compiled when first used, with the C++ compiler of this machine for its processor.
+
+Not an extension module of torch, whose headers take half a minute to compile: the kernels get plain pointers through
+ctypes and are ready in a second. The library is kept in ~/.cache/nanovllm, one per dtype, compiler and processor.
+Where there is no compiler, or none that will do, the layers compute the same with torch.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from nanovllm.engine.batch import Batch
+
+P, I, F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+SIGNATURES = {
+    "store_kvcache": [P, P, I, I, P, I, I, P, P],
+    "decode_attention": [P, P, P, P, P, P, P, I, I, I, I, I, I, F],
+    "rms_norm": [P, P, P, I, I, I, I, F],
+    "rotary": [P, P, P, P, I, I, I, I],
+    "silu_and_multiply": [P, P, I, I],
+    "sample": [P, P, P, P, P, I, I],
+}
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC"]
+NUMBER = {torch.float32: "float", torch.bfloat16: "bfloat16"}
+
+
+def can_compute(x: Tensor) -> bool:
+    return x.device.type == "cpu" and reason_unavailable(x.dtype) is None
+
+
+@cache
+def reason_unavailable(dtype: torch.dtype) -> str | None:
+    if dtype not in NUMBER:
+        return f"there are no CPU kernels for {dtype}"
+    try:
+        _library(dtype)
+    except FileNotFoundError:
+        return "there is no C++ compiler"
+    except subprocess.CalledProcessError as error:
+        return f"the C++ compiler failed: {error.stderr}"
+    except OSError as error:  # no place for the library, or one that cannot be loaded
+        return str(error)
+    return None
+
+
+@cache
+def _library(dtype: torch.dtype) -> ctypes.CDLL:
+    compiler = os.environ.get("CXX", "c++")
+    target = _run(compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)  # version and processor features, as macros
+    key = xxhash.xxh64(SOURCE.read_bytes() + target + repr((FLAGS, NUMBER[dtype])).encode()).hexdigest()
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "nanovllm")
+    path = folder / f"cpu_kernels_{key}.so"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            unlinked, linked = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
+            _run(compiler, *FLAGS, f"-DT={NUMBER[dtype]}", "-c", str(SOURCE), "-o", str(unlinked))
+            # Linked without OpenMP: its functions are found in the copy that torch has loaded, with torch's threads.
+            _run(compiler, "-shared", str(unlinked), "-o", str(linked))
+            linked.rename(path)  # at once, for other processes that look for it
+    library = ctypes.CDLL(str(path))
+    for name, arguments in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    return library
+
+
+def _run(*command: str) -> bytes:
+    return subprocess.run(command, check=True, capture_output=True).stdout
+
+
+def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """As the attention backends' function of this name."""
+    assert key[:1].is_contiguous() and value[:1].is_contiguous() and kv_cache.is_contiguous()
+    keys, values = kv_cache
+    _library(key.dtype).store_kvcache(
+        key.data_ptr(),
+        value.data_ptr(),
+        key.stride(0),
+        value.stride(0),
+        slot_mapping.data_ptr(),
+        key.shape[0],
+        key.shape[1] * key.shape[2],
+        keys.data_ptr(),
+        values.data_ptr(),
+    )
+
+
+def decode_attention(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output: Tensor) -> None:
+    """Attention of the sequences with one query token, into their rows of `output`; the others' rows stay as they are."""
+    assert query.is_contiguous() and kv_cache.is_contiguous() and batch.block_tables.is_contiguous()
+    keys, values = kv_cache
+    block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
+    _library(query.dtype).decode_attention(
+        query.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        output.data_ptr(),
+        batch.cu_seqlens_q.data_ptr(),
+        batch.context_lens.data_ptr(),
+        batch.block_tables.data_ptr(),
+        *batch.block_tables.shape,
+        block_size,
+        num_kv_heads,
+        query.shape[1] // num_kv_heads,
+        head_dim,
+        scale,
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """norm.RMSNorm of x [num_tokens, size] or [num_tokens, num_heads, size], whose tokens may lie apart."""
+    assert x[:1].is_contiguous()
+    output = x.new_empty(x.shape)
+    size = x.shape[-1]
+    num_heads = 1 if x.dim() == 2 else x.shape[1]
+    _library(x.dtype).rms_norm(
+        x.data_ptr(), weight.data_ptr(), output.data_ptr(), x.shape[0], x.stride(0), num_heads, size, eps
+    )
+    return output
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """rotary.apply_rotary of x [num_tokens, num_heads, head_dim], whose tokens may lie apart."""
+    assert x[:1].is_contiguous()
+    output = x.new_empty(x.shape)
+    num_tokens, num_heads, head_dim = x.shape
+    _library(x.dtype).rotary(
+        x.data_ptr(), cos.data_ptr(), sin.data_ptr(), output.data_ptr(), num_tokens, x.stride(0), num_heads, head_dim // 2
+    )
+    return output
+
+
+def silu_and_multiply(gate_up: Tensor) -> Tensor:
+    """silu of the first half of each token's numbers, times the second half."""
+    assert gate_up.is_contiguous()
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    output = gate_up.new_empty(num_tokens, size)
+    _library(gate_up.dtype).silu_and_multiply(gate_up.data_ptr(), output.data_ptr(), num_tokens, size)
+    return output
+
+
+def sample(logits: Tensor, token_hashes: Tensor, noise_keys: Tensor | None, temperatures: Tensor | None) -> Tensor:
+    """sampler.Sampler's draw: argmax of logits [num_rows, vocab_size] + temperature * noise, int64 [num_rows]."""
+    logits = logits.contiguous()
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+    _library(logits.dtype).sample(
+        logits.data_ptr(),
+        token_hashes.data_ptr(),
+        noise_keys.data_ptr() if noise_keys is not None else None,
+        temperatures.data_ptr() if temperatures is not None else None,
+        tokens.data_ptr(),
+        *logits.shape,
+    )
+    return tokens
