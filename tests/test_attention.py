@@ -14,12 +14,16 @@ import torch
 from conftest import Oracle, random_prompt
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
+from nanovllm.layers.attention import cpp as cpp_backend
 from nanovllm.layers.attention import torch as torch_backend
 
 triton_backend = pytest.importorskip("nanovllm.layers.attention.triton", reason="triton is not installed")
 SCALE = 0.1
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+needs_cpp = pytest.mark.skipif(
+    cpp_backend.reason_unavailable(DEVICE, torch.float32, 64, 16) is not None, reason="no CPU, or no C++ compiler"
+)
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
 # Of float32 in another order of summation, and of a rounding to 11 or 8 bits of what is about 1.
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -99,6 +103,21 @@ def test_triton_attends(
     torch.testing.assert_close(output.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@needs_cpp
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("heads", [*HEADS, (3, 1, 10)], ids=str)
+@pytest.mark.parametrize("block_size", [2, 16, 48])
+def test_cpp_attends(
+    lengths: tuple[list[int], list[int]], heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
+) -> None:
+    query, kv_cache, batch = make_batch(*lengths, *heads, block_size, dtype)
+    expected = torch_backend.attend(query.float(), kv_cache.float(), batch, SCALE)
+    output = cpp_backend.attend(query, kv_cache, batch, SCALE)
+    assert output.dtype == dtype
+    torch.testing.assert_close(output.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 def test_empty_contexts_are_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding rows of a CUDA graph: context 0, splits with nothing in them; finite, and the others undisturbed."""
     monkeypatch.setattr(triton_backend, "_count_splits", lambda *_: 5)
@@ -110,7 +129,10 @@ def test_empty_contexts_are_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(output[[0, 2]], expected[[0, 2]], atol=5e-6, rtol=0)
 
 
-@pytest.mark.parametrize("backend", [torch_backend, triton_backend], ids=["torch", "triton"])
+BACKENDS = [torch_backend, triton_backend, pytest.param(cpp_backend, marks=needs_cpp)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=["torch", "triton", "cpp"])
 @pytest.mark.parametrize("num_kv_heads, head_dim", [(2, 64), (3, 80), (1, 10), (8, 256)])
 def test_store_kvcache(backend: ModuleType, num_kv_heads: int, head_dim: int) -> None:
     """Every slot that is named gets its token, padding goes nowhere, nothing else is touched."""

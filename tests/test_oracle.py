@@ -19,7 +19,10 @@ def greedy(num_tokens: int) -> SamplingParams:
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("chunked", [True, False], ids=["mixed", "prefill-first"])
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
-def test_grid(tiny: tuple[str, Oracle], make_llm: Callable[..., LLM], block_size: int, chunked: bool, caching: bool) -> None:
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_grid(
+    tiny: tuple[str, Oracle], make_llm: Callable[..., LLM], backend: str, block_size: int, chunked: bool, caching: bool
+) -> None:
     b, oracle = block_size, tiny[1]
     lengths = [1, b - 1, b, b + 1, 2 * b, 2 * b + 1]
     prompts = [random_prompt(length, length) for length in lengths]
@@ -32,7 +35,7 @@ def test_grid(tiny: tuple[str, Oracle], make_llm: Callable[..., LLM], block_size
     for budget, num_blocks in product(budgets, [tight, 64]):
         llm = make_llm(
             kvcache_block_size=b, num_kvcache_blocks=num_blocks, max_num_batched_tokens=budget, max_model_len=longest,
-            enable_chunked_prefill=chunked, enable_prefix_caching=caching,
+            enable_chunked_prefill=chunked, enable_prefix_caching=caching, attention_backend=backend,
         )  # fmt: skip
         for temperature in ("cold", "warm"):
             outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -12,6 +12,7 @@
 
 #include <omp.h>
 
+constexpr int64_t SPLIT = 128;       // tokens of a context that one task attends to
 constexpr int64_t SERIAL = 1 << 14;  // numbers that one thread turns faster than others wake up
 
 struct bfloat16 {
@@ -32,55 +33,50 @@ struct bfloat16 {
     }
 };
 
-// One query token of KV heads [first, last) against its whole context. All of a token's heads are read before the next
-// token's, in the order of memory, and the scores of the whole context wait for their softmax in `scratch`.
-static void attend_to_context(const T* query, const T* keys, const T* values, T* output, const int32_t* block_table,
-                       int64_t context_len, int64_t block_size, int64_t num_kv_heads, int64_t group_size,
-                       int64_t head_dim, int64_t first, int64_t last, float scale, std::vector<float>& scratch) {
-    int64_t num_heads = (last - first) * group_size, slot_size = num_kv_heads * head_dim;
-    query += first * group_size * head_dim;
-    output += first * group_size * head_dim;
-    scratch.assign(num_heads * (2 * head_dim + context_len), 0);
-    float* scaled_query = scratch.data();                     // [num_heads, head_dim]
-    float* sum = scaled_query + num_heads * head_dim;         // [num_heads, head_dim]
-    float* weights = sum + num_heads * head_dim;              // [num_heads, context_len]
-    for (int64_t i = 0; i < num_heads * head_dim; i++) scaled_query[i] = scale * query[i];
-
-    auto slot_of = [&](int64_t token) {
-        return (block_table[token / block_size] * block_size + token % block_size) * slot_size + first * head_dim;
+// One query token of all heads against `num_tokens` tokens of its context: what their values, weighted, add up to, and
+// for the join with the rest of the context the highest score and the sum of the weights exp(score - highest).
+// All heads of a token are read before the next token, in the order of memory.
+static void attend_to_part(const float* query, const T* keys, const T* values, const int32_t* block_table,
+                           int64_t first_token, int64_t num_tokens, int64_t block_size, int64_t num_kv_heads,
+                           int64_t group_size, int64_t head_dim, float* sums, float* highest, float* totals) {
+    int64_t num_heads = num_kv_heads * group_size, slot_size = num_kv_heads * head_dim;
+    float weights[num_heads][SPLIT];
+    auto slot_of = [&](int64_t i) {
+        int64_t token = first_token + i;
+        return (block_table[token / block_size] * block_size + token % block_size) * slot_size;
     };
-    for (int64_t token = 0; token < context_len; token++) {
-        const T* key = keys + slot_of(token);
+    for (int64_t i = 0; i < num_tokens; i++) {
+        const T* key = keys + slot_of(i);
         for (int64_t head = 0; head < num_heads; head++) {
             const T* k = key + head / group_size * head_dim;
-            const float* q = scaled_query + head * head_dim;
+            const float* q = query + head * head_dim;
             float score = 0;
 #pragma omp simd reduction(+ : score)
             for (int64_t d = 0; d < head_dim; d++) score += q[d] * k[d];
-            weights[head * context_len + token] = score;
+            weights[head][i] = score;
         }
     }
     for (int64_t head = 0; head < num_heads; head++) {
-        float* w = weights + head * context_len;
-        float highest = *std::max_element(w, w + context_len), total = 0;
+        float* w = weights[head];
+        highest[head] = *std::max_element(w, w + num_tokens);
+        float total = 0;
 #pragma omp simd reduction(+ : total)
-        for (int64_t token = 0; token < context_len; token++) {
-            w[token] = expf(w[token] - highest);
-            total += w[token];
+        for (int64_t i = 0; i < num_tokens; i++) {
+            w[i] = expf(w[i] - highest[head]);
+            total += w[i];
         }
-        for (int64_t token = 0; token < context_len; token++) w[token] /= total;
+        totals[head] = total;
     }
-    for (int64_t token = 0; token < context_len; token++) {
-        const T* value = values + slot_of(token);
+    std::fill_n(sums, num_heads * head_dim, 0);
+    for (int64_t i = 0; i < num_tokens; i++) {
+        const T* value = values + slot_of(i);
         for (int64_t head = 0; head < num_heads; head++) {
             const T* v = value + head / group_size * head_dim;
-            float* s = sum + head * head_dim;
-            float weight = weights[head * context_len + token];
+            float *sum = sums + head * head_dim, weight = weights[head][i];
 #pragma omp simd
-            for (int64_t d = 0; d < head_dim; d++) s[d] += weight * v[d];
+            for (int64_t d = 0; d < head_dim; d++) sum[d] += weight * v[d];
         }
     }
-    for (int64_t i = 0; i < num_heads * head_dim; i++) output[i] = sum[i];
 }
 
 extern "C" {
@@ -99,20 +95,49 @@ void store_kvcache(const T* key, const T* value, int64_t key_stride, int64_t val
 void decode_attention(const T* query, const T* keys, const T* values, T* output, const int32_t* cu_seqlens_q,
                       const int32_t* context_lens, const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
                       int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim, float scale) {
-    // A task is a sequence, or as many of its KV heads as leave every thread a task.
-    int64_t per_task = std::clamp<int64_t>(num_seqs * num_kv_heads / omp_get_max_threads(), 1, num_kv_heads);
-#pragma omp parallel
-    {
-        std::vector<float> scratch;
-#pragma omp for schedule(dynamic) collapse(2)
-        for (int64_t seq = 0; seq < num_seqs; seq++)
-            for (int64_t first = 0; first < num_kv_heads; first += per_task) {
-                if (cu_seqlens_q[seq + 1] - cu_seqlens_q[seq] != 1) continue;
-                int64_t start = cu_seqlens_q[seq] * num_kv_heads * group_size * head_dim;
-                attend_to_context(query + start, keys, values, output + start, block_tables + seq * table_width,
-                                  context_lens[seq], block_size, num_kv_heads, group_size, head_dim, first,
-                                  std::min(first + per_task, num_kv_heads), scale, scratch);
+    int64_t num_heads = num_kv_heads * group_size, size = num_heads * head_dim;
+    struct Part {
+        int64_t seq, first_token;
+    };
+    std::vector<Part> parts;
+    for (int64_t seq = 0; seq < num_seqs; seq++)
+        if (cu_seqlens_q[seq + 1] - cu_seqlens_q[seq] == 1)
+            for (int64_t token = 0; token < context_lens[seq]; token += SPLIT) parts.push_back({seq, token});
+
+    // Of each part: sums [num_heads, head_dim], highest [num_heads], totals [num_heads]
+    static thread_local std::vector<float> results;
+    int64_t stride = size + 2 * num_heads;
+    if (results.size() < parts.size() * stride) results.resize(parts.size() * stride);
+    float* result = results.data();
+#pragma omp parallel for schedule(dynamic)
+    for (size_t i = 0; i < parts.size(); i++) {
+        auto [seq, first_token] = parts[i];
+        float scaled_query[size], *sums = result + i * stride, *highest = sums + size;
+        const T* q = query + cu_seqlens_q[seq] * size;
+        for (int64_t d = 0; d < size; d++) scaled_query[d] = scale * q[d];
+        attend_to_part(scaled_query, keys, values, block_tables + seq * table_width, first_token,
+                       std::min(SPLIT, context_lens[seq] - first_token), block_size, num_kv_heads, group_size, head_dim,
+                       sums, highest, highest + num_heads);
+    }
+    // Joined, each part's weights shrink by exp(its highest score - the highest of all).
+#pragma omp parallel for schedule(dynamic) if (parts.size() * size > SERIAL)
+    for (size_t i = 0; i < parts.size(); i++) {
+        if (parts[i].first_token > 0) continue;
+        size_t end = i + 1;
+        while (end < parts.size() && parts[end].first_token > 0) end++;
+        T* out = output + cu_seqlens_q[parts[i].seq] * size;
+        for (int64_t head = 0; head < num_heads; head++) {
+            float highest = -FLT_MAX, total = 0, sum[head_dim];
+            std::fill_n(sum, head_dim, 0);
+            for (size_t part = i; part < end; part++) highest = std::max(highest, result[part * stride + size + head]);
+            for (size_t part = i; part < end; part++) {
+                const float* from = result + part * stride;
+                float factor = expf(from[size + head] - highest);
+                total += factor * from[size + num_heads + head];
+                for (int64_t d = 0; d < head_dim; d++) sum[d] += factor * from[head * head_dim + d];
             }
+            for (int64_t d = 0; d < head_dim; d++) out[head * head_dim + d] = sum[d] / total;
+        }
     }
 }
 
