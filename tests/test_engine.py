@@ -117,7 +117,7 @@ def test_the_largest_step_is_one(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPa
     llm = make_llm(max_num_batched_tokens=301, max_num_seqs=7)
     seen = []
     monkeypatch.setattr(ModelRunner, "prepare_batch", lambda self, seqs, f=ModelRunner.prepare_batch: seen.append(f(self, seqs)) or seen[-1])
-    llm.model_runner._run_largest_step()
+    llm.model_runner._rehearse()
     (batch,) = seen
     assert len(batch.input_ids) == 301 and len(batch.logits_indices) == 7 and batch.max_seqlen_q == 256
     prompt = random_prompt(0, 9)

@@ -100,8 +100,8 @@ def test_low_precision_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, d
     reference = make_checkpoint(tmp_path, dtype=dtype)
     seen: list[torch.Tensor] = []
     llm = LLM(str(tmp_path), num_kvcache_blocks=64)
-    forward = llm.model_runner.model.forward
-    monkeypatch.setattr(llm.model_runner.model, "forward", lambda *args: seen.append(forward(*args)) or seen[-1])
+    compute_logits = llm.model_runner.model.compute_logits
+    monkeypatch.setattr(llm.model_runner.model, "compute_logits", lambda hidden: seen.append(compute_logits(hidden)) or seen[-1])
     prompt = random_prompt(3, 40)
     llm.generate([prompt[:n] for n in range(1, 41)], greedy(1), use_tqdm=False)
     ours = torch.cat(seen).float()

@@ -12,6 +12,8 @@ Three sequences that compute 3, 1 and 2 tokens look like this (block size 4):
 
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -26,3 +28,9 @@ class Batch:
     max_seqlen_q: int  # 1: pure decode
     max_seqlen_k: int
     logits_indices: Tensor  # int64 [num_logits], the rows of input_ids whose next token is wanted
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A tensor of the same numbers. The host does not wait for a copy to a GPU: it goes from pinned memory."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

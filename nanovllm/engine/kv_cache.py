@@ -3,7 +3,7 @@
     bytes of a token  = 2 (K and V) * layers * KV heads of this rank * head_dim * bytes of a number
     bytes of a block  = block size * bytes of a token
     GPU               = min(gpu_memory_utilization * total, GPU_SHARE_OF_FREE * free before loading)
-                        - weights - peak of the largest step
+                        - weights - CUDA graphs - peak of the largest step
     CPU               = min(CPU_SHARE * available once the weights are loaded, max_num_seqs sequences of max_model_len)
 """
 
@@ -33,11 +33,15 @@ class MemoryMeter:
             torch.cuda.empty_cache()  # what a former engine of this process left
             torch.cuda.reset_peak_memory_stats(device)
             self.allocated_before = torch.cuda.memory_allocated(device)
+            self.reserved_before = torch.cuda.memory_reserved(device)
             self.free_before, self.total = torch.cuda.mem_get_info(device)
 
     def peak(self) -> int:
-        """Bytes that this engine has had allocated at the most: weights, and activations if a step has run."""
-        return torch.cuda.max_memory_allocated(self.device) - self.allocated_before
+        """Bytes that this engine has had at the most: tensors, and what the driver needs for its libraries and graphs."""
+        tensors = torch.cuda.max_memory_allocated(self.device) - self.allocated_before
+        taken = self.free_before - torch.cuda.mem_get_info(self.device)[0]
+        torch_has = torch.cuda.memory_reserved(self.device) - self.reserved_before
+        return tensors + max(0, taken - torch_has)
 
 
 def count_blocks(
@@ -46,7 +50,7 @@ def count_blocks(
     block_size: int,
     max_model_len: int,
     meter: MemoryMeter,
-    run_largest_step: Callable[[], None],
+    rehearse: Callable[[], None],
 ) -> tuple[int, str]:
     """The number of blocks and a line that shows how it was found. Raises ValueError if there is memory for none."""
     block_bytes = bytes_per_block(spec, block_size)
@@ -56,13 +60,12 @@ def count_blocks(
         if config.kvcache_memory_bytes is not None:
             budget, origin = config.kvcache_memory_bytes, "kvcache_memory_bytes"
         elif meter.device.type == "cuda":
-            run_largest_step()
-            torch.cuda.empty_cache()  # give its activations back before the cache is allocated
+            rehearse()
             utilization = config.gpu_memory_utilization
             budget = int(min(utilization * meter.total, GPU_SHARE_OF_FREE * meter.free_before)) - meter.peak()
             origin = (
                 f"min({utilization} * {_gb(meter.total)}, {GPU_SHARE_OF_FREE} * {_gb(meter.free_before)} free)"
-                f" - {_gb(meter.peak())} for weights and the largest step"
+                f" - {_gb(meter.peak())} for weights, CUDA graphs and the largest step"
             )
         else:
             available = psutil.virtual_memory().available

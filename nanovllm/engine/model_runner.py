@@ -6,6 +6,7 @@ that a step's host work does not grow with the length of the contexts.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch
+from nanovllm.engine.batch import Batch, to_device
+from nanovllm.engine.cuda_graphs import CudaGraphs
 from nanovllm.engine.kv_cache import MemoryMeter, count_blocks
 from nanovllm.engine.penalties import Penalties
 from nanovllm.engine.sequence import Sequence
@@ -53,9 +55,7 @@ class ModelRunner:
         self.sampler = Sampler(spec.vocab_size, self.device)
 
         self._allocate_kv_caches(num_blocks=1)
-        self.num_blocks, arithmetic = count_blocks(
-            config, spec, self.block_size, self.max_model_len, meter, self._run_largest_step
-        )
+        self.num_blocks, arithmetic = count_blocks(config, spec, self.block_size, self.max_model_len, meter, self._rehearse)
         capacity = self.num_blocks * self.block_size
         if (config.max_model_len or 0) > capacity:
             raise ValueError(
@@ -67,13 +67,17 @@ class ModelRunner:
             self._allocate_kv_caches(self.num_blocks)
         except RuntimeError as error:  # torch's own for any device that is out of memory
             raise ValueError(f"no memory for num_kvcache_blocks={self.num_blocks}: {arithmetic}") from error
+        self._record_graphs()
         backend_name = self.backend.__name__.rpartition(".")[2]
         print(f"nanovllm: {self.device}, {spec.dtype}, {backend_name} attention; {arithmetic}", file=sys.stderr)
 
     def _allocate_kv_caches(self, num_blocks: int) -> None:
         spec = self.spec
         shape = (2, num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
-        self.kv_caches: list[Tensor] = []  # first of all let go of the old ones
+        self.graphs: CudaGraphs | None = None  # first of all let go of the old ones
+        self.kv_caches: list[Tensor] = []
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         self.kv_caches = [torch.empty(shape, dtype=spec.dtype, device=self.device) for _ in range(spec.num_layers)]
         # Row: a lane's block table. Next to it, the list that it is a copy of and how much of that is copied.
         width = -(-self.max_model_len // self.block_size)
@@ -84,7 +88,11 @@ class ModelRunner:
     def run(self, seqs: list[Sequence]) -> list[int]:
         """Compute the scheduled tokens of `seqs`; the next token of each one that has then caught up, in order."""
         batch = self.prepare_batch(seqs)
-        logits = self.model(batch, self.kv_caches)
+        if self.graphs is not None and batch.max_seqlen_q == 1:
+            hidden = self.graphs.run(batch)
+        else:
+            hidden = self.model(batch, self.kv_caches)
+        logits = self.model.compute_logits(hidden)
         sampled = [seq for seq in seqs if _catches_up(seq)]
         sampling_batch = self.prepare_sampling(sampled)
         if all([seq.is_plain for seq in sampled]):
@@ -113,16 +121,17 @@ class ModelRunner:
         positions = np.arange(len(input_ids)) + (starts - cu_seqlens_q[:-1])[row]
         blocks, offsets = np.divmod(positions, self.block_size)
         slot_mapping = block_tables[row, blocks].astype(np.int64) * self.block_size + offsets
+        tensor = partial(to_device, device=self.device)
         return Batch(
-            input_ids=self._tensor(np.array(input_ids)),
-            positions=self._tensor(positions),
-            slot_mapping=self._tensor(slot_mapping),
-            cu_seqlens_q=self._tensor(cu_seqlens_q.astype(np.int32)),
-            context_lens=self._tensor(context_lens.astype(np.int32)),
-            block_tables=self._tensor(block_tables),
+            input_ids=tensor(np.array(input_ids)),
+            positions=tensor(positions),
+            slot_mapping=tensor(slot_mapping),
+            cu_seqlens_q=tensor(cu_seqlens_q.astype(np.int32)),
+            context_lens=tensor(context_lens.astype(np.int32)),
+            block_tables=tensor(block_tables),
             max_seqlen_q=int(query_lens.max()),
             max_seqlen_k=max_seqlen_k,
-            logits_indices=self._tensor(cu_seqlens_q[1:][context_lens == num_tokens] - 1),
+            logits_indices=tensor(cu_seqlens_q[1:][context_lens == num_tokens] - 1),
         )
 
     def prepare_sampling(self, seqs: list[Sequence]) -> SamplingBatch:
@@ -161,11 +170,10 @@ class ModelRunner:
             self.block_tables[seq.lane, num_copied : len(table)] = table[num_copied:]
             self.copied_from[seq.lane] = (table, len(table))
 
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
-
-    def _run_largest_step(self) -> None:
-        """A step of max_num_batched_tokens and max_num_seqs sampled rows, all in block 0, to see what memory it takes."""
+    def _rehearse(self) -> None:
+        """Have all the memory allocated that serving will take: by the CUDA graphs, then by the largest step: one of
+        max_num_batched_tokens and max_num_seqs sampled rows. All of it on a cache of one block."""
+        self._record_graphs()
         num_tokens, num_seqs = self.config.max_num_batched_tokens, self.config.max_num_seqs
         seqs: list[Sequence] = []
         for lane in range(min(num_tokens, num_seqs)):
@@ -177,6 +185,11 @@ class ModelRunner:
             seqs.append(seq)
             num_tokens -= query_len
         self.run(seqs)
+
+    @torch.inference_mode()
+    def _record_graphs(self) -> None:
+        if self.device.type == "cuda" and self.backend.NEVER_WAITS and not self.config.enforce_eager:
+            self.graphs = CudaGraphs(self.model, self.kv_caches, *self.block_tables.shape)
 
 
 def _catches_up(seq: Sequence) -> bool:

@@ -33,10 +33,6 @@ FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC
 NUMBER = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 
 
-def can_compute(x: Tensor) -> bool:
-    return x.device.type == "cpu" and reason_unavailable(x.dtype) is None
-
-
 @cache
 def reason_unavailable(dtype: torch.dtype) -> str | None:
     if dtype not in NUMBER:

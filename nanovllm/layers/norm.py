@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from nanovllm.layers import cpu_kernels
+from nanovllm.layers.kernels import find_kernels
 
 
 class RMSNorm(nn.Module):
@@ -15,8 +15,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        if cpu_kernels.can_compute(x):
-            return cpu_kernels.rms_norm(x, self.weight, self.eps)
+        if kernels := find_kernels(x):
+            return kernels.rms_norm(x, self.weight, self.eps)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from nanovllm.layers import cpu_kernels
+from nanovllm.layers.kernels import find_kernels
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def _share_kept(head_dim: int, spec: RopeSpec) -> Tensor:
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn x [num_tokens, num_heads, head_dim]; a pair is dimension i and i + head_dim / 2, as in Hugging Face models."""
-    if cpu_kernels.can_compute(x):
-        return cpu_kernels.rotary(x, cos, sin)
+    if kernels := find_kernels(x):
+        return kernels.rotary(x, cos, sin)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.layers import cpu_kernels
+from nanovllm.engine.batch import to_device
+from nanovllm.layers.kernels import find_kernels
 from nanovllm.sampling_params import SamplingParams
 
 _CPU_CHUNK = 1 << 18  # numbers that stay in a core's cache through the dozen operations that turn them into noise
@@ -42,12 +43,12 @@ class SamplingBatch:
         if not any(temperatures):
             return cls()
 
-        def tensor(values: list[float] | np.ndarray, dtype: torch.dtype) -> Tensor:
-            return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
+        def tensor(values: list[float] | np.ndarray, dtype: type) -> Tensor:
+            return to_device(np.asarray(values, dtype=dtype), device)
 
         batch = cls(
-            temperatures=tensor(temperatures, torch.float32),
-            noise_keys=tensor(_noise_keys(seeds, positions), torch.int32),
+            temperatures=tensor(temperatures, np.float32),
+            noise_keys=tensor(_noise_keys(seeds, positions), np.int32),
         )
         cut = [i for i, p in enumerate(params) if p.temperature and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)]
         if not cut:
@@ -56,11 +57,11 @@ class SamplingBatch:
         top_ps = [params[i].top_p if params[i].top_p < 1.0 else 2.0 for i in cut]  # a rounded sum may reach 1 too early
         return replace(
             batch,
-            cut_rows=tensor(cut, torch.int64),
-            cut_temperatures=tensor([temperatures[i] for i in cut], torch.float32),
-            top_ks=tensor(top_ks, torch.int64),
-            top_ps=tensor(top_ps, torch.float32),
-            min_ps=tensor([params[i].min_p for i in cut], torch.float32),
+            cut_rows=tensor(cut, np.int64),
+            cut_temperatures=tensor([temperatures[i] for i in cut], np.float32),
+            top_ks=tensor(top_ks, np.int64),
+            top_ps=tensor(top_ps, np.float32),
+            min_ps=tensor([params[i].min_p for i in cut], np.float32),
             max_top_k=max(top_ks),
         )
 
@@ -76,8 +77,8 @@ class Sampler:
         if batch.cut_rows is not None:
             logits = logits.float()
             logits = logits.index_copy(0, batch.cut_rows, _cut(logits[batch.cut_rows], batch))
-        if cpu_kernels.can_compute(logits):
-            return cpu_kernels.sample(logits, self.token_hashes, batch.noise_keys, batch.temperatures)
+        if kernels := find_kernels(logits):
+            return kernels.sample(logits, self.token_hashes, batch.noise_keys, batch.temperatures)
         if batch.temperatures is None:
             return logits.argmax(-1)
         num_rows, vocab_size = logits.shape

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.engine.batch import Batch
-from nanovllm.layers import cpu_kernels
+from nanovllm.layers.kernels import find_kernels
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding, apply_rotary
@@ -80,8 +80,8 @@ class MLP(nn.Module):
 
 
 def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    if cpu_kernels.can_compute(gate_up):
-        return cpu_kernels.silu_and_multiply(gate_up)
+    if kernels := find_kernels(gate_up):
+        return kernels.silu_and_multiply(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -129,7 +129,7 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A decoder with an output head: a batch to the logits of the tokens that come next."""
+    """A decoder with an output head."""
 
     def __init__(self, spec: DecoderSpec, backend: ModuleType, tp_rank: int = 0, tp_size: int = 1) -> None:
         super().__init__()
@@ -137,6 +137,9 @@ class CausalLM(nn.Module):
         self.lm_head = None if spec.tie_embeddings else Embedding(spec)
 
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
-        hidden = self.model(batch, kv_caches)
+        """Hidden states [num_logits, hidden_size]. Apart from the logits, so that a CUDA graph can end here."""
+        return self.model(batch, kv_caches)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         head = self.lm_head or self.model.embed_tokens
         return F.linear(hidden, head.weight)  # [num_logits, vocab_size]

@@ -12,9 +12,10 @@ from nanovllm.layers import cpu_kernels
 from nanovllm.layers.attention.torch import attend_each
 from nanovllm.layers.cpu_kernels import store_kvcache
 
-__all__ = ["PREFERRED_BLOCK_SIZE", "attend", "reason_unavailable", "store_kvcache"]
+__all__ = ["NEVER_WAITS", "PREFERRED_BLOCK_SIZE", "attend", "reason_unavailable", "store_kvcache"]
 
 PREFERRED_BLOCK_SIZE = 16
+NEVER_WAITS = False
 
 
 def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:

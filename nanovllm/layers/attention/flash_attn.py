@@ -11,9 +11,10 @@ from torch import Tensor
 from nanovllm.engine.batch import Batch
 from nanovllm.layers.attention.triton import store_kvcache
 
-__all__ = ["PREFERRED_BLOCK_SIZE", "attend", "reason_unavailable", "store_kvcache"]
+__all__ = ["NEVER_WAITS", "PREFERRED_BLOCK_SIZE", "attend", "reason_unavailable", "store_kvcache"]
 
 PREFERRED_BLOCK_SIZE = 256
+NEVER_WAITS = True
 
 
 def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:

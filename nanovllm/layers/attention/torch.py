@@ -11,6 +11,7 @@ from torch import Tensor
 from nanovllm.engine.batch import Batch
 
 PREFERRED_BLOCK_SIZE = 16
+NEVER_WAITS = False
 
 
 def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:

@@ -19,11 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.engine.batch import Batch
+from nanovllm.layers.attention import torch as torch_backend
 
 PREFERRED_BLOCK_SIZE = 16
+NEVER_WAITS = True
 
 _LOG2_E = 1.4426950408889634
-_TOKENS_PER_PIECE = 64  # N
+_BYTES_PER_PIECE = 16384  # of keys, and as much of values: a few of them must fit in a multiprocessor's shared memory
 _MIN_TOKENS_PER_SPLIT = 256
 _PROGRAMS_PER_PROCESSOR = 4  # decode: split contexts until there are this many programs per multiprocessor
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -38,6 +40,31 @@ def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, 
         return f"kvcache_block_size must be a power of two and at least 16, not {block_size}"
     if not 16 <= head_dim <= 256:
         return f"head_dim must be between 16 and 256, not {head_dim}"
+    return _try_out(device, dtype, head_dim, block_size) if device.type == "cuda" else None
+
+
+def _try_out(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    """Triton compiles for the GPU at hand with the help of the host's C compiler: only a trial tells whether that works."""
+    generator = torch.Generator(device).manual_seed(0)
+    kv_cache = torch.full((2, 4, block_size, 2, head_dim), torch.nan, dtype=dtype, device=device)
+    tables = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32, device=device)
+    context_lens = torch.tensor([block_size + 1, 2 * block_size - 1], dtype=torch.int32, device=device)
+    positions = torch.cat([torch.arange(length, device=device) for length in context_lens.tolist()])
+    rows = torch.arange(2, device=device).repeat_interleave(context_lens)
+    slots = tables[rows, positions // block_size].long() * block_size + positions % block_size
+    key, value = torch.randn(2, len(slots), 2, head_dim, device=device, generator=generator).to(dtype)
+    try:
+        store_kvcache(key, value, kv_cache, slots)
+        for query_len in (1, block_size):
+            query = torch.randn(2 * query_len, 4, head_dim, device=device, generator=generator).to(dtype)
+            bounds = torch.arange(3, dtype=torch.int32, device=device) * query_len
+            batch = Batch(positions, positions, slots, bounds, context_lens, tables, query_len, 2 * block_size - 1, bounds)
+            expected = torch_backend.attend(query.float(), kv_cache.float(), batch, head_dim**-0.5)
+            error = (attend(query, kv_cache, batch, head_dim**-0.5).float() - expected).abs().max().item()
+            if not error < 0.05:
+                return f"its results on this GPU are off by {error}"
+    except Exception as error:  # of the compiler, the driver or the launch: all of them mean that it does not work
+        return f"its kernels fail on this GPU: {error!r}"
     return None
 
 
@@ -77,23 +104,23 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
 
 @triton.jit
 def _attend_piece(
-    query, acc, row_sum, row_max, positions, visible, table_ptr, key_ptr, value_ptr, dims, scale, row_size,
+    query, acc, row_sum, row_max, positions, end, last_visible, table_ptr, key_ptr, value_ptr, dims, scale, row_size,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One piece of the context: `positions` [N], of which `visible` [M, N] to each row. `key_ptr` is at the KV head."""
-    any_row = tl.max(visible.to(tl.int32), axis=0) > 0  # [N]
-    blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=any_row, other=0).to(tl.int64)
+    """`positions` [N] of the context, up to `end`; row m sees those up to last_visible[m]. `key_ptr` is at the KV head."""
+    exists = positions < end
+    blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
     slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
     offsets = slots[:, None] * row_size + dims[None, :]  # [N, D]
-    # What lies behind a context's end may be NaN, and NaN * 0 is NaN: masked rows are loaded as zeros.
-    mask = any_row[:, None] & (dims < HEAD_DIM)[None, :]
+    # What lies behind a context's end may be NaN, and NaN * 0 is NaN: it is not loaded.
+    mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
     key = tl.load(key_ptr + offsets, mask=mask, other=0.0)
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale  # [M, N]
-    scores = tl.where(visible, scores, float("-inf"))
+    scores = tl.where(positions[None, :] <= last_visible[:, None], scores, float("-inf"))
+    # Every row sees the first piece's first token, so that the maximum is finite from there on.
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-    base = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen nothing yet: exp2(-inf), not of NaN
-    weights = tl.exp2(scores - base[:, None])
-    rescale = tl.exp2(row_max - base)
+    weights = tl.exp2(scores - new_max[:, None])
+    rescale = tl.exp2(row_max - new_max)
     value = tl.load(value_ptr + offsets, mask=mask, other=0.0)
     acc = acc * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
     return acc, row_sum * rescale + tl.sum(weights, axis=1), new_max
@@ -103,15 +130,17 @@ def _prefill(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Ten
     num_heads, head_dim = query.shape[1:]
     block_size, num_kv_heads = kv_cache.shape[2:4]
     group_size = num_heads // num_kv_heads
-    tokens_per_tile = max(1, 64 // group_size)
+    dim = triton.next_power_of_2(head_dim)
+    rows_per_tile = 128 if dim * query.dtype.itemsize <= 256 else 64  # what the registers of 8 or 4 warps hold
+    tokens_per_tile = max(1, rows_per_tile // group_size)
     output = torch.empty_like(query)
     grid = (triton.cdiv(batch.max_seqlen_q, tokens_per_tile), num_kv_heads, len(batch.context_lens))
     _prefill_kernel[grid](
         query, kv_cache[0], kv_cache[1], output, batch.cu_seqlens_q, batch.context_lens, batch.block_tables, scale,
         batch.block_tables.stride(0), num_heads, num_kv_heads,
         GROUP=group_size, TOKENS=tokens_per_tile, M=max(16, triton.next_power_of_2(tokens_per_tile * group_size)),
-        N=_TOKENS_PER_PIECE, D=triton.next_power_of_2(head_dim), HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        PRECISION=_precision(query.dtype), num_warps=4 if head_dim <= 128 else 8, num_stages=2,
+        N=_tokens_per_piece(dim, query.dtype), D=dim, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        PRECISION=_precision(query.dtype), num_warps=rows_per_tile // 16, num_stages=2,
     )  # fmt: skip
     return output
 
@@ -144,9 +173,8 @@ def _prefill_kernel(
         row_max = tl.full([M], float("-inf"), dtype=tl.float32)
         for start in range(0, end, N):
             positions = start + tl.arange(0, N)
-            visible = (positions[None, :] <= last_visible[:, None]) & is_row[:, None]
             acc, row_sum, row_max = _attend_piece(
-                query, acc, row_sum, row_max, positions, visible, tables_ptr + seq.to(tl.int64) * table_stride,
+                query, acc, row_sum, row_max, positions, end, last_visible, tables_ptr + seq.to(tl.int64) * table_stride,
                 key_ptr + kv_head * HEAD_DIM, value_ptr + kv_head * HEAD_DIM, dims, scale, num_kv_heads * HEAD_DIM,
                 HEAD_DIM, BLOCK_SIZE, PRECISION,
             )  # fmt: skip
@@ -163,11 +191,12 @@ def _decode(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tens
     partial = query.new_empty(num_seqs, num_heads, num_splits, head_dim, dtype=torch.float32)
     log_sums = query.new_empty(num_seqs, num_heads, num_splits, dtype=torch.float32)
     dim = triton.next_power_of_2(head_dim)
-    _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
+    # KV heads first: programs that run together read neighbouring memory.
+    _decode_kernel[(num_kv_heads, num_seqs, num_splits)](
         query, kv_cache[0], kv_cache[1], partial, log_sums, batch.context_lens, batch.block_tables, scale,
         batch.block_tables.stride(0), num_heads, num_kv_heads, num_splits,
-        GROUP=group_size, M=max(16, triton.next_power_of_2(group_size)), N=_TOKENS_PER_PIECE, D=dim, HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size, PRECISION=_precision(query.dtype), num_warps=4, num_stages=3,
+        GROUP=group_size, M=max(16, triton.next_power_of_2(group_size)), N=_tokens_per_piece(dim, query.dtype), D=dim,
+        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, PRECISION=_precision(query.dtype), num_warps=4, num_stages=3,
     )  # fmt: skip
     output = torch.empty_like(query)
     _join_splits_kernel[(num_seqs * num_heads,)](partial, log_sums, output, num_splits, D=dim, HEAD_DIM=head_dim)
@@ -181,13 +210,14 @@ def _decode_kernel(
     GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    seq, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    kv_head, seq, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     context_len = tl.load(context_lens_ptr + seq)
     tokens_per_split = tl.cdiv(tl.cdiv(context_len, num_splits), N) * N
     split_start = split * tokens_per_split
     split_end = tl.minimum(split_start + tokens_per_split, context_len)
 
     rows, dims = tl.arange(0, M), tl.arange(0, D)
+    last_visible = tl.zeros([M], dtype=tl.int32) + split_end - 1
     is_row = rows < GROUP
     heads = seq * num_heads + kv_head * GROUP + rows  # counted over the whole batch
     mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
@@ -197,9 +227,8 @@ def _decode_kernel(
     row_max = tl.full([M], float("-inf"), dtype=tl.float32)
     for start in range(split_start, split_end, N):
         positions = start + tl.arange(0, N)
-        visible = (positions < split_end)[None, :] & is_row[:, None]
         acc, row_sum, row_max = _attend_piece(
-            query, acc, row_sum, row_max, positions, visible, tables_ptr + seq * table_stride,
+            query, acc, row_sum, row_max, positions, split_end, last_visible, tables_ptr + seq * table_stride,
             key_ptr + kv_head * HEAD_DIM, value_ptr + kv_head * HEAD_DIM, dims, scale, num_kv_heads * HEAD_DIM,
             HEAD_DIM, BLOCK_SIZE, PRECISION,
         )  # fmt: skip
@@ -235,6 +264,10 @@ def _count_splits(num_programs: int, max_context_len: int, device: torch.device)
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     wanted = triton.cdiv(num_processors * _PROGRAMS_PER_PROCESSOR, num_programs)
     return max(1, min(wanted, triton.cdiv(max_context_len, _MIN_TOKENS_PER_SPLIT)))
+
+
+def _tokens_per_piece(dim: int, dtype: torch.dtype) -> int:
+    return min(64, max(16, _BYTES_PER_PIECE // (dim * dtype.itemsize)))
 
 
 def _precision(dtype: torch.dtype) -> str:

@@ -1,0 +1,86 @@
+"""Graphs against eager steps. Without a GPU, a stand-in repeats the recorded function on the static batch, in its place."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from conftest import Oracle, random_prompt
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine import cuda_graphs
+from nanovllm.engine.cuda_graphs import CudaGraphs, batch_sizes
+
+pytest.importorskip("triton", reason="triton is not installed")
+ON_GPU = torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 4, 7, 8, 9, 40, 256, 1000])
+def test_batch_sizes(max_num_seqs: int) -> None:
+    """Every batch has a graph, and fewer than 8 rows or a sixteenth of it are padding."""
+    sizes = batch_sizes(max_num_seqs)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == max_num_seqs
+    for num_seqs in range(1, max_num_seqs + 1):
+        padding = min(size for size in sizes if size >= num_seqs) - num_seqs
+        assert padding < 8 or padding < num_seqs / 8
+
+
+@pytest.fixture
+def make_llm_with_graphs(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    def record(function: Callable[[], torch.Tensor], pool: None) -> tuple[Callable[[], None], torch.Tensor]:
+        output = function()
+        return lambda: output.copy_(function()), output
+
+    def make(**options) -> LLM:
+        llm = make_llm(attention_backend="triton", kvcache_block_size=16, **options)
+        runner = llm.model_runner
+        if not ON_GPU:
+            with torch.inference_mode():
+                runner.graphs = CudaGraphs(runner.model, runner.kv_caches, *runner.block_tables.shape)
+        return llm
+
+    if not ON_GPU:
+        monkeypatch.setattr(cuda_graphs, "record", record)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    return make
+
+
+def test_tokens_are_the_same(tiny: tuple[str, Oracle], make_llm_with_graphs: Callable[..., LLM]) -> None:
+    """Growing and shrinking batches, chunks of one token, preemption, padding rows: still transformers' tokens."""
+    llm = make_llm_with_graphs(num_kvcache_blocks=8, max_num_seqs=11, max_model_len=64, max_num_batched_tokens=18)
+    prompts = [random_prompt(i, 1 + 5 * i) for i in range(9)]
+    params = [SamplingParams(temperature=0.0, max_tokens=4 + i) for i in range(9)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [o["token_ids"] for o in outputs] == [tiny[1](prompt, 4 + i) for i, prompt in enumerate(prompts)]
+    assert llm.stats["num_preemptions"]
+
+
+def test_every_batch_size(make_llm_with_graphs: Callable[..., LLM]) -> None:
+    """1 to 40 sequences: the hidden states of an eager step, and nothing written but their own slots."""
+    llm = make_llm_with_graphs(num_kvcache_blocks=90, max_num_seqs=40, max_model_len=32)
+    runner = llm.model_runner
+    for i in range(40):
+        llm.add_request(random_prompt(i, 1 + i % 20), SamplingParams(temperature=0.0, max_tokens=8))
+    llm.step()
+    running = list(llm.scheduler.running)
+    for seq in running:
+        seq.num_scheduled_tokens = 1
+        seq.block_table += [seq.lane + 45] * (2 - len(seq.block_table))
+    before = [torch.randn_like(kv_cache) for kv_cache in runner.kv_caches]
+
+    def run(step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        """The hidden states and what the caches are then."""
+        for kv_cache, saved in zip(runner.kv_caches, before):
+            kv_cache.copy_(saved)
+        return [step(), *[kv_cache.clone() for kv_cache in runner.kv_caches]]
+
+    for num_seqs in range(40, 0, -1) if ON_GPU else (40, 39, 33, 32, 9, 8, 5, 3, 1):
+        with torch.inference_mode():
+            batch = runner.prepare_batch(running[-num_seqs:])
+            eager = run(lambda: runner.model(batch, runner.kv_caches))
+            replayed = run(lambda: runner.graphs.run(batch))
+        torch.testing.assert_close(replayed, eager, atol=1e-4, rtol=1e-4)
+
+
+def test_enforce_eager(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(attention_backend="triton", kvcache_block_size=16, enforce_eager=True)
+    assert llm.model_runner.graphs is None

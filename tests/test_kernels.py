@@ -1,0 +1,132 @@
+"""The fused kernels against what the layers compute with torch, and life without a compiler."""
+
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import Oracle, random_prompt
+from nanovllm import LLM, SamplingParams
+from nanovllm.layers import cpu_kernels, kernels
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rotary import apply_rotary
+from nanovllm.layers.sampler import Sampler, SamplingBatch
+from nanovllm.models.decoder import silu_and_multiply
+
+ON_GPU = torch.cuda.is_available()
+needs_compiler = pytest.mark.skipif(cpu_kernels.reason_unavailable(torch.float32) is not None, reason="no C++ compiler")
+# Without a GPU, Triton's kernels run in its interpreter, on the CPU.
+all_kernels = pytest.mark.parametrize(
+    "module, device",
+    [
+        pytest.param("cpu_kernels", "cpu", marks=needs_compiler),
+        pytest.param("gpu_kernels", "cuda" if ON_GPU else "cpu", marks=pytest.mark.skipif(not find_spec("triton"), reason="no triton")),
+    ],
+)
+Computing = Callable[[str | None], AbstractContextManager[None]]
+
+
+@pytest.fixture
+def computing_with(monkeypatch: pytest.MonkeyPatch) -> Computing:
+    """A context in which the layers compute with the kernels of a module, or with torch (None)."""
+
+    @contextmanager
+    def compute(name: str | None) -> Iterator[None]:
+        module = name and import_module(f"nanovllm.layers.{name}")
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "_find_kernels", lambda device_type, dtype: module)
+            yield
+
+    return compute
+
+
+@pytest.fixture
+def no_kernels_known() -> Iterator[None]:
+    """Forget which kernels are loaded, before and after."""
+    for function in (cpu_kernels.reason_unavailable, cpu_kernels._library, kernels._find_kernels):
+        function.cache_clear()
+    yield
+    for function in (cpu_kernels.reason_unavailable, cpu_kernels._library, kernels._find_kernels):
+        function.cache_clear()
+
+
+@all_kernels
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 200])
+def test_layers(
+    num_tokens: int, dtype: torch.dtype, tolerance: float, module: str, device: str, computing_with: Computing
+) -> None:
+    torch.manual_seed(0)
+    wide = torch.randn(num_tokens, 3 * 5 * 20, device=device).to(dtype)
+    heads = wide.split(100, dim=-1)[1].unflatten(-1, (5, 20))  # as from a fused projection: tokens lie apart
+    angles = torch.randn(num_tokens, 1, 10, device=device)
+    norm, long_norm = (RMSNorm(size, 1e-3, dtype).requires_grad_(False).to(device) for size in (20, 300))
+    torch.nn.init.normal_(norm.weight)
+    torch.nn.init.normal_(long_norm.weight)
+    for compute in (
+        lambda: norm(heads),
+        lambda: long_norm(wide),
+        lambda: apply_rotary(heads, angles.cos(), angles.sin()),
+        lambda: silu_and_multiply(wide * 5),
+    ):
+        with computing_with(None):
+            expected = compute()
+        with computing_with(module):
+            output = compute()
+        assert output.dtype == dtype and output.shape == expected.shape and output.is_contiguous()
+        torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
+
+
+@all_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab_size", [5, 1024, 5001])
+def test_sample(vocab_size: int, dtype: torch.dtype, module: str, device: str, computing_with: Computing) -> None:
+    """The same tokens as with torch, greedy rows and cut rows among them; of equal logits the first."""
+    torch.manual_seed(0)
+    logits = torch.randn(32, vocab_size, device=device).to(dtype)
+    logits[0] = 1.0
+    params = [SamplingParams(temperature=t, top_k=k) for t in (0.0, 0.7, 1.3, 1e-3) for k in (-1, 3)] * 4
+    batch = SamplingBatch.build(params, list(range(32)), list(range(100, 132)), vocab_size, torch.device(device))
+    sampler = Sampler(vocab_size, torch.device(device))
+    with computing_with(None):
+        expected = sampler(logits, batch)
+    with computing_with(module):
+        tokens = sampler(logits, batch)
+        assert torch.equal(sampler(logits, SamplingBatch()), logits.float().argmax(-1))
+        assert sampler(logits[:0], SamplingBatch()).shape == (0,)
+    assert torch.equal(tokens, expected) and tokens[0] == 0
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler(
+    tiny: tuple[str, Oracle],
+    make_llm: Callable[..., LLM],
+    no_kernels_known: None,
+    monkeypatch: pytest.MonkeyPatch,
+    compiler: str,
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(ValueError, match="compiler"):
+        make_llm(attention_backend="cpp")
+    llm = make_llm()
+    assert llm.model_runner.backend.__name__.endswith(".torch")
+    (output,) = llm.generate([random_prompt(0, 9)], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+    assert output["token_ids"] == tiny[1](random_prompt(0, 9), 8)
+
+
+@needs_compiler
+def test_compiled_once(tmp_path: Path, no_kernels_known: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cpu_kernels.reason_unavailable(torch.float32) is None
+    (library,) = (tmp_path / "nanovllm").iterdir()
+    cpu_kernels._library.cache_clear()
+    calls: list[tuple[str, ...]] = []
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: calls.append(command) or run(command, **options))
+    cpu_kernels._library(torch.float32)
+    assert len(calls) == 1 and "-E" in calls[0] and library.exists()
