@@ -18,6 +18,12 @@ from nanovllm import LLM
 VOCAB_SIZE = 97
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
 def make_checkpoint(directory: Path, max_shard_size: str = "5GB", dtype: torch.dtype = torch.float32, **changes) -> Qwen3ForCausalLM:
     """Save a random Qwen3 of 2 layers in `directory`; weights large enough that greedy paths differ between prompts."""
     torch.manual_seed(0)
