@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from conftest import Oracle, random_prompt
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers import cpu_kernels, kernels
+from nanovllm.layers.cpu_kernels import TiledWeight
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import apply_rotary
 from nanovllm.layers.sampler import Sampler, SamplingBatch
@@ -80,6 +82,25 @@ def test_layers(
             output = compute()
         assert output.dtype == dtype and output.shape == expected.shape and output.is_contiguous()
         torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.skipif(
+    not TiledWeight.can_hold(torch.empty(0, 2, dtype=torch.bfloat16)), reason="no compiler, or no AVX512-BF16 without AMX"
+)
+@pytest.mark.parametrize("in_features, out_features", [(2, 1), (30, 64), (64, 100), (320, 16), (4096, 130)])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_tiled_weight(in_features: int, out_features: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(out_features, in_features).bfloat16()
+    tiled = TiledWeight(weight)
+    offset = torch.randn(out_features).bfloat16() if bias else None
+    for num_rows in (0, 1, 2, 5, 6, 7, 11, 32, 150):  # 4096 inputs: more rows than one pass takes
+        x = torch.randn(num_rows, in_features).bfloat16()
+        expected = F.linear(x.float(), weight.float(), None if offset is None else offset.float())
+        atol = 1e-3 * in_features**0.5
+        torch.testing.assert_close(tiled.multiply(x, offset).float(), expected, atol=atol, rtol=8e-3)
+    ids = torch.tensor([out_features - 1, 0, out_features // 2])
+    assert torch.equal(tiled.rows(ids), weight[ids])
 
 
 @all_kernels

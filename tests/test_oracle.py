@@ -10,6 +10,8 @@ import torch
 from conftest import VOCAB_SIZE, Oracle, check_invariants, make_checkpoint, random_prompt
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.layers.cpu_kernels import TiledWeight
+from nanovllm.layers.linear import OneDNNWeight
 
 
 def greedy(num_tokens: int) -> SamplingParams:
@@ -95,8 +97,13 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kinds_of_packing", [2, 1, 0])
+def test_low_precision_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kinds_of_packing: int
+) -> None:
     """As far from float32 as transformers' own logits in that dtype are, give or take half."""
+    for kind in (TiledWeight, OneDNNWeight)[: 2 - kinds_of_packing]:
+        monkeypatch.setattr(kind, "can_hold", lambda weight: False)
     reference = make_checkpoint(tmp_path, dtype=dtype)
     seen: list[torch.Tensor] = []
     llm = LLM(str(tmp_path), num_kvcache_blocks=64)

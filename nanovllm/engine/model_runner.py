@@ -22,7 +22,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import select_backend
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.sampler import Sampler, SamplingBatch
-from nanovllm.models.decoder import CausalLM, DecoderSpec
+from nanovllm.models.decoder import CausalLM, DecoderSpec, Embedding
 from nanovllm.models.weights import fill_with_noise, load_checkpoint
 from nanovllm.sampling_params import SamplingParams
 
@@ -49,7 +49,7 @@ class ModelRunner:
         else:
             load_checkpoint(self.model, directory)
         for module in self.model.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Linear | Embedding):
                 module.pack()
         self.penalties = Penalties(config.max_num_seqs, spec.vocab_size, self.device)
         self.sampler = Sampler(spec.vocab_size, self.device)

@@ -12,7 +12,15 @@
 
 #include <omp.h>
 
+// Where the processor multiplies bfloat16. If it has AMX too, oneDNN makes more of that.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#include <immintrin.h>
+#define TILED
+#endif
+
 constexpr int64_t SPLIT = 128;       // tokens of a context that one task attends to
+constexpr int PANELS = 4, ROWS = 6;   // of a tile of a matrix product: 24 sums and 4 weights, of 32 registers
+constexpr int64_t BYTES_OF_X = 1 << 19;  // that stay in a core's second-level cache while all weights go by
 constexpr int64_t SERIAL = 1 << 14;  // numbers that one thread turns faster than others wake up
 
 struct bfloat16 {
@@ -79,6 +87,49 @@ static void attend_to_part(const float* query, const T* keys, const T* values, c
     }
 }
 
+#ifdef TILED
+// A product of M rows of x and PANELS panels of the weight: [M, 16 * PANELS] sums of products of pairs, all in registers.
+// A panel is [in_features / 2, 16, 2]: of 16 outputs the next pair, side by side, as the instruction wants them.
+// Meanwhile the panels that come next are fetched into the cache, by each of the tiles a share.
+template <int M>
+static void multiply_tile(const bfloat16* x, const bfloat16* weight, const bfloat16* bias, bfloat16* output, int64_t in_features,
+                          int64_t out_features, int64_t columns_left, int64_t tile, int64_t num_tiles) {
+    __m512 sums[M][PANELS];
+    __mmask16 masks[PANELS];
+    for (int panel = 0; panel < PANELS; panel++) {
+        int64_t columns = std::clamp<int64_t>(columns_left - 16 * panel, 0, 16);
+        masks[panel] = (1 << columns) - 1;
+        __m256i narrow = _mm256_maskz_loadu_epi16(bias ? masks[panel] : 0, bias + 16 * panel);
+        for (int row = 0; row < M; row++)
+            sums[row][panel] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+    }
+    int64_t until_fetch = tile;
+    for (int64_t i = 0; i < in_features; i += 2) {
+        __m512bh pairs[PANELS];
+        for (int panel = 0; panel < PANELS; panel++)
+            pairs[panel] = (__m512bh)_mm512_loadu_si512(weight + (panel * in_features + i) * 16);
+        if (until_fetch-- == 0) {
+            until_fetch = num_tiles - 1;
+            for (int panel = PANELS; panel < 2 * PANELS; panel++)
+                _mm_prefetch(weight + (panel * in_features + i) * 16, _MM_HINT_T1);
+        }
+        for (int row = 0; row < M; row++) {
+            int32_t pair;
+            memcpy(&pair, x + row * in_features + i, sizeof pair);
+            for (int panel = 0; panel < PANELS; panel++)
+                sums[row][panel] = _mm512_dpbf16_ps(sums[row][panel], (__m512bh)_mm512_set1_epi32(pair), pairs[panel]);
+        }
+    }
+    for (int row = 0; row < M; row++)
+        for (int panel = 0; panel < PANELS; panel++)
+            _mm256_mask_storeu_epi16(output + row * out_features + 16 * panel, masks[panel],
+                                     (__m256i)_mm512_cvtneps_pbh(sums[row][panel]));
+}
+
+static constexpr decltype(&multiply_tile<1>) TILES[] = {nullptr,          multiply_tile<1>, multiply_tile<2>, multiply_tile<3>,
+                                                        multiply_tile<4>, multiply_tile<5>, multiply_tile<6>};
+#endif
+
 extern "C" {
 
 void store_kvcache(const T* key, const T* value, int64_t key_stride, int64_t value_stride, const int64_t* slot_mapping,
@@ -140,6 +191,25 @@ void decode_attention(const T* query, const T* keys, const T* values, T* output,
         }
     }
 }
+
+#ifdef TILED
+void linear(const bfloat16* x, const bfloat16* weight, const bfloat16* bias, bfloat16* output, int64_t num_rows, int64_t in_features,
+            int64_t out_features) {
+    constexpr int64_t WIDTH = 16 * PANELS;
+    int64_t rows_at_once = std::max<int64_t>(ROWS, BYTES_OF_X / (2 * in_features) / ROWS * ROWS);
+    for (int64_t start = 0; start < num_rows; start += rows_at_once) {
+        int64_t rows = std::min(rows_at_once, num_rows - start), num_tiles = (rows + ROWS - 1) / ROWS;
+#pragma omp parallel for
+        for (int64_t column = 0; column < out_features; column += WIDTH)
+            for (int64_t i = 0; i < num_tiles; i++) {
+                int64_t row = start + rows * i / num_tiles, end = start + rows * (i + 1) / num_tiles;
+                TILES[end - row](x + row * in_features, weight + column * in_features, bias ? bias + column : nullptr,
+                                 output + row * out_features + column, in_features, out_features,
+                                 out_features - column, i, num_tiles);
+            }
+    }
+}
+#endif
 
 void rms_norm(const T* x, const T* weight, T* output, int64_t num_tokens, int64_t stride, int64_t num_heads,
               int64_t size, float eps) {

@@ -14,16 +14,18 @@ from functools import cache
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 import xxhash
 from torch import Tensor
 
 from nanovllm.engine.batch import Batch
 
-P, I, F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+P, I, R = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES = {
     "store_kvcache": [P, P, I, I, P, I, I, P, P],
-    "decode_attention": [P, P, P, P, P, P, P, I, I, I, I, I, I, F],
-    "rms_norm": [P, P, P, I, I, I, I, F],
+    "decode_attention": [P, P, P, P, P, P, P, I, I, I, I, I, I, R],
+    "linear": [P, P, P, P, I, I, I],
+    "rms_norm": [P, P, P, I, I, I, I, R],
     "rotary": [P, P, P, P, I, I, I, I],
     "silu_and_multiply": [P, P, I, I],
     "sample": [P, P, P, P, P, I, I],
@@ -65,8 +67,8 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL:
             linked.rename(path)  # at once, for other processes that look for it
     library = ctypes.CDLL(str(path))
     for name, arguments in SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, None
+        if function := getattr(library, name, None):  # not every processor has `linear`
+            function.argtypes, function.restype = arguments, None
     return library
 
 
@@ -111,6 +113,44 @@ def decode_attention(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float
         head_dim,
         scale,
     )
+
+
+class TiledWeight:
+    """A bfloat16 matrix [out_features, in_features] in the order in which `linear` reads it: panels of 16 outputs, in them
+    all pairs of inputs, of a pair the 16 outputs side by side."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        panels = F.pad(weight, (0, 0, 0, -self.out_features % 64)).view(-1, 16, self.in_features // 2, 2)
+        self.panels = panels.transpose(1, 2).contiguous()  # [num_panels, in_features / 2, 16, 2]
+
+    @staticmethod
+    def can_hold(weight: Tensor) -> bool:
+        return (
+            weight.device.type == "cpu"
+            and weight.dtype == torch.bfloat16
+            and weight.shape[1] % 2 == 0
+            and reason_unavailable(weight.dtype) is None
+            and hasattr(_library(weight.dtype), "linear")
+        )
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [num_rows, in_features] to [num_rows, out_features]."""
+        assert x.is_contiguous()
+        output = x.new_empty(x.shape[0], self.out_features)
+        _library(x.dtype).linear(
+            x.data_ptr(),
+            self.panels.data_ptr(),
+            bias.data_ptr() if bias is not None else None,
+            output.data_ptr(),
+            *x.shape,
+            self.out_features,
+        )
+        return output
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The rows of the matrix that `ids` [num_rows] names, [num_rows, in_features]."""
+        return self.panels[ids // 16, :, ids % 16].flatten(1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.layers.cpu_kernels import TiledWeight
+
 
 @dataclass(frozen=True)
 class Target:
@@ -48,22 +50,33 @@ class Linear(nn.Module):
         self.tp_rank, self.tp_size = tp_rank, tp_size
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
-        self.packed: Tensor | None = None
+        self.packed: TiledWeight | OneDNNWeight | None = None
 
     def pack(self) -> None:
-        """Trade a bfloat16 weight on a CPU for a copy in the order that oneDNN reads: otherwise every product reorders it."""
-        if self.weight.device.type == "cpu" and self.weight.dtype == torch.bfloat16 and _has_bfloat16_kernels():
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
-            self.weight = None
+        """Trade a bfloat16 weight on a CPU for a copy in the order in which products read it."""
+        for kind in (TiledWeight, OneDNNWeight):
+            if kind.can_hold(self.weight):
+                self.packed = kind(self.weight.detach())
+                self.weight = None
+                break
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.packed is None:
-            return F.linear(x, self.weight, bias)
+        return F.linear(x, self.weight, bias) if self.packed is None else self.packed.multiply(x, bias)
+
+
+class OneDNNWeight:
+    """A bfloat16 weight in the order that oneDNN wants here: otherwise every product would put it in order first."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+
+    @staticmethod
+    def can_hold(weight: Tensor) -> bool:
+        is_candidate = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+        return is_candidate and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
-
-
-def _has_bfloat16_kernels() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class ColumnParallelLinear(Linear):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.engine.batch import Batch
+from nanovllm.layers.cpu_kernels import TiledWeight
 from nanovllm.layers.kernels import find_kernels
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
@@ -105,9 +106,19 @@ class Embedding(nn.Module):
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size, dtype=spec.dtype))
+        self.packed: TiledWeight | None = None
+
+    def pack(self) -> None:
+        """As Linear.pack, where the packed weight still shows its rows."""
+        if TiledWeight.can_hold(self.weight):
+            self.packed = TiledWeight(self.weight.detach())
+            self.weight = None
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight)
+        return F.embedding(token_ids, self.weight) if self.packed is None else self.packed.rows(token_ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight) if self.packed is None else self.packed.multiply(hidden, None)
 
 
 class Decoder(nn.Module):
@@ -142,4 +153,4 @@ class CausalLM(nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         head = self.lm_head or self.model.embed_tokens
-        return F.linear(hidden, head.weight)  # [num_logits, vocab_size]
+        return head.logits(hidden)  # [num_logits, vocab_size]
