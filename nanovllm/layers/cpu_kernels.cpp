@@ -19,7 +19,9 @@
 #endif
 
 constexpr int64_t SPLIT = 128;       // tokens of a context that one task attends to
-constexpr int PANELS = 4, ROWS = 6;   // of a tile of a matrix product: 24 sums and 4 weights, of 32 registers
+constexpr int64_t QUERIES = 256;     // query tokens that share the panels made of their context
+constexpr int PANELS = 4, ROWS = 6;  // of a tile of a matrix product: 24 sums and 4 weights, of 32 registers
+constexpr int64_t WIDTH = 16 * PANELS;
 constexpr int64_t BYTES_OF_X = 1 << 19;  // that stay in a core's second-level cache while all weights go by
 constexpr int64_t SERIAL = 1 << 14;  // numbers that one thread turns faster than others wake up
 
@@ -88,17 +90,23 @@ static void attend_to_part(const float* query, const T* keys, const T* values, c
 }
 
 #ifdef TILED
-// A product of M rows of x and PANELS panels of the weight: [M, 16 * PANELS] sums of products of pairs, all in registers.
-// A panel is [in_features / 2, 16, 2]: of 16 outputs the next pair, side by side, as the instruction wants them.
+static void store(bfloat16* to, __mmask16 mask, __m512 values) {
+    _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(values));
+}
+
+static void store(float* to, __mmask16 mask, __m512 values) { _mm512_mask_storeu_ps(to, mask, values); }
+
+// A product of M rows of x and PANELS panels of a matrix: [M, 16 * PANELS] sums of products of pairs, all in registers.
+// A panel is [panel_size / 32, 16, 2]: of 16 outputs the next pair, side by side, as the instruction wants them.
 // Meanwhile the panels that come next are fetched into the cache, by each of the tiles a share.
-template <int M>
-static void multiply_tile(const bfloat16* x, const bfloat16* weight, const bfloat16* bias, bfloat16* output, int64_t in_features,
-                          int64_t out_features, int64_t columns_left, int64_t tile, int64_t num_tiles) {
+template <int M, class Output>
+static void multiply_tile(const bfloat16* x, int64_t x_stride, const bfloat16* panels, int64_t panel_size,
+                          const bfloat16* bias, Output* output, int64_t output_stride, int64_t in_features,
+                          int64_t columns_left, int64_t tile, int64_t num_tiles) {
     __m512 sums[M][PANELS];
     __mmask16 masks[PANELS];
     for (int panel = 0; panel < PANELS; panel++) {
-        int64_t columns = std::clamp<int64_t>(columns_left - 16 * panel, 0, 16);
-        masks[panel] = (1 << columns) - 1;
+        masks[panel] = (1 << std::clamp<int64_t>(columns_left - 16 * panel, 0, 16)) - 1;
         __m256i narrow = _mm256_maskz_loadu_epi16(bias ? masks[panel] : 0, bias + 16 * panel);
         for (int row = 0; row < M; row++)
             sums[row][panel] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
@@ -107,27 +115,97 @@ static void multiply_tile(const bfloat16* x, const bfloat16* weight, const bfloa
     for (int64_t i = 0; i < in_features; i += 2) {
         __m512bh pairs[PANELS];
         for (int panel = 0; panel < PANELS; panel++)
-            pairs[panel] = (__m512bh)_mm512_loadu_si512(weight + (panel * in_features + i) * 16);
+            pairs[panel] = (__m512bh)_mm512_loadu_si512(panels + panel * panel_size + i * 16);
         if (until_fetch-- == 0) {
             until_fetch = num_tiles - 1;
             for (int panel = PANELS; panel < 2 * PANELS; panel++)
-                _mm_prefetch(weight + (panel * in_features + i) * 16, _MM_HINT_T1);
+                _mm_prefetch(panels + panel * panel_size + i * 16, _MM_HINT_T1);
         }
         for (int row = 0; row < M; row++) {
             int32_t pair;
-            memcpy(&pair, x + row * in_features + i, sizeof pair);
+            memcpy(&pair, x + row * x_stride + i, sizeof pair);
             for (int panel = 0; panel < PANELS; panel++)
                 sums[row][panel] = _mm512_dpbf16_ps(sums[row][panel], (__m512bh)_mm512_set1_epi32(pair), pairs[panel]);
         }
     }
     for (int row = 0; row < M; row++)
         for (int panel = 0; panel < PANELS; panel++)
-            _mm256_mask_storeu_epi16(output + row * out_features + 16 * panel, masks[panel],
-                                     (__m256i)_mm512_cvtneps_pbh(sums[row][panel]));
+            store(output + row * output_stride + 16 * panel, masks[panel], sums[row][panel]);
 }
 
-static constexpr decltype(&multiply_tile<1>) TILES[] = {nullptr,          multiply_tile<1>, multiply_tile<2>, multiply_tile<3>,
-                                                        multiply_tile<4>, multiply_tile<5>, multiply_tile<6>};
+// All rows of x with one column of PANELS panels.
+template <class Output>
+static void multiply_column(const bfloat16* x, int64_t x_stride, int64_t num_rows, const bfloat16* panels,
+                            int64_t panel_size, const bfloat16* bias, Output* output, int64_t output_stride,
+                            int64_t in_features, int64_t columns_left) {
+    static constexpr decltype(&multiply_tile<1, Output>) of_rows[ROWS + 1] = {
+        nullptr,                  multiply_tile<1, Output>, multiply_tile<2, Output>, multiply_tile<3, Output>,
+        multiply_tile<4, Output>, multiply_tile<5, Output>, multiply_tile<6, Output>};
+    int64_t num_tiles = (num_rows + ROWS - 1) / ROWS;
+    for (int64_t tile = 0; tile < num_tiles; tile++) {
+        int64_t row = num_rows * tile / num_tiles, end = num_rows * (tile + 1) / num_tiles;
+        of_rows[end - row](x + row * x_stride, x_stride, panels, panel_size, bias, output + row * output_stride,
+                           output_stride, in_features, columns_left, tile, num_tiles);
+    }
+}
+
+// Up to QUERIES query tokens of one sequence and one KV head. Keys and values become panels, so that scores and outputs
+// are products of tiles; `tokens_before` are visible to all of the queries, and each sees itself and those before it.
+static void attend_to_prefix(const bfloat16* query, const bfloat16* keys, const bfloat16* values, bfloat16* output,
+                             const int32_t* block_table, int64_t tokens_before, int64_t num_queries,
+                             int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim,
+                             float scale) {
+    constexpr int64_t ROWS_AT_ONCE = 4 * ROWS;
+    int64_t context_len = tokens_before + num_queries, num_rows = num_queries * group_size;
+    int64_t padded_len = (context_len + WIDTH - 1) / WIDTH * WIDTH, padded_dim = (head_dim + WIDTH - 1) / WIDTH * WIDTH;
+    static thread_local std::vector<bfloat16> key_panels, value_panels, rows, weights, outputs;
+    static thread_local std::vector<float> scores;
+    key_panels.assign(padded_len * head_dim, {});
+    value_panels.assign(padded_dim * padded_len, {});
+    rows.resize(num_rows * head_dim);
+    outputs.resize(num_rows * head_dim);
+    weights.resize(ROWS_AT_ONCE * padded_len);
+    scores.resize(ROWS_AT_ONCE * padded_len);
+
+    for (int64_t token = 0; token < context_len; token++) {
+        int64_t slot = block_table[token / block_size] * block_size + token % block_size;
+        const bfloat16 *key = keys + slot * num_kv_heads * head_dim, *value = values + slot * num_kv_heads * head_dim;
+        bfloat16* k = &key_panels[token / 16 * 16 * head_dim + token % 16 * 2];
+        bfloat16* v = &value_panels[token / 2 * 32 + token % 2];
+        for (int64_t d = 0; d < head_dim; d += 2) memcpy(k + d * 16, key + d, 2 * sizeof(bfloat16));
+        for (int64_t d = 0; d < head_dim; d++) v[d / 16 * 16 * padded_len + d % 16 * 2] = value[d];
+    }
+    for (int64_t row = 0; row < num_rows; row++)
+        memcpy(&rows[row * head_dim], query + (row / group_size * num_kv_heads * group_size + row % group_size) * head_dim,
+               head_dim * sizeof(bfloat16));
+
+    for (int64_t start = 0; start < num_rows; start += ROWS_AT_ONCE) {
+        int64_t size = std::min(ROWS_AT_ONCE, num_rows - start);
+        int64_t visible = tokens_before + (start + size - 1) / group_size + 1;
+        for (int64_t column = 0; column < visible; column += WIDTH)
+            multiply_column(&rows[start * head_dim], head_dim, size, &key_panels[column * head_dim], 16 * head_dim,
+                            nullptr, &scores[column], padded_len, head_dim, WIDTH);
+        for (int64_t row = 0; row < size; row++) {
+            int64_t row_visible = tokens_before + (start + row) / group_size + 1;
+            float *s = &scores[row * padded_len], highest = *std::max_element(s, s + row_visible), total = 0;
+#pragma omp simd reduction(+ : total)
+            for (int64_t token = 0; token < row_visible; token++) {
+                s[token] = expf(scale * (s[token] - highest));
+                total += s[token];
+            }
+            bfloat16* w = &weights[row * padded_len];
+            float factor = 1 / total;
+            for (int64_t token = 0; token < row_visible; token++) w[token] = s[token] * factor;
+            std::fill(w + row_visible, w + visible + visible % 2, bfloat16{});
+        }
+        for (int64_t column = 0; column < head_dim; column += WIDTH)
+            multiply_column(weights.data(), padded_len, size, &value_panels[column * padded_len], 16 * padded_len, nullptr,
+                            &outputs[start * head_dim + column], head_dim, visible + visible % 2, head_dim - column);
+    }
+    for (int64_t row = 0; row < num_rows; row++)
+        memcpy(output + (row / group_size * num_kv_heads * group_size + row % group_size) * head_dim,
+               &outputs[row * head_dim], head_dim * sizeof(bfloat16));
+}
 #endif
 
 extern "C" {
@@ -193,20 +271,38 @@ void decode_attention(const T* query, const T* keys, const T* values, T* output,
 }
 
 #ifdef TILED
-void linear(const bfloat16* x, const bfloat16* weight, const bfloat16* bias, bfloat16* output, int64_t num_rows, int64_t in_features,
-            int64_t out_features) {
-    constexpr int64_t WIDTH = 16 * PANELS;
+void linear(const bfloat16* x, const bfloat16* panels, const bfloat16* bias, bfloat16* output, int64_t num_rows,
+            int64_t in_features, int64_t out_features) {
     int64_t rows_at_once = std::max<int64_t>(ROWS, BYTES_OF_X / (2 * in_features) / ROWS * ROWS);
-    for (int64_t start = 0; start < num_rows; start += rows_at_once) {
-        int64_t rows = std::min(rows_at_once, num_rows - start), num_tiles = (rows + ROWS - 1) / ROWS;
+    for (int64_t row = 0; row < num_rows; row += rows_at_once) {
 #pragma omp parallel for
         for (int64_t column = 0; column < out_features; column += WIDTH)
-            for (int64_t i = 0; i < num_tiles; i++) {
-                int64_t row = start + rows * i / num_tiles, end = start + rows * (i + 1) / num_tiles;
-                TILES[end - row](x + row * in_features, weight + column * in_features, bias ? bias + column : nullptr,
-                                 output + row * out_features + column, in_features, out_features,
-                                 out_features - column, i, num_tiles);
-            }
+            multiply_column(x + row * in_features, in_features, std::min(rows_at_once, num_rows - row),
+                            panels + column * in_features, 16 * in_features, bias ? bias + column : nullptr,
+                            output + row * out_features + column, out_features, in_features, out_features - column);
+    }
+}
+
+void prefill_attention(const bfloat16* query, const bfloat16* keys, const bfloat16* values, bfloat16* output,
+                       const int32_t* cu_seqlens_q, const int32_t* context_lens, const int32_t* block_tables,
+                       int64_t num_seqs, int64_t table_width, int64_t block_size, int64_t num_kv_heads,
+                       int64_t group_size, int64_t head_dim, float scale) {
+    struct Part {
+        int64_t seq, first_query, kv_head;
+    };
+    std::vector<Part> parts;
+    for (int64_t seq = 0; seq < num_seqs; seq++)
+        if (int64_t query_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]; query_len > 1)
+            for (int64_t first = (query_len - 1) / QUERIES * QUERIES; first >= 0; first -= QUERIES)  // the longest first
+                for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++) parts.push_back({seq, first, kv_head});
+#pragma omp parallel for schedule(dynamic)
+    for (size_t i = 0; i < parts.size(); i++) {
+        auto [seq, first, kv_head] = parts[i];
+        int64_t start = cu_seqlens_q[seq], query_len = cu_seqlens_q[seq + 1] - start;
+        int64_t offset = ((start + first) * num_kv_heads + kv_head) * group_size * head_dim;
+        attend_to_prefix(query + offset, keys + kv_head * head_dim, values + kv_head * head_dim, output + offset,
+                         block_tables + seq * table_width, context_lens[seq] - query_len + first,
+                         std::min(QUERIES, query_len - first), block_size, num_kv_heads, group_size, head_dim, scale);
     }
 }
 #endif

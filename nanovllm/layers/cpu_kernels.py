@@ -24,6 +24,7 @@ P, I, R = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES = {
     "store_kvcache": [P, P, I, I, P, I, I, P, P],
     "decode_attention": [P, P, P, P, P, P, P, I, I, I, I, I, I, R],
+    "prefill_attention": [P, P, P, P, P, P, P, I, I, I, I, I, I, R],
     "linear": [P, P, P, P, I, I, I],
     "rms_norm": [P, P, P, I, I, I, I, R],
     "rotary": [P, P, P, P, I, I, I, I],
@@ -95,10 +96,19 @@ def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Te
 
 def decode_attention(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output: Tensor) -> None:
     """Attention of the sequences with one query token, into their rows of `output`; the others' rows stay as they are."""
+    _attention("decode_attention", query, kv_cache, batch, scale, output)
+
+
+def prefill_attention(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output: Tensor) -> None:
+    """Causal attention of the sequences with more than one query token, likewise. Only where can_multiply(dtype)."""
+    _attention("prefill_attention", query, kv_cache, batch, scale, output)
+
+
+def _attention(name: str, query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output: Tensor) -> None:
     assert query.is_contiguous() and kv_cache.is_contiguous() and batch.block_tables.is_contiguous()
     keys, values = kv_cache
     block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
-    _library(query.dtype).decode_attention(
+    getattr(_library(query.dtype), name)(
         query.data_ptr(),
         keys.data_ptr(),
         values.data_ptr(),
@@ -115,6 +125,12 @@ def decode_attention(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float
     )
 
 
+@cache
+def can_multiply(dtype: torch.dtype) -> bool:
+    """Whether the kernels for matrix products fit the processor: bfloat16 instructions, but not AMX, which is for oneDNN."""
+    return dtype == torch.bfloat16 and reason_unavailable(dtype) is None and hasattr(_library(dtype), "linear")
+
+
 class TiledWeight:
     """A bfloat16 matrix [out_features, in_features] in the order in which `linear` reads it: panels of 16 outputs, in them
     all pairs of inputs, of a pair the 16 outputs side by side."""
@@ -126,13 +142,7 @@ class TiledWeight:
 
     @staticmethod
     def can_hold(weight: Tensor) -> bool:
-        return (
-            weight.device.type == "cpu"
-            and weight.dtype == torch.bfloat16
-            and weight.shape[1] % 2 == 0
-            and reason_unavailable(weight.dtype) is None
-            and hasattr(_library(weight.dtype), "linear")
-        )
+        return weight.device.type == "cpu" and weight.shape[1] % 2 == 0 and can_multiply(weight.dtype)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [num_rows, in_features] to [num_rows, out_features]."""

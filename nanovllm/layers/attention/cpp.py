@@ -28,6 +28,8 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
     """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context; same shape out."""
     output = torch.empty_like(query)
     cpu_kernels.decode_attention(query, kv_cache, batch, scale, output)
-    if batch.max_seqlen_q > 1:
+    if batch.max_seqlen_q > 1 and cpu_kernels.can_multiply(query.dtype) and query.shape[2] % 2 == 0:
+        cpu_kernels.prefill_attention(query, kv_cache, batch, scale, output)
+    elif batch.max_seqlen_q > 1:
         attend_each(query, kv_cache, batch, scale, output, min_query_len=2)
     return output
