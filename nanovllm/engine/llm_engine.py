@@ -86,7 +86,7 @@ class LLMEngine:
         for seq_id in self.sample_ids.get(request_id, (request_id,)):
             if seq := self.sequences.get(seq_id):
                 self.scheduler.abort(seq)
-                self._report(seq)
+                self._report_end(seq)
 
     def is_finished(self) -> bool:
         """True if nothing waits, runs or is left for `step` to report, other than what the caller has aborted itself."""
@@ -196,23 +196,24 @@ class LLMEngine:
         try:
             if seqs := self.scheduler.schedule():
                 for seq in self.scheduler.postprocess(seqs, self.model_runner.run(seqs)):
-                    self._report(seq)
+                    seq.mailbox[seq] = None
+                    if seq.finish_reason is not None:
+                        self._report_end(seq)
         except BaseException:
             # Cut short anywhere, even by Ctrl-C: blocks may be published that were never written. Keep only the tokens.
             self.scheduler.reset(self.sequences.values())
             for seq in [seq for seq in self.sequences.values() if seq.is_finished]:
-                self._report(seq)
+                self._report_end(seq)
             self.sample_ids = {first: ids for first, ids in self.sample_ids.items() if any(map(self.sequences.get, ids))}
             raise
 
-    def _report(self, seq: Sequence) -> None:
+    def _report_end(self, seq: Sequence) -> None:
         seq.mailbox[seq] = None
-        if seq.is_finished:
-            del self.sequences[seq.seq_id]
-            if seq.params.n > 1:
-                first_id = seq.seq_id - seq.sample_index
-                if not any(map(self.sequences.get, self.sample_ids.get(first_id, ()))):
-                    self.sample_ids.pop(first_id, None)
+        del self.sequences[seq.seq_id]
+        if seq.params.n > 1:
+            first_id = seq.seq_id - seq.sample_index
+            if not any(map(self.sequences.get, self.sample_ids.get(first_id, ()))):
+                self.sample_ids.pop(first_id, None)
 
     def _output(self, seq: Sequence) -> RequestOutput:
         text = ""

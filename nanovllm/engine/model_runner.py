@@ -93,7 +93,9 @@ class ModelRunner:
         else:
             hidden = self.model(batch, self.kv_caches)
         logits = self.model.compute_logits(hidden)
-        sampled = [seq for seq in seqs if _catches_up(seq)]
+        sampled = seqs
+        if len(batch.logits_indices) < len(seqs):
+            sampled = [seq for seq in seqs if seq.num_computed_tokens + seq.num_scheduled_tokens == len(seq.token_ids)]
         sampling_batch = self.prepare_sampling(sampled)
         if all([seq.is_plain for seq in sampled]):
             return self.sampler(logits, sampling_batch).tolist()
@@ -190,10 +192,6 @@ class ModelRunner:
     def _record_graphs(self) -> None:
         if self.device.type == "cuda" and self.backend.NEVER_WAITS and not self.config.enforce_eager:
             self.graphs = CudaGraphs(self.model, self.kv_caches, *self.block_tables.shape)
-
-
-def _catches_up(seq: Sequence) -> bool:
-    return seq.num_computed_tokens + seq.num_scheduled_tokens == len(seq.token_ids)
 
 
 def _find_device(name: str) -> torch.device:

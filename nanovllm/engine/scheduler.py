@@ -65,33 +65,38 @@ class Scheduler:
     def schedule(self) -> list[Sequence]:
         """The sequences of the next step, each with `num_scheduled_tokens` set and blocks to put them in."""
         budget = self.max_num_batched_tokens
+        scheduled: list[Sequence] = []
         if self.enable_chunked_prefill:
-            scheduled = self._schedule_running(self.running, budget)
-            return scheduled + self._schedule_waiting(budget - sum(seq.num_scheduled_tokens for seq in scheduled))
+            budget = self._schedule_running(self.running, budget, scheduled)
+            self._schedule_waiting(budget, scheduled)
+            return scheduled
         # Only a recomputation can be longer than the budget, and then it is the newest. It alone is cut into pieces.
         unfinished = [seq for seq in self.running[-1:] if len(seq.token_ids) - seq.num_computed_tokens > 1]
-        scheduled = self._schedule_running(unfinished, budget)
-        scheduled += self._schedule_waiting(budget - sum(seq.num_scheduled_tokens for seq in scheduled))
-        return scheduled or self._schedule_running(self.running, budget)
-
-    def _schedule_running(self, seqs: list[Sequence], budget: int) -> list[Sequence]:
-        """The next tokens of `seqs`, the end of `running`, preempting from its end where blocks run out."""
-        scheduled: list[Sequence] = []
-        block_manager = self.block_manager
-        for seq in seqs[:budget]:  # a copy: preemption shortens `running`
-            if seq.status is not SequenceStatus.RUNNING or budget == 0:
-                break
-            while not block_manager.grow(seq):
-                self.preempt(victim := self.running[-1])
-                if victim is seq:
-                    return scheduled
-            budget -= self._schedule(seq, budget)
-            scheduled.append(seq)
+        budget = self._schedule_running(unfinished, budget, scheduled)
+        self._schedule_waiting(budget, scheduled)
+        if not scheduled:
+            self._schedule_running(self.running, budget, scheduled)
         return scheduled
 
-    def _schedule_waiting(self, budget: int) -> list[Sequence]:
+    def _schedule_running(self, seqs: list[Sequence], budget: int, scheduled: list[Sequence]) -> int:
+        """The next tokens of `seqs`, the end of `running`, preempting from its end where blocks run out.
+
+        Adds to `scheduled` and returns what is left of the budget, as does _schedule_waiting.
+        """
+        grow, schedule = self.block_manager.grow, self._schedule
+        for seq in seqs[:budget]:  # a copy: preemption shortens `running`
+            if seq.lane == -1 or budget == 0:  # preempted meanwhile, as are all that come after it
+                break
+            while not grow(seq):
+                self.preempt(victim := self.running[-1])
+                if victim is seq:
+                    return budget
+            budget -= schedule(seq, budget)
+            scheduled.append(seq)
+        return budget
+
+    def _schedule_waiting(self, budget: int, scheduled: list[Sequence]) -> int:
         """Admit from the head of `waiting` while there are tokens in the budget, lanes and blocks."""
-        scheduled: list[Sequence] = []
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = next(iter(self.waiting))
             prefix = self.block_manager.find_prefix(seq)
@@ -111,12 +116,16 @@ class Scheduler:
                 self.num_cached_tokens += num_cached_tokens
             budget -= self._schedule(seq, budget)
             scheduled.append(seq)
-        return scheduled
+        return budget
 
     def _schedule(self, seq: Sequence, budget: int) -> int:
-        num_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, budget)
+        num_computed_tokens, block_size = seq.num_computed_tokens, self.block_manager.block_size
+        num_tokens = len(seq.token_ids) - num_computed_tokens
+        if num_tokens > budget:
+            num_tokens = budget
         seq.num_scheduled_tokens = num_tokens
-        self.block_manager.publish(seq, seq.num_computed_tokens + num_tokens)
+        if num_computed_tokens % block_size + num_tokens >= block_size:  # a block becomes full
+            self.block_manager.publish(seq, num_computed_tokens + num_tokens)
         return num_tokens
 
     def preempt(self, seq: Sequence) -> None:
