@@ -46,7 +46,7 @@ def reason_unavailable(dtype: torch.dtype) -> str | None:
         return "there is no C++ compiler"
     except subprocess.CalledProcessError as error:
         return f"the C++ compiler failed: {error.stderr.decode()}"
-    except OSError as error:  # no place for the library, or one that cannot be loaded
+    except (OSError, RuntimeError) as error:  # no place for the library, or it cannot be loaded
         return str(error)
     return None
 

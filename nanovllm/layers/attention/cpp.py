@@ -1,7 +1,7 @@
-"""Paged attention on a CPU: decodes in C++ (layers/cpu_kernels.cpp), longer queries as the torch backend computes them.
+"""Paged attention on a CPU, in C++ (layers/cpu_kernels.cpp): K/V are read where they lie.
 
-A decode is bound by the reading of its context: the kernel reads K/V in place, once. A longer query is bound by matrix
-products, which scaled_dot_product_attention leaves to oneDNN.
+A decode is bound by that reading. A longer query is bound by matrix products; where the processor has no bfloat16
+instructions for them, or oneDNN makes more of them, it is left to the torch backend.
 """
 
 import torch
