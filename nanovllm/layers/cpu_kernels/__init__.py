@@ -1,4 +1,4 @@
-"""The kernels of cpu_kernels.cpp: compiled when first used, with the C++ compiler of this machine for its processor.
+"""The kernels of kernels.cpp: compiled when first used, with the C++ compiler of this machine for its processor.
 
 Not an extension module of torch, whose headers take half a minute to compile: the kernels get plain pointers through
 ctypes and are ready in a second. The library is kept in ~/.cache/nanovllm, one per dtype, compiler and processor.
@@ -7,7 +7,6 @@ Where there is no compiler, or none that will do, the layers compute the same wi
 
 import ctypes
 import os
-import shutil
 import subprocess
 import tempfile
 from functools import cache
@@ -31,7 +30,7 @@ SIGNATURES = {
     "silu_and_multiply": [P, P, I, I],
     "sample": [P, P, P, P, P, I, I],
 }
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC"]
 NUMBER = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 
@@ -55,7 +54,8 @@ def reason_unavailable(dtype: torch.dtype) -> str | None:
 def _library(dtype: torch.dtype) -> ctypes.CDLL:
     compiler = os.environ.get("CXX", "c++")
     target = _run(compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)  # version and processor features, as macros
-    key = xxhash.xxh64(SOURCE.read_bytes() + target + repr((FLAGS, NUMBER[dtype])).encode()).hexdigest()
+    sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("*.[ch]*")))
+    key = xxhash.xxh64(sources + target + repr((FLAGS, NUMBER[dtype])).encode()).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "nanovllm")
     path = folder / f"cpu_kernels_{key}.so"
     if not path.exists():

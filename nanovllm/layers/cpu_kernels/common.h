@@ -1,0 +1,34 @@
+#pragma once
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+// Where the processor multiplies bfloat16. If it has AMX too, oneDNN makes more of that.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#include <immintrin.h>
+#define TILED
+#endif
+
+constexpr int64_t SERIAL = 1 << 14;  // numbers that one thread turns faster than others wake up
+
+struct bfloat16 {
+    uint16_t bits;  // the upper half of a float's
+
+    operator float() const {
+        uint32_t wide = uint32_t(bits) << 16;
+        float value;
+        memcpy(&value, &wide, sizeof value);
+        return value;
+    }
+
+    bfloat16& operator=(float value) {  // to nearest, ties to even
+        uint32_t wide;
+        memcpy(&wide, &value, sizeof value);
+        bits = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16;
+        return *this;
+    }
+};

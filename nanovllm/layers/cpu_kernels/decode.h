@@ -1,0 +1,179 @@
+// Writing K/V to the paged cache, and attention of one query token per sequence.
+//
+// A context is cut into parts of SPLIT tokens, tasks for the threads, and their results are joined (as in the Triton
+// backend). The keys of four tokens are read at a time, all heads of them, in the order of memory.
+#pragma once
+#include "common.h"
+
+constexpr int64_t SPLIT = 128;
+
+// The products of a query with four keys.
+template <class Number>
+static void multiply_keys(const Number* query, const Number* const* keys, int64_t size, float* products) {
+    for (int key = 0; key < 4; key++) {
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < size; i++) sum += float(query[i]) * float(keys[key][i]);
+        products[key] = sum;
+    }
+}
+
+// sums += the weighted sum of four values.
+template <class Number>
+static void add_values(const Number* const* values, const float* weights, int64_t size, float* sums) {
+    for (int value = 0; value < 4; value++) {
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) sums[i] += weights[value] * values[value][i];
+    }
+}
+
+#ifdef TILED
+static void multiply_keys(const bfloat16* query, const bfloat16* const* keys, int64_t size, float* products) {
+    if (size % 32) return multiply_keys<bfloat16>(query, keys, size, products);
+    __m512 sums[4] = {};
+    for (int64_t i = 0; i < size; i += 32)
+        for (int key = 0; key < 4; key++)
+            sums[key] = _mm512_dpbf16_ps(sums[key], (__m512bh)_mm512_loadu_si512(query + i),
+                                         (__m512bh)_mm512_loadu_si512(keys[key] + i));
+    // Four sums over 16 numbers each: halved together, until a number of each is left.
+    __m512 pairs01 = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]), _mm512_unpackhi_ps(sums[0], sums[1]));
+    __m512 pairs23 = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]), _mm512_unpackhi_ps(sums[2], sums[3]));
+    __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(pairs01), _mm512_castps_pd(pairs23));
+    __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(pairs01), _mm512_castps_pd(pairs23));
+    __m512 quads = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+    __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(quads), _mm512_extractf32x8_ps(quads, 1));
+    _mm_storeu_ps(products, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+}
+
+static void add_values(const bfloat16* const* values, const float* weights, int64_t size, float* sums) {
+    if (size % 32) return add_values<bfloat16>(values, weights, size, sums);
+    // Numbers 0 to 15 and 16 to 31 of two values, alternating: 32 and above means the second value.
+    alignas(64) static constexpr uint16_t alternate[64] = {
+        0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
+        11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
+        22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
+    __m512bh weight_pairs[2];
+    for (int pair = 0; pair < 2; pair++) {
+        bfloat16 rounded[2];
+        rounded[0] = weights[2 * pair], rounded[1] = weights[2 * pair + 1];
+        int32_t bits;
+        memcpy(&bits, rounded, sizeof bits);
+        weight_pairs[pair] = (__m512bh)_mm512_set1_epi32(bits);
+    }
+    for (int64_t i = 0; i < size; i += 32)
+        for (int64_t half = 0; half < 2; half++) {
+            __m512i order = _mm512_load_si512(alternate + 32 * half);
+            __m512 sum = _mm512_loadu_ps(sums + i + 16 * half);
+            for (int pair = 0; pair < 2; pair++) {
+                __m512i left = _mm512_loadu_si512(values[2 * pair] + i), right = _mm512_loadu_si512(values[2 * pair + 1] + i);
+                sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_permutex2var_epi16(left, order, right), weight_pairs[pair]);
+            }
+            _mm512_storeu_ps(sums + i + 16 * half, sum);
+        }
+}
+#endif
+
+// One query token of all heads against `num_tokens` tokens of its context: what their values, weighted, add up to, and
+// for the join with the rest of the context the highest score and the sum of the weights exp(score - highest).
+static void attend_to_part(const T* query, const T* keys, const T* values, const int32_t* block_table,
+                           int64_t first_token, int64_t num_tokens, int64_t block_size, int64_t num_kv_heads,
+                           int64_t group_size, int64_t head_dim, float scale, float* sums, float* highest,
+                           float* totals) {
+    int64_t num_heads = num_kv_heads * group_size;
+    float weights[num_heads][SPLIT];
+    // Four tokens' keys or values, from `token` on. In place of those behind the end, the last one again.
+    auto find = [&](const T* cache, int64_t token, const T* found[4]) {
+        for (int64_t i = 0; i < 4; i++) {
+            int64_t position = first_token + std::min(token + i, num_tokens - 1);
+            int64_t slot = block_table[position / block_size] * block_size + position % block_size;
+            found[i] = cache + slot * num_kv_heads * head_dim;
+        }
+    };
+    const T* four[4];
+    for (int64_t token = 0; token < num_tokens; token += 4) {
+        find(keys, token, four);
+        for (int64_t head = 0; head < num_heads;) {
+            for (int64_t end = head + group_size; head < end; head++)
+                multiply_keys(query + head * head_dim, four, head_dim, &weights[head][token]);
+            for (const T*& key : four) key += head_dim;
+        }
+    }
+    for (int64_t head = 0; head < num_heads; head++) {
+        float *w = weights[head], total = 0;
+        highest[head] = scale * *std::max_element(w, w + num_tokens);
+#pragma omp simd reduction(+ : total)
+        for (int64_t i = 0; i < num_tokens; i++) {
+            w[i] = expf(scale * w[i] - highest[head]);
+            total += w[i];
+        }
+        totals[head] = total;
+        std::fill(w + num_tokens, w + (num_tokens + 3) / 4 * 4, 0.0f);
+    }
+    std::fill_n(sums, num_heads * head_dim, 0);
+    for (int64_t token = 0; token < num_tokens; token += 4) {
+        find(values, token, four);
+        for (int64_t head = 0; head < num_heads;) {
+            for (int64_t end = head + group_size; head < end; head++)
+                add_values(four, &weights[head][token], head_dim, sums + head * head_dim);
+            for (const T*& value : four) value += head_dim;
+        }
+    }
+}
+
+extern "C" void store_kvcache(const T* key, const T* value, int64_t key_stride, int64_t value_stride, const int64_t* slot_mapping,
+                   int64_t num_tokens, int64_t slot_size, T* keys, T* values) {
+#pragma omp parallel for if (num_tokens * slot_size > SERIAL)
+    for (int64_t token = 0; token < num_tokens; token++) {
+        int64_t slot = slot_mapping[token];
+        if (slot < 0) continue;
+        memcpy(keys + slot * slot_size, key + token * key_stride, slot_size * sizeof(T));
+        memcpy(values + slot * slot_size, value + token * value_stride, slot_size * sizeof(T));
+    }
+}
+
+extern "C" void decode_attention(const T* query, const T* keys, const T* values, T* output, const int32_t* cu_seqlens_q,
+                      const int32_t* context_lens, const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
+                      int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim, float scale) {
+    int64_t num_heads = num_kv_heads * group_size, size = num_heads * head_dim;
+    struct Part {
+        int64_t seq, first_token;
+    };
+    std::vector<Part> parts;
+    for (int64_t seq = 0; seq < num_seqs; seq++)
+        if (cu_seqlens_q[seq + 1] - cu_seqlens_q[seq] == 1)
+            for (int64_t token = 0; token < context_lens[seq]; token += SPLIT) parts.push_back({seq, token});
+
+    // Of each part: sums [num_heads, head_dim], highest [num_heads], totals [num_heads]
+    static thread_local std::vector<float> results;
+    int64_t stride = size + 2 * num_heads;
+    if (results.size() < parts.size() * stride) results.resize(parts.size() * stride);
+    float* result = results.data();
+#pragma omp parallel for schedule(dynamic)
+    for (size_t i = 0; i < parts.size(); i++) {
+        auto [seq, first_token] = parts[i];
+        float *sums = result + i * stride, *highest = sums + size;
+        attend_to_part(query + cu_seqlens_q[seq] * size, keys, values, block_tables + seq * table_width, first_token,
+                       std::min(SPLIT, context_lens[seq] - first_token), block_size, num_kv_heads, group_size, head_dim,
+                       scale, sums, highest, highest + num_heads);
+    }
+    // Joined, each part's weights shrink by exp(its highest score - the highest of all).
+#pragma omp parallel for schedule(dynamic) if (parts.size() * size > SERIAL)
+    for (size_t i = 0; i < parts.size(); i++) {
+        if (parts[i].first_token > 0) continue;
+        size_t end = i + 1;
+        while (end < parts.size() && parts[end].first_token > 0) end++;
+        T* out = output + cu_seqlens_q[parts[i].seq] * size;
+        for (int64_t head = 0; head < num_heads; head++) {
+            float highest = -FLT_MAX, total = 0, sum[head_dim];
+            std::fill_n(sum, head_dim, 0);
+            for (size_t part = i; part < end; part++) highest = std::max(highest, result[part * stride + size + head]);
+            for (size_t part = i; part < end; part++) {
+                const float* from = result + part * stride;
+                float factor = expf(from[size + head] - highest);
+                total += factor * from[size + num_heads + head];
+                for (int64_t d = 0; d < head_dim; d++) sum[d] += factor * from[head * head_dim + d];
+            }
+            for (int64_t d = 0; d < head_dim; d++) out[head * head_dim + d] = sum[d] / total;
+        }
+    }
+}

@@ -1,0 +1,10 @@
+// Kernels for a CPU: what torch has no single operation for. __init__.py compiles them, for T = float or bfloat16, and says
+// what each computes.
+//
+// Plain loops, which the compiler turns into vector code, but for the matrix products. Numbers are widened to float where
+// they are read and rounded where they are written. The threads are torch's own: both use the OpenMP library that torch
+// has loaded.
+
+#include "decode.h"
+#include "layers.h"
+#include "prefill.h"

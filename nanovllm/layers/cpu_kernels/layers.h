@@ -1,0 +1,85 @@
+// What the layers do to every number, and the choice of the next token.
+#pragma once
+#include "common.h"
+
+extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tokens, int64_t stride, int64_t num_heads,
+              int64_t size, float eps) {
+#pragma omp parallel for if (num_tokens * num_heads * size > SERIAL)
+    for (int64_t row = 0; row < num_tokens * num_heads; row++) {
+        const T* in = x + row / num_heads * stride + row % num_heads * size;
+        T* out = output + row * size;
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < size; i++) squares += float(in[i]) * float(in[i]);
+        float factor = 1 / sqrtf(squares / size + eps);
+        for (int64_t i = 0; i < size; i++) {
+            T normed;
+            normed = in[i] * factor;  // rounded before the weight is applied, as in Hugging Face's models
+            out[i] = normed * weight[i];
+        }
+    }
+}
+
+extern "C" void rotary(const T* x, const float* cos, const float* sin, T* output, int64_t num_tokens, int64_t stride,
+            int64_t num_heads, int64_t half) {
+#pragma omp parallel for if (num_tokens * num_heads * half > SERIAL)
+    for (int64_t token = 0; token < num_tokens; token++)
+        for (int64_t head = 0; head < num_heads; head++) {
+            const T *first = x + token * stride + head * 2 * half, *second = first + half;
+            T* out = output + (token * num_heads + head) * 2 * half;
+            const float *c = cos + token * half, *s = sin + token * half;
+            for (int64_t i = 0; i < half; i++) {
+                float a = first[i], b = second[i];
+                out[i] = a * c[i] - b * s[i];
+                out[half + i] = b * c[i] + a * s[i];
+            }
+        }
+}
+
+extern "C" void silu_and_multiply(const T* gate_up, T* output, int64_t num_tokens, int64_t size) {
+#pragma omp parallel for if (num_tokens * size > SERIAL)
+    for (int64_t token = 0; token < num_tokens; token++) {
+        const T *gate = gate_up + token * 2 * size, *up = gate + size;
+        T* out = output + token * size;
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) {
+            float g = gate[i];
+            out[i] = g / (1 + expf(-g)) * up[i];
+        }
+    }
+}
+
+// The token with the highest logit + temperature * Gumbel noise per row, the first of equals. The noise is
+// sampler.gumbel_noise: see there.
+extern "C" void sample(const T* logits, const int32_t* token_hashes, const int32_t* noise_keys, const float* temperatures,
+            int64_t* tokens, int64_t num_rows, int64_t vocab_size) {
+    constexpr int64_t CHUNK = 1024;
+#pragma omp parallel for
+    for (int64_t row = 0; row < num_rows; row++) {
+        const T* in = logits + row * vocab_size;
+        float temperature = temperatures ? temperatures[row] : 0, highest = -FLT_MAX, scores[CHUNK];
+        tokens[row] = 0;
+        for (int64_t start = 0; start < vocab_size; start += CHUNK) {
+            int64_t size = std::min(CHUNK, vocab_size - start);
+            std::copy(in + start, in + start + size, scores);
+            if (temperature > 0) {
+                uint32_t key = noise_keys[2 * row], factor = noise_keys[2 * row + 1] | 1;
+#pragma omp simd
+                for (int64_t i = 0; i < size; i++) {
+                    uint32_t x = token_hashes[start + i] ^ key;
+                    x = (x ^ x >> 16) * factor;
+                    x = (x ^ x >> 15) * 0x2C1B3C6D >> 1;
+                    float uniform = int32_t(x) * (0x1p-31f * (1 - 0x1p-23f)) + 0x1p-33f;
+                    scores[i] -= temperature * logf(-log1pf(-uniform));
+                }
+            }
+            float highest_here = -FLT_MAX;
+#pragma omp simd reduction(max : highest_here)
+            for (int64_t i = 0; i < size; i++) highest_here = std::max(highest_here, scores[i]);
+            if (highest_here > highest) {
+                highest = highest_here;
+                tokens[row] = start + (std::find(scores, scores + size, highest) - scores);
+            }
+        }
+    }
+}
