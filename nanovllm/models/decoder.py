@@ -22,6 +22,9 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding, apply_rotary
 
 
+CPU_TOKENS = 512
+
+
 @dataclass(frozen=True)
 class DecoderSpec:
     """What distinguishes one decoder from another. Read from config.json by models/__init__.py."""
@@ -77,7 +80,10 @@ class MLP(nn.Module):
         self.down_proj = RowParallelLinear(spec.intermediate_size, spec.hidden_size, False, spec.dtype, tp_rank, tp_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_and_multiply(self.gate_up_proj(x)))
+        # In pieces on a CPU: the widest numbers of a model then stay in its caches, and in memory that is already mapped.
+        pieces = x.split(CPU_TOKENS) if x.device.type == "cpu" and len(x) > CPU_TOKENS else (x,)
+        outputs = [self.down_proj(silu_and_multiply(self.gate_up_proj(piece))) for piece in pieces]
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def silu_and_multiply(gate_up: Tensor) -> Tensor:

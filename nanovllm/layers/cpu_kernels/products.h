@@ -69,8 +69,8 @@ static void multiply_column(const bfloat16* x, int64_t x_stride, int64_t num_row
     }
 }
 
-extern "C" void linear(const bfloat16* x, const bfloat16* panels, const bfloat16* bias, bfloat16* output, int64_t num_rows,
-            int64_t in_features, int64_t out_features) {
+extern "C" void linear(const bfloat16* x, const bfloat16* panels, const bfloat16* bias, bfloat16* output,
+                       int64_t num_rows, int64_t in_features, int64_t out_features) {
     int64_t rows_at_once = std::max<int64_t>(ROWS, BYTES_OF_X / (2 * in_features) / ROWS * ROWS);
     for (int64_t row = 0; row < num_rows; row += rows_at_once) {
 #pragma omp parallel for
