@@ -9,6 +9,7 @@ import ctypes
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -77,52 +78,41 @@ def _run(*command: str) -> bytes:
     return subprocess.run(command, check=True, capture_output=True).stdout
 
 
+def _call(function: Callable[..., None], *arguments: Tensor | int | float | None) -> None:
+    """With tensors as pointers to their numbers."""
+    function(*[argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments])
+
+
 def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """As the attention backends' function of this name."""
     assert key[:1].is_contiguous() and value[:1].is_contiguous() and kv_cache.is_contiguous()
-    keys, values = kv_cache
-    _library(key.dtype).store_kvcache(
-        key.data_ptr(),
-        value.data_ptr(),
-        key.stride(0),
-        value.stride(0),
-        slot_mapping.data_ptr(),
-        key.shape[0],
-        key.shape[1] * key.shape[2],
-        keys.data_ptr(),
-        values.data_ptr(),
-    )
+    num_tokens, num_kv_heads, head_dim = key.shape
+    _call(
+        _library(key.dtype).store_kvcache, key, value, key.stride(0), value.stride(0), slot_mapping, num_tokens,
+        num_kv_heads * head_dim, *kv_cache,
+    )  # fmt: skip
 
 
 def decode_attention(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output: Tensor) -> None:
     """Attention of the sequences with one query token, into their rows of `output`; the others' rows stay as they are."""
-    _attention("decode_attention", query, kv_cache, batch, scale, output)
+    _attend(_library(query.dtype).decode_attention, query, kv_cache, batch, scale, output)
 
 
 def prefill_attention(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output: Tensor) -> None:
     """Causal attention of the sequences with more than one query token, likewise. Only where can_multiply(dtype)."""
-    _attention("prefill_attention", query, kv_cache, batch, scale, output)
+    _attend(_library(query.dtype).prefill_attention, query, kv_cache, batch, scale, output)
 
 
-def _attention(name: str, query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output: Tensor) -> None:
+def _attend(
+    function: Callable[..., None], query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output: Tensor
+) -> None:
     assert query.is_contiguous() and kv_cache.is_contiguous() and batch.block_tables.is_contiguous()
-    keys, values = kv_cache
     block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
-    getattr(_library(query.dtype), name)(
-        query.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
-        output.data_ptr(),
-        batch.cu_seqlens_q.data_ptr(),
-        batch.context_lens.data_ptr(),
-        batch.block_tables.data_ptr(),
-        *batch.block_tables.shape,
-        block_size,
-        num_kv_heads,
-        query.shape[1] // num_kv_heads,
-        head_dim,
-        scale,
-    )
+    group_size = query.shape[1] // num_kv_heads
+    _call(
+        function, query, *kv_cache, output, batch.cu_seqlens_q, batch.context_lens, batch.block_tables, *batch.block_tables.shape,
+        block_size, num_kv_heads, group_size, head_dim, scale,
+    )  # fmt: skip
 
 
 @cache
@@ -132,8 +122,7 @@ def can_multiply(dtype: torch.dtype) -> bool:
 
 
 class TiledWeight:
-    """A bfloat16 matrix [out_features, in_features] in the order in which `linear` reads it: panels of 16 outputs, in them
-    all pairs of inputs, of a pair the 16 outputs side by side."""
+    """A bfloat16 matrix [out_features, in_features] in the order in which `linear` reads it: see products.h."""
 
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
@@ -148,14 +137,7 @@ class TiledWeight:
         """x [num_rows, in_features] to [num_rows, out_features]."""
         assert x.is_contiguous()
         output = x.new_empty(x.shape[0], self.out_features)
-        _library(x.dtype).linear(
-            x.data_ptr(),
-            self.panels.data_ptr(),
-            bias.data_ptr() if bias is not None else None,
-            output.data_ptr(),
-            *x.shape,
-            self.out_features,
-        )
+        _call(_library(x.dtype).linear, x, self.panels, bias, output, *x.shape, self.out_features)
         return output
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -167,11 +149,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """norm.RMSNorm of x [num_tokens, size] or [num_tokens, num_heads, size], whose tokens may lie apart."""
     assert x[:1].is_contiguous()
     output = x.new_empty(x.shape)
-    size = x.shape[-1]
     num_heads = 1 if x.dim() == 2 else x.shape[1]
-    _library(x.dtype).rms_norm(
-        x.data_ptr(), weight.data_ptr(), output.data_ptr(), x.shape[0], x.stride(0), num_heads, size, eps
-    )
+    _call(_library(x.dtype).rms_norm, x, weight, output, x.shape[0], x.stride(0), num_heads, x.shape[-1], eps)
     return output
 
 
@@ -180,9 +159,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     assert x[:1].is_contiguous()
     output = x.new_empty(x.shape)
     num_tokens, num_heads, head_dim = x.shape
-    _library(x.dtype).rotary(
-        x.data_ptr(), cos.data_ptr(), sin.data_ptr(), output.data_ptr(), num_tokens, x.stride(0), num_heads, head_dim // 2
-    )
+    _call(_library(x.dtype).rotary, x, cos, sin, output, num_tokens, x.stride(0), num_heads, head_dim // 2)
     return output
 
 
@@ -191,7 +168,7 @@ def silu_and_multiply(gate_up: Tensor) -> Tensor:
     assert gate_up.is_contiguous()
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty(num_tokens, size)
-    _library(gate_up.dtype).silu_and_multiply(gate_up.data_ptr(), output.data_ptr(), num_tokens, size)
+    _call(_library(gate_up.dtype).silu_and_multiply, gate_up, output, num_tokens, size)
     return output
 
 
@@ -199,12 +176,5 @@ def sample(logits: Tensor, token_hashes: Tensor, noise_keys: Tensor | None, temp
     """sampler.Sampler's draw: argmax of logits [num_rows, vocab_size] + temperature * noise, int64 [num_rows]."""
     logits = logits.contiguous()
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-    _library(logits.dtype).sample(
-        logits.data_ptr(),
-        token_hashes.data_ptr(),
-        noise_keys.data_ptr() if noise_keys is not None else None,
-        temperatures.data_ptr() if temperatures is not None else None,
-        tokens.data_ptr(),
-        *logits.shape,
-    )
+    _call(_library(logits.dtype).sample, logits, token_hashes, noise_keys, temperatures, tokens, *logits.shape)
     return tokens
