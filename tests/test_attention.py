@@ -90,17 +90,23 @@ def test_torch_is_the_definition(lengths: tuple[list[int], list[int]], heads: tu
     torch.testing.assert_close(output.double(), attend_by_definition(query, kv_cache, batch, SCALE), atol=5e-6, rtol=0)
 
 
+def check_attends(
+    backend: ModuleType, lengths: tuple[list[int], list[int]], heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
+) -> None:
+    query, kv_cache, batch = make_batch(*lengths, *heads, block_size, dtype)
+    expected = torch_backend.attend(query.float(), kv_cache.float(), batch, SCALE)
+    output = backend.attend(query, kv_cache, batch, SCALE)
+    assert output.dtype == dtype
+    torch.testing.assert_close(output.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("heads, block_size", HEADS_AND_BLOCKS, ids=str)
 def test_triton_attends(
     lengths: tuple[list[int], list[int]], heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
 ) -> None:
-    query, kv_cache, batch = make_batch(*lengths, *heads, block_size, dtype)
-    expected = torch_backend.attend(query.float(), kv_cache.float(), batch, SCALE)
-    output = triton_backend.attend(query, kv_cache, batch, SCALE)
-    assert output.dtype == dtype
-    torch.testing.assert_close(output.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    check_attends(triton_backend, lengths, heads, block_size, dtype)
 
 
 @needs_cpp
@@ -111,11 +117,7 @@ def test_triton_attends(
 def test_cpp_attends(
     lengths: tuple[list[int], list[int]], heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
 ) -> None:
-    query, kv_cache, batch = make_batch(*lengths, *heads, block_size, dtype)
-    expected = torch_backend.attend(query.float(), kv_cache.float(), batch, SCALE)
-    output = cpp_backend.attend(query, kv_cache, batch, SCALE)
-    assert output.dtype == dtype
-    torch.testing.assert_close(output.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    check_attends(cpp_backend, lengths, heads, block_size, dtype)
 
 
 def test_empty_contexts_are_harmless(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,22 +144,24 @@ def test_twins_do_not_unmap_each_other() -> None:
     assert [block.block_id for block in manager.find_prefix(Sequence(3, [1, 1, 2], PARAMS))] == first.block_table[:1]
 
 
-def test_a_twin_can_be_a_parent() -> None:
+def make_twins() -> tuple[BlockManager, Sequence, Sequence]:
+    """Two sequences that computed the same first block, each on its own, and only the second one a tail."""
     manager = BlockManager(6, 2)
     first, twin = Sequence(0, [1, 1, 2], PARAMS), Sequence(1, [1, 1, 2, 2, 3], PARAMS)
     assert manager.allocate(first, []) and manager.allocate(twin, [])
     manager.publish(first, 3)
     manager.publish(twin, 5)
+    return manager, first, twin
+
+
+def test_a_twin_can_be_a_parent() -> None:
+    manager, first, twin = make_twins()
     hits = [block.block_id for block in manager.find_prefix(Sequence(2, [1, 1, 2, 2, 3], PARAMS))]
     assert hits == [first.block_table[0], twin.block_table[1]]
 
 
 def test_a_head_with_a_twin_is_not_evicted_before_its_tail() -> None:
-    manager = BlockManager(6, 2)
-    first, twin = Sequence(0, [1, 1, 2], PARAMS), Sequence(1, [1, 1, 2, 2, 3], PARAMS)
-    assert manager.allocate(first, []) and manager.allocate(twin, [])
-    manager.publish(first, 3)
-    manager.publish(twin, 5)
+    manager, first, twin = make_twins()
     head, tail = first.block_table[0], twin.block_table[1]
     manager.free(first)
     manager.free(twin)

@@ -61,11 +61,11 @@ def count_blocks(
             budget, origin = config.kvcache_memory_bytes, "kvcache_memory_bytes"
         elif meter.device.type == "cuda":
             rehearse()
-            utilization = config.gpu_memory_utilization
-            budget = int(min(utilization * meter.total, GPU_SHARE_OF_FREE * meter.free_before)) - meter.peak()
+            utilization, peak = config.gpu_memory_utilization, meter.peak()
+            budget = int(min(utilization * meter.total, GPU_SHARE_OF_FREE * meter.free_before)) - peak
             origin = (
                 f"min({utilization} * {_gb(meter.total)}, {GPU_SHARE_OF_FREE} * {_gb(meter.free_before)} free)"
-                f" - {_gb(meter.peak())} for weights, CUDA graphs and the largest step"
+                f" - {_gb(peak)} for weights, CUDA graphs and the largest step"
             )
         else:
             available = psutil.virtual_memory().available

@@ -196,8 +196,9 @@ class LLMEngine:
         try:
             if seqs := self.scheduler.schedule():
                 for seq in self.scheduler.postprocess(seqs, self.model_runner.run(seqs)):
-                    seq.mailbox[seq] = None
-                    if seq.finish_reason is not None:
+                    if seq.finish_reason is None:
+                        seq.mailbox[seq] = None
+                    else:
                         self._report_end(seq)
         except BaseException:
             # Cut short anywhere, even by Ctrl-C: blocks may be published that were never written. Keep only the tokens.

@@ -81,7 +81,7 @@ class Scheduler:
     def _schedule_running(self, seqs: list[Sequence], budget: int, scheduled: list[Sequence]) -> int:
         """The next tokens of `seqs`, the end of `running`, preempting from its end where blocks run out.
 
-        Adds to `scheduled` and returns what is left of the budget, as does _schedule_waiting.
+        Adds to `scheduled` and returns what is left of the budget.
         """
         grow, schedule = self.block_manager.grow, self._schedule
         for seq in seqs[:budget]:  # a copy: preemption shortens `running`
@@ -95,7 +95,7 @@ class Scheduler:
             scheduled.append(seq)
         return budget
 
-    def _schedule_waiting(self, budget: int, scheduled: list[Sequence]) -> int:
+    def _schedule_waiting(self, budget: int, scheduled: list[Sequence]) -> None:
         """Admit from the head of `waiting` while there are tokens in the budget, lanes and blocks."""
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = next(iter(self.waiting))
@@ -116,7 +116,6 @@ class Scheduler:
                 self.num_cached_tokens += num_cached_tokens
             budget -= self._schedule(seq, budget)
             scheduled.append(seq)
-        return budget
 
     def _schedule(self, seq: Sequence, budget: int) -> int:
         num_computed_tokens, block_size = seq.num_computed_tokens, self.block_manager.block_size

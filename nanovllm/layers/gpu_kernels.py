@@ -4,6 +4,7 @@ Each takes a row of numbers per program, and rounds where the layer rounds that 
 for one program: of every part of it `sample` keeps the best token, and torch finds the best of those.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -14,21 +15,29 @@ from torch import Tensor
 _SAMPLE_PART = 4096  # tokens of the vocabulary
 
 
+def try_out(trial: Callable[[], None]) -> str | None:
+    """Why `trial` of some kernels fails; None: they work. Triton compiles for the GPU at hand with the help of the host's
+    C compiler: only a trial tells whether that works."""
+    try:
+        trial()
+    except Exception as error:  # of the compiler, the driver or the launch: all of them mean that it does not work
+        return f"the kernels fail on this GPU: {error!r}"
+    return None
+
+
 @cache
 def reason_unavailable(dtype: torch.dtype) -> str | None:
-    """Triton compiles for the GPU at hand with the help of the host's C compiler: only a trial tells whether that works."""
-    x = torch.ones(2, 2, 16, dtype=dtype, device="cuda")
-    angles = torch.ones(2, 1, 8, device="cuda")
-    integers = torch.ones(2, 16, dtype=torch.int32, device="cuda")
-    try:
+    def trial() -> None:
+        x = torch.ones(2, 2, 16, dtype=dtype, device="cuda")
+        angles = torch.ones(2, 1, 8, device="cuda")
+        integers = torch.ones(2, 16, dtype=torch.int32, device="cuda")
         rms_norm(x, x[0, 0], 1e-6)
         rotary(x, angles, angles)
         silu_and_multiply(x[0])
         sample(x[0], integers[0], integers, angles.flatten())
         torch.cuda.synchronize()
-    except Exception as error:  # of the compiler, the driver or the launch: all of them mean that it does not work
-        return f"the kernels fail on this GPU: {error!r}"
-    return None
+
+    return try_out(trial)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

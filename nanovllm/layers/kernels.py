@@ -3,6 +3,7 @@
 cpu_kernels (C++) and gpu_kernels (Triton) have the same functions: rms_norm, rotary, silu_and_multiply, sample.
 """
 
+import sys
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -24,4 +25,7 @@ def _find_kernels(device_type: str, dtype: torch.dtype) -> ModuleType | None:
         module = import_module(f"nanovllm.layers.{MODULES[device_type]}")
     except ImportError:  # triton is not installed
         return None
-    return module if module.reason_unavailable(dtype) is None else None
+    if reason := module.reason_unavailable(dtype):
+        print(f"nanovllm: slow layers, since {reason}", file=sys.stderr)
+        return None
+    return module

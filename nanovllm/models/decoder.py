@@ -81,7 +81,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # In pieces on a CPU: the widest numbers of a model then stay in its caches, and in memory that is already mapped.
-        pieces = x.split(CPU_TOKENS) if x.device.type == "cpu" and len(x) > CPU_TOKENS else (x,)
+        pieces = x.split(CPU_TOKENS) if x.device.type == "cpu" else (x,)
         outputs = [self.down_proj(silu_and_multiply(self.gate_up_proj(piece))) for piece in pieces]
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 

@@ -13,6 +13,8 @@ The query heads that share a KV head (GQA) are rows of one tile, so that one rea
 Legend: M rows of queries, N tokens of the context, D head_dim rounded up to a power of two (masked), G group size.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from nanovllm.engine.batch import Batch
 from nanovllm.layers.attention import torch as torch_backend
+from nanovllm.layers.gpu_kernels import try_out
 
 PREFERRED_BLOCK_SIZE = 16
 NEVER_WAITS = True
@@ -40,11 +43,11 @@ def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, 
         return f"kvcache_block_size must be a power of two and at least 16, not {block_size}"
     if not 16 <= head_dim <= 256:
         return f"head_dim must be between 16 and 256, not {head_dim}"
-    return _try_out(device, dtype, head_dim, block_size) if device.type == "cuda" else None
+    return try_out(partial(_check, device, dtype, head_dim, block_size)) if device.type == "cuda" else None
 
 
-def _try_out(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-    """Triton compiles for the GPU at hand with the help of the host's C compiler: only a trial tells whether that works."""
+def _check(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> None:
+    """Raises RuntimeError if the kernels compute something else than the torch backend."""
     generator = torch.Generator(device).manual_seed(0)
     kv_cache = torch.full((2, 4, block_size, 2, head_dim), torch.nan, dtype=dtype, device=device)
     tables = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32, device=device)
@@ -53,19 +56,15 @@ def _try_out(device: torch.device, dtype: torch.dtype, head_dim: int, block_size
     rows = torch.arange(2, device=device).repeat_interleave(context_lens)
     slots = tables[rows, positions // block_size].long() * block_size + positions % block_size
     key, value = torch.randn(2, len(slots), 2, head_dim, device=device, generator=generator).to(dtype)
-    try:
-        store_kvcache(key, value, kv_cache, slots)
-        for query_len in (1, block_size):
-            query = torch.randn(2 * query_len, 4, head_dim, device=device, generator=generator).to(dtype)
-            bounds = torch.arange(3, dtype=torch.int32, device=device) * query_len
-            batch = Batch(positions, positions, slots, bounds, context_lens, tables, query_len, 2 * block_size - 1, bounds)
-            expected = torch_backend.attend(query.float(), kv_cache.float(), batch, head_dim**-0.5)
-            error = (attend(query, kv_cache, batch, head_dim**-0.5).float() - expected).abs().max().item()
-            if not error < 0.05:
-                return f"its results on this GPU are off by {error}"
-    except Exception as error:  # of the compiler, the driver or the launch: all of them mean that it does not work
-        return f"its kernels fail on this GPU: {error!r}"
-    return None
+    store_kvcache(key, value, kv_cache, slots)
+    for query_len in (1, block_size):
+        query = torch.randn(2 * query_len, 4, head_dim, device=device, generator=generator).to(dtype)
+        bounds = torch.arange(3, dtype=torch.int32, device=device) * query_len
+        batch = Batch(positions, positions, slots, bounds, context_lens, tables, query_len, 2 * block_size - 1, bounds)
+        expected = torch_backend.attend(query.float(), kv_cache.float(), batch, head_dim**-0.5)
+        error = (attend(query, kv_cache, batch, head_dim**-0.5).float() - expected).abs().max().item()
+        if not error < 0.05:
+            raise RuntimeError(f"results are off by {error}")
 
 
 def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -15,6 +15,18 @@
 
 constexpr int64_t SERIAL = 1 << 14;  // numbers that one thread turns faster than others wake up
 
+// In place of each score exp(scale * score - highest); their sum. highest is then scale * the highest score.
+static float exponentiate(float* scores, int64_t size, float scale, float& highest) {
+    highest = scale * *std::max_element(scores, scores + size);
+    float base = highest, total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int64_t i = 0; i < size; i++) {
+        scores[i] = expf(scale * scores[i] - base);
+        total += scores[i];
+    }
+    return total;
+}
+
 struct bfloat16 {
     uint16_t bits;  // the upper half of a float's
 

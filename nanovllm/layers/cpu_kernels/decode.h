@@ -99,14 +99,8 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
         }
     }
     for (int64_t head = 0; head < num_heads; head++) {
-        float *w = weights[head], total = 0;
-        highest[head] = scale * *std::max_element(w, w + num_tokens);
-#pragma omp simd reduction(+ : total)
-        for (int64_t i = 0; i < num_tokens; i++) {
-            w[i] = expf(scale * w[i] - highest[head]);
-            total += w[i];
-        }
-        totals[head] = total;
+        float* w = weights[head];
+        totals[head] = exponentiate(w, num_tokens, scale, highest[head]);
         std::fill(w + num_tokens, w + (num_tokens + 3) / 4 * 4, 0.0f);
     }
     std::fill_n(sums, num_heads * head_dim, 0);

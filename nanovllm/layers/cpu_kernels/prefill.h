@@ -31,9 +31,11 @@ static void attend_to_prefix(const bfloat16* query, const bfloat16* keys, const 
         for (int64_t d = 0; d < head_dim; d += 2) memcpy(k + d * 16, key + d, 2 * sizeof(bfloat16));
         for (int64_t d = 0; d < head_dim; d++) v[d / 16 * 16 * padded_len + d % 16 * 2] = value[d];
     }
+    auto offset_of = [&](int64_t row) {  // in query and output, where the other KV heads' rows lie between
+        return (row / group_size * num_kv_heads * group_size + row % group_size) * head_dim;
+    };
     for (int64_t row = 0; row < num_rows; row++)
-        memcpy(&rows[row * head_dim], query + (row / group_size * num_kv_heads * group_size + row % group_size) * head_dim,
-               head_dim * sizeof(bfloat16));
+        memcpy(&rows[row * head_dim], query + offset_of(row), head_dim * sizeof(bfloat16));
 
     for (int64_t start = 0; start < num_rows; start += ROWS_AT_ONCE) {
         int64_t size = std::min(ROWS_AT_ONCE, num_rows - start);
@@ -43,14 +45,9 @@ static void attend_to_prefix(const bfloat16* query, const bfloat16* keys, const 
                             nullptr, &scores[column], padded_len, head_dim, WIDTH);
         for (int64_t row = 0; row < size; row++) {
             int64_t row_visible = tokens_before + (start + row) / group_size + 1;
-            float *s = &scores[row * padded_len], highest = *std::max_element(s, s + row_visible), total = 0;
-#pragma omp simd reduction(+ : total)
-            for (int64_t token = 0; token < row_visible; token++) {
-                s[token] = expf(scale * (s[token] - highest));
-                total += s[token];
-            }
+            float *s = &scores[row * padded_len], highest;
+            float factor = 1 / exponentiate(s, row_visible, scale, highest);
             bfloat16* w = &weights[row * padded_len];
-            float factor = 1 / total;
             for (int64_t token = 0; token < row_visible; token++) w[token] = s[token] * factor;
             std::fill(w + row_visible, w + visible + visible % 2, bfloat16{});
         }
@@ -59,8 +56,7 @@ static void attend_to_prefix(const bfloat16* query, const bfloat16* keys, const 
                             &outputs[start * head_dim + column], head_dim, visible + visible % 2, head_dim - column);
     }
     for (int64_t row = 0; row < num_rows; row++)
-        memcpy(output + (row / group_size * num_kv_heads * group_size + row % group_size) * head_dim,
-               &outputs[row * head_dim], head_dim * sizeof(bfloat16));
+        memcpy(output + offset_of(row), &outputs[row * head_dim], head_dim * sizeof(bfloat16));
 }
 
 extern "C" void prefill_attention(const bfloat16* query, const bfloat16* keys, const bfloat16* values, bfloat16* output,
