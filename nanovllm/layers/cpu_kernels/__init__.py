@@ -117,8 +117,11 @@ def _attend(
 
 @cache
 def can_multiply(dtype: torch.dtype) -> bool:
-    """Whether the kernels for matrix products fit the processor: bfloat16 instructions, but not AMX, which is for oneDNN."""
-    return dtype == torch.bfloat16 and reason_unavailable(dtype) is None and hasattr(_library(dtype), "linear")
+    """Whether there are kernels for matrix products: the processor needs instructions for bfloat16 (AVX-512, AMX)."""
+    if dtype != torch.bfloat16 or reason_unavailable(dtype) is not None:
+        return False
+    library = _library(dtype)
+    return hasattr(library, "can_multiply") and bool(library.can_multiply())
 
 
 class TiledWeight:
@@ -126,8 +129,9 @@ class TiledWeight:
 
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
-        panels = F.pad(weight, (0, 0, 0, -self.out_features % 64)).view(-1, 16, self.in_features // 2, 2)
-        self.panels = panels.transpose(1, 2).contiguous()  # [num_panels, in_features / 2, 16, 2]
+        padded = F.pad(weight, (0, -self.in_features % 32, 0, -self.out_features % 32))
+        columns = padded.view(-1, 32, padded.shape[1] // 2, 2)
+        self.columns = columns.transpose(1, 2).contiguous()  # [num_columns, depth / 2, 32, 2]
 
     @staticmethod
     def can_hold(weight: Tensor) -> bool:
@@ -137,12 +141,12 @@ class TiledWeight:
         """x [num_rows, in_features] to [num_rows, out_features]."""
         assert x.is_contiguous()
         output = x.new_empty(x.shape[0], self.out_features)
-        _call(_library(x.dtype).linear, x, self.panels, bias, output, *x.shape, self.out_features)
+        _call(_library(x.dtype).linear, x, self.columns, bias, output, *x.shape, self.out_features)
         return output
 
     def rows(self, ids: Tensor) -> Tensor:
         """The rows of the matrix that `ids` [num_rows] names, [num_rows, in_features]."""
-        return self.panels[ids // 16, :, ids % 16].flatten(1)
+        return self.columns[ids // 32, :, ids % 32].flatten(1)[:, : self.in_features]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

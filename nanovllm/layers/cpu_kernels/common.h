@@ -7,10 +7,8 @@
 #include <cstring>
 #include <vector>
 
-// Where the processor multiplies bfloat16. If it has AMX too, oneDNN makes more of that.
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#ifdef __AVX512BF16__
 #include <immintrin.h>
-#define TILED
 #endif
 
 constexpr int64_t SERIAL = 1 << 14;  // numbers that one thread turns faster than others wake up

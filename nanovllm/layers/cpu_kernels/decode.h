@@ -27,7 +27,7 @@ static void add_values(const Number* const* values, const float* weights, int64_
     }
 }
 
-#ifdef TILED
+#ifdef __AVX512BF16__
 static void multiply_keys(const bfloat16* query, const bfloat16* const* keys, int64_t size, float* products) {
     if (size % 32) return multiply_keys<bfloat16>(query, keys, size, products);
     __m512 sums[4] = {};

@@ -1,9 +1,9 @@
-// Causal attention of several query tokens per sequence, as two matrix products: panels are made of the keys, and then of
+// Causal attention of several query tokens per sequence, as two matrix products: columns are made of the keys, and then of
 // the values, of a sequence and a KV head, and QUERIES query tokens share them.
 #pragma once
 #include "products.h"
 
-#ifdef TILED
+#ifdef __AVX512BF16__
 constexpr int64_t QUERIES = 256;
 
 // The queries of one KV head, with `tokens_before` them: each sees these, and of the queries itself and those before it.
@@ -13,11 +13,12 @@ static void attend_to_prefix(const bfloat16* query, const bfloat16* keys, const 
                              float scale) {
     constexpr int64_t ROWS_AT_ONCE = 4 * ROWS;
     int64_t context_len = tokens_before + num_queries, num_rows = num_queries * group_size;
-    int64_t padded_len = (context_len + WIDTH - 1) / WIDTH * WIDTH, padded_dim = (head_dim + WIDTH - 1) / WIDTH * WIDTH;
-    static thread_local std::vector<bfloat16> key_panels, value_panels, rows, weights, outputs;
+    int64_t padded_len = round_up(context_len, WIDTH), padded_dim = round_up(head_dim, WIDTH);
+    static thread_local std::vector<bfloat16> key_columns, value_columns, rows, weights, outputs;
     static thread_local std::vector<float> scores;
-    key_panels.assign(padded_len * head_dim, {});
-    value_panels.assign(padded_dim * padded_len, {});
+    static thread_local Rows query_rows, weight_rows;
+    key_columns.assign(padded_len * padded_dim, {});
+    value_columns.assign(padded_dim * padded_len, {});
     rows.resize(num_rows * head_dim);
     outputs.resize(num_rows * head_dim);
     weights.resize(ROWS_AT_ONCE * padded_len);
@@ -26,10 +27,10 @@ static void attend_to_prefix(const bfloat16* query, const bfloat16* keys, const 
     for (int64_t token = 0; token < context_len; token++) {
         int64_t slot = block_table[token / block_size] * block_size + token % block_size;
         const bfloat16 *key = keys + slot * num_kv_heads * head_dim, *value = values + slot * num_kv_heads * head_dim;
-        bfloat16* k = &key_panels[token / 16 * 16 * head_dim + token % 16 * 2];
-        bfloat16* v = &value_panels[token / 2 * 32 + token % 2];
-        for (int64_t d = 0; d < head_dim; d += 2) memcpy(k + d * 16, key + d, 2 * sizeof(bfloat16));
-        for (int64_t d = 0; d < head_dim; d++) v[d / 16 * 16 * padded_len + d % 16 * 2] = value[d];
+        bfloat16* k = &key_columns[token / WIDTH * WIDTH * padded_dim + token % WIDTH * 2];
+        bfloat16* v = &value_columns[token / 2 * WIDTH * 2 + token % 2];
+        for (int64_t d = 0; d < head_dim; d += 2) memcpy(k + d * WIDTH, key + d, 2 * sizeof(bfloat16));
+        for (int64_t d = 0; d < head_dim; d++) v[d / WIDTH * WIDTH * padded_len + d % WIDTH * 2] = value[d];
     }
     auto offset_of = [&](int64_t row) {  // in query and output, where the other KV heads' rows lie between
         return (row / group_size * num_kv_heads * group_size + row % group_size) * head_dim;
@@ -40,20 +41,21 @@ static void attend_to_prefix(const bfloat16* query, const bfloat16* keys, const 
     for (int64_t start = 0; start < num_rows; start += ROWS_AT_ONCE) {
         int64_t size = std::min(ROWS_AT_ONCE, num_rows - start);
         int64_t visible = tokens_before + (start + size - 1) / group_size + 1;
+        query_rows.pack(&rows[start * head_dim], head_dim, size, head_dim);
         for (int64_t column = 0; column < visible; column += WIDTH)
-            multiply_column(&rows[start * head_dim], head_dim, size, &key_panels[column * head_dim], 16 * head_dim,
-                            nullptr, &scores[column], padded_len, head_dim, WIDTH);
+            query_rows.multiply(&key_columns[column * padded_dim], Outputs(WIDTH), &scores[column], padded_len);
         for (int64_t row = 0; row < size; row++) {
             int64_t row_visible = tokens_before + (start + row) / group_size + 1;
             float *s = &scores[row * padded_len], highest;
             float factor = 1 / exponentiate(s, row_visible, scale, highest);
             bfloat16* w = &weights[row * padded_len];
             for (int64_t token = 0; token < row_visible; token++) w[token] = s[token] * factor;
-            std::fill(w + row_visible, w + visible + visible % 2, bfloat16{});
+            std::fill(w + row_visible, w + round_up(visible, 2), bfloat16{});
         }
+        weight_rows.pack(weights.data(), padded_len, size, round_up(visible, 2));
         for (int64_t column = 0; column < head_dim; column += WIDTH)
-            multiply_column(weights.data(), padded_len, size, &value_panels[column * padded_len], 16 * padded_len, nullptr,
-                            &outputs[start * head_dim + column], head_dim, visible + visible % 2, head_dim - column);
+            weight_rows.multiply(&value_columns[column * padded_len], Outputs(head_dim - column),
+                                 &outputs[start * head_dim + column], head_dim);
     }
     for (int64_t row = 0; row < num_rows; row++)
         memcpy(output + offset_of(row), &outputs[row * head_dim], head_dim * sizeof(bfloat16));
@@ -71,7 +73,10 @@ extern "C" void prefill_attention(const bfloat16* query, const bfloat16* keys, c
         if (int64_t query_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]; query_len > 1)
             for (int64_t first = (query_len - 1) / QUERIES * QUERIES; first >= 0; first -= QUERIES)  // the longest first
                 for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++) parts.push_back({seq, first, kv_head});
-#pragma omp parallel for schedule(dynamic)
+#pragma omp parallel
+    {
+    Tiles tiles;
+#pragma omp for schedule(dynamic)
     for (size_t i = 0; i < parts.size(); i++) {
         auto [seq, first, kv_head] = parts[i];
         int64_t start = cu_seqlens_q[seq], query_len = cu_seqlens_q[seq + 1] - start;
@@ -79,6 +84,7 @@ extern "C" void prefill_attention(const bfloat16* query, const bfloat16* keys, c
         attend_to_prefix(query + offset, keys + kv_head * head_dim, values + kv_head * head_dim, output + offset,
                          block_tables + seq * table_width, context_lens[seq] - query_len + first,
                          std::min(QUERIES, query_len - first), block_size, num_kv_heads, group_size, head_dim, scale);
+    }
     }
 }
 #endif

@@ -1,83 +1,64 @@
 // Matrix products in bfloat16, for processors with instructions that multiply pairs of them.
 //
-// A weight [out_features, in_features] is kept in panels of 16 outputs: [in_features / 2, 16, 2], the next pair of inputs for
-// all 16 side by side, as the instruction wants them. A tile of the product is a few rows of x times PANELS panels, summed
-// up in registers; PANELS panels make a column, which stays in a core's cache while all rows pass by.
+// A weight [out_features, in_features] is kept in columns of WIDTH outputs: [depth / 2, WIDTH, 2], the next pair of inputs
+// for all of them side by side, as the instructions want them. Depth is in_features, rounded up: the rest is zeros. A
+// column stays in a core's cache while all rows of x pass by, a few at a time; meanwhile the next column is fetched.
 #pragma once
 #include "common.h"
 
-#ifdef TILED
-constexpr int PANELS = 4, ROWS = 6;  // of a tile: 24 sums and 4 weights, of 32 registers
-constexpr int64_t WIDTH = 16 * PANELS;
-constexpr int64_t BYTES_OF_X = 1 << 19;  // that stay in a core's second-level cache while all weights go by
+#ifdef __AVX512BF16__
+constexpr int64_t WIDTH = 32, LINE = 32;  // LINE numbers fill a register, and a line of the cache
 
-static void store(bfloat16* to, __mmask16 mask, __m512 values) {
-    _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(values));
-}
+static int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
-static void store(float* to, __mmask16 mask, __m512 values) { _mm512_mask_storeu_ps(to, mask, values); }
+// What happens to the sums of a row and a column: a bias is added, and the outputs that there are are stored.
+struct Outputs {
+    __mmask32 mask;
+    __m512 biases[2];
 
-// [M, in_features] x [in_features, 16 * PANELS]. Meanwhile the panels that come next are fetched into the cache, by each of
-// the column's tiles a share.
-template <int M, class Output>
-static void multiply_tile(const bfloat16* x, int64_t x_stride, const bfloat16* panels, int64_t panel_size,
-                          const bfloat16* bias, Output* output, int64_t output_stride, int64_t in_features,
-                          int64_t columns_left, int64_t tile, int64_t num_tiles) {
-    __m512 sums[M][PANELS];
-    __mmask16 masks[PANELS];
-    for (int panel = 0; panel < PANELS; panel++) {
-        masks[panel] = (1 << std::clamp<int64_t>(columns_left - 16 * panel, 0, 16)) - 1;
-        __m256i narrow = _mm256_maskz_loadu_epi16(bias ? masks[panel] : 0, bias + 16 * panel);
-        for (int row = 0; row < M; row++)
-            sums[row][panel] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+    explicit Outputs(int64_t columns_left, const bfloat16* bias = nullptr) {
+        mask = columns_left < WIDTH ? (1u << columns_left) - 1 : -1;
+        __m512i narrow = _mm512_maskz_loadu_epi16(bias ? mask : 0, bias);
+        biases[0] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(narrow)), 16));
+        biases[1] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(narrow, 1)), 16));
     }
-    int64_t until_fetch = tile;
-    for (int64_t i = 0; i < in_features; i += 2) {
-        __m512bh pairs[PANELS];
-        for (int panel = 0; panel < PANELS; panel++)
-            pairs[panel] = (__m512bh)_mm512_loadu_si512(panels + panel * panel_size + i * 16);
-        if (until_fetch-- == 0) {
-            until_fetch = num_tiles - 1;
-            for (int panel = PANELS; panel < 2 * PANELS; panel++)
-                _mm_prefetch(panels + panel * panel_size + i * 16, _MM_HINT_T1);
-        }
-        for (int row = 0; row < M; row++) {
-            int32_t pair;
-            memcpy(&pair, x + row * x_stride + i, sizeof pair);
-            for (int panel = 0; panel < PANELS; panel++)
-                sums[row][panel] = _mm512_dpbf16_ps(sums[row][panel], (__m512bh)_mm512_set1_epi32(pair), pairs[panel]);
-        }
-    }
-    for (int row = 0; row < M; row++)
-        for (int panel = 0; panel < PANELS; panel++)
-            store(output + row * output_stride + 16 * panel, masks[panel], sums[row][panel]);
-}
 
-// All rows of x with one column of PANELS panels.
-template <class Output>
-static void multiply_column(const bfloat16* x, int64_t x_stride, int64_t num_rows, const bfloat16* panels,
-                            int64_t panel_size, const bfloat16* bias, Output* output, int64_t output_stride,
-                            int64_t in_features, int64_t columns_left) {
-    static constexpr decltype(&multiply_tile<1, Output>) of_rows[ROWS + 1] = {
-        nullptr,                  multiply_tile<1, Output>, multiply_tile<2, Output>, multiply_tile<3, Output>,
-        multiply_tile<4, Output>, multiply_tile<5, Output>, multiply_tile<6, Output>};
-    int64_t num_tiles = (num_rows + ROWS - 1) / ROWS;
-    for (int64_t tile = 0; tile < num_tiles; tile++) {
-        int64_t row = num_rows * tile / num_tiles, end = num_rows * (tile + 1) / num_tiles;
-        of_rows[end - row](x + row * x_stride, x_stride, panels, panel_size, bias, output + row * output_stride,
-                           output_stride, in_features, columns_left, tile, num_tiles);
+    void store(bfloat16* to, __m512 first, __m512 second) const {
+        __m512bh sums = _mm512_cvtne2ps_pbh(_mm512_add_ps(second, biases[1]), _mm512_add_ps(first, biases[0]));
+        _mm512_mask_storeu_epi16(to, mask, (__m512i)sums);
     }
-}
 
-extern "C" void linear(const bfloat16* x, const bfloat16* panels, const bfloat16* bias, bfloat16* output,
+    void store(float* to, __m512 first, __m512 second) const {
+        _mm512_mask_storeu_ps(to, mask, _mm512_add_ps(first, biases[0]));
+        _mm512_mask_storeu_ps(to + 16, mask >> 16, _mm512_add_ps(second, biases[1]));
+    }
+};
+
+// Rows: up to MAX_ROWS rows of x, ROWS of them multiplied at a time, of which CACHED_BYTES stay in a core's cache while all
+// columns pass by. Tiles: what a thread needs while it multiplies.
+#ifdef __AMX_BF16__
+#include "amx.h"
+#else
+#include "avx512.h"
+#endif
+
+extern "C" int can_multiply() { return Tiles::allowed; }
+
+extern "C" void linear(const bfloat16* x, const bfloat16* columns, const bfloat16* bias, bfloat16* output,
                        int64_t num_rows, int64_t in_features, int64_t out_features) {
-    int64_t rows_at_once = std::max<int64_t>(ROWS, BYTES_OF_X / (2 * in_features) / ROWS * ROWS);
-    for (int64_t row = 0; row < num_rows; row += rows_at_once) {
-#pragma omp parallel for
-        for (int64_t column = 0; column < out_features; column += WIDTH)
-            multiply_column(x + row * in_features, in_features, std::min(rows_at_once, num_rows - row),
-                            panels + column * in_features, 16 * in_features, bias ? bias + column : nullptr,
-                            output + row * out_features + column, out_features, in_features, out_features - column);
+    int64_t depth = round_up(in_features, LINE);
+    int64_t rows_at_once = std::clamp(CACHED_BYTES / (2 * depth) / ROWS * ROWS, ROWS, MAX_ROWS);
+#pragma omp parallel
+    {
+        Tiles tiles;
+        static thread_local Rows rows;
+        for (int64_t row = 0; row < num_rows; row += rows_at_once) {
+            rows.pack(x + row * in_features, in_features, std::min(rows_at_once, num_rows - row), in_features);
+#pragma omp for nowait
+            for (int64_t column = 0; column < out_features; column += WIDTH)
+                rows.multiply(columns + column * depth, Outputs(out_features - column, bias ? bias + column : nullptr),
+                              output + row * out_features + column, out_features);
+        }
     }
 }
 #endif

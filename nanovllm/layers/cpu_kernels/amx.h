@@ -1,0 +1,125 @@
+// Rows of x times a column with AMX: registers ("tiles") of 16 rows of 64 bytes, and an instruction that adds to a tile of
+// 16 x 16 sums the products of 16 rows of x with 16 outputs over 32 inputs. Four tiles sum up ROWS rows x WIDTH outputs:
+//
+//                         column: 6 | 7
+//     x: 4                sums:   0 | 1
+//        5                        2 | 3
+//
+// Tiles want whole lines of the cache, one after the other. So rows are copied first: [depth / BLOCK, rows / ROWS, BLOCK / 32,
+// ROWS, 32], that is ROWS rows after ROWS rows, a BLOCK of inputs of all of them and then the next: that much of a column
+// fits into the first-level cache.
+#pragma once
+#include <sys/syscall.h>
+#include <unistd.h>
+
+constexpr int64_t ROWS = 32, MAX_ROWS = 512, BLOCK = 256, CACHED_BYTES = 1 << 20;
+
+struct Tiles {
+    static const bool allowed;
+
+    Tiles() {
+        struct {
+            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+        } config;
+        _tile_loadconfig(&config);
+    }
+
+    ~Tiles() { _tile_release(); }
+};
+
+// Linux is asked once per process, when the library is loaded: ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA.
+const bool Tiles::allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+
+class Rows {
+    struct alignas(64) Line {
+        bfloat16 numbers[LINE];
+    };
+    std::vector<Line> lines;
+    int64_t num_rows, depth, block;
+    alignas(64) float sums[MAX_ROWS * WIDTH];
+
+  public:
+    void pack(const bfloat16* x, int64_t stride, int64_t num_rows_, int64_t in_features) {
+        num_rows = num_rows_, depth = round_up(in_features, LINE), block = num_rows > ROWS ? BLOCK : depth;
+        int64_t padded_rows = round_up(num_rows, ROWS);
+        if ((int64_t)lines.size() < padded_rows * depth / LINE) lines.resize(padded_rows * depth / LINE);
+        for (int64_t start = 0; start < depth; start += block) {
+            int64_t size = std::min(block, depth - start);
+            for (int64_t row = 0; row < num_rows; row++) {
+                Line* to = &lines[(start * padded_rows + row / ROWS * ROWS * size) / LINE + row % ROWS];
+                for (int64_t i = start; i < start + size; i += LINE, to += ROWS) {
+                    __mmask32 mask = in_features - i < LINE ? (1u << (in_features - i)) - 1 : -1;
+                    _mm512_store_si512(to, _mm512_maskz_loadu_epi16(mask, x + row * stride + i));
+                }
+            }
+        }
+        wait_for_memory();
+    }
+
+    // Into `output`, bfloat16 or float.
+    template <class Output>
+    void multiply(const bfloat16* column, const Outputs& outputs, Output* output, int64_t output_stride) {
+        int64_t num_tiles = round_up(num_rows, ROWS) / ROWS, fetches = (WIDTH + num_tiles - 1) / num_tiles;
+        const bfloat16* next = num_tiles == 1 ? column + WIDTH * LINE : column + WIDTH * depth;
+        for (int64_t start = 0; start < depth; start += block) {
+            int64_t size = std::min(block, depth - start);
+            for (int64_t row = 0; row < num_rows; row += ROWS) {
+                const Line* x = &lines[(start * num_tiles + row / ROWS * size) * ROWS / LINE];
+                auto multiply = num_rows - row > ROWS / 2 ? multiply_tiles<true> : multiply_tiles<false>;
+                multiply(x, column + start * WIDTH, size, start > 0, &sums[row * WIDTH], next, fetches);
+                next += fetches * size;
+                if (start + size == depth)
+                    finish(&sums[row * WIDTH], std::min(ROWS, num_rows - row), outputs, output + row * output_stride, output_stride);
+            }
+        }
+    }
+
+  private:
+    // The compiler does not know that tiles are loaded from memory and stored to it.
+    static void wait_for_memory() { asm volatile("" ::: "memory"); }
+
+    // ROWS rows, or half of them, times `size` inputs of a column.
+    template <bool BOTH>
+    static void multiply_tiles(const Line* x, const bfloat16* column, int64_t size, bool is_continued, float* sums, const bfloat16* next, int64_t fetches) {
+        float *upper = sums, *lower = sums + ROWS / 2 * WIDTH;
+        constexpr int64_t X_STRIDE = sizeof(Line), COLUMN_STRIDE = 2 * sizeof(Line), SUMS_STRIDE = WIDTH * sizeof(float);
+        if (is_continued) {
+            _tile_loadd(0, upper, SUMS_STRIDE);
+            _tile_loadd(1, upper + 16, SUMS_STRIDE);
+            if (BOTH) _tile_loadd(2, lower, SUMS_STRIDE);
+            if (BOTH) _tile_loadd(3, lower + 16, SUMS_STRIDE);
+        } else {
+            _tile_zero(0);
+            _tile_zero(1);
+            if (BOTH) _tile_zero(2);
+            if (BOTH) _tile_zero(3);
+        }
+        for (int64_t i = 0; i < size; i += LINE) {
+            _tile_loadd(4, x, X_STRIDE);
+            _tile_loadd(6, column, COLUMN_STRIDE);
+            _tile_loadd(7, column + LINE, COLUMN_STRIDE);
+            for (int64_t fetch = 0; fetch < fetches; fetch++, next += LINE) _mm_prefetch(next, _MM_HINT_T1);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            if (BOTH) {
+                _tile_loadd(5, x + ROWS / 2, X_STRIDE);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            x += ROWS, column += LINE * WIDTH;
+        }
+        _tile_stored(0, upper, SUMS_STRIDE);
+        _tile_stored(1, upper + 16, SUMS_STRIDE);
+        if (BOTH) _tile_stored(2, lower, SUMS_STRIDE);
+        if (BOTH) _tile_stored(3, lower + 16, SUMS_STRIDE);
+        wait_for_memory();
+    }
+
+    template <class Output>
+    static void finish(const float* sums, int64_t num_rows, const Outputs& outputs, Output* output, int64_t output_stride) {
+        for (int64_t row = 0; row < num_rows; row++, sums += WIDTH)
+            outputs.store(output + row * output_stride, _mm512_load_ps(sums), _mm512_load_ps(sums + 16));
+    }
+};

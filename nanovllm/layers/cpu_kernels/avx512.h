@@ -1,0 +1,72 @@
+// Rows of x times a column with AVX-512: an instruction takes a pair of inputs of a row and a register of the column.
+#pragma once
+
+constexpr int64_t ROWS = 12, MAX_ROWS = 64 * ROWS, CACHED_BYTES = 1 << 19;  // 24 sums, 2 weights and a pair: 27 of 32 registers
+
+struct Tiles {
+    static constexpr bool allowed = true;
+};
+
+class Rows {
+    const bfloat16* x;
+    int64_t stride, num_rows, depth;
+
+  public:
+    void pack(const bfloat16* x_, int64_t stride_, int64_t num_rows_, int64_t in_features) {
+        x = x_, stride = stride_, num_rows = num_rows_, depth = in_features;
+    }
+
+    // Into `output`, bfloat16 or float.
+    template <class Output>
+    void multiply(const bfloat16* column, const Outputs& outputs, Output* output, int64_t output_stride) const {
+        static constexpr decltype(&Rows::multiply_tile<1, Output>) of_rows[ROWS + 1] = {
+            nullptr,
+            &Rows::multiply_tile<1, Output>,
+            &Rows::multiply_tile<2, Output>,
+            &Rows::multiply_tile<3, Output>,
+            &Rows::multiply_tile<4, Output>,
+            &Rows::multiply_tile<5, Output>,
+            &Rows::multiply_tile<6, Output>,
+            &Rows::multiply_tile<7, Output>,
+            &Rows::multiply_tile<8, Output>,
+            &Rows::multiply_tile<9, Output>,
+            &Rows::multiply_tile<10, Output>,
+            &Rows::multiply_tile<11, Output>,
+            &Rows::multiply_tile<12, Output>,
+        };
+        int64_t num_tiles = round_up(num_rows, ROWS) / ROWS;
+        for (int64_t tile = 0; tile < num_tiles; tile++) {
+            int64_t row = num_rows * tile / num_tiles, end = num_rows * (tile + 1) / num_tiles;
+            (this->*of_rows[end - row])(x + row * stride, column, outputs, output + row * output_stride, output_stride, tile, num_tiles);
+        }
+    }
+
+  private:
+    // M rows of x. Of the next column, each of num_tiles tiles fetches its share.
+    template <int M, class Output>
+    void multiply_tile(const bfloat16* x, const bfloat16* column, const Outputs& outputs, Output* output,
+                       int64_t output_stride, int64_t tile, int64_t num_tiles) const {
+        __m512 sums[M][2];
+        for (auto& of_row : sums)
+            for (__m512& sum : of_row) sum = _mm512_setzero_ps();
+        const bfloat16* next = column + round_up(depth, LINE) * WIDTH;
+        int64_t until_fetch = tile;
+        for (int64_t i = 0; i < depth; i += 2) {
+            const bfloat16* pairs = column + i * WIDTH;
+            __m512bh halves[2];
+            for (int half = 0; half < 2; half++) halves[half] = (__m512bh)_mm512_loadu_si512(pairs + half * LINE);
+            if (until_fetch-- == 0) {
+                until_fetch = num_tiles - 1;
+                for (int half = 0; half < 2; half++) _mm_prefetch(next + i * WIDTH + half * LINE, _MM_HINT_T1);
+            }
+            for (int row = 0; row < M; row++) {
+                int32_t pair;
+                memcpy(&pair, x + row * stride + i, sizeof pair);
+                for (int half = 0; half < 2; half++)
+                    sums[row][half] = _mm512_dpbf16_ps(sums[row][half], (__m512bh)_mm512_set1_epi32(pair), halves[half]);
+            }
+        }
+        for (int row = 0; row < M; row++)
+            outputs.store(output + row * output_stride, sums[row][0], sums[row][1]);
+    }
+};
