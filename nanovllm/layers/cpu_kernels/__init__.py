@@ -7,6 +7,7 @@ Where there is no compiler, or none that will do, the layers compute the same wi
 
 import ctypes
 import os
+import platform
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -33,6 +34,8 @@ SIGNATURES = {
 }
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC"]
+if platform.machine() == "x86_64":
+    FLAGS.append("-mprefer-vector-width=512")
 NUMBER = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 
 

@@ -1,75 +1,84 @@
 // Writing K/V to the paged cache, and attention of one query token per sequence.
 //
 // A context is cut into parts of SPLIT tokens, tasks for the threads, and their results are joined (as in the Triton
-// backend). The keys of four tokens are read at a time, all heads of them, in the order of memory.
+// backend). The keys, and then the values, of TOKENS tokens are read at a time, all heads of them, in the order of memory.
 #pragma once
 #include "common.h"
 
-constexpr int64_t SPLIT = 128;
+constexpr int64_t SPLIT = 256, TOKENS = 8;
 
-// The products of a query with four keys.
+// The products of a group's queries [group_size, size] with the keys of TOKENS tokens: products [group_size, SPLIT].
 template <class Number>
-static void multiply_keys(const Number* query, const Number* const* keys, int64_t size, float* products) {
-    for (int key = 0; key < 4; key++) {
-        float sum = 0;
+static void multiply_keys(const Number* query, const Number* const* keys, int64_t group_size, int64_t size, float* products) {
+    for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)
+        for (int token = 0; token < TOKENS; token++) {
+            float sum = 0;
 #pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < size; i++) sum += float(query[i]) * float(keys[key][i]);
-        products[key] = sum;
-    }
+            for (int64_t i = 0; i < size; i++) sum += float(query[i]) * float(keys[token][i]);
+            products[token] = sum;
+        }
 }
 
-// sums += the weighted sum of four values.
+// sums [group_size, size] += weights [group_size, SPLIT] of TOKENS tokens, times their values.
 template <class Number>
-static void add_values(const Number* const* values, const float* weights, int64_t size, float* sums) {
-    for (int value = 0; value < 4; value++) {
+static void add_values(const Number* const* values, const Number* weights, int64_t group_size, int64_t size, float* sums) {
+    for (int64_t head = 0; head < group_size; head++, weights += SPLIT, sums += size)
+        for (int token = 0; token < TOKENS; token++) {
+            float weight = weights[token];
 #pragma omp simd
-        for (int64_t i = 0; i < size; i++) sums[i] += weights[value] * values[value][i];
-    }
+            for (int64_t i = 0; i < size; i++) sums[i] += weight * values[token][i];
+        }
 }
 
 #ifdef __AVX512BF16__
-static void multiply_keys(const bfloat16* query, const bfloat16* const* keys, int64_t size, float* products) {
-    if (size % 32) return multiply_keys<bfloat16>(query, keys, size, products);
-    __m512 sums[4] = {};
-    for (int64_t i = 0; i < size; i += 32)
-        for (int key = 0; key < 4; key++)
-            sums[key] = _mm512_dpbf16_ps(sums[key], (__m512bh)_mm512_loadu_si512(query + i),
-                                         (__m512bh)_mm512_loadu_si512(keys[key] + i));
-    // Four sums over 16 numbers each: halved together, until a number of each is left.
-    __m512 pairs01 = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]), _mm512_unpackhi_ps(sums[0], sums[1]));
-    __m512 pairs23 = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]), _mm512_unpackhi_ps(sums[2], sums[3]));
-    __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(pairs01), _mm512_castps_pd(pairs23));
-    __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(pairs01), _mm512_castps_pd(pairs23));
-    __m512 quads = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
-    __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(quads), _mm512_extractf32x8_ps(quads, 1));
-    _mm_storeu_ps(products, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+static void multiply_keys(const bfloat16* query, const bfloat16* const* keys, int64_t group_size, int64_t size, float* products) {
+    if (size % 32) return multiply_keys<bfloat16>(query, keys, group_size, size, products);
+    for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)
+        for (int token = 0; token < TOKENS; token += 4) {
+            __m512 sums[4] = {};
+#pragma GCC unroll 4
+            for (int64_t i = 0; i < size; i += 32)
+                for (int t = 0; t < 4; t++)
+                    sums[t] = _mm512_dpbf16_ps(sums[t], (__m512bh)_mm512_loadu_si512(query + i),
+                                               (__m512bh)_mm512_loadu_si512(keys[token + t] + i));
+            // Four sums over 16 numbers each: halved together, until a number of each is left.
+            __m512 pairs01 = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]), _mm512_unpackhi_ps(sums[0], sums[1]));
+            __m512 pairs23 = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]), _mm512_unpackhi_ps(sums[2], sums[3]));
+            __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(pairs01), _mm512_castps_pd(pairs23));
+            __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(pairs01), _mm512_castps_pd(pairs23));
+            __m512 quads = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+            __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(quads), _mm512_extractf32x8_ps(quads, 1));
+            _mm_storeu_ps(products + token, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+        }
 }
 
-static void add_values(const bfloat16* const* values, const float* weights, int64_t size, float* sums) {
-    if (size % 32) return add_values<bfloat16>(values, weights, size, sums);
+static void add_values(const bfloat16* const* values, const bfloat16* weights, int64_t group_size, int64_t size, float* sums) {
+    if (size % 32) return add_values<bfloat16>(values, weights, group_size, size, sums);
     // Numbers 0 to 15 and 16 to 31 of two values, alternating: 32 and above means the second value.
     alignas(64) static constexpr uint16_t alternate[64] = {
         0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
         11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
         22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
-    __m512bh weight_pairs[2];
-    for (int pair = 0; pair < 2; pair++) {
-        bfloat16 rounded[2];
-        rounded[0] = weights[2 * pair], rounded[1] = weights[2 * pair + 1];
-        int32_t bits;
-        memcpy(&bits, rounded, sizeof bits);
-        weight_pairs[pair] = (__m512bh)_mm512_set1_epi32(bits);
-    }
-    for (int64_t i = 0; i < size; i += 32)
-        for (int64_t half = 0; half < 2; half++) {
-            __m512i order = _mm512_load_si512(alternate + 32 * half);
-            __m512 sum = _mm512_loadu_ps(sums + i + 16 * half);
-            for (int pair = 0; pair < 2; pair++) {
-                __m512i left = _mm512_loadu_si512(values[2 * pair] + i), right = _mm512_loadu_si512(values[2 * pair + 1] + i);
-                sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_permutex2var_epi16(left, order, right), weight_pairs[pair]);
-            }
-            _mm512_storeu_ps(sums + i + 16 * half, sum);
+    __m512i order[2] = {_mm512_load_si512(alternate), _mm512_load_si512(alternate + 32)};
+    for (int64_t i = 0; i < size; i += 32) {
+        __m512bh pairs[2][TOKENS / 2];
+        for (int pair = 0; pair < TOKENS / 2; pair++) {
+            __m512i left = _mm512_loadu_si512(values[2 * pair] + i), right = _mm512_loadu_si512(values[2 * pair + 1] + i);
+            for (int half = 0; half < 2; half++)
+                pairs[half][pair] = (__m512bh)_mm512_permutex2var_epi16(left, order[half], right);
         }
+        for (int64_t head = 0; head < group_size; head++)
+            for (int half = 0; half < 2; half++) {
+                float* to = sums + head * size + i + 16 * half;
+                __m512 sum = _mm512_loadu_ps(to);
+                for (int pair = 0; pair < TOKENS / 2; pair++) {
+                    int32_t two_weights;
+                    memcpy(&two_weights, weights + head * SPLIT + 2 * pair, sizeof two_weights);
+                    sum = _mm512_dpbf16_ps(sum, pairs[half][pair], (__m512bh)_mm512_set1_epi32(two_weights));
+                }
+                _mm512_storeu_ps(to, sum);
+            }
+    }
 }
 #endif
 
@@ -80,36 +89,48 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
                            int64_t group_size, int64_t head_dim, float scale, float* sums, float* highest,
                            float* totals) {
     int64_t num_heads = num_kv_heads * group_size;
-    float weights[num_heads][SPLIT];
-    // Four tokens' keys or values, from `token` on. In place of those behind the end, the last one again.
-    auto find = [&](const T* cache, int64_t token, const T* found[4]) {
-        for (int64_t i = 0; i < 4; i++) {
-            int64_t position = first_token + std::min(token + i, num_tokens - 1);
-            int64_t slot = block_table[position / block_size] * block_size + position % block_size;
-            found[i] = cache + slot * num_kv_heads * head_dim;
+    float scores[num_heads][SPLIT];
+    T weights[num_heads][SPLIT];
+    // The keys or values of TOKENS tokens, from `token` on. In place of those behind the end, the last one again.
+    auto find = [&](const T* cache, int64_t token, const T** found) {
+        int64_t position = first_token + std::min(token, num_tokens - 1);
+        int64_t block = position / block_size, offset = position % block_size;
+        for (int64_t i = 0; i < TOKENS; i++) {
+            found[i] = cache + (block_table[block] * block_size + offset) * num_kv_heads * head_dim;
+            if (token + i + 1 < num_tokens && ++offset == block_size) block++, offset = 0;
         }
     };
-    const T* four[4];
-    for (int64_t token = 0; token < num_tokens; token += 4) {
-        find(keys, token, four);
-        for (int64_t head = 0; head < num_heads;) {
-            for (int64_t end = head + group_size; head < end; head++)
-                multiply_keys(query + head * head_dim, four, head_dim, &weights[head][token]);
-            for (const T*& key : four) key += head_dim;
+    // What is read next is fetched head by head, while the present is computed with.
+    const T *now[TOKENS], *next[TOKENS];
+    auto fetch = [&] {
+        for (const T*& numbers : next) {
+            for (int64_t i = 0; i < head_dim; i += 64 / sizeof(T)) __builtin_prefetch(numbers + i, 0, 2);
+            numbers += head_dim;
+        }
+    };
+    for (int64_t token = 0; token < num_tokens; token += TOKENS) {
+        bool is_last = token + TOKENS >= num_tokens;
+        find(keys, token, now);
+        find(is_last ? values : keys, is_last ? 0 : token + TOKENS, next);
+        for (int64_t head = 0; head < num_heads; head += group_size) {
+            fetch();
+            multiply_keys(query + head * head_dim, now, group_size, head_dim, &scores[head][token]);
+            for (const T*& key : now) key += head_dim;
         }
     }
     for (int64_t head = 0; head < num_heads; head++) {
-        float* w = weights[head];
-        totals[head] = exponentiate(w, num_tokens, scale, highest[head]);
-        std::fill(w + num_tokens, w + (num_tokens + 3) / 4 * 4, 0.0f);
+        totals[head] = exponentiate(scores[head], num_tokens, scale, highest[head]);
+        std::copy_n(scores[head], num_tokens, weights[head]);
+        std::fill(weights[head] + num_tokens, weights[head] + (num_tokens + TOKENS - 1) / TOKENS * TOKENS, T{});
     }
     std::fill_n(sums, num_heads * head_dim, 0);
-    for (int64_t token = 0; token < num_tokens; token += 4) {
-        find(values, token, four);
-        for (int64_t head = 0; head < num_heads;) {
-            for (int64_t end = head + group_size; head < end; head++)
-                add_values(four, &weights[head][token], head_dim, sums + head * head_dim);
-            for (const T*& value : four) value += head_dim;
+    for (int64_t token = 0; token < num_tokens; token += TOKENS) {
+        find(values, token, now);
+        find(values, token + TOKENS, next);
+        for (int64_t head = 0; head < num_heads; head += group_size) {
+            fetch();
+            add_values(now, &weights[head][token], group_size, head_dim, sums + head * head_dim);
+            for (const T*& value : now) value += head_dim;
         }
     }
 }
