@@ -31,8 +31,8 @@ def reason_unavailable(dtype: torch.dtype) -> str | None:
         x = torch.ones(2, 2, 16, dtype=dtype, device="cuda")
         angles = torch.ones(2, 1, 8, device="cuda")
         integers = torch.ones(2, 16, dtype=torch.int32, device="cuda")
-        rms_norm(x, x[0, 0], 1e-6)
-        rotary(x, angles, angles)
+        rms_norm(x[0], x[0, 0], 1e-6)
+        rotary(x, angles, angles, x[0, 0], 1e-6)
         silu_and_multiply(x[0])
         sample(x[0], integers[0], integers, angles.flatten())
         torch.cuda.synchronize()
@@ -41,53 +41,60 @@ def reason_unavailable(dtype: torch.dtype) -> str | None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """norm.RMSNorm of x [num_tokens, size] or [num_tokens, num_heads, size], whose tokens may lie apart."""
-    assert x[:1].is_contiguous()
+    """norm.RMSNorm of x [num_tokens, size]."""
+    assert x.is_contiguous()
     output = x.new_empty(x.shape)
-    size = x.shape[-1]
-    num_heads = 1 if x.dim() == 2 else x.shape[1]
+    num_tokens, size = x.shape
     if x.numel():
-        _rms_norm_kernel[(x.shape[0] * num_heads,)](
-            x, weight, output, x.stride(0), num_heads, size, eps, BLOCK=triton.next_power_of_2(size)
-        )
+        _rms_norm_kernel[(num_tokens,)](x, weight, output, size, eps, BLOCK=triton.next_power_of_2(size))
     return output
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, output_ptr, stride, num_heads, size, eps, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _rms_norm_kernel(x_ptr, weight_ptr, output_ptr, size, eps, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < size
-    x = tl.load(x_ptr + row // num_heads * stride + row % num_heads * size + offsets, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + token * size + offsets, mask=mask, other=0.0).to(tl.float32)
     dtype = output_ptr.dtype.element_ty
     normed = (x * tl.rsqrt(tl.sum(x * x) / size + eps)).to(dtype).to(tl.float32)  # rounded before the weight is applied
     weight = tl.load(weight_ptr + offsets, mask=mask).to(tl.float32)
-    tl.store(output_ptr + row * size + offsets, (normed * weight).to(dtype), mask=mask)
+    tl.store(output_ptr + token * size + offsets, (normed * weight).to(dtype), mask=mask)
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
     """rotary.apply_rotary of x [num_tokens, num_heads, head_dim], whose tokens may lie apart."""
-    assert x[:1].is_contiguous()
+    assert x[:1].is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
     output = x.new_empty(x.shape)
     num_tokens, num_heads, head_dim = x.shape
     if x.numel():
         _rotary_kernel[(num_tokens, num_heads)](
-            x, cos, sin, output, x.stride(0), num_heads, head_dim // 2, BLOCK=triton.next_power_of_2(head_dim // 2)
-        )
+            x, cos, sin, norm_weight, output, x.stride(0), num_heads, head_dim // 2, eps,
+            HAS_NORM=norm_weight is not None, BLOCK=triton.next_power_of_2(head_dim // 2),
+        )  # fmt: skip
     return output
 
 
 @triton.jit
-def _rotary_kernel(x_ptr, cos_ptr, sin_ptr, output_ptr, stride, num_heads, half, BLOCK: tl.constexpr):
+def _rotary_kernel(
+    x_ptr, cos_ptr, sin_ptr, norm_weight_ptr, output_ptr, stride, num_heads, half, eps,
+    HAS_NORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < half
     cos, sin = tl.load(cos_ptr + token * half + offsets, mask=mask), tl.load(sin_ptr + token * half + offsets, mask=mask)
     start = token * stride + head * 2 * half
-    first = tl.load(x_ptr + start + offsets, mask=mask).to(tl.float32)
-    second = tl.load(x_ptr + start + half + offsets, mask=mask).to(tl.float32)
-    start = (token * num_heads + head) * 2 * half
+    first = tl.load(x_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + start + half + offsets, mask=mask, other=0.0).to(tl.float32)
     dtype = output_ptr.dtype.element_ty
+    if HAS_NORM:  # rounded where _rms_norm_kernel rounds
+        factor = tl.rsqrt((tl.sum(first * first) + tl.sum(second * second)) / (2 * half) + eps)
+        weight = tl.load(norm_weight_ptr + offsets, mask=mask).to(tl.float32)
+        first = ((first * factor).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+        weight = tl.load(norm_weight_ptr + half + offsets, mask=mask).to(tl.float32)
+        second = ((second * factor).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+    start = (token * num_heads + head) * 2 * half
     tl.store(output_ptr + start + offsets, (first * cos - second * sin).to(dtype), mask=mask)
     tl.store(output_ptr + start + half + offsets, (second * cos + first * sin).to(dtype), mask=mask)
 

@@ -7,7 +7,9 @@ Modules are named as in Hugging Face checkpoints. All shapes are one rank's; num
 everything but attention is blind to which sequence a token belongs to.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -20,9 +22,6 @@ from nanovllm.layers.kernels import find_kernels
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding, apply_rotary
-
-
-CPU_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,17 @@ class DecoderSpec:
     dtype: torch.dtype
 
 
+CPU_TOKENS = 512
+
+
+def in_pieces(compute: Callable[..., Tensor], *of_tokens: Tensor) -> Tensor:
+    """compute(*of_tokens), on a CPU a few tokens at a time: so that the widest numbers of a model stay in its caches, and in
+    memory that is already mapped."""
+    if of_tokens[0].device.type != "cpu" or len(of_tokens[0]) <= CPU_TOKENS:
+        return compute(*of_tokens)
+    return torch.cat([compute(*pieces) for pieces in zip(*(numbers.split(CPU_TOKENS) for numbers in of_tokens))])
+
+
 class Attention(nn.Module):
     def __init__(self, spec: DecoderSpec, backend: ModuleType, tp_rank: int, tp_size: int) -> None:
         super().__init__()
@@ -59,15 +69,16 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, spec.dtype) if spec.qk_norm else None
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor, batch: Batch) -> Tensor:
+        # Write first, then read through the block table: so tokens of this very step are context like any other.
+        query = in_pieces(partial(self.project_and_store, kv_cache), x, *cos_sin, batch.slot_mapping)
+        attended = self.backend.attend(query, kv_cache, batch, self.head_dim**-0.5)  # [num_tokens, num_heads, head_dim]
+        return self.o_proj(attended.flatten(1))
+
+    def project_and_store(self, kv_cache: Tensor, x: Tensor, cos: Tensor, sin: Tensor, slot_mapping: Tensor) -> Tensor:
         qkv = self.qkv_proj(x).split(list(self.qkv_proj.parts.values()), dim=-1)
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv)  # [num_tokens, heads, head_dim]
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = apply_rotary(query, *cos_sin), apply_rotary(key, *cos_sin)
-        # Write first, then read through the block table: so tokens of this very step are context like any other.
-        self.backend.store_kvcache(key, value, kv_cache, batch.slot_mapping)
-        attended = self.backend.attend(query, kv_cache, batch, self.head_dim**-0.5)
-        return self.o_proj(attended.flatten(1))
+        self.backend.store_kvcache(apply_rotary(key, cos, sin, self.k_norm), value, kv_cache, slot_mapping)
+        return apply_rotary(query, cos, sin, self.q_norm)
 
 
 class MLP(nn.Module):
@@ -80,10 +91,7 @@ class MLP(nn.Module):
         self.down_proj = RowParallelLinear(spec.intermediate_size, spec.hidden_size, False, spec.dtype, tp_rank, tp_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        # In pieces on a CPU: the widest numbers of a model then stay in its caches, and in memory that is already mapped.
-        pieces = x.split(CPU_TOKENS) if x.device.type == "cpu" else (x,)
-        outputs = [self.down_proj(silu_and_multiply(self.gate_up_proj(piece))) for piece in pieces]
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return in_pieces(lambda x: self.down_proj(silu_and_multiply(self.gate_up_proj(x))), x)
 
 
 def silu_and_multiply(gate_up: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ SIGNATURES = {
     "decode_attention": [P, P, P, P, P, P, P, I, I, I, I, I, I, R],
     "prefill_attention": [P, P, P, P, P, P, P, I, I, I, I, I, I, R],
     "linear": [P, P, P, P, I, I, I],
-    "rms_norm": [P, P, P, I, I, I, I, R],
-    "rotary": [P, P, P, P, I, I, I, I],
+    "rms_norm": [P, P, P, I, I, R],
+    "rotary": [P, P, P, P, P, I, I, I, I, R],
     "silu_and_multiply": [P, P, I, I],
     "sample": [P, P, P, P, P, I, I],
 }
@@ -153,20 +153,21 @@ class TiledWeight:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """norm.RMSNorm of x [num_tokens, size] or [num_tokens, num_heads, size], whose tokens may lie apart."""
-    assert x[:1].is_contiguous()
+    """norm.RMSNorm of x [num_tokens, size]."""
+    assert x.is_contiguous()
     output = x.new_empty(x.shape)
-    num_heads = 1 if x.dim() == 2 else x.shape[1]
-    _call(_library(x.dtype).rms_norm, x, weight, output, x.shape[0], x.stride(0), num_heads, x.shape[-1], eps)
+    _call(_library(x.dtype).rms_norm, x, weight, output, *x.shape, eps)
     return output
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
     """rotary.apply_rotary of x [num_tokens, num_heads, head_dim], whose tokens may lie apart."""
-    assert x[:1].is_contiguous()
+    assert x[:1].is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
     output = x.new_empty(x.shape)
     num_tokens, num_heads, head_dim = x.shape
-    _call(_library(x.dtype).rotary, x, cos, sin, output, num_tokens, x.stride(0), num_heads, head_dim // 2)
+    _call(
+        _library(x.dtype).rotary, x, cos, sin, norm_weight, output, num_tokens, x.stride(0), num_heads, head_dim // 2, eps
+    )  # fmt: skip
     return output
 
 

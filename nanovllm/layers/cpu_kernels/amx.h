@@ -58,11 +58,15 @@ class Rows {
         wait_for_memory();
     }
 
-    // Into `output`, bfloat16 or float.
+    // Into `output`, bfloat16 or float. While tiles sum up some rows, the sums of the rows before are stored.
     template <class Output>
     void multiply(const bfloat16* column, const Outputs& outputs, Output* output, int64_t output_stride) {
-        int64_t num_tiles = round_up(num_rows, ROWS) / ROWS, fetches = (WIDTH + num_tiles - 1) / num_tiles;
-        const bfloat16* next = num_tiles == 1 ? column + WIDTH * LINE : column + WIDTH * depth;
+        int64_t num_tiles = round_up(num_rows, ROWS) / ROWS, fetches = round_up(WIDTH, num_tiles) / num_tiles;
+        const bfloat16* next = column + WIDTH * (num_tiles == 1 ? LINE : depth);
+        auto finish = [&](int64_t row) {
+            for (int64_t end = std::min(row + ROWS, num_rows); row < end; row++)
+                outputs.store(output + row * output_stride, _mm512_load_ps(&sums[row * WIDTH]), _mm512_load_ps(&sums[row * WIDTH + 16]));
+        };
         for (int64_t start = 0; start < depth; start += block) {
             int64_t size = std::min(block, depth - start);
             for (int64_t row = 0; row < num_rows; row += ROWS) {
@@ -70,10 +74,10 @@ class Rows {
                 auto multiply = num_rows - row > ROWS / 2 ? multiply_tiles<true> : multiply_tiles<false>;
                 multiply(x, column + start * WIDTH, size, start > 0, &sums[row * WIDTH], next, fetches);
                 next += fetches * size;
-                if (start + size == depth)
-                    finish(&sums[row * WIDTH], std::min(ROWS, num_rows - row), outputs, output + row * output_stride, output_stride);
+                if (start + size == depth && row > 0) finish(row - ROWS);
             }
         }
+        finish((num_tiles - 1) * ROWS);
     }
 
   private:
@@ -115,11 +119,5 @@ class Rows {
         if (BOTH) _tile_stored(2, lower, SUMS_STRIDE);
         if (BOTH) _tile_stored(3, lower + 16, SUMS_STRIDE);
         wait_for_memory();
-    }
-
-    template <class Output>
-    static void finish(const float* sums, int64_t num_rows, const Outputs& outputs, Output* output, int64_t output_stride) {
-        for (int64_t row = 0; row < num_rows; row++, sums += WIDTH)
-            outputs.store(output + row * output_stride, _mm512_load_ps(sums), _mm512_load_ps(sums + 16));
     }
 };

@@ -2,31 +2,32 @@
 #pragma once
 #include "common.h"
 
-extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tokens, int64_t stride, int64_t num_heads,
-              int64_t size, float eps) {
-#pragma omp parallel for if (num_tokens * num_heads * size > SERIAL)
-    for (int64_t row = 0; row < num_tokens * num_heads; row++) {
-        const T* in = x + row / num_heads * stride + row % num_heads * size;
-        T* out = output + row * size;
-        float squares = 0;
+static void normalize(const T* x, const T* weight, int64_t size, float eps, T* output) {
+    float squares = 0;
 #pragma omp simd reduction(+ : squares)
-        for (int64_t i = 0; i < size; i++) squares += float(in[i]) * float(in[i]);
-        float factor = 1 / sqrtf(squares / size + eps);
-        for (int64_t i = 0; i < size; i++) {
-            T normed;
-            normed = in[i] * factor;  // rounded before the weight is applied, as in Hugging Face's models
-            out[i] = normed * weight[i];
-        }
+    for (int64_t i = 0; i < size; i++) squares += float(x[i]) * float(x[i]);
+    float factor = 1 / sqrtf(squares / size + eps);
+    for (int64_t i = 0; i < size; i++) {
+        T normed;
+        normed = x[i] * factor;  // rounded before the weight is applied, as in Hugging Face's models
+        output[i] = normed * weight[i];
     }
 }
 
-extern "C" void rotary(const T* x, const float* cos, const float* sin, T* output, int64_t num_tokens, int64_t stride,
-            int64_t num_heads, int64_t half) {
+extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tokens, int64_t size, float eps) {
+#pragma omp parallel for if (num_tokens * size > SERIAL)
+    for (int64_t token = 0; token < num_tokens; token++) normalize(x + token * size, weight, size, eps, output + token * size);
+}
+
+extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* norm_weight, T* output,
+                       int64_t num_tokens, int64_t stride, int64_t num_heads, int64_t half, float eps) {
 #pragma omp parallel for if (num_tokens * num_heads * half > SERIAL)
     for (int64_t token = 0; token < num_tokens; token++)
         for (int64_t head = 0; head < num_heads; head++) {
-            const T *first = x + token * stride + head * 2 * half, *second = first + half;
-            T* out = output + (token * num_heads + head) * 2 * half;
+            const T* in = x + token * stride + head * 2 * half;
+            T normed[2 * half], *out = output + (token * num_heads + head) * 2 * half;
+            if (norm_weight) normalize(in, norm_weight, 2 * half, eps, normed);
+            const T *first = norm_weight ? normed : in, *second = first + half;
             const float *c = cos + token * half, *s = sin + token * half;
             for (int64_t i = 0; i < half; i++) {
                 float a = first[i], b = second[i];
