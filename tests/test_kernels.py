@@ -15,13 +15,16 @@ from conftest import Oracle, random_prompt
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers import cpu_kernels, kernels
 from nanovllm.layers.cpu_kernels import TiledWeight
+from nanovllm.layers.linear import silu_and_multiply
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import apply_rotary
 from nanovllm.layers.sampler import Sampler, SamplingBatch
-from nanovllm.models.decoder import silu_and_multiply
 
 ON_GPU = torch.cuda.is_available()
 needs_compiler = pytest.mark.skipif(cpu_kernels.reason_unavailable(torch.float32) is not None, reason="no C++ compiler")
+needs_bfloat16 = pytest.mark.skipif(
+    not TiledWeight.can_hold(torch.empty(0, 2, dtype=torch.bfloat16)), reason="no compiler, or no bfloat16 instructions"
+)
 # Without a GPU, Triton's kernels run in its interpreter, on the CPU.
 all_kernels = pytest.mark.parametrize(
     "module, device",
@@ -84,23 +87,35 @@ def test_layers(
         torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.skipif(
-    not TiledWeight.can_hold(torch.empty(0, 2, dtype=torch.bfloat16)), reason="no compiler, or no bfloat16 instructions"
-)
+@needs_bfloat16
 @pytest.mark.parametrize("in_features, out_features", [(2, 1), (30, 64), (64, 100), (320, 16), (4096, 130)])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_tiled_weight(in_features: int, out_features: int, bias: bool) -> None:
+@pytest.mark.parametrize("plus", ["bias", "residual", "both", "nothing"])
+def test_tiled_weight(in_features: int, out_features: int, plus: str) -> None:
     torch.manual_seed(0)
     weight = torch.randn(out_features, in_features).bfloat16()
     tiled = TiledWeight(weight)
-    offset = torch.randn(out_features).bfloat16() if bias else None
-    for num_rows in (0, 1, 2, 5, 6, 7, 11, 32, 150):  # 4096 inputs: more rows than one pass takes
+    bias = torch.randn(out_features).bfloat16() if plus in ("bias", "both") else None
+    for num_rows in (0, 1, 2, 5, 12, 13, 17, 32, 150):  # 4096 inputs: more rows than one pass takes
         x = torch.randn(num_rows, in_features).bfloat16()
-        expected = F.linear(x.float(), weight.float(), None if offset is None else offset.float())
+        residual = torch.randn(num_rows, out_features).bfloat16() if plus in ("residual", "both") else None
+        expected = x.float() @ weight.float().T
+        expected += sum(addend.float() for addend in (bias, residual) if addend is not None)
         atol = 1e-3 * in_features**0.5
-        torch.testing.assert_close(tiled.multiply(x, offset).float(), expected, atol=atol, rtol=8e-3)
+        torch.testing.assert_close(tiled.multiply(x, bias, residual).float(), expected, atol=atol, rtol=8e-3)
     ids = torch.tensor([out_features - 1, 0, out_features // 2])
     assert torch.equal(tiled.rows(ids), weight[ids])
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("in_features, out_features", [(2, 1), (30, 16), (64, 100), (1030, 48)])
+def test_gated_weight(in_features: int, out_features: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(2 * out_features, in_features).bfloat16()
+    for num_rows in (0, 1, 12, 33, 150):
+        x = torch.randn(num_rows, in_features).bfloat16() / in_features**0.5
+        gate, up = (x.float() @ weight.float().T).chunk(2, dim=-1)
+        output = TiledWeight(weight, gated=True).multiply(x)
+        torch.testing.assert_close(output.float(), F.silu(gate) * up, atol=1e-3, rtol=8e-3)
 
 
 @all_kernels

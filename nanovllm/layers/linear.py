@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.layers.cpu_kernels import TiledWeight
+from nanovllm.layers.kernels import find_kernels
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Target:
 class Linear(nn.Module):
     """y = x W^T + b over one rank's share of W."""
 
+    gated = False
+
     def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, tp_rank: int, tp_size: int) -> None:
         super().__init__()
         self.tp_rank, self.tp_size = tp_rank, tp_size
@@ -54,14 +57,18 @@ class Linear(nn.Module):
 
     def pack(self) -> None:
         """Trade a bfloat16 weight on a CPU for a copy in the order in which products read it."""
-        for kind in (TiledWeight, OneDNNWeight):
-            if kind.can_hold(self.weight):
-                self.packed = kind(self.weight.detach())
-                self.weight = None
-                break
+        if TiledWeight.can_hold(self.weight):
+            self.packed = TiledWeight(self.weight.detach(), self.gated)
+        elif OneDNNWeight.can_hold(self.weight):
+            self.packed = OneDNNWeight(self.weight.detach())
+        if self.packed is not None:
+            self.weight = None
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, self.weight, bias) if self.packed is None else self.packed.multiply(x, bias)
+    def multiply(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        if isinstance(self.packed, TiledWeight):
+            return self.packed.multiply(x, bias, residual)
+        output = F.linear(x, self.weight, bias) if self.packed is None else self.packed.multiply(x, bias)
+        return output if residual is None else output + residual
 
 
 class OneDNNWeight:
@@ -99,8 +106,25 @@ class ColumnParallelLinear(Linear):
         return self.multiply(x, self.bias)
 
 
+class GatedLinear(ColumnParallelLinear):
+    """Two projections of one input, a gate and what it lets pass: silu(x G^T) * (x U^T) (SwiGLU, Shazeer 2020)."""
+
+    gated = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.multiply(x, self.bias)
+        return output if isinstance(self.packed, TiledWeight) else silu_and_multiply(output)
+
+
+def silu_and_multiply(gate_up: Tensor) -> Tensor:
+    if kernels := find_kernels(gate_up):
+        return kernels.silu_and_multiply(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 class RowParallelLinear(Linear):
-    """The counterpart: takes divided inputs. The layer's output is the sum over the ranks; rank 0 adds the bias."""
+    """The counterpart: takes divided inputs. The layer's output is the sum over the ranks; rank 0 adds the rest."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, tp_rank: int = 0, tp_size: int = 1
@@ -112,5 +136,6 @@ class RowParallelLinear(Linear):
         if self.bias is not None:
             yield f"{name}.bias", Target(self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x, self.bias if self.tp_rank == 0 else None)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """With `residual` added: rounded once where the product itself can add it."""
+        return self.multiply(x, self.bias, residual) if self.tp_rank == 0 else self.multiply(x)

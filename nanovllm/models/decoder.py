@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from nanovllm.engine.batch import Batch
 from nanovllm.layers.cpu_kernels import TiledWeight
 from nanovllm.layers.kernels import find_kernels
-from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import ColumnParallelLinear, GatedLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding, apply_rotary
 
@@ -68,11 +68,13 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, spec.dtype) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, spec.dtype) if spec.qk_norm else None
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor, batch: Batch) -> Tensor:
+    def forward(
+        self, x: Tensor, residual: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor, batch: Batch
+    ) -> Tensor:
         # Write first, then read through the block table: so tokens of this very step are context like any other.
         query = in_pieces(partial(self.project_and_store, kv_cache), x, *cos_sin, batch.slot_mapping)
         attended = self.backend.attend(query, kv_cache, batch, self.head_dim**-0.5)  # [num_tokens, num_heads, head_dim]
-        return self.o_proj(attended.flatten(1))
+        return self.o_proj(attended.flatten(1), residual)
 
     def project_and_store(self, kv_cache: Tensor, x: Tensor, cos: Tensor, sin: Tensor, slot_mapping: Tensor) -> Tensor:
         qkv = self.qkv_proj(x).split(list(self.qkv_proj.parts.values()), dim=-1)
@@ -82,26 +84,19 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer, 2020)."""
-
     def __init__(self, spec: DecoderSpec, tp_rank: int, tp_size: int) -> None:
         super().__init__()
         parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
-        self.gate_up_proj = ColumnParallelLinear(spec.hidden_size, parts, False, spec.dtype, tp_rank, tp_size)
+        self.gate_up_proj = GatedLinear(spec.hidden_size, parts, False, spec.dtype, tp_rank, tp_size)
         self.down_proj = RowParallelLinear(spec.intermediate_size, spec.hidden_size, False, spec.dtype, tp_rank, tp_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return in_pieces(lambda x: self.down_proj(silu_and_multiply(self.gate_up_proj(x))), x)
-
-
-def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    if kernels := find_kernels(gate_up):
-        return kernels.silu_and_multiply(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return in_pieces(lambda x, residual: self.down_proj(self.gate_up_proj(x), residual), x, residual)
 
 
 class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), and of that the same with the MLP. The last product of each adds to the x it is given."""
+
     def __init__(self, spec: DecoderSpec, backend: ModuleType, tp_rank: int, tp_size: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, spec.dtype)
@@ -110,8 +105,8 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(spec, tp_rank, tp_size)
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor, batch: Batch) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, batch)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = self.self_attn(self.input_layernorm(x), x, cos_sin, kv_cache, batch)
+        return self.mlp(self.post_attention_layernorm(x), x)
 
 
 class Embedding(nn.Module):
@@ -132,7 +127,7 @@ class Embedding(nn.Module):
         return F.embedding(token_ids, self.weight) if self.packed is None else self.packed.rows(token_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight) if self.packed is None else self.packed.multiply(hidden, None)
+        return F.linear(hidden, self.weight) if self.packed is None else self.packed.multiply(hidden)
 
 
 class Decoder(nn.Module):

@@ -26,7 +26,7 @@ SIGNATURES = {
     "store_kvcache": [P, P, I, I, P, I, I, P, P],
     "decode_attention": [P, P, P, P, P, P, P, I, I, I, I, I, I, R],
     "prefill_attention": [P, P, P, P, P, P, P, I, I, I, I, I, I, R],
-    "linear": [P, P, P, P, I, I, I],
+    "linear": [P, P, P, P, P, I, I, I, I],
     "rms_norm": [P, P, P, I, I, R],
     "rotary": [P, P, P, P, P, I, I, I, I, R],
     "silu_and_multiply": [P, P, I, I],
@@ -128,23 +128,31 @@ def can_multiply(dtype: torch.dtype) -> bool:
 
 
 class TiledWeight:
-    """A bfloat16 matrix [out_features, in_features] in the order in which `linear` reads it: see products.h."""
+    """A bfloat16 matrix [out_features, in_features] in the order in which `linear` reads it: see products.h.
 
-    def __init__(self, weight: Tensor) -> None:
-        self.out_features, self.in_features = weight.shape
-        padded = F.pad(weight, (0, -self.in_features % 32, 0, -self.out_features % 32))
-        columns = padded.view(-1, 32, padded.shape[1] // 2, 2)
+    A `gated` one has gates in its upper half, and what they let pass in the lower; they alternate in memory, 16 by 16.
+    """
+
+    def __init__(self, weight: Tensor, gated: bool = False) -> None:
+        num_rows, self.in_features = weight.shape
+        self.gated = gated
+        self.out_features = num_rows // 2 if gated else num_rows
+        parts = weight.unflatten(0, (2, -1)) if gated else weight[None]
+        width = 32 // len(parts)
+        parts = F.pad(parts, (0, -self.in_features % 32, 0, -self.out_features % width))
+        rows = parts.unflatten(1, (-1, width)).transpose(0, 1)  # [num_columns, parts, width, depth]
+        columns = rows.reshape(rows.shape[0], 32, -1, 2)
         self.columns = columns.transpose(1, 2).contiguous()  # [num_columns, depth / 2, 32, 2]
 
     @staticmethod
     def can_hold(weight: Tensor) -> bool:
         return weight.device.type == "cpu" and weight.shape[1] % 2 == 0 and can_multiply(weight.dtype)
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [num_rows, in_features] to [num_rows, out_features]."""
-        assert x.is_contiguous()
+    def multiply(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        """x [num_rows, in_features] to [num_rows, out_features]; `residual` of that shape is added."""
+        assert x.is_contiguous() and (residual is None or residual.is_contiguous())
         output = x.new_empty(x.shape[0], self.out_features)
-        _call(_library(x.dtype).linear, x, self.columns, bias, output, *x.shape, self.out_features)
+        _call(_library(x.dtype).linear, x, self.columns, bias, residual, output, *x.shape, self.out_features, self.gated)
         return output
 
     def rows(self, ids: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class Rows {
         const bfloat16* next = column + WIDTH * (num_tiles == 1 ? LINE : depth);
         auto finish = [&](int64_t row) {
             for (int64_t end = std::min(row + ROWS, num_rows); row < end; row++)
-                outputs.store(output + row * output_stride, _mm512_load_ps(&sums[row * WIDTH]), _mm512_load_ps(&sums[row * WIDTH + 16]));
+                outputs.store(&sums[row * WIDTH], output, row * output_stride);
         };
         for (int64_t start = 0; start < depth; start += block) {
             int64_t size = std::min(block, depth - start);

@@ -37,14 +37,14 @@ class Rows {
         int64_t num_tiles = round_up(num_rows, ROWS) / ROWS;
         for (int64_t tile = 0; tile < num_tiles; tile++) {
             int64_t row = num_rows * tile / num_tiles, end = num_rows * (tile + 1) / num_tiles;
-            (this->*of_rows[end - row])(x + row * stride, column, outputs, output + row * output_stride, output_stride, tile, num_tiles);
+            (this->*of_rows[end - row])(row, column, outputs, output, output_stride, tile, num_tiles);
         }
     }
 
   private:
     // M rows of x. Of the next column, each of num_tiles tiles fetches its share.
     template <int M, class Output>
-    void multiply_tile(const bfloat16* x, const bfloat16* column, const Outputs& outputs, Output* output,
+    void multiply_tile(int64_t first_row, const bfloat16* column, const Outputs& outputs, Output* output,
                        int64_t output_stride, int64_t tile, int64_t num_tiles) const {
         __m512 sums[M][2];
         for (auto& of_row : sums)
@@ -61,12 +61,12 @@ class Rows {
             }
             for (int row = 0; row < M; row++) {
                 int32_t pair;
-                memcpy(&pair, x + row * stride + i, sizeof pair);
+                memcpy(&pair, x + (first_row + row) * stride + i, sizeof pair);
                 for (int half = 0; half < 2; half++)
                     sums[row][half] = _mm512_dpbf16_ps(sums[row][half], (__m512bh)_mm512_set1_epi32(pair), halves[half]);
             }
         }
         for (int row = 0; row < M; row++)
-            outputs.store(output + row * output_stride, sums[row][0], sums[row][1]);
+            outputs.store((const float*)sums[row], output, (first_row + row) * output_stride);
     }
 };

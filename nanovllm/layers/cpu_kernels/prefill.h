@@ -43,7 +43,7 @@ static void attend_to_prefix(const bfloat16* query, const bfloat16* keys, const 
         int64_t visible = tokens_before + (start + size - 1) / group_size + 1;
         query_rows.pack(&rows[start * head_dim], head_dim, size, head_dim);
         for (int64_t column = 0; column < visible; column += WIDTH)
-            query_rows.multiply(&key_columns[column * padded_dim], Outputs(WIDTH), &scores[column], padded_len);
+            query_rows.multiply(&key_columns[column * padded_dim], Outputs{WIDTH}, &scores[column], padded_len);
         for (int64_t row = 0; row < size; row++) {
             int64_t row_visible = tokens_before + (start + row) / group_size + 1;
             float *s = &scores[row * padded_len], highest;
@@ -54,7 +54,7 @@ static void attend_to_prefix(const bfloat16* query, const bfloat16* keys, const 
         }
         weight_rows.pack(weights.data(), padded_len, size, round_up(visible, 2));
         for (int64_t column = 0; column < head_dim; column += WIDTH)
-            weight_rows.multiply(&value_columns[column * padded_len], Outputs(head_dim - column),
+            weight_rows.multiply(&value_columns[column * padded_len], Outputs{std::min(WIDTH, head_dim - column)},
                                  &outputs[start * head_dim + column], head_dim);
     }
     for (int64_t row = 0; row < num_rows; row++)

@@ -11,27 +11,36 @@ constexpr int64_t WIDTH = 32, LINE = 32;  // LINE numbers fill a register, and a
 
 static int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
-// What happens to the sums of a row and a column: a bias is added, and the outputs that there are are stored.
+static __m512 widen(__m256i narrow) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16)); }
+
+// What becomes of the sums of a column: with `bias` added, and with `residual`, of the output's shape, they are the output's
+// numbers. If the column is `gated`, its first half holds gates and its second half what they let pass: silu(gate) * up.
 struct Outputs {
-    __mmask32 mask;
-    __m512 biases[2];
+    int64_t size;  // numbers of the output in this column
+    const bfloat16 *bias = nullptr, *residual = nullptr;
+    bool gated = false;
 
-    explicit Outputs(int64_t columns_left, const bfloat16* bias = nullptr) {
-        mask = columns_left < WIDTH ? (1u << columns_left) - 1 : -1;
-        __m512i narrow = _mm512_maskz_loadu_epi16(bias ? mask : 0, bias);
-        biases[0] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(narrow)), 16));
-        biases[1] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(narrow, 1)), 16));
+    // Of one row, `offset` behind the first row's in the output.
+    void store(const float* sums, bfloat16* output, int64_t offset) const {
+        if (gated) {
+            float numbers[WIDTH / 2];
+#pragma omp simd
+            for (int i = 0; i < WIDTH / 2; i++) numbers[i] = sums[i] / (1 + expf(-sums[i])) * sums[WIDTH / 2 + i];
+            __m256i narrow = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(numbers));
+            return _mm256_mask_storeu_epi16(output + offset, (1u << size) - 1, narrow);
+        }
+        __mmask32 mask = size < WIDTH ? (1u << size) - 1 : -1;
+        __m512 first = _mm512_loadu_ps(sums), second = _mm512_loadu_ps(sums + WIDTH / 2);
+        for (const bfloat16* addend : {bias, residual ? residual + offset : nullptr})
+            if (addend) {
+                __m512i narrow = _mm512_maskz_loadu_epi16(mask, addend);
+                first = _mm512_add_ps(first, widen(_mm512_castsi512_si256(narrow)));
+                second = _mm512_add_ps(second, widen(_mm512_extracti64x4_epi64(narrow, 1)));
+            }
+        _mm512_mask_storeu_epi16(output + offset, mask, (__m512i)_mm512_cvtne2ps_pbh(second, first));
     }
 
-    void store(bfloat16* to, __m512 first, __m512 second) const {
-        __m512bh sums = _mm512_cvtne2ps_pbh(_mm512_add_ps(second, biases[1]), _mm512_add_ps(first, biases[0]));
-        _mm512_mask_storeu_epi16(to, mask, (__m512i)sums);
-    }
-
-    void store(float* to, __m512 first, __m512 second) const {
-        _mm512_mask_storeu_ps(to, mask, _mm512_add_ps(first, biases[0]));
-        _mm512_mask_storeu_ps(to + 16, mask >> 16, _mm512_add_ps(second, biases[1]));
-    }
+    void store(const float* sums, float* output, int64_t offset) const { std::copy_n(sums, size, output + offset); }
 };
 
 // Rows: up to MAX_ROWS rows of x, ROWS of them multiplied at a time, of which CACHED_BYTES stay in a core's cache while all
@@ -44,9 +53,10 @@ struct Outputs {
 
 extern "C" int can_multiply() { return Tiles::allowed; }
 
-extern "C" void linear(const bfloat16* x, const bfloat16* columns, const bfloat16* bias, bfloat16* output,
-                       int64_t num_rows, int64_t in_features, int64_t out_features) {
-    int64_t depth = round_up(in_features, LINE);
+// For a `gated` weight, out_features counts the gates: there are as many outputs, and twice as many rows in the weight.
+extern "C" void linear(const bfloat16* x, const bfloat16* columns, const bfloat16* bias, const bfloat16* residual,
+                       bfloat16* output, int64_t num_rows, int64_t in_features, int64_t out_features, int64_t gated) {
+    int64_t depth = round_up(in_features, LINE), outputs_of_column = gated ? WIDTH / 2 : WIDTH;
     int64_t rows_at_once = std::clamp(CACHED_BYTES / (2 * depth) / ROWS * ROWS, ROWS, MAX_ROWS);
 #pragma omp parallel
     {
@@ -55,9 +65,12 @@ extern "C" void linear(const bfloat16* x, const bfloat16* columns, const bfloat1
         for (int64_t row = 0; row < num_rows; row += rows_at_once) {
             rows.pack(x + row * in_features, in_features, std::min(rows_at_once, num_rows - row), in_features);
 #pragma omp for nowait
-            for (int64_t column = 0; column < out_features; column += WIDTH)
-                rows.multiply(columns + column * depth, Outputs(out_features - column, bias ? bias + column : nullptr),
-                              output + row * out_features + column, out_features);
+            for (int64_t first = 0; first < out_features; first += outputs_of_column) {
+                int64_t offset = row * out_features + first;
+                Outputs outputs{std::min(outputs_of_column, out_features - first), bias ? bias + first : nullptr,
+                                residual ? residual + offset : nullptr, bool(gated)};
+                rows.multiply(columns + first / outputs_of_column * WIDTH * depth, outputs, output + offset, out_features);
+            }
         }
     }
 }
