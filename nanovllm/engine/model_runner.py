@@ -20,9 +20,8 @@ from nanovllm.engine.kv_cache import MemoryMeter, count_blocks
 from nanovllm.engine.penalties import Penalties
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import select_backend
-from nanovllm.layers.linear import Linear
 from nanovllm.layers.sampler import Sampler, SamplingBatch
-from nanovllm.models.decoder import CausalLM, DecoderSpec, Embedding
+from nanovllm.models.decoder import CausalLM, DecoderSpec
 from nanovllm.models.weights import fill_with_noise, load_checkpoint
 from nanovllm.sampling_params import SamplingParams
 
@@ -48,9 +47,7 @@ class ModelRunner:
             fill_with_noise(self.model, config.seed)
         else:
             load_checkpoint(self.model, directory)
-        for module in self.model.modules():
-            if isinstance(module, Linear | Embedding):
-                module.pack()
+        self.model.pack()
         self.penalties = Penalties(config.max_num_seqs, spec.vocab_size, self.device)
         self.sampler = Sampler(spec.vocab_size, self.device)
 

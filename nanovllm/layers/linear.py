@@ -64,11 +64,8 @@ class Linear(nn.Module):
         if self.packed is not None:
             self.weight = None
 
-    def multiply(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-        if isinstance(self.packed, TiledWeight):
-            return self.packed.multiply(x, bias, residual)
-        output = F.linear(x, self.weight, bias) if self.packed is None else self.packed.multiply(x, bias)
-        return output if residual is None else output + residual
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self.weight, bias) if self.packed is None else self.packed.multiply(x, bias)
 
 
 class OneDNNWeight:
@@ -124,7 +121,7 @@ def silu_and_multiply(gate_up: Tensor) -> Tensor:
 
 
 class RowParallelLinear(Linear):
-    """The counterpart: takes divided inputs. The layer's output is the sum over the ranks; rank 0 adds the rest."""
+    """The counterpart: takes divided inputs. The layer's output is the sum over the ranks; rank 0 adds the bias."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, tp_rank: int = 0, tp_size: int = 1
@@ -136,6 +133,5 @@ class RowParallelLinear(Linear):
         if self.bias is not None:
             yield f"{name}.bias", Target(self.bias)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """With `residual` added: rounded once where the product itself can add it."""
-        return self.multiply(x, self.bias, residual) if self.tp_rank == 0 else self.multiply(x)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply(x, self.bias if self.tp_rank == 0 else None)

@@ -7,9 +7,7 @@ Modules are named as in Hugging Face checkpoints. All shapes are one rank's; num
 everything but attention is blind to which sequence a token belongs to.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
 
 import torch
@@ -18,8 +16,8 @@ from torch import Tensor, nn
 
 from nanovllm.engine.batch import Batch
 from nanovllm.layers.cpu_kernels import TiledWeight
-from nanovllm.layers.kernels import find_kernels
-from nanovllm.layers.linear import ColumnParallelLinear, GatedLinear, RowParallelLinear
+from nanovllm.layers.cpu_kernels.fused_layers import FusedLayers
+from nanovllm.layers.linear import ColumnParallelLinear, GatedLinear, Linear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding, apply_rotary
 
@@ -45,17 +43,6 @@ class DecoderSpec:
     dtype: torch.dtype
 
 
-CPU_TOKENS = 512
-
-
-def in_pieces(compute: Callable[..., Tensor], *of_tokens: Tensor) -> Tensor:
-    """compute(*of_tokens), on a CPU a few tokens at a time: so that the widest numbers of a model stay in its caches, and in
-    memory that is already mapped."""
-    if of_tokens[0].device.type != "cpu" or len(of_tokens[0]) <= CPU_TOKENS:
-        return compute(*of_tokens)
-    return torch.cat([compute(*pieces) for pieces in zip(*(numbers.split(CPU_TOKENS) for numbers in of_tokens))])
-
-
 class Attention(nn.Module):
     def __init__(self, spec: DecoderSpec, backend: ModuleType, tp_rank: int, tp_size: int) -> None:
         super().__init__()
@@ -68,19 +55,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, spec.dtype) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, spec.dtype) if spec.qk_norm else None
 
-    def forward(
-        self, x: Tensor, residual: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor, batch: Batch
-    ) -> Tensor:
-        # Write first, then read through the block table: so tokens of this very step are context like any other.
-        query = in_pieces(partial(self.project_and_store, kv_cache), x, *cos_sin, batch.slot_mapping)
-        attended = self.backend.attend(query, kv_cache, batch, self.head_dim**-0.5)  # [num_tokens, num_heads, head_dim]
-        return self.o_proj(attended.flatten(1), residual)
-
-    def project_and_store(self, kv_cache: Tensor, x: Tensor, cos: Tensor, sin: Tensor, slot_mapping: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor, batch: Batch) -> Tensor:
         qkv = self.qkv_proj(x).split(list(self.qkv_proj.parts.values()), dim=-1)
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv)  # [num_tokens, heads, head_dim]
-        self.backend.store_kvcache(apply_rotary(key, cos, sin, self.k_norm), value, kv_cache, slot_mapping)
-        return apply_rotary(query, cos, sin, self.q_norm)
+        query, key = apply_rotary(query, *cos_sin, self.q_norm), apply_rotary(key, *cos_sin, self.k_norm)
+        # Write first, then read through the block table: so tokens of this very step are context like any other.
+        self.backend.store_kvcache(key, value, kv_cache, batch.slot_mapping)
+        attended = self.backend.attend(query, kv_cache, batch, self.head_dim**-0.5)
+        return self.o_proj(attended.flatten(1))
 
 
 class MLP(nn.Module):
@@ -90,13 +72,11 @@ class MLP(nn.Module):
         self.gate_up_proj = GatedLinear(spec.hidden_size, parts, False, spec.dtype, tp_rank, tp_size)
         self.down_proj = RowParallelLinear(spec.intermediate_size, spec.hidden_size, False, spec.dtype, tp_rank, tp_size)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return in_pieces(lambda x, residual: self.down_proj(self.gate_up_proj(x), residual), x, residual)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.gate_up_proj(x))
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), and of that the same with the MLP. The last product of each adds to the x it is given."""
-
     def __init__(self, spec: DecoderSpec, backend: ModuleType, tp_rank: int, tp_size: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, spec.dtype)
@@ -105,8 +85,8 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(spec, tp_rank, tp_size)
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor, batch: Batch) -> Tensor:
-        x = self.self_attn(self.input_layernorm(x), x, cos_sin, kv_cache, batch)
-        return self.mlp(self.post_attention_layernorm(x), x)
+        x = x + self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, batch)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Embedding(nn.Module):
@@ -139,12 +119,16 @@ class Decoder(nn.Module):
         self.rotary = RotaryEmbedding(spec.head_dim, spec.rope)
         self.layers = nn.ModuleList(DecoderLayer(spec, backend, tp_rank, tp_size) for _ in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, spec.dtype)
+        self.fused_layers: FusedLayers | None = None
 
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
         x = self.embed_tokens(batch.input_ids)  # [num_tokens, hidden_size]
         cos_sin = self.rotary(batch.positions)
-        for layer, kv_cache in zip(self.layers, kv_caches):
-            x = layer(x, cos_sin, kv_cache, batch)
+        if self.fused_layers is not None:
+            x = self.fused_layers(x, cos_sin, kv_caches, batch)
+        else:
+            for layer, kv_cache in zip(self.layers, kv_caches):
+                x = layer(x, cos_sin, kv_cache, batch)
         return self.norm(x[batch.logits_indices])  # [num_logits, hidden_size]; the other tokens only leave their K/V
 
 
@@ -155,6 +139,14 @@ class CausalLM(nn.Module):
         super().__init__()
         self.model = Decoder(spec, backend, tp_rank, tp_size)
         self.lm_head = None if spec.tie_embeddings else Embedding(spec)
+
+    def pack(self) -> None:
+        """Once the weights are loaded: put them, and the layers, into the form that is fastest here."""
+        for module in self.modules():
+            if isinstance(module, Linear | Embedding):
+                module.pack()
+        if FusedLayers.can_hold(self.model.layers):
+            self.model.fused_layers = FusedLayers(self.model.layers)
 
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
         """Hidden states [num_logits, hidden_size]. Apart from the logits, so that a CUDA graph can end here."""

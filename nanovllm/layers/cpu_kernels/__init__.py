@@ -26,6 +26,7 @@ SIGNATURES = {
     "store_kvcache": [P, P, I, I, P, I, I, P, P],
     "decode_attention": [P, P, P, P, P, P, P, I, I, I, I, I, I, R],
     "prefill_attention": [P, P, P, P, P, P, P, I, I, I, I, I, I, R],
+    "decoder_layers": [P, P, I, I, P, P, P, P, P, P, P, I, I, I, I, I],
     "linear": [P, P, P, P, P, I, I, I, I],
     "rms_norm": [P, P, P, I, I, R],
     "rotary": [P, P, P, P, P, I, I, I, I, R],
@@ -148,11 +149,11 @@ class TiledWeight:
     def can_hold(weight: Tensor) -> bool:
         return weight.device.type == "cpu" and weight.shape[1] % 2 == 0 and can_multiply(weight.dtype)
 
-    def multiply(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-        """x [num_rows, in_features] to [num_rows, out_features]; `residual` of that shape is added."""
-        assert x.is_contiguous() and (residual is None or residual.is_contiguous())
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [num_rows, in_features] to [num_rows, out_features]."""
+        assert x.is_contiguous()
         output = x.new_empty(x.shape[0], self.out_features)
-        _call(_library(x.dtype).linear, x, self.columns, bias, residual, output, *x.shape, self.out_features, self.gated)
+        _call(_library(x.dtype).linear, x, self.columns, bias, None, output, *x.shape, self.out_features, self.gated)
         return output
 
     def rows(self, ids: Tensor) -> Tensor:

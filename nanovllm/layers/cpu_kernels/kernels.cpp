@@ -5,6 +5,4 @@
 // they are read and rounded where they are written. The threads are torch's own: both use the OpenMP library that torch
 // has loaded.
 
-#include "decode.h"
-#include "layers.h"
-#include "prefill.h"
+#include "fused_layers.h"
