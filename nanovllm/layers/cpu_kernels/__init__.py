@@ -37,12 +37,12 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC"]
 if platform.machine() == "x86_64":
     FLAGS.append("-mprefer-vector-width=512")
-NUMBER = {torch.float32: "float", torch.bfloat16: "bfloat16"}
+DEFINES = {torch.float32: ["-DT=float"], torch.bfloat16: ["-DT=bfloat16", "-DT_IS_BFLOAT16"]}
 
 
 @cache
 def reason_unavailable(dtype: torch.dtype) -> str | None:
-    if dtype not in NUMBER:
+    if dtype not in DEFINES:
         return f"there are no CPU kernels for {dtype}"
     try:
         _library(dtype)
@@ -60,14 +60,14 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL:
     compiler = os.environ.get("CXX", "c++")
     target = _run(compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)  # version and processor features, as macros
     sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("*.[ch]*")))
-    key = xxhash.xxh64(sources + target + repr((FLAGS, NUMBER[dtype])).encode()).hexdigest()
+    key = xxhash.xxh64(sources + target + repr((FLAGS, DEFINES[dtype])).encode()).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "nanovllm")
     path = folder / f"cpu_kernels_{key}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             unlinked, linked = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
-            _run(compiler, *FLAGS, f"-DT={NUMBER[dtype]}", "-c", str(SOURCE), "-o", str(unlinked))
+            _run(compiler, *FLAGS, *DEFINES[dtype], "-c", str(SOURCE), "-o", str(unlinked))
             # Linked without OpenMP: its functions are found in the copy that torch has loaded, with torch's threads.
             _run(compiler, "-shared", str(unlinked), "-o", str(linked))
             linked.rename(path)  # at once, for other processes that look for it

@@ -7,8 +7,10 @@
 #include <cstring>
 #include <vector>
 
-#ifdef __AVX512BF16__
+// Where T is bfloat16, and the processor has instructions that multiply pairs of them.
+#if defined(T_IS_BFLOAT16) && defined(__AVX512BF16__)
 #include <immintrin.h>
+#define MULTIPLIES
 #endif
 
 constexpr int64_t SERIAL = 1 << 14;  // numbers that one thread turns faster than others wake up

@@ -30,7 +30,7 @@ static void add_values(const Number* const* values, const Number* weights, int64
         }
 }
 
-#ifdef __AVX512BF16__
+#ifdef MULTIPLIES
 static void multiply_keys(const bfloat16* query, const bfloat16* const* keys, int64_t group_size, int64_t size, float* products) {
     if (size % 32) return multiply_keys<bfloat16>(query, keys, group_size, size, products);
     for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)

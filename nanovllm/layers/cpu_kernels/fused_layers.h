@@ -7,7 +7,7 @@
 #include "layers.h"
 #include "prefill.h"
 
-#ifdef __AVX512BF16__
+#ifdef MULTIPLIES
 struct Layer {
     const bfloat16 *input_norm, *post_attention_norm, *q_norm, *k_norm;
     const bfloat16 *qkv, *qkv_bias, *o, *o_bias, *gate_up, *down;

@@ -3,7 +3,7 @@
 #pragma once
 #include "products.h"
 
-#ifdef __AVX512BF16__
+#ifdef MULTIPLIES
 constexpr int64_t QUERIES = 256;
 
 // The queries of one KV head, with `tokens_before` them: each sees these, and of the queries itself and those before it.

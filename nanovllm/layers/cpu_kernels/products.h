@@ -6,7 +6,7 @@
 #pragma once
 #include "common.h"
 
-#ifdef __AVX512BF16__
+#ifdef MULTIPLIES
 constexpr int64_t WIDTH = 32, LINE = 32;  // LINE numbers fill a register, and a line of the cache
 
 static int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
