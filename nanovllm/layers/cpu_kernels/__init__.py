@@ -31,6 +31,7 @@ SIGNATURES = {
     "rms_norm": [P, P, P, I, I, R],
     "rotary": [P, P, P, P, P, I, I, I, I, R],
     "silu_and_multiply": [P, P, I, I],
+    "gather_rows": [P, P, P, I, I, I, I],
     "sample": [P, P, P, P, P, I, I],
 }
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -151,14 +152,20 @@ class TiledWeight:
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [num_rows, in_features] to [num_rows, out_features]."""
-        assert x.is_contiguous()
+        assert x.is_contiguous() and (bias is None or not self.gated)
         output = x.new_empty(x.shape[0], self.out_features)
         _call(_library(x.dtype).linear, x, self.columns, bias, None, output, *x.shape, self.out_features, self.gated)
         return output
 
     def rows(self, ids: Tensor) -> Tensor:
         """The rows of the matrix that `ids` [num_rows] names, [num_rows, in_features]."""
-        return self.columns[ids // 32, :, ids % 32].flatten(1)[:, : self.in_features]
+        assert ids.is_contiguous() and not self.gated
+        num_pairs, width = self.columns.shape[1:3]
+        output = self.columns.new_empty(len(ids), self.in_features)
+        _call(
+            _library(output.dtype).gather_rows, self.columns, ids, output, len(ids), self.in_features, 2 * num_pairs, width
+        )  # fmt: skip
+        return output
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

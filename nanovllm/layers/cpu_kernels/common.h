@@ -15,9 +15,15 @@
 
 constexpr int64_t SERIAL = 1 << 14;  // numbers that one thread turns faster than others wake up
 
+static float find_highest(const float* numbers, int64_t size) {
+    float highest = -FLT_MAX;
+    for (int64_t i = 0; i < size; i++) highest = numbers[i] > highest ? numbers[i] : highest;
+    return highest;
+}
+
 // In place of each score exp(scale * score - highest); their sum. highest is then scale * the highest score.
 static float exponentiate(float* scores, int64_t size, float scale, float& highest) {
-    highest = scale * *std::max_element(scores, scores + size);
+    highest = scale * find_highest(scores, size);
     float base = highest, total = 0;
 #pragma omp simd reduction(+ : total)
     for (int64_t i = 0; i < size; i++) {

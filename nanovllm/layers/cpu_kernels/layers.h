@@ -51,36 +51,52 @@ extern "C" void silu_and_multiply(const T* gate_up, T* output, int64_t num_token
 }
 
 // The token with the highest logit + temperature * Gumbel noise per row, the first of equals. The noise is
-// sampler.gumbel_noise: see there.
+// sampler.gumbel_noise: see there. The lower the uniform number that it is made of, the higher it is. A chunk of the
+// vocabulary without one that is low enough to win needs no logarithms; most chunks have none.
 extern "C" void sample(const T* logits, const int32_t* token_hashes, const int32_t* noise_keys, const float* temperatures,
-            int64_t* tokens, int64_t num_rows, int64_t vocab_size) {
+                       int64_t* tokens, int64_t num_rows, int64_t vocab_size) {
     constexpr int64_t CHUNK = 1024;
 #pragma omp parallel for
     for (int64_t row = 0; row < num_rows; row++) {
         const T* in = logits + row * vocab_size;
-        float temperature = temperatures ? temperatures[row] : 0, highest = -FLT_MAX, scores[CHUNK];
+        float temperature = temperatures ? temperatures[row] : 0, highest = -FLT_MAX;
+        float scores[CHUNK], uniforms[CHUNK];
         tokens[row] = 0;
         for (int64_t start = 0; start < vocab_size; start += CHUNK) {
             int64_t size = std::min(CHUNK, vocab_size - start);
             std::copy(in + start, in + start + size, scores);
             if (temperature > 0) {
+                float lead = start ? (find_highest(scores, size) - highest) / temperature : FLT_MAX;
+                float limit = 1.01f * -expm1f(-expf(std::min(lead, 10.0f)));
                 uint32_t key = noise_keys[2 * row], factor = noise_keys[2 * row + 1] | 1;
-#pragma omp simd
+                int32_t num_low = 0;
+#pragma omp simd reduction(+ : num_low)
                 for (int64_t i = 0; i < size; i++) {
                     uint32_t x = token_hashes[start + i] ^ key;
                     x = (x ^ x >> 16) * factor;
                     x = (x ^ x >> 15) * 0x2C1B3C6D >> 1;
-                    float uniform = int32_t(x) * (0x1p-31f * (1 - 0x1p-23f)) + 0x1p-33f;
-                    scores[i] -= temperature * logf(-log1pf(-uniform));
+                    uniforms[i] = int32_t(x) * (0x1p-31f * (1 - 0x1p-23f)) + 0x1p-33f;
+                    num_low += uniforms[i] <= limit;
                 }
+                if (num_low == 0) continue;
+#pragma omp simd
+                for (int64_t i = 0; i < size; i++) scores[i] -= temperature * logf(-log1pf(-uniforms[i]));
             }
-            float highest_here = -FLT_MAX;
-#pragma omp simd reduction(max : highest_here)
-            for (int64_t i = 0; i < size; i++) highest_here = std::max(highest_here, scores[i]);
+            float highest_here = find_highest(scores, size);
             if (highest_here > highest) {
                 highest = highest_here;
                 tokens[row] = start + (std::find(scores, scores + size, highest) - scores);
             }
         }
+    }
+}
+
+// The rows of a weight in columns (see products.h) that `ids` names: numbers two by two, every 2 * width-th.
+extern "C" void gather_rows(const T* columns, const int64_t* ids, T* output, int64_t num_rows, int64_t size,
+                            int64_t depth, int64_t width) {
+#pragma omp parallel for if (num_rows * size > SERIAL)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const T* from = columns + ids[row] / width * width * depth + ids[row] % width * 2;
+        for (int64_t i = 0; i < size; i += 2) memcpy(output + row * size + i, from + i * width, 2 * sizeof(T));
     }
 }
