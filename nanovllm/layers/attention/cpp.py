@@ -1,7 +1,7 @@
 """Paged attention on a CPU, in C++ (layers/cpu_kernels/): K/V are read where they lie.
 
 A decode is bound by that reading. A longer query is bound by matrix products; where the processor has no bfloat16
-instructions for them, or oneDNN makes more of them, it is left to the torch backend.
+instructions for them, it is left to the torch backend.
 """
 
 import torch

@@ -26,7 +26,7 @@ SIGNATURES = {
     "store_kvcache": [P, P, I, I, P, I, I, P, P],
     "decode_attention": [P, P, P, P, P, P, P, I, I, I, I, I, I, R],
     "prefill_attention": [P, P, P, P, P, P, P, I, I, I, I, I, I, R],
-    "decoder_layers": [P, P, I, I, P, P, P, P, P, P, P, I, I, I, I, I],
+    "decoder_layers": [P, P, I, I, P, P, P, P, P, P, P, I, I, I, I],
     "linear": [P, P, P, P, P, I, I, I, I],
     "rms_norm": [P, P, P, I, I, R],
     "rotary": [P, P, P, P, P, I, I, I, I, R],

@@ -5,9 +5,9 @@
 //     x: 4                sums:   0 | 1
 //        5                        2 | 3
 //
-// Tiles want whole lines of the cache, one after the other. So rows are copied first: [depth / BLOCK, rows / ROWS, BLOCK / 32,
-// ROWS, 32], that is ROWS rows after ROWS rows, a BLOCK of inputs of all of them and then the next: that much of a column
-// fits into the first-level cache.
+// Tiles want whole lines of the cache, one after the other. So rows are copied first, to [depth / BLOCK, num_rows / ROWS,
+// BLOCK / LINE, ROWS, LINE]: a BLOCK of inputs of all rows and then the next, as that much of a column fits into the
+// first-level cache.
 #pragma once
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -84,9 +84,11 @@ class Rows {
     // The compiler does not know that tiles are loaded from memory and stored to it.
     static void wait_for_memory() { asm volatile("" ::: "memory"); }
 
-    // ROWS rows, or half of them, times `size` inputs of a column.
+    // ROWS rows, or half of them, times `size` inputs of a column. With every LINE of these, some lines are fetched that
+    // are wanted next: of the next column, or, where a few rows leave no time for that, of this one.
     template <bool BOTH>
-    static void multiply_tiles(const Line* x, const bfloat16* column, int64_t size, bool is_continued, float* sums, const bfloat16* next, int64_t fetches) {
+    static void multiply_tiles(const Line* x, const bfloat16* column, int64_t size, bool is_continued, float* sums,
+                               const bfloat16* next, int64_t fetches) {
         float *upper = sums, *lower = sums + ROWS / 2 * WIDTH;
         constexpr int64_t X_STRIDE = sizeof(Line), COLUMN_STRIDE = 2 * sizeof(Line), SUMS_STRIDE = WIDTH * sizeof(float);
         if (is_continued) {

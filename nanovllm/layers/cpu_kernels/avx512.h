@@ -1,7 +1,8 @@
 // Rows of x times a column with AVX-512: an instruction takes a pair of inputs of a row and a register of the column.
 #pragma once
 
-constexpr int64_t ROWS = 12, MAX_ROWS = 64 * ROWS, CACHED_BYTES = 1 << 19;  // 24 sums, 2 weights and a pair: 27 of 32 registers
+constexpr int64_t ROWS = 12;  // 24 sums, 2 weights and a pair: 27 of 32 registers
+constexpr int64_t MAX_ROWS = 64 * ROWS, CACHED_BYTES = 1 << 19;
 
 struct Tiles {
     static constexpr bool allowed = true;

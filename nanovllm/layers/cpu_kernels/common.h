@@ -50,3 +50,14 @@ struct bfloat16 {
         return *this;
     }
 };
+
+#ifdef MULTIPLIES
+// Numbers 0 to 15 (half 0) or 16 to 31 (half 1) of two registers, alternating: pairs, as products take them.
+static __m512i alternate(__m512i left, __m512i right, int half) {
+    alignas(64) static constexpr uint16_t order[64] = {  // 32 and above: of `right`
+        0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
+        11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
+        22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
+    return _mm512_permutex2var_epi16(left, _mm512_load_si512(order + 32 * half), right);
+}
+#endif

@@ -9,7 +9,8 @@ constexpr int64_t SPLIT = 256, TOKENS = 8;
 
 // The products of a group's queries [group_size, size] with the keys of TOKENS tokens: products [group_size, SPLIT].
 template <class Number>
-static void multiply_keys(const Number* query, const Number* const* keys, int64_t group_size, int64_t size, float* products) {
+static void multiply_keys(const Number* query, const Number* const* keys, int64_t group_size, int64_t size,
+                          float* products) {
     for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)
         for (int token = 0; token < TOKENS; token++) {
             float sum = 0;
@@ -31,7 +32,8 @@ static void add_values(const Number* const* values, const Number* weights, int64
 }
 
 #ifdef MULTIPLIES
-static void multiply_keys(const bfloat16* query, const bfloat16* const* keys, int64_t group_size, int64_t size, float* products) {
+static void multiply_keys(const bfloat16* query, const bfloat16* const* keys, int64_t group_size, int64_t size,
+                          float* products) {
     if (size % 32) return multiply_keys<bfloat16>(query, keys, group_size, size, products);
     for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)
         for (int token = 0; token < TOKENS; token += 4) {
@@ -52,20 +54,15 @@ static void multiply_keys(const bfloat16* query, const bfloat16* const* keys, in
         }
 }
 
-static void add_values(const bfloat16* const* values, const bfloat16* weights, int64_t group_size, int64_t size, float* sums) {
+static void add_values(const bfloat16* const* values, const bfloat16* weights, int64_t group_size, int64_t size,
+                       float* sums) {
     if (size % 32) return add_values<bfloat16>(values, weights, group_size, size, sums);
-    // Numbers 0 to 15 and 16 to 31 of two values, alternating: 32 and above means the second value.
-    alignas(64) static constexpr uint16_t alternate[64] = {
-        0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
-        11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
-        22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
-    __m512i order[2] = {_mm512_load_si512(alternate), _mm512_load_si512(alternate + 32)};
     for (int64_t i = 0; i < size; i += 32) {
         __m512bh pairs[2][TOKENS / 2];
         for (int pair = 0; pair < TOKENS / 2; pair++) {
             __m512i left = _mm512_loadu_si512(values[2 * pair] + i), right = _mm512_loadu_si512(values[2 * pair + 1] + i);
             for (int half = 0; half < 2; half++)
-                pairs[half][pair] = (__m512bh)_mm512_permutex2var_epi16(left, order[half], right);
+                pairs[half][pair] = (__m512bh)alternate(left, right, half);
         }
         for (int64_t head = 0; head < group_size; head++)
             for (int half = 0; half < 2; half++) {

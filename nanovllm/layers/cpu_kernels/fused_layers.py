@@ -55,7 +55,7 @@ class FusedLayers:
                 ctypes.byref(self.layers, first * ctypes.sizeof(_Layer)),
                 ctypes.byref(pointers, first * ctypes.sizeof(ctypes.c_void_p)),
                 num_layers, num_blocks * block_size, x, *cos_sin, batch.slot_mapping, batch.cu_seqlens_q, batch.context_lens,
-                batch.block_tables, len(x), *batch.block_tables.shape, block_size, batch.max_seqlen_q,
+                batch.block_tables, len(x), *batch.block_tables.shape, block_size,
             )  # fmt: skip
         return x
 

@@ -3,6 +3,8 @@
 //
 // Plain loops, which the compiler turns into vector code, but for the matrix products. Numbers are widened to float where
 // they are read and rounded where they are written. The threads are torch's own: both use the OpenMP library that torch
-// has loaded.
+// has loaded. In the order of reading:
+//
+//     common.h  layers.h  decode.h  products.h (amx.h or avx512.h)  prefill.h  fused_layers.h
 
 #include "fused_layers.h"

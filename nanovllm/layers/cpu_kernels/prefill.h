@@ -17,20 +17,36 @@ static void attend_to_prefix(const bfloat16* query, const bfloat16* keys, const 
     static thread_local std::vector<bfloat16> key_columns, value_columns, rows, weights, outputs;
     static thread_local std::vector<float> scores;
     static thread_local Rows query_rows, weight_rows;
-    key_columns.assign(padded_len * padded_dim, {});
-    value_columns.assign(padded_dim * padded_len, {});
+    key_columns.resize(padded_len * padded_dim);
+    value_columns.resize(padded_dim * padded_len);
     rows.resize(num_rows * head_dim);
     outputs.resize(num_rows * head_dim);
     weights.resize(ROWS_AT_ONCE * padded_len);
     scores.resize(ROWS_AT_ONCE * padded_len);
 
-    for (int64_t token = 0; token < context_len; token++) {
-        int64_t slot = block_table[token / block_size] * block_size + token % block_size;
-        const bfloat16 *key = keys + slot * num_kv_heads * head_dim, *value = values + slot * num_kv_heads * head_dim;
-        bfloat16* k = &key_columns[token / WIDTH * WIDTH * padded_dim + token % WIDTH * 2];
-        bfloat16* v = &value_columns[token / 2 * WIDTH * 2 + token % 2];
-        for (int64_t d = 0; d < head_dim; d += 2) memcpy(k + d * WIDTH, key + d, 2 * sizeof(bfloat16));
-        for (int64_t d = 0; d < head_dim; d++) v[d / WIDTH * WIDTH * padded_len + d % WIDTH * 2] = value[d];
+    auto offset_in_cache = [&](int64_t token) {
+        return (block_table[token / block_size] * block_size + token % block_size) * num_kv_heads * head_dim;
+    };
+    for (int64_t token = 0; token < padded_len; token += 2) {
+        const bfloat16 *pair[2], *value_pair[2];
+        for (int i = 0; i < 2; i++) {
+            int64_t offset = offset_in_cache(std::min(token + i, context_len - 1));
+            pair[i] = keys + offset, value_pair[i] = values + offset;
+        }
+        for (int64_t d = 0; d < padded_dim; d += LINE) {
+            __mmask32 mask = head_dim - d < LINE ? (1u << (head_dim - d)) - 1 : -1;
+            bfloat16* to = &key_columns[token / WIDTH * WIDTH * padded_dim + d * WIDTH + token % WIDTH * 2];
+            for (int i = 0; i < 2; i++) {
+                alignas(64) int32_t pairs[LINE / 2];
+                _mm512_store_si512(pairs, _mm512_maskz_loadu_epi16(mask, pair[i] + d));
+                for (int j = 0; j < LINE / 2; j++) memcpy(to + 2 * (i + j * WIDTH), pairs + j, sizeof *pairs);
+            }
+            // Zeros behind the context: a weight of zero would not silence everything that could be there.
+            __m512i left = _mm512_maskz_loadu_epi16(token < context_len ? mask : 0, value_pair[0] + d);
+            __m512i right = _mm512_maskz_loadu_epi16(token + 1 < context_len ? mask : 0, value_pair[1] + d);
+            to = &value_columns[d * padded_len + token * WIDTH];
+            for (int half = 0; half < 2; half++) _mm512_storeu_si512(to + half * LINE, alternate(left, right, half));
+        }
     }
     auto offset_of = [&](int64_t row) {  // in query and output, where the other KV heads' rows lie between
         return (row / group_size * num_kv_heads * group_size + row % group_size) * head_dim;
@@ -73,18 +89,20 @@ extern "C" void prefill_attention(const bfloat16* query, const bfloat16* keys, c
         if (int64_t query_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]; query_len > 1)
             for (int64_t first = (query_len - 1) / QUERIES * QUERIES; first >= 0; first -= QUERIES)  // the longest first
                 for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++) parts.push_back({seq, first, kv_head});
+    if (parts.empty()) return;
 #pragma omp parallel
     {
-    Tiles tiles;
+        Tiles tiles;
 #pragma omp for schedule(dynamic)
-    for (size_t i = 0; i < parts.size(); i++) {
-        auto [seq, first, kv_head] = parts[i];
-        int64_t start = cu_seqlens_q[seq], query_len = cu_seqlens_q[seq + 1] - start;
-        int64_t offset = ((start + first) * num_kv_heads + kv_head) * group_size * head_dim;
-        attend_to_prefix(query + offset, keys + kv_head * head_dim, values + kv_head * head_dim, output + offset,
-                         block_tables + seq * table_width, context_lens[seq] - query_len + first,
-                         std::min(QUERIES, query_len - first), block_size, num_kv_heads, group_size, head_dim, scale);
-    }
+        for (size_t i = 0; i < parts.size(); i++) {
+            auto [seq, first, kv_head] = parts[i];
+            int64_t start = cu_seqlens_q[seq], query_len = cu_seqlens_q[seq + 1] - start;
+            int64_t offset = ((start + first) * num_kv_heads + kv_head) * group_size * head_dim;
+            attend_to_prefix(query + offset, keys + kv_head * head_dim, values + kv_head * head_dim, output + offset,
+                             block_tables + seq * table_width, context_lens[seq] - query_len + first,
+                             std::min(QUERIES, query_len - first), block_size, num_kv_heads, group_size, head_dim,
+                             scale);
+        }
     }
 }
 #endif
