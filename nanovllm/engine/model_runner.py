@@ -76,6 +76,10 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self.kv_caches = [torch.empty(shape, dtype=spec.dtype, device=self.device) for _ in range(spec.num_layers)]
+        if self.device.type == "cpu":  # Linux finds memory when it is written first: for the blocks used first, now
+            num_first = -(-self.config.max_num_batched_tokens // self.block_size)
+            for kv_cache in self.kv_caches:
+                kv_cache[:, :num_first].zero_()
         # Row: a lane's block table. Next to it, the list that it is a copy of and how much of that is copied.
         width = -(-self.max_model_len // self.block_size)
         self.block_tables = np.zeros((self.config.max_num_seqs, width), dtype=np.int32)
