@@ -31,7 +31,7 @@ SIGNATURES = {
     "rms_norm": [P, P, P, I, I, R],
     "rotary": [P, P, P, P, P, I, I, I, I, R],
     "silu_and_multiply": [P, P, I, I],
-    "gather_rows": [P, P, P, I, I, I, I],
+    "gather_rows": [P, P, P, I, I],
     "sample": [P, P, P, P, P, I, I],
 }
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -160,11 +160,8 @@ class TiledWeight:
     def rows(self, ids: Tensor) -> Tensor:
         """The rows of the matrix that `ids` [num_rows] names, [num_rows, in_features]."""
         assert ids.is_contiguous() and not self.gated
-        num_pairs, width = self.columns.shape[1:3]
         output = self.columns.new_empty(len(ids), self.in_features)
-        _call(
-            _library(output.dtype).gather_rows, self.columns, ids, output, len(ids), self.in_features, 2 * num_pairs, width
-        )  # fmt: skip
+        _call(_library(output.dtype).gather_rows, self.columns, ids, output, *output.shape)
         return output
 
 
@@ -172,7 +169,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """norm.RMSNorm of x [num_tokens, size]."""
     assert x.is_contiguous()
     output = x.new_empty(x.shape)
-    _call(_library(x.dtype).rms_norm, x, weight, output, *x.shape, eps)
+    num_tokens, size = x.shape
+    _call(_library(x.dtype).rms_norm, x, weight, output, num_tokens, size, eps)
     return output
 
 

@@ -1,5 +1,7 @@
 // Rows of x times a column with AVX-512: an instruction takes a pair of inputs of a row and a register of the column.
 #pragma once
+#include <array>
+#include <utility>
 
 constexpr int64_t ROWS = 12;  // 24 sums, 2 weights and a pair: 27 of 32 registers
 constexpr int64_t MAX_ROWS = 64 * ROWS, CACHED_BYTES = 1 << 19;
@@ -20,29 +22,21 @@ class Rows {
     // Into `output`, bfloat16 or float.
     template <class Output>
     void multiply(const bfloat16* column, const Outputs& outputs, Output* output, int64_t output_stride) const {
-        static constexpr decltype(&Rows::multiply_tile<1, Output>) of_rows[ROWS + 1] = {
-            nullptr,
-            &Rows::multiply_tile<1, Output>,
-            &Rows::multiply_tile<2, Output>,
-            &Rows::multiply_tile<3, Output>,
-            &Rows::multiply_tile<4, Output>,
-            &Rows::multiply_tile<5, Output>,
-            &Rows::multiply_tile<6, Output>,
-            &Rows::multiply_tile<7, Output>,
-            &Rows::multiply_tile<8, Output>,
-            &Rows::multiply_tile<9, Output>,
-            &Rows::multiply_tile<10, Output>,
-            &Rows::multiply_tile<11, Output>,
-            &Rows::multiply_tile<12, Output>,
-        };
+        static constexpr auto of_rows = find_tiles<Output>(std::make_index_sequence<ROWS>());
         int64_t num_tiles = round_up(num_rows, ROWS) / ROWS;
         for (int64_t tile = 0; tile < num_tiles; tile++) {
             int64_t row = num_rows * tile / num_tiles, end = num_rows * (tile + 1) / num_tiles;
-            (this->*of_rows[end - row])(row, column, outputs, output, output_stride, tile, num_tiles);
+            (this->*of_rows[end - row - 1])(row, column, outputs, output, output_stride, tile, num_tiles);
         }
     }
 
   private:
+    // multiply_tile of 1, 2, ... rows.
+    template <class Output, size_t... M>
+    static constexpr auto find_tiles(std::index_sequence<M...>) {
+        return std::array{&Rows::multiply_tile<int(M + 1), Output>...};
+    }
+
     // M rows of x. Of the next column, each of num_tiles tiles fetches its share.
     template <int M, class Output>
     void multiply_tile(int64_t first_row, const bfloat16* column, const Outputs& outputs, Output* output,

@@ -15,6 +15,10 @@
 
 constexpr int64_t SERIAL = 1 << 14;  // numbers that one thread turns faster than others wake up
 
+static int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+
+static float silu(float x) { return x / (1 + expf(-x)); }
+
 static float find_highest(const float* numbers, int64_t size) {
     float highest = -FLT_MAX;
     for (int64_t i = 0; i < size; i++) highest = numbers[i] > highest ? numbers[i] : highest;

@@ -118,7 +118,7 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
     for (int64_t head = 0; head < num_heads; head++) {
         totals[head] = exponentiate(scores[head], num_tokens, scale, highest[head]);
         std::copy_n(scores[head], num_tokens, weights[head]);
-        std::fill(weights[head] + num_tokens, weights[head] + (num_tokens + TOKENS - 1) / TOKENS * TOKENS, T{});
+        std::fill(weights[head] + num_tokens, weights[head] + round_up(num_tokens, TOKENS), T{});
     }
     std::fill_n(sums, num_heads * head_dim, 0);
     for (int64_t token = 0; token < num_tokens; token += TOKENS) {

@@ -44,8 +44,7 @@ extern "C" void silu_and_multiply(const T* gate_up, T* output, int64_t num_token
         T* out = output + token * size;
 #pragma omp simd
         for (int64_t i = 0; i < size; i++) {
-            float g = gate[i];
-            out[i] = g / (1 + expf(-g)) * up[i];
+            out[i] = silu(gate[i]) * up[i];
         }
     }
 }
@@ -88,15 +87,5 @@ extern "C" void sample(const T* logits, const int32_t* token_hashes, const int32
                 tokens[row] = start + (std::find(scores, scores + size, highest) - scores);
             }
         }
-    }
-}
-
-// The rows of a weight in columns (see products.h) that `ids` names: numbers two by two, every 2 * width-th.
-extern "C" void gather_rows(const T* columns, const int64_t* ids, T* output, int64_t num_rows, int64_t size,
-                            int64_t depth, int64_t width) {
-#pragma omp parallel for if (num_rows * size > SERIAL)
-    for (int64_t row = 0; row < num_rows; row++) {
-        const T* from = columns + ids[row] / width * width * depth + ids[row] % width * 2;
-        for (int64_t i = 0; i < size; i += 2) memcpy(output + row * size + i, from + i * width, 2 * sizeof(T));
     }
 }

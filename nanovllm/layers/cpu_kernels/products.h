@@ -9,8 +9,6 @@
 #ifdef MULTIPLIES
 constexpr int64_t WIDTH = 32, LINE = 32;  // LINE numbers fill a register, and a line of the cache
 
-static int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
-
 static __m512 widen(__m256i narrow) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16)); }
 
 // What becomes of the sums of a column: with `bias` added, and with `residual`, of the output's shape, they are the output's
@@ -25,7 +23,7 @@ struct Outputs {
         if (gated) {
             float numbers[WIDTH / 2];
 #pragma omp simd
-            for (int i = 0; i < WIDTH / 2; i++) numbers[i] = sums[i] / (1 + expf(-sums[i])) * sums[WIDTH / 2 + i];
+            for (int i = 0; i < WIDTH / 2; i++) numbers[i] = silu(sums[i]) * sums[WIDTH / 2 + i];
             __m256i narrow = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(numbers));
             return _mm256_mask_storeu_epi16(output + offset, (1u << size) - 1, narrow);
         }
@@ -72,6 +70,18 @@ extern "C" void linear(const bfloat16* x, const bfloat16* columns, const bfloat1
                 rows.multiply(columns + first / outputs_of_column * WIDTH * depth, outputs, output + offset, out_features);
             }
         }
+    }
+}
+
+// The rows of a weight that `ids` names.
+extern "C" void gather_rows(const bfloat16* columns, const int64_t* ids, bfloat16* output, int64_t num_rows,
+                            int64_t in_features) {
+    int64_t depth = round_up(in_features, LINE);
+#pragma omp parallel for if (num_rows * in_features > SERIAL)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const bfloat16* from = columns + ids[row] / WIDTH * WIDTH * depth + ids[row] % WIDTH * 2;
+        for (int64_t i = 0; i < in_features; i += 2)
+            memcpy(output + row * in_features + i, from + i * WIDTH, 2 * sizeof(bfloat16));
     }
 }
 #endif
