@@ -10,6 +10,8 @@ from heapq import nlargest
 from operator import itemgetter
 from typing import NamedTuple
 
+from nanovllm.outputs import FinishReason
+
 
 class Beam(NamedTuple):
     token_ids: list[int]  # generated
@@ -32,7 +34,10 @@ class BeamSearch:
         self.finished: list[Beam] = []  # best first
 
     def advance(self, logprobs: list[dict[int, float]]) -> None:
-        """Take a step. `logprobs`: of each running beam's next tokens, the `num_candidates` most probable or all."""
+        """Take a step. `logprobs`: of each running beam's next tokens, the `num_candidates` most probable or all.
+
+        A beam without any (its logits are NaN) goes no further; if that is true of all beams, they are the result.
+        """
         scored = (
             (beam.cumulative_logprob + logprob, beam, token_id, logprob)
             for beam, nexts in zip(self.running, logprobs, strict=True)
@@ -44,16 +49,21 @@ class BeamSearch:
         ]
         ended = [beam for beam in candidates[: self.beam_width] if self._has_ended(beam)]
         self.finished = nlargest(self.beam_width, self.finished + ended, key=self._score)
+        if not (candidates or self.finished):
+            self.finished = self.running
         self.running = [beam for beam in candidates if not self._has_ended(beam)][: self.beam_width]
         if self.running and len(self.finished) == self.beam_width:
             if self._score(self.running[0]) <= self._score(self.finished[-1]):
                 self.running = []
 
-    def has_eos(self, beam: Beam) -> bool:
-        return beam.token_ids[-1] in self.eos_token_ids
+    def finish_reason(self, beam: Beam) -> FinishReason:
+        """Why a finished beam has ended."""
+        if beam.token_ids and beam.token_ids[-1] in self.eos_token_ids:
+            return "stop"
+        return "length" if len(beam.token_ids) == self.max_tokens else "error"
 
     def _has_ended(self, beam: Beam) -> bool:
-        return self.has_eos(beam) or len(beam.token_ids) == self.max_tokens
+        return self.finish_reason(beam) != "error"
 
     def _score(self, beam: Beam) -> float:
         return beam.cumulative_logprob / len(beam.token_ids) ** self.length_penalty

@@ -7,13 +7,14 @@ from itertools import islice
 from numbers import Integral
 from typing import Any
 
+from jinja2 import TemplateError
 from tqdm import tqdm
 
 from nanovllm.beam_search import Beam, BeamSearch
 from nanovllm.checks import check_bool, check_int, check_number
-from nanovllm.engine.llm_engine import LLMEngine, Mailbox, Prompt, Request
-from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import Detokenizer, RequestOutput
+from nanovllm.engine.llm_engine import CheckedPrompt, LLMEngine, Prompt
+from nanovllm.engine.request import News, Request
+from nanovllm.outputs import Detokenizer, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 
 Params = SamplingParams | list[SamplingParams] | None
@@ -33,20 +34,15 @@ class LLM(LLMEngine):
         `sampling_params` is one for all or one each. Raises ValueError or TypeError, with nothing queued, if any
         prompt cannot be served. If it is interrupted, its requests are taken back.
         """
-        requests = self._check_all(prompts, sampling_params)
-        scheduler, start = self.scheduler, time.perf_counter()
-        num_prefill_tokens, num_decode_tokens = scheduler.num_prefill_tokens, scheduler.num_decode_tokens
-        bar = tqdm(total=sum(r.params.n for r in requests), unit="seq", miniters=0, mininterval=0.5, disable=not use_tqdm)
-        with self._queued(requests) as (seqs, mailbox), bar:
-            for num_finished in self._finish(seqs, mailbox):
-                seconds = time.perf_counter() - start
-                bar.set_postfix_str(
-                    f"prefill {(scheduler.num_prefill_tokens - num_prefill_tokens) / seconds:.0f} tok/s,"
-                    f" decode {(scheduler.num_decode_tokens - num_decode_tokens) / seconds:.0f} tok/s",
-                    refresh=False,
-                )
-                bar.update(num_finished)
-            return [self._output(seq) for seq in seqs]
+        checked = self._check_all(prompts, sampling_params)
+        bar = tqdm(total=sum(params.n for _, params in checked), unit="seq", miniters=0, mininterval=0.5, disable=not use_tqdm)
+        with self._one_thread, self._queued(checked) as (requests, news), bar:
+            before, start = self.stats, time.perf_counter()
+            for num_finished in self._finish(requests, news):
+                if use_tqdm:
+                    bar.set_postfix_str(self._rates(before, time.perf_counter() - start), refresh=False)
+                    bar.update(num_finished)
+            return self._tell(dict.fromkeys(requests))
 
     def stream(self, prompts: Prompt | list[Prompt], sampling_params: Params = None) -> Iterator[RequestOutput]:
         """Yield a request's output so far each time it gains a token; its `text` only ever grows.
@@ -64,10 +60,13 @@ class LLM(LLMEngine):
         if not isinstance(messages, (list, tuple)):
             raise TypeError(f"messages must be a list of dicts, or a list of such lists, not {messages!r}")
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [
-            self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
-            for conversation in conversations
-        ]
+        try:
+            prompts = [
+                self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+                for conversation in conversations
+            ]
+        except TemplateError as error:
+            raise ValueError(f"the checkpoint's chat template refuses these messages: {error}") from error
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def beam_search(
@@ -93,16 +92,17 @@ class LLM(LLMEngine):
             for prompt, _ in self._check_all(prompts, None)
         ]
         num_cached_tokens: list[int] = []  # of the prompts, in the first step
-        while active := [search for search in searches if search.running]:
-            params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=active[0].num_candidates)
-            prefixes = [search.prompt + beam.token_ids for search in active for beam in search.running]
-            with self._queued([Request(prefix, params) for prefix in prefixes]) as (seqs, mailbox):
-                for _ in self._finish(seqs, mailbox):
-                    pass
-            num_cached_tokens = num_cached_tokens or [seq.num_cached_tokens or 0 for seq in seqs]
-            logprobs = iter([seq.logprobs[0] for seq in seqs])
-            for search in active:
-                search.advance(list(islice(logprobs, len(search.running))))
+        with self._one_thread:
+            while active := [search for search in searches if search.running]:
+                params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=active[0].num_candidates)
+                prefixes = [search.prompt + beam.token_ids for search in active for beam in search.running]
+                with self._queued([CheckedPrompt(prefix, params) for prefix in prefixes]) as (requests, news):
+                    for _ in self._finish(requests, news):
+                        pass
+                num_cached_tokens = num_cached_tokens or [request.seq.num_cached_tokens or 0 for request in requests]
+                logprobs = iter([request.logprobs[0] if request.logprobs else {} for request in requests])
+                for search in active:
+                    search.advance(list(islice(logprobs, len(search.running))))
         return [
             [self._beam_output(search, beam, num_cached) for beam in search.finished]
             for search, num_cached in zip(searches, num_cached_tokens)
@@ -111,52 +111,53 @@ class LLM(LLMEngine):
     def _beam_output(self, search: BeamSearch, beam: Beam, num_cached_tokens: int) -> RequestOutput:
         text = "" if self.tokenizer is None else Detokenizer(self.tokenizer, 0).read(beam.token_ids, is_last=True)
         return RequestOutput(
-            request_id=self._next_id(),
+            request_id=next(self._ids),
             sample_index=0,
             prompt_token_ids=search.prompt,
             token_ids=beam.token_ids,
             text=text,
-            finish_reason="stop" if search.has_eos(beam) else "length",
+            finish_reason=search.finish_reason(beam),
             logprobs=beam.logprobs,
             cumulative_logprob=beam.cumulative_logprob,
             num_cached_tokens=num_cached_tokens,
         )
 
-    def _finish(self, seqs: list[Sequence], mailbox: Mailbox) -> Iterator[int]:
-        """Step until all of `seqs` have ended; yield after each step how many just did."""
-        num_unfinished = len(seqs)
+    def _rates(self, before: Stats, seconds: float) -> str:
+        now = self.stats
+        prefill, decode = ((now[name] - before[name]) / seconds for name in ("num_prefill_tokens", "num_decode_tokens"))
+        return f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s"
+
+    def _finish(self, requests: list[Request], news: News) -> Iterator[int]:
+        """Step until all of `requests` have ended; yield after each step how many just did."""
+        num_unfinished = len(requests)
         while num_unfinished:
-            self._advance()
-            num_finished = sum(seq.is_finished for seq in mailbox)
-            mailbox.clear()
+            self._step()
+            num_finished = self._count_ends(news)
             num_unfinished -= num_finished
             yield num_finished
 
-    def _stream(self, requests: list[Request]) -> Iterator[RequestOutput]:
-        with self._queued(requests) as (seqs, mailbox):
-            num_unfinished = len(seqs)
+    def _stream(self, prompts: list[CheckedPrompt]) -> Iterator[RequestOutput]:
+        with self._queued(prompts) as (requests, news):
+            num_unfinished = len(requests)
             while num_unfinished:
-                self._advance()
-                while mailbox:  # may gain entries while the caller has the turn: it can abort, step, generate
-                    seq = next(iter(mailbox))
-                    del mailbox[seq]
-                    num_unfinished -= seq.is_finished
-                    yield self._output(seq)
+                self._step()
+                for output in self._tell(news):
+                    num_unfinished -= output["finish_reason"] is not None
+                    yield output
 
     @contextmanager
-    def _queued(self, requests: list[Request]) -> Iterator[tuple[list[Sequence], Mailbox]]:
-        """Queue requests with a mailbox of their own; however the block is left, take back what is unfinished."""
-        seqs: list[Sequence] = []
-        mailbox: Mailbox = {}
+    def _queued(self, prompts: list[CheckedPrompt]) -> Iterator[tuple[list[Request], News]]:
+        """Queue prompts with a place of their own for news; however the block is left, take back what is unfinished."""
+        requests: list[Request] = []
+        news: News = {}
         try:
-            for request in requests:
-                seqs += self._add(request, mailbox)
-            yield seqs, mailbox
+            self._queue(prompts, news, requests)
+            yield requests, news
         finally:
-            for seq in [seq for seq in self.sequences.values() if seq.mailbox is mailbox]:
-                self.abort(seq.seq_id)
+            if unfinished := [request.seq.seq_id for request in requests if not request.is_finished]:
+                self._abort(unfinished)
 
-    def _check_all(self, prompts: Any, sampling_params: Params) -> list[Request]:
+    def _check_all(self, prompts: Any, sampling_params: Params) -> list[CheckedPrompt]:
         if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and isinstance(prompts[0], Integral)):
             prompts = [prompts]
         if not isinstance(prompts, (list, tuple)):
@@ -165,4 +166,4 @@ class LLM(LLMEngine):
             sampling_params = [SamplingParams() if sampling_params is None else sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params")
-        return [self._check_request(prompt, params) for prompt, params in zip(prompts, sampling_params)]
+        return [self._check_prompt(prompt, params) for prompt, params in zip(prompts, sampling_params)]

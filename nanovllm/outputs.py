@@ -1,8 +1,10 @@
 """What a caller gets back, and the text in it."""
 
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from transformers import PreTrainedTokenizerBase
+
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class RequestOutput(TypedDict):
@@ -13,7 +15,7 @@ class RequestOutput(TypedDict):
     prompt_token_ids: list[int]
     token_ids: list[int]  # generated, the stop token included
     text: str  # generated; special tokens and the stop string left out
-    finish_reason: str | None  # None while running, then "stop", "length" or "abort"
+    finish_reason: FinishReason | None  # None while running; "error": it could not go on, and a warning said why
     logprobs: list[dict[int, float]] | None  # per generated token: the most probable tokens and the chosen one
     cumulative_logprob: float | None  # of the generated tokens together
     num_cached_tokens: int  # prompt tokens whose K/V came from the prefix cache

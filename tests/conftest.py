@@ -97,4 +97,4 @@ def check_invariants(llm: LLM) -> None:
     lanes = [seq.lane for seq in scheduler.running]
     assert sorted(lanes + scheduler.free_lanes) == list(range(llm.config.max_num_seqs))
     ids = [seq.seq_id for seq in [*scheduler.running, *scheduler.waiting]]
-    assert ids == sorted(ids) == list(llm.sequences)
+    assert ids == sorted(ids) == list(llm.requests)

@@ -27,7 +27,7 @@ def say(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict]]
 
     def say(token_ids: list[int], prompt_len: int = 1, **params) -> list[dict]:
         script: Iterator[int] = iter([*token_ids, *[0] * 200])
-        monkeypatch.setattr(ModelRunner, "run", lambda self, seqs: [next(script)])
+        monkeypatch.setattr(ModelRunner, "run", lambda self, seqs: ([next(script)], None))
         params = {"max_tokens": len(token_ids), **params}
         return list(demo.stream([0] * prompt_len, SamplingParams(**params)))
 
@@ -178,7 +178,7 @@ def test_penalties(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
 def test_a_plain_batch_does_no_extra_work(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_llm()
     monkeypatch.setattr(llm.model_runner, "penalties", None)
-    monkeypatch.setattr(ModelRunner, "_note_logprobs", None)
+    monkeypatch.setattr(ModelRunner, "_find_logprobs", None)
     llm.generate([[1, 2]] * 3, SamplingParams(top_p=0.9, n=2), use_tqdm=False)
 
 
@@ -253,7 +253,7 @@ def test_abort_ends_all_samples(make_llm: MakeLLM) -> None:
     llm.abort(request_id + 1)
     assert llm.stats["num_running"] + llm.stats["num_waiting"] == 2
     llm.abort(request_id)
-    assert llm.is_finished() and not llm.sample_ids
+    assert llm.is_finished()
     assert sorted(o["finish_reason"] for o in llm.step()) == ["abort"] * 3
     check_invariants(llm)
 

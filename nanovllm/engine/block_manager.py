@@ -57,6 +57,8 @@ class BlockManager:
         self.blocks = [Block(block_id) for block_id in range(self.num_blocks)]
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
         self.hash_to_block_id: dict[int, int] = {}
+        self._num_freed = 0  # blocks that have become free, since the start
+        self._refused: tuple[Sequence, int, int | None] | None = None  # see is_refused_still
         self._content_ids = count(_NO_CONTENT + 1)
 
     @classmethod
@@ -81,12 +83,27 @@ class BlockManager:
                 parent_id = block.content_id
         return prefix
 
+    def is_refused_still(self, seq: Sequence) -> bool:
+        """True if `seq` was refused last and nothing has happened since that could change it: its prefix need not be looked up.
+
+        Every block that becomes free makes up for one that was missing, and so does every one that prolongs the prefix.
+        """
+        if self._refused is None or self._refused[0] is not seq:
+            return False
+        _, num_freed_wanted, next_hash = self._refused
+        return self._num_freed < num_freed_wanted and next_hash not in self.hash_to_block_id
+
     def allocate(self, seq: Sequence, prefix: list[Block]) -> bool:
         """Give `seq` its block table: `prefix`, then fresh blocks for all its other tokens. False changes nothing."""
         num_fresh = -(-len(seq.token_ids) // self.block_size) - len(prefix)
         num_revived = sum(block.ref_count == 0 for block in prefix)
-        if num_fresh + num_revived > len(self.free_block_ids):
+        num_missing = num_fresh + num_revived - len(self.free_block_ids)
+        if num_missing > 0:
+            is_whole = len(prefix) == (len(seq.token_ids) - 1) // self.block_size
+            next_hash = None if is_whole else self._hash(seq, len(prefix))
+            self._refused = (seq, self._num_freed + num_missing, next_hash)
             return False
+        self._refused = None
         for block in prefix:  # before any fresh block is taken: that could evict one of these
             if block.ref_count == 0:
                 del self.free_block_ids[block.block_id]
@@ -124,6 +141,14 @@ class BlockManager:
             block.hash, block.token_ids = hash_, token_ids
             block.content_id, block.parent_id = next(self._content_ids), parent_id
 
+    def forget(self, seq: Sequence) -> None:
+        """Let nobody find the blocks of `seq` any more: what is in them cannot be trusted."""
+        for block_id in seq.block_table:
+            block = self.blocks[block_id]
+            if block.hash != -1:
+                del self.hash_to_block_id[block.hash]
+                block.hash = -1
+
     def free(self, seq: Sequence) -> None:
         """Take the block table back. What was published stays findable until its block is taken."""
         for index in reversed(range(len(seq.block_table))):  # the tail becomes the first to be evicted
@@ -131,6 +156,7 @@ class BlockManager:
             block.ref_count -= 1
             if block.ref_count == 0:
                 self.free_block_ids[block.block_id] = None
+                self._num_freed += 1
                 if block.hash == -1:
                     self.free_block_ids.move_to_end(block.block_id, last=False)
             if block.hash == -1 and block.content_id != _NO_CONTENT:

@@ -1,14 +1,25 @@
-"""The engine: requests in, one step at a time, results out.
+"""The engine's front half: requests in, one step at a time, results to whoever waits for them.
 
-    add_request -> Sequence -> Scheduler.schedule -> ModelRunner.run -> Scheduler.postprocess -> mailbox -> step
+    add_request -> Request and Sequence -> [ Scheduler.schedule -> ModelRunner.run -> Scheduler.postprocess ] -> news -> step
 
-Every sequence has a mailbox, a dict that remembers which sequences have news: the engine's own, emptied by `step`, or
-that of the `generate` or `stream` call that waits for it. So callers can share an engine and miss nothing.
+It alone knows text and callers. A request has a place for its news: the engine's own, emptied by `step`, or that of the
+`generate` or `stream` call that waits for it. So callers can share an engine and miss nothing.
+
+Every change of its state is whole: no other thread and no call from within comes between, and one that is cut short, even
+by Ctrl-C, is undone, down to the tokens that callers have been told of.
 """
 
 import operator
+import os
 import struct
-from typing import Any, NamedTuple, TypeVar
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import wraps
+from itertools import count
+from threading import RLock
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import xxhash
@@ -16,6 +27,7 @@ import xxhash
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.request import News, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models import read_spec
@@ -25,21 +37,71 @@ from nanovllm.outputs import Detokenizer, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | list[int]
-Mailbox = dict[Sequence, None]
 Engine = TypeVar("Engine", bound="LLMEngine")
+Result = TypeVar("Result")
 
 
-class Request(NamedTuple):
-    """A checked prompt and its params; `params.n` sequences come of it."""
+class CheckedPrompt(NamedTuple):
+    """A prompt that can be served, and its params; `params.n` sequences come of it."""
 
     token_ids: list[int]
     params: SamplingParams
+
+
+class Busy(RuntimeError):
+    """The engine is at somebody else's service."""
+
+
+class OneThread:
+    """A context for one thread at a time, which may enter it again. Other threads are refused, and so are forked processes."""
+
+    process: ClassVar[int | None] = None  # that made the first engine: OpenMP and CUDA do not survive a fork
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        OneThread.process = OneThread.process or os.getpid()
+        self.check_process()
+
+    def check_process(self) -> None:
+        if os.getpid() != self.process:
+            raise RuntimeError(
+                "this process was forked from one that had made an engine, where nothing can be computed any more:"
+                " start it with multiprocessing's 'spawn' method"
+            )
+
+    def __enter__(self) -> None:
+        self.check_process()
+        if not self.lock.acquire(blocking=False):
+            raise Busy("another thread is in a call of this engine, which serves one thread at a time")
+
+    def __exit__(self, *exception: object) -> None:
+        self.lock.release()
+
+
+def whole(change: Callable[..., Result]) -> Callable[..., Result]:
+    """Make a change of the engine's state one: see above. What was aborted meanwhile is ended behind it."""
+
+    @wraps(change)
+    def call(self: "LLMEngine", *args: Any) -> Result:
+        with self._one_thread:
+            if self._changing:  # by this very thread: this is a signal handler's call, or a finalizer's
+                raise Busy("the engine was called from within its own step")
+            try:
+                result = self._change(change, args)
+            finally:
+                self._changing = False  # again, since Ctrl-C may come in the line where it was done
+        while self._warnings:
+            warnings.warn(self._warnings.popleft(), RuntimeWarning, stacklevel=3)
+        return result
+
+    return call
 
 
 class LLMEngine:
     """Serves one model. `model` is a checkpoint directory or a Hub id; `options` are the fields of `Config`."""
 
     def __init__(self, model: str, **options: Any) -> None:
+        self._one_thread = OneThread()
         self.config = config = Config.from_options(model, options)
         directory = find_checkpoint(config.model)
         hf_config = read_config(directory)
@@ -61,10 +123,13 @@ class LLMEngine:
             config.max_num_batched_tokens,
             config.enable_chunked_prefill,
         )
-        self.sequences: dict[int, Sequence] = {}  # unfinished ones, oldest first
-        self.sample_ids: dict[int, range] = {}  # of requests with n > 1: first id -> all ids, until the last sample ends
-        self.mailbox: Mailbox = {}
-        self.num_sequences = 0
+        self.requests: dict[int, Request] = {}  # unfinished ones, oldest first
+        self.news: News = {}
+        self._ids = count()
+        self._changing = False
+        self._is_whole = True  # False: a change has begun and has not come to its end
+        self._aborted: deque[int] = deque()  # request ids, to be ended when nothing changes
+        self._warnings: deque[str] = deque()  # to be given then, since a warning may be made an error
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a prompt and return its request id; with n > 1 that of the first sample, the others' follow.
@@ -72,25 +137,25 @@ class LLMEngine:
         Raises ValueError or TypeError for a prompt that can never be served.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self._add(self._check_request(prompt, params), self.mailbox)[0].seq_id
+        requests: list[Request] = []
+        self._queue([self._check_prompt(prompt, params)], self.news, requests)
+        return requests[0].first_id
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the requests that gained a token or ended since the last call, as they stand now."""
-        self._advance()
-        outputs = [self._output(seq) for seq in self.mailbox]
-        self.mailbox.clear()
-        return outputs
+        self._step()
+        return self._tell(self.news)
 
     def abort(self, request_id: int) -> None:
-        """End a request, with all its samples, with finish_reason "abort". An unknown or ended one is left alone."""
-        for seq_id in self.sample_ids.get(request_id, (request_id,)):
-            if seq := self.sequences.get(seq_id):
-                self.scheduler.abort(seq)
-                self._report_end(seq)
+        """End a request, with all its samples, with finish_reason "abort". An unknown or ended one is left alone.
+
+        May be called at any moment, by any thread. Within a step it takes effect after it.
+        """
+        self._abort([request_id])
 
     def is_finished(self) -> bool:
         """True if nothing waits, runs or is left for `step` to report, other than what the caller has aborted itself."""
-        return not self.sequences and all(seq.finish_reason == "abort" for seq in self.mailbox)
+        return not self.requests and all(request.seq.finish_reason == "abort" for request in list(self.news))
 
     @property
     def stats(self) -> Stats:
@@ -117,8 +182,125 @@ class LLMEngine:
     def __exit__(self, *exception: object) -> None:
         self.exit()
 
-    def _check_request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """The request, if this engine can serve it."""
+    @whole
+    def _step(self) -> None:
+        """One step of whatever is queued, and word of it to those who wait."""
+        if self.model_runner is None:
+            raise RuntimeError("this engine has been shut down by exit()")
+        if seqs := self.scheduler.schedule():
+            token_ids, logprobs = self.model_runner.run(seqs)
+            self._note(self.scheduler.postprocess(seqs, token_ids), logprobs)
+
+    def _note(self, seqs: list[Sequence], logprobs: list[dict[int, float] | None] | None) -> None:
+        """Count what `seqs` have gained, look for stop strings in it, and send word of it."""
+        requests = self.requests
+        for row, seq in enumerate(seqs):
+            request = requests[seq.seq_id]
+            if seq.finish_reason == "error":
+                self._warn(request, "its logits are NaN")
+            elif seq.params.stop is not None:
+                try:
+                    if request.meets_stop_string():  # which comes before "length"
+                        self.scheduler.finish(seq, "stop")
+                except Exception as error:  # whatever somebody's tokenizer raises
+                    self._fail(request, error)
+            request.note(logprobs and logprobs[row])
+            if seq.finish_reason is None:
+                request.news[request] = None
+            else:
+                self._close(request)
+
+    def _output(self, request: Request) -> RequestOutput:
+        """The request as it stands. If its tokens cannot be decoded, it ends here."""
+        text, detokenizer = "", request.detokenizer
+        if detokenizer is not None:
+            try:
+                text = detokenizer.read(request.seq.token_ids, is_last=request.is_finished)
+            except Exception as error:  # as above
+                text = detokenizer.text
+                self._fail(request, error)
+                request.note(None)
+                self._close(request)
+        return request.output(text)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        if request.seq.finish_reason != "error":
+            self._warn(request, f"its tokens cannot be decoded: {error!r}")
+            self.scheduler.finish(request.seq, "error")
+
+    def _warn(self, request: Request, reason: str) -> None:
+        self._warnings.append(f"request {request.seq.seq_id} ends with an error: {reason}")
+
+    def _close(self, request: Request) -> None:
+        """Send word of the end, and forget the request."""
+        request.news[request] = None
+        self.requests.pop(request.seq.seq_id, None)
+
+    def _change(self, change: Callable[..., Result], args: tuple[Any, ...]) -> Result:
+        self._changing = True
+        try:
+            self._settle()
+            self._is_whole = False
+            result = change(self, *args)
+            self._is_whole = True
+            return result
+        finally:
+            self._settle()
+            self._changing = False
+
+    def _settle(self) -> None:
+        """Undo a change that was cut short, then end what was aborted meanwhile. Itself cut short, it begins anew next time."""
+        if not self._is_whole:
+            # Blocks may be published that were never written, tokens counted that nobody has heard of: start over from
+            # what callers know.
+            for request in list(self.requests.values()):
+                if request.is_finished:
+                    self._close(request)
+                else:
+                    request.rewind()
+            self.scheduler.reset([request.seq for request in self.requests.values()])
+            self._is_whole = True
+        while self._aborted:
+            self._is_whole = False
+            for request in self._samples(self._aborted[0]):
+                self.scheduler.finish(request.seq, "abort")
+                request.note(None)
+                self._close(request)
+            self._aborted.popleft()
+            self._is_whole = True
+
+    def _abort(self, request_ids: Iterable[int]) -> None:
+        self._aborted.extend(request_ids)
+        with suppress(Busy):  # whoever it is busy with ends them when done
+            self._end_aborted()
+
+    @whole
+    def _end_aborted(self) -> None:
+        """Nothing but to settle."""
+
+    def _samples(self, request_id: int) -> list[Request]:
+        """The unfinished sample of this id, or, if it is the first sample's, all unfinished ones of its request."""
+        request = self.requests.get(request_id)
+        if request is not None and request.seq.params.n == 1:
+            return [request]
+        return [request for request in self.requests.values() if request_id in (request.first_id, request.seq.seq_id)]
+
+    @whole
+    def _tell(self, news: News) -> list[RequestOutput]:
+        """Outputs of the requests in `news`, which is emptied."""
+        outputs = [self._output(request) for request in news]
+        news.clear()
+        return outputs
+
+    @whole
+    def _count_ends(self, news: News) -> int:
+        """How many of the requests in `news`, which is emptied, have ended."""
+        num_ends = sum(request.is_finished for request in news)
+        news.clear()
+        return num_ends
+
+    def _check_prompt(self, prompt: Prompt, params: SamplingParams) -> CheckedPrompt:
+        """The prompt as token ids, if this engine can serve it."""
         if self.model_runner is None:
             raise RuntimeError("this engine has been shut down by exit()")
         if not isinstance(params, SamplingParams):
@@ -150,91 +332,29 @@ class LLMEngine:
                 f"a prompt of {len(prompt)} tokens is above max_num_batched_tokens={self.config.max_num_batched_tokens}:"
                 " raise that, or set enable_chunked_prefill"
             )
-        return Request(prompt, params)
+        return CheckedPrompt(prompt, params)
 
-    def _add(self, request: Request, mailbox: Mailbox) -> list[Sequence]:
-        """Queue the request's n sequences, all or none."""
-        token_ids, params = request
-        first_id = self.num_sequences
-        stop_token_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)}
-        stop_token_ids = frozenset(token_id for token_id in stop_token_ids if token_id < self.vocab_size)
-        max_num_tokens = min(len(token_ids) + params.max_tokens, self.max_model_len)
-        seqs: list[Sequence] = []
-        for sample_index in range(params.n):
-            seq_id = self._next_id()
-            if params.seed is None:
-                seed = _derive_seed(self.config.seed, seq_id)
-            else:
-                seed = _derive_seed(params.seed, sample_index) if sample_index else params.seed
-            seq = Sequence(seq_id, token_ids, params, seed, sample_index, stop_token_ids, max_num_tokens)
-            seq.mailbox = mailbox
-            if params.stop_strings:
-                seq.detokenizer = Detokenizer(self.tokenizer, len(token_ids), params.stop_strings)
-            seqs.append(seq)
-        try:
-            if params.n > 1:
-                self.sample_ids[first_id] = range(first_id, first_id + params.n)
-            for seq in seqs:
-                self.sequences[seq.seq_id] = seq
+    @whole
+    def _queue(self, prompts: list[CheckedPrompt], news: News, requests: list[Request]) -> None:
+        """Queue `prompts`, all or none. Their Requests, with `news`, are appended to `requests`."""
+        first = len(requests)
+        for token_ids, params in prompts:
+            stop_token_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)}
+            stop_token_ids = frozenset(token_id for token_id in stop_token_ids if token_id < self.vocab_size)
+            max_num_tokens = min(len(token_ids) + params.max_tokens, self.max_model_len)
+            seq_ids = [next(self._ids) for _ in range(params.n)]
+            for sample_index, seq_id in enumerate(seq_ids):
+                if params.seed is None:
+                    seed = _derive_seed(self.config.seed, seq_id)
+                else:
+                    seed = _derive_seed(params.seed, sample_index) if sample_index else params.seed
+                seq = Sequence(seq_id, token_ids, params, seed, stop_token_ids, max_num_tokens)
+                detokenizer = None
+                if self.tokenizer is not None:
+                    detokenizer = Detokenizer(self.tokenizer, len(token_ids), params.stop_strings)
+                requests.append(Request(seq, seq_ids[0], sample_index, news, detokenizer))
                 self.scheduler.add(seq)
-        except BaseException:
-            for seq in seqs:
-                self.scheduler.waiting.pop(seq, None)
-                self.sequences.pop(seq.seq_id, None)
-            self.sample_ids.pop(first_id, None)
-            raise
-        return seqs
-
-    def _next_id(self) -> int:
-        self.num_sequences += 1
-        return self.num_sequences - 1
-
-    def _advance(self) -> None:
-        """One step of whatever is queued; word of it goes to the mailboxes."""
-        if self.model_runner is None:
-            raise RuntimeError("this engine has been shut down by exit()")
-        try:
-            if seqs := self.scheduler.schedule():
-                for seq in self.scheduler.postprocess(seqs, self.model_runner.run(seqs)):
-                    if seq.finish_reason is None:
-                        seq.mailbox[seq] = None
-                    else:
-                        self._report_end(seq)
-        except BaseException:
-            # Cut short anywhere, even by Ctrl-C: blocks may be published that were never written. Keep only the tokens.
-            self.scheduler.reset(self.sequences.values())
-            for seq in [seq for seq in self.sequences.values() if seq.is_finished]:
-                self._report_end(seq)
-            self.sample_ids = {first: ids for first, ids in self.sample_ids.items() if any(map(self.sequences.get, ids))}
-            raise
-
-    def _report_end(self, seq: Sequence) -> None:
-        seq.mailbox[seq] = None
-        del self.sequences[seq.seq_id]
-        if seq.params.n > 1:
-            first_id = seq.seq_id - seq.sample_index
-            if not any(map(self.sequences.get, self.sample_ids.get(first_id, ()))):
-                self.sample_ids.pop(first_id, None)
-
-    def _output(self, seq: Sequence) -> RequestOutput:
-        text = ""
-        if self.tokenizer is not None:
-            if seq.detokenizer is None:
-                seq.detokenizer = Detokenizer(self.tokenizer, seq.num_prompt_tokens)
-            text = seq.detokenizer.read(seq.token_ids, is_last=seq.is_finished)
-        wants_logprobs = seq.params.logprobs is not None
-        token_ids = seq.generated_token_ids
-        return RequestOutput(
-            request_id=seq.seq_id,
-            sample_index=seq.sample_index,
-            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
-            token_ids=token_ids,
-            text=text,
-            finish_reason=seq.finish_reason,
-            logprobs=seq.logprobs[: len(token_ids)] if wants_logprobs else None,
-            cumulative_logprob=sum(seq.cumulative_logprobs[len(token_ids) - 1 : len(token_ids)]) if wants_logprobs else None,
-            num_cached_tokens=seq.num_cached_tokens or 0,
-        )
+        self.requests.update({request.seq.seq_id: request for request in requests[first:]})  # from here on they are queued
 
 
 def _derive_seed(seed: int, index: int) -> int:

@@ -46,7 +46,8 @@ class ModelRunner:
         if config.load_format == "dummy":
             fill_with_noise(self.model, config.seed)
         else:
-            load_checkpoint(self.model, directory)
+            with torch.device("cpu"):  # where safetensors reads, whatever the caller's default device is
+                load_checkpoint(self.model, directory)
         self.model.pack()
         self.penalties = Penalties(config.max_num_seqs, spec.vocab_size, self.device)
         self.sampler = Sampler(spec.vocab_size, self.device)
@@ -86,23 +87,25 @@ class ModelRunner:
         self.copied_from: list[tuple[list[int], int]] = [([], 0)] * self.config.max_num_seqs
 
     @torch.inference_mode()
-    def run(self, seqs: list[Sequence]) -> list[int]:
-        """Compute the scheduled tokens of `seqs`; the next token of each one that has then caught up, in order."""
-        batch = self.prepare_batch(seqs)
-        if self.graphs is not None and batch.max_seqlen_q == 1:
-            hidden = self.graphs.run(batch)
-        else:
-            hidden = self.model(batch, self.kv_caches)
-        logits = self.model.compute_logits(hidden)
-        sampled = seqs
-        if len(batch.logits_indices) < len(seqs):
-            sampled = [seq for seq in seqs if seq.num_computed_tokens + seq.num_scheduled_tokens == len(seq.token_ids)]
-        sampling_batch = self.prepare_sampling(sampled)
-        if all([seq.is_plain for seq in sampled]):
-            return self.sampler(logits, sampling_batch).tolist()
-        tokens = self.sampler(self.penalties.apply(logits, sampled), sampling_batch)
-        self._note_logprobs(logits, tokens, sampled)
-        return tokens.tolist()
+    def run(self, seqs: list[Sequence]) -> tuple[list[int], list[dict[int, float] | None] | None]:
+        """Compute the scheduled tokens of `seqs`. For each one that has then caught up, in order: its next token (-1 if its
+        logits are NaN) and, where any of them asks for it, the log probabilities of the most probable ones and of that.
+        """
+        with torch.autocast(self.device.type, enabled=False):  # the caller's own would change dtypes between two kernels
+            batch = self.prepare_batch(seqs)
+            if self.graphs is not None and batch.max_seqlen_q == 1:
+                hidden = self.graphs.run(batch)
+            else:
+                hidden = self.model(batch, self.kv_caches)
+            logits = self.model.compute_logits(hidden)
+            sampled = seqs
+            if len(batch.logits_indices) < len(seqs):
+                sampled = [seq for seq in seqs if seq.num_computed_tokens + seq.num_scheduled_tokens == len(seq.token_ids)]
+            sampling_batch = self.prepare_sampling(sampled)
+            if not any([seq.needs_logits_processing for seq in sampled]):
+                return self.sampler(logits, sampling_batch).tolist(), None
+            tokens = self.sampler(self.penalties.apply(logits, sampled), sampling_batch)
+            return tokens.tolist(), self._find_logprobs(logits, tokens, sampled)
 
     def prepare_batch(self, seqs: list[Sequence]) -> Batch:
         """Flatten the sequences' scheduled tokens; see batch.py for a picture."""
@@ -142,26 +145,23 @@ class ModelRunner:
         positions = [len(seq.token_ids) for seq in seqs]
         return SamplingBatch.build(params, seeds, positions, self.spec.vocab_size, self.device)
 
-    def _note_logprobs(self, logits: Tensor, tokens: Tensor, seqs: list[Sequence]) -> None:
-        """Leave log-softmax of the untouched logits with the sequences that want it: the top k and the chosen token's."""
+    def _find_logprobs(
+        self, logits: Tensor, tokens: Tensor, seqs: list[Sequence]
+    ) -> list[dict[int, float] | None] | None:
+        """Log-softmax of the untouched logits, for the sequences that want it: the top k and the chosen token's."""
         rows = [row for row, seq in enumerate(seqs) if seq.params.logprobs is not None]
         if not rows:
-            return
+            return None
         logprobs = logits[rows].float().log_softmax(-1)
         top, top_ids = logprobs.topk(min(max(seqs[row].params.logprobs for row in rows), self.spec.vocab_size))
-        chosen_ids = tokens[rows]
+        chosen_ids = tokens[rows].clamp(min=0)  # -1: nobody will look
         chosen = logprobs.gather(-1, chosen_ids[:, None]).squeeze(-1)
+        found: list[dict[int, float] | None] = [None] * len(seqs)
         columns = (top.tolist(), top_ids.tolist(), chosen.tolist(), chosen_ids.tolist())
         for row, values, token_ids, chosen_logprob, chosen_id in zip(rows, *columns):
-            seq = seqs[row]
-            k = seq.params.logprobs
-            entry = dict(zip(token_ids[:k], values[:k]))
-            entry[chosen_id] = chosen_logprob
-            # By position, not appended: if this step is interrupted, the next one says the same again.
-            position = len(seq.token_ids) - seq.num_prompt_tokens
-            so_far = seq.cumulative_logprobs[position - 1] if position else 0.0
-            seq.logprobs[position:] = [entry]
-            seq.cumulative_logprobs[position:] = [so_far + chosen_logprob]
+            k = seqs[row].params.logprobs
+            found[row] = {**dict(zip(token_ids[:k], values[:k])), chosen_id: chosen_logprob}
+        return found
 
     def _copy_block_table(self, seq: Sequence) -> None:
         """Bring the lane's row up to date. A block table only grows; a lane's next tenant has another list."""

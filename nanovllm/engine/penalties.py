@@ -23,7 +23,7 @@ class Penalties:
         """`logits` [num_rows, vocab_size], a row for each of `seqs`, as their params want them; not changed in place."""
         penalized = [row for row, seq in enumerate(seqs) if seq.params.penalizes]
         if penalized:
-            rows = torch.tensor(penalized, device=self.device)
+            rows = torch.tensor(penalized, dtype=torch.int64, device=self.device)
             changed = self._penalize(logits[rows].float(), [seqs[row] for row in penalized])
             logits = logits.float().index_copy(0, rows, changed)
         barred = [
@@ -45,6 +45,7 @@ class Penalties:
         repeated = generated | self.in_prompt[lanes]
         presence, frequency, repetition = torch.tensor(
             [(seq.params.presence_penalty, seq.params.frequency_penalty, seq.params.repetition_penalty) for seq in seqs],
+            dtype=torch.float32,
             device=self.device,
         ).T.unsqueeze(-1)  # each [num_rows, 1]
         scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -53,18 +54,22 @@ class Penalties:
     def _count(self, seqs: list[Sequence]) -> None:
         """Bring the counts of `seqs` up to date."""
         if self.counts is None:
-            self.counts = torch.zeros(self.shape, dtype=torch.int32, device=self.device)
             self.in_prompt = torch.zeros(self.shape, dtype=torch.bool, device=self.device)
+            self.counts = torch.zeros(self.shape, dtype=torch.int32, device=self.device)
         new: list[tuple[int, int]] = []  # lane, token id
+        now: list[tuple[int, tuple[Sequence, int]]] = []  # lane, what is counted in the end
         for seq in seqs:
             owner, num_counted = self.counted[seq.lane]
+            self.counted[seq.lane] = (None, 0)  # if this is interrupted, the row is counted anew
             if owner is not seq:
                 num_counted = seq.num_prompt_tokens
                 self.counts[seq.lane] = 0
                 self.in_prompt[seq.lane] = False
                 self.in_prompt[seq.lane, seq.token_ids[:num_counted]] = True
             new += [(seq.lane, token_id) for token_id in seq.token_ids[num_counted:]]
-            self.counted[seq.lane] = (seq, len(seq.token_ids))
+            now.append((seq.lane, (seq, len(seq.token_ids))))
         if new:
-            lanes, token_ids = torch.tensor(new, device=self.device).T
+            lanes, token_ids = torch.tensor(new, dtype=torch.int64, device=self.device).T
             self.counts.index_put_((lanes, token_ids), torch.ones_like(lanes, dtype=torch.int32), accumulate=True)
+        for lane, counted in now:
+            self.counted[lane] = counted

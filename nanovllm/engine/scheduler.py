@@ -17,6 +17,7 @@ from heapq import heappop, heappush
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.outputs import FinishReason
 
 
 class Scheduler:
@@ -42,22 +43,16 @@ class Scheduler:
         self.free_lanes = list(range(max_num_seqs))  # a heap
 
     def reset(self, seqs: Iterable[Sequence]) -> None:
-        """Start over after a step that was cut short, with nothing computed: `seqs`, oldest first, wait again.
-
-        All that is believed of them is their tokens: one whose last token ends it is finished here.
-        """
+        """Start over with nothing computed: `seqs`, oldest first, wait. Of what they were, only their tokens stay."""
         self.block_manager.reset()
         self.waiting.clear()
         self.running.clear()
         self.free_lanes = list(range(self.max_num_seqs))
         for seq in seqs:
             seq.lane, seq.block_table, seq.num_computed_tokens = -1, [], 0
-            seq.finish_reason = seq.finish_reason or seq.check_end()
-            if seq.finish_reason is None:
-                seq.status = SequenceStatus.WAITING
-                self.waiting[seq] = None
-            else:
-                seq.status = SequenceStatus.FINISHED
+            seq.status, seq.finish_reason = SequenceStatus.WAITING, None
+            del seq.block_hashes[len(seq.token_ids) // self.block_manager.block_size :]
+            self.waiting[seq] = None
 
     def add(self, seq: Sequence) -> None:
         self.waiting[seq] = None
@@ -99,6 +94,8 @@ class Scheduler:
         """Admit from the head of `waiting` while there are tokens in the budget, lanes and blocks."""
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = next(iter(self.waiting))
+            if self.block_manager.is_refused_still(seq):
+                break
             prefix = self.block_manager.find_prefix(seq)
             num_cached_tokens = len(prefix) * self.block_manager.block_size
             is_whole = len(seq.token_ids) - num_cached_tokens <= budget
@@ -137,7 +134,10 @@ class Scheduler:
         self.num_preemptions += 1
 
     def postprocess(self, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
-        """Account for a step that computed `seqs`; `token_ids` are for those that caught up, in order. Returns these."""
+        """Account for a step that computed `seqs`; `token_ids` are for those that caught up, in order. Returns these.
+
+        Token -1 (NaN logits) ends a sequence with "error", and what it has computed is not reused.
+        """
         gained: list[Sequence] = []
         any_finished = False
         for seq in seqs:
@@ -148,24 +148,30 @@ class Scheduler:
             seq.num_computed_tokens += seq.num_scheduled_tokens
             if seq.num_computed_tokens < len(seq.token_ids):
                 continue
-            seq.token_ids.append(token_ids[len(gained)])
+            token_id = token_ids[len(gained)]
             gained.append(seq)
-            if (finish_reason := seq.check_end()) is not None:
-                self._finish(seq, finish_reason)
+            if token_id >= 0:
+                seq.token_ids.append(token_id)
+                finish_reason = seq.check_end()
+            else:
+                self.block_manager.forget(seq)
+                finish_reason = "error"
+            if finish_reason is not None:
+                self._end(seq, finish_reason)
                 any_finished = True
         if any_finished:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
         return gained
 
-    def abort(self, seq: Sequence) -> None:
-        """End `seq`, waiting or running."""
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """End `seq`, waiting or running, for a reason that is not found in its tokens. Not between the halves of a step."""
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
         else:
-            del self.waiting[seq]
-        self._finish(seq, "abort")
+            self.waiting.pop(seq, None)
+        self._end(seq, reason)
 
-    def _finish(self, seq: Sequence, reason: str) -> None:
+    def _end(self, seq: Sequence, reason: FinishReason) -> None:
         if seq.status is SequenceStatus.RUNNING:
             self._release(seq)
         seq.status = SequenceStatus.FINISHED
