@@ -35,7 +35,7 @@ SIGNATURES = {
     "sample": [P, P, P, P, P, I, I],
 }
 SOURCE = Path(__file__).with_name("kernels.cpp")
-FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC"]
+FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC"]
 if platform.machine() == "x86_64":
     FLAGS.append("-mprefer-vector-width=512")
 DEFINES = {torch.float32: ["-DT=float"], torch.bfloat16: ["-DT=bfloat16", "-DT_IS_BFLOAT16"]}

@@ -181,7 +181,7 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
             for (size_t part = i; part < end; part++) highest = std::max(highest, result[part * stride + size + head]);
             for (size_t part = i; part < end; part++) {
                 const float* from = result + part * stride;
-                float factor = expf(from[size + head] - highest);
+                float factor = exponential(from[size + head] - highest);
                 total += factor * from[size + num_heads + head];
                 for (int64_t d = 0; d < head_dim; d++) sum[d] += factor * from[head * head_dim + d];
             }
