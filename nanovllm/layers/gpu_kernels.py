@@ -123,7 +123,7 @@ def _silu_and_multiply_kernel(gate_up_ptr, output_ptr, size, BLOCK: tl.constexpr
 
 
 def sample(logits: Tensor, token_hashes: Tensor, noise_keys: Tensor | None, temperatures: Tensor | None) -> Tensor:
-    """sampler.Sampler's draw: argmax of logits [num_rows, vocab_size] + temperature * noise, int64 [num_rows]; -1 for NaN."""
+    """sampler.Sampler's draw: argmax of logits [num_rows, vocab_size] + temperature * noise, or -1, int64 [num_rows]."""
     if temperatures is None:
         return find_best(logits)
     num_rows, vocab_size = logits.shape

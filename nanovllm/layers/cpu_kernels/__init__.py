@@ -51,8 +51,8 @@ def reason_unavailable(dtype: torch.dtype) -> str | None:
         return f"there are no CPU kernels for {dtype}"
     try:
         _library(dtype)
-    except FileNotFoundError:
-        return "there is no C++ compiler"
+    except FileNotFoundError as error:
+        return f"there is no C++ compiler: {error}"
     except subprocess.CalledProcessError as error:
         return f"the C++ compiler failed: {error.stderr.decode(errors='replace')}"
     except (OSError, ValueError) as error:  # CXX is no command, or the library cannot be loaded
@@ -66,19 +66,21 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL:
     target = _run(*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)  # version and processor features, as macros
     sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("*.[ch]*")))
     name = f"cpu_kernels_{_digest(sources + target + repr((FLAGS, DEFINES[dtype])).encode())}"
-    with tempfile.TemporaryDirectory() as scratch:  # a loaded library needs its file no more
-        path = _find_kept(name)
-        if path is None:
-            unlinked, path = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
-            _run(*compiler, *FLAGS, *DEFINES[dtype], "-c", str(SOURCE), "-o", str(unlinked))
-            # Linked without OpenMP: its functions are found in the copy that torch has loaded, with torch's threads.
-            _run(*compiler, "-shared", str(unlinked), "-o", str(path))
-            path = _keep(path, name)
-        library = ctypes.CDLL(str(path))
+    kept = _find_kept(name)
+    library = _build(compiler, dtype, name) if kept is None else ctypes.CDLL(str(kept))
     for name, arguments in SIGNATURES.items():
         if function := getattr(library, name, None):  # not every processor has `linear`
             function.argtypes, function.restype = arguments, None
     return library
+
+
+def _build(compiler: list[str], dtype: torch.dtype, name: str) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as scratch:
+        unlinked, linked = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
+        _run(*compiler, *FLAGS, *DEFINES[dtype], "-c", str(SOURCE), "-o", str(unlinked))
+        # Linked without OpenMP: its functions are found in the copy that torch has loaded, with torch's threads.
+        _run(*compiler, "-shared", str(unlinked), "-o", str(linked))
+        return ctypes.CDLL(str(_keep(linked, name)))  # once it is loaded, its file may go
 
 
 def _find_compiler() -> list[str]:
@@ -95,11 +97,15 @@ def _cache_folder() -> Path:
     Raises OSError if it cannot be made, or if somebody else could put a library there; RuntimeError if there is no home.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    folder = (base if base.is_absolute() else Path("~/.cache").expanduser()) / "nanovllm"
+    if not base.is_absolute():
+        base = Path("~/.cache").expanduser()
+    if not base.is_absolute():
+        raise FileNotFoundError(f"{base} is relative: set HOME or XDG_CACHE_HOME to an absolute path")
+    folder = base / "nanovllm"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
-    if not folder.is_absolute() or status.st_uid not in (0, os.getuid()) or status.st_mode & 0o022:
-        raise PermissionError(f"{folder} can be written by other users")
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{folder} can be written by other users: make it yours alone (chmod 700)")
     return folder
 
 
@@ -120,7 +126,7 @@ def _keep(library: Path, name: str) -> Path:
         folder = _cache_folder()
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             copy = Path(shutil.copy(library, scratch))
-            return copy.replace(folder / f"{name}_{_digest(library.read_bytes())}.so")  # at once, for those who look for it
+            return copy.replace(folder / f"{name}_{_digest(copy.read_bytes())}.so")  # at once, for those who look for it
     except (OSError, RuntimeError) as error:  # no home, no permission, no space
         print(f"nanovllm: the CPU kernels will be compiled again next time: {error}", file=sys.stderr)
         return library
@@ -246,7 +252,7 @@ def silu_and_multiply(gate_up: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, token_hashes: Tensor, noise_keys: Tensor | None, temperatures: Tensor | None) -> Tensor:
-    """sampler.Sampler's draw: argmax of logits [num_rows, vocab_size] + temperature * noise, int64 [num_rows]; -1 for NaN."""
+    """sampler.Sampler's draw: argmax of logits [num_rows, vocab_size] + temperature * noise, or -1, int64 [num_rows]."""
     logits = logits.contiguous()
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     _call(_library(logits.dtype).sample, logits, token_hashes, noise_keys, temperatures, tokens, *logits.shape)

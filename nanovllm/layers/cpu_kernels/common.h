@@ -24,8 +24,8 @@ static float exponential(float x) {
     x = x > 89.0f ? 89.0f : x;
     float shifted = x * 1.44269504f + 0x1.8p23f, n = shifted - 0x1.8p23f;  // at this size a float has no fraction
     float rest = x - n * 0.693359375f + n * 2.12194440e-4f;  // the first product is exact
-    float sum = 1.9875691500e-4f;
-    for (float coefficient : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f})
+    float sum = 1.9875691500e-4f * rest + 1.3981999507e-3f;
+    for (float coefficient : {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f})
         sum = sum * rest + coefficient;
     uint32_t bits;
     memcpy(&bits, &shifted, sizeof bits);
