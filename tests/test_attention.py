@@ -7,9 +7,12 @@ import importlib
 import sys
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from conftest import Oracle, random_prompt
 from nanovllm import LLM, SamplingParams
@@ -118,6 +121,91 @@ def test_cpp_attends(
     lengths: tuple[list[int], list[int]], heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
 ) -> None:
     check_attends(cpp_backend, lengths, heads, block_size, dtype)
+
+
+@needs_cpp
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lengths", [([1, 1, 1], [700, 3, 300]), ([9, 40], [700, 40])], ids=["decode", "prefill"])
+def test_cpp_attends_to_extreme_scores(lengths: tuple[list[int], list[int]], dtype: torch.dtype) -> None:
+    """Scores of thousands, and of -inf in all of a split; a sequence's NaN stays its own."""
+    query, kv_cache, batch = make_batch(*lengths, 4, 2, 64, 16, dtype)
+    query *= 1e4
+    expected = torch_backend.attend(query.float(), kv_cache.float(), batch, SCALE)
+    output = cpp_backend.attend(query, kv_cache, batch, SCALE)
+    tolerance = {torch.float32: 2e-3, torch.bfloat16: 3e-2}[dtype]  # of scores of 1e4
+    torch.testing.assert_close(output.float(), expected, atol=tolerance, rtol=tolerance)
+
+    query[0].fill_(torch.nan)
+    with_nan = cpp_backend.attend(query, kv_cache, batch, SCALE)
+    assert with_nan[0].isnan().all() and torch.equal(with_nan[1:], output[1:])
+
+    query, kv_cache, batch = make_batch(*lengths, 4, 2, 64, 16, dtype)
+    query = query.abs() * 1e4
+    low = batch.block_tables[0, : 512 // 16].long()  # two splits
+    kv_cache[0, low] = -1e38
+    output = cpp_backend.attend(query, kv_cache, batch, SCALE)
+    expected = torch_backend.attend(query.float(), kv_cache.float(), batch, SCALE)
+    assert expected.isfinite().all()
+    torch.testing.assert_close(output.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the size of the largest tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        self.num_bytes = max([self.num_bytes, *[tensor.untyped_storage().nbytes() for tensor in tensors]])
+        return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("query_len, context_len", [(200, 6000), (6000, 6000)], ids=["chunk", "whole"])
+def test_torch_needs_little_memory(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, query_len: int, context_len: int
+) -> None:
+    """Pieces of the mask, and no scores, are in memory; the results are those of the whole mask."""
+    monkeypatch.setattr(torch_backend, "_MASK_SIZE", 1 << 18)
+    torch.manual_seed(0)
+    query = torch.randn(query_len, 14, 15).to(dtype)
+    kv_cache = torch.randn(2, context_len // 16, 16, 2, 15).to(dtype)
+    tables = torch.randperm(context_len // 16).int()[None]
+    bounds, unused = torch.tensor([0, query_len], dtype=torch.int32), torch.zeros(0)
+    batch = Batch(
+        unused, unused, unused, bounds, torch.tensor([context_len], dtype=torch.int32), tables, query_len, context_len, unused
+    )
+    with LargestTensor() as largest:
+        output = torch_backend.attend(query, kv_cache, batch, SCALE)
+    assert largest.num_bytes <= max(4 << 18, 2 * query.nbytes, kv_cache.nbytes)
+    for token in (0, 1, query_len // 2, query_len - 1):
+        seen = context_len - query_len + token + 1
+        keys, values = kv_cache[:, tables[0]].flatten(1, 2)[:, :seen].float().repeat_interleave(7, dim=2)
+        weights = (torch.einsum("hd,nhd->hn", query[token].float(), keys) * SCALE).softmax(-1)
+        expected = torch.einsum("hn,nhd->hd", weights, values)
+        torch.testing.assert_close(output[token].float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("backend", [torch_backend, pytest.param(cpp_backend, marks=needs_cpp)], ids=["torch", "cpp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+def test_surroundings_change_nothing(backend: ModuleType, dtype: torch.dtype, lengths: tuple[list[int], list[int]]) -> None:
+    """Neither torch's default device and dtype nor its deterministic algorithms."""
+    query, kv_cache, batch = make_batch(*lengths, 4, 2, 80, 16, dtype)
+    expected = backend.attend(query, kv_cache, batch, SCALE)
+    try:
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True)
+        output = backend.attend(query, kv_cache, batch, SCALE)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    assert output.device == expected.device and torch.equal(output, expected)
 
 
 def test_empty_contexts_are_harmless(monkeypatch: pytest.MonkeyPatch) -> None:

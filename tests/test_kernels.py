@@ -1,7 +1,12 @@
 """The fused kernels against what the layers compute with torch, and life without a compiler."""
 
+import errno
+import multiprocessing
 import os
+import shutil
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
@@ -91,6 +96,87 @@ def test_layers(
         torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
 
 
+GATES = [-1e4, -100.0, -89.0, -88.0, -87.0, -1.0, -0.0, 0.0, 1.0, 88.0, 89.0, 100.0, 1e4, 1e38, torch.inf, torch.nan] * 3
+
+
+@all_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_extreme_numbers(dtype: torch.dtype, module: str, device: str, computing_with: Computing) -> None:
+    """Infinite where torch's numbers are, and NaN where they are and nowhere else."""
+    gates = torch.tensor(GATES, dtype=dtype, device=device)
+    gate_up = torch.cat((gates, torch.ones_like(gates)))[None]
+    pairs = torch.tensor([[0.0, 0.0], [1e30, -2e30], [1e38, 1.0], [1e-30, 0.0], [torch.inf, 1.0], [torch.nan, 1.0]])
+    rows = pairs.to(device, dtype).repeat(1, 20)
+    norm = RMSNorm(40, 1e-6, dtype).requires_grad_(False).to(device)
+    torch.nn.init.ones_(norm.weight)
+    angles = torch.ones(len(rows), 1, 20, dtype=torch.float32, device=device)
+    for compute in (
+        lambda: silu_and_multiply(gate_up),
+        lambda: norm(rows),
+        lambda: apply_rotary(rows[:, None], angles, angles * 0.5, norm),
+    ):
+        with computing_with(None):
+            expected = compute()
+        with computing_with(module):
+            torch.testing.assert_close(compute(), expected, equal_nan=True)
+
+
+@all_kernels
+def test_silu_to_the_last_digits(module: str, device: str, computing_with: Computing) -> None:
+    gates = torch.linspace(-86.0, 90.0, 100_001, dtype=torch.float32, device=device)
+    with computing_with(module):
+        output = silu_and_multiply(torch.cat((gates, torch.ones_like(gates)))[None])[0]
+    torch.testing.assert_close(output.double(), F.silu(gates.double()), rtol=5e-7 if module == "cpu_kernels" else 1e-5, atol=0)
+
+
+@needs_bfloat16
+def test_extreme_gates() -> None:
+    gates = torch.tensor(GATES).bfloat16()
+    weight = torch.stack((torch.cat((gates, torch.ones_like(gates))), torch.zeros(2 * len(gates)).bfloat16()), dim=-1)
+    x = torch.tensor([[1.0, 0.0]] * 40).bfloat16()
+    expected = F.silu(gates).expand(40, -1)
+    torch.testing.assert_close(TiledWeight(weight, gated=True).multiply(x), expected, equal_nan=True)
+
+
+@all_kernels
+@pytest.mark.parametrize("surroundings", ["kernels", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_surroundings_change_nothing(
+    dtype: torch.dtype, surroundings: str, module: str, device: str, computing_with: Computing
+) -> None:
+    """Neither torch's default device and dtype nor its deterministic algorithms."""
+    torch.manual_seed(0)
+    wide = torch.randn(4, 80).to(device, dtype)
+    angles = torch.randn(2, 4, 1, 10).to(device)
+    norm, head_norm = (RMSNorm(size, 1e-6, dtype).requires_grad_(False).to(device) for size in (80, 20))
+    for module_ in (norm, head_norm):
+        torch.nn.init.ones_(module_.weight)
+    params = [SamplingParams(temperature=t, top_p=p) for t in (0.0, 1.0) for p in (0.5, 1.0)]
+    sampler = Sampler(80, torch.device(device))
+
+    def compute() -> list[torch.Tensor]:
+        batch = SamplingBatch.build(params, [1, 2, 3, 4], [5, 6, 7, 8], 80, torch.device(device))
+        tokens = [Sampler(80, torch.device(device))(wide, batch), sampler(wide, SamplingBatch())]
+        outputs = [norm(wide), apply_rotary(wide.unflatten(1, (4, 20)), *angles, head_norm), silu_and_multiply(wide), *tokens]
+        if TiledWeight.can_hold(wide):
+            outputs += [TiledWeight(wide).multiply(wide), TiledWeight(wide).rows(torch.zeros_like(tokens[0]))]
+        return outputs
+
+    with computing_with(module if surroundings == "kernels" else None):
+        expected = compute()
+        try:
+            torch.set_default_device("meta")
+            torch.set_default_dtype(torch.float64)
+            torch.use_deterministic_algorithms(True)
+            outputs = compute()
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(torch.float32)
+            torch.use_deterministic_algorithms(False)
+    for one, other in zip(outputs, expected):
+        assert one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+
+
 @needs_bfloat16
 @pytest.mark.parametrize("in_features, out_features", [(2, 1), (30, 64), (64, 100), (320, 16), (4096, 130)])
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
@@ -168,6 +254,34 @@ def test_sample(vocab_size: int, dtype: torch.dtype, module: str, device: str, c
     assert torch.equal(tokens, expected) and tokens[0] == 0
 
 
+@all_kernels
+@pytest.mark.parametrize("computed_by", ["kernels", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab_size", [3, 5001])
+def test_sample_from_extreme_logits(
+    vocab_size: int, dtype: torch.dtype, computed_by: str, module: str, device: str, computing_with: Computing
+) -> None:
+    """-1 for a row with a NaN, and for no other; a token that can be drawn for all others."""
+    kinds = [{"temperature": t} for t in (0.0, 1e-6, 1.0, 1e6)] + [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}]
+    sampler, last = Sampler(vocab_size, torch.device(device)), vocab_size - 1
+    noise = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0))
+    all_low, one_left, one_high, two_high = (noise.clone() for _ in range(4))
+    all_low[:] = -torch.inf
+    one_left[:last] = -torch.inf
+    one_high[last], two_high[1:] = torch.inf, torch.inf
+    rows, expected = [all_low, one_left, one_high, two_high], [0, last, last, 1]
+    for position, others in ((0, noise), (last, noise), (last // 2, all_low), (last // 2, two_high)):
+        rows.append(others.clone())
+        rows[-1][position] = torch.nan
+        expected.append(-1)
+    logits = torch.stack(rows).to(device, dtype)
+    with computing_with(module if computed_by == "kernels" else None):
+        for kind in kinds:
+            params = [SamplingParams(**kind)] * len(rows)
+            batch = SamplingBatch.build(params, list(range(len(rows))), [3] * len(rows), vocab_size, torch.device(device))
+            assert sampler(logits, batch).tolist() == expected, kind
+
+
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
 def test_without_a_compiler(
     tiny: tuple[str, Oracle],
@@ -185,14 +299,134 @@ def test_without_a_compiler(
     assert output["token_ids"] == tiny[1](random_prompt(0, 9), 8)
 
 
-@needs_compiler
-def test_compiled_once(tmp_path: Path, no_kernels_known: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cpu_kernels.reason_unavailable(torch.float32) is None
-    (library,) = (tmp_path / "nanovllm").iterdir()
+# --- The compiled library
+
+
+@pytest.fixture
+def tiny_build(tmp_path: Path, no_kernels_known: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Kernels that compile in no time, and a home of their own: the folder in which the library belongs."""
+    for name in ("sources", "home", "scratch", "here"):
+        (tmp_path / name).mkdir()
+    source = tmp_path / "sources" / "kernels.cpp"
+    source.write_text('extern "C" int answer() { return 42; }')
+    monkeypatch.setattr(cpu_kernels, "SOURCE", source)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "home" / ".cache" / "nanovllm"
+
+
+def load() -> int:
     cpu_kernels._library.cache_clear()
+    return cpu_kernels._library(torch.float32).answer()
+
+
+@needs_compiler
+def test_compiled_once(tiny_build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load() == 42 and tiny_build.stat().st_mode & 0o777 == 0o700
+    (library,) = tiny_build.iterdir()
     calls: list[tuple[str, ...]] = []
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda command, **options: calls.append(command) or run(command, **options))
-    cpu_kernels._library(torch.float32)
-    assert len(calls) == 1 and "-E" in calls[0] and library.exists()
+    assert load() == 42 and len(calls) == 1 and "-E" in calls[0] and library.exists()
+
+
+@needs_compiler
+@pytest.mark.parametrize("share", [0, 0.5], ids=["empty", "truncated"])
+def test_a_broken_library_is_built_again(tiny_build: Path, share: float) -> None:
+    assert load() == 42
+    (library,) = tiny_build.iterdir()
+    whole = library.read_bytes()
+    library.unlink()  # not in place: it is mapped into this process
+    library.write_bytes(whole[: int(share * len(whole))])
+    assert load() == 42 and [path.read_bytes() for path in tiny_build.iterdir()] == [whole]
+
+
+@needs_compiler
+@pytest.mark.parametrize("value", ["", "relative"])
+def test_xdg_cache_home_must_be_absolute(tiny_build: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", value)
+    assert load() == 42 and list(tiny_build.iterdir()) and not list(Path.cwd().iterdir())
+
+
+def fill_disk(tiny_build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copy", copy)
+
+
+def open_to_others(tiny_build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_build.mkdir(parents=True, exist_ok=True)
+    tiny_build.chmod(0o777)
+
+
+def own_by_another(tiny_build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_build.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(os, "getuid", lambda: tiny_build.stat().st_uid + 1)
+
+
+def lose_home(tiny_build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tiny_build.parents[2] / "sources" / "kernels.cpp"))  # no directory
+
+
+def move_home_here(tiny_build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", ".")
+
+
+@needs_compiler
+@pytest.mark.parametrize("obstruct", [fill_disk, open_to_others, own_by_another, lose_home, move_home_here])
+def test_without_a_place_of_its_own(
+    tiny_build: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], obstruct: Callable[..., None]
+) -> None:
+    """The library is used and not kept, nothing is left behind, and what others may have put there is not loaded."""
+    obstruct(tiny_build, monkeypatch)
+    assert load() == 42 and load() == 42 and "compiled again" in capfd.readouterr().err
+    assert not list(Path(tempfile.gettempdir()).iterdir()) and not list(Path.cwd().iterdir())
+    assert not tiny_build.exists() or not list(tiny_build.iterdir())
+
+
+@needs_compiler
+@pytest.mark.parametrize("obstruct", [open_to_others, own_by_another])
+def test_planted_libraries_are_not_loaded(
+    tiny_build: Path, monkeypatch: pytest.MonkeyPatch, obstruct: Callable[..., None]
+) -> None:
+    assert load() == 42
+    (library,) = tiny_build.iterdir()
+    cpu_kernels.SOURCE.write_text('extern "C" int answer() { return 13; }')
+    assert load() == 13
+    (planted,) = set(tiny_build.iterdir()) - {library}
+    digest = planted.stem.rpartition("_")[2]
+    library.unlink()
+    planted.rename(library.with_stem(f"{library.stem.rpartition('_')[0]}_{digest}"))
+    cpu_kernels.SOURCE.write_text('extern "C" int answer() { return 42; }')
+    assert load() == 13, "whole and of this name: it is loaded as long as it is ours"
+    obstruct(tiny_build, monkeypatch)
+    assert load() == 42
+
+
+@needs_compiler
+def test_built_by_many_at_once(tiny_build: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=lambda: sys.exit(load() != 42)) for _ in range(6)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 6 and len(list(tiny_build.iterdir())) == 1
+
+
+@needs_compiler
+def test_a_compiler_of_several_words(tiny_build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", f"env {os.environ.get('CXX', 'c++')}")
+    assert load() == 42
+
+
+@pytest.mark.parametrize(
+    "command, reason",
+    [("'c++", "CXX"), ("no-such-compiler", "no-such-compiler"), (r"sh -c 'printf \\351 >&2; false'", "failed: \ufffd")],
+)
+def test_why_there_is_no_library(tiny_build: Path, monkeypatch: pytest.MonkeyPatch, command: str, reason: str) -> None:
+    monkeypatch.setenv("CXX", command)
+    assert reason in cpu_kernels.reason_unavailable(torch.float32)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.layers.sampler import find_best
+
 _SAMPLE_PART = 4096  # tokens of the vocabulary
 
 
@@ -29,7 +31,7 @@ def try_out(trial: Callable[[], None]) -> str | None:
 def reason_unavailable(dtype: torch.dtype) -> str | None:
     def trial() -> None:
         x = torch.ones(2, 2, 16, dtype=dtype, device="cuda")
-        angles = torch.ones(2, 1, 8, device="cuda")
+        angles = torch.ones(2, 1, 8, dtype=torch.float32, device="cuda")
         integers = torch.ones(2, 16, dtype=torch.int32, device="cuda")
         rms_norm(x[0], x[0, 0], 1e-6)
         rotary(x, angles, angles, x[0, 0], 1e-6)
@@ -121,12 +123,12 @@ def _silu_and_multiply_kernel(gate_up_ptr, output_ptr, size, BLOCK: tl.constexpr
 
 
 def sample(logits: Tensor, token_hashes: Tensor, noise_keys: Tensor | None, temperatures: Tensor | None) -> Tensor:
-    """sampler.Sampler's draw: argmax of logits [num_rows, vocab_size] + temperature * noise, int64 [num_rows]."""
+    """sampler.Sampler's draw: argmax of logits [num_rows, vocab_size] + temperature * noise, or -1, int64 [num_rows]."""
     if temperatures is None:
-        return logits.argmax(-1)
+        return find_best(logits)
     num_rows, vocab_size = logits.shape
     num_parts = triton.cdiv(vocab_size, _SAMPLE_PART)
-    scores = torch.empty(num_rows, num_parts, device=logits.device)
+    scores = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(num_rows, num_parts, dtype=torch.int64, device=logits.device)
     if num_rows:
         _sample_kernel[(num_rows, num_parts)](
@@ -153,7 +155,9 @@ def _sample_kernel(
         # -log(1 - uniform): near 0, where 1 - uniform would round the digits away, by its power series.
         series = uniform * (1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4))))
         scores -= temperature * tl.log(tl.where(uniform < 0.01, series, -tl.log(1 - uniform)))
-    best = tl.argmax(scores, axis=0)
+    # Triton's maxima pass over NaN, torch's argmax over the parts finds it: the token of such a part is -1.
+    has_nan = tl.max((scores != scores).to(tl.int32), axis=0) > 0
+    best = part * BLOCK + tl.argmax(scores, axis=0)
     num_parts = tl.num_programs(1)
-    tl.store(scores_ptr + row * num_parts + part, tl.max(scores, axis=0))
-    tl.store(tokens_ptr + row * num_parts + part, (part * BLOCK + best).to(tl.int64))
+    tl.store(scores_ptr + row * num_parts + part, tl.where(has_nan, float("nan"), tl.max(scores, axis=0)))
+    tl.store(tokens_ptr + row * num_parts + part, tl.where(has_nan, -1, best).to(tl.int64))

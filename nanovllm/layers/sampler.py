@@ -73,27 +73,36 @@ class Sampler:
         self.token_hashes = torch.from_numpy(_mix32(np.arange(vocab_size, dtype=np.uint32)).view(np.int32)).to(device)
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """One token id per row of `logits` [num_rows, vocab_size], int64 [num_rows]."""
+        """One token id per row of `logits` [num_rows, vocab_size], int64 [num_rows]; -1 for a row in which there is a NaN.
+
+        A logit of inf is the most probable token, the first of several; where all are -inf it is token 0.
+        """
         if batch.cut_rows is not None:
             logits = logits.float()
             logits = logits.index_copy(0, batch.cut_rows, _cut(logits[batch.cut_rows], batch))
         if kernels := find_kernels(logits):
             return kernels.sample(logits, self.token_hashes, batch.noise_keys, batch.temperatures)
         if batch.temperatures is None:
-            return logits.argmax(-1)
+            return find_best(logits)
         num_rows, vocab_size = logits.shape
         chunk = max(1, _CPU_CHUNK // vocab_size) if logits.device.type == "cpu" else num_rows
         tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         for start in range(0, num_rows, chunk):
             part = slice(start, start + chunk)
             noise = gumbel_noise(self.token_hashes, batch.noise_keys[part])
-            tokens[part] = torch.addcmul(logits[part].float(), noise, batch.temperatures[part, None]).argmax(-1)
+            tokens[part] = find_best(torch.addcmul(logits[part].float(), noise, batch.temperatures[part, None]))
         return tokens
 
 
+def find_best(scores: Tensor) -> Tensor:
+    """The index of each row's highest score, the first of equals; -1 where one is NaN. The host does not look at them."""
+    best, indices = scores.max(-1)  # NaN if one is
+    return indices.masked_fill_(best.isnan(), -1)
+
+
 def _cut(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """-inf for all tokens but those that top-k, then top-p, then min-p leave. The most probable one always stays."""
-    kept, token_ids = logits.topk(batch.max_top_k)  # in descending order
+    """-inf for all tokens but those that top-k, then top-p, then min-p leave. The most probable one always stays, and NaN."""
+    kept, token_ids = logits.topk(batch.max_top_k)  # in descending order, NaN first
     ranks = torch.arange(batch.max_top_k, device=logits.device)
     kept = kept.masked_fill(ranks >= batch.top_ks[:, None], -torch.inf)
     probs = torch.softmax(kept / batch.cut_temperatures[:, None], dim=-1)

@@ -13,6 +13,8 @@ from nanovllm.engine.batch import Batch
 PREFERRED_BLOCK_SIZE = 16
 NEVER_WAITS = False
 
+_MASK_SIZE = 1 << 23  # numbers in a mask, of which SDPA makes a copy in the query's dtype; its own triangle takes no memory
+
 
 def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
     return None
@@ -57,16 +59,19 @@ def attend_each(
         torch.index_select(values, 0, block_ids, out=value_buffer[:num_blocks])
         key = key_context[:, :, :context_len]  # [1, num_kv_heads, context_len, head_dim]
         value = value_context[:, :, :context_len]
-        rows = query[start:end].transpose(0, 1).unsqueeze(0)  # [1, num_heads, query_len, head_dim]
-        if query_len == context_len:
-            attended = F.scaled_dot_product_attention(rows, key, value, is_causal=True, scale=scale, enable_gqa=True)
-        else:
-            # The heads of a group become rows of one query, so that K/V are read once for all of them. The queries are
-            # the context's last tokens: the causal triangle stands at the bottom right, and a single one sees everything.
-            mask = None
-            if query_len > 1:
-                mask = query.new_ones(query_len, context_len, dtype=torch.bool).tril(context_len - query_len)
-                mask = mask.repeat(group_size, 1)
-            rows = rows.reshape(1, num_kv_heads, group_size * query_len, head_dim)
-            attended = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
-        output[start:end] = attended.reshape(-1, query_len, head_dim).transpose(0, 1)
+        if query_len == 1:  # it sees everything; the heads of a group are rows of one query, so that K/V are read once
+            rows = query[start].view(1, num_kv_heads, group_size, head_dim)
+            output[start] = F.scaled_dot_product_attention(rows, key, value, scale=scale).view(-1, head_dim)
+            continue
+        # SDPA's own triangle stands at the top left. That of a context's last tokens stands at the bottom right: a mask.
+        is_whole = query_len == context_len
+        tokens_at_once = query_len if is_whole else max(1, _MASK_SIZE // context_len)
+        for first in range(start, end, tokens_at_once):
+            piece = slice(first, min(first + tokens_at_once, end))
+            rows = query[piece].transpose(0, 1).unsqueeze(0)  # [1, num_heads, num_tokens, head_dim]
+            seen = context_len - end + piece.stop
+            mask = None if is_whole else query.new_ones(rows.shape[2], seen, dtype=torch.bool).tril(context_len - end + first)
+            attended = F.scaled_dot_product_attention(
+                rows, key[:, :, :seen], value[:, :, :seen], mask, is_causal=is_whole, scale=scale, enable_gqa=True
+            )
+            output[piece] = attended[0].transpose(0, 1)

@@ -17,21 +17,36 @@ constexpr int64_t SERIAL = 1 << 14;  // numbers that one thread turns faster tha
 
 static int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
-static float silu(float x) { return x / (1 + expf(-x)); }
-
-static float find_highest(const float* numbers, int64_t size) {
-    float highest = -FLT_MAX;
-    for (int64_t i = 0; i < size; i++) highest = numbers[i] > highest ? numbers[i] : highest;
-    return highest;
+// exp(x) to about a unit in the last place, of which compilers make vector code: x = n * log(2) + rest, and the polynomial
+// is Cephes' exp(rest). 0 below -87, infinite above 88.7; NaN stays NaN, as it compares false.
+static float exponential(float x) {
+    x = x < -87.5f ? -87.5f : x;
+    x = x > 89.0f ? 89.0f : x;
+    float shifted = x * 1.44269504f + 0x1.8p23f, n = shifted - 0x1.8p23f;  // at this size a float has no fraction
+    float rest = x - n * 0.693359375f + n * 2.12194440e-4f;  // the first product is exact
+    float sum = 1.9875691500e-4f * rest + 1.3981999507e-3f;
+    for (float coefficient : {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f})
+        sum = sum * rest + coefficient;
+    uint32_t bits;
+    memcpy(&bits, &shifted, sizeof bits);
+    bits = (bits + 126) << 23;  // of 2^(n - 1): 2^128 would be infinite, and this is 0 where n is -126
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return 2 * sum * power;
 }
 
-// In place of each score exp(scale * score - highest); their sum. highest is then scale * the highest score.
+static float silu(float x) { return x / (1 + exponential(-x)); }
+
+// In place of each score exp(scale * score - highest); their sum. highest is then scale * the highest score, but finite
+// where all scores are -inf: they weigh nothing.
 static float exponentiate(float* scores, int64_t size, float scale, float& highest) {
-    highest = scale * find_highest(scores, size);
-    float base = highest, total = 0;
+    float base = -FLT_MAX, total = 0;
+#pragma omp simd reduction(max : base)
+    for (int64_t i = 0; i < size; i++) base = scores[i] > base ? scores[i] : base;
+    highest = base *= scale;
 #pragma omp simd reduction(+ : total)
     for (int64_t i = 0; i < size; i++) {
-        scores[i] = expf(scale * scores[i] - base);
+        scores[i] = exponential(scale * scores[i] - base);
         total += scores[i];
     }
     return total;

@@ -13,9 +13,10 @@ static void multiply_keys(const Number* query, const Number* const* keys, int64_
                           float* products) {
     for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)
         for (int token = 0; token < TOKENS; token++) {
+            const Number* key = keys[token];
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < size; i++) sum += float(query[i]) * float(keys[token][i]);
+            for (int64_t i = 0; i < size; i++) sum += float(query[i]) * float(key[i]);
             products[token] = sum;
         }
 }
@@ -25,9 +26,10 @@ template <class Number>
 static void add_values(const Number* const* values, const Number* weights, int64_t group_size, int64_t size, float* sums) {
     for (int64_t head = 0; head < group_size; head++, weights += SPLIT, sums += size)
         for (int token = 0; token < TOKENS; token++) {
+            const Number* value = values[token];
             float weight = weights[token];
 #pragma omp simd
-            for (int64_t i = 0; i < size; i++) sums[i] += weight * values[token][i];
+            for (int64_t i = 0; i < size; i++) sums[i] += weight * value[i];
         }
 }
 
@@ -181,7 +183,7 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
             for (size_t part = i; part < end; part++) highest = std::max(highest, result[part * stride + size + head]);
             for (size_t part = i; part < end; part++) {
                 const float* from = result + part * stride;
-                float factor = expf(from[size + head] - highest);
+                float factor = exponential(from[size + head] - highest);
                 total += factor * from[size + num_heads + head];
                 for (int64_t d = 0; d < head_dim; d++) sum[d] += factor * from[head * head_dim + d];
             }

@@ -49,43 +49,52 @@ extern "C" void silu_and_multiply(const T* gate_up, T* output, int64_t num_token
     }
 }
 
-// The token with the highest logit + temperature * Gumbel noise per row, the first of equals. The noise is
-// sampler.gumbel_noise: see there. The lower the uniform number that it is made of, the higher it is. A chunk of the
-// vocabulary without one that is low enough to win needs no logarithms; most chunks have none.
+// The token with the highest logit + temperature * Gumbel noise per row, the first of equals; -1 where a logit is NaN. The
+// noise is sampler.gumbel_noise, -log(-log(1 - uniform)): as -log(1 - uniform) is above uniform, a token can only win if
+// uniform < exp((logit - highest score so far) / temperature). Hardly one in a thousand can, and needs logarithms; of the
+// first tokens all can, so that chunks begin small.
 extern "C" void sample(const T* logits, const int32_t* token_hashes, const int32_t* noise_keys, const float* temperatures,
                        int64_t* tokens, int64_t num_rows, int64_t vocab_size) {
-    constexpr int64_t CHUNK = 1024;
+    constexpr int64_t FIRST_CHUNK = 16, CHUNK = 1024;
 #pragma omp parallel for
     for (int64_t row = 0; row < num_rows; row++) {
         const T* in = logits + row * vocab_size;
-        float temperature = temperatures ? temperatures[row] : 0, highest = -FLT_MAX;
+        float temperature = temperatures ? temperatures[row] : 0, inverse = 1 / temperature, highest = -FLT_MAX;
         float scores[CHUNK], uniforms[CHUNK];
-        tokens[row] = 0;
-        for (int64_t start = 0; start < vocab_size; start += CHUNK) {
-            int64_t size = std::min(CHUNK, vocab_size - start);
-            std::copy(in + start, in + start + size, scores);
+        int32_t can_win[CHUNK];
+        int64_t token = 0, size;
+        for (int64_t start = 0; start < vocab_size && token >= 0; start += size) {
+            size = std::min({std::max(start, FIRST_CHUNK), CHUNK, vocab_size - start});
+            int32_t num_left = 0;
             if (temperature > 0) {
-                float lead = start ? (find_highest(scores, size) - highest) / temperature : FLT_MAX;
-                float limit = 1.01f * -expm1f(-expf(std::min(lead, 10.0f)));
                 uint32_t key = noise_keys[2 * row], factor = noise_keys[2 * row + 1] | 1;
-                int32_t num_low = 0;
-#pragma omp simd reduction(+ : num_low)
+#pragma omp simd reduction(+ : num_left)
                 for (int64_t i = 0; i < size; i++) {
                     uint32_t x = token_hashes[start + i] ^ key;
                     x = (x ^ x >> 16) * factor;
                     x = (x ^ x >> 15) * 0x2C1B3C6D >> 1;
+                    scores[i] = in[start + i];
                     uniforms[i] = int32_t(x) * (0x1p-31f * (1 - 0x1p-23f)) + 0x1p-33f;
-                    num_low += uniforms[i] <= limit;
+                    can_win[i] = !(uniforms[i] > 1.01f * exponential((scores[i] - highest) * inverse));  // NaN can
+                    num_left += can_win[i];
                 }
-                if (num_low == 0) continue;
-#pragma omp simd
-                for (int64_t i = 0; i < size; i++) scores[i] -= temperature * logf(-log1pf(-uniforms[i]));
+            } else {
+#pragma omp simd reduction(+ : num_left)
+                for (int64_t i = 0; i < size; i++) {
+                    scores[i] = in[start + i];
+                    can_win[i] = !(scores[i] <= highest);
+                    num_left += can_win[i];
+                }
             }
-            float highest_here = find_highest(scores, size);
-            if (highest_here > highest) {
-                highest = highest_here;
-                tokens[row] = start + (std::find(scores, scores + size, highest) - scores);
+            for (int64_t i = 0; num_left > 0 && token >= 0; i++) {
+                if (!can_win[i]) continue;
+                num_left--;
+                float score = scores[i];
+                if (temperature > 0) score -= temperature * logf(-log1pf(-uniforms[i]));
+                if (score > highest) highest = score, token = start + i;
+                if (std::isnan(score)) token = -1;
             }
         }
+        tokens[row] = token;
     }
 }
