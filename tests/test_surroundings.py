@@ -260,8 +260,6 @@ def test_nan_logits_end_one_request(poisoned: tuple[str, Oracle], dtype: str, pa
             token_ids = outputs[i]["token_ids"]
             assert token_ids == poisoned[1](prompts[i], len(token_ids))
     check_invariants(llm)
-    again = llm.generate(prompts[4], params, use_tqdm=False)[0]
-    assert again["finish_reason"] != "error", "what the failing request had cached is not reused"
 
 
 def test_beams_whose_logits_are_nan(poisoned: tuple[str, Oracle]) -> None:

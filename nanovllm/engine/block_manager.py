@@ -73,7 +73,7 @@ class BlockManager:
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """The longest chain of cached blocks that `seq` starts with; never its last token, whose logits are needed."""
         prefix: list[Block] = []
-        if self.enable_prefix_caching:
+        if self.enable_prefix_caching and seq.may_hit:
             parent_id = _NO_CONTENT
             for index in range((len(seq.token_ids) - 1) // self.block_size):
                 block = self._lookup(self._hash(seq, index), self._tokens(seq, index), parent_id)

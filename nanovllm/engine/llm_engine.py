@@ -189,14 +189,18 @@ class LLMEngine:
             raise RuntimeError("this engine has been shut down by exit()")
         if seqs := self.scheduler.schedule():
             token_ids, logprobs = self.model_runner.run(seqs)
-            self._note(self.scheduler.postprocess(seqs, token_ids), logprobs)
+            self._note(self.scheduler.postprocess(seqs, token_ids), token_ids, logprobs)
 
-    def _note(self, seqs: list[Sequence], logprobs: list[dict[int, float] | None] | None) -> None:
-        """Count what `seqs` have gained, look for stop strings in it, and send word of it."""
+    def _note(
+        self, seqs: list[Sequence], token_ids: list[int], logprobs: list[dict[int, float] | None] | None
+    ) -> None:
+        """Count the tokens that `seqs` have gained, look for stop strings in them, and send word."""
         requests = self.requests
         for row, seq in enumerate(seqs):
             request = requests[seq.seq_id]
-            if seq.finish_reason == "error":
+            if token_ids[row] < 0:
+                if not seq.is_finished:
+                    continue
                 self._warn(request, "its logits are NaN")
             elif seq.params.stop is not None:
                 try:

@@ -136,9 +136,11 @@ class Scheduler:
     def postprocess(self, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
         """Account for a step that computed `seqs`; `token_ids` are for those that caught up, in order. Returns these.
 
-        Token -1 (NaN logits) ends a sequence with "error", and what it has computed is not reused.
+        Token -1: the logits are NaN. Since NaN spreads to all that a sequence computes, and from there to whoever shares
+        its blocks, they are no longer found, and it is computed again on its own. If that fails too, it ends.
         """
-        gained: list[Sequence] = []
+        caught_up: list[Sequence] = []
+        suspects: list[Sequence] = []
         any_finished = False
         for seq in seqs:
             if seq.num_scheduled_tokens == 1 and seq.num_computed_tokens >= seq.num_prompt_tokens:
@@ -148,20 +150,25 @@ class Scheduler:
             seq.num_computed_tokens += seq.num_scheduled_tokens
             if seq.num_computed_tokens < len(seq.token_ids):
                 continue
-            token_id = token_ids[len(gained)]
-            gained.append(seq)
+            token_id = token_ids[len(caught_up)]
+            caught_up.append(seq)
             if token_id >= 0:
                 seq.token_ids.append(token_id)
                 finish_reason = seq.check_end()
             else:
                 self.block_manager.forget(seq)
-                finish_reason = "error"
+                finish_reason = None if seq.may_hit else "error"
             if finish_reason is not None:
                 self._end(seq, finish_reason)
                 any_finished = True
+            elif token_id < 0:
+                suspects.append(seq)
+        for seq in reversed(suspects):  # so that the oldest comes to stand first
+            seq.may_hit = False
+            self.preempt(seq)
         if any_finished:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
-        return gained
+        return caught_up
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End `seq`, waiting or running, for a reason that is not found in its tokens. Not between the halves of a step."""

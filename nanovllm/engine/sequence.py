@@ -29,7 +29,7 @@ class Sequence:
     __slots__ = (
         "seq_id", "status", "token_ids", "num_prompt_tokens", "params", "needs_logits_processing", "seed",
         "stop_token_ids", "min_num_tokens", "max_num_tokens", "finish_reason",
-        "num_computed_tokens", "num_scheduled_tokens", "num_cached_tokens", "block_table", "block_hashes", "lane",
+        "num_computed_tokens", "num_scheduled_tokens", "num_cached_tokens", "block_table", "block_hashes", "may_hit", "lane",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +58,7 @@ class Sequence:
         self.num_cached_tokens: int | None = None  # set when first admitted; prompt tokens only
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # of the full blocks of token_ids, filled in as they are asked for
+        self.may_hit = True  # False once its logits were NaN: it is computed again, without what others have computed
         self.lane = -1  # while running: a number below max_num_seqs that no other running sequence has
 
     @property
