@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd import DeviceType
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, Qwen3Config
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
@@ -45,7 +45,7 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.layers.attention import select_backend
 from nanovllm.layers.attention import torch as torch_backend
-from nanovllm.models.checkpoint import find_checkpoint
+from nanovllm.models.checkpoint import LOCAL, find_checkpoint, read_config
 
 SHAPES: dict[str, dict[str, Any]] = {  # config.json of models that run with random weights
     "qwen3-0.6b": {
@@ -114,14 +114,14 @@ class Transformers(Engine):
     """Static batches of requests of similar output length, each running until its longest output is complete."""
 
     def __init__(self, model: str, options: dict[str, Any], args: argparse.Namespace) -> None:
-        torch.manual_seed(options["seed"])
+        torch.manual_seed(options["seed"] % 2**64)
         self.device = torch.device(options["device"])
         how = {"dtype": getattr(torch, options["dtype"]), "attn_implementation": "sdpa"}
         if options["load_format"] == "dummy":
             with self.device:
-                self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), **how).eval()
+                self.model = AutoModelForCausalLM.from_config(args.hf_config, trust_remote_code=False, **how).eval()
         else:
-            self.model = AutoModelForCausalLM.from_pretrained(model, **how).eval().to(self.device)
+            self.model = AutoModelForCausalLM.from_pretrained(model, **LOCAL, **how).eval().to(self.device)
         # In place of the checkpoint's own, which has an EOS and may have a top-k; with none given, top_k would be 50.
         sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.temperature else {}
         self.model.generation_config = GenerationConfig(pad_token_id=0, **sampling)
@@ -247,7 +247,7 @@ def compare(engines: dict[str, Engine], args: argparse.Namespace) -> dict[str, A
     requests = make_requests(args, run=0)
     ceilings = measure_ceilings(device, dtype)
     floor = find_floor(args.hf_config, dtype, requests, args.shared_prefix, ceilings)
-    print(f"roofline: {ceilings}, so at least {floor:.3g} seconds", flush=True)
+    print(f"roofline: {ceilings}, so at least {floor:.3g} seconds; {ABOVE}", flush=True)
     for name, engine in engines.items():
         engine.warm_up(requests)
         setting[name] = engine.description
@@ -287,8 +287,8 @@ def compare(engines: dict[str, Engine], args: argparse.Namespace) -> dict[str, A
         "output_tokens_per_second": {name: num_output_tokens / seconds for name, seconds in medians.items()},
         "total_tokens_per_second": {name: num_tokens / seconds for name, seconds in medians.items()},
         "ratios": ratios,
-        "roofline": {**ceilings._asdict(), "seconds": floor},
-        "share_of_roofline": {name: floor / seconds for name, seconds in medians.items()},
+        "roofline": {**ceilings._asdict(), "seconds": floor, "note": ABOVE},
+        "share_of_roofline": {name: find_share(floor, seconds) for name, seconds in medians.items()},
         "stats_of_last_run": {name: engine.stats for name, engine in engines.items()},
     }
 
@@ -304,6 +304,13 @@ class Ceilings(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.bytes_per_second / 1e9:.4g} GB/s, {self.flops_per_second / 1e12:.4g} TFLOP/s"
+
+
+ABOVE = "a share above 100% (null in JSON) says that caches or kernels outrun the measured ceilings"
+
+
+def find_share(least: float, seconds: float) -> float | None:
+    return least / seconds if least <= seconds else None
 
 
 def time_calls(call: Callable[[int], object], device: torch.device) -> list[float]:
@@ -364,7 +371,7 @@ def find_floor(
     Prefill takes its FLOPs at the matrix rate, a decode step that or its bytes at the bandwidth, whichever is longer.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     head = model.get_output_embeddings().weight.numel()
     matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)) - head
     num_heads, num_layers = config.num_attention_heads, config.num_hidden_layers
@@ -425,10 +432,11 @@ def measure_kernels(args: argparse.Namespace) -> dict[str, Any]:
             batches = make_batches(num_batches, num_seqs, num_tokens, query_len, block_size, device)
             seconds, error = check_and_time(kernel, backend, batches, block_size, dtype)
             row = {"kernel": kernel, "shape": f"{num_seqs} x {num_tokens}", "backend": name, "dtype": dtype_name}
-            rate, share = work / seconds / scale, work / seconds / most
-            print_row(*row.values(), f"{seconds * 1e3:.4g} ms", f"{rate:.4g} {unit}", f"{share:.0%}", f"{error:.2g}")
+            rate, share = work / seconds / scale, find_share(work / most, seconds)
+            figures = f"{seconds * 1e3:.4g} ms", f"{rate:.4g} {unit}", f"{work / seconds / most:.0%}", f"{error:.2g}"
+            print_row(*row.values(), *figures)
             rows.append({**row, "seconds": seconds, "rate": rate, "unit": unit, "share": share, "max_error": error})
-    return {"hardware": hardware, "versions": versions, "ceilings": ceilings._asdict(), "kernels": rows}
+    return {"hardware": hardware, "versions": versions, "ceilings": {**ceilings._asdict(), "note": ABOVE}, "kernels": rows}
 
 
 def make_batches(
@@ -548,18 +556,18 @@ def sum_functions(profile: cProfile.Profile) -> Counter[str]:
         path = Path(entry.code.co_filename)
         if PACKAGE in path.parents:
             calls = [call for call in entry.calls or () if PACKAGE not in Path(call.code.co_filename).parents]
-            name = getattr(entry.code, "co_qualname", entry.code.co_name)  # the former from Python 3.11 on
-            seconds[f"{path.relative_to(PACKAGE)} {name}"] += entry.inlinetime + sum(call.inlinetime for call in calls)
+            name = f"{path.relative_to(PACKAGE)}:{entry.code.co_firstlineno} {entry.code.co_name}"
+            seconds[name] += entry.inlinetime + sum(call.inlinetime for call in calls)
     return seconds
 
 
 # The command line
 
 
-def at_least(low: int) -> Callable[[str], int]:
+def integer(low: int, high: float = 10**6) -> Callable[[str], int]:
     def integer(text: str) -> int:
-        if int(text) < low:
-            raise argparse.ArgumentTypeError(f"{text} is below {low}")
+        if not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
         return int(text)
 
     return integer
@@ -582,19 +590,19 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", help=f"directory, Hub id, or a shape to run with random weights: {', '.join(SHAPES)}")
-    add("--num-seqs", type=at_least(1), metavar="N", help="requests")
-    add("--input-len", type=at_least(1), nargs=2, metavar=("LO", "HI"), help="prompt tokens, a shared prefix not counted")
-    add("--output-len", type=at_least(1), nargs=2, metavar=("LO", "HI"), help="tokens to generate")
-    add("--shared-prefix", type=at_least(0), default=0, metavar="N", help="tokens that all prompts start with (0)")
-    add("--repeat", type=at_least(1), default=1, metavar="N", help="runs of each engine (1)")
+    add("--num-seqs", type=integer(1), metavar="N", help="requests")
+    add("--input-len", type=integer(1), nargs=2, metavar=("LO", "HI"), help="prompt tokens, a shared prefix not counted")
+    add("--output-len", type=integer(1), nargs=2, metavar=("LO", "HI"), help="tokens to generate")
+    add("--shared-prefix", type=integer(0), default=0, metavar="N", help="tokens that all prompts start with (0)")
+    add("--repeat", type=integer(1), default=1, metavar="N", help="runs of each engine (1)")
     add("--temperature", type=float, default=0.6, help="0 is greedy (0.6)")
-    add("--seed", type=at_least(0), default=0, help="of lengths, token ids and sampling (0)")
+    add("--seed", type=integer(0, math.inf), default=0, help="of lengths, token ids and sampling (0)")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="auto: the checkpoint's (auto)")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--engine", nargs="+", default=["nanovllm"], choices=list(ENGINES), help="several get equal shares of a GPU (nanovllm)")
     add("--kernels", action="store_true", help="check and time the attention kernels, and profile decode steps instead")
     add = parser.add_argument
-    add("--batch-size", type=at_least(1), metavar="N", help="of transformers; without it the best is searched in full runs")
+    add("--batch-size", type=integer(1), metavar="N", help="of transformers; without it the best is searched in full runs")
     add("--set", type=option, action="append", default=[], metavar="NAME=VALUE", help="option of nanovllm's LLM; repeatable")
     add("--json", action="store_true", help="print one line of JSON, and everything else on stderr")
     parser.set_defaults(**(ON_GPU if torch.cuda.is_available() else ON_CPU))
@@ -606,7 +614,7 @@ def find_model(args: argparse.Namespace, scratch: str) -> str:
     if args.model in SHAPES:
         Qwen3Config(**SHAPES[args.model], **COMMON).save_pretrained(scratch)
     model = scratch if args.model in SHAPES else str(find_checkpoint(args.model))
-    args.hf_config = AutoConfig.from_pretrained(model)
+    args.hf_config = read_config(Path(model))
     if args.options["dtype"] == "auto":
         args.options["dtype"] = str(args.hf_config.dtype or torch.float32).removeprefix("torch.")
     return model
@@ -618,38 +626,42 @@ def main(argv: list[str] | None = None) -> None:
     for name, (low, high) in (("--input-len", args.input_len), ("--output-len", args.output_len)):
         if low > high:
             parser.error(f"{name}: {low} is above {high}")
-    if not 0 <= args.temperature < math.inf:
-        parser.error("--temperature must be a number >= 0")
     if args.kernels and args.output_len[1] < 3 * NUM_STEPS:
         parser.error(f"--kernels: --output-len must reach {3 * NUM_STEPS}, for enough decode steps")
+    if args.batch_size and "transformers" not in args.engine:
+        parser.error("--batch-size is for --engine transformers")
     if "vllm" in args.engine and importlib.util.find_spec("vllm") is None:
         parser.error("--engine vllm: vllm is not installed here")
+    longest = args.shared_prefix + args.input_len[1] + args.output_len[1]
     args.options = {
         "dtype": args.dtype,
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "seed": args.seed,
         "load_format": "dummy" if args.model in SHAPES else "auto",
-        "max_model_len": args.shared_prefix + args.input_len[1] + args.output_len[1],
+        "max_model_len": longest,
         "gpu_memory_utilization": 0.9 / len(set(args.engine)),
         **{name: value for name, value in args.set if value != "auto"},
     }
     try:
-        Config.from_options(args.model, args.options)
+        config = Config.from_options(args.model, args.options)
+        SamplingParams(temperature=args.temperature)
     except (TypeError, ValueError) as error:
-        parser.error(f"--set: {error}")
-    with redirect_stdout(sys.stderr) if args.json else nullcontext(), TemporaryDirectory() as scratch:
-        try:
+        parser.error(str(error))
+    if (config.max_model_len or 0) < longest:
+        parser.error(f"--set: max_model_len={config.max_model_len} is below the {longest} tokens of the longest request")
+    try:
+        with redirect_stdout(sys.stderr) if args.json else nullcontext(), TemporaryDirectory() as scratch:
             model = find_model(args, scratch)
             kernels = measure_kernels(args) if args.kernels else {}  # before an engine takes most of a GPU's memory
             engines = {name: ENGINES[name](model, args.options, args) for name in dict.fromkeys(args.engine)}
-        except (OSError, ValueError) as error:
-            parser.error(str(error))
-        if args.kernels:
-            report = {**kernels, "decode_step": measure_decode(engines["nanovllm"].llm, args)}
-        else:
-            report = compare(engines, args)
-        for engine in engines.values():
-            engine.close()
+            if args.kernels:
+                report = {**kernels, "decode_step": measure_decode(engines["nanovllm"].llm, args)}
+            else:
+                report = compare(engines, args)
+            for engine in engines.values():
+                engine.close()
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     if args.json:
         print(json.dumps(report))
 

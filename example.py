@@ -22,14 +22,9 @@ SYSTEM = (
 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEMO_MODEL, help="checkpoint directory or Hub id")
-    parser.add_argument("--max-tokens", type=int, default=256)
-    args = parser.parse_args()
-    greedy = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
-
-    with LLM(args.model) as llm:
+def tour(model: str, max_tokens: int) -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    with LLM(model) as llm:
         print("\n--- Six conversations, one batch")
         conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
         for question, output in zip(QUESTIONS, llm.chat(conversations, greedy)):
@@ -52,6 +47,17 @@ def main() -> None:
         print("\n\n--- What the engine did")
         for name, value in llm.stats.items():
             print(f"{name:20} {value}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEMO_MODEL, help="checkpoint directory or Hub id")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    args = parser.parse_args()
+    try:
+        tour(args.model, args.max_tokens)
+    except ValueError as error:  # names what is wrong: the model, or the number
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

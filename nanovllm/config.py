@@ -5,10 +5,32 @@ max_model_len, dtype) is settled where it becomes known: in ModelRunner.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from nanovllm.checks import check_bool, check_choice, check_int, check_number
+
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_SIZE = 2**31 - 1  # of anything that is counted: beyond it arithmetic overflows before memory runs out
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "dtype": partial(check_choice, choices=("auto", *DTYPES)),
+    "tensor_parallel_size": partial(check_int, minimum=1),
+    "max_model_len": partial(check_int, minimum=2, optional=True),
+    "max_num_batched_tokens": partial(check_int, minimum=1, maximum=MAX_SIZE),
+    "max_num_seqs": partial(check_int, minimum=1, maximum=MAX_SIZE),
+    "kvcache_block_size": partial(check_int, minimum=2, maximum=MAX_SIZE, optional=True),
+    "num_kvcache_blocks": partial(check_int, minimum=1, maximum=MAX_SIZE, optional=True),
+    "gpu_memory_utilization": partial(check_number, low=0.0, high=1.0, open_low=True),
+    "kvcache_memory_bytes": partial(check_int, minimum=1, maximum=2**48, optional=True),
+    "enable_prefix_caching": check_bool,
+    "enable_chunked_prefill": check_bool,
+    "enforce_eager": check_bool,
+    "attention_backend": partial(check_choice, choices=("auto", "flash_attn", "triton", "cpp", "torch")),
+    "load_format": partial(check_choice, choices=("auto", "dummy")),
+    "seed": partial(check_int, minimum=0),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,22 +67,10 @@ class Config:
         return cls(model=os.fspath(model), **options)
 
     def __post_init__(self) -> None:
-        check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        check_choice("attention_backend", self.attention_backend, ("auto", "flash_attn", "triton", "cpp", "torch"))
-        check_choice("load_format", self.load_format, ("auto", "dummy"))
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
         if not isinstance(self.device, str):
             raise TypeError(f"device must be a str such as 'auto', 'cpu' or 'cuda', not {self.device!r}")
-        check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
-        check_int("max_model_len", self.max_model_len, 2, optional=True)
-        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        check_int("max_num_seqs", self.max_num_seqs, 1)
-        check_int("kvcache_block_size", self.kvcache_block_size, 2, optional=True)
-        check_int("num_kvcache_blocks", self.num_kvcache_blocks, 1, optional=True)
-        check_int("kvcache_memory_bytes", self.kvcache_memory_bytes, 1, optional=True)
-        check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, open_low=True)
-        for name in ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"):
-            check_bool(name, getattr(self, name))
-        check_int("seed", self.seed, 0)
         if self.tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size={self.tensor_parallel_size} is not built yet: only 1 is")
         if self.trace is not None:

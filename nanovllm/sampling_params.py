@@ -1,8 +1,28 @@
 """How one request wants its tokens chosen and when it ends. Checked when made, immutable afterwards."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from nanovllm.checks import check_bool, check_int, check_number
+from nanovllm.checks import check_bool, check_int, check_ints, check_number
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "n": partial(check_int, minimum=1),
+    "temperature": partial(check_number, low=0.0, high=1e6),
+    "top_p": partial(check_number, low=0.0, high=1.0, open_low=True),
+    "top_k": partial(check_int, minimum=-1),
+    "min_p": partial(check_number, low=0.0, high=1.0),
+    "presence_penalty": partial(check_number, low=-2.0, high=2.0),
+    "frequency_penalty": partial(check_number, low=-2.0, high=2.0),
+    "repetition_penalty": partial(check_number, low=0.0, open_low=True),
+    "max_tokens": partial(check_int, minimum=1),
+    "min_tokens": partial(check_int, minimum=0),
+    "stop_token_ids": partial(check_ints, minimum=0),
+    "ignore_eos": check_bool,
+    "seed": partial(check_int, minimum=0, optional=True),
+    "logprobs": partial(check_int, minimum=0, optional=True),
+}
 
 
 @dataclass(frozen=True)
@@ -44,31 +64,16 @@ class SamplingParams:
     """Report the model's own log probabilities of this many most probable tokens, and of the chosen one. None: of none."""
 
     def __post_init__(self) -> None:
-        check_int("n", self.n, 1)
-        check_number("temperature", self.temperature, 0.0, 1e6)
-        check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        check_int("top_k", self.top_k, -1)
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
         if self.top_k == 0:
             raise ValueError("top_k must be -1 (off) or at least 1, not 0")
-        check_number("min_p", self.min_p, 0.0, 1.0)
-        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True)
-        check_int("max_tokens", self.max_tokens, 1)
-        check_int("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
         if not all(isinstance(text, str) for text in self.stop_strings):
             raise TypeError(f"stop must be a str or a list of str, not {self.stop!r}")
         if "" in self.stop_strings:
             raise ValueError("stop must not hold an empty string")
-        if not isinstance(self.stop_token_ids or [], (list, tuple)):
-            raise TypeError(f"stop_token_ids must be a list of ints, not {self.stop_token_ids!r}")
-        for token_id in self.stop_token_ids or []:
-            check_int("stop_token_ids", token_id, 0)
-        check_bool("ignore_eos", self.ignore_eos)
-        check_int("seed", self.seed, 0, optional=True)
-        check_int("logprobs", self.logprobs, 0, optional=True)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

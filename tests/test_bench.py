@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
-from bench import Ceilings, Request, check_and_time, find_floor, make_batches
+from bench import Ceilings, Request, check_and_time, find_floor, find_share, make_batches
 from nanovllm.layers.attention import torch as torch_backend
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +38,7 @@ def test_engines_side_by_side() -> None:
     assert {name: len(seconds) for name, seconds in report["seconds"].items()} == {"nanovllm": 2, "transformers": 2}
     assert report["ratios"]["nanovllm/transformers"] > 0 and report["hardware"] and report["versions"]["torch"]
     for name, share in report["share_of_roofline"].items():
-        assert share == report["roofline"]["seconds"] / report["median_seconds"][name] and 0 < share < 1
+        assert share == find_share(report["roofline"]["seconds"], report["median_seconds"][name])
     assert "of roofline" in done.stderr
 
 
@@ -51,6 +52,19 @@ def test_built_in_shape_and_shared_prefix() -> None:
     "arguments, complaint",
     [
         (["--input-len", "9", "3"], "--input-len"),
+        (["--input-len", "0", "3"], "--input-len"),
+        (["--num-seqs", "1000000000"], "--num-seqs"),
+        (["--seed", "-1"], "--seed"),
+        (["--temperature", "1e9"], "temperature"),
+        (["--temperature", "nan"], "temperature"),
+        (["--batch-size", "4"], "--batch-size"),
+        (["--shared-prefix", "5000", "--model", "small"], "max_model_len=5512"),
+        (["--output-len", "1", "99999", "--model", "small"], "max_model_len"),
+        (["--set", "max_model_len=4"], "max_model_len"),
+        (["--set", "max_model_len=None"], "max_model_len"),
+        (["--set", "num_kvcache_blocks=1", "--model", "small"], "num_kvcache_blocks"),
+        (["--set", "enable_chunked_prefill=False", "--set", "max_num_batched_tokens=16"], "enable_chunked_prefill"),
+        (["--model", "bench.py"], "is a file"),
         (["--set", "max_num_seq=3"], "max_num_seq"),
         (["--engine", "tgi"], "tgi"),
         (["--model", "./nowhere"], "no such directory"),
@@ -87,12 +101,18 @@ def test_kernels() -> None:
     rows = {(row["kernel"], row["backend"]): row for row in report["kernels"]}
     assert rows.keys() >= {(kernel, "torch") for kernel in ("store_kvcache", "decode", "prefill")}
     for row in rows.values():
-        assert all(0 < row[figure] < math.inf for figure in ("seconds", "rate", "share")) and row["max_error"] < 1e-4
+        assert all(0 < row[figure] < math.inf for figure in ("seconds", "rate")) and row["max_error"] < 1e-4
+        assert row["share"] is None or 0 < row["share"] <= 1
     assert "| decode | 3 x 20 | torch | float32 |" in done.stderr and "flash_attn" in done.stderr
     parts = report["decode_step"]["parts"]
     assert len(parts) == 14 and "3 sequences" in report["decode_step"]["setting"]
     if not torch.cuda.is_available():
-        assert parts["layers/linear.py Linear.multiply"] > 0 and parts["outside of nanovllm"] > 0
+        (name,) = (name for name in parts if re.fullmatch(r"layers/linear.py:\d+ multiply", name))
+        assert parts[name] > 0 and parts["outside of nanovllm"] > 0
+
+
+def test_shares_are_of_a_whole() -> None:
+    assert find_share(1.0, 4.0) == 0.25 and find_share(1.0, 1.0) == 1.0 and find_share(4.0, 1.0) is None
 
 
 def forget_a_row(query: Tensor, *arguments) -> Tensor:

@@ -5,9 +5,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from conftest import VOCAB_SIZE, Oracle, check_invariants, random_prompt
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.engine.kv_cache import count_blocks
+from nanovllm.engine.kv_cache import count_blocks, find_available_memory
 from nanovllm.engine.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -53,6 +55,10 @@ def demo() -> LLM:
         ({"num_kvcache_blocks": 10**12}, "num_kvcache_blocks"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
         ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization"),
+        ({"max_num_seqs": 10**30}, "max_num_seqs"),
+        ({"kvcache_block_size": 10**30}, "kvcache_block_size"),
+        ({"num_kvcache_blocks": 10**30}, "num_kvcache_blocks"),
+        ({"kvcache_memory_bytes": 10**30, "num_kvcache_blocks": None}, "kvcache_memory_bytes"),
         ({"kvcache_memory_bytes": 100, "num_kvcache_blocks": None}, "kvcache_memory_bytes"),
         ({"enable_prefix_caching": "yes"}, "enable_prefix_caching"),
         ({"attention_backend": "fast"}, "attention_backend"),
@@ -85,6 +91,44 @@ def test_kv_cache_size(make_llm: MakeLLM) -> None:
     llm = make_llm(num_kvcache_blocks=None, kvcache_memory_bytes=10 * block_bytes + 1)
     assert llm.stats["num_blocks"] == 10
     assert make_llm(num_kvcache_blocks=7, kvcache_memory_bytes=10 * block_bytes).stats["num_blocks"] == 7
+
+
+@pytest.mark.parametrize(
+    "memberships, groups, left",
+    [
+        ("0::/", {}, None),
+        ("0::/a/b", {"a/b": ("memory.max 1000", "memory.high max", "memory.current 700", "memory.stat inactive_file 200")}, 500),
+        ("0::/a/b", {"a/b": ("memory.max 1000", "memory.current 700"), "a": ("memory.high 900", "memory.current 800")}, 100),
+        ("0::/docker/unseen", {".": ("memory.max 1000", "memory.current 1200")}, 0),
+        ("9:cpu,memory:/a\n1:name=systemd:/b:c\n0::/", {
+            "memory/a": ("memory.limit_in_bytes 1000", "memory.usage_in_bytes 700", "memory.stat total_inactive_file 5"),
+            "memory": ("memory.limit_in_bytes 9223372036854771712", "memory.usage_in_bytes 900"),
+        }, 305),
+    ],
+    ids=["none", "v2", "v2-parent", "v2-container", "v1"],
+)  # fmt: skip
+def test_memory_of_a_cgroup(tmp_path: Path, memberships: str, groups: dict[str, tuple[str, ...]], left: int | None) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(memberships)
+    for group, files in groups.items():
+        (tmp_path / "sys/fs/cgroup" / group).mkdir(parents=True, exist_ok=True)
+        for name, content in (file.split(maxsplit=1) for file in files):
+            (tmp_path / "sys/fs/cgroup" / group / name).write_text(content + "\n")
+    found = find_available_memory(tmp_path)
+    assert found == left if left is not None else found > 2**20
+    assert find_available_memory(tmp_path / "another system") > 2**20
+
+
+@pytest.mark.skipif(not psutil.LINUX, reason="other systems have no such limits")
+@pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_memory_of_a_limited_process(kind: str) -> None:
+    code = f"""if True:
+        import psutil, resource
+        from nanovllm.engine.kv_cache import find_available_memory
+        used = psutil.Process().memory_info()
+        resource.setrlimit(resource.{kind}, (max(used.vms, used.data) + 2**28, -1))
+        print(find_available_memory() <= 2**28 + used.vms - used.data)"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
 
 
 class FakeGPU:
@@ -132,11 +176,26 @@ def test_the_largest_step_is_one(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPa
         ("ignore_eos", 1), ("n", 0), ("presence_penalty", 2.1), ("presence_penalty", -2.1), ("frequency_penalty", 3.0),
         ("repetition_penalty", 0.0), ("min_tokens", -1), ("min_tokens", 65), ("stop", ""), ("stop", ["a", 3]), ("stop", 5),
         ("stop_token_ids", [-1]), ("stop_token_ids", 3), ("stop_token_ids", ["x"]), ("logprobs", -1), ("logprobs", True),
+        ("max_tokens", np.float64(3.0)), ("max_tokens", np.bool_(True)), ("stop_token_ids", np.array(3)),
+        ("temperature", np.float32("nan")), ("temperature", np.bool_(True)),
     ],
 )  # fmt: skip
 def test_wrong_sampling_params_are_named(field: str, value: object) -> None:
     with pytest.raises((ValueError, TypeError), match=field):
         SamplingParams(**{field: value})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """And are kept as Python's own, which do not overflow."""
+    given = {"temperature": np.float32(0.5), "top_p": np.float16(0.5), "top_k": np.int8(5), "max_tokens": np.int64(70),
+             "seed": np.uint64(2**64 - 1), "stop_token_ids": np.array([3, 4]), "logprobs": np.int32(2), "min_p": 0}  # fmt: skip
+    params = SamplingParams(**given)
+    assert params == SamplingParams(**{**given, "seed": 2**64 - 1, "stop_token_ids": [3, 4]})
+    kept = [getattr(params, name) for name in given] + params.stop_token_ids
+    assert {type(value) for value in kept} == {int, float, list} and type(params.stop_token_ids[0]) is int
+    assert SamplingParams(stop=("a", "b"), stop_token_ids=(np.int64(1),), seed=2**70).stop_token_ids == [1]
+    config = Config(model="", max_num_seqs=np.int64(3), gpu_memory_utilization=np.float32(0.5), seed=np.uint8(255))
+    assert [type(value) for value in (config.max_num_seqs, config.gpu_memory_utilization, config.seed)] == [int, float, int]
 
 
 # --- generate

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 COMMANDS = re.findall(r"^python3 -m venv .*$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
 
@@ -18,6 +20,20 @@ def test_first_command_is_the_example() -> None:
     said = run("example.py")
     assert "nanovllm" in said and "2, 3, 5, 7, 11" in said and "85" in said and "t-e-n-a-l-p" in said and "num_decode_tokens" in said
     assert re.search(r"[1-9]\d* of \d+ prompt tokens from the cache", said)
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (["--max-tokens", "0"], "max_tokens must be at least 1"),
+        (["--max-tokens", "x"], "--max-tokens"),
+        (["--model", "./nothing"], "no such directory"),
+        (["--model", "example.py"], "is a file"),
+    ],
+)
+def test_example_says_what_is_wrong(arguments: list[str], complaint: str) -> None:
+    done = subprocess.run([sys.executable, "example.py", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and complaint in done.stderr and "Traceback" not in done.stderr
 
 
 def test_second_command_is_what_ci_runs() -> None:

@@ -1,6 +1,7 @@
 """Promise 7: a checkpoint that does not fit is refused by name."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,10 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import make_checkpoint
-from nanovllm import LLM, SamplingParams
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear, Target
 
 LAYER = "model.layers.1.mlp.up_proj.weight"
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings",
+)  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 @pytest.fixture
@@ -40,12 +46,14 @@ def load(directory: Path, **options) -> LLM:
     "edit, complaint",
     [
         (lambda w: w.pop(LAYER), f"without a tensor: {LAYER}"),
-        (lambda w: w.update(extra=torch.ones(2)), "without a parameter: extra"),
+        (lambda w: w.update(extra=torch.ones(2)), "without a parameter.*: extra"),
         (lambda w: w.update({LAYER: torch.ones(3, 4)}), rf"{LAYER} has shape \[3, 4\], the model needs \[48, 32\]"),
         (lambda w: w.update({"lm_head.weight": torch.ones(97, 32)}), "lm_head.weight differs"),
-        (lambda w: w.update({LAYER: torch.ones(48, 32, dtype=torch.bool)}), f"{LAYER} is stored as BOOL"),
+        (lambda w: w.update({LAYER: torch.ones(48, 32, dtype=torch.bool)}), f"model.safetensors: .*{LAYER} is stored as BOOL"),
+        (lambda w: w.update({LAYER: torch.ones(48, 32).to(torch.float8_e4m3fn)}), f"{LAYER} is stored as F8_E4M3"),
+        (lambda w: w.update({LAYER: torch.tensor(1.0)}), rf"{LAYER} has shape \[\]"),
     ],
-    ids=["missing", "surplus", "misshapen", "tied-but-different", "no-float"],
+    ids=["missing", "surplus", "misshapen", "tied-but-different", "no-float", "float8", "no-dimension"],
 )
 def test_tensors_that_do_not_fit(checkpoint: Path, edit: Callable, complaint: str) -> None:
     edit_weights(checkpoint, edit)
@@ -61,15 +69,17 @@ def test_tied_head_stored_twice(checkpoint: Path) -> None:
 def test_missing_shard(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, max_shard_size="10KB")
     sorted(tmp_path.glob("*.safetensors"))[1].unlink()
-    with pytest.raises(ValueError, match="cannot read .*00002"):
+    with pytest.raises(ValueError, match="00002-of.*safetensors"):
         load(tmp_path)
 
 
 def test_truncated_file(checkpoint: Path) -> None:
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="cannot read .*model.safetensors"):
-        load(checkpoint)
+    for dtype in ("float32", None):
+        edit_config(checkpoint, dtype=dtype)
+        with pytest.raises(ValueError, match=str(path)):
+            load(checkpoint)
 
 
 def test_no_weights(checkpoint: Path) -> None:
@@ -94,12 +104,46 @@ def test_no_weights(checkpoint: Path) -> None:
         ({"hidden_act": "gelu"}, "gelu"),
         ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0, "layer_types": None}, "sliding"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"dtype": "float8_e4m3fn"}, "dtype.*float8_e4m3fn"),
+        ({"dtype": "int8"}, "dtype.*int8"),
+        ({"dtype": None, "torch_dtype": "foo"}, "dtype.*foo"),
+        ({"architectures": {"Qwen3ForCausalLM": 0}, "vocab_size": 0}, "config.json: .*(vocab_size|architectures)"),
+        ({"model_type": "gpt7", "auto_map": {"AutoConfig": "code.Config"}}, "auto_map"),
+        *[({name: value}, f"config.json: .*{name}") for name in SIZES for value in (0, -1, "32", 32.0, True, 10**30)],
+        ({"vocab_size": None}, "config.json: .*vocab_size"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"head_dim": 3}, "head_dim"),
+        *[({name: "false"}, f"config.json: .*{name}") for name in ("tie_word_embeddings", "attention_bias")],
+        *[({"rms_norm_eps": value}, "config.json: .*rms_norm_eps") for value in (0, 0.0, -1e-6, "1e-6", float("nan"))],
+        *[({"rope_parameters": {**YARN, name: value}}, f"config.json: .*{name}")
+          for name in ("rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow")
+          for value in (0, -1, "1e4", True, float("inf"), float("nan"))],
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}}, "factor"),
+        ({"rope_parameters": None, "rope_theta": 0}, "rope_theta"),
+        ({"rope_parameters": [1]}, "rope_parameters"),
+        *[({"eos_token_id": value}, "config.json: .*eos_token_id") for value in ("2", 2.5, True, -1, [5, -1])],
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=lambda value: ", ".join(f"{name}={value}"[:40] for name, value in value.items()) if isinstance(value, dict) else "",
 )  # fmt: skip
 def test_configs_that_are_not_computed(checkpoint: Path, changes: dict, complaint: str) -> None:
     edit_config(checkpoint, **changes)
-    with pytest.raises(ValueError, match=complaint):
+    for options in ({}, {"dtype": "float32"}, {"load_format": "dummy"}):
+        with pytest.raises(ValueError, match=complaint):
+            load(checkpoint, **options)
+
+
+def test_no_code_of_a_checkpoint_is_run_and_no_network_asked(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it asked for on stdin: transformers would."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on stdin"))
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("asked the network"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    (checkpoint / "code.py").write_text("raise SystemExit('run')")
+    shutil.copy(Path(DEMO_MODEL) / "tokenizer.json", checkpoint)
+    auto_map = {"AutoConfig": "code.Config", "AutoTokenizer": ["code.Tokenizer", None]}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "OwnTokenizer", "auto_map": auto_map}))
+    assert load(checkpoint).tokenizer is not None
+    edit_config(checkpoint, model_type="gpt7", auto_map=auto_map)
+    with pytest.raises(ValueError, match="config.json: auto_map"):
         load(checkpoint)
 
 
@@ -115,13 +159,50 @@ def test_old_style_rope_config(checkpoint: Path) -> None:
     assert load(checkpoint).generate(prompt, greedy, use_tqdm=False)[0]["token_ids"] == new[0]["token_ids"]
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5", b"null", b"\xff\xfe\x00", b"[" * 10**5, None], ids=repr)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json", "model.safetensors"])
+def test_damaged_files_are_named(checkpoint: Path, name: str, content: bytes | None) -> None:
+    """Even where they are needed for nothing but the dtype. None stands for a directory in place of the file."""
+    edit_config(checkpoint, dtype=None)
+    (checkpoint / name).unlink(missing_ok=True)
+    (checkpoint / name).mkdir() if content is None else (checkpoint / name).write_bytes(content)
+    with pytest.raises(ValueError, match=str(checkpoint / name)):
+        load(checkpoint)
+
+
+def test_damaged_tokenizer_is_named(checkpoint: Path) -> None:
+    for content in (b"", b"{}", b"[]", b"5", b"\xff", b"[" * 10**5, (Path(DEMO_MODEL) / "tokenizer.json").read_bytes()[:-9]):
+        (checkpoint / "tokenizer.json").write_bytes(content)
+        with pytest.raises(ValueError, match=f"the tokenizer in {checkpoint}"):
+            load(checkpoint)
+
+
 @pytest.mark.parametrize(
-    "name, text", [("model.safetensors.index.json", "{}"), ("model.safetensors.index.json", "{"), ("config.json", "{"),
-                   ("generation_config.json", "[]"), ("generation_config.json", "{")],
-)  # fmt: skip
-def test_damaged_json_is_named(checkpoint: Path, name: str, text: str) -> None:
-    (checkpoint / name).write_text(text)
-    with pytest.raises(ValueError, match=name.split(".")[0] if text != "{}" else "holds no"):
+    "weight_map",
+    [None, "x", ["x"], {"x": 5}, {"x": "../model.safetensors"}, {"x": "/model.safetensors"}, {"x": ".."}, {"x": "model.bin"}],
+    ids=str,
+)
+def test_index_names_files_beside_it(tmp_path: Path, weight_map: object) -> None:
+    make_checkpoint(tmp_path / "inner")
+    shutil.copy(tmp_path / "inner" / "model.safetensors", tmp_path)
+    (tmp_path / "inner" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match="index.json: weight_map"):
+        load(tmp_path / "inner")
+
+
+def test_tensor_in_two_shards(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, max_shard_size="10KB")
+    first, second, *_ = sorted(tmp_path.glob("*.safetensors"))
+    name, tensor = next(iter(load_file(first).items()))
+    save_file({**load_file(second), name: tensor}, second)
+    with pytest.raises(ValueError, match=f"repeated: {name}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["2", 2.5, True, -1, [5, "2"], [None], {"a": 1}], ids=str)
+def test_eos_that_is_none(checkpoint: Path, value: object) -> None:
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ValueError, match="generation_config.json: eos_token_id"):
         load(checkpoint)
 
 
@@ -151,6 +232,8 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
         LLM("nowhere/at-all")
     with pytest.raises(TypeError, match="model"):
         LLM(None)
+    with pytest.raises(ValueError, match="is a file"):
+        LLM(__file__)
     with pytest.raises(ValueError, match="config.json"):
         LLM(str(tmp_path))
 

@@ -5,9 +5,11 @@
     GPU               = min(gpu_memory_utilization * total, GPU_SHARE_OF_FREE * free before loading)
                         - weights - CUDA graphs - peak of the largest step
     CPU               = min(CPU_SHARE * available once the weights are loaded, max_num_seqs sequences of max_model_len)
+    available         = what the machine, the cgroups around this process and its own limits (ulimit) have left, the least
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import torch
@@ -44,6 +46,38 @@ class MemoryMeter:
         return tensors + max(0, taken - torch_has)
 
 
+def find_available_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process may still take: the least of what the machine, its cgroups and its own limits have left."""
+    left = [psutil.virtual_memory().available, *_left_by_cgroups(root)]
+    if psutil.LINUX:
+        process, used = psutil.Process(), psutil.Process().memory_info()
+        for resource, taken in ((psutil.RLIMIT_AS, used.vms), (psutil.RLIMIT_DATA, used.data)):
+            limit, _ = process.rlimit(resource)
+            left += [limit - taken] * (limit != psutil.RLIM_INFINITY)
+    return max(0, min(left))
+
+
+def _left_by_cgroups(root: Path) -> Iterator[int]:
+    """What each limit of this process's cgroups (versions 1 and 2) and their parents leaves; page cache can be reclaimed."""
+
+    def read(path: Path) -> str:
+        return path.read_text() if path.exists() else ""
+
+    for line in read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2
+            mount, limits, usage, cache = ".", ("memory.max", "memory.high"), "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            mount, limits, usage, cache = "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            continue
+        own = Path(path.lstrip("/"))  # in a container it may lead nowhere: then the mount itself is the own cgroup
+        for group in (root / "sys/fs/cgroup" / mount / parent for parent in (own, *own.parents)):
+            counts = dict(line.split() for line in read(group / "memory.stat").splitlines())
+            used = int(read(group / usage) or 0) - int(counts.get(cache, 0))
+            yield from (int(limit) - used for name in limits if (limit := read(group / name).strip() or "max") != "max")
+
+
 def count_blocks(
     config: Config,
     spec: DecoderSpec,
@@ -68,7 +102,7 @@ def count_blocks(
                 f" - {_gb(peak)} for weights, CUDA graphs and the largest step"
             )
         else:
-            available = psutil.virtual_memory().available
+            available = find_available_memory()
             useful = config.max_num_seqs * -(-max_model_len // block_size) * block_bytes
             budget = min(int(available * CPU_SHARE), useful)
             origin = f"min({CPU_SHARE} * {_gb(available)} available, {_gb(useful)} for max_num_seqs)"

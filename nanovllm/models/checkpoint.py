@@ -1,21 +1,30 @@
 """What a checkpoint directory says besides its weights: config, tokenizer, and which tokens end a text."""
 
 import json
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from nanovllm.checks import check_bool, check_choice, check_int, check_ints, check_number, naming
+from nanovllm.config import DTYPES, MAX_SIZE
+
+LOCAL: dict[str, bool] = {"trust_remote_code": False, "local_files_only": True}  # of from_pretrained: no code, no network
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def find_checkpoint(model: str) -> Path:
     """The directory of `model`, which is one or else a Hub id to download. Raises ValueError if it can be neither."""
-    directory = Path(model).expanduser()
+    directory = Path(os.path.expanduser(model))
     if not directory.is_dir():
+        if directory.exists():
+            raise ValueError(f"model {model!r} is a file: give the directory of a checkpoint")
         if directory.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
             raise ValueError(f"model {model!r}: there is no such directory")
         try:
@@ -28,37 +37,41 @@ def find_checkpoint(model: str) -> Path:
 
 
 def read_config(directory: Path) -> PretrainedConfig:
-    """config.json with its family's defaults filled in. Raises ValueError if transformers cannot make sense of it."""
-    try:
-        return AutoConfig.from_pretrained(directory)
-    except (OSError, KeyError, TypeError, StrictDataclassError) as error:
-        raise ValueError(f"{directory / 'config.json'}: {error}") from error
+    """config.json with its family's defaults filled in. Raises ValueError if a field is wrong or the family unknown."""
+    path = directory / "config.json"
+    content = _read_settings(path)
+    with naming(path, Exception):
+        if "auto_map" in content and content.get("model_type") not in CONFIG_MAPPING:
+            raise ValueError("auto_map: no code is run that comes with a checkpoint")
+        return AutoConfig.from_pretrained(directory, **LOCAL)
 
 
 def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer, or None if the checkpoint comes without one."""
-    if not any((directory / name).exists() for name in _VOCABULARIES):
+    """The tokenizer, or None if the checkpoint comes without one. Raises ValueError if it cannot be made."""
+    if not any((directory / name).is_file() for name in _VOCABULARIES):
         return None
-    return AutoTokenizer.from_pretrained(directory)
+    with naming(f"the tokenizer in {directory}", Exception):
+        return AutoTokenizer.from_pretrained(directory, **LOCAL)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError, naming the file, if there is none."""
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
+    with naming(path, OSError, ValueError, RecursionError):
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("there is no JSON object in it")
     return content
 
 
 def read_eos_token_ids(
     directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> frozenset[int]:
-    """Every id that generation_config.json or config.json calls an end; where neither does, the tokenizer's."""
+    """Every id that generation_config.json or config.json calls an end; where neither does, the tokenizer's.
+
+    Ids above the vocabulary stay, though none is ever drawn: cut-down checkpoints keep those of their originals.
+    """
     path = directory / "generation_config.json"
-    generation_config = read_json(path) if path.exists() else {}
+    generation_config = _read_settings(path) if path.exists() else {}
     ids: set[int] = set()
     for given in (generation_config.get("eos_token_id"), getattr(config, "eos_token_id", None)):
         if given is not None:
@@ -66,3 +79,48 @@ def read_eos_token_ids(
     if not ids and tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return frozenset(ids)
+
+
+def _check_token_ids(name: str, value: Any) -> None:
+    check_ints(name, value if isinstance(value, list) else [value], 0)
+
+
+_size = partial(check_int, minimum=1, maximum=MAX_SIZE)
+_positive = partial(check_number, low=0.0, open_low=True)
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "dtype": partial(check_choice, choices=DTYPES),
+    "torch_dtype": partial(check_choice, choices=DTYPES),  # as dtype was called before transformers 5
+    "vocab_size": _size,
+    "hidden_size": _size,
+    "intermediate_size": _size,
+    "num_hidden_layers": _size,
+    "num_attention_heads": _size,
+    "num_key_value_heads": _size,
+    "head_dim": _size,
+    "max_position_embeddings": _size,
+    "rms_norm_eps": _positive,
+    "attention_bias": check_bool,
+    "tie_word_embeddings": check_bool,
+    "eos_token_id": _check_token_ids,
+    # RoPE's
+    "rope_theta": partial(check_number, low=1.0, open_low=True),
+    "factor": partial(check_number, low=1.0, high=1e6),
+    "original_max_position_embeddings": _size,
+    "attention_factor": _positive,
+    "mscale": partial(check_number, low=0.0),
+    "mscale_all_dim": partial(check_number, low=0.0),
+    "beta_fast": _positive,
+    "beta_slow": _positive,
+    "truncate": check_bool,
+}
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """A JSON object whose fields are what they should be; null stands for the default."""
+    content = read_json(path)
+    with naming(path, TypeError, ValueError):
+        for settings in (content, content.get("rope_parameters"), content.get("rope_scaling")):
+            for name in _CHECKS.keys() & (settings if isinstance(settings, dict) else {}):
+                if settings[name] is not None:
+                    _CHECKS[name](name, settings[name])
+    return content

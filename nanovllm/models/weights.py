@@ -10,10 +10,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from nanovllm.checks import naming
 from nanovllm.layers.linear import Target
 from nanovllm.models.checkpoint import read_json
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DAMAGED = (SafetensorError, OSError)  # what safe_open raises
 
 
 @torch.no_grad()
@@ -23,32 +25,29 @@ def load_checkpoint(model: nn.Module, directory: Path) -> None:
     surplus: list[str] = []
     embedding = missing["model.embed_tokens.weight"]
     tied = "lm_head.weight" not in missing
-    tied_copy: Tensor | None = None
+    tied_copies: list[Tensor] = []
     for path in _weight_files(directory):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():
-                    if name in missing:
-                        target = missing.pop(name)
-                        target.destination.copy_(_read_share(file, name, target))
-                    elif tied and name == "lm_head.weight":  # many tied checkpoints hold the one matrix under two names
-                        tied_copy = _read_share(file, name, embedding)
-                    else:
-                        surplus.append(name)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"cannot read {path}: {error}") from error
+        with naming(path, *_DAMAGED, ValueError), safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                if name in missing:
+                    target = missing.pop(name)
+                    target.destination.copy_(_read_share(file, name, target))
+                elif tied and name == "lm_head.weight":  # many tied checkpoints hold the one matrix under two names
+                    tied_copies.append(_read_share(file, name, embedding))
+                else:
+                    surplus.append(name)
     if surplus or missing:
-        problems = {"tensors without a parameter: ": surplus, "parameters without a tensor: ": list(missing)}
+        problems = {"tensors without a parameter or repeated: ": surplus, "parameters without a tensor: ": list(missing)}
         shown = [what + ", ".join(names[:5]) + " ..." * (len(names) > 5) for what, names in problems.items() if names]
         raise ValueError(f"the checkpoint in {directory} does not fit the model; {'; '.join(shown)}")
-    if tied_copy is not None and not torch.equal(tied_copy.to(embedding.destination), embedding.destination):
+    if not all(torch.equal(copy.to(embedding.destination), embedding.destination) for copy in tied_copies):
         raise ValueError("tie_word_embeddings is set, but lm_head.weight differs from model.embed_tokens.weight")
 
 
 def find_dtype(directory: Path) -> torch.dtype:
     """What the first weight is stored in: the checkpoint's dtype where config.json has none. float32 if none is stored."""
     for path in _weight_files(directory)[:1]:
-        with safe_open(path, framework="pt") as file:
+        with naming(path, *_DAMAGED), safe_open(path, framework="pt") as file:
             for name in file.keys():
                 return _DTYPES.get(file.get_slice(name).get_dtype(), torch.float32)
     return torch.float32
@@ -59,7 +58,7 @@ def fill_with_noise(model: nn.Module, seed: int) -> None:
     """Weights as at the start of training (load_format "dummy"): normal with deviation 0.02, norms 1, biases 0."""
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            generator = torch.Generator(parameter.device).manual_seed(seed)
+            generator = torch.Generator(parameter.device).manual_seed(seed % 2**64)
             parameter.normal_(0.0, 0.02, generator=generator)
             seed += 1
         else:
@@ -81,7 +80,12 @@ def _targets(model: nn.Module) -> dict[str, Target]:
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        paths = [directory / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
+        weight_map = read_json(index).get("weight_map")
+        names = list(weight_map.values()) if isinstance(weight_map, dict) else [weight_map]
+        for name in names:  # none may lead out of the directory
+            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                raise ValueError(f"{index}: weight_map must name *.safetensors files beside it, not {name!r}")
+        paths = [directory / name for name in sorted(set(names))]
     elif (directory / "model.safetensors").exists():
         paths = [directory / "model.safetensors"]
     else:
