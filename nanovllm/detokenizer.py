@@ -51,14 +51,14 @@ class StopStrings:
         return self.children[node].get(character, 0)
 
 
-_make_stop_strings = lru_cache(maxsize=16)(StopStrings)  # samples of one request, requests of one kind share theirs
+_make_stop_strings = lru_cache(maxsize=8)(StopStrings)  # samples of one request, requests of one kind share theirs
 
 
 class _State(NamedTuple):
-    """What is known after `num_tokens` tokens. Replaced as a whole: a call that fails or is interrupted changes nothing.
+    """What is known after `num_tokens` tokens. Replaced as a whole, so that an error or Ctrl-C leaves no token half taken.
 
-    token_ids | prompt | ........... | context ........ | pending ............. |
-    text      |        | .............................. | num_told .... | held
+    token_ids | prompt | ........... | context ...... | pending ............. |
+    text      |        | ............................ | num_told .... | held: not in it
     """
 
     num_tokens: int
@@ -73,16 +73,16 @@ class _State(NamedTuple):
 
 
 class Detokenizer:
-    """The text of one sequence's generated tokens, read as often as one likes while they come.
+    """The text of one sequence's generated tokens, read as often as the caller likes.
 
-    While tokens come, the text only grows and holds complete characters. In the end it is `tokenizer.decode(generated
-    token ids)` unless that contradicts what was shown. It can where bytes are no text: with a tokenizer that falls back to
-    bytes, one wrong byte turns all characters of a run of byte tokens to U+FFFD. Then what was shown stays, and the
-    text continues with what the tokens after it are on their own.
+    While tokens come, the text only grows, by complete characters, each shown with the token that completes it. In the end
+    it is `tokenizer.decode(generated token ids)`, unless that contradicts what was shown. It can where bytes are not UTF-8:
+    in a tokenizer that falls back to bytes, one wrong byte turns every character of its run of byte tokens to U+FFFD. Then
+    what was shown stays, and the tokens after it are decoded on their own.
     """
 
-    MAX_CONTEXT = 16  # tokens; then only those since the last complete character are kept
-    MAX_PENDING = 32  # tokens; then they are no text, and their first and last ones stand for them
+    MAX_CONTEXT = 8  # tokens; then only those that brought the newest text are kept
+    MAX_PENDING = 32  # tokens, far more than a character has; then a few of them stand for all
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, num_prompt_tokens: int, stop_strings: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
@@ -96,13 +96,15 @@ class Detokenizer:
         """What a caller may see: unless `token_ids` are the last ones, without what could still become something else."""
         if self.stopped_text is not None:
             return self.stopped_text
-        if is_last:
-            text = self._decode(token_ids[self.num_prompt_tokens :])
-            if text.startswith(self.shown):
-                return text
+        if is_last and self._state.num_tokens == self.num_prompt_tokens:
+            return self._decode(token_ids[self.num_prompt_tokens :])
         state = self._advance(token_ids)
         if is_last:
-            return state.text + state.held
+            text = state.text + state.held
+            if "\ufffd" in text:  # only then can the whole differ
+                whole = self._decode(token_ids[self.num_prompt_tokens :])
+                text = whole if whole.startswith(self.shown) else text
+            return text
         text = state.text
         if state.match_start is not None:
             text = text[: state.match_start]
@@ -134,14 +136,14 @@ class Detokenizer:
         num_tokens, context, context_text, pending, num_told, held, text, node, match_start = state
         pending = (*pending, token_id)
         window_text = self._decode(context + pending)
-        # The first bytes of a character spoil the run of bytes that they continue, down to one U+FFFD for each byte.
-        if not window_text.startswith(context_text) or context_text[-1:] == window_text[-1:] == "\ufffd":
-            context, context_text = (), ""
-            window_text = self._decode(pending)
         new = window_text[len(context_text) :]
-        if len(new) < num_told + len(held):  # what was a U+FFFD for each byte is one character: it may be U+FFFD itself
+        # The first bytes of a character turn the whole run of bytes that they continue to one U+FFFD for each.
+        if not window_text.startswith(context_text) or context_text[-1:] == new[-1:] == "\ufffd":
+            context, context_text = (), ""
+            new = window_text = self._decode(pending)
+        if len(new) < num_told + len(held):  # three became one: the character U+FFFD itself
             end = len(new)
-        else:  # more than three in a row are no beginning of a character
+        else:  # more than three are not all the beginning of one character
             end = max(len(new.rstrip("\ufffd")), len(new) - 3)
         fresh, held = new[num_told:end], new[end:]
         if self.stop_strings is not None and fresh:
@@ -169,10 +171,10 @@ class Detokenizer:
         return node, min(starts, default=None)
 
     def _shorten(self, pending: tuple[int, ...]) -> tuple[int, ...]:
-        """Tokens that stand for many that are no text: without those that have none, and then the first and the last ones.
+        """Fewer tokens with the same effect on what follows: of those that have any text, the first and the last ones.
 
-        A special token has no text, twice neither; a lone space may have none at the start, but two have. The first bytes keep
-        a run of bytes wrong; the last ones can begin a character.
+        A special token has no text, not even twice; a space has none where a leading one is stripped, but two have. The first
+        bytes keep their run from being UTF-8, the last ones may begin a character.
         """
         pending = tuple(token_id for token_id in pending if self._decode((token_id, token_id)))
         return pending if len(pending) <= 16 else pending[:4] + pending[-12:]

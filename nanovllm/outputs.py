@@ -2,7 +2,7 @@
 
 from typing import TypedDict
 
-from nanovllm.detokenizer import Detokenizer as Detokenizer
+from nanovllm.detokenizer import Detokenizer  # noqa: F401
 
 
 class RequestOutput(TypedDict):
