@@ -12,9 +12,10 @@ from tqdm import tqdm
 
 from nanovllm.beam_search import Beam, BeamSearch
 from nanovllm.checks import check_bool, check_int, check_number
+from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.llm_engine import CheckedPrompt, LLMEngine, Prompt
 from nanovllm.engine.request import News, Request
-from nanovllm.outputs import Detokenizer, RequestOutput, Stats
+from nanovllm.outputs import RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 
 Params = SamplingParams | list[SamplingParams] | None
@@ -28,7 +29,9 @@ class LLM(LLMEngine):
     Raises ValueError or TypeError for options and checkpoints that cannot be served.
     """
 
-    def generate(self, prompts: Prompt | list[Prompt], sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Prompt | list[Prompt], sampling_params: Params = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
         """Answer one prompt (str or token ids) or a list of them, in their order, n samples of a prompt side by side.
 
         `sampling_params` is one for all or one each. Raises ValueError or TypeError, with nothing queued, if any

@@ -2,8 +2,6 @@
 
 from typing import Literal, TypedDict
 
-from nanovllm.detokenizer import Detokenizer  # noqa: F401
-
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 

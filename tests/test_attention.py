@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Oracle, random_prompt
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from conftest import Oracle, random_prompt
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
 from nanovllm.layers.attention import cpp as cpp_backend

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-
 from conftest import Oracle, random_prompt
+
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import cuda_graphs
 from nanovllm.engine.cuda_graphs import CudaGraphs, batch_sizes

@@ -12,10 +12,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from conftest import VOCAB_SIZE, Oracle, check_invariants, random_prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conftest import VOCAB_SIZE, Oracle, check_invariants, random_prompt
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.kv_cache import count_blocks, find_available_memory
@@ -424,7 +424,7 @@ def test_news_survive_an_error_in_their_telling(demo: LLM, monkeypatch: pytest.M
         def interrupted(*_: object, **__: object) -> str:
             raise KeyboardInterrupt
 
-        patch.setattr("nanovllm.outputs.Detokenizer.read", interrupted)
+        patch.setattr("nanovllm.detokenizer.Detokenizer.read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             demo.step()
     assert not demo.is_finished()

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-
 from conftest import Oracle, make_checkpoint, random_prompt
+
 from nanovllm import LLM, SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-
 from conftest import Oracle, make_checkpoint, random_prompt
+
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers import cpu_kernels, kernels
 from nanovllm.layers.cpu_kernels import TiledWeight

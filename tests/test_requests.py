@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from conftest import VOCAB_SIZE, Oracle, check_invariants, make_checkpoint, random_prompt
+
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import Sequence

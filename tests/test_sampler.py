@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-
 from conftest import random_prompt
+
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers.sampler import Sampler, SamplingBatch, gumbel_noise, _noise_keys
+from nanovllm.layers.sampler import Sampler, SamplingBatch, _noise_keys, gumbel_noise
 
 VOCAB = 50
 CPU = torch.device("cpu")

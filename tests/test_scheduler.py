@@ -75,7 +75,10 @@ def test_random_loads(
         assert seq.finish_reason == "abort" or len(seq.token_ids) == seq.max_num_tokens
 
 
-@given(loads=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9), st.integers(0, 1)), min_size=2, max_size=8), num_blocks=st.integers(10, 14))
+@given(
+    loads=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9), st.integers(0, 1)), min_size=2, max_size=8),
+    num_blocks=st.integers(10, 14),
+)
 @settings(max_examples=200, deadline=None)
 def test_what_is_not_looked_up_again_would_be_refused(loads: list[tuple[int, int, int]], num_blocks: int) -> None:
     """The same schedule as if the head of the queue were looked up at every step."""

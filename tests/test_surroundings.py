@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import VOCAB_SIZE, Oracle, check_invariants, make_checkpoint, random_prompt
 from safetensors.torch import load_file, save_file
 
-from conftest import VOCAB_SIZE, Oracle, check_invariants, make_checkpoint, random_prompt
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.penalties import Penalties
@@ -207,7 +207,12 @@ SURROUNDINGS: dict[str, Callable[[], list[AbstractContextManager]]] = {
 def test_the_callers_settings_change_nothing(
     tiny: tuple[str, Oracle], make_llm: MakeLLM, surroundings: str, backend: str
 ) -> None:
-    kinds = [{}, {"presence_penalty": 1.0, "repetition_penalty": 1.3}, {"temperature": 0.9, "top_p": 0.8, "min_p": 0.01}, {"logprobs": 2, "min_tokens": 2}]
+    kinds = [
+        {},
+        {"presence_penalty": 1.0, "repetition_penalty": 1.3},
+        {"temperature": 0.9, "top_p": 0.8, "min_p": 0.01},
+        {"logprobs": 2, "min_tokens": 2},
+    ]
     params = [SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "seed": 5, **kind}) for kind in kinds]
 
     def serve(llm: LLM) -> list:
@@ -219,7 +224,12 @@ def test_the_callers_settings_change_nothing(
     with ExitStack() as stack:
         for context in SURROUNDINGS[surroundings]():
             stack.enter_context(context)
-        before = torch.get_default_dtype(), torch.get_default_device(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
+        before = (
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+            torch.is_autocast_enabled("cpu"),
+            torch.is_grad_enabled(),
+        )
         for engine in (llm, make_llm(attention_backend=backend)):  # made outside, made within
             assert serve(engine) == expected
         after = torch.get_default_dtype(), torch.get_default_device(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
@@ -242,7 +252,9 @@ def poisoned(tmp_path: Path) -> tuple[str, Oracle]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"logprobs": 2, "repetition_penalty": 1.2}], ids=str)
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"logprobs": 2, "repetition_penalty": 1.2}], ids=str
+)
 def test_nan_logits_end_one_request(poisoned: tuple[str, Oracle], dtype: str, params: dict) -> None:
     llm = LLM(poisoned[0], dtype=dtype, num_kvcache_blocks=64, kvcache_block_size=4)
     healthy = [[token_id % 90 for token_id in prompt] for prompt in PROMPTS]

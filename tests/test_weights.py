@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import make_checkpoint
 from safetensors.torch import load_file, save_file
 
-from conftest import make_checkpoint
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear, Target
 

@@ -25,6 +25,7 @@ import torch
 import xxhash
 
 from nanovllm.config import Config
+from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import News, Request
@@ -33,7 +34,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.models import read_spec
 from nanovllm.models.checkpoint import find_checkpoint, read_config, read_eos_token_ids, read_tokenizer
 from nanovllm.models.weights import find_dtype
-from nanovllm.outputs import Detokenizer, RequestOutput, Stats
+from nanovllm.outputs import RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | list[int]
@@ -191,9 +192,7 @@ class LLMEngine:
             token_ids, logprobs = self.model_runner.run(seqs)
             self._note(self.scheduler.postprocess(seqs, token_ids), token_ids, logprobs)
 
-    def _note(
-        self, seqs: list[Sequence], token_ids: list[int], logprobs: list[dict[int, float] | None] | None
-    ) -> None:
+    def _note(self, seqs: list[Sequence], token_ids: list[int], logprobs: list[dict[int, float] | None] | None) -> None:
         """Count the tokens that `seqs` have gained, look for stop strings in them, and send word."""
         requests = self.requests
         for row, seq in enumerate(seqs):
@@ -221,7 +220,7 @@ class LLMEngine:
             try:
                 text = detokenizer.read(request.seq.token_ids, is_last=request.is_finished)
             except Exception as error:  # as above
-                text = detokenizer.text
+                text = detokenizer.shown
                 self._fail(request, error)
                 request.note(None)
                 self._close(request)

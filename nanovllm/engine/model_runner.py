@@ -145,9 +145,7 @@ class ModelRunner:
         positions = [len(seq.token_ids) for seq in seqs]
         return SamplingBatch.build(params, seeds, positions, self.spec.vocab_size, self.device)
 
-    def _find_logprobs(
-        self, logits: Tensor, tokens: Tensor, seqs: list[Sequence]
-    ) -> list[dict[int, float] | None] | None:
+    def _find_logprobs(self, logits: Tensor, tokens: Tensor, seqs: list[Sequence]) -> list[dict[int, float] | None] | None:
         """Log-softmax of the untouched logits, for the sequences that want it: the top k and the chosen token's."""
         rows = [row for row, seq in enumerate(seqs) if seq.params.logprobs is not None]
         if not rows:

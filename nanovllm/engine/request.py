@@ -6,8 +6,9 @@ undone (`rewind`) and computed again, and since noise is a function of seed and 
 
 from __future__ import annotations
 
+from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import Detokenizer, RequestOutput
+from nanovllm.outputs import RequestOutput
 
 News = dict["Request", None]  # requests of which somebody is still to be told, oldest news first
 
@@ -19,9 +20,7 @@ class Request:
         "seq", "first_id", "sample_index", "news", "detokenizer", "num_tokens", "is_finished", "logprobs", "cumulative_logprob",
     )  # fmt: skip
 
-    def __init__(
-        self, seq: Sequence, first_id: int, sample_index: int, news: News, detokenizer: Detokenizer | None
-    ) -> None:
+    def __init__(self, seq: Sequence, first_id: int, sample_index: int, news: News, detokenizer: Detokenizer | None) -> None:
         self.seq = seq
         self.first_id = first_id
         self.sample_index = sample_index

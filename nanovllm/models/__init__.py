@@ -20,6 +20,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"qk_norm": True},
 }
 
+
 def read_spec(config: PretrainedConfig, dtype: torch.dtype) -> DecoderSpec:
     """The decoder that `config`, as read_config returns it, describes. Raises ValueError for what cannot be computed."""
     with naming(Path(config.name_or_path, "config.json"), AttributeError, TypeError, ValueError):

@@ -63,9 +63,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_eos_token_ids(
-    directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
-) -> frozenset[int]:
+def read_eos_token_ids(directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """Every id that generation_config.json or config.json calls an end; where neither does, the tokenizer's.
 
     Ids above the vocabulary stay, though none is ever drawn: cut-down checkpoints keep those of their originals.
