@@ -20,6 +20,7 @@ static int64_t round_up(int64_t size, int64_t multiple) { return (size + multipl
 // exp(x) to about a unit in the last place, of which compilers make vector code: x = n * log(2) + rest, and the polynomial
 // is Cephes' exp(rest). 0 below -87, infinite above 88.7; NaN stays NaN, as it compares false.
 static float exponential(float x) {
+    // With std::min and std::max, gcc makes no vector code of it.
     x = x < -87.5f ? -87.5f : x;
     x = x > 89.0f ? 89.0f : x;
     float shifted = x * 1.44269504f + 0x1.8p23f, n = shifted - 0x1.8p23f;  // at this size a float has no fraction
