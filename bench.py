@@ -513,13 +513,13 @@ def measure_decode(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
 
     def step() -> float:
         start = time.perf_counter()
-        llm._advance()  # as generate() does; llm.step() would also make outputs
+        llm._step()  # as generate() does; llm.step() would also make outputs
         return time.perf_counter() - start
 
     params = SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=args.output_len[1])
     for prompt, _ in make_requests(args, run=0):
         llm.add_request(prompt, params)
-    while any(seq.num_computed_tokens < seq.num_prompt_tokens for seq in llm.sequences.values()):
+    while any(seq.num_computed_tokens < seq.num_prompt_tokens for seq in (request.seq for request in llm.requests.values())):
         step()
     step()  # the first one of nothing but decodes may compile
     context_lens = [len(seq.token_ids) for seq in llm.scheduler.running]
