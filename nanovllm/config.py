@@ -1,14 +1,15 @@
 """What a caller may set on an engine, checked before anything is loaded.
 
 Config holds the wishes as given. What depends on the checkpoint or on the machine (block size, number of blocks,
-max_model_len, dtype) is settled where it becomes known: in ModelRunner.
+max_model_len) is settled where it becomes known: in engine/executor.py.
 """
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
-from typing import Any
+from inspect import Parameter, Signature, signature
+from typing import Any, Concatenate, Literal, ParamSpec
 
 from nanovllm.checks import check_bool, check_choice, check_int, check_number
 
@@ -33,12 +34,37 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Config:
-    """Options of `LLM`; the README's table says what each means. Raises ValueError or TypeError, naming the option."""
+    """The checkpoint and the options of `LLM`. Raises ValueError or TypeError, naming the option.
 
-    model: str
-    dtype: str = "auto"
+    Args:
+        model: A Hugging Face checkpoint directory, or a Hub id.
+        dtype: Of weights, K/V and computation. "auto": the checkpoint's.
+        device: "cpu", "cuda" or "cuda:N". "auto": CUDA if there is a GPU, else the CPU.
+        tensor_parallel_size: Ranks of one model.
+        max_model_len: Prompt and generated tokens of a sequence. None: the model's limit, at most 4096, at most what the KV
+            cache holds.
+        max_num_batched_tokens: Tokens computed in one step.
+        max_num_seqs: Sequences that hold KV blocks at once.
+        kvcache_block_size: Tokens in a block. None: what the attention backend prefers.
+        num_kvcache_blocks: None: sized from the memory there is; the arithmetic is printed at the start.
+        gpu_memory_utilization: (0, 1]: the share of the GPU's memory that this engine may come to use.
+        kvcache_memory_bytes: The KV cache's size. None on a CPU: a quarter of the available memory, or what max_num_seqs
+            sequences can use.
+        enable_prefix_caching: Reuse full blocks of equal prefixes.
+        enable_chunked_prefill: True: decodes and pieces of prompts share steps. False: whole prompts first, then decodes, as in
+            vLLM 0.x.
+        enforce_eager: No CUDA graphs.
+        attention_backend: "auto": the fastest that works here. One asked for by name that cannot run here is an error.
+        load_format: "dummy": random weights of config.json's shape.
+        seed: Of the engine: the same calls give the same samples.
+        trace: A file for the engine's timeline.
+    """
+
+    model: str | os.PathLike[str]
+    _: KW_ONLY
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
@@ -51,22 +77,24 @@ class Config:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     enforce_eager: bool = False
-    attention_backend: str = "auto"
-    load_format: str = "auto"
+    attention_backend: Literal["auto", "flash_attn", "triton", "cpp", "torch"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
     seed: int = 0
     trace: str | None = None
 
     @classmethod
-    def from_options(cls, model: str | os.PathLike[str], options: dict[str, Any]) -> "Config":
-        if not isinstance(model, (str, os.PathLike)):
-            raise TypeError(f"model must be a checkpoint directory or a Hub id, not {model!r}")
-        names = [field.name for field in fields(cls) if field.name != "model"]
+    def from_options(cls, *args: Any, **options: Any) -> "Config":
+        """Config(*args, **options), where an unknown option is answered with those that there are."""
+        names = [field.name for field in fields(cls)]
         for name in options:
             if name not in names:
-                raise TypeError(f"LLM has no option {name!r}; it has {', '.join(names)}")
-        return cls(model=os.fspath(model), **options)
+                raise TypeError(f"LLM has no option {name!r}; it has {', '.join(names[1:])}")
+        return cls(*args, **options)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, (str, os.PathLike)):
+            raise TypeError(f"model must be a checkpoint directory or a Hub id, not {self.model!r}")
+        object.__setattr__(self, "model", os.fspath(self.model))
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
         if not isinstance(self.device, str):
@@ -75,3 +103,19 @@ class Config:
             raise ValueError(f"tensor_parallel_size={self.tensor_parallel_size} is not built yet: only 1 is")
         if self.trace is not None:
             raise ValueError("trace is not built yet: only None is")
+
+
+Parameters = ParamSpec("Parameters")
+
+
+def takes(
+    options: Callable[Parameters, object],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Parameters], None]]:
+    """Show editors and `help` that an __init__ has the parameters of `options`."""
+
+    def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, Parameters], None]:
+        parameters = signature(options).parameters.values()
+        init.__signature__ = Signature([Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *parameters])
+        return init
+
+    return decorate

@@ -1,6 +1,7 @@
 """What most callers use: prompts in, answers out. `LLM` is the engine plus the loops that drive it."""
 
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -23,11 +24,7 @@ Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content":
 
 
 class LLM(LLMEngine):
-    """An engine for one model.
-
-    `model` is a Hugging Face checkpoint directory or a Hub id; `options` are the fields of `Config` (see the README).
-    Raises ValueError or TypeError for options and checkpoints that cannot be served.
-    """
+    """An engine for one model: LLM("Qwen/Qwen3-0.6B", max_model_len=2048). Its options are documented in `Config`."""
 
     def generate(
         self, prompts: Prompt | list[Prompt], sampling_params: Params = None, use_tqdm: bool = True
@@ -39,7 +36,7 @@ class LLM(LLMEngine):
         """
         checked = self._check_all(prompts, sampling_params)
         bar = tqdm(total=sum(params.n for _, params in checked), unit="seq", miniters=0, mininterval=0.5, disable=not use_tqdm)
-        with self._one_thread, self._queued(checked) as (requests, news), bar:
+        with self.one_thread, self._queued(checked) as (requests, news), bar:
             before, start = self.stats, time.perf_counter()
             for num_finished in self._finish(requests, news):
                 if use_tqdm:
@@ -95,7 +92,7 @@ class LLM(LLMEngine):
             for prompt, _ in self._check_all(prompts, None)
         ]
         num_cached_tokens: list[int] = []  # of the prompts, in the first step
-        with self._one_thread:
+        with self.one_thread:
             while active := [search for search in searches if search.running]:
                 params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=active[0].num_candidates)
                 prefixes = [search.prompt + beam.token_ids for search in active for beam in search.running]
@@ -112,14 +109,20 @@ class LLM(LLMEngine):
         ]
 
     def _beam_output(self, search: BeamSearch, beam: Beam, num_cached_tokens: int) -> RequestOutput:
-        text = "" if self.tokenizer is None else Detokenizer(self.tokenizer, 0).read(beam.token_ids, is_last=True)
+        request_id, text, finish_reason = next(self._ids), "", search.finish_reason(beam)
+        if self.tokenizer is not None:
+            try:
+                text = Detokenizer(self.tokenizer, 0).read(beam.token_ids, is_last=True)
+            except Exception as error:  # whatever somebody's tokenizer raises
+                finish_reason = "error"
+                warnings.warn(f"request {request_id}: its tokens cannot be decoded: {error!r}", RuntimeWarning, stacklevel=3)
         return RequestOutput(
-            request_id=next(self._ids),
+            request_id=request_id,
             sample_index=0,
             prompt_token_ids=search.prompt,
             token_ids=beam.token_ids,
             text=text,
-            finish_reason=search.finish_reason(beam),
+            finish_reason=finish_reason,
             logprobs=beam.logprobs,
             cumulative_logprob=beam.cumulative_logprob,
             num_cached_tokens=num_cached_tokens,
@@ -157,7 +160,7 @@ class LLM(LLMEngine):
             self._queue(prompts, news, requests)
             yield requests, news
         finally:
-            if unfinished := [request.seq.seq_id for request in requests if not request.is_finished]:
+            if unfinished := [request for request in requests if not request.is_finished]:
                 self._abort(unfinished)
 
     def _check_all(self, prompts: Any, sampling_params: Params) -> list[CheckedPrompt]:

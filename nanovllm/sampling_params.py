@@ -31,37 +31,43 @@ class SamplingParams:
 
     The logits are changed by the penalties, then divided by the temperature; what top-k, then top-p, then min-p leave is
     drawn from. Sample i of n draws with a seed of its own, a function of `seed` and i; that of sample 0 is `seed`.
+
+    Args:
+        n: Samples per prompt.
+        temperature: [0, 1e6]; 0 takes the most probable token.
+        top_p: (0, 1]: the smallest set of tokens whose probability reaches top_p; the token that crosses it stays.
+        top_k: The k most probable tokens; -1: all.
+        min_p: [0, 1]: tokens at least min_p times as probable as the most probable one.
+        presence_penalty: [-2, 2], subtracted from the logit of every token that has been generated.
+        frequency_penalty: [-2, 2], subtracted once for every time that the token has been generated.
+        repetition_penalty: > 0: positive logits of tokens in the prompt or the generated text are divided by it, negative
+            ones multiplied.
+        max_tokens: Generated tokens at most; a sequence that reaches the engine's max_model_len ends sooner.
+        min_tokens: The first min_tokens tokens end nothing: stop tokens are not drawn, stop strings not looked for.
+        stop: Texts that end the sequence; the first one found is cut off, with all that follows.
+        stop_token_ids: Tokens that end the sequence, as EOS does.
+        ignore_eos: EOS ends nothing.
+        seed: The same seed draws the same tokens, whatever else is in the batch. None: one made of the engine's seed and the
+            request's id.
+        logprobs: Report the model's own log probabilities of this many most probable tokens, and of the chosen one. None:
+            of none.
     """
 
     n: int = 1
-    """Samples per prompt."""
     temperature: float = 1.0
-    """[0, 1e6]; 0 takes the most probable token."""
     top_p: float = 1.0
-    """(0, 1]: the smallest set of tokens whose probability reaches top_p; the token that crosses it stays."""
     top_k: int = -1
-    """The k most probable tokens; -1: all."""
     min_p: float = 0.0
-    """[0, 1]: tokens at least min_p times as probable as the most probable one."""
     presence_penalty: float = 0.0
-    """[-2, 2], subtracted from the logit of every token that has been generated."""
     frequency_penalty: float = 0.0
-    """[-2, 2], subtracted once for every time that the token has been generated."""
     repetition_penalty: float = 1.0
-    """> 0: positive logits of tokens in the prompt or the generated text are divided by it, negative ones multiplied."""
     max_tokens: int = 64
-    """Generated tokens at most; a sequence that reaches the engine's max_model_len ends sooner."""
     min_tokens: int = 0
-    """The first min_tokens tokens end nothing: stop tokens are not drawn, stop strings not looked for."""
     stop: str | list[str] | None = None
-    """Texts that end the sequence; the first one found is cut off, with all that follows."""
     stop_token_ids: list[int] | None = None
-    """Tokens that end the sequence, as EOS does."""
     ignore_eos: bool = False
     seed: int | None = None
-    """The same seed draws the same tokens, whatever else is in the batch. None: the engine's seed and the request's id."""
     logprobs: int | None = None
-    """Report the model's own log probabilities of this many most probable tokens, and of the chosen one. None: of none."""
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():

@@ -16,25 +16,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.batch import Batch
-from nanovllm.layers.attention import cpp as cpp_backend
-from nanovllm.layers.attention import torch as torch_backend
+from nanovllm.batch import Batch
+from nanovllm.kernels.cpu import attention as cpp_backend
+from nanovllm.layers import attention as torch_backend
 
-triton_backend = pytest.importorskip("nanovllm.layers.attention.triton", reason="triton is not installed")
+triton_backend = pytest.importorskip("nanovllm.kernels.cuda.attention", reason="triton is not installed")
 SCALE = 0.1
 ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-needs_cpp = pytest.mark.skipif(
-    cpp_backend.reason_unavailable(DEVICE, torch.float32, 64, 16) is not None, reason="no CPU, or no C++ compiler"
-)
+CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")  # of all backends but C++
+needs_cpp = pytest.mark.skipif(cpp_backend.reason_unavailable(CPU, torch.float32, 64, 16) is not None, reason="no C++ compiler")
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
 # Of float32 in another order of summation, and of a rounding to 11 or 8 bits of what is about 1.
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
+def device_of(backend: ModuleType) -> torch.device:
+    return CPU if backend is cpp_backend else DEVICE
+
+
 def make_batch(
-    query_lens: list[int], context_lens: list[int], num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, Batch]:
+    query_lens: list[int], context_lens: list[int], num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
+    dtype: torch.dtype, device: torch.device = DEVICE,
+) -> tuple[torch.Tensor, torch.Tensor, Batch]:  # fmt: skip
     """A query, a KV cache and a batch that reads blocks in random order; what no context covers is NaN."""
     torch.manual_seed(sum(context_lens) + head_dim)
     num_blocks = [-(-length // block_size) for length in context_lens]
@@ -49,10 +53,10 @@ def make_batch(
     cu_seqlens = torch.tensor([0, *query_lens]).cumsum(0).int()
     unused = torch.zeros(0, dtype=torch.int64)
     batch = Batch(
-        unused, unused, unused, cu_seqlens.to(DEVICE), torch.tensor(context_lens, dtype=torch.int32, device=DEVICE),
-        tables.to(DEVICE), max(query_lens), max(context_lens), unused,
+        unused, unused, unused, cu_seqlens.to(device), torch.tensor(context_lens, dtype=torch.int32, device=device),
+        tables.to(device), max(query_lens), max(context_lens), unused,
     )  # fmt: skip
-    return query.to(DEVICE), kv_cache.to(DEVICE), batch
+    return query.to(device), kv_cache.to(device), batch
 
 
 def attend_by_definition(query: torch.Tensor, kv_cache: torch.Tensor, batch: Batch, scale: float) -> torch.Tensor:
@@ -96,7 +100,7 @@ def test_torch_is_the_definition(lengths: tuple[list[int], list[int]], heads: tu
 def check_attends(
     backend: ModuleType, lengths: tuple[list[int], list[int]], heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
 ) -> None:
-    query, kv_cache, batch = make_batch(*lengths, *heads, block_size, dtype)
+    query, kv_cache, batch = make_batch(*lengths, *heads, block_size, dtype, device_of(backend))
     expected = torch_backend.attend(query.float(), kv_cache.float(), batch, SCALE)
     output = backend.attend(query, kv_cache, batch, SCALE)
     assert output.dtype == dtype
@@ -128,7 +132,7 @@ def test_cpp_attends(
 @pytest.mark.parametrize("lengths", [([1, 1, 1], [700, 3, 300]), ([9, 40], [700, 40])], ids=["decode", "prefill"])
 def test_cpp_attends_to_extreme_scores(lengths: tuple[list[int], list[int]], dtype: torch.dtype) -> None:
     """Scores of thousands, and of -inf in all of a split; a sequence's NaN stays its own."""
-    query, kv_cache, batch = make_batch(*lengths, 4, 2, 64, 16, dtype)
+    query, kv_cache, batch = make_batch(*lengths, 4, 2, 64, 16, dtype, CPU)
     query *= 1e4
     expected = torch_backend.attend(query.float(), kv_cache.float(), batch, SCALE)
     output = cpp_backend.attend(query, kv_cache, batch, SCALE)
@@ -139,7 +143,7 @@ def test_cpp_attends_to_extreme_scores(lengths: tuple[list[int], list[int]], dty
     with_nan = cpp_backend.attend(query, kv_cache, batch, SCALE)
     assert with_nan[0].isnan().all() and torch.equal(with_nan[1:], output[1:])
 
-    query, kv_cache, batch = make_batch(*lengths, 4, 2, 64, 16, dtype)
+    query, kv_cache, batch = make_batch(*lengths, 4, 2, 64, 16, dtype, CPU)
     query = query.abs() * 1e4
     low = batch.block_tables[0, : 512 // 16].long()  # two splits
     kv_cache[0, low] = -1e38
@@ -194,12 +198,12 @@ def test_torch_needs_little_memory(
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 def test_surroundings_change_nothing(backend: ModuleType, dtype: torch.dtype, lengths: tuple[list[int], list[int]]) -> None:
     """Neither torch's default device and dtype nor its deterministic algorithms."""
-    query, kv_cache, batch = make_batch(*lengths, 4, 2, 80, 16, dtype)
+    query, kv_cache, batch = make_batch(*lengths, 4, 2, 80, 16, dtype, device_of(backend))
     expected = backend.attend(query, kv_cache, batch, SCALE)
     try:
         torch.set_default_device("meta")
         torch.set_default_dtype(torch.float64)
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(query.is_cpu)  # on a GPU, cuBLAS refuses unless configured
         output = backend.attend(query, kv_cache, batch, SCALE)
     finally:
         torch.set_default_device(None)
@@ -226,10 +230,11 @@ BACKENDS = [torch_backend, triton_backend, pytest.param(cpp_backend, marks=needs
 @pytest.mark.parametrize("num_kv_heads, head_dim", [(2, 64), (3, 80), (1, 10), (8, 256)])
 def test_store_kvcache(backend: ModuleType, num_kv_heads: int, head_dim: int) -> None:
     """Every slot that is named gets its token, padding goes nowhere, nothing else is touched."""
-    packed = torch.randn(6, 3 * num_kv_heads * head_dim, device=DEVICE)  # as from a fused projection: rows with gaps
+    device = device_of(backend)
+    packed = torch.randn(6, 3 * num_kv_heads * head_dim, device=device)  # as from a fused projection: rows with gaps
     key, value = (part.unflatten(-1, (num_kv_heads, head_dim)) for part in packed.chunk(3, dim=-1)[1:])
-    slots = torch.tensor([3, -1, 63, 0, 20, -1], device=DEVICE)
-    kv_cache = torch.full((2, 4, 16, num_kv_heads, head_dim), torch.nan, device=DEVICE)
+    slots = torch.tensor([3, -1, 63, 0, 20, -1], device=device)
+    kv_cache = torch.full((2, 4, 16, num_kv_heads, head_dim), torch.nan, device=device)
     backend.store_kvcache(key, value, kv_cache, slots)
     flat = kv_cache.flatten(1, 2)
     for token, slot in enumerate(slots.tolist()):
@@ -244,7 +249,7 @@ def test_engine_with_triton(tiny: tuple[str, Oracle], make_llm: Callable[..., LL
         attention_backend="triton", kvcache_block_size=16, num_kvcache_blocks=8, max_model_len=64, max_num_batched_tokens=40,
         enable_chunked_prefill=chunked,
     )  # fmt: skip
-    assert llm.model_runner.backend is triton_backend
+    assert llm.model_runner.executor.backend is triton_backend
     prompts = [random_prompt(i, length) for i, length in enumerate((1, 15, 16, 17, 33))] * 2
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
     assert [o["token_ids"] for o in outputs] == [tiny[1](prompt, 8) for prompt in prompts]
@@ -260,7 +265,8 @@ def test_triton_refuses_what_it_cannot_do(make_llm: Callable[..., LLM], options:
 # --- flash-attn's interface, played by torch
 
 
-FLASH_ATTN = "nanovllm.layers.attention.flash_attn"
+FLASH_ATTN = "nanovllm.kernels.cuda.flash_attn"
+
 
 @pytest.fixture
 def flash_attn_backend(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -287,10 +293,11 @@ def flash_attn_backend(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         softmax_scale: float, causal: bool,
     ) -> torch.Tensor:  # fmt: skip
         num_seqs, query_len = q.shape[:2]
-        bounds = torch.arange(num_seqs + 1, dtype=torch.int32) * query_len
+        bounds = torch.arange(num_seqs + 1, dtype=torch.int32, device=q.device) * query_len
         contexts = torch.nn.functional.pad(cache_seqlens.cumsum(0, dtype=torch.int32), (1, 0))
+        longest = int(cache_seqlens.max())
         return flash_attn_varlen_func(
-            q.flatten(0, 1), k_cache, v_cache, bounds, contexts, query_len, int(cache_seqlens.max()), softmax_scale, causal, block_table
+            q.flatten(0, 1), k_cache, v_cache, bounds, contexts, query_len, longest, softmax_scale, causal, block_table
         ).view_as(q)
 
     package = ModuleType("flash_attn")
@@ -316,7 +323,10 @@ def test_engine_with_flash_attn(
         with pytest.raises(ValueError, match="CUDA"):
             make_llm(attention_backend="flash_attn", kvcache_block_size=256, num_kvcache_blocks=4)
     monkeypatch.setattr(flash_attn_backend, "reason_unavailable", lambda *_: None)
-    llm = make_llm(attention_backend="flash_attn", kvcache_block_size=None, num_kvcache_blocks=4, max_num_batched_tokens=40)
+    llm = make_llm(
+        attention_backend="flash_attn", kvcache_block_size=None, num_kvcache_blocks=4, max_num_batched_tokens=40,
+        enforce_eager=True,  # the stand-in reads lengths on the host, which a CUDA graph cannot record
+    )  # fmt: skip
     assert llm.model_runner.block_size == 256
     prompts = [random_prompt(i, length) for i, length in enumerate((1, 60, 17))]
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)

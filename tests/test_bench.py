@@ -1,22 +1,18 @@
-"""bench.py runs, says what it ran, compares engines on the same work, and tells right kernels from wrong ones."""
+"""bench.py runs, says what it ran, compares engines on the same work, and refuses what cannot run."""
 
 import json
-import math
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import Qwen3Config
 
-from bench import Ceilings, Request, check_and_time, find_floor, find_share, make_batches
-from nanovllm.layers.attention import torch as torch_backend
+from bench import NanoVLLM, Request, find_floor, main
+from nanovllm import DEMO_MODEL
+from nanovllm.kernels.machine import Ceilings, find_share
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "3", "9"]
@@ -24,13 +20,11 @@ TINY = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "3", "9"]
 
 def bench(*arguments: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}  # its kernels, interpreted, are too slow to time
-    return subprocess.run(
-        [sys.executable, "bench.py", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    return subprocess.run([sys.executable, "bench.py", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 def test_engines_side_by_side() -> None:
-    done = bench("--model", "nanovllm/demo_model", *TINY, "--engine", "nanovllm", "transformers", "--repeat", "2", "--json")
+    done = bench("--model", DEMO_MODEL, *TINY, "--engine", "nanovllm", "transformers", "--repeat", "2", "--json")
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     report = json.loads(line)
@@ -39,7 +33,7 @@ def test_engines_side_by_side() -> None:
     assert report["ratios"]["nanovllm/transformers"] > 0 and report["hardware"] and report["versions"]["torch"]
     for name, share in report["share_of_roofline"].items():
         assert share == find_share(report["roofline"]["seconds"], report["median_seconds"][name])
-    assert "of roofline" in done.stderr
+    assert report["transformers"].endswith("static batches of 5") and "of roofline" in done.stderr
 
 
 def test_built_in_shape_and_shared_prefix() -> None:
@@ -68,8 +62,6 @@ def test_built_in_shape_and_shared_prefix() -> None:
         (["--set", "max_num_seq=3"], "max_num_seq"),
         (["--engine", "tgi"], "tgi"),
         (["--model", "./nowhere"], "no such directory"),
-        (["--kernels", "--engine", "transformers"], "--engine"),
-        (["--kernels", "--output-len", "1", "9"], "--output-len"),
     ],
 )
 def test_bad_options(arguments: list[str], complaint: str) -> None:
@@ -93,58 +85,15 @@ def test_floor() -> None:
     assert find_floor(config, torch.float32, requests, 2, slow_memory) == pytest.approx(0.014912 + 7.808 + 7.808)
 
 
-def test_kernels() -> None:
-    workload = ["--num-seqs", "3", "--input-len", "4", "20", "--output-len", "3", "24"]
-    done = bench("--kernels", "--model", "nanovllm/demo_model", *workload, "--dtype", "float32", "--json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    rows = {(row["kernel"], row["backend"]): row for row in report["kernels"]}
-    assert rows.keys() >= {(kernel, "torch") for kernel in ("store_kvcache", "decode", "prefill")}
-    for row in rows.values():
-        assert all(0 < row[figure] < math.inf for figure in ("seconds", "rate")) and row["max_error"] < 1e-4
-        assert row["share"] is None or 0 < row["share"] <= 1
-    assert "| decode | 3 x 20 | torch | float32 |" in done.stderr and "flash_attn" in done.stderr
-    parts = report["decode_step"]["parts"]
-    assert len(parts) == 14 and "3 sequences" in report["decode_step"]["setting"]
-    if not torch.cuda.is_available():
-        (name,) = (name for name in parts if re.fullmatch(r"layers/linear.py:\d+ multiply", name))
-        assert parts[name] > 0 and parts["outside of nanovllm"] > 0
-
-
 def test_shares_are_of_a_whole() -> None:
     assert find_share(1.0, 4.0) == 0.25 and find_share(1.0, 1.0) == 1.0 and find_share(4.0, 1.0) is None
 
 
-def forget_a_row(query: Tensor, *arguments) -> Tensor:
-    output = torch_backend.attend(query, *arguments)
-    output[-1, -1] = 0.0
-    return output
+@pytest.mark.parametrize("error", [ValueError, OSError])
+def test_error_of_a_run_is_no_bad_option(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object) -> None:
+        raise error("while it is timed")
 
-
-def shift_blocks(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    torch_backend.store_kvcache(key, value, kv_cache, slot_mapping.roll(1))
-
-
-def store_too_much(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    torch_backend.store_kvcache(key, value, kv_cache, slot_mapping)
-    slots = kv_cache.flatten(1, 2)  # [2, num_slots, num_kv_heads, head_dim]
-    foreign = set(range(slots.shape[1])) - set(slot_mapping.tolist())
-    slots[:, foreign.pop()] = 1.0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "kernel, changes",
-    [
-        ("decode", {"attend": forget_a_row}),
-        ("prefill", {"attend": forget_a_row}),
-        ("prefill", {"store_kvcache": shift_blocks}),
-        ("store_kvcache", {"store_kvcache": shift_blocks}),
-        ("store_kvcache", {"store_kvcache": store_too_much}),
-    ],
-)
-def test_wrong_kernels_are_refused(kernel: str, changes: dict[str, Callable[..., object]], dtype: torch.dtype) -> None:
-    backend = SimpleNamespace(**{**vars(torch_backend), **changes})
-    batches = make_batches(2, 2, 40, 1 if kernel == "decode" else 40, 16, torch.device("cpu"))
-    with pytest.raises(RuntimeError, match="off by|slots"):
-        check_and_time(kernel, backend, batches, 16, dtype)
+    monkeypatch.setattr(NanoVLLM, "run", run)
+    with pytest.raises(error, match="while it is timed"):
+        main(["--model", DEMO_MODEL, *TINY])

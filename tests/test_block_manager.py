@@ -43,7 +43,7 @@ def snapshot(manager: BlockManager) -> tuple:
 def admit(manager: BlockManager, seq: Sequence) -> bool:
     if not manager.allocate(seq, manager.find_prefix(seq)):
         return False
-    manager.publish(seq, len(seq.token_ids))
+    manager.cache_full_blocks(seq, len(seq.token_ids))
     seq.num_computed_tokens = len(seq.token_ids)
     return True
 
@@ -79,7 +79,7 @@ def test_random_life(data: st.DataObject, num_blocks: int, manager_class: type[B
             if action == "gain":
                 seq.token_ids.append(data.draw(st.integers(0, 1)))
                 if manager.grow(seq):
-                    manager.publish(seq, len(seq.token_ids))
+                    manager.cache_full_blocks(seq, len(seq.token_ids))
                     seq.num_computed_tokens = len(seq.token_ids)
                 else:
                     assert snapshot(manager) == before
@@ -135,8 +135,8 @@ def test_twins_do_not_unmap_each_other() -> None:
     manager = BlockManager(4, 2)
     first, twin = Sequence(0, [1, 1, 2], PARAMS), Sequence(1, [1, 1, 2], PARAMS)
     assert manager.allocate(first, []) and manager.allocate(twin, [])
-    manager.publish(first, 3)
-    manager.publish(twin, 3)
+    manager.cache_full_blocks(first, 3)
+    manager.cache_full_blocks(twin, 3)
     twin_table = twin.block_table
     manager.free(twin)
     assert manager.allocate(Sequence(2, [7, 7, 7], PARAMS), [])  # takes the twin's blocks
@@ -149,8 +149,8 @@ def make_twins() -> tuple[BlockManager, Sequence, Sequence]:
     manager = BlockManager(6, 2)
     first, twin = Sequence(0, [1, 1, 2], PARAMS), Sequence(1, [1, 1, 2, 2, 3], PARAMS)
     assert manager.allocate(first, []) and manager.allocate(twin, [])
-    manager.publish(first, 3)
-    manager.publish(twin, 5)
+    manager.cache_full_blocks(first, 3)
+    manager.cache_full_blocks(twin, 5)
     return manager, first, twin
 
 

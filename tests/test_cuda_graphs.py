@@ -7,8 +7,8 @@ import torch
 from conftest import Oracle, random_prompt
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import cuda_graphs
-from nanovllm.engine.cuda_graphs import CudaGraphs, batch_sizes
+from nanovllm.kernels.cuda import graphs
+from nanovllm.kernels.cuda.graphs import CudaGraphs, batch_sizes
 
 pytest.importorskip("triton", reason="triton is not installed")
 ON_GPU = torch.cuda.is_available()
@@ -32,14 +32,16 @@ def make_llm_with_graphs(make_llm: Callable[..., LLM], monkeypatch: pytest.Monke
 
     def make(**options) -> LLM:
         llm = make_llm(attention_backend="triton", kvcache_block_size=16, **options)
-        runner = llm.model_runner
+        executor = llm.model_runner.executor
         if not ON_GPU:
             with torch.inference_mode():
-                runner.graphs = CudaGraphs(runner.model, runner.kv_caches, *runner.block_tables.shape)
+                executor.graphs = CudaGraphs(
+                    executor.model, executor.kv_caches, llm.config.max_num_seqs, executor.block_table_width
+                )
         return llm
 
     if not ON_GPU:
-        monkeypatch.setattr(cuda_graphs, "record", record)
+        monkeypatch.setattr(graphs, "record", record)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     return make
 
@@ -57,7 +59,7 @@ def test_tokens_are_the_same(tiny: tuple[str, Oracle], make_llm_with_graphs: Cal
 def test_every_batch_size(make_llm_with_graphs: Callable[..., LLM]) -> None:
     """1 to 40 sequences: the hidden states of an eager step, and nothing written but their own slots."""
     llm = make_llm_with_graphs(num_kvcache_blocks=90, max_num_seqs=40, max_model_len=32)
-    runner = llm.model_runner
+    executor = llm.model_runner.executor
     for i in range(40):
         llm.add_request(random_prompt(i, 1 + i % 20), SamplingParams(temperature=0.0, max_tokens=8))
     llm.step()
@@ -65,22 +67,28 @@ def test_every_batch_size(make_llm_with_graphs: Callable[..., LLM]) -> None:
     for seq in running:
         seq.num_scheduled_tokens = 1
         seq.block_table += [seq.lane + 45] * (2 - len(seq.block_table))
-    before = [torch.randn_like(kv_cache) for kv_cache in runner.kv_caches]
+    before = [torch.randn_like(kv_cache) for kv_cache in executor.kv_caches]
 
     def run(step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
         """The hidden states and what the caches are then."""
-        for kv_cache, saved in zip(runner.kv_caches, before):
+        for kv_cache, saved in zip(executor.kv_caches, before):
             kv_cache.copy_(saved)
-        return [step(), *[kv_cache.clone() for kv_cache in runner.kv_caches]]
+        return [step(), *[kv_cache.clone() for kv_cache in executor.kv_caches]]
 
     for num_seqs in range(40, 0, -1) if ON_GPU else (40, 39, 33, 32, 9, 8, 5, 3, 1):
         with torch.inference_mode():
-            batch = runner.prepare_batch(running[-num_seqs:])
-            eager = run(lambda: runner.model(batch, runner.kv_caches))
-            replayed = run(lambda: runner.graphs.run(batch))
+            batch = llm.model_runner.prepare_batch(running[-num_seqs:])
+            eager = run(lambda: executor.model(batch, executor.kv_caches))
+            replayed = run(lambda: executor.graphs.run(batch))
         torch.testing.assert_close(replayed, eager, atol=1e-4, rtol=1e-4)
 
 
 def test_enforce_eager(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(attention_backend="triton", kvcache_block_size=16, enforce_eager=True)
-    assert llm.model_runner.graphs is None
+    assert llm.model_runner.executor.graphs is None
+
+
+@pytest.mark.gpu
+def test_torch_attention_is_not_captured(make_llm: Callable[..., LLM]) -> None:
+    """It looks at lengths on the host."""
+    assert make_llm(attention_backend="torch").model_runner.executor.graphs is None

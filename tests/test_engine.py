@@ -148,7 +148,7 @@ class FakeGPU:
 def test_kv_cache_size_on_a_gpu(make_llm: MakeLLM, free: int, utilization: float, tokens: int) -> None:
     """A share of the whole GPU or what others have left of it, less this engine's weights and largest step."""
     llm = make_llm()
-    spec = replace(llm.model_runner.spec, num_layers=125, num_kv_heads=1, head_dim=1)
+    spec = replace(llm.model_runner.executor.spec, num_layers=125, num_kv_heads=1, head_dim=1)
     config = Config(model="", gpu_memory_utilization=utilization)
     steps = []
     num_blocks, line = count_blocks(config, spec, 10, 100, FakeGPU(free), lambda: steps.append(1))
@@ -157,12 +157,11 @@ def test_kv_cache_size_on_a_gpu(make_llm: MakeLLM, free: int, utilization: float
         count_blocks(config, spec, 10, 100, FakeGPU(10_000_000), lambda: None)
 
 
-def test_the_largest_step_is_one(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_step_is_one(make_llm: MakeLLM) -> None:
     llm = make_llm(max_num_batched_tokens=301, max_num_seqs=7)
-    seen = []
-    monkeypatch.setattr(ModelRunner, "prepare_batch", lambda self, seqs, f=ModelRunner.prepare_batch: seen.append(f(self, seqs)) or seen[-1])
-    llm.model_runner._rehearse()
-    (batch,) = seen
+    executor = llm.model_runner.executor
+    batch = executor.largest_batch()
+    llm.model_runner._sample_all(executor.run(batch))
     assert len(batch.input_ids) == 301 and len(batch.logits_indices) == 7 and batch.max_seqlen_q == 256
     prompt = random_prompt(0, 9)
     assert len(llm.generate(prompt, GREEDY, use_tqdm=False)[0]["token_ids"]) == 6
@@ -465,7 +464,7 @@ def test_text_grows_whole_characters_only(demo: LLM, text: str, monkeypatch: pyt
     """Feed known tokens one by one: the text only grows, shows no broken character, and ends as the tokenizer decodes it."""
     token_ids = demo.tokenizer.encode(text)
     script = iter(token_ids)
-    monkeypatch.setattr(ModelRunner, "run", lambda self, seqs: ([next(script)], None))
+    monkeypatch.setattr(ModelRunner, "sample", lambda self, logits, seqs: ([next(script)], None))
     texts = [o["text"] for o in demo.stream([1], SamplingParams(max_tokens=len(token_ids)))]
     assert texts[-1] == text
     for shown in texts:
@@ -475,7 +474,7 @@ def test_text_grows_whole_characters_only(demo: LLM, text: str, monkeypatch: pyt
 def test_text_cut_inside_a_character(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     token_ids = demo.tokenizer.encode("ab👧")[:-1]
     script = iter(token_ids)
-    monkeypatch.setattr(ModelRunner, "run", lambda self, seqs: ([next(script)], None))
+    monkeypatch.setattr(ModelRunner, "sample", lambda self, logits, seqs: ([next(script)], None))
     texts = [o["text"] for o in demo.stream([1], SamplingParams(max_tokens=len(token_ids)))]
     assert "\ufffd" not in texts[-2] and texts[-1] == demo.tokenizer.decode(token_ids)
 

@@ -15,7 +15,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 
 def test_auto_takes_the_kernels(make_llm: Callable[..., LLM], tiny: tuple[str, Oracle]) -> None:
     llm = make_llm(kvcache_block_size=16)
-    assert llm.model_runner.backend.__name__.endswith((".triton", ".flash_attn")) and llm.model_runner.graphs
+    assert llm.model_runner.executor.backend.NAME in ("triton", "flash_attn") and llm.model_runner.executor.graphs
     prompts = [random_prompt(i, 1 + 7 * i) for i in range(8)]
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert [o["token_ids"] for o in outputs] == [tiny[1](prompt, 40) for prompt in prompts]
@@ -35,9 +35,7 @@ def test_memory_stays_within_its_share(tiny: tuple[str, Oracle], enforce_eager: 
     del other
 
 
-def test_nothing_is_compiled_while_serving(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_compiled_while_serving(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
     directory = tmp_path_factory.mktemp("bfloat16")

@@ -1,4 +1,4 @@
-"""The fused kernels against what the layers compute with torch, and life without a compiler."""
+"""Layers with and without kernelize: the same weights, the same results. And life without a compiler."""
 
 import errno
 import multiprocessing
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,79 +19,90 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import Oracle, make_checkpoint, random_prompt
+from test_sampler import make_sampling_batch
+from torch import nn
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.layers import cpu_kernels, kernels
-from nanovllm.layers.cpu_kernels import TiledWeight
-from nanovllm.layers.linear import silu_and_multiply
+from nanovllm import LLM, SamplingParams, kernels
+from nanovllm.batch import SamplingBatch
+from nanovllm.kernels import exchange, kernelize
+from nanovllm.kernels.cpu import library as cpu_library
+from nanovllm.kernels.cpu import packed
+from nanovllm.kernels.cpu.fused_layers import FusedLayers
+from nanovllm.kernels.cpu.packed import PackedWeight
+from nanovllm.kernels.twins import make_twins
+from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import apply_rotary
-from nanovllm.layers.sampler import Sampler, SamplingBatch
+from nanovllm.layers.rotary import RopeSpec
+from nanovllm.layers.sampler import Sampler
+from nanovllm.models.decoder import MLP, Attention, CausalLM, DecoderSpec
+from nanovllm.models.weights import load_checkpoint
 
 ON_GPU = torch.cuda.is_available()
+CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler")
-needs_bfloat16 = pytest.mark.skipif(
-    not TiledWeight.can_hold(torch.empty(0, 2, dtype=torch.bfloat16)), reason="no compiler, or no bfloat16 instructions"
-)
+needs_bfloat16 = pytest.mark.skipif(not packed.can_multiply(torch.bfloat16), reason="no compiler, or no bfloat16 instructions")
+needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="no triton")
 # Without a GPU, Triton's kernels run in its interpreter, on the CPU.
 all_kernels = pytest.mark.parametrize(
-    "module, device",
+    "functions, device",
     [
-        pytest.param("cpu_kernels", "cpu", marks=needs_compiler),
-        pytest.param("gpu_kernels", "cuda" if ON_GPU else "cpu", marks=pytest.mark.skipif(not find_spec("triton"), reason="no triton")),
+        pytest.param("cpu", "cpu", marks=needs_compiler),
+        pytest.param("cuda", "cuda" if ON_GPU else "cpu", marks=needs_triton),
     ],
 )
-Computing = Callable[[str | None], AbstractContextManager[None]]
 
 
-@pytest.fixture
-def computing_with(monkeypatch: pytest.MonkeyPatch) -> Computing:
-    """A context in which the layers compute with the kernels of a module, or with torch (None)."""
+def with_twins(module: nn.Module, functions: str) -> nn.Module:
+    """`module`, its layers exchanged for twins that use kernels/cpu/functions.py or kernels/cuda/functions.py."""
+    twins = make_twins(import_module(f"nanovllm.kernels.{functions}.functions"))
+    fast = exchange(module, twins)
+    assert not twins.keys() & {type(layer) for layer in fast.modules()}
+    return fast
 
-    @contextmanager
-    def compute(name: str | None) -> Iterator[None]:
-        module = name and import_module(f"nanovllm.layers.{name}")
-        with monkeypatch.context() as patch:
-            patch.setattr(kernels, "_find_kernels", lambda device_type, dtype: module)
-            yield
 
-    return compute
+def make_layers(dtype: torch.dtype, device: str) -> nn.ModuleDict:
+    """A layer of each kind that has a twin on any device, always of the same weights; the MLP's projections are taken out."""
+    torch.manual_seed(0)
+    spec = DecoderSpec(
+        vocab_size=80, hidden_size=100, num_layers=1, num_heads=5, num_kv_heads=5, head_dim=20, intermediate_size=150,
+        norm_eps=1e-3, rope=RopeSpec(1e4), qk_norm=True, qkv_bias=False, o_bias=False, tie_embeddings=True, max_len=16, dtype=dtype,
+    )  # fmt: skip
+    norm, attention, mlp = RMSNorm(300, 1e-3, dtype), Attention(spec, torch_backend, 0, 1), MLP(spec, 0, 1)
+    mlp.gate_up_proj, mlp.down_proj = nn.Identity(), nn.Identity()
+    layers = nn.ModuleDict({"norm": norm, "attention": attention, "mlp": mlp, "sampler": Sampler(80)})
+    for parameter in layers.parameters():
+        nn.init.normal_(parameter)
+    return layers.requires_grad_(False).to(device)
 
 
 @pytest.fixture
 def no_kernels_known() -> Iterator[None]:
     """Forget which kernels are loaded, before and after."""
-    for function in (cpu_kernels.reason_unavailable, cpu_kernels._library, kernels._find_kernels):
+    cached = (kernels.find_twins, cpu_library.reason_unavailable, cpu_library.load, packed.can_multiply)
+    for function in cached:
         function.cache_clear()
     yield
-    for function in (cpu_kernels.reason_unavailable, cpu_kernels._library, kernels._find_kernels):
+    for function in cached:
         function.cache_clear()
 
 
 @all_kernels
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str)
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 200])
-def test_layers(
-    num_tokens: int, dtype: torch.dtype, tolerance: float, module: str, device: str, computing_with: Computing
-) -> None:
+def test_layers(num_tokens: int, dtype: torch.dtype, tolerance: float, functions: str, device: str) -> None:
     torch.manual_seed(0)
-    wide = torch.randn(num_tokens, 3 * 5 * 20, device=device).to(dtype)
+    wide = torch.randn(num_tokens, 3 * 5 * 20).to(device, dtype)
     heads = wide.split(100, dim=-1)[1].unflatten(-1, (5, 20))  # as from a fused projection: tokens lie apart
-    angles = torch.randn(num_tokens, 1, 10, device=device)
-    norm, long_norm = (RMSNorm(size, 1e-3, dtype).requires_grad_(False).to(device) for size in (20, 300))
-    torch.nn.init.normal_(norm.weight)
-    torch.nn.init.normal_(long_norm.weight)
-    for compute in (
-        lambda: long_norm(wide),
-        lambda: apply_rotary(heads, angles.cos(), angles.sin()),
-        lambda: apply_rotary(heads, angles.cos(), angles.sin(), norm),
-        lambda: silu_and_multiply(wide * 5),
-    ):
-        with computing_with(None):
-            expected = compute()
-        with computing_with(module):
-            output = compute()
-        assert output.dtype == dtype and output.shape == expected.shape and output.is_contiguous()
+    angles = torch.randn(num_tokens, 1, 10).to(device)
+
+    def compute(layers: nn.ModuleDict) -> list[torch.Tensor]:
+        attention, cos_sin = layers["attention"], (angles.cos(), angles.sin())
+        rotated = [attention.norm_and_rotate(heads, norm, cos_sin) for norm in (None, attention.q_norm)]
+        return [layers["norm"](wide), *rotated, layers["mlp"](wide * 5)]
+
+    outputs = compute(with_twins(make_layers(dtype, device), functions))
+    for output, expected in zip(outputs, compute(make_layers(dtype, device))):
+        assert output.dtype == dtype and output.is_contiguous()
         torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
 
 
@@ -101,32 +111,32 @@ GATES = [-1e4, -100.0, -89.0, -88.0, -87.0, -1.0, -0.0, 0.0, 1.0, 88.0, 89.0, 10
 
 @all_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_extreme_numbers(dtype: torch.dtype, module: str, device: str, computing_with: Computing) -> None:
+def test_extreme_numbers(dtype: torch.dtype, functions: str, device: str) -> None:
     """Infinite where torch's numbers are, and NaN where they are and nowhere else."""
     gates = torch.tensor(GATES, dtype=dtype, device=device)
     gate_up = torch.cat((gates, torch.ones_like(gates)))[None]
     pairs = torch.tensor([[0.0, 0.0], [1e30, -2e30], [1e38, 1.0], [1e-30, 0.0], [torch.inf, 1.0], [torch.nan, 1.0]])
-    rows = pairs.to(device, dtype).repeat(1, 20)
-    norm = RMSNorm(40, 1e-6, dtype).requires_grad_(False).to(device)
-    torch.nn.init.ones_(norm.weight)
-    angles = torch.ones(len(rows), 1, 20, dtype=torch.float32, device=device)
-    for compute in (
-        lambda: silu_and_multiply(gate_up),
-        lambda: norm(rows),
-        lambda: apply_rotary(rows[:, None], angles, angles * 0.5, norm),
-    ):
-        with computing_with(None):
-            expected = compute()
-        with computing_with(module):
-            torch.testing.assert_close(compute(), expected, equal_nan=True)
+    rows = pairs.to(device, dtype)
+    angles = torch.ones(len(rows), 1, 10, dtype=torch.float32, device=device)
+
+    def compute(layers: nn.ModuleDict) -> list[torch.Tensor]:
+        attention, norm = layers["attention"], layers["norm"]
+        for each in (norm, attention.q_norm):
+            nn.init.ones_(each.weight)
+            each.eps = 1e-6
+        rotated = attention.norm_and_rotate(rows.repeat(1, 10)[:, None], attention.q_norm, (angles, angles * 0.5))
+        return [layers["mlp"](gate_up), norm(rows.repeat(1, 150)), rotated]
+
+    outputs = compute(with_twins(make_layers(dtype, device), functions))
+    torch.testing.assert_close(outputs, compute(make_layers(dtype, device)), equal_nan=True)
 
 
 @all_kernels
-def test_silu_to_the_last_digits(module: str, device: str, computing_with: Computing) -> None:
+def test_silu_to_the_last_digits(functions: str, device: str) -> None:
     gates = torch.linspace(-86.0, 90.0, 100_001, dtype=torch.float32, device=device)
-    with computing_with(module):
-        output = silu_and_multiply(torch.cat((gates, torch.ones_like(gates)))[None])[0]
-    torch.testing.assert_close(output.double(), F.silu(gates.double()), rtol=5e-7 if module == "cpu_kernels" else 1e-5, atol=0)
+    mlp = with_twins(make_layers(torch.float32, device)["mlp"], functions)
+    output = mlp(torch.cat((gates, torch.ones_like(gates)))[None])[0]
+    torch.testing.assert_close(output.double(), F.silu(gates.double()), rtol=5e-7 if functions == "cpu" else 1e-5, atol=0)
 
 
 @needs_bfloat16
@@ -135,44 +145,43 @@ def test_extreme_gates() -> None:
     weight = torch.stack((torch.cat((gates, torch.ones_like(gates))), torch.zeros(2 * len(gates)).bfloat16()), dim=-1)
     x = torch.tensor([[1.0, 0.0]] * 40).bfloat16()
     expected = F.silu(gates).expand(40, -1)
-    torch.testing.assert_close(TiledWeight(weight, gated=True).multiply(x), expected, equal_nan=True)
+    torch.testing.assert_close(PackedWeight(weight, gated=True).multiply(x), expected, equal_nan=True)
 
 
 @all_kernels
-@pytest.mark.parametrize("surroundings", ["kernels", "torch"])
+@pytest.mark.parametrize("has_twins", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_surroundings_change_nothing(
-    dtype: torch.dtype, surroundings: str, module: str, device: str, computing_with: Computing
-) -> None:
+def test_surroundings_change_nothing(dtype: torch.dtype, has_twins: bool, functions: str, device: str) -> None:
     """Neither torch's default device and dtype nor its deterministic algorithms."""
     torch.manual_seed(0)
-    wide = torch.randn(4, 80).to(device, dtype)
+    wide = torch.randn(4, 300).to(device, dtype)
+    heads, logits = wide[:, :80].unflatten(1, (4, 20)), wide[:, :80].contiguous()
     angles = torch.randn(2, 4, 1, 10).to(device)
-    norm, head_norm = (RMSNorm(size, 1e-6, dtype).requires_grad_(False).to(device) for size in (80, 20))
-    for module_ in (norm, head_norm):
-        torch.nn.init.ones_(module_.weight)
     params = [SamplingParams(temperature=t, top_p=p) for t in (0.0, 1.0) for p in (0.5, 1.0)]
-    sampler = Sampler(80, torch.device(device))
+    layers = make_layers(dtype, device)
+    layers = with_twins(layers, functions) if has_twins else layers
+    new_sampler = type(layers["sampler"])
 
     def compute() -> list[torch.Tensor]:
-        batch = SamplingBatch.build(params, [1, 2, 3, 4], [5, 6, 7, 8], 80, torch.device(device))
-        tokens = [Sampler(80, torch.device(device))(wide, batch), sampler(wide, SamplingBatch())]
-        outputs = [norm(wide), apply_rotary(wide.unflatten(1, (4, 20)), *angles, head_norm), silu_and_multiply(wide), *tokens]
-        if TiledWeight.can_hold(wide):
-            outputs += [TiledWeight(wide).multiply(wide), TiledWeight(wide).rows(torch.zeros_like(tokens[0]))]
+        batch = make_sampling_batch(params, [1, 2, 3, 4], [5, 6, 7, 8], 80, device)
+        tokens = [new_sampler(80).to(device)(logits, batch), layers["sampler"](logits, SamplingBatch())]
+        rotated = layers["attention"].norm_and_rotate(heads, layers["attention"].q_norm, angles)
+        outputs = [layers["norm"](wide), rotated, layers["mlp"](wide), *tokens]
+        if PackedWeight.can_hold(logits):
+            weight = PackedWeight(logits)
+            outputs += [weight.multiply(logits), weight.rows(torch.zeros_like(tokens[0]))]
         return outputs
 
-    with computing_with(module if surroundings == "kernels" else None):
-        expected = compute()
-        try:
-            torch.set_default_device("meta")
-            torch.set_default_dtype(torch.float64)
-            torch.use_deterministic_algorithms(True)
-            outputs = compute()
-        finally:
-            torch.set_default_device(None)
-            torch.set_default_dtype(torch.float32)
-            torch.use_deterministic_algorithms(False)
+    expected = compute()
+    try:
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(device == "cpu")  # on a GPU, torch refuses cumsum
+        outputs = compute()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
     for one, other in zip(outputs, expected):
         assert one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
 
@@ -180,18 +189,18 @@ def test_surroundings_change_nothing(
 @needs_bfloat16
 @pytest.mark.parametrize("in_features, out_features", [(2, 1), (30, 64), (64, 100), (320, 16), (4096, 130)])
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
-def test_tiled_weight(in_features: int, out_features: int, has_bias: bool) -> None:
+def test_packed_weight(in_features: int, out_features: int, has_bias: bool) -> None:
     torch.manual_seed(0)
     weight = torch.randn(out_features, in_features).bfloat16()
-    tiled = TiledWeight(weight)
+    packed_weight = PackedWeight(weight)
     bias = torch.randn(out_features).bfloat16() if has_bias else None
     for num_rows in (0, 1, 2, 5, 12, 13, 17, 32, 150):  # 4096 inputs: more rows than one pass takes
         x = torch.randn(num_rows, in_features).bfloat16()
         expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
         atol = 1e-3 * in_features**0.5
-        torch.testing.assert_close(tiled.multiply(x, bias).float(), expected, atol=atol, rtol=8e-3)
+        torch.testing.assert_close(packed_weight.multiply(x, bias).float(), expected, atol=atol, rtol=8e-3)
     ids = torch.tensor([out_features - 1, 0, out_features // 2])
-    assert torch.equal(tiled.rows(ids), weight[ids])
+    assert torch.equal(packed_weight.rows(ids), weight[ids])
 
 
 @needs_bfloat16
@@ -202,68 +211,70 @@ def test_gated_weight(in_features: int, out_features: int) -> None:
     for num_rows in (0, 1, 12, 33, 150):
         x = torch.randn(num_rows, in_features).bfloat16() / in_features**0.5
         gate, up = (x.float() @ weight.float().T).chunk(2, dim=-1)
-        output = TiledWeight(weight, gated=True).multiply(x)
+        output = PackedWeight(weight, gated=True).multiply(x)
         torch.testing.assert_close(output.float(), F.silu(gate) * up, atol=1e-3, rtol=8e-3)
 
 
 @needs_bfloat16
 @pytest.mark.parametrize("shape", [{}, {"attention_bias": True}, {"num_key_value_heads": 1}, {"head_dim": 10}], ids=str)
 def test_fused_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any]) -> None:
-    """The same hidden states and K/V as layer by layer, in long steps and short ones, of prefills, pieces and decodes."""
+    """The same hidden states and K/V as without kernelize, and as with twins layer by layer: in long steps and short ones, of
+    prefills, pieces and decodes."""
     make_checkpoint(tmp_path, dtype=torch.bfloat16, max_position_embeddings=1024, **shape)
-    llm = LLM(str(tmp_path), num_kvcache_blocks=64, kvcache_block_size=16, max_num_batched_tokens=640)
+    llm = LLM(str(tmp_path), device="cpu", num_kvcache_blocks=64, kvcache_block_size=16, max_num_batched_tokens=640)
     runner, batches = llm.model_runner, []
     prepare_batch = runner.prepare_batch
     monkeypatch.setattr(runner, "prepare_batch", lambda seqs: batches.append(deepcopy(prepare_batch(seqs))) or batches[-1])
-    llm.generate([random_prompt(n, n) for n in (600, 3, 100, 40)], SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
+    prompts = [random_prompt(n, n) for n in (600, 3, 100, 40)]
+    llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
     assert {batch.max_seqlen_q for batch in batches} >= {1, 600} and any(len(b.context_lens) > 1 for b in batches)
 
-    fused, model = runner.model.model.fused_layers, runner.model
-    assert fused is not None
-    kv_caches = [[torch.full_like(cache, poison) for cache in runner.kv_caches] for poison in (3.0, 5.0)]
+    executor = runner.executor
+    plain, layerwise = (CausalLM(executor.spec, torch_backend) for _ in range(2))
+    for model in (plain, layerwise):
+        load_checkpoint(model, tmp_path)
+    layerwise = kernelize(layerwise, CPU, torch.bfloat16)  # not fused: it attends with torch
+    models = [executor.model, plain, layerwise]
+    assert [isinstance(model.model.layers, FusedLayers) for model in models] == [True, False, False]
+    kv_caches = [[torch.full_like(cache, poison) for cache in executor.kv_caches] for poison in (3.0, 5.0, 7.0)]
     with torch.inference_mode():
         for batch in batches:
-            monkeypatch.setattr(model.model, "fused_layers", fused)
-            ours = model(batch, kv_caches[0])
-            monkeypatch.setattr(model.model, "fused_layers", None)
-            torch.testing.assert_close(ours, model(batch, kv_caches[1]), atol=0.1, rtol=0.05)
-            slots = batch.slot_mapping
-            for one, other in zip(*kv_caches):
-                written = [cache.flatten(1, 2)[:, slots] for cache in (one, other)]
-                torch.testing.assert_close(*written, atol=0.1, rtol=0.05)
+            hidden = [model(batch, caches) for model, caches in zip(models, kv_caches)]
+            written = [[cache.flatten(1, 2)[:, batch.slot_mapping] for cache in caches] for caches in kv_caches]
+            for other in (1, 2):
+                torch.testing.assert_close(hidden[0], hidden[other], atol=0.1, rtol=0.05)
+                torch.testing.assert_close(written[0], written[other], atol=0.1, rtol=0.05)
     assert all((cache.flatten(1, 2) == 3.0).all((-2, -1)).any() for cache in kv_caches[0])  # and no other slots
 
 
 @all_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab_size", [5, 1024, 5001])
-def test_sample(vocab_size: int, dtype: torch.dtype, module: str, device: str, computing_with: Computing) -> None:
-    """The same tokens as with torch, greedy rows and cut rows among them; of equal logits the first."""
+def test_sample(vocab_size: int, dtype: torch.dtype, functions: str, device: str) -> None:
+    """The same tokens as with torch, greedy rows and filtered rows among them; of equal logits the first."""
     torch.manual_seed(0)
-    logits = torch.randn(32, vocab_size, device=device).to(dtype)
+    logits = torch.randn(32, vocab_size).to(device, dtype)
     logits[0] = 1.0
     params = [SamplingParams(temperature=t, top_k=k) for t in (0.0, 0.7, 1.3, 1e-3) for k in (-1, 3)] * 4
-    batch = SamplingBatch.build(params, list(range(32)), list(range(100, 132)), vocab_size, torch.device(device))
-    sampler = Sampler(vocab_size, torch.device(device))
-    with computing_with(None):
-        expected = sampler(logits, batch)
-    with computing_with(module):
-        tokens = sampler(logits, batch)
-        assert torch.equal(sampler(logits, SamplingBatch()), logits.float().argmax(-1))
-        assert sampler(logits[:0], SamplingBatch()).shape == (0,)
+    batch = make_sampling_batch(params, list(range(32)), list(range(100, 132)), vocab_size, device)
+    sampler = Sampler(vocab_size).to(device)
+    expected = sampler(logits, batch)
+    sampler = with_twins(sampler, functions)
+    tokens = sampler(logits, batch)
+    assert torch.equal(sampler(logits, SamplingBatch()), logits.float().argmax(-1))
+    assert sampler(logits[:0], SamplingBatch()).shape == (0,)
     assert torch.equal(tokens, expected) and tokens[0] == 0
 
 
 @all_kernels
-@pytest.mark.parametrize("computed_by", ["kernels", "torch"])
+@pytest.mark.parametrize("has_twins", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab_size", [3, 5001])
-def test_sample_from_extreme_logits(
-    vocab_size: int, dtype: torch.dtype, computed_by: str, module: str, device: str, computing_with: Computing
-) -> None:
+def test_sample_from_extreme_logits(vocab_size: int, dtype: torch.dtype, has_twins: bool, functions: str, device: str) -> None:
     """-1 for a row with a NaN, and for no other; a token that can be drawn for all others."""
     kinds = [{"temperature": t} for t in (0.0, 1e-6, 1.0, 1e6)] + [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}]
-    sampler, last = Sampler(vocab_size, torch.device(device)), vocab_size - 1
+    sampler, last = Sampler(vocab_size).to(device), vocab_size - 1
+    sampler = with_twins(sampler, functions) if has_twins else sampler
     noise = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0))
     all_low, one_left, one_high, two_high = (noise.clone() for _ in range(4))
     all_low[:] = -torch.inf
@@ -275,11 +286,10 @@ def test_sample_from_extreme_logits(
         rows[-1][position] = torch.nan
         expected.append(-1)
     logits = torch.stack(rows).to(device, dtype)
-    with computing_with(module if computed_by == "kernels" else None):
-        for kind in kinds:
-            params = [SamplingParams(**kind)] * len(rows)
-            batch = SamplingBatch.build(params, list(range(len(rows))), [3] * len(rows), vocab_size, torch.device(device))
-            assert sampler(logits, batch).tolist() == expected, kind
+    for kind in kinds:
+        params = [SamplingParams(**kind)] * len(rows)
+        batch = make_sampling_batch(params, list(range(len(rows))), [3] * len(rows), vocab_size, device)
+        assert sampler(logits, batch).tolist() == expected, kind
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
@@ -288,13 +298,16 @@ def test_without_a_compiler(
     make_llm: Callable[..., LLM],
     no_kernels_known: None,
     monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
     compiler: str,
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     with pytest.raises(ValueError, match="compiler"):
-        make_llm(attention_backend="cpp")
-    llm = make_llm()
-    assert llm.model_runner.backend.__name__.endswith(".torch")
+        make_llm(device="cpu", attention_backend="cpp")
+    llm = make_llm(device="cpu")
+    assert llm.model_runner.executor.backend is torch_backend
+    messages = capfd.readouterr().err
+    assert "slow attention, since" in messages and "slow layers, since" in messages and "compiler" in messages
     (output,) = llm.generate([random_prompt(0, 9)], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
     assert output["token_ids"] == tiny[1](random_prompt(0, 9), 8)
 
@@ -309,7 +322,7 @@ def tiny_build(tmp_path: Path, no_kernels_known: None, monkeypatch: pytest.Monke
         (tmp_path / name).mkdir()
     source = tmp_path / "sources" / "kernels.cpp"
     source.write_text('extern "C" int answer() { return 42; }')
-    monkeypatch.setattr(cpu_kernels, "SOURCE", source)
+    monkeypatch.setattr(cpu_library, "SOURCE", source)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -318,8 +331,8 @@ def tiny_build(tmp_path: Path, no_kernels_known: None, monkeypatch: pytest.Monke
 
 
 def load() -> int:
-    cpu_kernels._library.cache_clear()
-    return cpu_kernels._library(torch.float32).answer()
+    cpu_library.load.cache_clear()
+    return cpu_library.load(torch.float32).answer()
 
 
 @needs_compiler
@@ -394,13 +407,13 @@ def test_planted_libraries_are_not_loaded(
 ) -> None:
     assert load() == 42
     (library,) = tiny_build.iterdir()
-    cpu_kernels.SOURCE.write_text('extern "C" int answer() { return 13; }')
+    cpu_library.SOURCE.write_text('extern "C" int answer() { return 13; }')
     assert load() == 13
     (planted,) = set(tiny_build.iterdir()) - {library}
     digest = planted.stem.rpartition("_")[2]
     library.unlink()
     planted.rename(library.with_stem(f"{library.stem.rpartition('_')[0]}_{digest}"))
-    cpu_kernels.SOURCE.write_text('extern "C" int answer() { return 42; }')
+    cpu_library.SOURCE.write_text('extern "C" int answer() { return 42; }')
     assert load() == 13, "whole and of this name: it is loaded as long as it is ours"
     obstruct(tiny_build, monkeypatch)
     assert load() == 42
@@ -429,4 +442,4 @@ def test_a_compiler_of_several_words(tiny_build: Path, monkeypatch: pytest.Monke
 )
 def test_why_there_is_no_library(tiny_build: Path, monkeypatch: pytest.MonkeyPatch, command: str, reason: str) -> None:
     monkeypatch.setenv("CXX", command)
-    assert reason in cpu_kernels.reason_unavailable(torch.float32)
+    assert reason in cpu_library.reason_unavailable(torch.float32)

@@ -10,8 +10,6 @@ from conftest import VOCAB_SIZE, Oracle, check_invariants, make_checkpoint, rand
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.layers.cpu_kernels import TiledWeight
-from nanovllm.layers.linear import OneDNNWeight
 
 
 def greedy(num_tokens: int) -> SamplingParams:
@@ -97,21 +95,21 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kinds_of_packing", [2, 1, 0])
+@pytest.mark.parametrize("kernelized, backend", [(True, "auto"), (True, "torch"), (False, "auto"), (False, "torch")])
 def test_low_precision_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kinds_of_packing: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kernelized: bool, backend: str
 ) -> None:
-    """As far from float32 as transformers' own logits in that dtype are, give or take half."""
-    for kind in (TiledWeight, OneDNNWeight)[: 2 - kinds_of_packing]:
-        monkeypatch.setattr(kind, "can_hold", lambda weight: False)
+    """As far from float32 as transformers' own logits in that dtype are, give or take half. With and without kernelize."""
+    if not kernelized:
+        monkeypatch.setattr("nanovllm.kernels.kernelize", lambda module, device, dtype: module)
     reference = make_checkpoint(tmp_path, dtype=dtype)
     seen: list[torch.Tensor] = []
-    llm = LLM(str(tmp_path), num_kvcache_blocks=64)
-    compute_logits = llm.model_runner.model.compute_logits
-    monkeypatch.setattr(llm.model_runner.model, "compute_logits", lambda hidden: seen.append(compute_logits(hidden)) or seen[-1])
+    llm = LLM(str(tmp_path), num_kvcache_blocks=64, attention_backend=backend)
+    compute_logits = llm.model_runner.executor.model.compute_logits
+    monkeypatch.setattr(llm.model_runner.executor.model, "compute_logits", lambda hidden: seen.append(compute_logits(hidden)) or seen[-1])
     prompt = random_prompt(3, 40)
     llm.generate([prompt[:n] for n in range(1, 41)], greedy(1), use_tqdm=False)
-    ours = torch.cat(seen).float()
+    ours = torch.cat(seen).float().cpu()
     with torch.inference_mode():
         theirs = reference(torch.tensor([prompt])).logits[0].float()
         exact = reference.float()(torch.tensor([prompt])).logits[0]

@@ -1,21 +1,32 @@
 """The sampler draws from the distribution that was asked for, and a seeded draw depends on nothing else."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import random_prompt
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers.sampler import Sampler, SamplingBatch, _noise_keys, gumbel_noise
+from nanovllm.batch import SamplingBatch
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.layers.sampler import Sampler, gumbel_noise, make_noise_keys
 
 VOCAB = 50
-CPU = torch.device("cpu")
+
+
+def make_sampling_batch(
+    params: list[SamplingParams], seeds: list[int], positions: list[int], vocab_size: int, device: str = "cpu"
+) -> SamplingBatch:
+    """What the model runner prepares for sequences that are as long as `positions` says."""
+    runner = SimpleNamespace(vocab_size=vocab_size, device=torch.device(device))
+    rows = zip(params, seeds, positions, strict=True)
+    return ModelRunner.prepare_sampling(runner, [SimpleNamespace(params=p, seed=s, token_ids=range(n)) for p, s, n in rows])
 
 
 def sample(logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]) -> list[int]:
-    batch = SamplingBatch.build(params, seeds, positions, logits.shape[-1], CPU)
-    return Sampler(logits.shape[-1], CPU)(logits, batch).tolist()
+    batch = make_sampling_batch(params, seeds, positions, logits.shape[-1])
+    return Sampler(logits.shape[-1])(logits, batch).tolist()
 
 
 def draw_many(logits: torch.Tensor, params: SamplingParams, num_draws: int = 20_000) -> torch.Tensor:
@@ -41,7 +52,7 @@ def test_draws_follow_softmax(logits: torch.Tensor, temperature: float) -> None:
     assert chi_square_per_degree(counts, torch.softmax(logits / temperature, -1)) < 1.6
 
 
-def cut_by_definition(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
+def filter_by_definition(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
     """Probabilities after temperature, top-k, top-p and min-p, written as the definitions say."""
     probs = torch.softmax(logits.double() / p.temperature, -1)
     order = probs.argsort(descending=True).tolist()
@@ -68,8 +79,8 @@ def cut_by_definition(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
     ],
     ids=str,
 )  # fmt: skip
-def test_cuts_match_their_definitions(logits: torch.Tensor, params: SamplingParams) -> None:
-    probs = cut_by_definition(logits, params)
+def test_filters_match_their_definitions(logits: torch.Tensor, params: SamplingParams) -> None:
+    probs = filter_by_definition(logits, params)
     counts = draw_many(logits, params)
     assert counts[probs == 0].sum() == 0
     assert chi_square_per_degree(counts, probs) < 2.0
@@ -94,7 +105,7 @@ def test_greedy_and_mixed_batches(logits: torch.Tensor) -> None:
         assert together[i] == sample(rows[i : i + 1], params[i : i + 1], seeds[i : i + 1], positions[i : i + 1])[0]
         if params[i].temperature < 0.01:
             assert together[i] == rows[i].argmax()
-    assert SamplingBatch.build(kinds[:1] * 4, [0] * 4, [0] * 4, VOCAB, CPU) == SamplingBatch(), "all greedy: no work"
+    assert make_sampling_batch(kinds[:1] * 4, [0] * 4, [0] * 4, VOCAB) == SamplingBatch(), "all greedy: no work"
 
 
 def test_large_vocabulary_in_chunks() -> None:
@@ -106,9 +117,9 @@ def test_large_vocabulary_in_chunks() -> None:
 
 def test_noise_is_gumbel_and_uncorrelated() -> None:
     """Over tokens, over positions of a seed and over seeds at a position, neighbours know nothing of each other."""
-    hashes = Sampler(2000, CPU).token_hashes
-    by_position = gumbel_noise(hashes, torch.as_tensor(_noise_keys([5] * 500, list(range(500)))))
-    by_seed = gumbel_noise(hashes, torch.as_tensor(_noise_keys(list(range(500)), [5] * 500)))
+    hashes = Sampler(2000).token_hashes
+    by_position = gumbel_noise(hashes, torch.from_numpy(make_noise_keys([5] * 500, list(range(500)))))
+    by_seed = gumbel_noise(hashes, torch.from_numpy(make_noise_keys(list(range(500)), [5] * 500)))
     for noise in (by_position, by_seed):
         assert noise.isfinite().all()
         uniform = (-(-noise.double()).exp()).exp()  # Gumbel's distribution function
@@ -124,10 +135,10 @@ def test_noise_is_gumbel_and_uncorrelated() -> None:
 
 
 def test_no_two_tokens_share_their_noise() -> None:
-    assert len(Sampler(300_000, CPU).token_hashes.unique()) == 300_000
+    assert len(Sampler(300_000).token_hashes.unique()) == 300_000
 
 
-def test_cuts_that_cut_nothing_keep_the_tail() -> None:
+def test_filters_that_filter_nothing_keep_the_tail() -> None:
     """Far more tokens than a float32 sum of their probabilities can tell apart: top_p=1 is still off."""
     logits = torch.zeros(200_000)
     logits[0] = 12.0
@@ -135,7 +146,7 @@ def test_cuts_that_cut_nothing_keep_the_tail() -> None:
     assert counts[100_000:].sum() > 20
 
 
-def test_extreme_cuts_keep_the_most_probable(logits: torch.Tensor) -> None:
+def test_extreme_filters_keep_the_most_probable(logits: torch.Tensor) -> None:
     for params in (SamplingParams(top_p=1e-50), SamplingParams(temperature=1e6, top_k=1)):
         assert draw_many(logits, params, 50)[logits.argmax()] == 50
 

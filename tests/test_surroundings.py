@@ -323,6 +323,10 @@ def test_tokens_that_cannot_be_decoded_end_one_request(stop: str | None) -> None
             outputs += llm.step()
     collect(outputs)
     check_invariants(llm)
+    before = expected[1]["token_ids"][: expected[1]["token_ids"].index(bad_token)]
+    with pytest.warns(RuntimeWarning, match="cannot be decoded"):
+        (beams,) = llm.beam_search([*expected[1]["prompt_token_ids"], *before], 2, 1)
+    assert [(beam["token_ids"] == [bad_token], beam["finish_reason"]) for beam in beams] == [(True, "error"), (False, "length")]
 
 
 def test_a_warning_that_is_an_error_harms_nobody() -> None:

@@ -120,7 +120,7 @@ class BlockManager:
             seq.block_table.append(self._take())
         return True
 
-    def publish(self, seq: Sequence, num_tokens: int) -> None:
+    def cache_full_blocks(self, seq: Sequence, num_tokens: int) -> None:
         """Let others find the blocks that become full when `seq` has `num_tokens` computed.
 
         Called when a step is planned, not when it is done: within a step K/V are written before they are read, so

@@ -84,7 +84,7 @@ def count_blocks(
     block_size: int,
     max_model_len: int,
     meter: MemoryMeter,
-    rehearse: Callable[[], None],
+    profile_run: Callable[[], object],
 ) -> tuple[int, str]:
     """The number of blocks and a line that shows how it was found. Raises ValueError if there is memory for none."""
     block_bytes = bytes_per_block(spec, block_size)
@@ -94,7 +94,7 @@ def count_blocks(
         if config.kvcache_memory_bytes is not None:
             budget, origin = config.kvcache_memory_bytes, "kvcache_memory_bytes"
         elif meter.device.type == "cuda":
-            rehearse()
+            profile_run()
             utilization, peak = config.gpu_memory_utilization, meter.peak()
             budget = int(min(utilization * meter.total, GPU_SHARE_OF_FREE * meter.free_before)) - peak
             origin = (

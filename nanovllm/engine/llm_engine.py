@@ -5,32 +5,29 @@
 It alone knows text and callers. A request has a place for its news: the engine's own, emptied by `step`, or that of the
 `generate` or `stream` call that waits for it. So callers can share an engine and miss nothing.
 
-Every change of its state is whole: no other thread and no call from within comes between, and one that is cut short, even
-by Ctrl-C, is undone, down to the tokens that callers have been told of.
+Every change of its state is a transaction: one that is cut short is undone, down to the tokens that callers have been told
+of.
 """
 
 import operator
-import os
 import struct
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from functools import wraps
 from itertools import count
-from threading import RLock
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
 
-from nanovllm.config import Config
+from nanovllm.config import Config, takes
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import News, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.transaction import Busy, Transactional, transaction
 from nanovllm.models import read_spec
 from nanovllm.models.checkpoint import find_checkpoint, read_config, read_eos_token_ids, read_tokenizer
 from nanovllm.models.weights import find_dtype
@@ -39,7 +36,6 @@ from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | list[int]
 Engine = TypeVar("Engine", bound="LLMEngine")
-Result = TypeVar("Result")
 
 
 class CheckedPrompt(NamedTuple):
@@ -49,61 +45,18 @@ class CheckedPrompt(NamedTuple):
     params: SamplingParams
 
 
-class Busy(RuntimeError):
-    """The engine is at somebody else's service."""
+class LLMEngine(Transactional):
+    """Serves one model. The options are those of `Config`.
 
+    Raises TypeError or ValueError for an option that is unknown or wrong, or cannot be had on this machine (device,
+    attention_backend, max_model_len, the KV cache's size); ValueError for a checkpoint that is not there, damaged, of an
+    architecture that is not supported, or whose tensors do not fit it; RuntimeError in a forked process.
+    """
 
-class OneThread:
-    """A context for one thread at a time, which may enter it again. Other threads are refused, and so are forked processes."""
-
-    process: ClassVar[int | None] = None  # that made the first engine: OpenMP and CUDA do not survive a fork
-
-    def __init__(self) -> None:
-        self.lock = RLock()
-        OneThread.process = OneThread.process or os.getpid()
-        self.check_process()
-
-    def check_process(self) -> None:
-        if os.getpid() != self.process:
-            raise RuntimeError(
-                "this process was forked from one that had made an engine, where nothing can be computed any more:"
-                " start it with multiprocessing's 'spawn' method"
-            )
-
-    def __enter__(self) -> None:
-        self.check_process()
-        if not self.lock.acquire(blocking=False):
-            raise Busy("another thread is in a call of this engine, which serves one thread at a time")
-
-    def __exit__(self, *exception: object) -> None:
-        self.lock.release()
-
-
-def whole(change: Callable[..., Result]) -> Callable[..., Result]:
-    """Make a change of the engine's state one: see above. What was aborted meanwhile is ended behind it."""
-
-    @wraps(change)
-    def call(self: "LLMEngine", *args: Any) -> Result:
-        with self._one_thread:
-            if self._changing:  # by this very thread: this is a signal handler's call, or a finalizer's
-                raise Busy("the engine was called from within its own step")
-            try:
-                result = self._change(change, args)
-            finally:
-                self._changing = False  # again, since Ctrl-C may come in the line where it was done
-        while self._warnings:
-            warnings.warn(self._warnings.popleft(), RuntimeWarning, stacklevel=3)
-        return result
-
-    return call
-
-
-class LLMEngine:
-    """Serves one model. `model` is a checkpoint directory or a Hub id; `options` are the fields of `Config`."""
-
-    def __init__(self, model: str, **options: Any) -> None:
-        self._one_thread = OneThread()
-        self.config = config = Config.from_options(model, options)
+    @takes(Config)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__()
+        self.config = config = Config.from_options(*args, **options)
         directory = find_checkpoint(config.model)
         hf_config = read_config(directory)
         if config.dtype != "auto":
@@ -117,9 +70,10 @@ class LLMEngine:
         self.eos_token_ids = read_eos_token_ids(directory, hf_config, self.tokenizer)
         self.model_runner: ModelRunner | None = ModelRunner(config, spec, directory)
         self.vocab_size = spec.vocab_size
-        self.max_model_len = self.model_runner.max_model_len
+        executor = self.model_runner.executor
+        self.max_model_len = executor.max_model_len
         self.scheduler = Scheduler(
-            BlockManager(self.model_runner.num_blocks, self.model_runner.block_size, config.enable_prefix_caching),
+            BlockManager(executor.num_blocks, executor.block_size, config.enable_prefix_caching),
             config.max_num_seqs,
             config.max_num_batched_tokens,
             config.enable_chunked_prefill,
@@ -127,10 +81,7 @@ class LLMEngine:
         self.requests: dict[int, Request] = {}  # unfinished ones, oldest first
         self.news: News = {}
         self._ids = count()
-        self._changing = False
-        self._is_whole = True  # False: a change has begun and has not come to its end
-        self._aborted: deque[int] = deque()  # request ids, to be ended when nothing changes
-        self._warnings: deque[str] = deque()  # to be given then, since a warning may be made an error
+        self._aborted: deque[int | Request] = deque()  # to be ended when no transaction runs; an id stands for all its samples
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a prompt and return its request id; with n > 1 that of the first sample, the others' follow.
@@ -183,14 +134,16 @@ class LLMEngine:
     def __exit__(self, *exception: object) -> None:
         self.exit()
 
-    @whole
+    @transaction
     def _step(self) -> None:
         """One step of whatever is queued, and word of it to those who wait."""
         if self.model_runner is None:
             raise RuntimeError("this engine has been shut down by exit()")
         if seqs := self.scheduler.schedule():
-            token_ids, logprobs = self.model_runner.run(seqs)
-            self._note(self.scheduler.postprocess(seqs, token_ids), token_ids, logprobs)
+            logits = self.model_runner.run(seqs)
+            token_ids, logprobs = self.model_runner.sample(logits, seqs)
+            caught_up = self.scheduler.postprocess(seqs, token_ids)
+            self._note(caught_up, token_ids, logprobs)
 
     def _note(self, seqs: list[Sequence], token_ids: list[int], logprobs: list[dict[int, float] | None] | None) -> None:
         """Count the tokens that `seqs` have gained, look for stop strings in them, and send word."""
@@ -239,63 +192,49 @@ class LLMEngine:
         request.news[request] = None
         self.requests.pop(request.seq.seq_id, None)
 
-    def _change(self, change: Callable[..., Result], args: tuple[Any, ...]) -> Result:
-        self._changing = True
-        try:
-            self._settle()
-            self._is_whole = False
-            result = change(self, *args)
-            self._is_whole = True
-            return result
-        finally:
-            self._settle()
-            self._changing = False
+    def _roll_back(self) -> None:
+        """Start over from what callers know: blocks may be findable that were never written, tokens appended that nobody was
+        told of."""
+        for request in list(self.requests.values()):
+            if request.is_finished:
+                self._close(request)
+            else:
+                request.rewind()
+        self.scheduler.reset([request.seq for request in self.requests.values()])
 
-    def _settle(self) -> None:
-        """Undo a change that was cut short, then end what was aborted meanwhile. Itself cut short, it begins anew next time."""
-        if not self._is_whole:
-            # Blocks may be published that were never written, tokens counted that nobody has heard of: start over from
-            # what callers know.
-            for request in list(self.requests.values()):
-                if request.is_finished:
-                    self._close(request)
-                else:
-                    request.rewind()
-            self.scheduler.reset([request.seq for request in self.requests.values()])
-            self._is_whole = True
+    def _catch_up(self) -> None:
+        """End what was aborted meanwhile."""
         while self._aborted:
-            self._is_whole = False
             for request in self._samples(self._aborted[0]):
                 self.scheduler.finish(request.seq, "abort")
                 request.note(None)
                 self._close(request)
             self._aborted.popleft()
-            self._is_whole = True
 
-    def _abort(self, request_ids: Iterable[int]) -> None:
-        self._aborted.extend(request_ids)
+    def _abort(self, requests: Iterable[int | Request]) -> None:
+        self._aborted.extend(requests)
         with suppress(Busy):  # whoever it is busy with ends them when done
             self._end_aborted()
 
-    @whole
+    @transaction
     def _end_aborted(self) -> None:
-        """Nothing but to settle."""
+        """Nothing but to catch up."""
 
-    def _samples(self, request_id: int) -> list[Request]:
+    def _samples(self, wanted: int | Request) -> list[Request]:
         """The unfinished sample of this id, or, if it is the first sample's, all unfinished ones of its request."""
-        request = self.requests.get(request_id)
-        if request is not None and request.seq.params.n == 1:
-            return [request]
-        return [request for request in self.requests.values() if request_id in (request.first_id, request.seq.seq_id)]
+        request = wanted if isinstance(wanted, Request) else self.requests.get(wanted)
+        if request is wanted or (request is not None and request.seq.params.n == 1):
+            return [] if request.is_finished else [request]
+        return [request for request in self.requests.values() if wanted in (request.first_id, request.seq.seq_id)]
 
-    @whole
+    @transaction
     def _tell(self, news: News) -> list[RequestOutput]:
         """Outputs of the requests in `news`, which is emptied."""
         outputs = [self._output(request) for request in news]
         news.clear()
         return outputs
 
-    @whole
+    @transaction
     def _count_ends(self, news: News) -> int:
         """How many of the requests in `news`, which is emptied, have ended."""
         num_ends = sum(request.is_finished for request in news)
@@ -337,7 +276,7 @@ class LLMEngine:
             )
         return CheckedPrompt(prompt, params)
 
-    @whole
+    @transaction
     def _queue(self, prompts: list[CheckedPrompt], news: News, requests: list[Request]) -> None:
         """Queue `prompts`, all or none. Their Requests, with `news`, are appended to `requests`."""
         first = len(requests)

@@ -1,114 +1,83 @@
-"""Turns scheduled sequences into tensors, runs the model over them and samples. Knows tensors, never queues.
+"""Turns scheduled sequences into a batch of plain numbers, has it run, and samples. Knows sequences, never queues.
 
-It settles what depends on checkpoint and machine: device, attention backend, block size, number of blocks and
-max_model_len. The block tables live here as one array with a row per lane, and only what is new is copied into it, so
-that a step's host work does not grow with the length of the contexts.
+The block tables live here as one array with a row per lane, and only what is new is copied into it, so that a step's host
+work does not grow with the length of the contexts.
 """
 
-import sys
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm import kernels
+from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, to_device
-from nanovllm.engine.cuda_graphs import CudaGraphs
-from nanovllm.engine.kv_cache import MemoryMeter, count_blocks
+from nanovllm.engine.executor import Executor
 from nanovllm.engine.penalties import Penalties
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.attention import select_backend
-from nanovllm.layers.sampler import Sampler, SamplingBatch
-from nanovllm.models.decoder import CausalLM, DecoderSpec
-from nanovllm.models.weights import fill_with_noise, load_checkpoint
+from nanovllm.layers.sampler import Sampler, make_noise_keys
+from nanovllm.models.decoder import DecoderSpec
 from nanovllm.sampling_params import SamplingParams
 
-_DEFAULT_MAX_MODEL_LEN = 4096
+Result = TypeVar("Result")
+
+
+def undisturbed(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Have `function` compute without autograd and, whatever surrounds its call, without autocast."""
+
+    @wraps(function)
+    @torch.inference_mode()
+    def call(self: "ModelRunner", *args: Any) -> Result:
+        if not torch.is_autocast_enabled(self.device.type):
+            return function(self, *args)
+        with torch.autocast(self.device.type, enabled=False):
+            return function(self, *args)
+
+    return call
 
 
 class ModelRunner:
+    """Raises ValueError as Executor does."""
+
     def __init__(self, config: Config, spec: DecoderSpec, directory: Path) -> None:
-        self.config = config
-        self.spec = spec
-        self.device = _find_device(config.device)
-        self.backend, self.block_size = select_backend(
-            config.attention_backend, self.device, spec.dtype, spec.head_dim, config.kvcache_block_size
-        )
-        if (config.max_model_len or 0) > spec.max_len:
-            raise ValueError(f"max_model_len={config.max_model_len} is above the model's own limit: lower it to {spec.max_len}")
-        self.max_model_len = config.max_model_len or min(spec.max_len, _DEFAULT_MAX_MODEL_LEN)
-
-        meter = MemoryMeter(self.device)
-        with torch.device(self.device):
-            self.model = CausalLM(spec, self.backend)
-        if config.load_format == "dummy":
-            fill_with_noise(self.model, config.seed)
-        else:
-            with torch.device("cpu"):  # where safetensors reads, whatever the caller's default device is
-                load_checkpoint(self.model, directory)
-        self.model.pack()
+        self.executor = executor = Executor(config, spec, directory)
+        self.vocab_size, self.device, self.block_size = spec.vocab_size, executor.device, executor.block_size
+        self.sampler = Sampler(spec.vocab_size).to(self.device)
+        self.sampler = kernels.kernelize(self.sampler, self.device, spec.dtype)
         self.penalties = Penalties(config.max_num_seqs, spec.vocab_size, self.device)
-        self.sampler = Sampler(spec.vocab_size, self.device)
-
-        self._allocate_kv_caches(num_blocks=1)
-        self.num_blocks, arithmetic = count_blocks(config, spec, self.block_size, self.max_model_len, meter, self._rehearse)
-        capacity = self.num_blocks * self.block_size
-        if (config.max_model_len or 0) > capacity:
-            raise ValueError(
-                f"max_model_len={config.max_model_len} is more than the KV cache holds: lower it to {capacity},"
-                f" or give the cache more memory (num_kvcache_blocks, kvcache_memory_bytes, gpu_memory_utilization)"
-            )
-        self.max_model_len = min(self.max_model_len, capacity)
-        try:
-            self._allocate_kv_caches(self.num_blocks)
-        except RuntimeError as error:  # torch's own for any device that is out of memory
-            raise ValueError(f"no memory for num_kvcache_blocks={self.num_blocks}: {arithmetic}") from error
-        self._record_graphs()
-        backend_name = self.backend.__name__.rpartition(".")[2]
-        print(f"nanovllm: {self.device}, {spec.dtype}, {backend_name} attention; {arithmetic}", file=sys.stderr)
-
-    def _allocate_kv_caches(self, num_blocks: int) -> None:
-        spec = self.spec
-        shape = (2, num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
-        self.graphs: CudaGraphs | None = None  # first of all let go of the old ones
-        self.kv_caches: list[Tensor] = []
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        self.kv_caches = [torch.empty(shape, dtype=spec.dtype, device=self.device) for _ in range(spec.num_layers)]
-        if self.device.type == "cpu":  # Linux finds memory when it is written first: for the blocks used first, now
-            num_first = -(-self.config.max_num_batched_tokens // self.block_size)
-            for kv_cache in self.kv_caches:
-                kv_cache[:, :num_first].zero_()
+        executor.allocate_kv_cache(self._sample_all)
         # Row: a lane's block table. Next to it, the list that it is a copy of and how much of that is copied.
-        width = -(-self.max_model_len // self.block_size)
-        self.block_tables = np.zeros((self.config.max_num_seqs, width), dtype=np.int32)
-        self.copied_from: list[tuple[list[int], int]] = [([], 0)] * self.config.max_num_seqs
+        self.block_tables = np.zeros((config.max_num_seqs, executor.block_table_width), dtype=np.int32)
+        self.copied_from: list[tuple[list[int], int]] = [([], 0)] * config.max_num_seqs
 
-    @torch.inference_mode()
-    def run(self, seqs: list[Sequence]) -> tuple[list[int], list[dict[int, float] | None] | None]:
-        """Compute the scheduled tokens of `seqs`. For each one that has then caught up, in order: its next token (-1 if its
-        logits are NaN) and, where any of them asks for it, the log probabilities of the most probable ones and of that.
-        """
-        with torch.autocast(self.device.type, enabled=False):  # the caller's own would change dtypes between two kernels
-            batch = self.prepare_batch(seqs)
-            if self.graphs is not None and batch.max_seqlen_q == 1:
-                hidden = self.graphs.run(batch)
-            else:
-                hidden = self.model(batch, self.kv_caches)
-            logits = self.model.compute_logits(hidden)
-            sampled = seqs
-            if len(batch.logits_indices) < len(seqs):
-                sampled = [seq for seq in seqs if seq.num_computed_tokens + seq.num_scheduled_tokens == len(seq.token_ids)]
-            sampling_batch = self.prepare_sampling(sampled)
-            if not any([seq.needs_logits_processing for seq in sampled]):
-                return self.sampler(logits, sampling_batch).tolist(), None
-            tokens = self.sampler(self.penalties.apply(logits, sampled), sampling_batch)
-            return tokens.tolist(), self._find_logprobs(logits, tokens, sampled)
+    @undisturbed
+    def run(self, seqs: list[Sequence]) -> Tensor:
+        """Compute the scheduled tokens of `seqs`; logits [num_caught_up, vocab_size] of those that have then caught up."""
+        return self.executor.run(self.prepare_batch(seqs))
+
+    @undisturbed
+    def sample(self, logits: Tensor, seqs: list[Sequence]) -> tuple[list[int], list[dict[int, float] | None] | None]:
+        """For each of `seqs` that has caught up, in order: its next token (-1 if its logits are NaN) and, where any of them
+        asks for it, the log probabilities of the most probable tokens and of that one."""
+        if len(logits) < len(seqs):
+            seqs = [seq for seq in seqs if seq.num_computed_tokens + seq.num_scheduled_tokens == len(seq.token_ids)]
+        sampling_batch = self.prepare_sampling(seqs)
+        if not any([seq.needs_logits_processing for seq in seqs]):
+            return self.sampler(logits, sampling_batch).tolist(), None
+        tokens = self.sampler(self.penalties.apply(logits, seqs), sampling_batch)
+        return tokens.tolist(), self._find_logprobs(logits, tokens, seqs)
 
     def prepare_batch(self, seqs: list[Sequence]) -> Batch:
-        """Flatten the sequences' scheduled tokens; see batch.py for a picture."""
+        """Flatten the sequences' scheduled tokens; batch.py draws the result.
+
+        With block size 4, a sequence of 7 tokens whose block table is [5, 2] and that has computed 4 of them gives
+        input_ids [t4, t5, t6], positions [4, 5, 6] and, since 4 // 4 is its logical block 1, which is block 2,
+        slot_mapping [2 * 4 + 0, 2 * 4 + 1, 2 * 4 + 2] = [8, 9, 10]; context_len 7, block_tables row [5, 2].
+        """
         input_ids: list[int] = []
         for seq in seqs:
             start = seq.num_computed_tokens
@@ -141,9 +110,34 @@ class ModelRunner:
         )
 
     def prepare_sampling(self, seqs: list[Sequence]) -> SamplingBatch:
-        params, seeds = [seq.params for seq in seqs], [seq.seed for seq in seqs]
-        positions = [len(seq.token_ids) for seq in seqs]
-        return SamplingBatch.build(params, seeds, positions, self.spec.vocab_size, self.device)
+        """What the sequences' params ask for, as tensors of a row each."""
+        params = [seq.params for seq in seqs]
+        temperatures = [p.temperature for p in params]
+        if not any(temperatures):
+            return SamplingBatch()
+        tensor = partial(to_device, device=self.device)
+        # The index that a row's next token will have in its sequence is the noise's position.
+        keys = make_noise_keys([seq.seed for seq in seqs], [len(seq.token_ids) for seq in seqs])
+        noise = {"temperatures": tensor(np.array(temperatures, np.float32)), "noise_keys": tensor(keys)}
+        filtered = [i for i, p in enumerate(params) if p.temperature and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)]
+        if not filtered:
+            return SamplingBatch(**noise)
+        top_ks = [min(params[i].top_k, self.vocab_size) if params[i].top_k > 0 else self.vocab_size for i in filtered]
+        top_ps = [params[i].top_p if params[i].top_p < 1.0 else 2.0 for i in filtered]  # a rounded sum may reach 1 too early
+        return SamplingBatch(
+            **noise,
+            filtered_rows=tensor(np.array(filtered)),
+            filtered_temperatures=tensor(np.array([temperatures[i] for i in filtered], np.float32)),
+            top_ks=tensor(np.array(top_ks)),
+            top_ps=tensor(np.array(top_ps, np.float32)),
+            min_ps=tensor(np.array([params[i].min_p for i in filtered], np.float32)),
+            max_top_k=max(top_ks),
+        )
+
+    def _sample_all(self, logits: Tensor) -> None:
+        """The end of a profile run: the costliest sampling of every row."""
+        params = SamplingParams(temperature=1.0, top_p=0.5)
+        self.sample(logits, [Sequence(row, [0], params) for row in range(len(logits))])
 
     def _find_logprobs(self, logits: Tensor, tokens: Tensor, seqs: list[Sequence]) -> list[dict[int, float] | None] | None:
         """Log-softmax of the untouched logits, for the sequences that want it: the top k and the chosen token's."""
@@ -151,7 +145,7 @@ class ModelRunner:
         if not rows:
             return None
         logprobs = logits[rows].float().log_softmax(-1)
-        top, top_ids = logprobs.topk(min(max(seqs[row].params.logprobs for row in rows), self.spec.vocab_size))
+        top, top_ids = logprobs.topk(min(max(seqs[row].params.logprobs for row in rows), self.vocab_size))
         chosen_ids = tokens[rows].clamp(min=0)  # -1: nobody will look
         chosen = logprobs.gather(-1, chosen_ids[:, None]).squeeze(-1)
         found: list[dict[int, float] | None] = [None] * len(seqs)
@@ -171,37 +165,8 @@ class ModelRunner:
             self.block_tables[seq.lane, num_copied : len(table)] = table[num_copied:]
             self.copied_from[seq.lane] = (table, len(table))
 
-    def _rehearse(self) -> None:
-        """Have all the memory allocated that serving will take: by the CUDA graphs, then by the largest step: one of
-        max_num_batched_tokens and max_num_seqs sampled rows. All of it on a cache of one block."""
-        self._record_graphs()
-        num_tokens, num_seqs = self.config.max_num_batched_tokens, self.config.max_num_seqs
-        seqs: list[Sequence] = []
-        for lane in range(min(num_tokens, num_seqs)):
-            longest = num_tokens - (num_seqs - lane - 1)  # the others get a token each
-            query_len = max(1, min(self.max_model_len, longest))
-            seq = Sequence(lane, [0] * query_len, SamplingParams(temperature=1.0, top_p=0.5))
-            seq.lane, seq.num_scheduled_tokens = lane, query_len
-            seq.block_table = [0] * -(-query_len // self.block_size)
-            seqs.append(seq)
-            num_tokens -= query_len
-        self.run(seqs)
 
-    @torch.inference_mode()
-    def _record_graphs(self) -> None:
-        if self.device.type == "cuda" and self.backend.NEVER_WAITS and not self.config.enforce_eager:
-            self.graphs = CudaGraphs(self.model, self.kv_caches, *self.block_tables.shape)
-
-
-def _find_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device {name!r} is not known: use 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {name!r} is not supported: use 'auto', 'cpu', 'cuda' or 'cuda:N'")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A tensor of the same numbers. The host does not wait for a copy to a GPU: it goes from pinned memory."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -121,7 +121,7 @@ class Scheduler:
             num_tokens = budget
         seq.num_scheduled_tokens = num_tokens
         if num_computed_tokens % block_size + num_tokens >= block_size:  # a block becomes full
-            self.block_manager.publish(seq, num_computed_tokens + num_tokens)
+            self.block_manager.cache_full_blocks(seq, num_computed_tokens + num_tokens)
         return num_tokens
 
     def preempt(self, seq: Sequence) -> None:

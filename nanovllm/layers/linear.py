@@ -16,9 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.layers.cpu_kernels import TiledWeight
-from nanovllm.layers.kernels import find_kernels
-
 
 @dataclass(frozen=True)
 class Target:
@@ -46,41 +43,11 @@ class Target:
 class Linear(nn.Module):
     """y = x W^T + b over one rank's share of W."""
 
-    gated = False
-
     def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, tp_rank: int, tp_size: int) -> None:
         super().__init__()
         self.tp_rank, self.tp_size = tp_rank, tp_size
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
-        self.packed: TiledWeight | OneDNNWeight | None = None
-
-    def pack(self) -> None:
-        """Trade a bfloat16 weight on a CPU for a copy in the order in which products read it."""
-        if TiledWeight.can_hold(self.weight):
-            self.packed = TiledWeight(self.weight.detach(), self.gated)
-        elif OneDNNWeight.can_hold(self.weight):
-            self.packed = OneDNNWeight(self.weight.detach())
-        if self.packed is not None:
-            self.weight = None
-
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, self.weight, bias) if self.packed is None else self.packed.multiply(x, bias)
-
-
-class OneDNNWeight:
-    """A bfloat16 weight in the order that oneDNN wants here: otherwise every product would put it in order first."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-
-    @staticmethod
-    def can_hold(weight: Tensor) -> bool:
-        is_candidate = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-        return is_candidate and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
 
 
 class ColumnParallelLinear(Linear):
@@ -100,24 +67,7 @@ class ColumnParallelLinear(Linear):
                 yield f"{parent}.{part}.{key}", Target(rows, 0, self.tp_rank, self.tp_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x, self.bias)
-
-
-class GatedLinear(ColumnParallelLinear):
-    """Two projections of one input, a gate and what it lets pass: silu(x G^T) * (x U^T) (SwiGLU, Shazeer 2020)."""
-
-    gated = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = self.multiply(x, self.bias)
-        return output if isinstance(self.packed, TiledWeight) else silu_and_multiply(output)
-
-
-def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    if kernels := find_kernels(gate_up):
-        return kernels.silu_and_multiply(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+        return F.linear(x, self.weight, self.bias)
 
 
 class RowParallelLinear(Linear):
@@ -134,4 +84,4 @@ class RowParallelLinear(Linear):
             yield f"{name}.bias", Target(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x, self.bias if self.tp_rank == 0 else None)
+        return F.linear(x, self.weight, self.bias if self.tp_rank == 0 else None)

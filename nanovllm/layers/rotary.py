@@ -11,9 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from nanovllm.layers.kernels import find_kernels
-from nanovllm.layers.norm import RMSNorm
-
 
 @dataclass(frozen=True)
 class RopeSpec:
@@ -62,15 +59,10 @@ def _share_kept(head_dim: int, spec: RopeSpec) -> Tensor:
     return 1 - ((torch.arange(head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, norm: RMSNorm | None = None) -> Tensor:
-    """Turn x [num_tokens, num_heads, head_dim], normed first in some models, by cos and sin [num_tokens, 1, head_dim / 2].
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn x [num_tokens, num_heads, head_dim] by cos and sin [num_tokens, 1, head_dim / 2].
 
-    A pair is dimension i and i + head_dim / 2, as in Hugging Face models.
+    A pair is dimension i and i + head_dim / 2, as in Hugging Face models. It turns in float32 and is rounded once.
     """
-    if kernels := find_kernels(x):
-        return kernels.rotary(x, cos, sin, *((None, 0.0) if norm is None else (norm.weight, norm.eps)))
-    if norm is not None:
-        x = norm(x)
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

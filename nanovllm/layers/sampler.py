@@ -8,90 +8,37 @@ The noise has no generator behind it that could be in another state: it is a has
 sample does not depend on the batch, on chunks, on preemption or on ranks.
 """
 
-from dataclasses import dataclass, replace
-
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from nanovllm.engine.batch import to_device
-from nanovllm.layers.kernels import find_kernels
-from nanovllm.sampling_params import SamplingParams
-
-_CPU_CHUNK = 1 << 18  # numbers that stay in a core's cache through the dozen operations that turn them into noise
+from nanovllm.batch import SamplingBatch
 
 
-@dataclass(frozen=True)
-class SamplingBatch:
-    """What the rows of a step's logits ask for. A tensor that no row needs is None, and its work is not done."""
-
-    temperatures: Tensor | None = None  # float32 [num_rows]
-    noise_keys: Tensor | None = None  # int32 [num_rows, 2]
-    cut_rows: Tensor | None = None  # int64 [num_cut_rows], the rows that one of the following cuts
-    cut_temperatures: Tensor | None = None  # these four [num_cut_rows]
-    top_ks: Tensor | None = None
-    top_ps: Tensor | None = None
-    min_ps: Tensor | None = None
-    max_top_k: int = 0  # no cut row keeps more tokens than this
-
-    @classmethod
-    def build(
-        cls, params: list[SamplingParams], seeds: list[int], positions: list[int], vocab_size: int, device: torch.device
-    ) -> "SamplingBatch":
-        """`positions[i]` is the index that row i's next token will have in its sequence."""
-        temperatures = [p.temperature for p in params]
-        if not any(temperatures):
-            return cls()
-
-        def tensor(values: list[float] | np.ndarray, dtype: type) -> Tensor:
-            return to_device(np.asarray(values, dtype=dtype), device)
-
-        batch = cls(
-            temperatures=tensor(temperatures, np.float32),
-            noise_keys=tensor(_noise_keys(seeds, positions), np.int32),
-        )
-        cut = [i for i, p in enumerate(params) if p.temperature and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)]
-        if not cut:
-            return batch
-        top_ks = [min(params[i].top_k, vocab_size) if params[i].top_k > 0 else vocab_size for i in cut]
-        top_ps = [params[i].top_p if params[i].top_p < 1.0 else 2.0 for i in cut]  # a rounded sum may reach 1 too early
-        return replace(
-            batch,
-            cut_rows=tensor(cut, np.int64),
-            cut_temperatures=tensor([temperatures[i] for i in cut], np.float32),
-            top_ks=tensor(top_ks, np.int64),
-            top_ps=tensor(top_ps, np.float32),
-            min_ps=tensor([params[i].min_p for i in cut], np.float32),
-            max_top_k=max(top_ks),
-        )
-
-
-class Sampler:
+class Sampler(nn.Module):
     """Holds what the noise of every step has in common: one mixed 32-bit number per token of the vocabulary."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.token_hashes = torch.from_numpy(_mix32(np.arange(vocab_size, dtype=np.uint32)).view(np.int32)).to(device)
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        hashes = torch.from_numpy(_mix32(np.arange(vocab_size, dtype=np.uint32)).view(np.int32))
+        self.register_buffer("token_hashes", hashes, persistent=False)
 
-    def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+    def forward(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """One token id per row of `logits` [num_rows, vocab_size], int64 [num_rows]; -1 for a row in which there is a NaN.
 
         A logit of inf is the most probable token, the first of several; where all are -inf it is token 0.
         """
-        if batch.cut_rows is not None:
+        if batch.filtered_rows is not None:
             logits = logits.float()
-            logits = logits.index_copy(0, batch.cut_rows, _cut(logits[batch.cut_rows], batch))
-        if kernels := find_kernels(logits):
-            return kernels.sample(logits, self.token_hashes, batch.noise_keys, batch.temperatures)
+            logits = logits.index_copy(0, batch.filtered_rows, filter_logits(logits[batch.filtered_rows], batch))
+        return self.draw(logits, batch)
+
+    def draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """As forward, of all the tokens that `logits` leaves."""
         if batch.temperatures is None:
             return find_best(logits)
-        num_rows, vocab_size = logits.shape
-        chunk = max(1, _CPU_CHUNK // vocab_size) if logits.device.type == "cpu" else num_rows
-        tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-        for start in range(0, num_rows, chunk):
-            part = slice(start, start + chunk)
-            noise = gumbel_noise(self.token_hashes, batch.noise_keys[part])
-            tokens[part] = find_best(torch.addcmul(logits[part].float(), noise, batch.temperatures[part, None]))
-        return tokens
+        noise = gumbel_noise(self.token_hashes, batch.noise_keys)
+        return find_best(torch.addcmul(logits.float(), noise, batch.temperatures[:, None]))
 
 
 def find_best(scores: Tensor) -> Tensor:
@@ -100,12 +47,12 @@ def find_best(scores: Tensor) -> Tensor:
     return indices.masked_fill_(best.isnan(), -1)
 
 
-def _cut(logits: Tensor, batch: SamplingBatch) -> Tensor:
+def filter_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """-inf for all tokens but those that top-k, then top-p, then min-p leave. The most probable one always stays, and NaN."""
     kept, token_ids = logits.topk(batch.max_top_k)  # in descending order, NaN first
     ranks = torch.arange(batch.max_top_k, device=logits.device)
     kept = kept.masked_fill(ranks >= batch.top_ks[:, None], -torch.inf)
-    probs = torch.softmax(kept / batch.cut_temperatures[:, None], dim=-1)
+    probs = torch.softmax(kept / batch.filtered_temperatures[:, None], dim=-1)
     before = probs.cumsum(-1) - probs  # what the more probable tokens have together: the one that crosses top_p stays
     too_low = (before >= batch.top_ps[:, None]) | (probs < batch.min_ps[:, None] * probs[:, :1])
     too_low[:, 0] = False  # even if top_p is too small for a float32
@@ -128,7 +75,7 @@ def gumbel_noise(token_hashes: Tensor, keys: Tensor) -> Tensor:
     return minus_uniform.log1p_().neg_().log_().neg_()
 
 
-def _noise_keys(seeds: list[int], positions: list[int]) -> np.ndarray:
+def make_noise_keys(seeds: list[int], positions: list[int]) -> np.ndarray:
     """int32 [num_rows, 2]: 64 bits that no other (seed, position) is likely to have."""
     seeds64 = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
     mixed = _mix64(_mix64(seeds64) + np.array(positions, dtype=np.uint64))

@@ -54,7 +54,7 @@ def find_dtype(directory: Path) -> torch.dtype:
 
 
 @torch.no_grad()
-def fill_with_noise(model: nn.Module, seed: int) -> None:
+def init_dummy_weights(model: nn.Module, seed: int) -> None:
     """Weights as at the start of training (load_format "dummy"): normal with deviation 0.02, norms 1, biases 0."""
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:

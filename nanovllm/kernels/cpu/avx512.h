@@ -1,4 +1,4 @@
-// Rows of x times a column with AVX-512: an instruction takes a pair of inputs of a row and a register of the column.
+// Rows of x times a panel with AVX-512: an instruction takes a pair of inputs of a row and a register of the panel.
 #pragma once
 #include <array>
 #include <utility>
@@ -21,12 +21,12 @@ class Rows {
 
     // Into `output`, bfloat16 or float.
     template <class Output>
-    void multiply(const bfloat16* column, const Outputs& outputs, Output* output, int64_t output_stride) const {
+    void multiply(const bfloat16* panel, const Epilogue& epilogue, Output* output, int64_t output_stride) const {
         static constexpr auto of_rows = find_tiles<Output>(std::make_index_sequence<ROWS>());
         int64_t num_tiles = round_up(num_rows, ROWS) / ROWS;
         for (int64_t tile = 0; tile < num_tiles; tile++) {
             int64_t row = num_rows * tile / num_tiles, end = num_rows * (tile + 1) / num_tiles;
-            (this->*of_rows[end - row - 1])(row, column, outputs, output, output_stride, tile, num_tiles);
+            (this->*of_rows[end - row - 1])(row, panel, epilogue, output, output_stride, tile, num_tiles);
         }
     }
 
@@ -37,17 +37,17 @@ class Rows {
         return std::array{&Rows::multiply_tile<int(M + 1), Output>...};
     }
 
-    // M rows of x. Of the next column, each of num_tiles tiles fetches its share.
+    // M rows of x. Of the next panel, each of num_tiles tiles fetches its share.
     template <int M, class Output>
-    void multiply_tile(int64_t first_row, const bfloat16* column, const Outputs& outputs, Output* output,
+    void multiply_tile(int64_t first_row, const bfloat16* panel, const Epilogue& epilogue, Output* output,
                        int64_t output_stride, int64_t tile, int64_t num_tiles) const {
         __m512 sums[M][2];
         for (auto& of_row : sums)
             for (__m512& sum : of_row) sum = _mm512_setzero_ps();
-        const bfloat16* next = column + round_up(depth, LINE) * WIDTH;
+        const bfloat16* next = panel + round_up(depth, LINE) * WIDTH;
         int64_t until_fetch = tile;
         for (int64_t i = 0; i < depth; i += 2) {
-            const bfloat16* pairs = column + i * WIDTH;
+            const bfloat16* pairs = panel + i * WIDTH;
             __m512bh halves[2];
             for (int half = 0; half < 2; half++) halves[half] = (__m512bh)_mm512_loadu_si512(pairs + half * LINE);
             if (until_fetch-- == 0) {
@@ -62,6 +62,6 @@ class Rows {
             }
         }
         for (int row = 0; row < M; row++)
-            outputs.store((const float*)sums[row], output, (first_row + row) * output_stride);
+            epilogue.store((const float*)sums[row], output, (first_row + row) * output_stride);
     }
 };

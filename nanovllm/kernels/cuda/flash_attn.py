@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from nanovllm.engine.batch import Batch
-from nanovllm.layers.attention.triton import store_kvcache
+from nanovllm.batch import Batch
+from nanovllm.kernels.cuda.attention import store_kvcache
 
-__all__ = ["NEVER_WAITS", "PREFERRED_BLOCK_SIZE", "attend", "reason_unavailable", "store_kvcache"]
+__all__ = ["NAME", "PREFERRED_BLOCK_SIZE", "SUPPORTS_CUDA_GRAPHS", "attend", "reason_unavailable", "store_kvcache"]
 
+NAME = "flash_attn"
 PREFERRED_BLOCK_SIZE = 256
-NEVER_WAITS = True
+SUPPORTS_CUDA_GRAPHS = True
 
 
 def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from nanovllm.engine.batch import Batch
+from nanovllm.batch import Batch
 
 Replay = Callable[[], None]
 

@@ -1,6 +1,7 @@
-"""One step's work, flat: no padding, no phases. Built by ModelRunner, read by the model and the attention backends.
+"""What crosses from the engine to the model: one step's work as plain numbers, flat, without padding and without phases.
 
-Three sequences that compute 3, 1 and 2 tokens look like this (block size 4):
+ModelRunner builds it, the model and its attention read it. Three sequences that compute 3, 1 and 2 tokens look like this
+(block size 4):
 
     input_ids      [num_tokens]           | p0 p1 p2 | g7 | p4 p5 |
     positions      [num_tokens]           |  0  1  2 |  7 |  4  5 |
@@ -12,8 +13,6 @@ Three sequences that compute 3, 1 and 2 tokens look like this (block size 4):
 
 from dataclasses import dataclass
 
-import numpy as np
-import torch
 from torch import Tensor
 
 
@@ -30,7 +29,15 @@ class Batch:
     logits_indices: Tensor  # int64 [num_logits], the rows of input_ids whose next token is wanted
 
 
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A tensor of the same numbers. The host does not wait for a copy to a GPU: it goes from pinned memory."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+@dataclass(frozen=True)
+class SamplingBatch:
+    """What the rows of a step's logits ask for. A tensor that no row needs is None, and its work is not done."""
+
+    temperatures: Tensor | None = None  # float32 [num_rows]
+    noise_keys: Tensor | None = None  # int32 [num_rows, 2]
+    filtered_rows: Tensor | None = None  # int64 [num_filtered], the rows that have one of the following filters
+    filtered_temperatures: Tensor | None = None  # these four [num_filtered]
+    top_ks: Tensor | None = None
+    top_ps: Tensor | None = None
+    min_ps: Tensor | None = None
+    max_top_k: int = 0  # no filtered row keeps more tokens than this

@@ -17,6 +17,13 @@ constexpr int64_t SERIAL = 1 << 14;  // numbers that one thread turns faster tha
 
 static int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
+template <class To, class From>
+static To bit_cast(From from) {
+    To to;
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+
 // exp(x) to about a unit in the last place, of which compilers make vector code: x = n * log(2) + rest, and the polynomial
 // is Cephes' exp(rest). 0 below -87, infinite above 88.7; NaN stays NaN, as it compares false.
 static float exponential(float x) {
@@ -28,11 +35,8 @@ static float exponential(float x) {
     float sum = 1.9875691500e-4f * rest + 1.3981999507e-3f;
     for (float coefficient : {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f})
         sum = sum * rest + coefficient;
-    uint32_t bits;
-    memcpy(&bits, &shifted, sizeof bits);
-    bits = (bits + 126) << 23;  // of 2^(n - 1): 2^128 would be infinite, and this is 0 where n is -126
-    float power;
-    memcpy(&power, &bits, sizeof power);
+    // 2^(n - 1), for 2^128 would be infinite; 0 where n is -126.
+    float power = bit_cast<float>((bit_cast<uint32_t>(shifted) + 126) << 23);
     return 2 * sum * power;
 }
 
@@ -56,16 +60,10 @@ static float exponentiate(float* scores, int64_t size, float scale, float& highe
 struct bfloat16 {
     uint16_t bits;  // the upper half of a float's
 
-    operator float() const {
-        uint32_t wide = uint32_t(bits) << 16;
-        float value;
-        memcpy(&value, &wide, sizeof value);
-        return value;
-    }
+    operator float() const { return bit_cast<float>(uint32_t(bits) << 16); }
 
     bfloat16& operator=(float value) {  // to nearest, ties to even
-        uint32_t wide;
-        memcpy(&wide, &value, sizeof value);
+        uint32_t wide = bit_cast<uint32_t>(value);
         bits = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16;
         return *this;
     }
@@ -73,7 +71,7 @@ struct bfloat16 {
 
 #ifdef MULTIPLIES
 // Numbers 0 to 15 (half 0) or 16 to 31 (half 1) of two registers, alternating: pairs, as products take them.
-static __m512i alternate(__m512i left, __m512i right, int half) {
+static __m512i interleave(__m512i left, __m512i right, int half) {
     alignas(64) static constexpr uint16_t order[64] = {  // 32 and above: of `right`
         0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
         11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,

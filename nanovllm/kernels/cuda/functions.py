@@ -35,7 +35,7 @@ def reason_unavailable(dtype: torch.dtype) -> str | None:
         integers = torch.ones(2, 16, dtype=torch.int32, device="cuda")
         rms_norm(x[0], x[0, 0], 1e-6)
         rotary(x, angles, angles, x[0, 0], 1e-6)
-        silu_and_multiply(x[0])
+        silu_and_mul(x[0])
         sample(x[0], integers[0], integers, angles.flatten())
         torch.cuda.synchronize()
 
@@ -101,18 +101,18 @@ def _rotary_kernel(
     tl.store(output_ptr + start + half + offsets, (second * cos + first * sin).to(dtype), mask=mask)
 
 
-def silu_and_multiply(gate_up: Tensor) -> Tensor:
+def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu of the first half of each token's numbers, times the second half."""
     assert gate_up.is_contiguous()
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty(num_tokens, size)
     if output.numel():
-        _silu_and_multiply_kernel[(num_tokens, triton.cdiv(size, 1024))](gate_up, output, size, BLOCK=1024)
+        _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, 1024))](gate_up, output, size, BLOCK=1024)
     return output
 
 
 @triton.jit
-def _silu_and_multiply_kernel(gate_up_ptr, output_ptr, size, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(gate_up_ptr, output_ptr, size, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < size

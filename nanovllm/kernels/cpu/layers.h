@@ -37,15 +37,13 @@ extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* 
         }
 }
 
-extern "C" void silu_and_multiply(const T* gate_up, T* output, int64_t num_tokens, int64_t size) {
+extern "C" void silu_and_mul(const T* gate_up, T* output, int64_t num_tokens, int64_t size) {
 #pragma omp parallel for if (num_tokens * size > SERIAL)
     for (int64_t token = 0; token < num_tokens; token++) {
         const T *gate = gate_up + token * 2 * size, *up = gate + size;
         T* out = output + token * size;
 #pragma omp simd
-        for (int64_t i = 0; i < size; i++) {
-            out[i] = silu(gate[i]) * up[i];
-        }
+        for (int64_t i = 0; i < size; i++) out[i] = silu(gate[i]) * up[i];
     }
 }
 

@@ -20,12 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.engine.batch import Batch
-from nanovllm.layers.attention import torch as torch_backend
-from nanovllm.layers.gpu_kernels import try_out
+from nanovllm.batch import Batch
+from nanovllm.kernels.cuda.functions import try_out
+from nanovllm.layers import attention as torch_backend
 
+NAME = "triton"
 PREFERRED_BLOCK_SIZE = 16
-NEVER_WAITS = True
+SUPPORTS_CUDA_GRAPHS = True
 
 _LOG2_E = 1.4426950408889634
 _BYTES_PER_PIECE = 16384  # of keys, and as much of values: a few of them must fit in a multiprocessor's shared memory

@@ -64,7 +64,7 @@ static void add_values(const bfloat16* const* values, const bfloat16* weights, i
         for (int pair = 0; pair < TOKENS / 2; pair++) {
             __m512i left = _mm512_loadu_si512(values[2 * pair] + i), right = _mm512_loadu_si512(values[2 * pair + 1] + i);
             for (int half = 0; half < 2; half++)
-                pairs[half][pair] = (__m512bh)alternate(left, right, half);
+                pairs[half][pair] = (__m512bh)interleave(left, right, half);
         }
         for (int64_t head = 0; head < group_size; head++)
             for (int half = 0; half < 2; half++) {

@@ -1,12 +1,12 @@
-// Rows of x times a column with AMX: registers ("tiles") of 16 rows of 64 bytes, and an instruction that adds to a tile of
+// Rows of x times a panel with AMX: registers ("tiles") of 16 rows of 64 bytes, and an instruction that adds to a tile of
 // 16 x 16 sums the products of 16 rows of x with 16 outputs over 32 inputs. Four tiles sum up ROWS rows x WIDTH outputs:
 //
-//                         column: 6 | 7
+//                         panel: 6 | 7
 //     x: 4                sums:   0 | 1
 //        5                        2 | 3
 //
 // Tiles want whole lines of the cache, one after the other. So rows are copied first, to [depth / BLOCK, num_rows / ROWS,
-// BLOCK / LINE, ROWS, LINE]: a BLOCK of inputs of all rows and then the next, as that much of a column fits into the
+// BLOCK / LINE, ROWS, LINE]: a BLOCK of inputs of all rows and then the next, as that much of a panel fits into the
 // first-level cache.
 #pragma once
 #include <sys/syscall.h>
@@ -60,19 +60,19 @@ class Rows {
 
     // Into `output`, bfloat16 or float. While tiles sum up some rows, the sums of the rows before are stored.
     template <class Output>
-    void multiply(const bfloat16* column, const Outputs& outputs, Output* output, int64_t output_stride) {
+    void multiply(const bfloat16* panel, const Epilogue& epilogue, Output* output, int64_t output_stride) {
         int64_t num_tiles = round_up(num_rows, ROWS) / ROWS, fetches = round_up(WIDTH, num_tiles) / num_tiles;
-        const bfloat16* next = column + WIDTH * (num_tiles == 1 ? LINE : depth);
+        const bfloat16* next = panel + WIDTH * (num_tiles == 1 ? LINE : depth);
         auto finish = [&](int64_t row) {
             for (int64_t end = std::min(row + ROWS, num_rows); row < end; row++)
-                outputs.store(&sums[row * WIDTH], output, row * output_stride);
+                epilogue.store(&sums[row * WIDTH], output, row * output_stride);
         };
         for (int64_t start = 0; start < depth; start += block) {
             int64_t size = std::min(block, depth - start);
             for (int64_t row = 0; row < num_rows; row += ROWS) {
                 const Line* x = &lines[(start * num_tiles + row / ROWS * size) * ROWS / LINE];
                 auto multiply = num_rows - row > ROWS / 2 ? multiply_tiles<true> : multiply_tiles<false>;
-                multiply(x, column + start * WIDTH, size, start > 0, &sums[row * WIDTH], next, fetches);
+                multiply(x, panel + start * WIDTH, size, start > 0, &sums[row * WIDTH], next, fetches);
                 next += fetches * size;
                 if (start + size == depth && row > 0) finish(row - ROWS);
             }
@@ -84,13 +84,13 @@ class Rows {
     // The compiler does not know that tiles are loaded from memory and stored to it.
     static void wait_for_memory() { asm volatile("" ::: "memory"); }
 
-    // ROWS rows, or half of them, times `size` inputs of a column. With every LINE of these, some lines are fetched that
-    // are wanted next: of the next column, or, where a few rows leave no time for that, of this one.
+    // ROWS rows, or half of them, times `size` inputs of a panel. With every LINE of these, some lines are fetched that
+    // are wanted next: of the next panel, or, where a few rows leave no time for that, of this one.
     template <bool BOTH>
-    static void multiply_tiles(const Line* x, const bfloat16* column, int64_t size, bool is_continued, float* sums,
+    static void multiply_tiles(const Line* x, const bfloat16* panel, int64_t size, bool is_continued, float* sums,
                                const bfloat16* next, int64_t fetches) {
         float *upper = sums, *lower = sums + ROWS / 2 * WIDTH;
-        constexpr int64_t X_STRIDE = sizeof(Line), COLUMN_STRIDE = 2 * sizeof(Line), SUMS_STRIDE = WIDTH * sizeof(float);
+        constexpr int64_t X_STRIDE = sizeof(Line), PANEL_STRIDE = 2 * sizeof(Line), SUMS_STRIDE = WIDTH * sizeof(float);
         if (is_continued) {
             _tile_loadd(0, upper, SUMS_STRIDE);
             _tile_loadd(1, upper + 16, SUMS_STRIDE);
@@ -104,8 +104,8 @@ class Rows {
         }
         for (int64_t i = 0; i < size; i += LINE) {
             _tile_loadd(4, x, X_STRIDE);
-            _tile_loadd(6, column, COLUMN_STRIDE);
-            _tile_loadd(7, column + LINE, COLUMN_STRIDE);
+            _tile_loadd(6, panel, PANEL_STRIDE);
+            _tile_loadd(7, panel + LINE, PANEL_STRIDE);
             for (int64_t fetch = 0; fetch < fetches; fetch++, next += LINE) _mm_prefetch(next, _MM_HINT_T1);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
@@ -114,7 +114,7 @@ class Rows {
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
-            x += ROWS, column += LINE * WIDTH;
+            x += ROWS, panel += LINE * WIDTH;
         }
         _tile_stored(0, upper, SUMS_STRIDE);
         _tile_stored(1, upper + 16, SUMS_STRIDE);

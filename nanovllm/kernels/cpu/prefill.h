@@ -1,4 +1,4 @@
-// Causal attention of several query tokens per sequence, as two matrix products: columns are made of the keys, and then of
+// Causal attention of several query tokens per sequence, as two matrix products: panels are made of the keys, and then of
 // the values, of a sequence and a KV head, and QUERIES query tokens share them.
 #pragma once
 #include "products.h"
@@ -14,11 +14,11 @@ static void attend_to_prefix(const bfloat16* query, const bfloat16* keys, const 
     constexpr int64_t ROWS_AT_ONCE = 4 * ROWS;
     int64_t context_len = tokens_before + num_queries, num_rows = num_queries * group_size;
     int64_t padded_len = round_up(context_len, WIDTH), padded_dim = round_up(head_dim, WIDTH);
-    static thread_local std::vector<bfloat16> key_columns, value_columns, rows, weights, outputs;
+    static thread_local std::vector<bfloat16> key_panels, value_panels, rows, weights, outputs;
     static thread_local std::vector<float> scores;
     static thread_local Rows query_rows, weight_rows;
-    key_columns.resize(padded_len * padded_dim);
-    value_columns.resize(padded_dim * padded_len);
+    key_panels.resize(padded_len * padded_dim);
+    value_panels.resize(padded_dim * padded_len);
     rows.resize(num_rows * head_dim);
     outputs.resize(num_rows * head_dim);
     weights.resize(ROWS_AT_ONCE * padded_len);
@@ -35,7 +35,7 @@ static void attend_to_prefix(const bfloat16* query, const bfloat16* keys, const 
         }
         for (int64_t d = 0; d < padded_dim; d += LINE) {
             __mmask32 mask = head_dim - d < LINE ? (1u << (head_dim - d)) - 1 : -1;
-            bfloat16* to = &key_columns[token / WIDTH * WIDTH * padded_dim + d * WIDTH + token % WIDTH * 2];
+            bfloat16* to = &key_panels[token / WIDTH * WIDTH * padded_dim + d * WIDTH + token % WIDTH * 2];
             for (int i = 0; i < 2; i++) {
                 alignas(64) int32_t pairs[LINE / 2];
                 _mm512_store_si512(pairs, _mm512_maskz_loadu_epi16(mask, pair[i] + d));
@@ -44,8 +44,8 @@ static void attend_to_prefix(const bfloat16* query, const bfloat16* keys, const 
             // Zeros behind the context: a weight of zero would not silence everything that could be there.
             __m512i left = _mm512_maskz_loadu_epi16(token < context_len ? mask : 0, value_pair[0] + d);
             __m512i right = _mm512_maskz_loadu_epi16(token + 1 < context_len ? mask : 0, value_pair[1] + d);
-            to = &value_columns[d * padded_len + token * WIDTH];
-            for (int half = 0; half < 2; half++) _mm512_storeu_si512(to + half * LINE, alternate(left, right, half));
+            to = &value_panels[d * padded_len + token * WIDTH];
+            for (int half = 0; half < 2; half++) _mm512_storeu_si512(to + half * LINE, interleave(left, right, half));
         }
     }
     auto offset_of = [&](int64_t row) {  // in query and output, where the other KV heads' rows lie between
@@ -58,8 +58,8 @@ static void attend_to_prefix(const bfloat16* query, const bfloat16* keys, const 
         int64_t size = std::min(ROWS_AT_ONCE, num_rows - start);
         int64_t visible = tokens_before + (start + size - 1) / group_size + 1;
         query_rows.pack(&rows[start * head_dim], head_dim, size, head_dim);
-        for (int64_t column = 0; column < visible; column += WIDTH)
-            query_rows.multiply(&key_columns[column * padded_dim], Outputs{WIDTH}, &scores[column], padded_len);
+        for (int64_t panel = 0; panel < visible; panel += WIDTH)
+            query_rows.multiply(&key_panels[panel * padded_dim], Epilogue{WIDTH}, &scores[panel], padded_len);
         for (int64_t row = 0; row < size; row++) {
             int64_t row_visible = tokens_before + (start + row) / group_size + 1;
             float *s = &scores[row * padded_len], highest;
@@ -69,9 +69,9 @@ static void attend_to_prefix(const bfloat16* query, const bfloat16* keys, const 
             std::fill(w + row_visible, w + round_up(visible, 2), bfloat16{});
         }
         weight_rows.pack(weights.data(), padded_len, size, round_up(visible, 2));
-        for (int64_t column = 0; column < head_dim; column += WIDTH)
-            weight_rows.multiply(&value_columns[column * padded_len], Outputs{std::min(WIDTH, head_dim - column)},
-                                 &outputs[start * head_dim + column], head_dim);
+        for (int64_t panel = 0; panel < head_dim; panel += WIDTH)
+            weight_rows.multiply(&value_panels[panel * padded_len], Epilogue{std::min(WIDTH, head_dim - panel)},
+                                 &outputs[start * head_dim + panel], head_dim);
     }
     for (int64_t row = 0; row < num_rows; row++)
         memcpy(output + offset_of(row), &outputs[row * head_dim], head_dim * sizeof(bfloat16));

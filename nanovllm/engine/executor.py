@@ -1,0 +1,128 @@
+"""Runs batches: the half of the engine that has the model and the KV cache. Knows neither sequences nor queues nor text.
+
+All that it needs for a step is a Batch of plain numbers, so that it could run in another process on the same bytes. It
+settles what depends on checkpoint and machine: device, attention backend, block size, number of blocks, max_model_len.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanovllm import kernels
+from nanovllm.batch import Batch
+from nanovllm.config import Config
+from nanovllm.engine.kv_cache import MemoryMeter, count_blocks
+from nanovllm.layers import attention
+from nanovllm.layers.attention import Backend
+from nanovllm.models.decoder import CausalLM, DecoderSpec
+from nanovllm.models.weights import init_dummy_weights, load_checkpoint
+
+_DEFAULT_MAX_MODEL_LEN = 4096
+
+
+class Executor:
+    """Raises ValueError for options and checkpoints that do not go together or not with this machine."""
+
+    def __init__(self, config: Config, spec: DecoderSpec, directory: Path) -> None:
+        self.config = config
+        self.spec = spec
+        self.device = find_device(config.device)
+        self.backend: Backend = attention
+        self.block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
+        wishes = config.attention_backend, self.device, spec.dtype, spec.head_dim, config.kvcache_block_size
+        self.backend, self.block_size = kernels.select_backend(*wishes)
+        if (config.max_model_len or 0) > spec.max_len:
+            raise ValueError(f"max_model_len={config.max_model_len} is above the model's own limit: lower it to {spec.max_len}")
+        self.max_model_len = config.max_model_len or min(spec.max_len, _DEFAULT_MAX_MODEL_LEN)
+
+        self.meter = MemoryMeter(self.device)
+        with torch.device(self.device):
+            self.model = CausalLM(spec, self.backend)
+        with torch.device("cpu"):  # where safetensors reads, whatever the caller's default device is
+            if config.load_format == "dummy":
+                init_dummy_weights(self.model, config.seed)
+            else:
+                load_checkpoint(self.model, directory)
+        self.model = kernels.kernelize(self.model, self.device, spec.dtype)
+
+    def allocate_kv_cache(self, sample: Callable[[Tensor], object]) -> None:
+        """Size the KV cache, on a GPU by a profile run, at the end of which `sample` takes the logits. Then allocate it."""
+        config = self.config
+        self._allocate(num_blocks=1)
+        self.num_blocks, arithmetic = count_blocks(
+            config, self.spec, self.block_size, self.max_model_len, self.meter, lambda: sample(self.run(self.largest_batch()))
+        )
+        capacity = self.num_blocks * self.block_size
+        if (config.max_model_len or 0) > capacity:
+            raise ValueError(
+                f"max_model_len={config.max_model_len} is more than the KV cache holds: lower it to {capacity},"
+                f" or give the cache more memory (num_kvcache_blocks, kvcache_memory_bytes, gpu_memory_utilization)"
+            )
+        self.max_model_len = min(self.max_model_len, capacity)
+        try:
+            self._allocate(self.num_blocks)
+        except RuntimeError as error:  # torch's own for any device that is out of memory
+            raise ValueError(f"no memory for num_kvcache_blocks={self.num_blocks}: {arithmetic}") from error
+        print(f"nanovllm: {self.device}, {self.spec.dtype}, {self.backend.NAME} attention; {arithmetic}", file=sys.stderr)
+
+    @property
+    def block_table_width(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_model_len // self.block_size)
+
+    def _allocate(self, num_blocks: int) -> None:
+        spec = self.spec
+        shape = (2, num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
+        self.graphs = None  # first of all let go of the old ones
+        self.kv_caches: list[Tensor] = []
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.kv_caches = [torch.empty(shape, dtype=spec.dtype, device=self.device) for _ in range(spec.num_layers)]
+        if self.device.type == "cpu":  # Linux finds memory when it is written first: for the blocks used first, now
+            num_first = -(-self.config.max_num_batched_tokens // self.block_size)
+            for kv_cache in self.kv_caches:
+                kv_cache[:, :num_first].zero_()
+        if not self.config.enforce_eager:
+            steps = self.model, self.backend, self.kv_caches, self.config.max_num_seqs, self.block_table_width
+            self.graphs = kernels.capture_decode_steps(*steps)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> Tensor:
+        """Write the K/V of the batch's tokens, and compute logits [num_logits, vocab_size]."""
+        if self.graphs is not None and batch.max_seqlen_q == 1:
+            hidden = self.graphs.run(batch)
+        else:
+            hidden = self.model(batch, self.kv_caches)
+        return self.model.compute_logits(hidden)
+
+    def largest_batch(self) -> Batch:
+        """One of max_num_batched_tokens and max_num_seqs rows of logits, all of it on block 0."""
+        num_tokens, num_seqs = self.config.max_num_batched_tokens, self.config.max_num_seqs
+        query_lens: list[int] = []
+        for seq in range(min(num_tokens, num_seqs)):
+            longest = num_tokens - (num_seqs - seq - 1)  # the others get a token each
+            query_lens.append(max(1, min(self.max_model_len, longest)))
+            num_tokens -= query_lens[-1]
+        lens = torch.tensor(query_lens, dtype=torch.int32, device=self.device)
+        bounds = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+        zeros = torch.zeros(sum(query_lens), dtype=torch.int64, device=self.device)
+        tables = torch.zeros(len(query_lens), self.block_table_width, dtype=torch.int32, device=self.device)
+        return Batch(zeros, zeros, zeros, bounds, lens, tables, max(query_lens), max(query_lens), bounds[1:].long() - 1)
+
+
+def find_device(name: str) -> torch.device:
+    """Raises ValueError for a device that is not known or not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r} is not known: use 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r} is not supported: use 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device

@@ -1,0 +1,83 @@
+"""The one door to all that is faster than plain torch: twins of layers, attention backends, CUDA graphs.
+
+layers/ and models/ say what is computed, and know nothing of this. When an engine starts, `select_backend` chooses how K/V
+are stored and attended to, and once the weights are loaded, `kernelize` exchanges layers for their twins. Nothing is left
+to decide at a call. Without this package, and the lines that call it, an engine is complete and slower.
+"""
+
+import sys
+from functools import cache
+from importlib import import_module
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.cuda.graphs import CudaGraphs
+from nanovllm.kernels.twins import Twins
+from nanovllm.layers.attention import Backend
+
+BACKENDS = {
+    "flash_attn": "nanovllm.kernels.cuda.flash_attn",
+    "triton": "nanovllm.kernels.cuda.attention",
+    "cpp": "nanovllm.kernels.cpu.attention",
+    "torch": "nanovllm.layers.attention",
+}
+AUTO = {"cuda": ("flash_attn", "triton", "torch"), "cpu": ("cpp", "torch")}  # fastest first; imported when looked at
+
+
+def select_backend(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None
+) -> tuple[Backend, int]:
+    """The backend asked for ("auto": the fastest that works here) and its block size. Raises ValueError if none works."""
+    reasons: list[str] = []
+    for candidate in AUTO[device.type] if name == "auto" else (name,):
+        try:
+            backend = import_module(BACKENDS[candidate])
+            size = block_size or backend.PREFERRED_BLOCK_SIZE
+            reason = backend.reason_unavailable(device, dtype, head_dim, size)
+        except ImportError as error:
+            reason = str(error)
+        if reason is None:
+            if candidate == "torch" and reasons:
+                print("nanovllm: slow attention, since " + "; ".join(reasons), file=sys.stderr)
+            return backend, size
+        reasons.append(f"attention_backend {candidate!r} cannot run here: {reason}")
+    raise ValueError("; ".join(reasons))
+
+
+def kernelize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """`module` with every layer exchanged that has a faster twin for `device` and `dtype`."""
+    return exchange(module, find_twins(device.type, dtype))
+
+
+@cache
+def find_twins(device_type: str, dtype: torch.dtype) -> Twins:
+    """The table of twins. If it is empty, it is said on stderr why."""
+    try:
+        twins, reason = import_module(f"nanovllm.kernels.{device_type}.twins").find_twins(dtype)
+    except ImportError as error:  # Triton is not installed
+        twins, reason = {}, str(error)
+    if reason is not None:
+        print(f"nanovllm: slow layers, since {reason}", file=sys.stderr)
+    return twins
+
+
+@torch.inference_mode()
+def capture_decode_steps(
+    decoder: nn.Module, backend: Backend, kv_caches: list[torch.Tensor], max_num_seqs: int, block_table_width: int
+) -> CudaGraphs | None:
+    """CUDA graphs of `decoder` over these caches; None where a step cannot be captured."""
+    if kv_caches[0].device.type != "cuda" or not backend.SUPPORTS_CUDA_GRAPHS:
+        return None
+    return CudaGraphs(decoder, kv_caches, max_num_seqs, block_table_width)
+
+
+def exchange(module: nn.Module, twins: Twins) -> nn.Module:
+    """From the top down, so that a layer's twin can take its parts as they are."""
+    make = twins.get(type(module))
+    twin = make(module) if make is not None else None
+    if twin is not None:
+        module = twin
+    for name, child in module.named_children():
+        setattr(module, name, exchange(child, twins))
+    return module

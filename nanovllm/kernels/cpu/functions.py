@@ -1,0 +1,78 @@
+"""The C++ kernels as functions of tensors: what torch has no single operation for."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nanovllm.batch import Batch
+from nanovllm.kernels.cpu.library import call, load
+
+
+def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """As the attention backends' function of this name."""
+    assert key[:1].is_contiguous() and value[:1].is_contiguous() and kv_cache.is_contiguous()
+    num_tokens, num_kv_heads, head_dim = key.shape
+    call(
+        load(key.dtype).store_kvcache, key, value, key.stride(0), value.stride(0), slot_mapping, num_tokens,
+        num_kv_heads * head_dim, *kv_cache,
+    )  # fmt: skip
+
+
+def decode_attention(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output: Tensor) -> None:
+    """Attention of the sequences with one query token, into their rows of `output`; the others' rows stay as they are."""
+    _attend(load(query.dtype).decode_attention, query, kv_cache, batch, scale, output)
+
+
+def prefill_attention(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output: Tensor) -> None:
+    """Causal attention of the sequences with more than one query token, likewise. Only where can_multiply(dtype)."""
+    _attend(load(query.dtype).prefill_attention, query, kv_cache, batch, scale, output)
+
+
+def _attend(
+    function: Callable[..., None], query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output: Tensor
+) -> None:
+    assert query.is_contiguous() and kv_cache.is_contiguous() and batch.block_tables.is_contiguous()
+    block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
+    group_size = query.shape[1] // num_kv_heads
+    call(
+        function, query, *kv_cache, output, batch.cu_seqlens_q, batch.context_lens, batch.block_tables,
+        *batch.block_tables.shape, block_size, num_kv_heads, group_size, head_dim, scale,
+    )  # fmt: skip
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """norm.RMSNorm of x [num_tokens, size]."""
+    assert x.is_contiguous()
+    output = x.new_empty(x.shape)
+    num_tokens, size = x.shape
+    call(load(x.dtype).rms_norm, x, weight, output, num_tokens, size, eps)
+    return output
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
+    """rotary.apply_rotary of x [num_tokens, num_heads, head_dim], whose tokens may lie apart."""
+    assert x[:1].is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+    output = x.new_empty(x.shape)
+    num_tokens, num_heads, head_dim = x.shape
+    call(
+        load(x.dtype).rotary, x, cos, sin, norm_weight, output, num_tokens, x.stride(0), num_heads, head_dim // 2, eps
+    )  # fmt: skip
+    return output
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu of the first half of each token's numbers, times the second half."""
+    assert gate_up.is_contiguous()
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    output = gate_up.new_empty(num_tokens, size)
+    call(load(gate_up.dtype).silu_and_mul, gate_up, output, num_tokens, size)
+    return output
+
+
+def sample(logits: Tensor, token_hashes: Tensor, noise_keys: Tensor | None, temperatures: Tensor | None) -> Tensor:
+    """sampler.Sampler's draw: argmax of logits [num_rows, vocab_size] + temperature * noise, or -1, int64 [num_rows]."""
+    logits = logits.contiguous()
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    call(load(logits.dtype).sample, logits, token_hashes, noise_keys, temperatures, tokens, *logits.shape)
+    return tokens

@@ -1,0 +1,104 @@
+"""Matrix products in bfloat16 with prepacked weights: in the order in which the processor's instructions read them."""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.kernels.cpu.library import call, load, reason_unavailable
+from nanovllm.layers.embedding import Embedding
+from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.models.decoder import MLP
+
+
+@cache
+def can_multiply(dtype: torch.dtype) -> bool:
+    """Whether there are kernels for matrix products: the processor needs instructions for bfloat16 (AVX-512, AMX)."""
+    if dtype != torch.bfloat16 or reason_unavailable(dtype) is not None:
+        return False
+    library = load(dtype)
+    return hasattr(library, "can_multiply") and bool(library.can_multiply())
+
+
+class PackedWeight:
+    """A bfloat16 matrix [out_features, in_features] in panels, as products.h describes them.
+
+    A `gated` one has gates in its upper half, and what they let pass in the lower; they alternate in memory, 16 by 16.
+    """
+
+    def __init__(self, weight: Tensor, gated: bool = False) -> None:
+        num_rows, self.in_features = weight.shape
+        self.gated = gated
+        self.out_features = num_rows // 2 if gated else num_rows
+        parts = weight.unflatten(0, (2, -1)) if gated else weight[None]
+        width = 32 // len(parts)
+        parts = F.pad(parts, (0, -self.in_features % 32, 0, -self.out_features % width))
+        rows = parts.unflatten(1, (-1, width)).transpose(0, 1)  # [num_panels, parts, width, depth]
+        panels = rows.reshape(rows.shape[0], 32, -1, 2)
+        self.panels = panels.transpose(1, 2).contiguous()  # [num_panels, depth / 2, 32, 2]
+
+    @staticmethod
+    def can_hold(weight: Tensor) -> bool:
+        return weight.device.type == "cpu" and weight.shape[1] % 2 == 0 and can_multiply(weight.dtype)
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [num_rows, in_features] to [num_rows, out_features]."""
+        assert x.is_contiguous() and (bias is None or not self.gated)
+        output = x.new_empty(x.shape[0], self.out_features)
+        call(load(x.dtype).linear, x, self.panels, bias, None, output, *x.shape, self.out_features, self.gated)
+        return output
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The rows of the matrix that `ids` [num_rows] names, [num_rows, in_features]."""
+        assert ids.is_contiguous() and not self.gated
+        output = self.panels.new_empty(len(ids), self.in_features)
+        call(load(output.dtype).gather_rows, self.panels, ids, output, *output.shape)
+        return output
+
+
+class PackedColumnParallelLinear(ColumnParallelLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.packed.multiply(x, self.bias)
+
+
+class PackedRowParallelLinear(RowParallelLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.packed.multiply(x, self.bias if self.tp_rank == 0 else None)
+
+
+class PackedMLP(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.gate_up_proj.packed.multiply(x))  # with SwiGLU as its epilogue
+
+
+class PackedEmbedding(Embedding):
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return self.packed.rows(token_ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.packed.multiply(hidden)
+
+
+_PACKED = {
+    ColumnParallelLinear: PackedColumnParallelLinear,
+    RowParallelLinear: PackedRowParallelLinear,
+    Embedding: PackedEmbedding,
+}
+
+
+def pack(layer: nn.Module, gated: bool = False) -> nn.Module | None:
+    """The layer with its weight traded for a packed copy; None if that cannot be."""
+    if not PackedWeight.can_hold(layer.weight):
+        return None
+    layer.packed = PackedWeight(layer.weight.detach(), gated)
+    layer.weight = None
+    layer.__class__ = _PACKED[type(layer)]
+    return layer
+
+
+def pack_mlp(mlp: MLP) -> MLP | None:
+    if pack(mlp.gate_up_proj, gated=True) is None:
+        return None
+    mlp.__class__ = PackedMLP
+    return mlp

@@ -1,0 +1,51 @@
+"""Twins of the layers that take torch several passes over the same numbers, for any device that has these functions:
+
+    rms_norm(x, weight, eps)    rotary(x, cos, sin, norm_weight, eps)    silu_and_mul(gate_up)    sample(logits, ...)
+
+kernels/cpu/functions.py has them in C++, kernels/cuda/functions.py in Triton. A twin is a subclass that computes the same
+from the same weights, so that a layer becomes its twin by a change of class.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+
+from torch import Tensor, nn
+
+from nanovllm.batch import SamplingBatch
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.sampler import Sampler
+from nanovllm.models.decoder import MLP, Attention
+
+# Layer class -> what makes its twin, or returns None: not of this layer.
+Twins = dict[type[nn.Module], Callable[[nn.Module], nn.Module | None]]
+
+
+def become(twin: type[nn.Module]) -> Callable[[nn.Module], nn.Module]:
+    """A maker of `twin`s that have nothing but another class."""
+
+    def make(layer: nn.Module) -> nn.Module:
+        layer.__class__ = twin
+        return layer
+
+    return make
+
+
+def make_twins(functions: ModuleType) -> Twins:
+    class FastRMSNorm(RMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return functions.rms_norm(x, self.weight, self.eps)
+
+    class FastAttention(Attention):
+        def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+            return functions.rotary(heads, *cos_sin, *((None, 0.0) if norm is None else (norm.weight, norm.eps)))
+
+    class FastMLP(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down_proj(functions.silu_and_mul(self.gate_up_proj(x)))
+
+    class FastSampler(Sampler):
+        def draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+            return functions.sample(logits, self.token_hashes, batch.noise_keys, batch.temperatures)
+
+    twins = {RMSNorm: FastRMSNorm, Attention: FastAttention, MLP: FastMLP, Sampler: FastSampler}
+    return {layer: become(twin) for layer, twin in twins.items()}

@@ -1,0 +1,234 @@
+"""How the package is built: which module may import which, that it is a whole engine without kernels, and annotations.
+
+Imports and annotations are read off the sources. Each of their rules is also broken on purpose: one that cannot fail
+protects nothing.
+"""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB_SIZE, Oracle, make_checkpoint, random_prompt
+
+import nanovllm
+
+PACKAGE = Path(nanovllm.__file__).parent
+
+# --- Imports point down
+
+MAY_IMPORT = {  # part of the package -> parts
+    "batch": set(),
+    "layers": {"batch", "layers"},
+    "models": {"batch", "layers", "models", "checks", "config"},
+    "kernels": {"batch", "layers", "models", "kernels"},
+}
+MAY_IMPORT_KERNELS = {"nanovllm.engine.executor", "nanovllm.engine.model_runner"}
+WITHOUT_TORCH = {"nanovllm.engine.scheduler", "nanovllm.engine.block_manager", "nanovllm.engine.sequence"}
+
+
+def read_sources() -> dict[str, str]:
+    """Module name -> source. The demo model's training is a program of its own."""
+    paths = [path.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.py") if path.parent.name != "demo_model"]
+    names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    return {name: (PACKAGE.parent / path).read_text() for name, path in zip(names, paths)}
+
+
+def find_imports(source: str, modules: set[str]) -> Iterator[str]:
+    """The modules that `source` imports, wherever it does: in functions, for type checkers, and by a name in quotes."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module and not node.level, "imports are absolute here"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from [name if name in modules else node.module for name in names]
+        elif isinstance(node, ast.Constant) and node.value in modules - {"nanovllm"}:  # for import_module
+            yield node.value
+
+
+def is_wrong(name: str, target: str) -> bool:
+    """Whether module `name` must not import `target`."""
+    (_, part), (package, target_part) = ([*module.split("."), ""][:2] for module in (name, target))
+    if package != "nanovllm":
+        return package == "torch" and name in WITHOUT_TORCH
+    if part in MAY_IMPORT and target_part not in MAY_IMPORT[part]:
+        return True
+    if target_part == "kernels" and part != "kernels":
+        return name not in MAY_IMPORT_KERNELS
+    return part == "engine" and target_part in ("llm", "")  # the package itself imports llm
+
+
+def find_wrong_imports(sources: dict[str, str]) -> list[str]:
+    imports = {name: set(find_imports(source, set(sources))) for name, source in sources.items()}
+    wrong = [f"{name} imports {target}" for name in imports for target in imports[name] if is_wrong(name, target)]
+    try:
+        TopologicalSorter({name: targets & imports.keys() for name, targets in imports.items()}).prepare()
+    except CycleError as error:
+        wrong.append(f"circle: {error.args[1]}")
+    return wrong
+
+
+def test_imports_point_down() -> None:
+    assert find_wrong_imports(read_sources()) == []
+
+
+@pytest.mark.parametrize(
+    "module, line, target",
+    [
+        ("batch", "from nanovllm.checks import naming", "nanovllm.checks"),
+        ("batch", "import nanovllm", "nanovllm"),
+        ("layers.norm", "from nanovllm.models.decoder import MLP", "nanovllm.models.decoder"),
+        ("layers.norm", "from nanovllm import kernels", "nanovllm.kernels"),
+        ("layers.norm", "from nanovllm.checks import naming", "nanovllm.checks"),
+        ("models.decoder", "def load():\n    import nanovllm.kernels.twins", "nanovllm.kernels.twins"),
+        ("models.decoder", "from nanovllm.engine.sequence import Sequence", "nanovllm.engine.sequence"),
+        ("kernels.twins", "from nanovllm.config import Config", "nanovllm.config"),
+        ("kernels.cuda.graphs", "from nanovllm.engine import executor", "nanovllm.engine.executor"),
+        ("engine.llm_engine", "from nanovllm.kernels import kernelize", "nanovllm.kernels"),
+        ("engine.kv_cache", "import_module('nanovllm.kernels.cpu.library')", "nanovllm.kernels.cpu.library"),
+        ("llm", "from nanovllm import kernels", "nanovllm.kernels"),
+        ("engine.request", "from nanovllm.llm import LLM", "nanovllm.llm"),
+        ("engine.request", "from nanovllm import LLM", "nanovllm"),
+        ("engine.scheduler", "import torch", "torch"),
+        ("engine.block_manager", "from torch.nn import Module", "torch.nn"),
+        ("engine.sequence", "if TYPE_CHECKING:\n    from torch import Tensor", "torch"),
+    ],
+)
+def test_a_wrong_import_is_found(module: str, line: str, target: str) -> None:
+    sources = read_sources()
+    sources[f"nanovllm.{module}"] += f"\n{line}\n"
+    assert f"nanovllm.{module} imports {target}" in find_wrong_imports(sources)
+
+
+@pytest.mark.parametrize(
+    "module, line",
+    [
+        ("engine.sequence", "if TYPE_CHECKING:\n    from nanovllm.engine.scheduler import Scheduler"),
+        ("checks", "def check():\n    from nanovllm.sampling_params import SamplingParams"),
+        ("layers.norm", "from nanovllm.layers import norm"),
+    ],
+)
+def test_a_circle_is_found(module: str, line: str) -> None:
+    sources = read_sources()
+    sources[f"nanovllm.{module}"] += f"\n{line}\n"
+    (wrong,) = find_wrong_imports(sources)
+    assert wrong.startswith("circle") and f"nanovllm.{module}" in wrong
+
+
+# --- A whole engine without kernels
+
+
+@pytest.fixture(scope="module")
+def plain_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a copy of the package without nanovllm/kernels and the lines of the engine that name it."""
+    folder = tmp_path_factory.mktemp("without_kernels")
+    shutil.copytree(PACKAGE, folder / "nanovllm", ignore=shutil.ignore_patterns("kernels", "demo_model", "__pycache__"))
+    for path in (folder / "nanovllm" / "engine").glob("*.py"):
+        path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if "kernels" not in line))
+    return folder
+
+
+SCRIPT = """
+import json, sys, nanovllm
+
+folder, model, options, prompts, params = json.loads(sys.argv[1])
+assert nanovllm.__file__.startswith(folder)
+with nanovllm.LLM(model, **options) as llm:
+    params = [nanovllm.SamplingParams(**settings) for settings in params]
+    print(json.dumps([llm.generate(prompts, params, use_tqdm=False), llm.stats]))
+"""
+
+
+def generate(
+    folder: Path, model: str, options: dict[str, Any], prompts: list[list[int]], params: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """Outputs and stats of an engine in a process of its own, with the package that is in `folder`."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps([str(folder), model, options, prompts, params])],
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        cwd=folder,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_tokens_without_kernels(plain_package: Path, tiny: tuple[str, Oracle]) -> None:
+    """Chunks, prefix hits and preemptions: transformers' tokens."""
+    prompts = [random_prompt(i // 2, 1 + 9 * (i // 2)) for i in range(12)]
+    options = {"kvcache_block_size": 4, "num_kvcache_blocks": 24, "max_num_batched_tokens": 40}
+    outputs, stats = generate(plain_package, tiny[0], options, prompts, [{"temperature": 0.0, "max_tokens": 12}] * 12)
+    assert [output["token_ids"] for output in outputs] == [tiny[1](prompt, 12) for prompt in prompts]
+    assert stats["num_cached_tokens"] and stats["num_preemptions"]
+
+
+def test_bfloat16_without_kernels(plain_package: Path, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, dtype=torch.bfloat16)
+    settings = [{"temperature": 0.0}, {}, {"top_k": 5, "top_p": 0.9}, {"repetition_penalty": 1.2, "logprobs": 2}]
+    params = [{"max_tokens": 12, **each} for each in settings]
+    prompts = [random_prompt(i, 10 + 20 * i) for i in range(4)]
+    outputs, _ = generate(plain_package, str(tmp_path), {"num_kvcache_blocks": 64}, prompts, params)
+    for output in outputs:
+        assert output["finish_reason"] == "length" and len(output["token_ids"]) == 12
+        assert all(0 <= token_id < VOCAB_SIZE for token_id in output["token_ids"])
+
+
+# --- Annotations
+
+
+def find_unannotated(source: str) -> list[str]:
+    """Functions and methods with an argument or a result of unknown type. Triton's kernels have a legend instead."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and not any("triton.jit" in ast.unparse(each) for each in node.decorator_list):
+            args = node.args
+            every = [*args.posonlyargs, *args.args, *args.kwonlyargs, *filter(None, (args.vararg, args.kwarg))]
+            if node.returns is None or any(arg.annotation is None and arg.arg not in ("self", "cls") for arg in every):
+                found.append(node.name)
+    return found
+
+
+def test_everything_is_annotated() -> None:
+    unannotated = {name: find_unannotated(source) for name, source in read_sources().items()}
+    assert {name: functions for name, functions in unannotated.items() if functions} == {}
+
+
+def test_a_missing_annotation_is_found() -> None:
+    source = """
+class Whole:
+    def __init__(self, size: int, *rest: int, **options: int) -> None:
+        self.size = size
+
+    @classmethod
+    def make(cls) -> "Whole": ...
+
+class Lacking:
+    def __init__(self, size) -> None: ...
+    def result(self, size: int): ...
+    @property
+    def size(self): ...
+    def rest(self, *rest) -> None: ...
+    def options(self, **options) -> None: ...
+    def keyword(self, *, size) -> None: ...
+    def position(self, size, /) -> None: ...
+
+@triton.jit
+def kernel(pointer, SIZE: tl.constexpr): ...
+
+@cache
+def cached(size) -> int: ...
+"""
+    expected = ["__init__", "result", "size", "rest", "options", "keyword", "position", "cached"]
+    assert sorted(find_unannotated(source)) == sorted(expected)
