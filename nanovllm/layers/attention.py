@@ -5,6 +5,7 @@ One sequence after the other: gather its blocks, then scaled_dot_product_attenti
 [2, num_blocks, block_size, num_kv_heads, head_dim]: keys, then values (PagedAttention, Kwon et al. 2023).
 """
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -64,20 +65,19 @@ def attend_one(query: Tensor, kv_cache: Tensor, context_len: int, block_table: T
     """The same for the `query` [query_len, num_heads, head_dim] of one sequence, the last tokens of its context."""
     query_len, block_size = len(query), kv_cache.shape[2]
     block_ids = block_table[: -(-context_len // block_size)]
-    context = kv_cache[:, block_ids].flatten(1, 2)[:, :context_len]  # [2, context_len, num_kv_heads, head_dim]
-    key, value = context.transpose(1, 2).unsqueeze(1)  # each [1, num_kv_heads, context_len, head_dim]
-    rows = query.transpose(0, 1).unsqueeze(0)  # [1, num_heads, query_len, head_dim]; heads share K/V (GQA, Ainslie et al. 2023)
-    is_whole, num_before = query_len == context_len, context_len - query_len
-    tokens_per_piece = query_len if is_whole else max(1, _MASK_SIZE // context_len)
+    key, value = (cache.index_select(0, block_ids).flatten(0, 1)[:context_len] for cache in kv_cache)
+    key, value = key.transpose(0, 1)[None], value.transpose(0, 1)[None]  # [1, num_kv_heads, context_len, head_dim]
+    rows = query.transpose(0, 1)[None]  # [1, num_heads, query_len, head_dim]; heads share K/V (GQA, Ainslie et al. 2023)
+    attend_to = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=True)
+    if query_len in (1, context_len):
+        return attend_to(rows, key, value, is_causal=query_len > 1)[0].transpose(0, 1)
+    # SDPA's own causal triangle stands at the top left, that of a context's last tokens at the bottom right: a mask. Some rows
+    # at a time, since SDPA makes a copy of it in the query's dtype.
     pieces: list[Tensor] = []
-    for first in range(0, query_len, tokens_per_piece):
-        piece = rows[:, :, first : first + tokens_per_piece]
-        visible = num_before + first + piece.shape[2]  # to the piece's last token
-        # SDPA's own causal triangle stands at the top left, that of a context's last tokens at the bottom right: a mask, of
-        # bounded size, since SDPA makes a copy of it in the query's dtype.
-        mask = None if is_whole else query.new_ones(piece.shape[2], visible, dtype=torch.bool).tril(num_before + first)
-        attended = F.scaled_dot_product_attention(
-            piece, key[:, :, :visible], value[:, :, :visible], mask, is_causal=is_whole, scale=scale, enable_gqa=True
-        )
-        pieces.append(attended[0].transpose(0, 1))
-    return torch.cat(pieces)
+    last = context_len - query_len  # position of the piece's first token
+    for piece in rows.split(max(1, _MASK_SIZE // context_len), dim=2):
+        visible = last + piece.shape[2]
+        mask = query.new_ones(piece.shape[2], visible, dtype=torch.bool).tril(last)
+        pieces.append(attend_to(piece, key[:, :, :visible], value[:, :, :visible], mask)[0])
+        last = visible
+    return torch.cat(pieces, dim=1).transpose(0, 1)
