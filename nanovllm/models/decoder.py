@@ -23,7 +23,7 @@ from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding, apply_rotary
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """What distinguishes one decoder from another. Read from config.json by models/__init__.py."""
+    """What distinguishes one decoder from another. Read from config.json by models/config.py."""
 
     vocab_size: int
     hidden_size: int
