@@ -16,6 +16,7 @@ from nanovllm.checks import check_bool, check_int, check_number
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.llm_engine import CheckedPrompt, LLMEngine, Prompt
 from nanovllm.engine.request import News, Request
+from nanovllm.engine.transaction import for_one_thread
 from nanovllm.outputs import RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 
@@ -26,6 +27,7 @@ Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content":
 class LLM(LLMEngine):
     """An engine for one model: LLM("Qwen/Qwen3-0.6B", max_model_len=2048). Its options are documented in `Config`."""
 
+    @for_one_thread
     def generate(
         self, prompts: Prompt | list[Prompt], sampling_params: Params = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
@@ -36,7 +38,7 @@ class LLM(LLMEngine):
         """
         checked = self._check_all(prompts, sampling_params)
         bar = tqdm(total=sum(params.n for _, params in checked), unit="seq", miniters=0, mininterval=0.5, disable=not use_tqdm)
-        with self.one_thread, self._queued(checked) as (requests, news), bar:
+        with self._queued(checked) as (requests, news), bar:
             before, start = self.stats, time.perf_counter()
             for num_finished in self._finish(requests, news):
                 if use_tqdm:
@@ -69,6 +71,7 @@ class LLM(LLMEngine):
             raise ValueError(f"the checkpoint's chat template refuses these messages: {error}") from error
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    @for_one_thread
     def beam_search(
         self,
         prompts: Prompt | list[Prompt],
@@ -92,17 +95,16 @@ class LLM(LLMEngine):
             for prompt, _ in self._check_all(prompts, None)
         ]
         num_cached_tokens: list[int] = []  # of the prompts, in the first step
-        with self.one_thread:
-            while active := [search for search in searches if search.running]:
-                params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=active[0].num_candidates)
-                prefixes = [search.prompt + beam.token_ids for search in active for beam in search.running]
-                with self._queued([CheckedPrompt(prefix, params) for prefix in prefixes]) as (requests, news):
-                    for _ in self._finish(requests, news):
-                        pass
-                num_cached_tokens = num_cached_tokens or [request.seq.num_cached_tokens or 0 for request in requests]
-                logprobs = iter([request.logprobs[0] if request.logprobs else {} for request in requests])
-                for search in active:
-                    search.advance(list(islice(logprobs, len(search.running))))
+        while active := [search for search in searches if search.running]:
+            params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=active[0].num_candidates)
+            prefixes = [search.prompt + beam.token_ids for search in active for beam in search.running]
+            with self._queued([CheckedPrompt(prefix, params) for prefix in prefixes]) as (requests, news):
+                for _ in self._finish(requests, news):
+                    pass
+            num_cached_tokens = num_cached_tokens or [request.seq.num_cached_tokens or 0 for request in requests]
+            logprobs = iter([request.logprobs[0] if request.logprobs else {} for request in requests])
+            for search in active:
+                search.advance(list(islice(logprobs, len(search.running))))
         return [
             [self._beam_output(search, beam, num_cached) for beam in search.finished]
             for search, num_cached in zip(searches, num_cached_tokens)

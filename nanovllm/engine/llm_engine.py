@@ -28,8 +28,8 @@ from nanovllm.engine.request import News, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.transaction import Busy, Transactional, transaction
-from nanovllm.models.config import read_spec
 from nanovllm.models.checkpoint import find_checkpoint, read_config, read_eos_token_ids, read_tokenizer
+from nanovllm.models.config import read_spec
 from nanovllm.models.weights import find_dtype
 from nanovllm.outputs import RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams

@@ -5,55 +5,63 @@ Ctrl-C, is rolled back. What must not wait for its turn, such as an abort, is no
 """
 
 import os
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable
 from functools import wraps
-from threading import RLock
-from typing import Any, ClassVar, TypeVar
+from threading import get_ident
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
-Result = TypeVar("Result")
+P, Result = ParamSpec("P"), TypeVar("Result")
 
 
 class Busy(RuntimeError):
     """Another thread's call, or this thread's own transaction, is not over."""
 
 
-class OneThread:
-    """A context for one thread at a time, which may enter it again. Other threads are refused, and so are forked processes."""
+class Transactional:
+    """The base of a class whose methods that change its state are transactions."""
 
     process: ClassVar[int | None] = None  # that made the first one: OpenMP and CUDA do not survive a fork
 
     def __init__(self) -> None:
-        self.lock = RLock()
-        OneThread.process = OneThread.process or os.getpid()
-        self.check_process()
+        Transactional.process = Transactional.process or os.getpid()
+        self._thread = get_ident()  # the last one that was served
+        self._check_process()
+        self._in_transaction = False
+        self._is_whole = True  # False: a change has begun and has not come to its end
+        self._warnings: deque[str] = deque()  # to be given afterwards, since a warning can be made an error
 
-    def check_process(self) -> None:
-        """Raises RuntimeError in a forked process."""
+    def _check_process(self) -> None:
         if os.getpid() != self.process:
             raise RuntimeError(
                 "this process was forked from one that had made an engine, where nothing can be computed any more:"
                 " start it with multiprocessing's 'spawn' method"
             )
 
-    def __enter__(self) -> None:
-        self.check_process()
-        if not self.lock.acquire(blocking=False):
-            raise Busy("another thread is in a call of this engine, which serves one thread at a time")
+    def _admit_thread(self) -> None:
+        """Raises Busy if another thread is in a method `for_one_thread`.
 
-    def __exit__(self, *exception: object) -> None:
-        self.lock.release()
+        That is read off its stack: Ctrl-C could leave a lock locked, between its acquisition and what would release it.
+        """
+        thread = get_ident()
+        if self._thread != thread:
+            busy = self._is_served(self._thread)
+            if not busy:
+                other, self._thread = self._thread, thread
+                if busy := self._is_served(other):  # it came between these lines
+                    self._thread = other
+            if busy:
+                raise Busy("another thread is in a call of this engine, which serves one thread at a time")
 
-
-class Transactional:
-    """The base of a class whose methods that change its state are transactions."""
-
-    def __init__(self) -> None:
-        self.one_thread = OneThread()
-        self._in_transaction = False
-        self._is_whole = True  # False: a change has begun and has not come to its end
-        self._warnings: deque[str] = deque()  # to be given afterwards, since a warning can be made an error
+    def _is_served(self, thread: int) -> bool:
+        frame = sys._current_frames().get(thread)
+        while frame is not None:
+            if frame.f_code is _FOR_ONE_THREAD and frame.f_locals.get("self") is self:
+                return True
+            frame = frame.f_back
+        return False
 
     def _roll_back(self) -> None:
         """Undo a change that was cut short anywhere. If this is cut short too, it is called again."""
@@ -83,20 +91,35 @@ class Transactional:
             self._in_transaction = False
 
 
+def for_one_thread(method: Callable[P, Result]) -> Callable[P, Result]:
+    """Have a method of a Transactional raise Busy while another thread is in one, and RuntimeError in a forked process."""
+
+    @wraps(method)
+    def call_for_one_thread(self: Transactional, *args: P.args, **kwargs: P.kwargs) -> Result:
+        self._check_process()
+        self._admit_thread()
+        return method(self, *args, **kwargs)
+
+    return call_for_one_thread
+
+
+_FOR_ONE_THREAD = for_one_thread(print).__code__  # all that it makes share it
+
+
 def transaction(change: Callable[..., Result]) -> Callable[..., Result]:
     """Make a method of a Transactional a transaction. It may raise Busy."""
 
+    @for_one_thread
     @wraps(change)
     def call(self: Transactional, *args: Any) -> Result:
-        with self.one_thread:
-            if self._in_transaction:
-                raise Busy("the engine was called from within its own step")
-            try:
-                result = self._transact(change, args)
-            finally:
-                self._in_transaction = False  # again, since Ctrl-C may come in the line where it was done
+        if self._in_transaction:
+            raise Busy("the engine was called from within its own step")
+        try:
+            result = self._transact(change, args)
+        finally:
+            self._in_transaction = False  # again, since Ctrl-C may come in the line where it was done
         while self._warnings:
-            warnings.warn(self._warnings.popleft(), RuntimeWarning, stacklevel=3)
+            warnings.warn(self._warnings.popleft(), RuntimeWarning, stacklevel=4)
         return result
 
     return call
