@@ -92,6 +92,15 @@ class Detokenizer:
         self.stopped_text: str | None = None  # the text before the stop string, once one is met
         self._state = _State(num_prompt_tokens)
 
+    @property
+    def state(self) -> tuple[_State, str | None]:
+        """What is known of the tokens read so far. Set back to an earlier value, it forgets those after it."""
+        return self._state, self.stopped_text
+
+    @state.setter
+    def state(self, state: tuple[_State, str | None]) -> None:
+        self._state, self.stopped_text = state
+
     def read(self, token_ids: list[int], is_last: bool) -> str:
         """What a caller may see: unless `token_ids` are the last ones, without what could still become something else."""
         if self.stopped_text is not None:

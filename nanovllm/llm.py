@@ -62,6 +62,9 @@ class LLM(LLMEngine):
         if not isinstance(messages, (list, tuple)):
             raise TypeError(f"messages must be a list of dicts, or a list of such lists, not {messages!r}")
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        for conversation in conversations:
+            if not isinstance(conversation, (list, tuple)) or not all(isinstance(message, dict) for message in conversation):
+                raise TypeError(f"a conversation must be a list of dicts with 'role' and 'content', not {conversation!r}")
         try:
             prompts = [
                 self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)

@@ -492,6 +492,9 @@ def test_chat(demo: LLM) -> None:
 def test_chat_wants_messages(demo: LLM) -> None:
     with pytest.raises(TypeError, match="messages"):
         demo.chat("hi")
+    for wrong in ([["a"]], [3], [{"role": "user", "content": "hi"}, "x"]):
+        with pytest.raises(TypeError, match="conversation"):
+            demo.chat(wrong)
 
 
 def test_chat_needs_a_tokenizer(make_llm: MakeLLM) -> None:

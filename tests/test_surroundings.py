@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -94,6 +94,30 @@ def test_a_signal_handler_may_abort(tiny: tuple[str, Oracle], make_llm: MakeLLM,
     check_invariants(llm)
 
 
+@pytest.mark.parametrize("wrong", [None, [3], {"request_id": 0}, "0", 1.0])
+def test_abort_of_what_is_no_id(make_llm: MakeLLM, wrong: object) -> None:
+    llm = make_llm()
+    with pytest.raises(TypeError):
+        llm.abort(wrong)
+    assert len(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == 4
+
+
+def test_abort_of_samples(make_llm: MakeLLM) -> None:
+    """By the first one's id all, also when it has ended; by another one's that one."""
+    llm = make_llm()
+    params = SamplingParams(n=3, ignore_eos=True)
+    first, second, third = (llm.add_request(PROMPTS[0], params) for _ in range(3))
+    llm.abort(second + 2)
+    assert set(llm.requests) == set(range(9)) - {second + 2}
+    llm.scheduler.finish(llm.requests[second].seq, "length")
+    llm.requests.pop(second)
+    llm.abort(second)
+    assert set(llm.requests) == {0, 1, 2, 6, 7, 8}
+    llm.abort(first)
+    llm.abort(third + 5)
+    assert set(llm.requests) == {6, 7, 8}
+
+
 # --- other threads, other processes
 
 
@@ -148,6 +172,31 @@ def test_a_refused_thread_waits_for_nothing(make_llm: MakeLLM, within_a_step: Ca
     assert llm.is_finished() and [o["finish_reason"] for o in llm.step()] == ["abort"]
 
 
+def test_aborts_from_another_thread_are_in_nobodys_way(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
+    llm, stop = make_llm(), threading.Event()
+
+    def abort_often() -> None:
+        while not stop.wait(1e-5):
+            llm.abort(10**9)
+
+    thread = threading.Thread(target=abort_often)
+    thread.start()
+    try:
+        for _ in range(20):
+            (output, *_) = [o for o in llm.stream(PROMPTS[0], GREEDY)][::-1]
+            assert output["token_ids"] == tiny[1](PROMPTS[0], 6)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_exit_from_another_thread(make_llm: MakeLLM, within_a_step: Callable) -> None:
+    llm = make_llm()
+    within_a_step(llm.exit)
+    with pytest.raises(RuntimeError, match="exit"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
 def test_after_a_fork(tiny: tuple[str, Oracle]) -> None:
     """Neither the parent's engine nor a new one can compute there: OpenMP would wait for threads that are not there."""
     code = f"""if True:
@@ -189,6 +238,16 @@ def deterministic() -> AbstractContextManager[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@contextmanager
+def matmul_precision() -> AbstractContextManager[None]:
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        assert torch.get_float32_matmul_precision() == "medium"
+        torch.set_float32_matmul_precision("highest")
+
+
 SURROUNDINGS: dict[str, Callable[[], list[AbstractContextManager]]] = {
     "autocast": lambda: [torch.autocast("cpu", dtype=torch.bfloat16)],
     "autocast float16": lambda: [torch.autocast("cpu", dtype=torch.float16)],
@@ -198,6 +257,7 @@ SURROUNDINGS: dict[str, Callable[[], list[AbstractContextManager]]] = {
     "grad": lambda: [torch.enable_grad()],
     "inference": lambda: [torch.inference_mode()],
     "deterministic": lambda: [deterministic()],
+    "matmul precision": lambda: [matmul_precision()],
     "all": lambda: [torch.autocast("cpu"), default_dtype(torch.float64), torch.device("meta"), deterministic()],
 }
 
@@ -347,6 +407,7 @@ def test_a_warning_that_is_an_error_harms_nobody() -> None:
         outputs += llm.step()
     last = {output["request_id"]: output for output in outputs}
     assert last[bad]["finish_reason"] == "error" and last[good]["text"] == expected[1]["text"]
+    assert [output["finish_reason"] for output in outputs if output["request_id"] == bad].count("error") == 1
     check_invariants(llm)
 
 
@@ -370,6 +431,57 @@ def test_ctrl_c_again_during_recovery(tiny: tuple[str, Oracle], make_llm: MakeLL
     assert [o["token_ids"] for o in outputs] == [tiny[1](prompt, 6) for prompt in PROMPTS]
     check_invariants(llm)
     assert [(o["request_id"], o["token_ids"]) for o in llm.step()] == [(other, tiny[1](PROMPTS[3], 6))]
+
+
+def test_ctrl_c_in_the_cleaning_up(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
+    """Twice, at every pair of lines of a transaction: the thread is served on, and so is another one."""
+    expected = tiny[1](PROMPTS[0], 3)
+    params = SamplingParams(temperature=0.0, max_tokens=3)
+    lines, targets = 0, ()
+
+    def count_lines(frame: object, event: str, argument: object) -> Callable | None:
+        nonlocal lines
+        if not frame.f_code.co_filename.endswith("transaction.py"):
+            return None
+        lines += event == "line"
+        if event == "line" and lines in targets:
+            raise KeyboardInterrupt
+        return count_lines
+
+    llm = make_llm()
+    for first in range(1, 60, 2):
+        for gap in (1, 2, 3, 5):
+            lines, targets = 0, (first, first + gap)
+            llm.add_request(PROMPTS[0], params)
+            sys.settrace(count_lines)
+            with suppress(KeyboardInterrupt):
+                llm.step()
+            sys.settrace(None)
+            served: list[dict] = []
+            thread = threading.Thread(target=lambda: served.extend(llm.generate(PROMPTS[0], params, use_tqdm=False)))
+            thread.start()
+            thread.join()
+            (output,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
+            assert [output["token_ids"]] == [served[0]["token_ids"]] == [expected], targets
+            check_invariants(llm)
+
+
+def test_text_of_a_token_that_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between the search for a stop string and the token's being noted, then an abort: no text without its token."""
+    llm = LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64)
+    request_id = llm.add_request("1, 2, 3", SamplingParams(temperature=0.0, stop="#"))
+    llm.step()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nanovllm.engine.request.Request.note", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.step()
+    llm.abort(request_id)
+    (output,) = llm.step()
+    assert output["text"] == llm.tokenizer.decode(output["token_ids"]) and len(output["token_ids"]) == 1
 
 
 def test_penalties_interrupted_while_they_count(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:

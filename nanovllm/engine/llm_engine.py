@@ -11,10 +11,12 @@ of.
 
 import operator
 import struct
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from itertools import count
+from itertools import count, islice, takewhile
+from threading import get_ident
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -27,7 +29,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import News, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.transaction import Busy, Transactional, transaction
+from nanovllm.engine.transaction import Busy, Transactional, for_one_thread, transaction
 from nanovllm.models.checkpoint import find_checkpoint, read_config, read_eos_token_ids, read_tokenizer
 from nanovllm.models.config import read_spec
 from nanovllm.models.weights import find_dtype
@@ -55,7 +57,7 @@ class LLMEngine(Transactional):
 
     @takes(Config)
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__()
+        self.check_process()
         self.config = config = Config.from_options(*args, **options)
         directory = find_checkpoint(config.model)
         hf_config = read_config(directory)
@@ -69,6 +71,7 @@ class LLMEngine(Transactional):
         self.tokenizer = read_tokenizer(directory)
         self.eos_token_ids = read_eos_token_ids(directory, hf_config, self.tokenizer)
         self.model_runner: ModelRunner | None = ModelRunner(config, spec, directory)
+        super().__init__()
         self.vocab_size = spec.vocab_size
         executor = self.model_runner.executor
         self.max_model_len = executor.max_model_len
@@ -93,17 +96,21 @@ class LLMEngine(Transactional):
         self._queue([self._check_prompt(prompt, params)], self.news, requests)
         return requests[0].first_id
 
+    @for_one_thread
     def step(self) -> list[RequestOutput]:
         """Run one step; the requests that gained a token or ended since the last call, as they stand now."""
         self._step()
-        return self._tell(self.news)
+        outputs = self._tell(dict(self.news))
+        self.news.clear()  # not before: they are told again if a warning is an error
+        return outputs
 
     def abort(self, request_id: int) -> None:
         """End a request, with all its samples, with finish_reason "abort". An unknown or ended one is left alone.
 
-        May be called at any moment, by any thread. Within a step it takes effect after it.
+        May be called at any moment, by any thread. Within a step it takes effect after it; if another thread was served last,
+        with the next call.
         """
-        self._abort([request_id])
+        self._abort([operator.index(request_id)])
 
     def is_finished(self) -> bool:
         """True if nothing waits, runs or is left for `step` to report, other than what the caller has aborted itself."""
@@ -137,11 +144,12 @@ class LLMEngine(Transactional):
     @transaction
     def _step(self) -> None:
         """One step of whatever is queued, and word of it to those who wait."""
-        if self.model_runner is None:
+        model_runner = self.model_runner  # exit() may come meanwhile
+        if model_runner is None:
             raise RuntimeError("this engine has been shut down by exit()")
         if seqs := self.scheduler.schedule():
-            logits = self.model_runner.run(seqs)
-            token_ids, logprobs = self.model_runner.sample(logits, seqs)
+            logits = model_runner.run(seqs)
+            token_ids, logprobs = model_runner.sample(logits, seqs)
             caught_up = self.scheduler.postprocess(seqs, token_ids)
             self._note(caught_up, token_ids, logprobs)
 
@@ -154,7 +162,7 @@ class LLMEngine(Transactional):
                 if not seq.is_finished:
                     continue
                 self._warn(request, "its logits are NaN")
-            elif seq.params.stop is not None:
+            elif request.looks_for_stop_strings:
                 try:
                     if request.meets_stop_string():  # which comes before "length"
                         self.scheduler.finish(seq, "stop")
@@ -204,7 +212,7 @@ class LLMEngine(Transactional):
 
     def _catch_up(self) -> None:
         """End what was aborted meanwhile."""
-        while self._aborted:
+        for _ in range(len(self._aborted)):  # not what comes now: other threads may abort faster than this
             for request in self._samples(self._aborted[0]):
                 self.scheduler.finish(request.seq, "abort")
                 request.note(None)
@@ -213,8 +221,9 @@ class LLMEngine(Transactional):
 
     def _abort(self, requests: Iterable[int | Request]) -> None:
         self._aborted.extend(requests)
-        with suppress(Busy):  # whoever it is busy with ends them when done
-            self._end_aborted()
+        if self._thread == get_ident():  # else it would be in the way of the thread that is served
+            with suppress(Busy):  # with a step, which ends them when done
+                self._end_aborted()
 
     @transaction
     def _end_aborted(self) -> None:
@@ -223,9 +232,11 @@ class LLMEngine(Transactional):
     def _samples(self, wanted: int | Request) -> list[Request]:
         """The unfinished sample of this id, or, if it is the first sample's, all unfinished ones of its request."""
         request = wanted if isinstance(wanted, Request) else self.requests.get(wanted)
-        if request is wanted or (request is not None and request.seq.params.n == 1):
+        if request is not None and (request is wanted or request.seq.params.n == 1):
             return [] if request.is_finished else [request]
-        return [request for request in self.requests.values() if wanted in (request.first_id, request.seq.seq_id)]
+        requests = list(self.requests.values())  # in the order of their ids: samples stand side by side
+        first = bisect_left(requests, wanted, key=lambda request: request.seq.seq_id)
+        return list(takewhile(lambda request: wanted in (request.first_id, request.seq.seq_id), islice(requests, first, None)))
 
     @transaction
     def _tell(self, news: News) -> list[RequestOutput]:

@@ -1,10 +1,11 @@
 """Turns scheduled sequences into a batch of plain numbers, has it run, and samples. Knows sequences, never queues.
 
-The block tables live here as one array with a row per lane, and only what is new is copied into it, so that a step's host
-work does not grow with the length of the contexts.
+The block tables live here as one array with a row per lane, and only what is new is copied into it, instead of all blocks of
+all contexts at every step.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,14 +28,17 @@ Result = TypeVar("Result")
 
 
 def undisturbed(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Have `function` compute without autograd and, whatever surrounds its call, without autocast."""
+    """Have `function` compute without autograd and, whatever the caller has set, in the dtypes that the tensors have."""
 
     @wraps(function)
     @torch.inference_mode()
     def call(self: "ModelRunner", *args: Any) -> Result:
-        if not torch.is_autocast_enabled(self.device.type):
-            return function(self, *args)
-        with torch.autocast(self.device.type, enabled=False):
+        with ExitStack() as stack:
+            if torch.is_autocast_enabled(self.device.type):
+                stack.enter_context(torch.autocast(self.device.type, enabled=False))
+            if (precision := torch.get_float32_matmul_precision()) != "highest":
+                stack.callback(torch.set_float32_matmul_precision, precision)
+                torch.set_float32_matmul_precision("highest")
             return function(self, *args)
 
     return call

@@ -17,7 +17,8 @@ class Request:
     """One of the n samples of a request. `first_id` is the id of sample 0, `news` where the engine leaves word."""
 
     __slots__ = (
-        "seq", "first_id", "sample_index", "news", "detokenizer", "num_tokens", "is_finished", "logprobs", "cumulative_logprob",
+        "seq", "first_id", "sample_index", "news", "detokenizer", "looks_for_stop_strings", "num_tokens", "is_finished", "text_state",
+        "logprobs", "cumulative_logprob",
     )  # fmt: skip
 
     def __init__(self, seq: Sequence, first_id: int, sample_index: int, news: News, detokenizer: Detokenizer | None) -> None:
@@ -26,8 +27,10 @@ class Request:
         self.sample_index = sample_index
         self.news = news
         self.detokenizer = detokenizer
+        self.looks_for_stop_strings = seq.params.stop is not None
         self.num_tokens = len(seq.token_ids)  # that are noted
         self.is_finished = False
+        self.text_state = detokenizer.state if self.looks_for_stop_strings else None
         self.logprobs: list[dict[int, float]] = []  # per generated token, if they are asked for
         self.cumulative_logprob = 0.0
 
@@ -37,13 +40,16 @@ class Request:
         if logprobs is not None and len(seq.token_ids) > self.num_tokens:
             self.logprobs.append(logprobs)
             self.cumulative_logprob += logprobs[seq.token_ids[-1]]
-        # Both or none, even if Ctrl-C comes here.
-        self.num_tokens, self.is_finished = len(seq.token_ids), seq.finish_reason is not None
+        text_state = self.detokenizer.state if self.looks_for_stop_strings else None
+        # All or none, even if Ctrl-C comes here.
+        self.num_tokens, self.is_finished, self.text_state = len(seq.token_ids), seq.finish_reason is not None, text_state
 
     def rewind(self) -> None:
         """Forget what a step that was cut short has done."""
         seq = self.seq
         del seq.token_ids[self.num_tokens :]
+        if self.looks_for_stop_strings:  # in what is not noted yet
+            self.detokenizer.state = self.text_state
         generated = seq.token_ids[seq.num_prompt_tokens :]
         del self.logprobs[len(generated) :]
         self.cumulative_logprob = sum((entry[token_id] for token_id, entry in zip(generated, self.logprobs)), 0.0)
@@ -51,9 +57,7 @@ class Request:
     def meets_stop_string(self) -> bool:
         """Whether the newest token completes a stop string. Raises what the tokenizer raises."""
         seq = self.seq
-        return bool(self.detokenizer) and self.detokenizer.meets_stop_string(
-            seq.token_ids, len(seq.token_ids) > seq.min_num_tokens
-        )
+        return self.detokenizer.meets_stop_string(seq.token_ids, may_stop=len(seq.token_ids) > seq.min_num_tokens)
 
     def output(self, text: str) -> RequestOutput:
         """The request as it stands."""

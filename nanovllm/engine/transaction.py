@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import wraps
 from threading import get_ident
+from types import CodeType
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 P, Result = ParamSpec("P"), TypeVar("Result")
@@ -26,39 +27,41 @@ class Transactional:
     process: ClassVar[int | None] = None  # that made the first one: OpenMP and CUDA do not survive a fork
 
     def __init__(self) -> None:
-        Transactional.process = Transactional.process or os.getpid()
+        Transactional.process = os.getpid()
         self._thread = get_ident()  # the last one that was served
-        self._check_process()
         self._in_transaction = False
         self._is_whole = True  # False: a change has begun and has not come to its end
         self._warnings: deque[str] = deque()  # to be given afterwards, since a warning can be made an error
 
-    def _check_process(self) -> None:
-        if os.getpid() != self.process:
+    @classmethod
+    def check_process(cls) -> None:
+        """Raises RuntimeError in a process that was forked from one that has made an object."""
+        if cls.process not in (None, os.getpid()):
             raise RuntimeError(
                 "this process was forked from one that had made an engine, where nothing can be computed any more:"
                 " start it with multiprocessing's 'spawn' method"
             )
 
     def _admit_thread(self) -> None:
-        """Raises Busy if another thread is in a method `for_one_thread`.
-
-        That is read off its stack: Ctrl-C could leave a lock locked, between its acquisition and what would release it.
-        """
+        """Raises Busy if another thread is in a method `for_one_thread`."""
         thread = get_ident()
         if self._thread != thread:
-            busy = self._is_served(self._thread)
+            busy = self._is_in(_FOR_ONE_THREAD, self._thread)
             if not busy:
                 other, self._thread = self._thread, thread
-                if busy := self._is_served(other):  # it came between these lines
+                if busy := self._is_in(_FOR_ONE_THREAD, other):  # it came between these lines
                     self._thread = other
             if busy:
                 raise Busy("another thread is in a call of this engine, which serves one thread at a time")
 
-    def _is_served(self, thread: int) -> bool:
+    def _is_in(self, code: CodeType, thread: int) -> bool:
+        """Whether `thread` is in a method of this object that has this code.
+
+        Read off its stack: what would have to be undone at the method's end, such as a lock, Ctrl-C could leave as it is.
+        """
         frame = sys._current_frames().get(thread)
         while frame is not None:
-            if frame.f_code is _FOR_ONE_THREAD and frame.f_locals.get("self") is self:
+            if frame.f_code is code and frame.f_locals.get("self") is self:
                 return True
             frame = frame.f_back
         return False
@@ -96,7 +99,7 @@ def for_one_thread(method: Callable[P, Result]) -> Callable[P, Result]:
 
     @wraps(method)
     def call_for_one_thread(self: Transactional, *args: P.args, **kwargs: P.kwargs) -> Result:
-        self._check_process()
+        self.check_process()
         self._admit_thread()
         return method(self, *args, **kwargs)
 
@@ -112,12 +115,9 @@ def transaction(change: Callable[..., Result]) -> Callable[..., Result]:
     @for_one_thread
     @wraps(change)
     def call(self: Transactional, *args: Any) -> Result:
-        if self._in_transaction:
+        if self._in_transaction and self._is_in(Transactional._transact.__code__, get_ident()):
             raise Busy("the engine was called from within its own step")
-        try:
-            result = self._transact(change, args)
-        finally:
-            self._in_transaction = False  # again, since Ctrl-C may come in the line where it was done
+        result = self._transact(change, args)
         while self._warnings:
             warnings.warn(self._warnings.popleft(), RuntimeWarning, stacklevel=4)
         return result
