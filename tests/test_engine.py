@@ -53,6 +53,8 @@ def demo() -> LLM:
         ({"kvcache_block_size": 1}, "kvcache_block_size"),
         ({"num_kvcache_blocks": 0}, "num_kvcache_blocks"),
         ({"num_kvcache_blocks": 10**12}, "num_kvcache_blocks"),
+        ({"num_kvcache_blocks": 2**31 - 1}, "num_kvcache_blocks"),
+        ({"kvcache_block_size": 2**31 - 1}, "kvcache_block_size"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
         ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization"),
         ({"max_num_seqs": 10**30}, "max_num_seqs"),

@@ -62,10 +62,7 @@ class Executor:
                 f" or give the cache more memory (num_kvcache_blocks, kvcache_memory_bytes, gpu_memory_utilization)"
             )
         self.max_model_len = min(self.max_model_len, capacity)
-        try:
-            self._allocate(self.num_blocks)
-        except RuntimeError as error:  # torch's own for any device that is out of memory
-            raise ValueError(f"no memory for num_kvcache_blocks={self.num_blocks}: {arithmetic}") from error
+        self._allocate(self.num_blocks)
         print(f"nanovllm: {self.device}, {self.spec.dtype}, {self.backend.NAME} attention; {arithmetic}", file=sys.stderr)
 
     @property
@@ -80,7 +77,12 @@ class Executor:
         self.kv_caches: list[Tensor] = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.kv_caches = [torch.empty(shape, dtype=spec.dtype, device=self.device) for _ in range(spec.num_layers)]
+        try:
+            self.kv_caches = [torch.empty(shape, dtype=spec.dtype, device=self.device) for _ in range(spec.num_layers)]
+        except RuntimeError as error:  # torch's own for any device that is out of memory
+            raise ValueError(
+                f"no memory for {num_blocks} blocks of {self.block_size} tokens: lower num_kvcache_blocks or kvcache_block_size"
+            ) from error
         if self.device.type == "cpu":  # Linux finds memory when it is written first: for the blocks used first, now
             num_first = -(-self.config.max_num_batched_tokens // self.block_size)
             for kv_cache in self.kv_caches:

@@ -24,23 +24,19 @@ static To bit_cast(From from) {
     return to;
 }
 
-// exp(x) to about a unit in the last place, of which compilers make vector code: x = n * log(2) + rest, and the polynomial
-// is Cephes' exp(rest). 0 below -87, infinite above 88.7; NaN stays NaN, as it compares false.
+// exp(x) for x up to 88, to about a unit in the last place, of which compilers make vector code: x = n * log(2) + rest, and
+// the polynomial is Cephes' exp(rest). 0 below -87.7; NaN stays NaN, as it compares false.
 static float exponential(float x) {
-    // With std::min and std::max, gcc makes no vector code of it.
-    x = x < -87.5f ? -87.5f : x;
-    x = x > 89.0f ? 89.0f : x;
+    x = x < -88 ? -88 : x;  // with std::max, gcc makes no vector code of it
     float shifted = x * 1.44269504f + 0x1.8p23f, n = shifted - 0x1.8p23f;  // at this size a float has no fraction
     float rest = x - n * 0.693359375f + n * 2.12194440e-4f;  // the first product is exact
     float sum = 1.9875691500e-4f * rest + 1.3981999507e-3f;
     for (float coefficient : {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f})
         sum = sum * rest + coefficient;
-    // 2^(n - 1), for 2^128 would be infinite; 0 where n is -126.
-    float power = bit_cast<float>((bit_cast<uint32_t>(shifted) + 126) << 23);
-    return 2 * sum * power;
+    return sum * bit_cast<float>((bit_cast<uint32_t>(shifted) + 127) << 23);  // times 2^n, which is 0 where n is -127
 }
 
-static float silu(float x) { return x / (1 + exponential(-x)); }
+static float silu(float x) { return x / (1 + exponential(x > -88 ? -x : 88)); }
 
 // In place of each score exp(scale * score - highest); their sum. highest is then scale * the highest score, but finite
 // where all scores are -inf: they weigh nothing.

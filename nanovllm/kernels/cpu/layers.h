@@ -73,7 +73,8 @@ extern "C" void sample(const T* logits, const int32_t* token_hashes, const int32
                     x = (x ^ x >> 15) * 0x2C1B3C6D >> 1;
                     scores[i] = in[start + i];
                     uniforms[i] = int32_t(x) * (0x1p-31f * (1 - 0x1p-23f)) + 0x1p-33f;
-                    can_win[i] = !(uniforms[i] > 1.01f * exponential((scores[i] - highest) * inverse));  // NaN can
+                    float lead = (scores[i] - highest) * inverse;
+                    can_win[i] = !(uniforms[i] > 1.01f * exponential(lead > 0 ? 0 : lead));  // NaN can
                     num_left += can_win[i];
                 }
             } else {
