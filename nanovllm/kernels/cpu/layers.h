@@ -2,11 +2,14 @@
 #pragma once
 #include "common.h"
 
-static void normalize(const T* x, const T* weight, int64_t size, float eps, T* output) {
+static float mean_square(const T* x, int64_t size) {
     float squares = 0;
 #pragma omp simd reduction(+ : squares)
     for (int64_t i = 0; i < size; i++) squares += float(x[i]) * float(x[i]);
-    float factor = 1 / sqrtf(squares / size + eps);
+    return squares / size;
+}
+
+static void normalize(const T* x, const T* weight, int64_t size, float factor, T* output) {
     for (int64_t i = 0; i < size; i++) {
         T normed;
         normed = x[i] * factor;  // rounded before the weight is applied, as in Hugging Face's models
@@ -16,17 +19,23 @@ static void normalize(const T* x, const T* weight, int64_t size, float eps, T* o
 
 extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tokens, int64_t size, float eps) {
 #pragma omp parallel for if (num_tokens * size > SERIAL)
-    for (int64_t token = 0; token < num_tokens; token++) normalize(x + token * size, weight, size, eps, output + token * size);
+    for (int64_t token = 0; token < num_tokens; token++)
+        normalize(x + token * size, weight, size, 1 / sqrtf(mean_square(x + token * size, size) + eps), output + token * size);
 }
 
 extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* norm_weight, T* output,
                        int64_t num_tokens, int64_t stride, int64_t num_heads, int64_t half, float eps) {
 #pragma omp parallel for if (num_tokens * num_heads * half > SERIAL)
-    for (int64_t token = 0; token < num_tokens; token++)
-        for (int64_t head = 0; head < num_heads; head++) {
-            const T* in = x + token * stride + head * 2 * half;
+    for (int64_t token = 0; token < num_tokens; token++) {
+        const T* in = x + token * stride;
+        float factors[num_heads];  // roots and divisions are slow one by one: first the squares, then those of all heads
+        for (int64_t head = 0; head < num_heads; head++)
+            factors[head] = norm_weight ? mean_square(in + head * 2 * half, 2 * half) + eps : 1;
+#pragma omp simd
+        for (int64_t head = 0; head < num_heads; head++) factors[head] = 1 / sqrtf(factors[head]);
+        for (int64_t head = 0; head < num_heads; head++, in += 2 * half) {
             T normed[2 * half], *out = output + (token * num_heads + head) * 2 * half;
-            if (norm_weight) normalize(in, norm_weight, 2 * half, eps, normed);
+            if (norm_weight) normalize(in, norm_weight, 2 * half, factors[head], normed);
             const T *first = norm_weight ? normed : in, *second = first + half;
             const float *c = cos + token * half, *s = sin + token * half;
             for (int64_t i = 0; i < half; i++) {
@@ -35,6 +44,7 @@ extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* 
                 out[half + i] = b * c[i] + a * s[i];
             }
         }
+    }
 }
 
 extern "C" void silu_and_mul(const T* gate_up, T* output, int64_t num_tokens, int64_t size) {
