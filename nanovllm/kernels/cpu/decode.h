@@ -134,8 +134,8 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
     }
 }
 
-extern "C" void store_kvcache(const T* key, const T* value, int64_t key_stride, int64_t value_stride, const int64_t* slot_mapping,
-                   int64_t num_tokens, int64_t slot_size, T* keys, T* values) {
+extern "C" void store_kvcache(const T* key, const T* value, int64_t key_stride, int64_t value_stride,
+                              const int64_t* slot_mapping, int64_t num_tokens, int64_t slot_size, T* keys, T* values) {
 #pragma omp parallel for if (num_tokens * slot_size > SERIAL)
     for (int64_t token = 0; token < num_tokens; token++) {
         int64_t slot = slot_mapping[token];
