@@ -137,6 +137,8 @@ def test_min_tokens_bars_eos_in_the_model(tiny: tuple[str, Oracle], make_llm: Ma
 def test_stop_needs_a_tokenizer(make_llm: MakeLLM) -> None:
     with pytest.raises(ValueError, match="stop_token_ids"):
         make_llm().generate([1], SamplingParams(stop="x"))
+    (output,) = make_llm().generate([1], SamplingParams(stop=[], max_tokens=2), use_tqdm=False)
+    assert output["finish_reason"] == "length", "no stop strings need none"
 
 
 # --- penalties

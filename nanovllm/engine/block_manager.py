@@ -150,7 +150,7 @@ class BlockManager:
                 block.hash = -1
 
     def free(self, seq: Sequence) -> None:
-        """Take the block table back. What was published stays findable until its block is taken."""
+        """Take the block table back. What was cached stays findable until its block is taken."""
         for index in reversed(range(len(seq.block_table))):  # the tail becomes the first to be evicted
             block = self.blocks[seq.block_table[index]]
             block.ref_count -= 1

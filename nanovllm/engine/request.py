@@ -17,8 +17,8 @@ class Request:
     """One of the n samples of a request. `first_id` is the id of sample 0, `news` where the engine leaves word."""
 
     __slots__ = (
-        "seq", "first_id", "sample_index", "news", "detokenizer", "looks_for_stop_strings", "num_tokens", "is_finished", "text_state",
-        "logprobs", "cumulative_logprob",
+        "seq", "first_id", "sample_index", "news", "detokenizer", "looks_for_stop_strings",
+        "num_tokens", "is_finished", "text_state", "logprobs", "cumulative_logprob",
     )  # fmt: skip
 
     def __init__(self, seq: Sequence, first_id: int, sample_index: int, news: News, detokenizer: Detokenizer | None) -> None:
@@ -27,7 +27,7 @@ class Request:
         self.sample_index = sample_index
         self.news = news
         self.detokenizer = detokenizer
-        self.looks_for_stop_strings = seq.params.stop is not None
+        self.looks_for_stop_strings = bool(seq.params.stop_strings)
         self.num_tokens = len(seq.token_ids)  # that are noted
         self.is_finished = False
         self.text_state = detokenizer.state if self.looks_for_stop_strings else None
