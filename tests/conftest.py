@@ -1,8 +1,10 @@
 """Tiny random checkpoints and transformers' own greedy tokens for them, the authority that the engine is held against."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import CodeType, FrameType
 
 import pytest
 import torch
@@ -98,3 +100,28 @@ def check_invariants(llm: LLM) -> None:
     assert sorted(lanes + scheduler.free_lanes) == list(range(llm.config.max_num_seqs))
     ids = [seq.seq_id for seq in [*scheduler.running, *scheduler.waiting]]
     assert ids == sorted(ids) == list(llm.requests)
+
+
+class LineInterrupts:
+    """A context in which Ctrl-C comes at the lines numbered `targets`, counted over the functions whose code `covers` accepts."""
+
+    def __init__(self, covers: Callable[[CodeType], bool], *targets: int) -> None:
+        self.covers = covers
+        self.targets = targets
+        self.num_lines = 0
+
+    def __enter__(self) -> "LineInterrupts":
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> Callable | None:
+        if not self.covers(frame.f_code):
+            return None
+        if event == "line":
+            self.num_lines += 1
+            if self.num_lines in self.targets:
+                raise KeyboardInterrupt
+        return self._trace

@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from types import CodeType
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import VOCAB_SIZE, Oracle, check_invariants, random_prompt
+from conftest import VOCAB_SIZE, LineInterrupts, Oracle, check_invariants, random_prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -383,34 +383,18 @@ def test_interrupted_anywhere(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> No
     prompts = [random_prompt(i % 2, 9 + i) for i in range(4)]
     params = SamplingParams(temperature=0.0, max_tokens=5, n=2)
     expected = [tiny[1](prompt, 5) for prompt in prompts for _ in range(2)]
-    lines, target = 0, -1
 
-    def count_lines(frame: FrameType, event: str, argument: object) -> Callable | None:
-        nonlocal lines
-        if f"nanovllm{os.sep}" not in frame.f_code.co_filename or "_queued" in frame.f_code.co_name:
-            return None
-        if event == "line":
-            lines += 1
-            if lines == target:
-                raise KeyboardInterrupt
-        return count_lines
+    def is_the_engines(code: CodeType) -> bool:
+        return f"nanovllm{os.sep}" in code.co_filename and "_queued" not in code.co_name
 
-    def run(llm: LLM, stop_at: int) -> None:
-        nonlocal lines, target
-        lines, target = 0, stop_at
-        sys.settrace(count_lines)
-        try:
-            llm.generate(prompts, params, use_tqdm=False)
-        finally:
-            sys.settrace(None)
-
-    run(make_llm(num_kvcache_blocks=9), -1)
-    total = lines
-    for stop_at in range(5, total, max(1, total // STOPS)):
+    llm = make_llm(num_kvcache_blocks=9)
+    with LineInterrupts(is_the_engines) as count:
+        llm.generate(prompts, params, use_tqdm=False)
+    for stop_at in range(5, count.num_lines, max(1, count.num_lines // STOPS)):
         llm = make_llm(num_kvcache_blocks=9)
         other = llm.add_request(prompts[0], GREEDY)
-        with pytest.raises(KeyboardInterrupt):
-            run(llm, stop_at)
+        with pytest.raises(KeyboardInterrupt), LineInterrupts(is_the_engines, stop_at):
+            llm.generate(prompts, params, use_tqdm=False)
         check_invariants(llm)
         assert set(llm.requests) <= {other}, stop_at
         assert [o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)] == expected, stop_at

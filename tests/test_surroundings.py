@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, Oracle, check_invariants, make_checkpoint, random_prompt
+from conftest import VOCAB_SIZE, LineInterrupts, Oracle, check_invariants, make_checkpoint, random_prompt
 from safetensors.torch import load_file, save_file
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
@@ -437,26 +437,13 @@ def test_ctrl_c_in_the_cleaning_up(tiny: tuple[str, Oracle], make_llm: MakeLLM) 
     """Twice, at every pair of lines of a transaction: the thread is served on, and so is another one."""
     expected = tiny[1](PROMPTS[0], 3)
     params = SamplingParams(temperature=0.0, max_tokens=3)
-    lines, targets = 0, ()
-
-    def count_lines(frame: object, event: str, argument: object) -> Callable | None:
-        nonlocal lines
-        if not frame.f_code.co_filename.endswith("transaction.py"):
-            return None
-        lines += event == "line"
-        if event == "line" and lines in targets:
-            raise KeyboardInterrupt
-        return count_lines
-
     llm = make_llm()
     for first in range(1, 60, 2):
         for gap in (1, 2, 3, 5):
-            lines, targets = 0, (first, first + gap)
+            targets = (first, first + gap)
             llm.add_request(PROMPTS[0], params)
-            sys.settrace(count_lines)
-            with suppress(KeyboardInterrupt):
+            with suppress(KeyboardInterrupt), LineInterrupts(lambda code: code.co_filename.endswith("transaction.py"), *targets):
                 llm.step()
-            sys.settrace(None)
             served: list[dict] = []
             thread = threading.Thread(target=lambda: served.extend(llm.generate(PROMPTS[0], params, use_tqdm=False)))
             thread.start()
@@ -488,30 +475,14 @@ def test_penalties_interrupted_while_they_count(make_llm: MakeLLM, monkeypatch: 
     """At every line of it: what was not counted is counted the next time, and nothing twice."""
     params = SamplingParams(temperature=0.0, max_tokens=12, frequency_penalty=1.0, repetition_penalty=1.3)
     (expected,) = make_llm().generate(PROMPTS[0], params, use_tqdm=False)
-    code, target, lines = Penalties._count.__code__, 0, 0
-
-    def count_lines(frame: object, event: str, argument: object) -> Callable | None:
-        nonlocal lines
-        if frame.f_code is not code:
-            return None
-        lines += event == "line"
-        if event == "line" and lines == target:
-            raise KeyboardInterrupt
-        return count_lines
-
     for target in range(1, 200, 3):
-        llm, lines = make_llm(), 0
+        llm, interrupts = make_llm(), LineInterrupts(lambda code: code is Penalties._count.__code__, target)
         request_id = llm.add_request(PROMPTS[0], params)
         outputs: list[dict] = []
         while not llm.is_finished():
-            sys.settrace(count_lines)
-            try:
+            with suppress(KeyboardInterrupt), interrupts:
                 outputs += llm.step()
-            except KeyboardInterrupt:
-                continue
-            finally:
-                sys.settrace(None)
         assert (outputs[-1]["request_id"], outputs[-1]["token_ids"]) == (request_id, expected["token_ids"]), target
-        if lines < target:
+        if interrupts.num_lines < target:
             break
     assert target > 20

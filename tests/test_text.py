@@ -1,14 +1,13 @@
 """From tokens to text, for each kind of tokenizer: what is shown while tokens come, what in the end, where a stop string cuts."""
 
 import random
-import sys
 import time
-from collections.abc import Callable
 from itertools import pairwise, product
-from types import FrameType
+from types import CodeType
 from typing import Any
 
 import pytest
+from conftest import LineInterrupts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -360,31 +359,18 @@ def test_interrupted_at_any_line(name: str, text: str, stops: tuple, monkeypatch
     monkeypatch.setattr(Detokenizer, "MAX_PENDING", 4)
     tokenizer = TOKENIZERS[name]
     token_ids = [*encode(tokenizer, text), *[tokenizer.bos_token_id] * 6, *encode(tokenizer, text)]
-    lines, target = 0, 0
 
-    def count_lines(frame: FrameType, event: str, argument: object) -> Callable | None:
-        nonlocal lines
-        if frame.f_code.co_filename != module.__file__:
-            return None
-        if event == "line":
-            lines += 1
-            if lines == target:
-                raise KeyboardInterrupt
-        return count_lines
-
-    def run(reader: Detokenizer, shown: list[Any]) -> None:
-        sys.settrace(count_lines)
-        try:
-            tell(reader, token_ids, shown)
-        finally:
-            sys.settrace(None)
+    def is_the_detokenizers(code: CodeType) -> bool:
+        return code.co_filename == module.__file__
 
     expected: list[Any] = []
-    run(Detokenizer(tokenizer, 0, stops), expected)
-    for target in range(1, lines + 1):
-        lines, shown = 0, []
+    reader = Detokenizer(tokenizer, 0, stops)
+    with LineInterrupts(is_the_detokenizers) as count:
+        tell(reader, token_ids, expected)
+    for target in range(1, count.num_lines + 1):
+        shown: list[Any] = []
         reader = Detokenizer(tokenizer, 0, stops)
-        with pytest.raises(KeyboardInterrupt):
-            run(reader, shown)
+        with pytest.raises(KeyboardInterrupt), LineInterrupts(is_the_detokenizers, target):
+            tell(reader, token_ids, shown)
         tell(reader, token_ids, shown)
         assert shown == expected, target
