@@ -13,6 +13,7 @@ ModelRunner builds it, the model and its attention read it. Three sequences that
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -27,6 +28,34 @@ class Batch:
     max_seqlen_q: int  # 1: pure decode
     max_seqlen_k: int
     logits_indices: Tensor  # int64 [num_logits], the rows of input_ids whose next token is wanted
+
+    def pack(self) -> Tensor:
+        """All of it as one int32 tensor: six sizes, then the numbers. No slot and no token id needs more than 31 bits."""
+        tables = self.block_tables
+        parts = (
+            self.input_ids, self.positions, self.slot_mapping, self.logits_indices, self.cu_seqlens_q, self.context_lens, tables
+        )  # fmt: skip
+        sizes = len(self.input_ids), *tables.shape, len(self.logits_indices), self.max_seqlen_q, self.max_seqlen_k
+        return torch.cat((tables.new_tensor(sizes), *[part.flatten().int() for part in parts]))
+
+    @classmethod
+    def unpack(cls, packed: Tensor) -> "Batch":
+        """The batch that `pack` made this of."""
+        num_tokens, num_seqs, width, num_logits, max_seqlen_q, max_seqlen_k = packed[:6].tolist()
+        lengths = [num_tokens, num_tokens, num_tokens, num_logits, num_seqs + 1, num_seqs, num_seqs * width]
+        input_ids, positions, slot_mapping, logits_indices, *others = packed[6:].split(lengths)
+        cu_seqlens_q, context_lens, tables = others
+        return cls(
+            input_ids=input_ids.long(),
+            positions=positions.long(),
+            slot_mapping=slot_mapping.long(),
+            cu_seqlens_q=cu_seqlens_q,
+            context_lens=context_lens,
+            block_tables=tables.view(num_seqs, width),
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            logits_indices=logits_indices.long(),
+        )
 
 
 @dataclass(frozen=True)

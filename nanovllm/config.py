@@ -42,7 +42,8 @@ class Config:
         model: A Hugging Face checkpoint directory, or a Hub id.
         dtype: Of weights, K/V and computation. "auto": the checkpoint's.
         device: "cpu", "cuda" or "cuda:N". "auto": CUDA if there is a GPU, else the CPU.
-        tensor_parallel_size: Ranks of one model.
+        tensor_parallel_size: Ranks of one model, a process each, and a GPU each if there are any. It must divide the heads and
+            the MLP's width.
         max_model_len: Prompt and generated tokens of a sequence. None: the model's limit, at most 4096, at most what the KV
             cache holds.
         max_num_batched_tokens: Tokens computed in one step.
@@ -50,8 +51,8 @@ class Config:
         kvcache_block_size: Tokens in a block. None: what the attention backend prefers.
         num_kvcache_blocks: None: sized from the memory there is; the arithmetic is printed at the start.
         gpu_memory_utilization: (0, 1]: the share of the GPU's memory that this engine may come to use.
-        kvcache_memory_bytes: The KV cache's size. None on a CPU: a quarter of the available memory, or what max_num_seqs
-            sequences can use.
+        kvcache_memory_bytes: The KV cache's size on each rank. None on a CPU: a quarter of the available memory, divided among
+            the ranks, or what max_num_seqs sequences can use.
         enable_prefix_caching: Reuse full blocks of equal prefixes.
         enable_chunked_prefill: True: decodes and pieces of prompts share steps. False: whole prompts first, then decodes, as in
             vLLM 0.x.
@@ -99,8 +100,6 @@ class Config:
             object.__setattr__(self, name, check(name, getattr(self, name)))
         if not isinstance(self.device, str):
             raise TypeError(f"device must be a str such as 'auto', 'cpu' or 'cuda', not {self.device!r}")
-        if self.tensor_parallel_size != 1:
-            raise ValueError(f"tensor_parallel_size={self.tensor_parallel_size} is not built yet: only 1 is")
         if self.trace is not None:
             raise ValueError("trace is not built yet: only None is")
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear, Target
+from nanovllm.layers.tensor_parallel import TensorParallel
 
 LAYER = "model.layers.1.mlp.up_proj.weight"
 SIZES = (
@@ -253,7 +254,7 @@ def test_ranks_of_a_linear_layer_make_the_whole() -> None:
     with torch.no_grad():
         outputs = []
         for rank in range(2):
-            layer = ColumnParallelLinear(6, {"q": 8, "k": 4}, True, torch.float32, rank, 2)
+            layer = ColumnParallelLinear(6, {"q": 8, "k": 4}, True, torch.float32, TensorParallel(rank, 2))
             fill(dict(layer.targets("a.qk")), full)
             outputs.append(layer(x).split([4, 2], dim=-1))
         for part, name in enumerate(("q", "k")):
@@ -263,7 +264,7 @@ def test_ranks_of_a_linear_layer_make_the_whole() -> None:
         row = {"o.weight": torch.randn(5, 6), "o.bias": torch.randn(5)}
         total = torch.zeros(3, 5)
         for rank in range(2):
-            layer = RowParallelLinear(6, 5, True, torch.float32, rank, 2)
+            layer = RowParallelLinear(6, 5, True, torch.float32, TensorParallel(rank, 2))
             fill(dict(layer.targets("o")), row)
             total += layer(x[:, rank * 3 : (rank + 1) * 3])
         torch.testing.assert_close(total, torch.nn.functional.linear(x, row["o.weight"], row["o.bias"]))

@@ -1,7 +1,8 @@
 """Runs batches: the half of the engine that has the model and the KV cache. Knows neither sequences nor queues nor text.
 
-All that it needs for a step is a Batch of plain numbers, so that it could run in another process on the same bytes. It
-settles what depends on checkpoint and machine: device, attention backend, block size, number of blocks, max_model_len.
+All that it needs for a step is a Batch of plain numbers. So with several ranks, each has an Executor: rank 0 `run`s a batch,
+which the others receive and compute in `serve`. It settles what depends on checkpoint and machine: attention backend, block
+size, number of blocks, max_model_len.
 """
 
 import sys
@@ -17,6 +18,7 @@ from nanovllm.config import Config
 from nanovllm.engine.kv_cache import MemoryMeter, count_blocks
 from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
+from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import CausalLM, DecoderSpec
 from nanovllm.models.weights import init_dummy_weights, load_checkpoint
 
@@ -26,10 +28,13 @@ _DEFAULT_MAX_MODEL_LEN = 4096
 class Executor:
     """Raises ValueError for options and checkpoints that do not go together or not with this machine."""
 
-    def __init__(self, config: Config, spec: DecoderSpec, directory: Path) -> None:
+    def __init__(
+        self, config: Config, spec: DecoderSpec, directory: Path, tp: TensorParallel, device: torch.device
+    ) -> None:
         self.config = config
         self.spec = spec
-        self.device = find_device(config.device)
+        self.tp = tp
+        self.device = device
         self.backend: Backend = attention
         self.block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
         wishes = config.attention_backend, self.device, spec.dtype, spec.head_dim, config.kvcache_block_size
@@ -40,7 +45,7 @@ class Executor:
 
         self.meter = MemoryMeter(self.device)
         with torch.device(self.device):
-            self.model = CausalLM(spec, self.backend)
+            self.model = CausalLM(spec, self.backend, tp)
         with torch.device("cpu"):  # where safetensors reads, whatever the caller's default device is
             if config.load_format == "dummy":
                 init_dummy_weights(self.model, config.seed)
@@ -48,12 +53,13 @@ class Executor:
                 load_checkpoint(self.model, directory)
         self.model = kernels.kernelize(self.model, self.device, spec.dtype)
 
-    def allocate_kv_cache(self, sample: Callable[[Tensor], object]) -> None:
+    def allocate_kv_cache(self, sample: Callable[[Tensor], object] = lambda logits: None) -> None:
         """Size the KV cache, on a GPU by a profile run, at the end of which `sample` takes the logits. Then allocate it."""
         config = self.config
         self._allocate(num_blocks=1)
+        sizes = self.spec, self.block_size, self.max_model_len
         self.num_blocks, arithmetic = count_blocks(
-            config, self.spec, self.block_size, self.max_model_len, self.meter, lambda: sample(self.run(self.largest_batch()))
+            config, *sizes, self.meter, lambda: sample(self.compute(self.largest_batch())), self.tp
         )
         capacity = self.num_blocks * self.block_size
         if (config.max_model_len or 0) > capacity:
@@ -63,7 +69,8 @@ class Executor:
             )
         self.max_model_len = min(self.max_model_len, capacity)
         self._allocate(self.num_blocks)
-        print(f"nanovllm: {self.device}, {self.spec.dtype}, {self.backend.NAME} attention; {arithmetic}", file=sys.stderr)
+        if self.tp.rank == 0:
+            print(f"nanovllm: {self.device}, {self.spec.dtype}, {self.backend.NAME} attention; {arithmetic}", file=sys.stderr)
 
     @property
     def block_table_width(self) -> int:
@@ -72,7 +79,7 @@ class Executor:
 
     def _allocate(self, num_blocks: int) -> None:
         spec = self.spec
-        shape = (2, num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
+        shape = (2, num_blocks, self.block_size, self.tp.divide(spec.num_kv_heads)[0], spec.head_dim)
         self.graphs = None  # first of all let go of the old ones
         self.kv_caches: list[Tensor] = []
         if self.device.type == "cuda":
@@ -91,9 +98,20 @@ class Executor:
             steps = self.model, self.backend, self.kv_caches, self.config.max_num_seqs, self.block_table_width
             self.graphs = kernels.capture_decode_steps(*steps)
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
-        """Write the K/V of the batch's tokens, and compute logits [num_logits, vocab_size]."""
+        """Write the K/V of the batch's tokens, and compute logits [num_logits, vocab_size], all ranks together."""
+        if self.tp.size > 1:
+            self.tp.send(batch.pack())
+        return self.compute(batch)
+
+    def serve(self) -> None:
+        """Compute this rank's share of the batches that rank 0 runs, until it sends an empty one."""
+        while len(message := self.tp.receive(self.device)):
+            self.compute(Batch.unpack(message))
+
+    @torch.inference_mode()
+    def compute(self, batch: Batch) -> Tensor:
+        """This rank's share."""
         if self.graphs is not None and batch.max_seqlen_q == 1:
             hidden = self.graphs.run(batch)
         else:

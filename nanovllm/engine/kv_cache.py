@@ -4,7 +4,8 @@
     bytes of a block  = block size * bytes of a token
     GPU               = min(gpu_memory_utilization * total, GPU_SHARE_OF_FREE * free before loading)
                         - weights - CUDA graphs - peak of the largest step
-    CPU               = min(CPU_SHARE * available once the weights are loaded, max_num_seqs sequences of max_model_len)
+    CPU               = min(CPU_SHARE * available once the weights are loaded / ranks, max_num_seqs sequences of max_model_len)
+    of several ranks  = what the smallest has: the block tables are the same on all
     available         = what the machine, the cgroups around this process and its own limits (ulimit) have left, the least
 """
 
@@ -15,14 +16,16 @@ import psutil
 import torch
 
 from nanovllm.config import Config
+from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 from nanovllm.models.decoder import DecoderSpec
 
 GPU_SHARE_OF_FREE = 0.95  # where others use the GPU, leave room for what they and the driver still allocate
 CPU_SHARE = 0.25
 
 
-def bytes_per_block(spec: DecoderSpec, block_size: int) -> int:
-    return block_size * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+def bytes_per_block(spec: DecoderSpec, tp: TensorParallel, block_size: int) -> int:
+    num_kv_heads, _ = tp.divide(spec.num_kv_heads)
+    return block_size * 2 * spec.num_layers * num_kv_heads * spec.head_dim * spec.dtype.itemsize
 
 
 class MemoryMeter:
@@ -85,9 +88,11 @@ def count_blocks(
     max_model_len: int,
     meter: MemoryMeter,
     profile_run: Callable[[], object],
+    tp: TensorParallel = ALONE,
 ) -> tuple[int, str]:
     """The number of blocks and a line that shows how it was found. Raises ValueError if there is memory for none."""
-    block_bytes = bytes_per_block(spec, block_size)
+    block_bytes = bytes_per_block(spec, tp, block_size)
+    tp.minimum([0], meter.device)  # all weights are loaded
     if config.num_kvcache_blocks is not None:
         num_blocks, origin = config.num_kvcache_blocks, "num_kvcache_blocks"
     else:
@@ -104,8 +109,9 @@ def count_blocks(
         else:
             available = find_available_memory()
             useful = config.max_num_seqs * -(-max_model_len // block_size) * block_bytes
-            budget = min(int(available * CPU_SHARE), useful)
-            origin = f"min({CPU_SHARE} * {_gb(available)} available, {_gb(useful)} for max_num_seqs)"
+            budget = min(int(available * CPU_SHARE / tp.size), useful)
+            shares = f" / {tp.size} ranks" if tp.size > 1 else ""
+            origin = f"min({CPU_SHARE} * {_gb(available)} available{shares}, {_gb(useful)} for max_num_seqs)"
         num_blocks = budget // block_bytes
         origin = f"({origin} = {_gb(budget)}) / {block_bytes} B"
         if num_blocks < 1:
@@ -113,8 +119,13 @@ def count_blocks(
                 f"no memory for a single block of KV cache: {origin}; raise kvcache_memory_bytes"
                 + " or gpu_memory_utilization" * (meter.device.type == "cuda")
             )
-    tokens = num_blocks * block_size
-    return num_blocks, f"KV cache: {origin} = {num_blocks} blocks of {block_size} = {tokens} tokens"
+    origin += f" = {num_blocks} blocks"
+    if tp.size > 1:
+        smallest, least, minus_most = tp.minimum([num_blocks, block_size, -block_size], meter.device)
+        if least != -minus_most:
+            raise ValueError(f"the ranks' attention backends prefer blocks of {least} to {-minus_most} tokens: set kvcache_block_size")
+        num_blocks, origin = smallest, f"{origin}, on the smallest of {tp.size} ranks {smallest}"
+    return num_blocks, f"KV cache: {origin} of {block_size} = {num_blocks * block_size} tokens"
 
 
 def _gb(num_bytes: int) -> str:

@@ -38,6 +38,7 @@ from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | list[int]
 Engine = TypeVar("Engine", bound="LLMEngine")
+_SHUT_DOWN = "this engine has been shut down by exit()"
 
 
 class CheckedPrompt(NamedTuple):
@@ -52,7 +53,8 @@ class LLMEngine(Transactional):
 
     Raises TypeError or ValueError for an option that is unknown or wrong, or cannot be had on this machine (device,
     attention_backend, max_model_len, the KV cache's size); ValueError for a checkpoint that is not there, damaged, of an
-    architecture that is not supported, or whose tensors do not fit it; RuntimeError in a forked process.
+    architecture that is not supported, or whose tensors do not fit it; RuntimeError in a forked process, or if another rank
+    does not start.
     """
 
     @takes(Config)
@@ -67,7 +69,7 @@ class LLMEngine(Transactional):
             dtype = hf_config.dtype or torch.float32
         else:
             dtype = hf_config.dtype or find_dtype(directory)
-        spec = read_spec(hf_config, dtype)
+        spec = read_spec(hf_config, dtype, config.tensor_parallel_size)
         self.tokenizer = read_tokenizer(directory)
         self.eos_token_ids = read_eos_token_ids(directory, hf_config, self.tokenizer)
         self.model_runner: ModelRunner | None = ModelRunner(config, spec, directory)
@@ -131,7 +133,10 @@ class LLMEngine(Transactional):
         )
 
     def exit(self) -> None:
-        """Give the model's and the cache's memory back. The engine serves nothing afterwards; a second call does nothing."""
+        """Give the model's and the cache's memory back and end the other ranks. The engine serves nothing afterwards; a second
+        call does nothing."""
+        if self.model_runner is not None:
+            self.model_runner.ranks.stop(_SHUT_DOWN)
         self.model_runner = None
         torch.cuda.empty_cache()  # does nothing where there is no GPU
 
@@ -141,12 +146,17 @@ class LLMEngine(Transactional):
     def __exit__(self, *exception: object) -> None:
         self.exit()
 
+    def _find_model_runner(self) -> ModelRunner:
+        """Raises RuntimeError if there is none any more, or none that can compute."""
+        if self.model_runner is None:
+            raise RuntimeError(_SHUT_DOWN)
+        self.model_runner.ranks.check()
+        return self.model_runner
+
     @transaction
     def _step(self) -> None:
         """One step of whatever is queued, and word of it to those who wait."""
-        model_runner = self.model_runner  # exit() may come meanwhile
-        if model_runner is None:
-            raise RuntimeError("this engine has been shut down by exit()")
+        model_runner = self._find_model_runner()
         if seqs := self.scheduler.schedule():
             logits = model_runner.run(seqs)
             token_ids, logprobs = model_runner.sample(logits, seqs)
@@ -254,8 +264,7 @@ class LLMEngine(Transactional):
 
     def _check_prompt(self, prompt: Prompt, params: SamplingParams) -> CheckedPrompt:
         """The prompt as token ids, if this engine can serve it."""
-        if self.model_runner is None:
-            raise RuntimeError("this engine has been shut down by exit()")
+        self._find_model_runner()
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, not {params!r}")
         if params.stop_strings and self.tokenizer is None:

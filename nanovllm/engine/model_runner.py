@@ -17,9 +17,9 @@ from torch import Tensor
 from nanovllm import kernels
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import Config
-from nanovllm.engine.executor import Executor
 from nanovllm.engine.penalties import Penalties
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.workers import Ranks
 from nanovllm.layers.sampler import Sampler, make_noise_keys
 from nanovllm.models.decoder import DecoderSpec
 from nanovllm.sampling_params import SamplingParams
@@ -45,15 +45,16 @@ def undisturbed(function: Callable[..., Result]) -> Callable[..., Result]:
 
 
 class ModelRunner:
-    """Raises ValueError as Executor does."""
+    """Raises ValueError as Executor does, RuntimeError as Ranks does."""
 
     def __init__(self, config: Config, spec: DecoderSpec, directory: Path) -> None:
-        self.executor = executor = Executor(config, spec, directory)
+        self.ranks = Ranks(config, spec, directory)
+        self.executor = executor = self.ranks.executor
         self.vocab_size, self.device, self.block_size = spec.vocab_size, executor.device, executor.block_size
         self.sampler = Sampler(spec.vocab_size).to(self.device)
         self.sampler = kernels.kernelize(self.sampler, self.device, spec.dtype)
         self.penalties = Penalties(config.max_num_seqs, spec.vocab_size, self.device)
-        executor.allocate_kv_cache(self._sample_all)
+        self.ranks.call(executor.allocate_kv_cache, self._sample_all)
         # Row: a lane's block table. Next to it, the list that it is a copy of and how much of that is copied.
         self.block_tables = np.zeros((config.max_num_seqs, executor.block_table_width), dtype=np.int32)
         self.copied_from: list[tuple[list[int], int]] = [([], 0)] * config.max_num_seqs
@@ -61,7 +62,7 @@ class ModelRunner:
     @undisturbed
     def run(self, seqs: list[Sequence]) -> Tensor:
         """Compute the scheduled tokens of `seqs`; logits [num_caught_up, vocab_size] of those that have then caught up."""
-        return self.executor.run(self.prepare_batch(seqs))
+        return self.ranks.call(self.executor.run, self.prepare_batch(seqs))
 
     @undisturbed
     def sample(self, logits: Tensor, seqs: list[Sequence]) -> tuple[list[int], list[dict[int, float] | None] | None]:

@@ -21,10 +21,21 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def read_spec(config: PretrainedConfig, dtype: torch.dtype) -> DecoderSpec:
-    """The decoder that `config`, as read_config returns it, describes. Raises ValueError for what cannot be computed."""
+def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> DecoderSpec:
+    """The decoder that `config`, as read_config returns it, describes.
+
+    Raises ValueError for what cannot be computed, or not divided among that many ranks.
+    """
     with naming(Path(config.name_or_path, "config.json"), AttributeError, TypeError, ValueError):
-        return _read_spec(config, dtype)
+        spec = _read_spec(config, dtype)
+        for name, num in (("num_attention_heads", spec.num_heads), ("intermediate_size", spec.intermediate_size)):
+            if num % num_ranks:
+                raise ValueError(f"tensor_parallel_size={num_ranks} does not divide {name}={num}")
+        if max(spec.num_kv_heads, num_ranks) % min(spec.num_kv_heads, num_ranks):
+            raise ValueError(
+                f"tensor_parallel_size={num_ranks} neither divides num_key_value_heads={spec.num_kv_heads} nor is a multiple of it"
+            )
+        return spec
 
 
 def _read_spec(config: PretrainedConfig, dtype: torch.dtype) -> DecoderSpec:

@@ -19,6 +19,7 @@ from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding, apply_rotary
+from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,14 @@ class DecoderSpec:
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: DecoderSpec, backend: Backend, tp_rank: int, tp_size: int) -> None:
+    def __init__(self, spec: DecoderSpec, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
         self.backend = backend
         heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
         parts = {name: num * spec.head_dim for name, num in heads.items()}
-        self.qkv_proj = ColumnParallelLinear(spec.hidden_size, parts, spec.qkv_bias, spec.dtype, tp_rank, tp_size)
-        self.o_proj = RowParallelLinear(parts["q_proj"], spec.hidden_size, spec.o_bias, spec.dtype, tp_rank, tp_size)
+        self.qkv_proj = ColumnParallelLinear(spec.hidden_size, parts, spec.qkv_bias, spec.dtype, tp, spec.head_dim)
+        self.o_proj = RowParallelLinear(parts["q_proj"], spec.hidden_size, spec.o_bias, spec.dtype, tp)
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, spec.dtype) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, spec.dtype) if spec.qk_norm else None
 
@@ -70,11 +71,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (Shazeer 2020): a projection, let through by a gate, and back."""
 
-    def __init__(self, spec: DecoderSpec, tp_rank: int, tp_size: int) -> None:
+    def __init__(self, spec: DecoderSpec, tp: TensorParallel) -> None:
         super().__init__()
         parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
-        self.gate_up_proj = ColumnParallelLinear(spec.hidden_size, parts, False, spec.dtype, tp_rank, tp_size)
-        self.down_proj = RowParallelLinear(spec.intermediate_size, spec.hidden_size, False, spec.dtype, tp_rank, tp_size)
+        self.gate_up_proj = ColumnParallelLinear(spec.hidden_size, parts, False, spec.dtype, tp)
+        self.down_proj = RowParallelLinear(spec.intermediate_size, spec.hidden_size, False, spec.dtype, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
@@ -82,12 +83,12 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, spec: DecoderSpec, backend: Backend, tp_rank: int, tp_size: int) -> None:
+    def __init__(self, spec: DecoderSpec, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, spec.dtype)
-        self.self_attn = Attention(spec, backend, tp_rank, tp_size)
+        self.self_attn = Attention(spec, backend, tp)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, spec.dtype)
-        self.mlp = MLP(spec, tp_rank, tp_size)
+        self.mlp = MLP(spec, tp)
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor, batch: Batch) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, batch)
@@ -106,11 +107,11 @@ class DecoderLayers(nn.ModuleList):
 class Decoder(nn.Module):
     """Token ids to hidden states."""
 
-    def __init__(self, spec: DecoderSpec, backend: Backend, tp_rank: int, tp_size: int) -> None:
+    def __init__(self, spec: DecoderSpec, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.dtype)
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.dtype, tp)
         self.rotary = RotaryEmbedding(spec.head_dim, spec.rope)
-        self.layers = DecoderLayers(DecoderLayer(spec, backend, tp_rank, tp_size) for _ in range(spec.num_layers))
+        self.layers = DecoderLayers(DecoderLayer(spec, backend, tp) for _ in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, spec.dtype)
 
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
@@ -122,10 +123,10 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder with an output head."""
 
-    def __init__(self, spec: DecoderSpec, backend: Backend, tp_rank: int = 0, tp_size: int = 1) -> None:
+    def __init__(self, spec: DecoderSpec, backend: Backend, tp: TensorParallel = ALONE) -> None:
         super().__init__()
-        self.model = Decoder(spec, backend, tp_rank, tp_size)
-        self.lm_head = None if spec.tie_embeddings else Embedding(spec.vocab_size, spec.hidden_size, spec.dtype)
+        self.model = Decoder(spec, backend, tp)
+        self.lm_head = None if spec.tie_embeddings else Embedding(spec.vocab_size, spec.hidden_size, spec.dtype, tp)
 
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
         """Hidden states [num_logits, hidden_size]. Apart from the logits, so that a CUDA graph can end here."""

@@ -55,14 +55,18 @@ def find_dtype(directory: Path) -> torch.dtype:
 
 @torch.no_grad()
 def init_dummy_weights(model: nn.Module, seed: int) -> None:
-    """Weights as at the start of training (load_format "dummy"): normal with deviation 0.02, norms 1, biases 0."""
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            generator = torch.Generator(parameter.device).manual_seed(seed % 2**64)
-            parameter.normal_(0.0, 0.02, generator=generator)
+    """Weights as at the start of training (load_format "dummy"): normal with deviation 0.02, norms 1, biases 0.
+
+    They are the same ones on any number of ranks.
+    """
+    for name, target in _targets(model).items():
+        full = torch.empty(target.full_shape, dtype=target.destination.dtype, device=target.destination.device)
+        if full.dim() > 1:
+            full.normal_(0.0, 0.02, generator=torch.Generator(full.device).manual_seed(seed % 2**64))
             seed += 1
         else:
-            parameter.fill_(float(name.endswith("norm.weight")))
+            full.fill_(float(name.endswith("norm.weight")))
+        target.destination.copy_(full[target.share])
 
 
 def _targets(model: nn.Module) -> dict[str, Target]:

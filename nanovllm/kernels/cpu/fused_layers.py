@@ -89,5 +89,5 @@ def fuse(layers: DecoderLayers) -> FusedLayers | None:
 
 def _can_fuse(layer: DecoderLayer) -> bool:
     linears = [layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj]
-    are_whole = all([linear.tp_size == 1 and PackedWeight.can_hold(linear.weight) for linear in linears])
+    are_whole = all([linear.tp.size == 1 and PackedWeight.can_hold(linear.weight) for linear in linears])
     return are_whole and layer.self_attn.backend is attention

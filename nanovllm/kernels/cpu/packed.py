@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from nanovllm.kernels.cpu.library import call, load, reason_unavailable
 from nanovllm.layers.embedding import Embedding
-from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from nanovllm.models.decoder import MLP
 
 
@@ -57,14 +57,17 @@ class PackedWeight:
         return output
 
 
-class PackedColumnParallelLinear(ColumnParallelLinear):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.packed.multiply(x, self.bias)
+class PackedLinear(Linear):
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.packed.multiply(x, bias)
 
 
-class PackedRowParallelLinear(RowParallelLinear):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.packed.multiply(x, self.bias if self.tp_rank == 0 else None)
+class PackedColumnParallelLinear(PackedLinear, ColumnParallelLinear):
+    pass
+
+
+class PackedRowParallelLinear(PackedLinear, RowParallelLinear):
+    pass
 
 
 class PackedMLP(MLP):
@@ -73,10 +76,10 @@ class PackedMLP(MLP):
 
 
 class PackedEmbedding(Embedding):
-    def forward(self, token_ids: Tensor) -> Tensor:
-        return self.packed.rows(token_ids)
+    def look_up(self, rows: Tensor) -> Tensor:
+        return self.packed.rows(rows)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def multiply(self, hidden: Tensor) -> Tensor:
         return self.packed.multiply(hidden)
 
 

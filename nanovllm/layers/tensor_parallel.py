@@ -1,0 +1,74 @@
+"""One rank of a model that several processes compute together (tensor parallelism; Megatron-LM, Shoeybi et al. 2019).
+
+A layer takes its rank as a value: nothing global says which rank a process is, and one process can have a part in several
+models. A single rank has no process group, and then nothing happens here.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_FIRST_PART = 16384  # numbers of a message that travel with its size: most steps are shorter
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    rank: int = 0
+    size: int = 1
+    group: Any = None  # torch.distributed's ProcessGroupGloo or ProcessGroupNCCL; None: there is only this rank
+
+    def divide(self, num: int) -> tuple[int, int]:
+        """How many of `num` heads or columns this rank has, and the first of them.
+
+        Where there are fewer of them than ranks it has one, the same one as its neighbours.
+        """
+        num_shares = min(num, self.size)
+        return num // num_shares, self.rank * num_shares // self.size * (num // num_shares)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, in place."""
+        if self.group is not None:
+            self.group.allreduce(x).wait()
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """On rank 0 all ranks' x [num_rows, num_columns] side by side; on the others their own."""
+        if self.group is None or not len(x):
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
+        self.group.gather(parts, x, 0).wait()
+        return torch.cat(parts, dim=-1) if parts else x
+
+    def minimum(self, numbers: list[int], device: torch.device) -> list[int]:
+        """Of each number the least on any rank. Nobody goes on before all are here."""
+        if self.group is None:
+            return numbers
+        least = torch.tensor(numbers, device=device)
+        self.group.allreduce(least, dist.ReduceOp.MIN).wait()
+        return least.tolist()
+
+    def send(self, message: Tensor) -> None:
+        """To all ranks that `receive`, from rank 0: int32 [num_numbers]. One broadcast, two if it is long."""
+        first = message.new_zeros(_FIRST_PART)
+        first[0] = len(message)
+        first[1 : len(message) + 1] = message[: _FIRST_PART - 1]
+        self.group.broadcast(first, 0).wait()
+        if len(message) >= _FIRST_PART:
+            self.group.broadcast(message[_FIRST_PART - 1 :], 0).wait()
+
+    def receive(self, device: torch.device) -> Tensor:
+        """What rank 0 sends next."""
+        first = torch.empty(_FIRST_PART, dtype=torch.int32, device=device)
+        self.group.broadcast(first, 0).wait()
+        num_numbers = int(first[0])
+        if num_numbers < _FIRST_PART:
+            return first[1 : num_numbers + 1]
+        rest = first.new_empty(num_numbers + 1 - _FIRST_PART)
+        self.group.broadcast(rest, 0).wait()
+        return torch.cat((first[1:], rest))
+
+
+ALONE = TensorParallel()

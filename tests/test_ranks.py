@@ -1,0 +1,397 @@
+"""Several ranks: one rank's tokens, whatever is sampled; a rank that is lost ends the call, and leaves nothing behind."""
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import Oracle, check_invariants, make_checkpoint, random_prompt
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.batch import Batch
+from nanovllm.engine import workers
+from nanovllm.models.weights import init_dummy_weights
+
+POOL = {"num_kvcache_blocks": 64, "kvcache_block_size": 4}
+
+
+def find_ranks(process: psutil.Process | None = None) -> list[psutil.Process]:
+    """The processes of other ranks that `process` (this one) has started, in order of rank."""
+    children = (process or psutil.Process()).children(recursive=True)
+    return [child for child in children if any("spawn_main" in word for word in child.cmdline())]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """No process of a rank, no shared memory."""
+    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    yield
+    gc.collect()
+    assert find_ranks() == []
+    if before:
+        assert {name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.")} == set()
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens)
+
+
+# --- One rank's tokens
+
+SHAPES = {
+    "gqa": dict(),  # 4 heads, 2 K/V heads, tied, an odd vocabulary
+    "mqa": dict(num_key_value_heads=1, attention_bias=True, tie_word_embeddings=False),
+    "mha": dict(num_key_value_heads=4, vocab_size=96, hidden_size=24),
+}
+
+
+@pytest.mark.parametrize("name, size", [("gqa", 2), ("gqa", 4), ("mqa", 2), ("mqa", 4), ("mha", 4)])
+def test_tokens(tmp_path: Path, name: str, size: int) -> None:
+    """Cold, warm, in chunks and preempted: transformers' tokens."""
+    oracle = Oracle(make_checkpoint(tmp_path, **SHAPES[name]))
+    prompts = [[token_id % 90 for token_id in random_prompt(seed, length)] for seed, length in enumerate((1, 3, 4, 5, 17, 33))]
+    expected = [oracle(prompt, 16) for prompt in prompts]
+    options = {"kvcache_block_size": 4, "num_kvcache_blocks": 20, "max_num_batched_tokens": 12}
+    with LLM(str(tmp_path), tensor_parallel_size=size, **options) as llm:
+        for _ in range(2):
+            outputs = llm.generate(prompts, greedy(16), use_tqdm=False)
+            assert [output["token_ids"] for output in outputs] == expected
+            check_invariants(llm)
+        assert llm.stats["num_preemptions"] and llm.stats["num_cached_tokens"]
+
+
+def test_everything_sampled_is_equal(tiny: tuple[str, Oracle]) -> None:
+    """On 1, 2 and 4 ranks: seeds, filters, penalties, logprobs, n and beams."""
+    prompts = [random_prompt(seed, 5 + 3 * seed) for seed in range(5)]
+    params = [
+        SamplingParams(seed=7, max_tokens=12),
+        SamplingParams(top_k=9, top_p=0.8, min_p=0.02, n=3, max_tokens=12),
+        SamplingParams(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, max_tokens=12),
+        SamplingParams(temperature=0.0, logprobs=3, max_tokens=12),
+        SamplingParams(temperature=1.5, min_tokens=4, stop_token_ids=list(range(40)), max_tokens=12),
+    ]
+    token_ids, logprobs = {}, {}
+    for size in (1, 2, 4):
+        with LLM(tiny[0], tensor_parallel_size=size, **POOL) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False) + llm.beam_search(prompts[0], beam_width=3, max_tokens=6)[0]
+        token_ids[size] = [output["token_ids"] for output in outputs]
+        logprobs[size] = torch.tensor([output["cumulative_logprob"] for output in outputs if output["logprobs"]])
+    assert token_ids[1] == token_ids[2] == token_ids[4]
+    for size in (2, 4):
+        torch.testing.assert_close(logprobs[size], logprobs[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Prepacked or not, the shares of a weight give what the whole gives, up to rounding."""
+    make_checkpoint(tmp_path, dtype=dtype)
+    prompts = [random_prompt(seed, 20) for seed in range(8)]
+    values = []
+    for size in (1, 2):
+        with LLM(str(tmp_path), tensor_parallel_size=size, **POOL) as llm:
+            outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1, logprobs=97), use_tqdm=False)
+        values.append(torch.tensor([[output["logprobs"][0][token_id] for token_id in range(97)] for output in outputs]))
+    assert (values[0] - values[1]).abs().mean() < 0.02 * values[0].std()
+
+
+def test_dummy_weights_are_the_same_on_any_number_of_ranks(tiny: tuple[str, Oracle]) -> None:
+    prompts, token_ids = [random_prompt(seed, 9) for seed in range(3)], []
+    for size in (1, 2):
+        with LLM(tiny[0], load_format="dummy", tensor_parallel_size=size, **POOL) as llm:
+            token_ids.append([output["token_ids"] for output in llm.generate(prompts, greedy(8), use_tqdm=False)])
+    assert token_ids[0] == token_ids[1]
+
+
+def test_two_engines_at_once(tiny: tuple[str, Oracle]) -> None:
+    prompt = random_prompt(3, 9)
+    engines = [LLM(tiny[0], tensor_parallel_size=2, **POOL) for _ in range(2)]
+    assert len(find_ranks()) == 2
+    for _ in range(2):
+        for llm in engines:
+            assert llm.generate(prompt, greedy(5), use_tqdm=False)[0]["token_ids"] == tiny[1](prompt, 5)
+    engines.pop().exit()
+    assert engines[0].generate(prompt, greedy(5), use_tqdm=False)[0]["token_ids"] == tiny[1](prompt, 5)
+    assert len(find_ranks()) == 1
+    del engines, llm  # the end of `nothing_is_left` collects the other one
+
+
+@pytest.mark.parametrize("num_seqs, width", [(1, 1), (3, 7), (300, 70)])
+def test_a_batch_survives_packing(num_seqs: int, width: int) -> None:
+    def integers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.randint(2**31 - 1, shape, dtype=dtype)
+
+    num_tokens = 2 * num_seqs
+    batch = Batch(
+        *[integers(num_tokens) for _ in range(3)], integers(num_seqs + 1, dtype=torch.int32), integers(num_seqs, dtype=torch.int32),
+        integers(num_seqs, width, dtype=torch.int32), 3, 99, integers(num_seqs - 1),
+    )  # fmt: skip
+    unpacked = Batch.unpack(batch.pack())
+    for name, value in vars(batch).items():
+        other = getattr(unpacked, name)
+        assert torch.equal(value, other) and value.dtype == other.dtype if isinstance(value, torch.Tensor) else value == other
+
+
+def test_sizes_that_do_not_divide(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, num_attention_heads=6, num_key_value_heads=2, intermediate_size=50)
+    for size, name in ((4, "num_attention_heads=6"), (3, "intermediate_size=50")):
+        with pytest.raises(ValueError, match=f"tensor_parallel_size={size} does not divide {name}"):
+            LLM(str(tmp_path), tensor_parallel_size=size, **POOL)
+    make_checkpoint(tmp_path, num_attention_heads=12, num_key_value_heads=4, intermediate_size=48)
+    with pytest.raises(ValueError, match="tensor_parallel_size=6 neither divides num_key_value_heads=4 nor"):
+        LLM(str(tmp_path), tensor_parallel_size=6, **POOL)
+
+
+def test_the_cache_is_divided(tiny: tuple[str, Oracle], capfd: pytest.CaptureFixture[str]) -> None:
+    """Two ranks with one K/V head each: blocks of half the bytes, so twice as many in the same memory of each."""
+    num_blocks = []
+    for size in (1, 2):
+        with LLM(tiny[0], tensor_parallel_size=size, kvcache_block_size=4, kvcache_memory_bytes=1 << 20) as llm:
+            num_blocks.append(llm.stats["num_blocks"])
+    assert num_blocks[1] == 2 * num_blocks[0]
+    assert f"on the smallest of 2 ranks {num_blocks[1]}" in capfd.readouterr().err
+
+
+# --- What is lost, and what is left
+
+
+def lose_within(seconds: float, llm: LLM, match: str, expected: type[Exception] = RuntimeError) -> None:
+    """A call fails and names the rank, as do all later ones, and nothing is left."""
+    start = time.monotonic()
+    with pytest.raises(expected, match=match):
+        llm.generate([random_prompt(seed, 60) for seed in range(8)], greedy(190), use_tqdm=False)
+    assert time.monotonic() - start < seconds
+    with pytest.raises(RuntimeError, match=match):
+        llm.generate([1], greedy(1), use_tqdm=False)
+    with pytest.raises(RuntimeError, match=match):
+        llm.add_request([1])
+    assert find_ranks() == []
+    llm.exit()
+    with pytest.raises(RuntimeError, match="exit"):
+        llm.step()
+
+
+def test_a_rank_dies_while_idle(tiny: tuple[str, Oracle]) -> None:
+    llm = LLM(tiny[0], tensor_parallel_size=4, **POOL)
+    llm.generate([1, 2], greedy(2), use_tqdm=False)
+    find_ranks()[1].kill()
+    time.sleep(0.1)
+    lose_within(10, llm, "rank 2 of 4 has ended with exit code -9")
+
+
+@pytest.mark.parametrize("budget", [1, 8192], ids=["prefill", "decode"])
+def test_a_rank_dies_in_a_step(tiny: tuple[str, Oracle], budget: int) -> None:
+    """A budget of one token a step: it does nothing but prefill for a long time."""
+    llm = LLM(tiny[0], tensor_parallel_size=2, max_num_batched_tokens=budget, num_kvcache_blocks=1024, kvcache_block_size=4)
+    victim = find_ranks()[0]
+    threading.Timer(0.3, victim.kill).start()
+    lose_within(10, llm, "rank 1 of 2 has ended with exit code -9")
+
+
+def test_a_rank_dies_at_the_start(tiny: tuple[str, Oracle]) -> None:
+    def kill_when_it_comes() -> None:
+        while not find_ranks():
+            time.sleep(0.01)
+        find_ranks()[0].kill()
+
+    threading.Thread(target=kill_when_it_comes).start()
+    with pytest.raises(RuntimeError, match="rank 1 of 2 has ended with exit code -9"):
+        LLM(tiny[0], tensor_parallel_size=2, **POOL)
+
+
+def test_a_rank_hangs_at_the_start(tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "START_TIMEOUT", 2.0)
+
+    def stop_when_it_comes() -> None:
+        while not find_ranks():
+            time.sleep(0.01)
+        find_ranks()[0].send_signal(signal.SIGSTOP)
+
+    threading.Thread(target=stop_when_it_comes).start()
+    with pytest.raises(RuntimeError, match="rank 1 of 2 has not started within 2 s"):
+        LLM(tiny[0], tensor_parallel_size=2, **POOL)
+
+
+def test_a_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        file.truncate(2000)
+    with pytest.raises(ValueError, match="model.safetensors"):
+        LLM(str(tmp_path), tensor_parallel_size=2, **POOL)
+
+
+def test_rank_0_fails(tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a step, where the others wait for it."""
+    llm = LLM(tiny[0], tensor_parallel_size=2, **POOL)
+    monkeypatch.setattr(llm.model_runner.executor, "compute", lambda batch: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        llm.generate([1, 2], greedy(2), use_tqdm=False)
+    lose_within(1, llm, "rank 0 has failed: ZeroDivisionError")
+
+
+def test_interrupted_calls_are_undone(tiny: tuple[str, Oracle]) -> None:
+    """Ctrl-C at any moment of a step: the ranks keep step, the next call is right."""
+    prompt = random_prompt(5, 12)
+    with LLM(tiny[0], tensor_parallel_size=2, **POOL) as llm:
+        num_interrupts = 0
+        for attempt in range(30):
+            timer = threading.Timer(0.002 * attempt, signal.raise_signal, [signal.SIGINT])
+            try:
+                timer.start()
+                llm.generate([random_prompt(attempt, 20) for _ in range(4)], greedy(50), use_tqdm=False)
+                timer.join()
+                time.sleep(0.01)
+            except KeyboardInterrupt:
+                num_interrupts += 1
+            assert llm.generate(prompt, greedy(4), use_tqdm=False)[0]["token_ids"] == tiny[1](prompt, 4)
+            check_invariants(llm)
+        assert num_interrupts > 10
+
+
+# --- In other processes
+
+
+@contextmanager
+def running(tmp_path: Path, script: str, *args: str, **options) -> Iterator[subprocess.Popen]:
+    """A script in a process of its own."""
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    command = [sys.executable, str(path), *args]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_no_guard(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
+    script = """
+        import sys
+        from nanovllm import LLM
+
+        LLM(sys.argv[1], tensor_parallel_size=2, num_kvcache_blocks=8)
+    """
+    with running(tmp_path, script, tiny[0]) as process:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "does the script make the engine under `if __name__ == '__main__':`" in err.splitlines()[-1]
+
+
+def test_a_command_of_python(tiny: tuple[str, Oracle]) -> None:
+    """python -c has no module that could be imported again; and an engine that nobody exits ends with the interpreter."""
+    script = f"from nanovllm import LLM; llm = LLM({tiny[0]!r}, tensor_parallel_size=2, num_kvcache_blocks=8);"
+    script += "print(llm.generate([1, 2, 3], use_tqdm=False)[0]['finish_reason'])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "length\n"), done.stderr
+
+
+FAILING = """
+    import sys
+    from nanovllm import LLM
+    from nanovllm.engine.executor import Executor
+
+    compute = Executor.compute
+
+    def fail(self, batch):
+        if self.tp.rank == 2 and len(batch.input_ids) > 1:
+            raise ZeroDivisionError("on purpose")
+        return compute(self, batch)
+
+    Executor.compute = fail
+    if __name__ == "__main__":
+        llm = LLM(sys.argv[1], tensor_parallel_size=4, num_kvcache_blocks=8)
+        llm.generate([1], use_tqdm=False)
+        llm.generate([1, 2, 3], use_tqdm=False)
+"""
+
+
+def test_a_rank_fails(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
+    """Its traceback comes with the error; those that fail with it are not blamed."""
+    with running(tmp_path, FAILING, tiny[0]) as process:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1
+        error = err[err.index("RuntimeError: rank 2 of 4 has failed:") :]
+        assert 'raise ZeroDivisionError("on purpose")' in error and error.rstrip().endswith("ZeroDivisionError: on purpose")
+
+
+SERVING = """
+    import sys
+    from nanovllm import LLM, SamplingParams
+
+    if __name__ == "__main__":
+        llm = LLM(sys.argv[1], tensor_parallel_size=2, num_kvcache_blocks=8)
+        print("ready", flush=True)
+        while True:
+            llm.generate([1, 2, 3], SamplingParams(max_tokens=100), use_tqdm=False)
+"""
+
+
+@pytest.mark.parametrize("how", ["kill", "ctrl-c"])
+def test_rank_0_is_ended(tmp_path: Path, tiny: tuple[str, Oracle], how: str) -> None:
+    """By SIGKILL, or by Ctrl-C, which hits the whole process group: nobody is left."""
+    with running(tmp_path, SERVING, tiny[0], start_new_session=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        ranks = find_ranks(psutil.Process(process.pid))
+        assert len(ranks) == 1
+        if how == "kill":
+            process.kill()
+        else:
+            os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+        assert ("KeyboardInterrupt" in err) == (how == "ctrl-c")
+        wait_until(lambda: not any(rank.is_running() for rank in ranks), 10)
+
+
+TORCHRUN = """
+    import os, sys
+    from nanovllm import LLM, SamplingParams
+
+    llm = LLM(sys.argv[1], tensor_parallel_size=int(sys.argv[2]), num_kvcache_blocks=64, kvcache_block_size=4)
+    outputs = llm.generate([[1, 2, 3], [4] * 20], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+    print("rank", os.environ["RANK"], [output["token_ids"] for output in outputs], flush=True)
+"""
+
+
+def run_torchrun(tmp_path: Path, num_agents: int, num_ranks: int, *args: str) -> list[tuple[int, str, str]]:
+    """Status, output and errors of each agent, started as on as many machines."""
+    (tmp_path / "script.py").write_text(textwrap.dedent(TORCHRUN))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", f"--nnodes={num_agents}", f"--nproc-per-node={num_ranks}",
+        "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test", str(tmp_path / "script.py"), *args,
+    ]  # fmt: skip
+    agents = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(num_agents)]
+    outputs = [agent.communicate(timeout=120) for agent in agents]
+    return [(agent.returncode, *output) for agent, output in zip(agents, outputs)]
+
+
+def test_two_machines(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
+    """Two agents of torchrun on this one. Rank 0's engine is never told to exit: the end of its process is enough."""
+    results = run_torchrun(tmp_path, 2, 1, tiny[0], "2")
+    assert [status for status, *_ in results] == [0, 0], results
+    expected = [tiny[1]([1, 2, 3], 8), tiny[1]([4] * 20, 8)]
+    assert "".join(out for _, out, _ in results) == f"rank 0 {expected}\n"
+
+
+def test_torchrun_of_another_size(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
+    ((status, _, err),) = run_torchrun(tmp_path, 1, 2, tiny[0], "4")
+    assert status != 0 and "tensor_parallel_size=4, but torchrun has started 2 processes" in err
