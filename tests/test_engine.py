@@ -42,7 +42,6 @@ def demo() -> LLM:
         ({"device": "cuda:99"}, "cuda:99"),
         ({"device": 3}, "device"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"max_model_len": 0}, "max_model_len"),
         ({"max_model_len": 257}, "max_model_len.* 256"),
         ({"max_model_len": 100, "num_kvcache_blocks": 5, "kvcache_block_size": 4}, "max_model_len.* 20.*num_kvcache_blocks"),

@@ -43,8 +43,9 @@ def test_second_command_is_what_ci_runs() -> None:
 
 
 def test_readme_code_runs() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    code, with_ray = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     run("-c", code)
+    assert with_ray.startswith("import ray\n")  # test_ray.py runs it
 
 
 def test_top_level_is_as_designed() -> None:

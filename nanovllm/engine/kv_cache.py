@@ -119,13 +119,13 @@ def count_blocks(
                 f"no memory for a single block of KV cache: {origin}; raise kvcache_memory_bytes"
                 + " or gpu_memory_utilization" * (meter.device.type == "cuda")
             )
-    origin += f" = {num_blocks} blocks"
+    origin += f" = {num_blocks}"
     if tp.size > 1:
         smallest, least, minus_most = tp.minimum([num_blocks, block_size, -block_size], meter.device)
         if least != -minus_most:
             raise ValueError(f"the ranks' attention backends prefer blocks of {least} to {-minus_most} tokens: set kvcache_block_size")
         num_blocks, origin = smallest, f"{origin}, on the smallest of {tp.size} ranks {smallest}"
-    return num_blocks, f"KV cache: {origin} of {block_size} = {num_blocks * block_size} tokens"
+    return num_blocks, f"KV cache: {origin} blocks of {block_size} = {num_blocks * block_size} tokens"
 
 
 def _gb(num_bytes: int) -> str:
