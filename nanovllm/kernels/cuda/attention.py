@@ -5,13 +5,14 @@ keep the maximum m = max s_j, the sum l = sum exp(s_j - m) and the output acc = 
 larger maximum m', everything before it is rescaled by exp(m - m'); at the end the output is acc / l. The kernels work
 with exp2, so log2(e) is part of the scale.
 
-The query heads that share a KV head (GQA) are rows of one tile, so that one read of K/V serves them all. A program takes
-a tile of query tokens of one sequence, one KV head, and
+The query heads that share a KV head (GQA) are rows of one tile, so that one read of K/V serves them all. Prefill and
+decode are one kernel, whose programs take one KV head and
 
-    prefill   all of the context that they see
-    decode    one split of the context, since a tile of one token per sequence does not fill a GPU; a second kernel joins them
+    prefill   a few query tokens of one sequence, and all of the context that they see
+    decode    the query token of one sequence, and one split of its context; a second kernel joins the splits
 
-Legend: M rows of queries, N tokens of the context, D head_dim rounded up to a power of two (masked), G group size.
+Legend: M rows of queries (TOKENS query tokens of GROUP heads), N tokens of the context, D head_dim rounded up to a power of
+two (masked).
 """
 
 from functools import partial
