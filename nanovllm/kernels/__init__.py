@@ -78,10 +78,8 @@ def capture_decode_steps(
 
 def exchange(module: nn.Module, twins: Twins) -> nn.Module:
     """From the top down, so that a layer's twin can take its parts as they are."""
-    make = twins.get(type(module))
-    twin = make(module) if make is not None else None
-    if twin is not None:
-        module = twin
+    if make := twins.get(type(module)):
+        module = make(module) or module
     for name, child in module.named_children():
         setattr(module, name, exchange(child, twins))
     return module

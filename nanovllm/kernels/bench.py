@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from nanovllm.batch import Batch
-from nanovllm.kernels import select_backend
+from nanovllm.kernels import BACKENDS, select_backend
 from nanovllm.kernels.machine import ABOVE, describe_hardware, find_share, find_versions, measure_ceilings
 from nanovllm.layers import attention as oracle
 from nanovllm.layers.attention import Backend
@@ -61,10 +61,8 @@ def check(
     num_blocks = 2 * batch.block_tables.numel()
     kv_cache = torch.full((2, num_blocks, block_size, NUM_KV_HEADS, HEAD_DIM), torch.nan, dtype=dtype, device=device)
 
-    store = partial(backend.store_kvcache, *key_value, kv_cache, batch.slot_mapping)
-    attend = partial(backend.attend, query, kv_cache, batch, scale)
-
-    store()
+    call = partial(backend.store_kvcache, *key_value, kv_cache, batch.slot_mapping)
+    call()
     if kv_cache.isnan().sum() != kv_cache.numel() - key_value.numel():
         raise RuntimeError(f"{backend.NAME}: store_kvcache writes more or fewer slots than it is told")
     if kernel == "store_kvcache":
@@ -73,13 +71,14 @@ def check(
         whole = key_value.float().unflatten(1, (num_seqs, num_tokens))  # a KV cache with one block per sequence
         in_order = torch.arange(num_seqs, dtype=torch.int32, device=device)[:, None]
         expected = oracle.attend(query.float(), whole, replace(batch, block_tables=in_order), scale)
+        call = partial(backend.attend, query, kv_cache, batch, scale)
         torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty returns with NaN
-        output, tolerance = attend(), TOLERANCE[dtype]
+        output, tolerance = call(), TOLERANCE[dtype]
         torch.use_deterministic_algorithms(False)
     error = (output.float() - expected).abs()
     if not (error <= tolerance * expected.square().mean(-1, keepdim=True).sqrt()).all():  # nor if it is NaN
         raise RuntimeError(f"{backend.NAME}: {kernel} in {dtype} is off by {error.max():.2g}")
-    return store if kernel == "store_kvcache" else attend, error.max().item()
+    return call, error.max().item()
 
 
 def time_call(call: Callable[[], object], device: torch.device) -> float:
@@ -101,7 +100,7 @@ def measure(num_seqs: int, context_len: int, prompt_len: int, dtype_name: str, d
     """Check and time all kernels and print a table. Returns what it says."""
     dtype = getattr(torch, dtype_name)
     backends: dict[str, tuple[Backend, int]] = {}
-    for name in ("torch", "cpp", "triton", "flash_attn"):
+    for name in reversed(BACKENDS):  # the torch backend first
         try:
             backends[name] = select_backend(name, device, dtype, HEAD_DIM, None)
         except ValueError as error:
@@ -134,20 +133,19 @@ def measure(num_seqs: int, context_len: int, prompt_len: int, dtype_name: str, d
 
 
 def main() -> None:
-    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     parser = argparse.ArgumentParser(description="Check and time the attention kernels that run here.")
     parser.add_argument("--num-seqs", type=int, metavar="N", help="sequences that decode")
     parser.add_argument("--context-len", type=int, metavar="N", help="tokens of each of them")
     parser.add_argument("--prompt-len", type=int, metavar="N", help="tokens of the prompt that is stored, and prefilled")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--json", action="store_true", help="print one line of JSON, and everything else on stderr")
-    parser.set_defaults(**(ON_GPU if on_gpu else ON_CPU))
+    parser.set_defaults(**(ON_GPU if device.type == "cuda" else ON_CPU))
     args = parser.parse_args()
     for name in ON_GPU:
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
-    with redirect_stdout(sys.stderr) if args.json else nullcontext():
-        device = torch.device("cuda" if on_gpu else "cpu")
+    with redirect_stdout(sys.stderr if args.json else sys.stdout):
         report = measure(args.num_seqs, args.context_len, args.prompt_len, args.dtype, device)
     if args.json:
         print(json.dumps(report))

@@ -7,6 +7,7 @@ from the same weights, so that a layer becomes its twin by a change of class.
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 from torch import Tensor, nn
@@ -20,14 +21,10 @@ from nanovllm.models.decoder import MLP, Attention
 Twins = dict[type[nn.Module], Callable[[nn.Module], nn.Module | None]]
 
 
-def become(twin: type[nn.Module]) -> Callable[[nn.Module], nn.Module]:
-    """A maker of `twin`s that have nothing but another class."""
-
-    def make(layer: nn.Module) -> nn.Module:
-        layer.__class__ = twin
-        return layer
-
-    return make
+def become(twin: type[nn.Module], layer: nn.Module) -> nn.Module:
+    """`layer` as a `twin`, which has nothing but another class."""
+    layer.__class__ = twin
+    return layer
 
 
 def make_twins(functions: ModuleType) -> Twins:
@@ -48,4 +45,4 @@ def make_twins(functions: ModuleType) -> Twins:
             return functions.sample(logits, self.token_hashes, batch.noise_keys, batch.temperatures)
 
     twins = {RMSNorm: FastRMSNorm, Attention: FastAttention, MLP: FastMLP, Sampler: FastSampler}
-    return {layer: become(twin) for layer, twin in twins.items()}
+    return {layer: partial(become, twin) for layer, twin in twins.items()}

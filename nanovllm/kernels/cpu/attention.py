@@ -9,11 +9,9 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.kernels.cpu import library
-from nanovllm.kernels.cpu.functions import decode_attention, prefill_attention, store_kvcache
+from nanovllm.kernels.cpu.library import call, load
 from nanovllm.kernels.cpu.packed import can_multiply
 from nanovllm.layers.attention import attend_one
-
-__all__ = ["NAME", "PREFERRED_BLOCK_SIZE", "SUPPORTS_CUDA_GRAPHS", "attend", "reason_unavailable", "store_kvcache"]
 
 NAME = "cpp"
 PREFERRED_BLOCK_SIZE = 16
@@ -24,14 +22,30 @@ def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, 
     return library.reason_unavailable(dtype) if device.type == "cpu" else "it computes on a CPU"
 
 
+def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write `key` and `value` [num_tokens, num_kv_heads, head_dim] to their slots; slot -1 is padding, not written."""
+    assert key[:1].is_contiguous() and value[:1].is_contiguous() and kv_cache.is_contiguous()
+    num_tokens, num_kv_heads, head_dim = key.shape
+    call(
+        load(key.dtype).store_kvcache, key, value, key.stride(0), value.stride(0), slot_mapping, num_tokens,
+        num_kv_heads * head_dim, *kv_cache,
+    )  # fmt: skip
+
+
 def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
     """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context; same shape out."""
-    output = torch.empty_like(query)
-    decode_attention(query, kv_cache, batch, scale, output)
+    assert query.is_contiguous() and kv_cache.is_contiguous() and batch.block_tables.is_contiguous()
+    output, kernels = torch.empty_like(query), load(query.dtype)
+    block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
+    arguments = (
+        query, *kv_cache, output, batch.cu_seqlens_q, batch.context_lens, batch.block_tables, *batch.block_tables.shape,
+        block_size, num_kv_heads, query.shape[1] // num_kv_heads, head_dim, scale,
+    )  # fmt: skip
+    call(kernels.decode_attention, *arguments)  # writes the rows of sequences with one query token
     if batch.max_seqlen_q == 1:
         return output
-    if can_multiply(query.dtype) and query.shape[2] % 2 == 0:
-        prefill_attention(query, kv_cache, batch, scale, output)
+    if can_multiply(query.dtype) and head_dim % 2 == 0:
+        call(kernels.prefill_attention, *arguments)  # writes the others
         return output
     bounds = batch.cu_seqlens_q.tolist()
     for start, end, context_len, block_table in zip(bounds, bounds[1:], batch.context_lens.tolist(), batch.block_tables):

@@ -1,44 +1,9 @@
 """The C++ kernels as functions of tensors: what torch has no single operation for."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from nanovllm.batch import Batch
 from nanovllm.kernels.cpu.library import call, load
-
-
-def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """As the attention backends' function of this name."""
-    assert key[:1].is_contiguous() and value[:1].is_contiguous() and kv_cache.is_contiguous()
-    num_tokens, num_kv_heads, head_dim = key.shape
-    call(
-        load(key.dtype).store_kvcache, key, value, key.stride(0), value.stride(0), slot_mapping, num_tokens,
-        num_kv_heads * head_dim, *kv_cache,
-    )  # fmt: skip
-
-
-def decode_attention(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output: Tensor) -> None:
-    """Attention of the sequences with one query token, into their rows of `output`; the others' rows stay as they are."""
-    _attend(load(query.dtype).decode_attention, query, kv_cache, batch, scale, output)
-
-
-def prefill_attention(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output: Tensor) -> None:
-    """Causal attention of the sequences with more than one query token, likewise. Only where can_multiply(dtype)."""
-    _attend(load(query.dtype).prefill_attention, query, kv_cache, batch, scale, output)
-
-
-def _attend(
-    function: Callable[..., None], query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output: Tensor
-) -> None:
-    assert query.is_contiguous() and kv_cache.is_contiguous() and batch.block_tables.is_contiguous()
-    block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
-    group_size = query.shape[1] // num_kv_heads
-    call(
-        function, query, *kv_cache, output, batch.cu_seqlens_q, batch.context_lens, batch.block_tables,
-        *batch.block_tables.shape, block_size, num_kv_heads, group_size, head_dim, scale,
-    )  # fmt: skip
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

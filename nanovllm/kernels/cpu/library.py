@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -108,12 +109,10 @@ def _cache_folder() -> Path:
 
 def _find_kept(name: str) -> Path | None:
     """A library of this name, if it is whole."""
-    try:
+    with suppress(OSError, RuntimeError):  # as if there were none: _keep will say why
         for path in _cache_folder().glob(f"{name}_*.so"):
             if path.stem == f"{name}_{_digest(path.read_bytes())}":
                 return path
-    except (OSError, RuntimeError):  # as if there were none: _keep will say why
-        pass
     return None
 
 

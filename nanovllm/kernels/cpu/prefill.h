@@ -1,6 +1,8 @@
 // Causal attention of several query tokens per sequence, as two matrix products: panels are made of the keys, and then of
 // the values, of a sequence and a KV head, and QUERIES query tokens share them.
 #pragma once
+#include <array>
+
 #include "products.h"
 
 #ifdef MULTIPLIES
@@ -24,13 +26,11 @@ static void attend_to_prefix(const bfloat16* query, const bfloat16* keys, const 
     weights.resize(ROWS_AT_ONCE * padded_len);
     scores.resize(ROWS_AT_ONCE * padded_len);
 
-    auto offset_in_cache = [&](int64_t token) {
-        return (block_table[token / block_size] * block_size + token % block_size) * num_kv_heads * head_dim;
-    };
     for (int64_t token = 0; token < padded_len; token += 2) {
         const bfloat16 *pair[2], *value_pair[2];
         for (int i = 0; i < 2; i++) {
-            int64_t offset = offset_in_cache(std::min(token + i, context_len - 1));
+            int64_t seen = std::min(token + i, context_len - 1), block = block_table[seen / block_size];
+            int64_t offset = (block * block_size + seen % block_size) * num_kv_heads * head_dim;
             pair[i] = keys + offset, value_pair[i] = values + offset;
         }
         for (int64_t d = 0; d < padded_dim; d += LINE) {
@@ -81,10 +81,7 @@ extern "C" void prefill_attention(const bfloat16* query, const bfloat16* keys, c
                        const int32_t* cu_seqlens_q, const int32_t* context_lens, const int32_t* block_tables,
                        int64_t num_seqs, int64_t table_width, int64_t block_size, int64_t num_kv_heads,
                        int64_t group_size, int64_t head_dim, float scale) {
-    struct Part {
-        int64_t seq, first_query, kv_head;
-    };
-    std::vector<Part> parts;
+    std::vector<std::array<int64_t, 3>> parts;  // sequence, first query token, KV head
     for (int64_t seq = 0; seq < num_seqs; seq++)
         if (int64_t query_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]; query_len > 1)
             for (int64_t first = (query_len - 1) / QUERIES * QUERIES; first >= 0; first -= QUERIES)  // the longest first

@@ -5,12 +5,14 @@ keep the maximum m = max s_j, the sum l = sum exp(s_j - m) and the output acc = 
 larger maximum m', everything before it is rescaled by exp(m - m'); at the end the output is acc / l. The kernels work
 with exp2, so log2(e) is part of the scale.
 
-The query heads that share a KV head (GQA) are rows of one tile, so that one read of K/V serves them all:
+The query heads that share a KV head (GQA) are rows of one tile, so that one read of K/V serves them all. Prefill and
+decode are one kernel, whose programs take one KV head and
 
-    decode    a program takes one sequence, one KV head and one split of the context; a second kernel joins the splits
-    prefill   a program takes a few query tokens of one sequence, one KV head, and all of the context that they see
+    prefill   a few query tokens of one sequence, and all of the context that they see
+    decode    the query token of one sequence, and one split of its context; a second kernel joins the splits
 
-Legend: M rows of queries, N tokens of the context, D head_dim rounded up to a power of two (masked), G group size.
+Legend: M rows of queries (TOKENS query tokens of GROUP heads), N tokens of the context, D head_dim rounded up to a power of
+two (masked).
 """
 
 from functools import partial
@@ -32,13 +34,12 @@ _LOG2_E = 1.4426950408889634
 _BYTES_PER_PIECE = 16384  # of keys, and as much of values: a few of them must fit in a multiprocessor's shared memory
 _MIN_TOKENS_PER_SPLIT = 256
 _PROGRAMS_PER_PROCESSOR = 4  # decode: split contexts until there are this many programs per multiprocessor
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-    if device.type != "cuda" and not _is_interpreted():
+    if device.type != "cuda" and not triton.knobs.runtime.interpret:
         return "it needs a CUDA device, or TRITON_INTERPRET=1 for a slow run on the CPU"
-    if dtype not in _DTYPES:
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"it computes in float16, bfloat16 and float32, not {dtype}"
     if block_size < 16 or block_size & (block_size - 1):
         return f"kvcache_block_size must be a power of two and at least 16, not {block_size}"
@@ -53,9 +54,9 @@ def _check(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: 
     kv_cache = torch.full((2, 4, block_size, 2, head_dim), torch.nan, dtype=dtype, device=device)
     tables = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32, device=device)
     context_lens = torch.tensor([block_size + 1, 2 * block_size - 1], dtype=torch.int32, device=device)
-    positions = torch.cat([torch.arange(length, device=device) for length in context_lens.tolist()])
-    rows = torch.arange(2, device=device).repeat_interleave(context_lens)
-    slots = tables[rows, positions // block_size].long() * block_size + positions % block_size
+    positions = torch.arange(2 * block_size, device=device)
+    slots = tables[:, positions // block_size].long() * block_size + positions % block_size  # [2, 2 * block_size]
+    slots = slots.masked_fill(positions >= context_lens[:, None], -1).flatten()
     key, value = torch.randn(2, len(slots), 2, head_dim, device=device, generator=generator).to(dtype)
     store_kvcache(key, value, kv_cache, slots)
     for query_len in (1, block_size):
@@ -74,7 +75,7 @@ def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Te
     row_size = num_kv_heads * head_dim
     assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1) and kv_cache.is_contiguous()
     _store_kvcache_kernel[(num_tokens,)](
-        key, value, kv_cache[0], kv_cache[1], slot_mapping, key.stride(0), value.stride(0), row_size,
+        key, value, *kv_cache, slot_mapping, key.stride(0), value.stride(0), row_size,
         BLOCK=min(1024, triton.next_power_of_2(row_size)),
     )  # fmt: skip
 
@@ -99,150 +100,103 @@ def _store_kvcache_kernel(
 def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
     """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context; same shape out."""
     query = query.contiguous()
-    return (_decode if batch.max_seqlen_q == 1 else _prefill)(query, kv_cache, batch, scale * _LOG2_E)
-
-
-@triton.jit
-def _attend_piece(
-    query, acc, row_sum, row_max, positions, end, last_visible, table_ptr, key_ptr, value_ptr, dims, scale, row_size,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """`positions` [N] of the context, up to `end`; row m sees those up to last_visible[m]. `key_ptr` is at the KV head."""
-    exists = positions < end
-    blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-    slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
-    offsets = slots[:, None] * row_size + dims[None, :]  # [N, D]
-    # What lies behind a context's end may be NaN, and NaN * 0 is NaN: it is not loaded.
-    mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
-    key = tl.load(key_ptr + offsets, mask=mask, other=0.0)
-    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale  # [M, N]
-    scores = tl.where(positions[None, :] <= last_visible[:, None], scores, float("-inf"))
-    # Every row sees the first piece's first token, so that the maximum is finite from there on.
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-    weights = tl.exp2(scores - new_max[:, None])
-    rescale = tl.exp2(row_max - new_max)
-    value = tl.load(value_ptr + offsets, mask=mask, other=0.0)
-    acc = acc * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
-    return acc, row_sum * rescale + tl.sum(weights, axis=1), new_max
-
-
-def _prefill(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
     num_heads, head_dim = query.shape[1:]
     block_size, num_kv_heads = kv_cache.shape[2:4]
-    group_size = num_heads // num_kv_heads
+    num_seqs, group_size = len(batch.context_lens), num_heads // num_kv_heads
     dim = triton.next_power_of_2(head_dim)
-    rows_per_tile = 128 if dim * query.dtype.itemsize <= 256 else 64  # what the registers of 8 or 4 warps hold
-    tokens_per_tile = max(1, rows_per_tile // group_size)
     output = torch.empty_like(query)
-    grid = (triton.cdiv(batch.max_seqlen_q, tokens_per_tile), num_kv_heads, len(batch.context_lens))
-    _prefill_kernel[grid](
-        query, kv_cache[0], kv_cache[1], output, batch.cu_seqlens_q, batch.context_lens, batch.block_tables, scale,
-        batch.block_tables.stride(0), num_heads, num_kv_heads,
-        GROUP=group_size, TOKENS=tokens_per_tile, M=max(16, triton.next_power_of_2(tokens_per_tile * group_size)),
-        N=_tokens_per_piece(dim, query.dtype), D=dim, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        PRECISION=_precision(query.dtype), num_warps=rows_per_tile // 16, num_stages=2,
+    is_decode = batch.max_seqlen_q == 1
+    if is_decode:
+        tokens_per_tile, num_warps, num_stages = 1, 4, 3
+        num_splits = _count_splits(num_seqs * num_kv_heads, batch.max_seqlen_k, query.device)
+        grid = (num_kv_heads, num_seqs, num_splits)  # KV heads first: programs that run together read neighbouring memory
+        # Per split: the normalized output, and log2 of its sum of exponentials, by which the splits are weighed.
+        split_outputs = query.new_empty(num_seqs, num_heads, num_splits, head_dim, dtype=torch.float32)
+        log_sums = query.new_empty(num_seqs, num_heads, num_splits, dtype=torch.float32)
+    else:
+        rows_per_tile = 128 if dim * query.dtype.itemsize <= 256 else 64  # what the registers of 8 or 4 warps hold
+        tokens_per_tile, num_warps, num_stages = max(1, rows_per_tile // group_size), rows_per_tile // 16, 2
+        num_splits, split_outputs, log_sums = 1, output, None
+        grid = (triton.cdiv(batch.max_seqlen_q, tokens_per_tile), num_kv_heads, num_seqs)
+    _attend_kernel[grid](
+        query, *kv_cache, split_outputs, log_sums, batch.cu_seqlens_q, batch.context_lens, batch.block_tables, scale * _LOG2_E,
+        batch.block_tables.stride(0), num_heads, num_kv_heads, num_splits,
+        IS_DECODE=is_decode, GROUP=group_size, TOKENS=tokens_per_tile,
+        M=max(16, triton.next_power_of_2(tokens_per_tile * group_size)),
+        N=min(64, max(16, _BYTES_PER_PIECE // (dim * query.dtype.itemsize))), D=dim, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # the second is ignored for 16-bit operands
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
+    if is_decode:
+        _join_splits_kernel[(num_seqs * num_heads,)](split_outputs, log_sums, output, num_splits, D=dim, HEAD_DIM=head_dim)
     return output
 
 
-@triton.jit(do_not_specialize=["table_stride"])  # it changes from step to step: one compilation for all values
-def _prefill_kernel(
-    query_ptr, key_ptr, value_ptr, output_ptr, cu_seqlens_ptr, context_lens_ptr, tables_ptr, scale,
-    table_stride, num_heads, num_kv_heads,
-    GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+@triton.jit(do_not_specialize=["table_stride", "num_splits"])  # they change from step to step: one compilation for all values
+def _attend_kernel(
+    query_ptr, key_ptr, value_ptr, output_ptr, log_sums_ptr, cu_seqlens_ptr, context_lens_ptr, tables_ptr, scale,
+    table_stride, num_heads, num_kv_heads, num_splits,
+    IS_DECODE: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    query_start = tl.load(cu_seqlens_ptr + seq)
-    query_len = tl.load(cu_seqlens_ptr + seq + 1) - query_start
+    if IS_DECODE:
+        kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        tile, query_start, query_len = 0, seq, 1
+    else:
+        tile, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        split, query_start = 0, tl.load(cu_seqlens_ptr + seq)
+        query_len = tl.load(cu_seqlens_ptr + seq + 1) - query_start
     if tile * TOKENS < query_len:
-        context_len = tl.load(context_lens_ptr + seq)
         rows, dims = tl.arange(0, M), tl.arange(0, D)
         tokens = tile * TOKENS + rows // GROUP  # row -> query token and head: the group's heads stand side by side
         heads = kv_head * GROUP + rows % GROUP
         is_row = (rows < TOKENS * GROUP) & (tokens < query_len)
-        offsets = ((query_start + tokens).to(tl.int64) * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :]
+        query_rows = (query_start + tokens).to(tl.int64) * num_heads + heads
         mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-        query = tl.load(query_ptr + offsets, mask=mask, other=0.0)
+        query = tl.load(query_ptr + query_rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+
         # The queries are the context's last tokens: token i sees the context up to its own position.
+        context_len = tl.load(context_lens_ptr + seq)
         last_visible = context_len - query_len + tokens  # [M]
-        end = tl.minimum(context_len, context_len - query_len + (tile + 1) * TOKENS)
+        visible = tl.minimum(context_len, context_len - query_len + (tile + 1) * TOKENS)  # to any row
+        tokens_per_split = tl.cdiv(tl.cdiv(visible, num_splits), N) * N
+        first = split * tokens_per_split
+        end = tl.minimum(first + tokens_per_split, visible)
 
         acc = tl.zeros([M, D], dtype=tl.float32)
         row_sum = tl.zeros([M], dtype=tl.float32)
         row_max = tl.full([M], float("-inf"), dtype=tl.float32)
-        for start in range(0, end, N):
+        for start in range(first, end, N):
             positions = start + tl.arange(0, N)
-            acc, row_sum, row_max = _attend_piece(
-                query, acc, row_sum, row_max, positions, end, last_visible, tables_ptr + seq.to(tl.int64) * table_stride,
-                key_ptr + kv_head * HEAD_DIM, value_ptr + kv_head * HEAD_DIM, dims, scale, num_kv_heads * HEAD_DIM,
-                HEAD_DIM, BLOCK_SIZE, PRECISION,
-            )  # fmt: skip
-        output = acc / tl.where(is_row, row_sum, 1.0)[:, None]
-        tl.store(output_ptr + offsets, output.to(output_ptr.dtype.element_ty), mask=mask)
+            exists = positions < end
+            blocks = tl.load(tables_ptr + seq.to(tl.int64) * table_stride + positions // BLOCK_SIZE, mask=exists, other=0)
+            slots = blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+            offsets = ((slots * num_kv_heads + kv_head) * HEAD_DIM)[:, None] + dims[None, :]  # [N, D]
+            # What lies behind a context's end may be NaN, and NaN * 0 is NaN: it is not loaded.
+            is_read = exists[:, None] & (dims < HEAD_DIM)[None, :]
+            key = tl.load(key_ptr + offsets, mask=is_read, other=0.0)
+            scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale  # [M, N]
+            scores = tl.where(positions[None, :] <= last_visible[:, None], scores, float("-inf"))
+            # Every row sees the first piece's first token, so that the maximum is finite from there on.
+            new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+            weights = tl.exp2(scores - new_max[:, None])
+            rescale = tl.exp2(row_max - new_max)
+            value = tl.load(value_ptr + offsets, mask=is_read, other=0.0)
+            acc = acc * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+            row_sum, row_max = row_sum * rescale + tl.sum(weights, axis=1), new_max
 
-
-def _decode(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
-    num_seqs, num_heads, head_dim = query.shape
-    block_size, num_kv_heads = kv_cache.shape[2:4]
-    group_size = num_heads // num_kv_heads
-    num_splits = _count_splits(num_seqs * num_kv_heads, batch.max_seqlen_k, query.device)
-    # Per split: the normalized output, and log2 of its sum of exponentials, by which the splits are weighed.
-    partial = query.new_empty(num_seqs, num_heads, num_splits, head_dim, dtype=torch.float32)
-    log_sums = query.new_empty(num_seqs, num_heads, num_splits, dtype=torch.float32)
-    dim = triton.next_power_of_2(head_dim)
-    # KV heads first: programs that run together read neighbouring memory.
-    _decode_kernel[(num_kv_heads, num_seqs, num_splits)](
-        query, kv_cache[0], kv_cache[1], partial, log_sums, batch.context_lens, batch.block_tables, scale,
-        batch.block_tables.stride(0), num_heads, num_kv_heads, num_splits,
-        GROUP=group_size, M=max(16, triton.next_power_of_2(group_size)), N=_tokens_per_piece(dim, query.dtype), D=dim,
-        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, PRECISION=_precision(query.dtype), num_warps=4, num_stages=3,
-    )  # fmt: skip
-    output = torch.empty_like(query)
-    _join_splits_kernel[(num_seqs * num_heads,)](partial, log_sums, output, num_splits, D=dim, HEAD_DIM=head_dim)
-    return output
-
-
-@triton.jit(do_not_specialize=["table_stride", "num_splits"])
-def _decode_kernel(
-    query_ptr, key_ptr, value_ptr, partial_ptr, log_sums_ptr, context_lens_ptr, tables_ptr, scale,
-    table_stride, num_heads, num_kv_heads, num_splits,
-    GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    kv_head, seq, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    context_len = tl.load(context_lens_ptr + seq)
-    tokens_per_split = tl.cdiv(tl.cdiv(context_len, num_splits), N) * N
-    split_start = split * tokens_per_split
-    split_end = tl.minimum(split_start + tokens_per_split, context_len)
-
-    rows, dims = tl.arange(0, M), tl.arange(0, D)
-    last_visible = tl.zeros([M], dtype=tl.int32) + split_end - 1
-    is_row = rows < GROUP
-    heads = seq * num_heads + kv_head * GROUP + rows  # counted over the whole batch
-    mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-    query = tl.load(query_ptr + heads[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-    acc = tl.zeros([M, D], dtype=tl.float32)
-    row_sum = tl.zeros([M], dtype=tl.float32)
-    row_max = tl.full([M], float("-inf"), dtype=tl.float32)
-    for start in range(split_start, split_end, N):
-        positions = start + tl.arange(0, N)
-        acc, row_sum, row_max = _attend_piece(
-            query, acc, row_sum, row_max, positions, split_end, last_visible, tables_ptr + seq * table_stride,
-            key_ptr + kv_head * HEAD_DIM, value_ptr + kv_head * HEAD_DIM, dims, scale, num_kv_heads * HEAD_DIM,
-            HEAD_DIM, BLOCK_SIZE, PRECISION,
-        )  # fmt: skip
-    # An empty split (a short context, or a padding row of a CUDA graph) has sum 0: it weighs exp2(-inf) = 0.
-    row_sum_or_1 = tl.where(row_sum > 0, row_sum, 1.0)
-    log_sum = tl.where(row_sum > 0, row_max + tl.log2(row_sum_or_1), float("-inf"))
-    split_rows = heads * num_splits + split
-    tl.store(partial_ptr + split_rows[:, None] * HEAD_DIM + dims[None, :], acc / row_sum_or_1[:, None], mask=mask)
-    tl.store(log_sums_ptr + split_rows, log_sum, mask=is_row)
+        # An empty split (a short context, or a padding row of a CUDA graph) has sum 0: it weighs exp2(-inf) = 0.
+        output = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+        output_rows = query_rows * num_splits + split
+        output_ptrs = output_ptr + output_rows[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(output_ptrs, output.to(output_ptr.dtype.element_ty), mask=mask)
+        if IS_DECODE:
+            tl.store(log_sums_ptr + output_rows, row_max + tl.log2(row_sum), mask=is_row)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _join_splits_kernel(
-    partial_ptr, log_sums_ptr, output_ptr, num_splits, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+    split_outputs_ptr, log_sums_ptr, output_ptr, num_splits, D: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # sequence and head
     dims = tl.arange(0, D)
@@ -250,7 +204,7 @@ def _join_splits_kernel(
     total, largest = 0.0, float("-inf")
     for split in range(0, num_splits):
         log_sum = tl.load(log_sums_ptr + row * num_splits + split)
-        partial = tl.load(partial_ptr + (row * num_splits + split) * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+        partial = tl.load(split_outputs_ptr + (row * num_splits + split) * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
         new_largest = tl.maximum(largest, log_sum)
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weight, rescale = tl.exp2(log_sum - base), tl.exp2(largest - base)
@@ -264,15 +218,3 @@ def _count_splits(num_programs: int, max_context_len: int, device: torch.device)
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     wanted = triton.cdiv(num_processors * _PROGRAMS_PER_PROCESSOR, num_programs)
     return max(1, min(wanted, triton.cdiv(max_context_len, _MIN_TOKENS_PER_SPLIT)))
-
-
-def _tokens_per_piece(dim: int, dtype: torch.dtype) -> int:
-    return min(64, max(16, _BYTES_PER_PIECE // (dim * dtype.itemsize)))
-
-
-def _precision(dtype: torch.dtype) -> str:
-    return "ieee" if dtype == torch.float32 else "tf32"  # the second is ignored for 16-bit operands
-
-
-def _is_interpreted() -> bool:
-    return triton.knobs.runtime.interpret

@@ -32,26 +32,11 @@ def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, 
 
 def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
     """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context; same shape out."""
-    key_cache, value_cache = kv_cache
+    options = {"block_table": batch.block_tables, "softmax_scale": scale, "causal": True}
     if batch.max_seqlen_q == 1:
-        return flash_attn_with_kvcache(
-            query.unsqueeze(1),  # [num_seqs, 1, num_heads, head_dim]
-            key_cache,
-            value_cache,
-            cache_seqlens=batch.context_lens,
-            block_table=batch.block_tables,
-            softmax_scale=scale,
-            causal=True,
-        ).squeeze(1)
+        query = query.unsqueeze(1)  # [num_seqs, 1, num_heads, head_dim]
+        return flash_attn_with_kvcache(query, *kv_cache, cache_seqlens=batch.context_lens, **options).squeeze(1)
+    cu_seqlens_k = F.pad(batch.context_lens.cumsum(0, dtype=torch.int32), (1, 0))
     return flash_attn_varlen_func(
-        query,
-        key_cache,
-        value_cache,
-        cu_seqlens_q=batch.cu_seqlens_q,
-        cu_seqlens_k=F.pad(batch.context_lens.cumsum(0, dtype=torch.int32), (1, 0)),
-        max_seqlen_q=batch.max_seqlen_q,
-        max_seqlen_k=batch.max_seqlen_k,
-        softmax_scale=scale,
-        causal=True,
-        block_table=batch.block_tables,
+        query, *kv_cache, batch.cu_seqlens_q, cu_seqlens_k, batch.max_seqlen_q, batch.max_seqlen_k, **options
     )

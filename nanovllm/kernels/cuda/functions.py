@@ -47,8 +47,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     assert x.is_contiguous()
     output = x.new_empty(x.shape)
     num_tokens, size = x.shape
-    if x.numel():
-        _rms_norm_kernel[(num_tokens,)](x, weight, output, size, eps, BLOCK=triton.next_power_of_2(size))
+    _rms_norm_kernel[(num_tokens,)](x, weight, output, size, eps, BLOCK=triton.next_power_of_2(size))
     return output
 
 
@@ -69,11 +68,10 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, norm_weight: Tensor | None, eps:
     assert x[:1].is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
     output = x.new_empty(x.shape)
     num_tokens, num_heads, head_dim = x.shape
-    if x.numel():
-        _rotary_kernel[(num_tokens, num_heads)](
-            x, cos, sin, norm_weight, output, x.stride(0), num_heads, head_dim // 2, eps,
-            HAS_NORM=norm_weight is not None, BLOCK=triton.next_power_of_2(head_dim // 2),
-        )  # fmt: skip
+    _rotary_kernel[(num_tokens, num_heads)](
+        x, cos, sin, norm_weight, output, x.stride(0), num_heads, head_dim // 2, eps,
+        HAS_NORM=norm_weight is not None, BLOCK=triton.next_power_of_2(head_dim // 2),
+    )  # fmt: skip
     return output
 
 
@@ -106,8 +104,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     assert gate_up.is_contiguous()
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty(num_tokens, size)
-    if output.numel():
-        _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, 1024))](gate_up, output, size, BLOCK=1024)
+    _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, 1024))](gate_up, output, size, BLOCK=1024)
     return output
 
 
@@ -130,10 +127,9 @@ def sample(logits: Tensor, token_hashes: Tensor, noise_keys: Tensor | None, temp
     num_parts = triton.cdiv(vocab_size, _SAMPLE_PART)
     scores = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(num_rows, num_parts, dtype=torch.int64, device=logits.device)
-    if num_rows:
-        _sample_kernel[(num_rows, num_parts)](
-            logits, token_hashes, noise_keys, temperatures, scores, tokens, logits.stride(0), vocab_size, BLOCK=_SAMPLE_PART
-        )
+    _sample_kernel[(num_rows, num_parts)](
+        logits, token_hashes, noise_keys, temperatures, scores, tokens, logits.stride(0), vocab_size, BLOCK=_SAMPLE_PART
+    )
     return tokens.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)
 
 

@@ -27,38 +27,25 @@ class CudaGraphs:
         """Record `decoder`(batch, kv_caches), which returns hidden states [num_seqs, hidden_size], for all batch sizes."""
         self.sizes = batch_sizes(max_num_seqs)
         largest, device, block_size = self.sizes[-1], kv_caches[0].device, kv_caches[0].shape[2]
-
-        def integers(*shape: int, dtype: torch.dtype, value: int = 0) -> Tensor:
-            return torch.full(shape, value, dtype=dtype, device=device)
-
+        rows = torch.arange(largest + 1, device=device)
+        zeros = partial(torch.zeros, dtype=torch.int64, device=device)
         self.batch = Batch(
-            input_ids=integers(largest, dtype=torch.int64),
-            positions=integers(largest, dtype=torch.int64),
-            slot_mapping=integers(largest, dtype=torch.int64, value=-1),
-            cu_seqlens_q=torch.arange(largest + 1, dtype=torch.int32, device=device),
-            context_lens=integers(largest, dtype=torch.int32),
-            block_tables=integers(largest, block_table_width, dtype=torch.int32),
+            input_ids=zeros(largest),
+            positions=zeros(largest),
+            slot_mapping=zeros(largest) - 1,
+            cu_seqlens_q=rows.int(),
+            context_lens=zeros(largest, dtype=torch.int32),
+            block_tables=zeros(largest, block_table_width, dtype=torch.int32),
             max_seqlen_q=1,
             max_seqlen_k=block_table_width * block_size,
-            logits_indices=torch.arange(largest, device=device),
+            logits_indices=rows[:-1],
         )
         self.recorded: dict[int, tuple[Replay, Tensor]] = {}
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):  # the largest first: the smaller ones find all their memory in its pool
-            self.recorded[size] = record(partial(decoder, self._first_rows(size), kv_caches), pool)
-
-    def _first_rows(self, size: int) -> Batch:
-        whole = self.batch
-        return replace(
-            whole,
-            input_ids=whole.input_ids[:size],
-            positions=whole.positions[:size],
-            slot_mapping=whole.slot_mapping[:size],
-            cu_seqlens_q=whole.cu_seqlens_q[: size + 1],
-            context_lens=whole.context_lens[:size],
-            block_tables=whole.block_tables[:size],
-            logits_indices=whole.logits_indices[:size],
-        )
+            first = {name: value[:size] for name, value in vars(self.batch).items() if isinstance(value, Tensor)}
+            first["cu_seqlens_q"] = self.batch.cu_seqlens_q[: size + 1]
+            self.recorded[size] = record(partial(decoder, replace(self.batch, **first), kv_caches), pool)
 
     def run(self, batch: Batch) -> Tensor:
         """The hidden states of a batch with one query token per sequence, [num_logits, hidden_size]. Valid until the next."""
@@ -67,9 +54,8 @@ class CudaGraphs:
         for name in ("input_ids", "positions", "slot_mapping", "context_lens"):
             getattr(self.batch, name)[:num_seqs].copy_(getattr(batch, name))
         self.batch.block_tables[:num_seqs, :width].copy_(batch.block_tables)
-        if num_seqs < size:
-            self.batch.slot_mapping[num_seqs:size].fill_(-1)
-            self.batch.context_lens[num_seqs:size].fill_(0)
+        self.batch.slot_mapping[num_seqs:size].fill_(-1)
+        self.batch.context_lens[num_seqs:size].fill_(0)
         replay, hidden = self.recorded[size]
         replay()
         return hidden[batch.logits_indices]
