@@ -21,10 +21,6 @@ GPU_SHARE_OF_FREE = 0.95  # where others use the GPU, leave room for what they a
 CPU_SHARE = 0.25
 
 
-def bytes_per_block(spec: DecoderSpec, block_size: int) -> int:
-    return block_size * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
-
-
 class MemoryMeter:
     """Counts this engine's GPU memory from its making on, apart from other engines' in the process."""
 
@@ -79,15 +75,10 @@ def _left_by_cgroups(root: Path) -> Iterator[int]:
 
 
 def count_blocks(
-    config: Config,
-    spec: DecoderSpec,
-    block_size: int,
-    max_model_len: int,
-    meter: MemoryMeter,
-    profile_run: Callable[[], object],
+    config: Config, spec: DecoderSpec, block_size: int, max_model_len: int, meter: MemoryMeter, profile_run: Callable[[], object]
 ) -> tuple[int, str]:
     """The number of blocks and a line that shows how it was found. Raises ValueError if there is memory for none."""
-    block_bytes = bytes_per_block(spec, block_size)
+    block_bytes = block_size * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
     if config.num_kvcache_blocks is not None:
         num_blocks, origin = config.num_kvcache_blocks, "num_kvcache_blocks"
     else:
@@ -113,8 +104,7 @@ def count_blocks(
                 f"no memory for a single block of KV cache: {origin}; raise kvcache_memory_bytes"
                 + " or gpu_memory_utilization" * (meter.device.type == "cuda")
             )
-    tokens = num_blocks * block_size
-    return num_blocks, f"KV cache: {origin} = {num_blocks} blocks of {block_size} = {tokens} tokens"
+    return num_blocks, f"KV cache: {origin} = {num_blocks} blocks of {block_size} = {num_blocks * block_size} tokens"
 
 
 def _gb(num_bytes: int) -> str:
