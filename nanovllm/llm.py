@@ -109,9 +109,9 @@ class LLM(LLMEngine):
 
     def _beam_request(self, search: BeamSearch, beam: Beam, num_cached_tokens: int) -> Request:
         """A finished beam as a request of its own that has ended."""
-        seq = Sequence(next(self._ids), search.prompt + beam.token_ids, SamplingParams(logprobs=0))
-        seq.num_prompt_tokens, seq.num_cached_tokens = len(search.prompt), num_cached_tokens
-        seq.finish_reason = search.finish_reason(beam)
+        seq = Sequence(next(self._ids), search.prompt, SamplingParams(logprobs=0))
+        seq.token_ids += beam.token_ids
+        seq.num_cached_tokens, seq.finish_reason = num_cached_tokens, search.finish_reason(beam) or "error"
         detokenizer = Detokenizer(self.tokenizer, len(search.prompt)) if self.tokenizer is not None else None
         request = Request(seq, seq.seq_id, 0, {}, detokenizer)
         request.logprobs, request.cumulative_logprob = beam.logprobs, beam.cumulative_logprob

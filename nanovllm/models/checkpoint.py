@@ -78,10 +78,6 @@ def read_eos_token_ids(directory: Path, config: PretrainedConfig, tokenizer: Pre
     return frozenset(ids)
 
 
-def _check_token_ids(name: str, value: Any) -> None:
-    check_ints(name, value if isinstance(value, list) else [value], 0)
-
-
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings", "original_max_position_embeddings",
@@ -92,7 +88,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(_POSITIVE, partial(check_number, low=0.0, open_low=True)),
     **dict.fromkeys(("attention_bias", "tie_word_embeddings", "truncate"), check_bool),
     **dict.fromkeys(("dtype", "torch_dtype"), partial(check_choice, choices=DTYPES)),  # "torch_dtype" before transformers 5
-    "eos_token_id": _check_token_ids,
+    "eos_token_id": lambda name, value: check_ints(name, value if isinstance(value, list) else [value], minimum=0),
     # RoPE's
     "rope_theta": partial(check_number, low=1.0, open_low=True),
     "factor": partial(check_number, low=1.0, high=1e6),
