@@ -47,23 +47,20 @@ class BeamSearch:
             Beam([*beam.token_ids, token_id], [*beam.logprobs, {token_id: logprob}], cumulative_logprob)
             for cumulative_logprob, beam, token_id, logprob in nlargest(self.num_candidates, scored, key=itemgetter(0))
         ]
-        ended = [beam for beam in candidates[: self.beam_width] if self._has_ended(beam)]
+        ended = [beam for beam in candidates[: self.beam_width] if self.finish_reason(beam)]
         self.finished = nlargest(self.beam_width, self.finished + ended, key=self._score)
         if not (candidates or self.finished):
             self.finished = self.running
-        self.running = [beam for beam in candidates if not self._has_ended(beam)][: self.beam_width]
+        self.running = [beam for beam in candidates if not self.finish_reason(beam)][: self.beam_width]
         if self.running and len(self.finished) == self.beam_width:
             if self._score(self.running[0]) <= self._score(self.finished[-1]):
                 self.running = []
 
-    def finish_reason(self, beam: Beam) -> FinishReason:
-        """Why a finished beam has ended."""
+    def finish_reason(self, beam: Beam) -> FinishReason | None:
+        """Why a beam has ended. None if it has not, even where its logits were NaN and it goes no further."""
         if beam.token_ids and beam.token_ids[-1] in self.eos_token_ids:
             return "stop"
-        return "length" if len(beam.token_ids) == self.max_tokens else "error"
-
-    def _has_ended(self, beam: Beam) -> bool:
-        return self.finish_reason(beam) != "error"
+        return "length" if len(beam.token_ids) == self.max_tokens else None
 
     def _score(self, beam: Beam) -> float:
         return beam.cumulative_logprob / len(beam.token_ids) ** self.length_penalty

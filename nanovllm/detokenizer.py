@@ -12,49 +12,47 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 
-class StopStrings:
-    """Finds any of several strings in a text that comes piece by piece: the automaton of Aho and Corasick (1975).
+class StopNode:
+    """A beginning of a stop string, a node of the automaton of Aho and Corasick (1975). The root is the empty one.
 
-    A node is a beginning of a stop string, node 0 the empty one. After each character the current node is the longest
-    beginning that the text ends with; where the text does not go on like it, its `fallback` is the next longest.
+    The automaton finds any of several strings in a text that comes piece by piece. After each character the current node is
+    the longest beginning that the text ends with; where the text does not go on like it, its `fallback` is the next longest.
     """
 
-    def __init__(self, stop_strings: tuple[str, ...]) -> None:
-        self.children: list[dict[str, int]] = [{}]
-        self.fallback = [0]
-        self.match_length = [0]  # of the longest stop string that the node ends with
-        self.begun_length = [0]  # of the longest beginning that the node ends with and that is no whole stop string
-        for stop in stop_strings:
-            node = 0
-            for length, character in enumerate(stop, 1):
-                if character not in self.children[node]:
-                    self.children[node][character] = len(self.children)
-                    self.children.append({})
-                    self.fallback.append(0)
-                    self.match_length.append(0)
-                    self.begun_length.append(length)
-                node = self.children[node][character]
-            self.match_length[node] = len(stop)
-        queue = list(self.children[0].values())
-        for node in queue:  # shorter ones first: a fallback is shorter than its node
-            fallback = self.fallback[node]
-            self.match_length[node] = self.match_length[node] or self.match_length[fallback]
-            if not self.children[node]:
-                self.begun_length[node] = self.begun_length[fallback]
-            for character, child in self.children[node].items():
-                self.fallback[child] = self.follow(fallback, character)
-                queue.append(child)
+    def __init__(self, length: int) -> None:
+        self.children: dict[str, StopNode] = {}
+        self.fallback: StopNode | None = None  # the root has none
+        self.match_length = 0  # of the longest stop string that the node ends with
+        self.begun_length = length  # of the longest beginning that the node ends with and that is no whole stop string
 
-    def follow(self, node: int, character: str) -> int:
-        while node and character not in self.children[node]:
-            node = self.fallback[node]
-        return self.children[node].get(character, 0)
+    def follow(self, character: str) -> "StopNode":
+        node = self
+        while character not in node.children and node.fallback is not None:
+            node = node.fallback
+        return node.children.get(character, node)
 
 
-_make_stop_strings = lru_cache(maxsize=8)(StopStrings)  # samples of one request, requests of one kind share theirs
+@lru_cache(maxsize=8)  # samples of one request, requests of one kind share theirs
+def make_stop_nodes(stop_strings: tuple[str, ...]) -> StopNode:
+    """The root of the automaton of these strings."""
+    root = StopNode(0)
+    for stop in stop_strings:
+        node = root
+        for length, character in enumerate(stop, 1):
+            node = node.children.setdefault(character, StopNode(length))
+        node.match_length = len(stop)
+    queue = [root]
+    for node in queue:  # shorter ones first: a fallback is shorter than its node
+        for character, child in node.children.items():
+            child.fallback = fallback = node.fallback.follow(character) if node.fallback else root
+            child.match_length = child.match_length or fallback.match_length
+            if not child.children:
+                child.begun_length = fallback.begun_length
+            queue.append(child)
+    return root
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     """What is known after `num_tokens` tokens. Replaced as a whole, so that an error or Ctrl-C leaves no token half taken.
 
     token_ids | prompt | ........... | context ...... | pending ............. |
@@ -62,14 +60,15 @@ class _State(NamedTuple):
     """
 
     num_tokens: int
+    node: StopNode  # the longest beginning of a stop string that `text` ends with
     context: tuple[int, ...] = ()  # tokens whose text is complete, enough of them to decode what follows as in its place
     context_text: str = ""  # the context, decoded on its own
     pending: tuple[int, ...] = ()  # tokens after these, that end within a character or have no text
     num_told: int = 0  # characters of the pending tokens that are in `text`
     held: str = ""  # their last characters, U+FFFD each: bytes that can still become a character
     text: str = ""
-    node: int = 0  # of the stop strings' automaton, at the end of `text`
-    match_start: int | None = None  # where in `text` a stop string starts that nobody has asked about
+    match_start: int | None = None  # where in `text` a stop string starts that nobody has asked about, or
+    is_stopped: bool = False  # that ended the text
 
 
 class Detokenizer:
@@ -87,62 +86,41 @@ class Detokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, num_prompt_tokens: int, stop_strings: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
         self.num_prompt_tokens = num_prompt_tokens
-        self.stop_strings = _make_stop_strings(stop_strings) if stop_strings else None
+        self.stop_strings = stop_strings
         self.shown = ""  # what `read` returned last, while tokens came
-        self.stopped_text: str | None = None  # the text before the stop string, once one is met
-        self._state = _State(num_prompt_tokens)
-
-    @property
-    def state(self) -> tuple[_State, str | None]:
-        """What is known of the tokens read so far. Set back to an earlier value, it forgets those after it."""
-        return self._state, self.stopped_text
-
-    @state.setter
-    def state(self, state: tuple[_State, str | None]) -> None:
-        self._state, self.stopped_text = state
+        self.state = State(num_prompt_tokens, make_stop_nodes(stop_strings))  # set back, it forgets the tokens after it
 
     def read(self, token_ids: list[int], is_last: bool) -> str:
         """What a caller may see: unless `token_ids` are the last ones, without what could still become something else."""
-        if self.stopped_text is not None:
-            return self.stopped_text
-        if is_last and self._state.num_tokens == self.num_prompt_tokens:
+        if is_last and self.state.num_tokens == self.num_prompt_tokens:
             return self._decode(token_ids[self.num_prompt_tokens :])
         state = self._advance(token_ids)
-        if is_last:
+        if is_last and not state.is_stopped:
             text = state.text + state.held
             if "\ufffd" in text:  # only then can the whole differ
                 whole = self._decode(token_ids[self.num_prompt_tokens :])
                 text = whole if whole.startswith(self.shown) else text
             return text
-        text = state.text
-        if state.match_start is not None:
-            text = text[: state.match_start]
-        elif state.node:
-            text = text[: len(text) - self.stop_strings.begun_length[state.node]]
-        self.shown = text
-        return text
+        end = len(state.text) - state.node.begun_length if state.match_start is None else state.match_start
+        self.shown = state.text[:end]  # what begins like a stop string waits
+        return self.shown
 
     def meets_stop_string(self, token_ids: list[int], may_stop: bool) -> bool:
         """Whether a token since the last call completes a stop string; the text then ends before it, and stays so."""
-        if self.stop_strings is None or self.stopped_text is not None:
-            return self.stopped_text is not None
         state = self._advance(token_ids)
-        if state.match_start is None:
-            return False
-        if may_stop:
-            self.stopped_text = state.text[: state.match_start]
-        else:
-            self._state = state._replace(match_start=None)
-        return may_stop
+        if state.match_start is not None and not state.is_stopped:
+            self.state = state._replace(is_stopped=True) if may_stop else state._replace(match_start=None)
+        return self.state.is_stopped
 
-    def _advance(self, token_ids: list[int]) -> _State:
-        for index in range(self._state.num_tokens, len(token_ids)):
-            self._state = self._take(self._state, token_ids[index])
-        return self._state
+    def _advance(self, token_ids: list[int]) -> State:
+        """Take the tokens that are new, unless a stop string has ended the text."""
+        while self.state.num_tokens < len(token_ids) and not self.state.is_stopped:
+            self.state = self._take(self.state, token_ids[self.state.num_tokens])
+        return self.state
 
-    def _take(self, state: _State, token_id: int) -> _State:
+    def _take(self, state: State, token_id: int) -> State:
         """The state after one more token."""
-        num_tokens, context, context_text, pending, num_told, held, text, node, match_start = state
+        num_tokens, node, context, context_text, pending, num_told, held, text, match_start, _ = state
         pending = (*pending, token_id)
         window_text = self._decode(context + pending)
         new = window_text[len(context_text) :]
@@ -155,7 +133,7 @@ class Detokenizer:
         else:  # more than three are not all the beginning of one character
             end = max(len(new.rstrip("\ufffd")), len(new) - 3)
         fresh, held = new[num_told:end], new[end:]
-        if self.stop_strings is not None and fresh:
+        if self.stop_strings:
             node, start = self._search(node, fresh, len(text))
             match_start = start if match_start is None else match_start
         if held or not new:
@@ -168,15 +146,15 @@ class Detokenizer:
             if len(context) > self.MAX_CONTEXT:
                 context, context_text = pending, self._decode(pending)
             pending = ()
-        return _State(num_tokens + 1, context, context_text, pending, num_told, held, text + fresh, node, match_start)
+        return State(num_tokens + 1, node, context, context_text, pending, num_told, held, text + fresh, match_start)
 
-    def _search(self, node: int, fresh: str, num_searched: int) -> tuple[int, int | None]:
+    def _search(self, node: StopNode, fresh: str, num_searched: int) -> tuple[StopNode, int | None]:
         """Where the automaton stands after `fresh`, and where the first stop string starts of those that end in it."""
-        stop_strings, starts = self.stop_strings, []
+        starts: list[int] = []
         for end, character in enumerate(fresh, num_searched + 1):
-            node = stop_strings.follow(node, character)
-            if length := stop_strings.match_length[node]:
-                starts.append(end - length)
+            node = node.follow(character)
+            if node.match_length:
+                starts.append(end - node.match_length)
         return node, min(starts, default=None)
 
     def _shorten(self, pending: tuple[int, ...]) -> tuple[int, ...]:

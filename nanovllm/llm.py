@@ -1,7 +1,6 @@
 """What most callers use: prompts in, answers out. `LLM` is the engine plus the loops that drive it."""
 
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -16,10 +15,12 @@ from nanovllm.checks import check_bool, check_int, check_number
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.llm_engine import CheckedPrompt, LLMEngine, Prompt
 from nanovllm.engine.request import News, Request
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.transaction import for_one_thread
 from nanovllm.outputs import RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 
+Prompts = Prompt | list[Prompt]
 Params = SamplingParams | list[SamplingParams] | None
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": ...}
 
@@ -28,9 +29,7 @@ class LLM(LLMEngine):
     """An engine for one model: LLM("Qwen/Qwen3-0.6B", max_model_len=2048). Its options are documented in `Config`."""
 
     @for_one_thread
-    def generate(
-        self, prompts: Prompt | list[Prompt], sampling_params: Params = None, use_tqdm: bool = True
-    ) -> list[RequestOutput]:
+    def generate(self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
         """Answer one prompt (str or token ids) or a list of them, in their order, n samples of a prompt side by side.
 
         `sampling_params` is one for all or one each. Raises ValueError or TypeError, with nothing queued, if any
@@ -46,7 +45,7 @@ class LLM(LLMEngine):
                     bar.update(num_finished)
             return self._tell(dict.fromkeys(requests))
 
-    def stream(self, prompts: Prompt | list[Prompt], sampling_params: Params = None) -> Iterator[RequestOutput]:
+    def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[RequestOutput]:
         """Yield a request's output so far each time it gains a token; its `text` only ever grows.
 
         Prompts are checked now and queued when the first output is asked for. Leaving the loop takes them back.
@@ -76,12 +75,7 @@ class LLM(LLMEngine):
 
     @for_one_thread
     def beam_search(
-        self,
-        prompts: Prompt | list[Prompt],
-        beam_width: int,
-        max_tokens: int,
-        length_penalty: float = 1.0,
-        ignore_eos: bool = False,
+        self, prompts: Prompts, beam_width: int, max_tokens: int, length_penalty: float = 1.0, ignore_eos: bool = False
     ) -> list[list[RequestOutput]]:
         """For each prompt its `beam_width` best continuations, best first, by beam search as in transformers.
 
@@ -109,29 +103,20 @@ class LLM(LLMEngine):
             for search in active:
                 search.advance(list(islice(logprobs, len(search.running))))
         return [
-            [self._beam_output(search, beam, num_cached) for beam in search.finished]
+            self._tell({self._beam_request(search, beam, num_cached): None for beam in search.finished})
             for search, num_cached in zip(searches, num_cached_tokens)
         ]
 
-    def _beam_output(self, search: BeamSearch, beam: Beam, num_cached_tokens: int) -> RequestOutput:
-        request_id, text, finish_reason = next(self._ids), "", search.finish_reason(beam)
-        if self.tokenizer is not None:
-            try:
-                text = Detokenizer(self.tokenizer, 0).read(beam.token_ids, is_last=True)
-            except Exception as error:  # whatever somebody's tokenizer raises
-                finish_reason = "error"
-                warnings.warn(f"request {request_id}: its tokens cannot be decoded: {error!r}", RuntimeWarning, stacklevel=3)
-        return RequestOutput(
-            request_id=request_id,
-            sample_index=0,
-            prompt_token_ids=search.prompt,
-            token_ids=beam.token_ids,
-            text=text,
-            finish_reason=finish_reason,
-            logprobs=beam.logprobs,
-            cumulative_logprob=beam.cumulative_logprob,
-            num_cached_tokens=num_cached_tokens,
-        )
+    def _beam_request(self, search: BeamSearch, beam: Beam, num_cached_tokens: int) -> Request:
+        """A finished beam as a request of its own that has ended."""
+        seq = Sequence(next(self._ids), search.prompt, SamplingParams(logprobs=0))
+        seq.token_ids += beam.token_ids
+        seq.num_cached_tokens, seq.finish_reason = num_cached_tokens, search.finish_reason(beam) or "error"
+        detokenizer = Detokenizer(self.tokenizer, len(search.prompt)) if self.tokenizer is not None else None
+        request = Request(seq, seq.seq_id, 0, {}, detokenizer)
+        request.logprobs, request.cumulative_logprob = beam.logprobs, beam.cumulative_logprob
+        request.note(None)
+        return request
 
     def _rates(self, before: Stats, seconds: float) -> str:
         now = self.stats

@@ -34,6 +34,7 @@ from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, CausalLM, DecoderSpec
 from nanovllm.models.weights import load_checkpoint
 
@@ -67,7 +68,7 @@ def make_layers(dtype: torch.dtype, device: str) -> nn.ModuleDict:
         vocab_size=80, hidden_size=100, num_layers=1, num_heads=5, num_kv_heads=5, head_dim=20, intermediate_size=150,
         norm_eps=1e-3, rope=RopeSpec(1e4), qk_norm=True, qkv_bias=False, o_bias=False, tie_embeddings=True, max_len=16, dtype=dtype,
     )  # fmt: skip
-    norm, attention, mlp = RMSNorm(300, 1e-3, dtype), Attention(spec, torch_backend, 0, 1), MLP(spec, 0, 1)
+    norm, attention, mlp = RMSNorm(300, 1e-3, dtype), Attention(spec, torch_backend, ALONE), MLP(spec, ALONE)
     mlp.gate_up_proj, mlp.down_proj = nn.Identity(), nn.Identity()
     layers = nn.ModuleDict({"norm": norm, "attention": attention, "mlp": mlp, "sampler": Sampler(80)})
     for parameter in layers.parameters():

@@ -58,17 +58,14 @@ class BlockManager:
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
         self.hash_to_block_id: dict[int, int] = {}
         self._num_freed = 0  # blocks that have become free, since the start
-        self._refused: tuple[Sequence, int, int | None] | None = None  # see is_refused_still
+        self._refused: tuple[Sequence | None, int, int | None] = None, 0, None  # see is_refused_still
         self._content_ids = count(_NO_CONTENT + 1)
 
     @classmethod
     def compute_hash(cls, token_ids: list[int], prefix: int = -1) -> int:
         """xxh64 of a block's tokens, chained to the hash of the block before it (-1: there is none)."""
-        digest = xxhash.xxh64()
-        if prefix != -1:
-            digest.update(prefix.to_bytes(8, "little"))
-        digest.update(array("q", token_ids))
-        return digest.intdigest()
+        parent = b"" if prefix == -1 else prefix.to_bytes(8, "little")
+        return xxhash.xxh64_intdigest(parent + array("q", token_ids).tobytes())
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """The longest chain of cached blocks that `seq` starts with; never its last token, whose logits are needed."""
@@ -88,10 +85,8 @@ class BlockManager:
 
         Every block that becomes free makes up for one that was missing, and so does every one that prolongs the prefix.
         """
-        if self._refused is None or self._refused[0] is not seq:
-            return False
-        _, num_freed_wanted, next_hash = self._refused
-        return self._num_freed < num_freed_wanted and next_hash not in self.hash_to_block_id
+        refused, num_freed_wanted, next_hash = self._refused
+        return refused is seq and self._num_freed < num_freed_wanted and next_hash not in self.hash_to_block_id
 
     def allocate(self, seq: Sequence, prefix: list[Block]) -> bool:
         """Give `seq` its block table: `prefix`, then fresh blocks for all its other tokens. False changes nothing."""
@@ -103,7 +98,7 @@ class BlockManager:
             next_hash = None if is_whole else self._hash(seq, len(prefix))
             self._refused = (seq, self._num_freed + num_missing, next_hash)
             return False
-        self._refused = None
+        self._refused = None, 0, None
         for block in prefix:  # before any fresh block is taken: that could evict one of these
             if block.ref_count == 0:
                 del self.free_block_ids[block.block_id]

@@ -23,11 +23,6 @@ GPU_SHARE_OF_FREE = 0.95  # where others use the GPU, leave room for what they a
 CPU_SHARE = 0.25
 
 
-def bytes_per_block(spec: DecoderSpec, tp: TensorParallel, block_size: int) -> int:
-    num_kv_heads, _ = tp.divide(spec.num_kv_heads)
-    return block_size * 2 * spec.num_layers * num_kv_heads * spec.head_dim * spec.dtype.itemsize
-
-
 class MemoryMeter:
     """Counts this engine's GPU memory from its making on, apart from other engines' in the process."""
 
@@ -91,8 +86,9 @@ def count_blocks(
     tp: TensorParallel = ALONE,
 ) -> tuple[int, str]:
     """The number of blocks and a line that shows how it was found. Raises ValueError if there is memory for none."""
-    block_bytes = bytes_per_block(spec, tp, block_size)
-    tp.minimum([0], meter.device)  # all weights are loaded
+    num_kv_heads, _ = tp.divide(spec.num_kv_heads)
+    block_bytes = block_size * 2 * spec.num_layers * num_kv_heads * spec.head_dim * spec.dtype.itemsize
+    tp.minimum([0], meter.device)  # here all ranks have loaded their weights
     if config.num_kvcache_blocks is not None:
         num_blocks, origin = config.num_kvcache_blocks, "num_kvcache_blocks"
     else:
@@ -119,13 +115,12 @@ def count_blocks(
                 f"no memory for a single block of KV cache: {origin}; raise kvcache_memory_bytes"
                 + " or gpu_memory_utilization" * (meter.device.type == "cuda")
             )
-    origin += f" = {num_blocks}"
     if tp.size > 1:
         smallest, least, minus_most = tp.minimum([num_blocks, block_size, -block_size], meter.device)
         if least != -minus_most:
-            raise ValueError(f"the ranks' attention backends prefer blocks of {least} to {-minus_most} tokens: set kvcache_block_size")
-        num_blocks, origin = smallest, f"{origin}, on the smallest of {tp.size} ranks {smallest}"
-    return num_blocks, f"KV cache: {origin} blocks of {block_size} = {num_blocks * block_size} tokens"
+            raise ValueError(f"the ranks' attention backends prefer blocks of {least} and {-minus_most} tokens: set kvcache_block_size")
+        num_blocks, origin = smallest, f"{origin} = {num_blocks}; the smallest of {tp.size} ranks"
+    return num_blocks, f"KV cache: {origin} = {num_blocks} blocks of {block_size} = {num_blocks * block_size} tokens"
 
 
 def _gb(num_bytes: int) -> str:

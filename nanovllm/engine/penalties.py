@@ -57,7 +57,6 @@ class Penalties:
             self.in_prompt = torch.zeros(self.shape, dtype=torch.bool, device=self.device)
             self.counts = torch.zeros(self.shape, dtype=torch.int32, device=self.device)
         new: list[tuple[int, int]] = []  # lane, token id
-        now: list[tuple[int, tuple[Sequence, int]]] = []  # lane, what is counted in the end
         for seq in seqs:
             owner, num_counted = self.counted[seq.lane]
             self.counted[seq.lane] = (None, 0)  # if this is interrupted, the row is counted anew
@@ -67,9 +66,8 @@ class Penalties:
                 self.in_prompt[seq.lane] = False
                 self.in_prompt[seq.lane, seq.token_ids[:num_counted]] = True
             new += [(seq.lane, token_id) for token_id in seq.token_ids[num_counted:]]
-            now.append((seq.lane, (seq, len(seq.token_ids))))
         if new:
             lanes, token_ids = torch.tensor(new, dtype=torch.int64, device=self.device).T
             self.counts.index_put_((lanes, token_ids), torch.ones_like(lanes, dtype=torch.int32), accumulate=True)
-        for lane, counted in now:
-            self.counted[lane] = counted
+        for seq in seqs:
+            self.counted[seq.lane] = (seq, len(seq.token_ids))

@@ -4,8 +4,6 @@ A token counts once it is noted here (`note`): from then on callers may have see
 undone (`rewind`) and computed again, and since noise is a function of seed and position, with the same result.
 """
 
-from __future__ import annotations
-
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import RequestOutput
@@ -15,11 +13,6 @@ News = dict["Request", None]  # requests of which somebody is still to be told, 
 
 class Request:
     """One of the n samples of a request. `first_id` is the id of sample 0, `news` where the engine leaves word."""
-
-    __slots__ = (
-        "seq", "first_id", "sample_index", "news", "detokenizer", "looks_for_stop_strings",
-        "num_tokens", "is_finished", "text_state", "logprobs", "cumulative_logprob",
-    )  # fmt: skip
 
     def __init__(self, seq: Sequence, first_id: int, sample_index: int, news: News, detokenizer: Detokenizer | None) -> None:
         self.seq = seq

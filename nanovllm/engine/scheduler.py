@@ -12,7 +12,6 @@ often from its own cached blocks. The oldest always advances, so everybody gets 
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from heapq import heappop, heappush
 
 from nanovllm.engine.block_manager import BlockManager
@@ -24,11 +23,7 @@ class Scheduler:
     """`max_num_seqs` bounds the sequences that hold blocks, `max_num_batched_tokens` the tokens of one step."""
 
     def __init__(
-        self,
-        block_manager: BlockManager,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        enable_chunked_prefill: bool = True,
+        self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, enable_chunked_prefill: bool = True
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
@@ -42,17 +37,16 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
         self.free_lanes = list(range(max_num_seqs))  # a heap
 
-    def reset(self, seqs: Iterable[Sequence]) -> None:
+    def reset(self, seqs: list[Sequence]) -> None:
         """Start over with nothing computed: `seqs`, oldest first, wait. Of what they were, only their tokens stay."""
         self.block_manager.reset()
-        self.waiting.clear()
-        self.running.clear()
+        self.waiting = OrderedDict.fromkeys(seqs)
+        self.running = []
         self.free_lanes = list(range(self.max_num_seqs))
         for seq in seqs:
             seq.lane, seq.block_table, seq.num_computed_tokens = -1, [], 0
             seq.status, seq.finish_reason = SequenceStatus.WAITING, None
             del seq.block_hashes[len(seq.token_ids) // self.block_manager.block_size :]
-            self.waiting[seq] = None
 
     def add(self, seq: Sequence) -> None:
         self.waiting[seq] = None
@@ -159,7 +153,8 @@ class Scheduler:
                 self.block_manager.forget(seq)
                 finish_reason = None if seq.may_hit else "error"
             if finish_reason is not None:
-                self._end(seq, finish_reason)
+                self._release(seq)
+                seq.status, seq.finish_reason = SequenceStatus.FINISHED, finish_reason
                 any_finished = True
             elif token_id < 0:
                 suspects.append(seq)
@@ -174,15 +169,9 @@ class Scheduler:
         """End `seq`, waiting or running, for a reason that is not found in its tokens. Not between the halves of a step."""
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
-        else:
-            self.waiting.pop(seq, None)
-        self._end(seq, reason)
-
-    def _end(self, seq: Sequence, reason: FinishReason) -> None:
-        if seq.status is SequenceStatus.RUNNING:
             self._release(seq)
-        seq.status = SequenceStatus.FINISHED
-        seq.finish_reason = reason
+        self.waiting.pop(seq, None)
+        seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
 
     def _release(self, seq: Sequence) -> None:
         self.block_manager.free(seq)

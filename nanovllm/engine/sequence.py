@@ -11,6 +11,7 @@ A decode is a sequence that is one token behind. The newest token's K/V is never
 Text, log probabilities and callers are not known here: they are engine/request.py's.
 """
 
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from nanovllm.outputs import FinishReason
@@ -23,34 +24,24 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+@dataclass(eq=False)
 class Sequence:
     """The scheduling state of one request, or of one of its n samples."""
 
-    __slots__ = (
-        "seq_id", "status", "token_ids", "num_prompt_tokens", "params", "needs_logits_processing", "seed",
-        "stop_token_ids", "min_num_tokens", "max_num_tokens", "finish_reason",
-        "num_computed_tokens", "num_scheduled_tokens", "num_cached_tokens", "block_table", "block_hashes", "may_hit", "lane",
-    )  # fmt: skip
+    seq_id: int
+    token_ids: list[int]  # the prompt's, to which the generated ones are appended
+    params: SamplingParams
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    max_num_tokens: int | None = None
 
-    def __init__(
-        self,
-        seq_id: int,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        seed: int = 0,
-        stop_token_ids: frozenset[int] = frozenset(),
-        max_num_tokens: int | None = None,
-    ) -> None:
-        self.seq_id = seq_id
+    def __post_init__(self) -> None:
+        params, self.token_ids = self.params, list(self.token_ids)
         self.status = SequenceStatus.WAITING
-        self.token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = len(prompt_token_ids)
-        self.params = params
+        self.num_prompt_tokens = len(self.token_ids)
         self.needs_logits_processing = bool(params.penalizes or params.min_tokens or params.logprobs is not None)
-        self.seed = seed
-        self.stop_token_ids = stop_token_ids
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
-        self.max_num_tokens = max_num_tokens or self.num_prompt_tokens + params.max_tokens
+        self.max_num_tokens = self.max_num_tokens or self.num_prompt_tokens + params.max_tokens
         self.finish_reason: FinishReason | None = None
 
         self.num_computed_tokens = 0

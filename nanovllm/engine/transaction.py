@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import wraps
 from threading import get_ident
+from traceback import walk_stack
 from types import CodeType
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
@@ -29,7 +30,6 @@ class Transactional:
     def __init__(self) -> None:
         Transactional.process = os.getpid()
         self._thread = get_ident()  # the last one that was served
-        self._in_transaction = False
         self._is_whole = True  # False: a change has begun and has not come to its end
         self._warnings: deque[str] = deque()  # to be given afterwards, since a warning can be made an error
 
@@ -60,11 +60,8 @@ class Transactional:
         Read off its stack: what would have to be undone at the method's end, such as a lock, Ctrl-C could leave as it is.
         """
         frame = sys._current_frames().get(thread)
-        while frame is not None:
-            if frame.f_code is code and frame.f_locals.get("self") is self:
-                return True
-            frame = frame.f_back
-        return False
+        stack = walk_stack(frame) if frame else ()
+        return any(each.f_code is code and each.f_locals.get("self") is self for each, _ in stack)
 
     def _roll_back(self) -> None:
         """Undo a change that was cut short anywhere. If this is cut short too, it is called again."""
@@ -82,7 +79,6 @@ class Transactional:
         self._is_whole = True
 
     def _transact(self, change: Callable[..., Result], args: tuple[Any, ...]) -> Result:
-        self._in_transaction = True
         try:
             self._settle()
             self._is_whole = False
@@ -91,7 +87,6 @@ class Transactional:
             return result
         finally:
             self._settle()
-            self._in_transaction = False
 
 
 def for_one_thread(method: Callable[P, Result]) -> Callable[P, Result]:
@@ -115,7 +110,7 @@ def transaction(change: Callable[..., Result]) -> Callable[..., Result]:
     @for_one_thread
     @wraps(change)
     def call(self: Transactional, *args: Any) -> Result:
-        if self._in_transaction and self._is_in(Transactional._transact.__code__, get_ident()):
+        if not self._is_whole and self._is_in(Transactional._transact.__code__, get_ident()):  # else one was cut short
             raise Busy("the engine was called from within its own step")
         result = self._transact(change, args)
         while self._warnings:

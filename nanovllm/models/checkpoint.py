@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from nanovllm.checks import check_bool, check_choice, check_int, check_ints, check_number, naming
@@ -29,7 +28,7 @@ def find_checkpoint(model: str) -> Path:
             raise ValueError(f"model {model!r}: there is no such directory")
         try:
             directory = Path(snapshot_download(model, allow_patterns=_FILES))
-        except (OSError, HfHubHTTPError, HFValidationError) as error:
+        except (OSError, ValueError) as error:  # of the network and of the Hub, or for what is no id
             raise ValueError(f"model {model!r} is no directory and cannot be downloaded: {error}") from error
     if not (directory / "config.json").exists():
         raise ValueError(f"model {model!r}: {directory} holds no config.json")
@@ -79,37 +78,21 @@ def read_eos_token_ids(directory: Path, config: PretrainedConfig, tokenizer: Pre
     return frozenset(ids)
 
 
-def _check_token_ids(name: str, value: Any) -> None:
-    check_ints(name, value if isinstance(value, list) else [value], 0)
-
-
-_size = partial(check_int, minimum=1, maximum=MAX_SIZE)
-_positive = partial(check_number, low=0.0, open_low=True)
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "original_max_position_embeddings",
+)  # fmt: skip
+_POSITIVE = ("rms_norm_eps", "attention_factor", "beta_fast", "beta_slow")
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "dtype": partial(check_choice, choices=DTYPES),
-    "torch_dtype": partial(check_choice, choices=DTYPES),  # as dtype was called before transformers 5
-    "vocab_size": _size,
-    "hidden_size": _size,
-    "intermediate_size": _size,
-    "num_hidden_layers": _size,
-    "num_attention_heads": _size,
-    "num_key_value_heads": _size,
-    "head_dim": _size,
-    "max_position_embeddings": _size,
-    "rms_norm_eps": _positive,
-    "attention_bias": check_bool,
-    "tie_word_embeddings": check_bool,
-    "eos_token_id": _check_token_ids,
+    **dict.fromkeys(_SIZES, partial(check_int, minimum=1, maximum=MAX_SIZE)),
+    **dict.fromkeys(_POSITIVE, partial(check_number, low=0.0, open_low=True)),
+    **dict.fromkeys(("attention_bias", "tie_word_embeddings", "truncate"), check_bool),
+    **dict.fromkeys(("dtype", "torch_dtype"), partial(check_choice, choices=DTYPES)),  # "torch_dtype" before transformers 5
+    "eos_token_id": lambda name, value: check_ints(name, value if isinstance(value, list) else [value], minimum=0),
     # RoPE's
     "rope_theta": partial(check_number, low=1.0, open_low=True),
     "factor": partial(check_number, low=1.0, high=1e6),
-    "original_max_position_embeddings": _size,
-    "attention_factor": _positive,
-    "mscale": partial(check_number, low=0.0),
-    "mscale_all_dim": partial(check_number, low=0.0),
-    "beta_fast": _positive,
-    "beta_slow": _positive,
-    "truncate": check_bool,
+    **dict.fromkeys(("mscale", "mscale_all_dim"), partial(check_number, low=0.0)),
 }
 
 

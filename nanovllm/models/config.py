@@ -90,17 +90,8 @@ def _read_rope(config: PretrainedConfig) -> tuple[RopeSpec, int]:
         raise ValueError(f"rope type {rope_type!r} is not supported; 'default', 'linear' and 'yarn' are")
     original = rope.get("original_max_position_embeddings", max_len)
     factor = rope.get("factor", max_len / original)
-    spec = RopeSpec(
-        theta,
-        "yarn",
-        factor,
-        original,
-        attention_factor=_yarn_attention_factor(factor, rope),
-        beta_fast=rope.get("beta_fast", 32.0),
-        beta_slow=rope.get("beta_slow", 1.0),
-        truncate=rope.get("truncate", True),
-    )
-    return spec, int(original * factor)
+    ramp = {name: rope[name] for name in ("beta_fast", "beta_slow", "truncate") if name in rope}
+    return RopeSpec(theta, "yarn", factor, original, _yarn_attention_factor(factor, rope), **ramp), int(original * factor)
 
 
 def _yarn_attention_factor(factor: float, rope: dict[str, Any]) -> float:
