@@ -34,6 +34,7 @@ class Executor:
         self.config = config
         self.spec = spec
         self.tp = tp
+        self.tp = kernels.share_memory(tp, device, spec.dtype)
         self.device = device
         self.backend: Backend = attention
         self.block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
@@ -45,7 +46,7 @@ class Executor:
 
         self.meter = MemoryMeter(self.device)
         with torch.device(self.device):
-            self.model = CausalLM(spec, self.backend, tp)
+            self.model = CausalLM(spec, self.backend, self.tp)
         with torch.device("cpu"):  # where safetensors reads, whatever the caller's default device is
             if config.load_format == "dummy":
                 init_dummy_weights(self.model, config.seed)

@@ -16,9 +16,11 @@ from importlib import import_module
 import torch
 from torch import nn
 
+from nanovllm.kernels.cpu import shared_memory
 from nanovllm.kernels.cuda.graphs import CudaGraphs
 from nanovllm.kernels.twins import Twins
 from nanovllm.layers.attention import Backend
+from nanovllm.layers.tensor_parallel import TensorParallel
 
 BACKENDS = {
     "flash_attn": "nanovllm.kernels.cuda.flash_attn",
@@ -47,6 +49,13 @@ def select_backend(
             return backend, size
         reasons.append(f"attention_backend {candidate!r} cannot run here: {reason}")
     raise ValueError("; ".join(reasons))
+
+
+def share_memory(tp: TensorParallel, device: torch.device, dtype: torch.dtype) -> TensorParallel:
+    """The rank with faster collective operations, where there are any."""
+    if tp.size == 1 or device.type != "cpu":
+        return tp
+    return shared_memory.share_memory(tp, dtype)
 
 
 def kernelize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

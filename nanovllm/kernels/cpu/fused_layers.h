@@ -3,6 +3,7 @@
 // Tokens are projected in pieces: what lies between two products then stays in the caches, and all layers use the same
 // memory for it.
 #pragma once
+#include "collectives.h"
 #include "decode.h"
 #include "layers.h"
 #include "prefill.h"
@@ -15,12 +16,15 @@ struct Layer {
     float eps, scale;
 };
 
-// Adds to x [num_tokens, hidden_size], in place. A kv_cache [2, num_slots, num_kv_heads, head_dim] per layer.
+// Adds to x [num_tokens, hidden_size], in place. A kv_cache [2, num_slots, num_kv_heads, head_dim] per layer. Where there are
+// several ranks, this one is `member`; rank 0 adds biases and residuals to its share of a product, before the shares are added.
 extern "C" void decoder_layers(const Layer* layers, bfloat16* const* kv_caches, int64_t num_layers, int64_t num_slots,
                                bfloat16* x, const float* cos, const float* sin, const int64_t* slot_mapping,
                                const int32_t* cu_seqlens_q, const int32_t* context_lens, const int32_t* block_tables,
-                               int64_t num_tokens, int64_t num_seqs, int64_t table_width, int64_t block_size) {
+                               int64_t num_tokens, int64_t num_seqs, int64_t table_width, int64_t block_size,
+                               Member* member) {
     constexpr int64_t PIECE = 512;
+    bool is_first = !member || member->rank == 0;
     for (int64_t i = 0; i < num_layers; i++) {
         auto [input_norm, post_attention_norm, q_norm, k_norm, qkv_weight, qkv_bias, o_weight, o_bias, gate_up_weight,
               down_weight, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, eps, scale] = layers[i];
@@ -50,10 +54,14 @@ extern "C" void decoder_layers(const Layer* layers, bfloat16* const* kv_caches, 
         for (int64_t first = 0; first < num_tokens; first += PIECE) {
             int64_t size = std::min(PIECE, num_tokens - first);
             bfloat16* to = x + first * hidden_size;
-            linear(attended + first * q_size, o_weight, o_bias, to, to, size, q_size, hidden_size, false);
+            const bfloat16* residual = is_first ? to : nullptr;
+            linear(attended + first * q_size, o_weight, is_first ? o_bias : nullptr, residual, to, size, q_size, hidden_size,
+                   false);
+            if (member) all_reduce(member, to, size * hidden_size);
             rms_norm(to, post_attention_norm, normed, size, hidden_size, eps);
             linear(normed, gate_up_weight, nullptr, nullptr, gated, size, hidden_size, intermediate_size, true);
-            linear(gated, down_weight, nullptr, to, to, size, intermediate_size, hidden_size, false);
+            linear(gated, down_weight, nullptr, residual, to, size, intermediate_size, hidden_size, false);
+            if (member) all_reduce(member, to, size * hidden_size);
         }
     }
 }

@@ -8,6 +8,7 @@ from nanovllm.batch import Batch
 from nanovllm.kernels.cpu import attention
 from nanovllm.kernels.cpu.library import call, load
 from nanovllm.kernels.cpu.packed import PackedWeight
+from nanovllm.kernels.cpu.shared_memory import SharedMemoryRank
 from nanovllm.models.decoder import DecoderLayer, DecoderLayers
 
 MANY_TOKENS = 512
@@ -34,6 +35,7 @@ class FusedLayers(nn.Module):
         super().__init__()
         self.tensors: list[Tensor | None] = []  # that the pointers lead to
         self.layers = (_Layer * len(layers))(*[self._take(layer) for layer in layers])
+        self.tp = layers[0].mlp.down_proj.tp
 
     def _take(self, layer: DecoderLayer) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -69,6 +71,7 @@ class FusedLayers(nn.Module):
         assert all([tensor.is_contiguous() for tensor in (x, *cos_sin, *kv_caches, batch.block_tables)])
         pointers = (ctypes.c_void_p * len(kv_caches))(*[kv_cache.data_ptr() for kv_cache in kv_caches])
         num_blocks, block_size = kv_caches[0].shape[1:3]
+        member = ctypes.byref(self.tp.member) if self.tp.size > 1 else None
         # A long step one by one: Python hears of Ctrl-C only in between.
         num_layers = len(kv_caches) if len(x) <= MANY_TOKENS else 1
         for first in range(0, len(kv_caches), num_layers):
@@ -77,17 +80,21 @@ class FusedLayers(nn.Module):
                 ctypes.byref(self.layers, first * ctypes.sizeof(_Layer)),
                 ctypes.byref(pointers, first * ctypes.sizeof(ctypes.c_void_p)),
                 num_layers, num_blocks * block_size, x, *cos_sin, batch.slot_mapping, batch.cu_seqlens_q, batch.context_lens,
-                batch.block_tables, len(x), *batch.block_tables.shape, block_size,
+                batch.block_tables, len(x), *batch.block_tables.shape, block_size, member,
             )  # fmt: skip
+        if self.tp.size > 1:
+            self.tp.check()
         return x
 
 
 def fuse(layers: DecoderLayers) -> FusedLayers | None:
-    """None if a layer does not attend with the C++ kernels, is one rank's share, or has a weight that cannot be packed."""
+    """None if a layer does not attend with the C++ kernels, or share memory with other ranks, or has a weight that cannot be
+    packed."""
     return FusedLayers(layers) if all([_can_fuse(layer) for layer in layers]) else None
 
 
 def _can_fuse(layer: DecoderLayer) -> bool:
     linears = [layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj]
-    are_whole = all([linear.tp.size == 1 and PackedWeight.can_hold(linear.weight) for linear in linears])
-    return are_whole and layer.self_attn.backend is attention
+    can_meet = layer.mlp.down_proj.tp.size == 1 or isinstance(layer.mlp.down_proj.tp, SharedMemoryRank)
+    can_pack = all([PackedWeight.can_hold(linear.weight) for linear in linears])
+    return can_meet and can_pack and layer.self_attn.backend is attention

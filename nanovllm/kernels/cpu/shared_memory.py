@@ -1,0 +1,82 @@
+"""Collective operations of the ranks of one machine, in C++ (collectives.h): through memory that they share."""
+
+import ctypes
+import mmap
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.cpu.library import call, load, reason_unavailable
+from nanovllm.layers.tensor_parallel import TensorParallel
+
+_RANK_BYTES, _MAX_RANKS, _PART_BYTES = 64, 64, 1 << 20  # as in collectives.h
+
+
+class Member(ctypes.Structure):
+    """Member of collectives.h."""
+
+    _fields_ = [("shared", ctypes.c_void_p), *[(name, ctypes.c_int64) for name in ("rank", "size", "round", "is_lost")]]
+
+
+@dataclass(frozen=True)
+class SharedMemoryRank(TensorParallel):
+    """A rank whose layers meet the others' in shared memory."""
+
+    member: Member | None = None
+
+    def check(self) -> None:
+        """Raises RuntimeError if another rank has ended, and with it what was to be computed together."""
+        if self.member.is_lost:
+            raise RuntimeError("another rank has ended")
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous()
+        call(load(x.dtype).all_reduce, ctypes.byref(self.member), x, x.numel())
+        self.check()
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous()
+        output = x.new_empty(x.shape[0], self.size * x.shape[1]) if self.rank == 0 else x
+        call(load(x.dtype).gather, ctypes.byref(self.member), x, output, *x.shape)
+        self.check()
+        return output
+
+
+def share_memory(tp: TensorParallel, dtype: torch.dtype) -> TensorParallel:
+    """The rank with shared memory, if all ranks are on one machine and have these kernels.
+
+    The memory has no name, so that nothing is left of it when the ranks have ended.
+    """
+    num_bytes = _MAX_RANKS * _RANK_BYTES + 2 * tp.size * _PART_BYTES
+    cpu = torch.device("cpu")
+    file = -1
+    if tp.rank == 0:
+        message = os.urandom(16)  # by which the others know that what they find is it
+        if hasattr(os, "memfd_create"):
+            file = os.memfd_create("nanovllm")
+            os.truncate(file, num_bytes)
+            os.pwrite(file, message, num_bytes - 16)
+        message += f"/proc/{os.getpid()}/fd/{file}".encode()
+        tp.send(torch.tensor(list(message), dtype=torch.int32))
+    else:
+        message = bytes(tp.receive(cpu).tolist())
+        with suppress(OSError):
+            file = os.open(message[16:], os.O_RDWR)
+    found = file >= 0 and os.fstat(file).st_size == num_bytes and os.pread(file, 16, num_bytes - 16) == message[:16]
+    can_share = found and tp.size <= _MAX_RANKS and reason_unavailable(dtype) is None
+    all_can_share = tp.minimum([int(can_share)], cpu) == [1]
+    memory = mmap.mmap(file, num_bytes) if all_can_share else None
+    if file >= 0:
+        os.close(file)
+    if memory is None:
+        return tp
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    ctypes.c_int64.from_address(address + tp.rank * _RANK_BYTES + 8).value = os.getpid()
+    tp.minimum([0], cpu)  # here all ranks' process ids are there
+    member = Member(address, tp.rank, tp.size)
+    member.memory = memory  # which lives as long
+    return SharedMemoryRank(tp.rank, tp.size, tp.group, member)
