@@ -13,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: kernels then run on CPU tensors
 
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from nanovllm import LLM
 
@@ -26,15 +26,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-def make_checkpoint(directory: Path, max_shard_size: str = "5GB", dtype: torch.dtype = torch.float32, **changes) -> Qwen3ForCausalLM:
-    """Save a random Qwen3 of 2 layers in `directory`; weights large enough that greedy paths differ between prompts."""
+def make_checkpoint(
+    directory: Path,
+    max_shard_size: str = "5GB",
+    dtype: torch.dtype = torch.float32,
+    family: type[PretrainedConfig] = Qwen3Config,
+    **changes,
+) -> PreTrainedModel:
+    """Save a random model of 2 layers in `directory`; weights large enough that greedy paths differ between prompts."""
     torch.manual_seed(0)
     settings = dict(
         vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=256, initializer_range=0.3, tie_word_embeddings=True,
         eos_token_id=None, bos_token_id=None, pad_token_id=None,
     )  # fmt: skip
-    model = Qwen3ForCausalLM(Qwen3Config(**{**settings, **changes})).to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(family(**{**settings, **changes})).to(dtype).eval()
     for name, parameter in model.named_parameters():  # transformers starts these at 1 and 0, where mistakes do not show
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, float("norm" in name), 0.3)
@@ -45,7 +51,7 @@ def make_checkpoint(directory: Path, max_shard_size: str = "5GB", dtype: torch.d
 class Oracle:
     """transformers' greedy continuation of a prompt, one prompt at a time, remembered."""
 
-    def __init__(self, model: Qwen3ForCausalLM) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.known: dict[tuple[int, ...], list[int]] = {}
 

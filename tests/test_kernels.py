@@ -35,7 +35,7 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.tensor_parallel import ALONE
-from nanovllm.models.decoder import MLP, Attention, CausalLM, DecoderSpec
+from nanovllm.models.decoder import MLP, Attention, DecoderSpec
 from nanovllm.models.weights import load_checkpoint
 
 ON_GPU = torch.cuda.is_available()
@@ -231,7 +231,7 @@ def test_fused_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: di
     assert {batch.max_seqlen_q for batch in batches} >= {1, 600} and any(len(b.context_lens) > 1 for b in batches)
 
     executor = runner.executor
-    plain, layerwise = (CausalLM(executor.spec, torch_backend) for _ in range(2))
+    plain, layerwise = (executor.spec.make_model(torch_backend) for _ in range(2))
     for model in (plain, layerwise):
         load_checkpoint(model, tmp_path)
     layerwise = kernelize(layerwise, CPU, torch.bfloat16)  # not fused: it attends with torch

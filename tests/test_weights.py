@@ -98,7 +98,7 @@ def test_no_weights(checkpoint: Path) -> None:
         ({"architectures": None}, "not supported"),
         ({"model_type": "gpt7"}, "gpt7"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "factor": 2.0}}, "longrope"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}}, "longrope"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4}}}, "rope_parameters"),
         ({"num_attention_heads": 5}, "num_key_value_heads"),
         ({"num_hidden_layers": 3}, "config.json|layer"),

@@ -19,7 +19,7 @@ from nanovllm.engine.kv_cache import MemoryMeter, count_blocks
 from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import TensorParallel
-from nanovllm.models.decoder import CausalLM, DecoderSpec
+from nanovllm.models.decoder import ModelSpec
 from nanovllm.models.weights import init_dummy_weights, load_checkpoint
 
 _DEFAULT_MAX_MODEL_LEN = 4096
@@ -29,7 +29,7 @@ class Executor:
     """Raises ValueError for options and checkpoints that do not go together or not with this machine."""
 
     def __init__(
-        self, config: Config, spec: DecoderSpec, directory: Path, tp: TensorParallel, device: torch.device
+        self, config: Config, spec: ModelSpec, directory: Path, tp: TensorParallel, device: torch.device
     ) -> None:
         self.config = config
         self.spec = spec
@@ -46,7 +46,7 @@ class Executor:
 
         self.meter = MemoryMeter(self.device)
         with torch.device(self.device):
-            self.model = CausalLM(spec, self.backend, self.tp)
+            self.model = spec.make_model(self.backend, self.tp)
         with torch.device("cpu"):  # where safetensors reads, whatever the caller's default device is
             if config.load_format == "dummy":
                 init_dummy_weights(self.model, config.seed)

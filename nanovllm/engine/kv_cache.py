@@ -17,7 +17,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
-from nanovllm.models.decoder import DecoderSpec
+from nanovllm.models.decoder import ModelSpec
 
 GPU_SHARE_OF_FREE = 0.95  # where others use the GPU, leave room for what they and the driver still allocate
 CPU_SHARE = 0.25
@@ -78,7 +78,7 @@ def _left_by_cgroups(root: Path) -> Iterator[int]:
 
 def count_blocks(
     config: Config,
-    spec: DecoderSpec,
+    spec: ModelSpec,
     block_size: int,
     max_model_len: int,
     meter: MemoryMeter,

@@ -21,7 +21,7 @@ from nanovllm.engine.penalties import Penalties
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.workers import Ranks
 from nanovllm.layers.sampler import Sampler, make_noise_keys
-from nanovllm.models.decoder import DecoderSpec
+from nanovllm.models.decoder import ModelSpec
 from nanovllm.sampling_params import SamplingParams
 
 Result = TypeVar("Result")
@@ -47,7 +47,7 @@ def undisturbed(function: Callable[..., Result]) -> Callable[..., Result]:
 class ModelRunner:
     """Raises ValueError as Executor does, RuntimeError as Ranks does."""
 
-    def __init__(self, config: Config, spec: DecoderSpec, directory: Path) -> None:
+    def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
         self.ranks = Ranks(config, spec, directory)
         self.executor = executor = self.ranks.executor
         self.vocab_size, self.device, self.block_size = spec.vocab_size, executor.device, executor.block_size

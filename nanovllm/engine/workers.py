@@ -29,10 +29,10 @@ import torch.distributed as dist
 from nanovllm.config import Config
 from nanovllm.engine.executor import Executor, find_device
 from nanovllm.layers.tensor_parallel import TensorParallel
-from nanovllm.models.decoder import DecoderSpec
+from nanovllm.models.decoder import ModelSpec
 
 Result = TypeVar("Result")
-Model = tuple[Config, DecoderSpec, Path]  # what an executor is made from
+Model = tuple[Config, ModelSpec, Path]  # what an executor is made from
 Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 Tasks = SimpleQueue["Task | None"]
 
@@ -48,7 +48,7 @@ class Ranks:
     Raises ValueError as Executor does, and RuntimeError if another rank does not start.
     """
 
-    def __init__(self, config: Config, spec: DecoderSpec, directory: Path) -> None:
+    def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
         model = config, spec, directory
         self.size = config.tensor_parallel_size
         self.ended: str | None = None  # why nothing can be computed any more

@@ -2,7 +2,8 @@
 
 Dimension pair i of a head turns by position * inv_freq[i]. "linear" slows all pairs down by a factor. "yarn" (Peng et
 al. 2023) slows only the pairs that turn too slowly to have seen a full circle in training, blends in between, and
-scales cos and sin to keep the attention's temperature.
+scales cos and sin to keep the attention's temperature. "llama3" (Llama 3.1, 2024) slows the same pairs, and blends by
+wavelength.
 """
 
 import math
@@ -24,6 +25,8 @@ class RopeSpec:
     beta_fast: float = 32.0  # circles in original_max_len above which a pair is left alone
     beta_slow: float = 1.0  # and below which it is slowed down in full
     truncate: bool = True  # round the pairs where the two happen outwards
+    low_freq_factor: float = 1.0  # llama3: circles in original_max_len below which a pair is slowed down in full
+    high_freq_factor: float = 4.0  # and above which it is left alone
 
 
 class RotaryEmbedding(nn.Module):
@@ -35,6 +38,10 @@ class RotaryEmbedding(nn.Module):
             inv_freq = inv_freq / spec.factor
         elif spec.rope_type == "yarn":
             kept = _share_kept(head_dim, spec).to(inv_freq.device)
+            inv_freq = inv_freq / spec.factor * (1 - kept) + inv_freq * kept
+        elif spec.rope_type == "llama3":
+            circles = spec.original_max_len * inv_freq / (2 * math.pi)
+            kept = ((circles - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0, 1)
             inv_freq = inv_freq / spec.factor * (1 - kept) + inv_freq * kept
         self.attention_factor = spec.attention_factor
         self.register_buffer("inv_freq", inv_freq, persistent=False)  # float32 [head_dim / 2]

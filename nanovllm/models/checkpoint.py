@@ -82,11 +82,11 @@ _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings", "original_max_position_embeddings",
 )  # fmt: skip
-_POSITIVE = ("rms_norm_eps", "attention_factor", "beta_fast", "beta_slow")
+_POSITIVE = ("rms_norm_eps", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(_SIZES, partial(check_int, minimum=1, maximum=MAX_SIZE)),
     **dict.fromkeys(_POSITIVE, partial(check_number, low=0.0, open_low=True)),
-    **dict.fromkeys(("attention_bias", "tie_word_embeddings", "truncate"), check_bool),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "truncate"), check_bool),
     **dict.fromkeys(("dtype", "torch_dtype"), partial(check_choice, choices=DTYPES)),  # "torch_dtype" before transformers 5
     "eos_token_id": lambda name, value: check_ints(name, value if isinstance(value, list) else [value], minimum=0),
     # RoPE's

@@ -1,10 +1,12 @@
-"""From a Hugging Face checkpoint's config to a DecoderSpec: the one place that reads foreign field names.
+"""From a Hugging Face checkpoint's config to a ModelSpec: the one place that reads foreign field names.
 
-A model family that fits the decoder is one more entry of ARCHITECTURES. What the decoder does not do is refused by name,
-never ignored: a checkpoint that loads is one that is computed right.
+A family that differs by values is a row of ARCHITECTURES; one that differs by structure has a reader here, and its spec in a
+file of its own. What is not computed is refused by name, never ignored: a checkpoint that loads is one that is computed right.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +15,21 @@ from transformers import PretrainedConfig
 
 from nanovllm.checks import check_choice, naming
 from nanovllm.layers.rotary import RopeSpec
-from nanovllm.models.decoder import DecoderSpec
-
-# What the family decides, whatever config.json says.
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "Qwen3ForCausalLM": {"qk_norm": True},
-}
+from nanovllm.models.decoder import DecoderSpec, ModelSpec
 
 
-def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> DecoderSpec:
-    """The decoder that `config`, as read_config returns it, describes.
+def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> ModelSpec:
+    """The model that `config`, as read_config returns it, describes.
 
     Raises ValueError for what cannot be computed, or not divided among that many ranks.
     """
     with naming(Path(config.name_or_path, "config.json"), AttributeError, TypeError, ValueError):
-        spec = _read_spec(config, dtype)
+        architecture = next(iter(config.architectures or ()), "(none)")
+        if architecture not in ARCHITECTURES:
+            raise ValueError(f"architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}")
+        if getattr(config, "quantization_config", None):
+            raise ValueError("quantized checkpoints (quantization_config) are not supported")
+        spec = ARCHITECTURES[architecture](config, dtype)
         for name, num in (("num_attention_heads", spec.num_heads), ("intermediate_size", spec.intermediate_size)):
             if num % num_ranks:
                 raise ValueError(f"tensor_parallel_size={num_ranks} does not divide {name}={num}")
@@ -38,14 +40,12 @@ def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> D
         return spec
 
 
-def _read_spec(config: PretrainedConfig, dtype: torch.dtype) -> DecoderSpec:
-    architecture = next(iter(config.architectures or ()), "(none)")
-    if architecture not in ARCHITECTURES:
-        raise ValueError(f"architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}")
-    if getattr(config, "quantization_config", None):
-        raise ValueError("quantized checkpoints (quantization_config) are not supported")
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-        raise ValueError("sliding-window attention (layer_types, use_sliding_window) is not supported")
+def _read_decoder(config: PretrainedConfig, dtype: torch.dtype, **of_family: Any) -> DecoderSpec:
+    """A decoder. `of_family` is what its family decides, whatever config.json says."""
+    window = getattr(config, "sliding_window", None) or config.max_position_embeddings
+    kinds = getattr(config, "layer_types", None) or ["full_attention" if window >= config.max_position_embeddings else "sliding"]
+    if any(kind != "full_attention" for kind in kinds):
+        raise ValueError("sliding-window attention (sliding_window, layer_types, use_sliding_window) is not supported")
     check_choice("hidden_act", config.hidden_act, ("silu",))
     if config.num_attention_heads % config.num_key_value_heads:
         raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
@@ -65,11 +65,12 @@ def _read_spec(config: PretrainedConfig, dtype: torch.dtype) -> DecoderSpec:
         "rope": rope,
         "qkv_bias": getattr(config, "attention_bias", False),
         "o_bias": getattr(config, "attention_bias", False),
+        "mlp_bias": getattr(config, "mlp_bias", False),
         "tie_embeddings": config.tie_word_embeddings,
         "max_len": max_len,
         "dtype": dtype,
     }
-    return DecoderSpec(**{**fields, **ARCHITECTURES[architecture]})
+    return DecoderSpec(**{**fields, **of_family})
 
 
 def _read_rope(config: PretrainedConfig) -> tuple[RopeSpec, int]:
@@ -81,13 +82,21 @@ def _read_rope(config: PretrainedConfig) -> tuple[RopeSpec, int]:
         raise ValueError("partial_rotary_factor and rope_parameters by layer type are not supported")
     theta, rope_type = rope.get("rope_theta", 10000.0), rope.get("rope_type", rope.get("type", "default"))
     max_len = config.max_position_embeddings
-    if rope_type == "default":
+    if rope_type in ("default", "dynamic"):  # the second stretches only what is longer than max_len
         return RopeSpec(theta), max_len
     if rope_type == "linear":
         factor = rope.get("factor", 1.0)
         return RopeSpec(theta, "linear", factor), int(max_len * factor)
+    if rope_type == "llama3":
+        names = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+        if missing := [name for name in names if name not in rope]:
+            raise ValueError(f"rope type 'llama3' needs {', '.join(missing)}")
+        factor, original, low, high = (rope[name] for name in names)
+        if not low < high:
+            raise ValueError(f"low_freq_factor={low} must be below high_freq_factor={high}")
+        return RopeSpec(theta, "llama3", factor, original, low_freq_factor=low, high_freq_factor=high), max_len
     if rope_type != "yarn":
-        raise ValueError(f"rope type {rope_type!r} is not supported; 'default', 'linear' and 'yarn' are")
+        raise ValueError(f"rope type {rope_type!r} is not supported; 'default', 'linear', 'dynamic', 'llama3' and 'yarn' are")
     original = rope.get("original_max_position_embeddings", max_len)
     factor = rope.get("factor", max_len / original)
     ramp = {name: rope[name] for name in ("beta_fast", "beta_slow", "truncate") if name in rope}
@@ -103,3 +112,12 @@ def _yarn_attention_factor(factor: float, rope: dict[str, Any]) -> float:
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         return mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
     return mscale(1.0)
+
+
+ARCHITECTURES: dict[str, Callable[[PretrainedConfig, torch.dtype], ModelSpec]] = {
+    "LlamaForCausalLM": _read_decoder,
+    "MistralForCausalLM": partial(_read_decoder, qkv_bias=False, o_bias=False, mlp_bias=False),
+    "MinistralForCausalLM": partial(_read_decoder, qkv_bias=False, o_bias=False, mlp_bias=False),
+    "Qwen2ForCausalLM": partial(_read_decoder, qkv_bias=True, o_bias=False, mlp_bias=False),
+    "Qwen3ForCausalLM": partial(_read_decoder, qk_norm=True, mlp_bias=False),
+}

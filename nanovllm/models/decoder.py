@@ -1,4 +1,4 @@
-"""The pre-norm decoder of Qwen3 and its relatives, over a flat batch of tokens.
+"""The pre-norm decoder of Llama, Qwen, Mistral and their relatives, over a flat batch of tokens.
 
     ids -> embedding -> [ x + attention(norm(x)); x + mlp(norm(x)) ] per layer -> norm -> logits
 
@@ -22,25 +22,42 @@ from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding, apply_rotary
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
 
-@dataclass(frozen=True)
-class DecoderSpec:
-    """What distinguishes one decoder from another. Read from config.json by models/config.py."""
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """What the engine must know of a model. Each structure has a spec of its own, which says the rest and makes the model."""
 
     vocab_size: int
-    hidden_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
-    norm_eps: float
-    rope: RopeSpec
-    qk_norm: bool  # RMSNorm over each query and key head
-    qkv_bias: bool
-    o_bias: bool
-    tie_embeddings: bool
+    intermediate_size: int  # of the MLPs, or of one expert
     max_len: int  # positions that the model was made for
     dtype: torch.dtype
+
+    def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> "CausalLM":
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec(ModelSpec):
+    """What distinguishes one decoder of this file from another. Read from config.json by models/config.py."""
+
+    hidden_size: int
+    norm_eps: float
+    rope: RopeSpec
+    qk_norm: bool = False  # RMSNorm over each query and key head
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    tie_embeddings: bool
+
+    def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> "CausalLM":
+        head = None if self.tie_embeddings else Embedding(self.vocab_size, self.hidden_size, self.dtype, tp)
+        return CausalLM(Decoder(self, backend, tp), head)
+
+    def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
+        return MLP(self, tp)
 
 
 class Attention(nn.Module):
@@ -74,8 +91,8 @@ class MLP(nn.Module):
     def __init__(self, spec: DecoderSpec, tp: TensorParallel) -> None:
         super().__init__()
         parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
-        self.gate_up_proj = ColumnParallelLinear(spec.hidden_size, parts, False, spec.dtype, tp)
-        self.down_proj = RowParallelLinear(spec.intermediate_size, spec.hidden_size, False, spec.dtype, tp)
+        self.gate_up_proj = ColumnParallelLinear(spec.hidden_size, parts, spec.mlp_bias, spec.dtype, tp)
+        self.down_proj = RowParallelLinear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, spec.dtype, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
@@ -83,12 +100,12 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, spec: DecoderSpec, backend: Backend, tp: TensorParallel) -> None:
+    def __init__(self, spec: DecoderSpec, layer: int, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, spec.dtype)
         self.self_attn = Attention(spec, backend, tp)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, spec.dtype)
-        self.mlp = MLP(spec, tp)
+        self.mlp = spec.make_mlp(layer, tp)
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor, batch: Batch) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, batch)
@@ -111,7 +128,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.dtype, tp)
         self.rotary = RotaryEmbedding(spec.head_dim, spec.rope)
-        self.layers = DecoderLayers(DecoderLayer(spec, backend, tp) for _ in range(spec.num_layers))
+        self.layers = DecoderLayers(DecoderLayer(spec, layer, backend, tp) for layer in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, spec.dtype)
 
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
@@ -121,12 +138,12 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A decoder with an output head."""
+    """A decoder, which takes a batch and the KV caches to hidden states, and an output head: `lm_head`, or its embeddings."""
 
-    def __init__(self, spec: DecoderSpec, backend: Backend, tp: TensorParallel = ALONE) -> None:
+    def __init__(self, model: nn.Module, lm_head: Embedding | None) -> None:
         super().__init__()
-        self.model = Decoder(spec, backend, tp)
-        self.lm_head = None if spec.tie_embeddings else Embedding(spec.vocab_size, spec.hidden_size, spec.dtype, tp)
+        self.model = model
+        self.lm_head = lm_head
 
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
         """Hidden states [num_logits, hidden_size]. Apart from the logits, so that a CUDA graph can end here."""

@@ -23,7 +23,7 @@ def load_checkpoint(model: nn.Module, directory: Path) -> None:
     """Copy the checkpoint in `directory` into `model`. Raises ValueError if the two do not match or a file is damaged."""
     missing = _targets(model)
     surplus: list[str] = []
-    embedding = missing["model.embed_tokens.weight"]
+    embedding = next(target for name, target in missing.items() if name.endswith("embed_tokens.weight"))
     tied = "lm_head.weight" not in missing
     tied_copies: list[Tensor] = []
     for path in _weight_files(directory):
@@ -41,7 +41,7 @@ def load_checkpoint(model: nn.Module, directory: Path) -> None:
         shown = [what + ", ".join(names[:5]) + " ..." * (len(names) > 5) for what, names in problems.items() if names]
         raise ValueError(f"the checkpoint in {directory} does not fit the model; {'; '.join(shown)}")
     if not all(torch.equal(copy.to(embedding.destination), embedding.destination) for copy in tied_copies):
-        raise ValueError("tie_word_embeddings is set, but lm_head.weight differs from model.embed_tokens.weight")
+        raise ValueError("tie_word_embeddings is set, but lm_head.weight differs from embed_tokens.weight")
 
 
 def find_dtype(directory: Path) -> torch.dtype:

@@ -9,7 +9,7 @@ from nanovllm.kernels.cpu import attention
 from nanovllm.kernels.cpu.library import call, load
 from nanovllm.kernels.cpu.packed import PackedWeight
 from nanovllm.kernels.cpu.shared_memory import SharedMemoryRank
-from nanovllm.models.decoder import DecoderLayer, DecoderLayers
+from nanovllm.models.decoder import MLP, DecoderLayer, DecoderLayers
 
 MANY_TOKENS = 512
 
@@ -89,11 +89,13 @@ class FusedLayers(nn.Module):
 
 def fuse(layers: DecoderLayers) -> FusedLayers | None:
     """None if a layer does not attend with the C++ kernels, or share memory with other ranks, or has a weight that cannot be
-    packed."""
+    packed, or an MLP with biases or of another kind."""
     return FusedLayers(layers) if all([_can_fuse(layer) for layer in layers]) else None
 
 
 def _can_fuse(layer: DecoderLayer) -> bool:
+    if type(layer.mlp) is not MLP or layer.mlp.down_proj.bias is not None:
+        return False
     linears = [layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj]
     can_meet = layer.mlp.down_proj.tp.size == 1 or isinstance(layer.mlp.down_proj.tp, SharedMemoryRank)
     can_pack = all([PackedWeight.can_hold(linear.weight) for linear in linears])

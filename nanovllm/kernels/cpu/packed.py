@@ -101,7 +101,7 @@ def pack(layer: nn.Module, gated: bool = False) -> nn.Module | None:
 
 
 def pack_mlp(mlp: MLP) -> MLP | None:
-    if pack(mlp.gate_up_proj, gated=True) is None:
+    if mlp.gate_up_proj.bias is not None or pack(mlp.gate_up_proj, gated=True) is None:
         return None
     mlp.__class__ = PackedMLP
     return mlp

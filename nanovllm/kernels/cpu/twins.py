@@ -18,6 +18,7 @@ def find_twins(dtype: torch.dtype) -> tuple[Twins, str | None]:
         return {}, reason
     twins = make_twins(functions)
     if can_multiply(dtype):
-        linear = {ColumnParallelLinear: pack, RowParallelLinear: pack, Embedding: pack, MLP: pack_mlp}
-        twins = {**twins, **linear, DecoderLayers: fuse}
+        make_fast = twins[MLP]
+        linear = {ColumnParallelLinear: pack, RowParallelLinear: pack, Embedding: pack}
+        twins = {**twins, **linear, MLP: lambda mlp: pack_mlp(mlp) or make_fast(mlp), DecoderLayers: fuse}
     return twins, None
