@@ -29,25 +29,37 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.kernels.machine import ABOVE, Ceilings, describe_hardware, find_share, find_versions, measure_ceilings
 from nanovllm.models.checkpoint import LOCAL, find_checkpoint, read_config
 
-SHAPES: dict[str, dict[str, Any]] = {  # config.json of models that run with random weights
-    "qwen3-0.6b": {
-        "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
-    },
-    "small": {
-        "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 4096,
-    },
+# Models that run with random weights.
+_qwen3 = partial(Qwen3Config, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True, dtype="bfloat16")
+_llama3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+SHAPES: dict[str, PretrainedConfig] = {
+    "qwen3-0.6b": _qwen3(
+        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
+    ),
+    "small": _qwen3(
+        vocab_size=32000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=64, max_position_embeddings=4096,
+    ),
+    "llama-3.2-1b": LlamaConfig(
+        architectures=["LlamaForCausalLM"], tie_word_embeddings=True, dtype="bfloat16", vocab_size=128256, hidden_size=2048,
+        intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
+        max_position_embeddings=131072, rope_parameters={**_llama3, "original_max_position_embeddings": 8192},
+    ),
+    "opt-125m": OPTConfig(architectures=["OPTForCausalLM"], dtype="bfloat16"),
+    "qwen3-moe": Qwen3MoeConfig(  # a 25th of Qwen3-30B-A3B: 1.0 billion weights, of which a token meets 0.2 billion
+        architectures=["Qwen3MoeForCausalLM"], tie_word_embeddings=True, dtype="bfloat16", vocab_size=32000, hidden_size=1024,
+        num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=4, head_dim=64, moe_intermediate_size=384,
+        num_experts=64, num_experts_per_tok=8, norm_topk_prob=True,
+    ),
 }  # fmt: skip
-COMMON = {"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", "tie_word_embeddings": True, "rms_norm_eps": 1e-6}
-ROPE = {"rope_type": "default", "rope_theta": 1e6}
 ON_GPU = {"model": "qwen3-0.6b", "num_seqs": 256, "input_len": [100, 1024], "output_len": [100, 1024]}  # nano-vLLM's
 ON_CPU = {"model": "small", "num_seqs": 32, "input_len": [32, 256], "output_len": [32, 256]}
 WORKLOAD = ("num_seqs", "input_len", "output_len", "shared_prefix", "temperature", "seed")
@@ -236,7 +248,7 @@ def find_floor(
                        2 * (matrices + head) * sequences + attention * (tokens of the contexts) FLOPs,
                        matrices + head + key_value * (tokens of the contexts) numbers to read
 
-    matrices are the weights of all linear layers but the output head (embeddings are looked up, experts not counted);
+    matrices are the weights of all linear layers but the output head (embeddings are looked up; of experts, as many as a token meets);
     attention = 2 * 2 * layers * heads * head_dim, for q k and p v; key_value = 2 * layers * kv_heads * head_dim.
     Prefill takes its FLOPs at the matrix rate, a decode step that or its bytes at the bandwidth, whichever is longer.
     """
@@ -244,6 +256,8 @@ def find_floor(
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     head = model.get_output_embeddings().weight.numel()
     matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)) - head
+    experts = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 3)
+    matrices += experts * getattr(config, "num_experts_per_tok", 0) // getattr(config, "num_experts", 1)
     num_heads, num_layers = config.num_attention_heads, config.num_hidden_layers
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     attention = 2 * 2 * num_layers * num_heads * head_dim
@@ -335,7 +349,7 @@ def find_options(args: argparse.Namespace) -> dict[str, Any]:
 def make_engines(args: argparse.Namespace, scratch: str) -> dict[str, Engine]:
     """Load the model, which is made in `scratch` for a shape. Settles dtype and device. May raise ValueError or OSError."""
     if args.model in SHAPES:
-        Qwen3Config(**SHAPES[args.model], **COMMON, rope_parameters=ROPE).save_pretrained(scratch)
+        SHAPES[args.model].save_pretrained(scratch)
     model = scratch if args.model in SHAPES else str(find_checkpoint(args.model))
     args.hf_config = read_config(Path(model))
     if args.options["dtype"] == "auto":
