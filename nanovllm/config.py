@@ -60,7 +60,7 @@ class Config:
         attention_backend: "auto": the fastest that works here. One asked for by name that cannot run here is an error.
         load_format: "dummy": random weights of config.json's shape.
         seed: Of the engine: the same calls give the same samples.
-        trace: A file for the engine's timeline.
+        trace: A file for the engine's timeline, which ui.perfetto.dev and `python -m nanovllm.trace` show.
     """
 
     model: str | os.PathLike[str]
@@ -81,7 +81,7 @@ class Config:
     attention_backend: Literal["auto", "flash_attn", "triton", "cpp", "torch"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     seed: int = 0
-    trace: str | None = None
+    trace: str | os.PathLike[str] | None = None
 
     @classmethod
     def from_options(cls, *args: Any, **options: Any) -> "Config":
@@ -100,8 +100,8 @@ class Config:
             object.__setattr__(self, name, check(name, getattr(self, name)))
         if not isinstance(self.device, str):
             raise TypeError(f"device must be a str such as 'auto', 'cpu' or 'cuda', not {self.device!r}")
-        if self.trace is not None:
-            raise ValueError("trace is not built yet: only None is")
+        if self.trace is not None and not isinstance(self.trace, (str, os.PathLike)):
+            raise TypeError(f"trace must be a file's path or None, not {self.trace!r}")
 
 
 Parameters = ParamSpec("Parameters")

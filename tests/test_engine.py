@@ -65,7 +65,7 @@ def demo() -> LLM:
         ({"attention_backend": "fast"}, "attention_backend"),
         ({"load_format": "gguf"}, "load_format"),
         ({"seed": -1}, "seed"),
-        ({"trace": "trace.json"}, "trace"),
+        ({"trace": 3}, "trace must be"),
     ],
     ids=str,
 )

@@ -29,6 +29,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import News, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.timeline import Timeline
 from nanovllm.engine.transaction import Busy, Transactional, for_one_thread, transaction
 from nanovllm.models.checkpoint import find_checkpoint, read_config, read_eos_token_ids, read_tokenizer
 from nanovllm.models.config import read_spec
@@ -61,6 +62,7 @@ class LLMEngine(Transactional):
     def __init__(self, *args: Any, **options: Any) -> None:
         self.check_process()
         self.config = config = Config.from_options(*args, **options)
+        timeline = None if config.trace is None else Timeline(config.trace)
         directory = find_checkpoint(config.model)
         hf_config = read_config(directory)
         if config.dtype != "auto":
@@ -83,6 +85,8 @@ class LLMEngine(Transactional):
             config.max_num_batched_tokens,
             config.enable_chunked_prefill,
         )
+        if timeline is not None:
+            timeline.watch(self.scheduler, self.model_runner)
         self.requests: dict[int, Request] = {}  # unfinished ones, oldest first
         self.news: News = {}
         self._ids = count()

@@ -1,0 +1,174 @@
+"""The timeline: whole after every step, true to what the engine did, and shown as text and as a picture."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Oracle, check_invariants, random_prompt
+
+from nanovllm import LLM, SamplingParams, trace
+from nanovllm.engine.scheduler import Scheduler
+
+SMALL = {"kvcache_block_size": 4, "num_kvcache_blocks": 24, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+PROMPTS = [random_prompt(1, 22), random_prompt(2, 30), random_prompt(3, 9), random_prompt(1, 22)[:16]]
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens)
+
+
+def check_trace(path: Path, llm: LLM) -> list[dict[str, Any]]:
+    """The events, if they are what `llm` has done."""
+    events = json.loads(path.read_bytes())
+    steps = [event for event in events if event["ph"] == "X" and "kind" in event["args"]]
+    lanes = [event for event in events if event["ph"] == "X" and event["tid"] > 0]
+    assert [step["args"]["step"] for step in steps] == list(range(len(steps)))
+    for name in ("prefill", "decode"):
+        in_lanes = sum(event["args"]["num_tokens"] for event in lanes if event["name"].startswith(name))
+        in_steps = sum(step["args"][f"num_{name}_tokens"] for step in steps)
+        assert in_lanes == in_steps == llm.stats[f"num_{name}_tokens"]
+    assert sum(event["name"].startswith("preempted") for event in events) == llm.stats["num_preemptions"]
+    admitted = {}  # the first time, which is what stats count
+    for event in lanes:
+        admitted.setdefault(event["args"]["request_id"], event["args"]["num_cached_tokens"])
+    assert sum(admitted.values()) == llm.stats["num_cached_tokens"]
+    for lane in {event["tid"] for event in lanes}:
+        ends = 0.0
+        for event in (event for event in lanes if event["tid"] == lane):
+            assert event["ts"] >= ends - 0.2
+            ends = event["ts"] + event["dur"]
+    for step in steps:
+        milliseconds = [step["args"][f"{phase}_ms"] for phase in ("schedule", "prepare", "forward", "sample")]
+        assert min(milliseconds) >= 0 and sum(milliseconds) * 1e3 <= step["dur"] + 2
+    blocks = [event["args"] for event in events if event["name"] == "blocks"]
+    assert len(blocks) == len(steps) and all(sum(counts.values()) == llm.stats["num_blocks"] for counts in blocks)
+    return events
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, {"tensor_parallel_size": 2}])
+def test_it_is_true_after_every_step(tiny: tuple[str, Oracle], tmp_path: Path, options: dict[str, Any]) -> None:
+    path = tmp_path / "trace.json"
+    with LLM(tiny[0], trace=path, **{**SMALL, **options}) as llm:
+        assert json.loads(path.read_bytes())  # before the first one
+        for prompt in PROMPTS * 2:
+            llm.add_request(prompt, greedy(14))
+        first = llm.add_request(PROMPTS[0], greedy(200))
+        while not llm.is_finished():
+            llm.step()
+            check_trace(path, llm)
+            check_invariants(llm)
+            if llm.stats["num_preemptions"] > 2:
+                llm.abort(first)
+        assert llm.stats["num_preemptions"] and llm.stats["num_cached_tokens"]
+        assert llm.generate(PROMPTS[1], greedy(5), use_tqdm=False)[0]["token_ids"] == tiny[1](PROMPTS[1], 5)
+
+
+def test_an_interrupted_step_leaves_it_whole(tiny: tuple[str, Oracle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.json"
+    llm = LLM(tiny[0], trace=path, **SMALL)
+    sample = llm.model_runner.sampler.forward
+    for fails in (False, True, False):
+
+        def forward(*args: Any, fails: bool = fails) -> torch.Tensor:
+            if fails:
+                raise KeyboardInterrupt
+            return sample(*args)
+
+        monkeypatch.setattr(llm.model_runner.sampler, "forward", forward)
+        try:
+            llm.generate(PROMPTS, greedy(5), use_tqdm=False)
+        except KeyboardInterrupt:
+            assert fails
+        json.loads(path.read_bytes())
+    assert trace.read(path)
+
+
+def test_nothing_is_paid_when_it_is_off(tiny: tuple[str, Oracle]) -> None:
+    llm = LLM(tiny[0], **SMALL)
+    assert type(llm.scheduler) is Scheduler and not hasattr(llm.scheduler, "timeline")
+
+
+def test_a_killed_process_leaves_it_whole(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    script = f"""
+from nanovllm import LLM, SamplingParams
+llm = LLM({tiny[0]!r}, num_kvcache_blocks=64, trace={str(path)!r})
+while True:
+    llm.generate([[1, 2, 3]] * 20, SamplingParams(max_tokens=100), use_tqdm=False)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL) as process:
+        while not path.exists() or path.stat().st_size < 100_000:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+    assert len(trace.read(path)) > 10
+
+
+def test_a_path_that_cannot_be_written(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"trace='.*nowhere/trace.json' cannot be written: .*No such file"):
+        LLM(tiny[0], trace=tmp_path / "nowhere" / "trace.json", **SMALL)
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny: tuple[str, Oracle], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prefix hit, chunks beside decodes, preemptions."""
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    llm = LLM(tiny[0], trace=path, **SMALL)
+    llm.generate(PROMPTS[0], greedy(6), use_tqdm=False)
+    llm.generate(PROMPTS, greedy(14), use_tqdm=False)
+    return path
+
+
+def test_text(recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    trace.main([str(recorded)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:5] == [
+        "  lane 0 │A  A  a  a  a  a  a  B+ b  b  b  b  b  b  b  b  b  b  b  b  b  D+ d  d",
+        "  lane 1 │                     C  C  C  c  c  c  c  c  c  c  c  c  c  c  c  c",
+        "  lane 2 │                           D  d  d  d  d  d  d  d  d  d  d  !D E+ e  e  e  e  e",
+        "  lane 3 │                           E+ e  e  e  e  e  e  !E !E",
+    ]
+    assert "B: 22 prompt tokens, 20 of them cached, 13 decodes" in lines
+    assert "27 steps, 82 prefill and 54 decode tokens, 3 preemptions" in lines
+
+
+@pytest.mark.parametrize("width", [20, 30, 60, 200])
+def test_text_fits(recorded: Path, width: int) -> None:
+    lines = trace.render(trace.read(recorded), width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert Counter(line[:8].strip() for line in lines)["lane 3"] == 1
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_picture(recorded: Path, tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    picture = tmp_path / f"timeline.{suffix}"
+    trace.main([str(recorded), "-o", str(picture)])
+    assert picture.read_bytes().startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+
+
+@pytest.mark.parametrize("content", ["", "[", "{}", "[]", "[1]", '[{"ph": "X", "name": "foreign", "ts": 0, "dur": 1, "tid": 1}]'])
+def test_files_that_are_no_timeline(tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(content)
+    with pytest.raises(SystemExit):
+        trace.main([str(path)])
+    assert str(path) in capsys.readouterr().err
+
+
+def test_a_file_that_is_cut_off(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(recorded.read_bytes()[:3000])
+    with pytest.raises(SystemExit):
+        trace.main([str(path)])
+    assert "is not a timeline of nanovllm, or only a piece of one" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        trace.main([str(tmp_path / "nothing")])
+    assert "No such file" in capsys.readouterr().err
