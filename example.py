@@ -1,12 +1,15 @@
-"""A tour of nanovllm in one minute, on any machine: chat, prefix caching, streaming, statistics.
+"""A tour of nanovllm in one minute, on any machine: chat, prefix caching, streaming, and a look inside.
 
     python example.py                              # the demo model that ships with the package
-    python example.py --model Qwen/Qwen3-0.6B      # any Qwen3 checkpoint: a directory or a Hub id
+    python example.py --model Qwen/Qwen3-0.6B      # any checkpoint that is served: a directory or a Hub id
 """
 
 import argparse
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.trace import read, render
 
 QUESTIONS = [
     "introduce yourself",
@@ -49,6 +52,48 @@ def tour(model: str, max_tokens: int) -> None:
             print(f"{name:20} {value}")
 
 
+def look_inside(trace: Path, enable_chunked_prefill: bool) -> None:
+    """The timeline of four requests in a small pool: the demo model, blocks of 4 tokens, 24 of them, at most 32 tokens a step."""
+    options = {"kvcache_block_size": 4, "num_kvcache_blocks": 24, "max_num_batched_tokens": 32, "max_num_seqs": 4}
+    prompts = [list(range(100, 122)), list(range(100, 116)), list(range(200, 230)), list(range(300, 309))]
+    params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+    with LLM(DEMO_MODEL, trace=trace, enable_chunked_prefill=enable_chunked_prefill, **options) as llm:
+        llm.add_request(prompts[0], params)
+        for _ in range(3):
+            llm.step()
+        for prompt in prompts[1:]:
+            llm.add_request(prompt, params)
+        if enable_chunked_prefill:
+            show_step(llm)
+        while not llm.is_finished():
+            llm.step()
+    print(f"\n{'mixed steps' if enable_chunked_prefill else 'prefill first'}\n{render(read(trace))}")
+
+
+def show_step(llm: LLM) -> None:
+    """Run one step, and show what the model got, and where it was put."""
+    batches = []
+    prepare_batch = llm.model_runner.prepare_batch
+    llm.model_runner.prepare_batch = lambda seqs: batches.append((seqs, prepare_batch(seqs))) or batches[-1][1]
+    computed = {seq.seq_id: seq.num_computed_tokens for seq in llm.scheduler.running}
+    llm.step()
+    llm.model_runner.prepare_batch = prepare_batch
+    ((seqs, batch),) = batches
+    bounds = batch.cu_seqlens_q.tolist()
+    print("\none step, as the model got it (block size 4: slot = block * 4 + position % 4)")
+    for seq, start, end in zip(seqs, bounds, bounds[1:]):
+        num_computed = computed.get(seq.seq_id, seq.num_cached_tokens)
+        print(
+            f"  request {seq.seq_id}: {num_computed} tokens computed before ({seq.num_cached_tokens} cached), {end - start} new\n"
+            f"    block_table  {seq.block_table}\n    slot_mapping {batch.slot_mapping[start:end].tolist()}"
+        )
+    print("  the blocks of request 0, each known by the hash of its tokens and of the hash before it")
+    for block_id in seqs[0].block_table:
+        block = llm.scheduler.block_manager.blocks[block_id]
+        known = f"{block.hash:016x} of {block.token_ids}" if block.hash != -1 else "not full, so it has no hash"
+        print(f"    block {block_id:2} held by {block.ref_count}: {known}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEMO_MODEL, help="checkpoint directory or Hub id")
@@ -56,6 +101,10 @@ def main() -> None:
     args = parser.parse_args()
     try:
         tour(args.model, args.max_tokens)
+        print("\n--- Inside: a prefix hit, pieces of prompts beside decodes, and what happens when blocks run out")
+        with TemporaryDirectory() as directory:
+            for enable_chunked_prefill in (True, False):
+                look_inside(Path(directory, "trace.json"), enable_chunked_prefill)
     except ValueError as error:  # names what is wrong: the model, or the number
         parser.error(str(error))
 
