@@ -58,6 +58,8 @@ class LLM(LLMEngine):
         """Answer one conversation or a list of them, written as the checkpoint's chat template says."""
         if self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer, so no chat template: use generate with token ids")
+        if self.tokenizer.chat_template is None:
+            raise ValueError("the checkpoint's tokenizer has no chat template: use generate with prompts of your own")
         if not isinstance(messages, (list, tuple)):
             raise TypeError(f"messages must be a list of dicts, or a list of such lists, not {messages!r}")
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages

@@ -1,5 +1,6 @@
 """Tiny random checkpoints and transformers' own greedy tokens for them, the authority that the engine is held against."""
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: kernels then run on CPU tensors
 
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from nanovllm import LLM
@@ -43,9 +45,21 @@ def make_checkpoint(
     model = AutoModelForCausalLM.from_config(family(**{**settings, **changes})).to(dtype).eval()
     for name, parameter in model.named_parameters():  # transformers starts these at 1 and 0, where mistakes do not show
         if parameter.dim() == 1:
-            torch.nn.init.normal_(parameter, float("norm" in name), 0.3)
+            torch.nn.init.normal_(parameter, float(name.endswith("norm.weight")), 0.3)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model
+
+
+def edit_weights(directory: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Let `edit` change the dict of tensors of a checkpoint's only file."""
+    weights = load_file(directory / "model.safetensors")
+    edit(weights)
+    save_file(weights, directory / "model.safetensors")
+
+
+def edit_config(directory: Path, **changes) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 class Oracle:
@@ -76,8 +90,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Oracle]:
 def make_llm(tiny: tuple[str, Oracle]) -> Callable[..., LLM]:
     """An engine over the tiny checkpoint with a small pool, unless the options say otherwise."""
 
-    def make(**options) -> LLM:
-        return LLM(tiny[0], **{"num_kvcache_blocks": 64, "kvcache_block_size": 4, **options})
+    def make(model: str = tiny[0], **options) -> LLM:
+        return LLM(model, **{"num_kvcache_blocks": 64, "kvcache_block_size": 4, **options})
 
     return make
 

@@ -1,10 +1,12 @@
 """Graphs against eager steps. Without a GPU, a stand-in repeats the recorded function on the static batch, in its place."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import Oracle, random_prompt
+from conftest import Oracle, make_checkpoint, random_prompt
+from transformers import OPTConfig
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.cuda import graphs
@@ -54,6 +56,16 @@ def test_tokens_are_the_same(tiny: tuple[str, Oracle], make_llm_with_graphs: Cal
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [o["token_ids"] for o in outputs] == [tiny[1](prompt, 4 + i) for i, prompt in enumerate(prompts)]
     assert llm.stats["num_preemptions"]
+
+
+def test_tokens_of_opt_are_the_same(tmp_path: Path, make_llm_with_graphs: Callable[..., LLM]) -> None:
+    """Its hidden states, on which graphs end, are narrower than what its layers compute."""
+    oracle = Oracle(make_checkpoint(tmp_path, family=OPTConfig, hidden_size=64, word_embed_proj_dim=32, ffn_dim=40))
+    llm = make_llm_with_graphs(model=str(tmp_path), num_kvcache_blocks=16, max_num_seqs=5, max_model_len=64)
+    prompts = [random_prompt(i, 1 + 9 * i) for i in range(3)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+    assert [o["token_ids"] for o in outputs] == [oracle(prompt, 8) for prompt in prompts]
+    assert llm.model_runner.executor.graphs.recorded[4][1].shape == (4, 32)
 
 
 def test_every_batch_size(make_llm_with_graphs: Callable[..., LLM]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import VOCAB_SIZE, Oracle, check_invariants, make_checkpoint, random_prompt
-from transformers import LlamaConfig, MinistralConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MinistralConfig, MistralConfig, OPTConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from nanovllm import LLM, SamplingParams
 
@@ -14,6 +14,7 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64,
     "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 }  # fmt: skip
+OPT = dict(ffn_dim=40)
 FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, dict(tie_word_embeddings=False)),
     "qwen2.5-tied": (Qwen2Config, dict(use_sliding_window=False, sliding_window=8, max_window_layers=1)),
@@ -24,6 +25,11 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "mistral": (MistralConfig, dict(sliding_window=None)),
     "mistral-wide-window": (MistralConfig, dict(sliding_window=4096)),
     "ministral": (MinistralConfig, dict(layer_types=["full_attention"] * 2)),
+    "opt": (OPTConfig, OPT),
+    "opt-350m": (OPTConfig, dict(OPT, do_layer_norm_before=False, word_embed_proj_dim=24)),
+    "opt-untied-narrow": (OPTConfig, dict(OPT, tie_word_embeddings=False, word_embed_proj_dim=24)),
+    "opt-no-biases": (OPTConfig, dict(OPT, enable_bias=False, layer_norm_elementwise_affine=False)),
+    "opt-no-final-norm": (OPTConfig, dict(OPT, _remove_final_layer_norm=True)),
 }
 
 
@@ -76,6 +82,7 @@ def test_low_precision_logits(tmp_path: Path, name: str) -> None:
         (LlamaConfig, dict(hidden_act="gelu"), "hidden_act must be one of 'silu'"),
         (LlamaConfig, dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}), "partial_rotary"),
         (LlamaConfig, dict(rope_parameters={**LLAMA3, "low_freq_factor": 4.0}), "low_freq_factor=4.0 must be below"),
+        (OPTConfig, dict(activation_function="gelu"), "activation_function must be one of 'relu'"),
         (LlamaConfig, dict(quantization_config={"quant_method": "gptq", "bits": 4}), "quantized"),
     ],
 )

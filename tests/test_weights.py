@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_checkpoint
+from conftest import edit_config, edit_weights, make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
@@ -26,17 +26,6 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 def checkpoint(tmp_path: Path) -> Path:
     make_checkpoint(tmp_path)
     return tmp_path
-
-
-def edit_weights(directory: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    weights = load_file(directory / "model.safetensors")
-    edit(weights)
-    save_file(weights, directory / "model.safetensors")
-
-
-def edit_config(directory: Path, **changes) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def load(directory: Path, **options) -> LLM:

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from nanovllm.checks import check_choice, naming
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.models.decoder import DecoderSpec, ModelSpec
+from nanovllm.models.opt import OPTSpec
 
 
 def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> ModelSpec:
@@ -114,10 +115,34 @@ def _yarn_attention_factor(factor: float, rope: dict[str, Any]) -> float:
     return mscale(1.0)
 
 
+def _read_opt(config: PretrainedConfig, dtype: torch.dtype) -> OPTSpec:
+    check_choice("activation_function", config.activation_function, ("relu",))
+    if config.hidden_size % config.num_attention_heads:
+        raise ValueError("hidden_size must be a multiple of num_attention_heads")
+    return OPTSpec(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        embedding_size=config.word_embed_proj_dim,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_attention_heads,
+        head_dim=config.hidden_size // config.num_attention_heads,
+        intermediate_size=config.ffn_dim,
+        norm_first=config.do_layer_norm_before,
+        final_norm=config.do_layer_norm_before and not config._remove_final_layer_norm,
+        norm_has_weights=config.layer_norm_elementwise_affine,
+        bias=config.enable_bias,
+        tie_embeddings=config.tie_word_embeddings,
+        max_len=config.max_position_embeddings,
+        dtype=dtype,
+    )
+
+
 ARCHITECTURES: dict[str, Callable[[PretrainedConfig, torch.dtype], ModelSpec]] = {
     "LlamaForCausalLM": _read_decoder,
     "MistralForCausalLM": partial(_read_decoder, qkv_bias=False, o_bias=False, mlp_bias=False),
     "MinistralForCausalLM": partial(_read_decoder, qkv_bias=False, o_bias=False, mlp_bias=False),
+    "OPTForCausalLM": _read_opt,
     "Qwen2ForCausalLM": partial(_read_decoder, qkv_bias=True, o_bias=False, mlp_bias=False),
     "Qwen3ForCausalLM": partial(_read_decoder, qk_norm=True, mlp_bias=False),
 }

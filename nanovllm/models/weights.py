@@ -29,8 +29,9 @@ def load_checkpoint(model: nn.Module, directory: Path) -> None:
     for path in _weight_files(directory):
         with naming(path, *_DAMAGED, ValueError), safe_open(path, framework="pt") as file:
             for name in file.keys():
-                if name in missing:
-                    target = missing.pop(name)
+                full_name = name if name in missing else f"model.{name}"  # a model saved without its head has no prefix
+                if full_name in missing:
+                    target = missing.pop(full_name)
                     target.destination.copy_(_read_share(file, name, target))
                 elif tied and name == "lm_head.weight":  # many tied checkpoints hold the one matrix under two names
                     tied_copies.append(_read_share(file, name, embedding))
