@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import VOCAB_SIZE, Oracle, check_invariants, make_checkpoint, random_prompt
-from transformers import LlamaConfig, MinistralConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MinistralConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from nanovllm import LLM, SamplingParams
 
@@ -14,6 +14,7 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64,
     "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 }  # fmt: skip
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, dict(tie_word_embeddings=False)),
     "qwen2.5-tied": (Qwen2Config, dict(use_sliding_window=False, sliding_window=8, max_window_layers=1)),
@@ -24,6 +25,11 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "mistral": (MistralConfig, dict(sliding_window=None)),
     "mistral-wide-window": (MistralConfig, dict(sliding_window=4096)),
     "ministral": (MinistralConfig, dict(layer_types=["full_attention"] * 2)),
+    "qwen3-moe": (Qwen3MoeConfig, dict(**EXPERTS, norm_topk_prob=True, intermediate_size=47)),
+    "qwen3-moe-mixed": (
+        Qwen3MoeConfig,
+        dict(**EXPERTS, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3], tie_word_embeddings=False),
+    ),
 }
 
 
