@@ -64,7 +64,8 @@ def test_every_token_gets_its_experts(normalize: bool) -> None:
 
 @pytest.mark.parametrize("is_packed", [False, pytest.param(True, marks=needs_bfloat16)])
 def test_low_precision(is_packed: bool) -> None:
-    """Nearer to float32 than transformers' block. Packed, a token gets alone the same bits as among others."""
+    """Nearer to float32 than transformers' block, by a tenth, or a third: by the float32 weights and sums, and by SwiGLU's one
+    rounding. Packed, a token gets alone the same bits as among others."""
     moe, x = make_moe(torch.bfloat16), torch.randn(50, SPEC.hidden_size).bfloat16()
     config = Qwen3MoeConfig(**{**EXPERTS, "num_experts": 16, "num_experts_per_tok": 3}, hidden_size=SPEC.hidden_size)
     theirs = Qwen3MoeSparseMoeBlock(config).bfloat16().requires_grad_(False)
@@ -78,7 +79,7 @@ def test_low_precision(is_packed: bool) -> None:
         assert type(moe.experts) is PackedExperts and not list(moe.parameters())
     output = moe(x)
     expected = exact(x.float())
-    assert (output - expected).norm() < 0.95 * (rounded - expected).norm()
+    assert (output - expected).norm() < (0.65 if is_packed else 0.9) * (rounded - expected).norm()
     for rows in (slice(0, 1), slice(7, 8), slice(3, 40)) if is_packed else ():
         assert torch.equal(moe(x[rows]), output[rows])
 
