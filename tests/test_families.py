@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import VOCAB_SIZE, Oracle, check_invariants, make_checkpoint, random_prompt
-from transformers import LlamaConfig, MinistralConfig, MistralConfig, OPTConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    MinistralConfig,
+    MistralConfig,
+    OPTConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from nanovllm import LLM, SamplingParams
 
@@ -15,6 +23,7 @@ LLAMA3 = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 }  # fmt: skip
 OPT = dict(ffn_dim=40)
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, dict(tie_word_embeddings=False)),
     "qwen2.5-tied": (Qwen2Config, dict(use_sliding_window=False, sliding_window=8, max_window_layers=1)),
@@ -30,6 +39,11 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "opt-untied-narrow": (OPTConfig, dict(OPT, tie_word_embeddings=False, word_embed_proj_dim=24)),
     "opt-no-biases": (OPTConfig, dict(OPT, enable_bias=False, layer_norm_elementwise_affine=False)),
     "opt-no-final-norm": (OPTConfig, dict(OPT, _remove_final_layer_norm=True)),
+    "qwen3-moe": (Qwen3MoeConfig, dict(**EXPERTS, norm_topk_prob=True, intermediate_size=47)),
+    "qwen3-moe-mixed": (
+        Qwen3MoeConfig,
+        dict(**EXPERTS, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3], tie_word_embeddings=False),
+    ),
 }
 
 

@@ -79,8 +79,12 @@ def find_twins(device_type: str, dtype: torch.dtype) -> Twins:
 def capture_decode_steps(
     decoder: nn.Module, backend: Backend, kv_caches: list[torch.Tensor], max_num_seqs: int, block_table_width: int
 ) -> CudaGraphs | None:
-    """CUDA graphs of `decoder` over these caches; None where a step cannot be captured."""
-    if kv_caches[0].device.type != "cuda" or not backend.SUPPORTS_CUDA_GRAPHS:
+    """CUDA graphs of `decoder` over these caches; None where a step cannot be captured.
+
+    A module whose shapes depend on the numbers in its input (which experts are chosen) says SUPPORTS_CUDA_GRAPHS = False.
+    """
+    parts = (backend, *decoder.modules())
+    if kv_caches[0].device.type != "cuda" or not all(getattr(part, "SUPPORTS_CUDA_GRAPHS", True) for part in parts):
         return None
     return CudaGraphs(decoder, kv_caches, max_num_seqs, block_table_width)
 

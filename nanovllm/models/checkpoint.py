@@ -81,17 +81,21 @@ def read_eos_token_ids(directory: Path, config: PretrainedConfig, tokenizer: Pre
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings", "original_max_position_embeddings", "ffn_dim", "word_embed_proj_dim",
+    "moe_intermediate_size", "decoder_sparse_step",
 )  # fmt: skip
+_COUNTS = ("num_experts", "num_local_experts", "num_experts_per_tok")  # 0 of them: there are only MLPs
 _POSITIVE = ("rms_norm_eps", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
 _SWITCHES = (
     "attention_bias", "mlp_bias", "tie_word_embeddings", "truncate", "enable_bias", "do_layer_norm_before",
-    "layer_norm_elementwise_affine", "_remove_final_layer_norm",
+    "layer_norm_elementwise_affine", "_remove_final_layer_norm", "norm_topk_prob",
 )  # fmt: skip
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(_SIZES, partial(check_int, minimum=1, maximum=MAX_SIZE)),
     **dict.fromkeys(_POSITIVE, partial(check_number, low=0.0, open_low=True)),
+    **dict.fromkeys(_COUNTS, partial(check_int, minimum=0, maximum=MAX_SIZE)),
     **dict.fromkeys(_SWITCHES, check_bool),
     **dict.fromkeys(("dtype", "torch_dtype"), partial(check_choice, choices=DTYPES)),  # "torch_dtype" before transformers 5
+    "mlp_only_layers": partial(check_ints, minimum=0),
     "eos_token_id": lambda name, value: check_ints(name, value if isinstance(value, list) else [value], minimum=0),
     # RoPE's
     "rope_theta": partial(check_number, low=1.0, open_low=True),

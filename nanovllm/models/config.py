@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from nanovllm.checks import check_choice, naming
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.models.decoder import DecoderSpec, ModelSpec
+from nanovllm.models.moe import MoESpec
 from nanovllm.models.opt import OPTSpec
 
 
@@ -31,7 +32,7 @@ def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> M
         if getattr(config, "quantization_config", None):
             raise ValueError("quantized checkpoints (quantization_config) are not supported")
         spec = ARCHITECTURES[architecture](config, dtype)
-        for name, num in (("num_attention_heads", spec.num_heads), ("intermediate_size", spec.intermediate_size)):
+        for name, num in spec.divided_sizes.items():
             if num % num_ranks:
                 raise ValueError(f"tensor_parallel_size={num_ranks} does not divide {name}={num}")
         if max(spec.num_kv_heads, num_ranks) % min(spec.num_kv_heads, num_ranks):
@@ -41,7 +42,9 @@ def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> M
         return spec
 
 
-def _read_decoder(config: PretrainedConfig, dtype: torch.dtype, **of_family: Any) -> DecoderSpec:
+def _read_decoder(
+    config: PretrainedConfig, dtype: torch.dtype, make_spec: type[DecoderSpec] = DecoderSpec, **of_family: Any
+) -> DecoderSpec:
     """A decoder. `of_family` is what its family decides, whatever config.json says."""
     window = getattr(config, "sliding_window", None) or config.max_position_embeddings
     kinds = getattr(config, "layer_types", None) or ["full_attention" if window >= config.max_position_embeddings else "sliding"]
@@ -71,7 +74,27 @@ def _read_decoder(config: PretrainedConfig, dtype: torch.dtype, **of_family: Any
         "max_len": max_len,
         "dtype": dtype,
     }
-    return DecoderSpec(**{**fields, **of_family})
+    return make_spec(**{**fields, **of_family})
+
+
+def _read_qwen3_moe(config: PretrainedConfig, dtype: torch.dtype) -> MoESpec:
+    num_experts, num_chosen, step = config.num_experts, config.num_experts_per_tok, config.decoder_sparse_step
+    sparse_layers = {layer for layer in range(config.num_hidden_layers) if num_experts and (layer + 1) % step == 0}
+    sparse_layers -= set(config.mlp_only_layers)
+    if sparse_layers and not 1 <= num_chosen <= num_experts:
+        raise ValueError(f"num_experts_per_tok={num_chosen} must be at least 1 and at most num_experts={num_experts}")
+    return _read_decoder(
+        config,
+        dtype,
+        MoESpec,
+        qk_norm=True,
+        mlp_bias=False,
+        num_experts=num_experts,
+        num_experts_per_tok=num_chosen,
+        expert_size=config.moe_intermediate_size,
+        normalize_weights=config.norm_topk_prob,
+        dense_layers=frozenset(range(config.num_hidden_layers)) - sparse_layers,
+    )
 
 
 def _read_rope(config: PretrainedConfig) -> tuple[RopeSpec, int]:
@@ -145,4 +168,5 @@ ARCHITECTURES: dict[str, Callable[[PretrainedConfig, torch.dtype], ModelSpec]] =
     "OPTForCausalLM": _read_opt,
     "Qwen2ForCausalLM": partial(_read_decoder, qkv_bias=True, o_bias=False, mlp_bias=False),
     "Qwen3ForCausalLM": partial(_read_decoder, qk_norm=True, mlp_bias=False),
+    "Qwen3MoeForCausalLM": _read_qwen3_moe,
 }

@@ -31,9 +31,14 @@ class ModelSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int  # of the MLPs, or of one expert
+    intermediate_size: int  # of the MLPs
     max_len: int  # positions that the model was made for
     dtype: torch.dtype
+
+    @property
+    def divided_sizes(self) -> dict[str, int]:
+        """What must come out even when divided among the ranks, by its name in config.json."""
+        return {"num_attention_heads": self.num_heads, "intermediate_size": self.intermediate_size}
 
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> "CausalLM":
         raise NotImplementedError

@@ -10,6 +10,7 @@ from nanovllm.kernels.cpu.library import call, load, reason_unavailable
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from nanovllm.models.decoder import MLP
+from nanovllm.models.moe import Experts
 
 
 @cache
@@ -75,6 +76,11 @@ class PackedMLP(MLP):
         return self.down_proj(self.gate_up_proj.packed.multiply(x))  # with SwiGLU as its epilogue
 
 
+class PackedExperts(Experts):
+    def compute(self, expert: int, x: Tensor) -> Tensor:
+        return self.down[expert].multiply(self.gate_up[expert].multiply(x))
+
+
 class PackedEmbedding(Embedding):
     def look_up(self, rows: Tensor) -> Tensor:
         return self.packed.rows(rows)
@@ -105,3 +111,14 @@ def pack_mlp(mlp: MLP) -> MLP | None:
         return None
     mlp.__class__ = PackedMLP
     return mlp
+
+
+def pack_experts(experts: Experts) -> Experts | None:
+    if not all([PackedWeight.can_hold(weights[0]) for weights in (experts.gate_up_proj, experts.down_proj)]):
+        return None
+    experts.gate_up = [PackedWeight(weight, gated=True) for weight in experts.gate_up_proj.detach()]
+    experts.gate_up_proj = None
+    experts.down = [PackedWeight(weight) for weight in experts.down_proj.detach()]
+    experts.down_proj = None
+    experts.__class__ = PackedExperts
+    return experts
