@@ -21,7 +21,6 @@ from conftest import Oracle, check_invariants, make_checkpoint, random_prompt
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Batch
 from nanovllm.engine import workers
-from nanovllm.models.weights import init_dummy_weights
 
 POOL = {"num_kvcache_blocks": 64, "kvcache_block_size": 4}
 
