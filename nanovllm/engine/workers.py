@@ -165,7 +165,7 @@ class Ranks:
             elif self.processes and self.processes[rank - 1].sentinel in ended:
                 reason = f"rank {rank} of {self.size} has ended with exit code {self.processes[rank - 1].exitcode}"
                 if not store.check([f"{rank} has started"]):
-                    reason += "; does the script make the engine under `if __name__ == '__main__':`, as it must?"
+                    reason += "; does the script make the engine under `if __name__ == '__main__':`, as it must, and is it a file?"
                 losses.append((0.0, False, reason))
         if losses:
             _, is_value_error, reason = min(losses)
@@ -210,7 +210,8 @@ def _work(model: Model, rank: int, port: int, num_threads: int, parent: int) -> 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to all processes, and meant for rank 0
     Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(num_threads)
-    _serve(model, rank, rank, dist.TCPStore("127.0.0.1", port))
+    with suppress(Exception):  # rank 0 shows it
+        _serve(model, rank, rank, dist.TCPStore("127.0.0.1", port))
 
 
 def _end_with(parent: int) -> None:
@@ -231,4 +232,4 @@ def _serve(model: Model, rank: int, local_rank: int, store: dist.Store) -> None:
     except Exception as error:
         reason = f"rank {rank} of {config.tensor_parallel_size} has failed:\n{traceback.format_exc()}"
         store.set(f"{rank} has failed", json.dumps((time.time(), isinstance(error, ValueError), reason)))
-        raise SystemExit(1) from error
+        raise
