@@ -388,7 +388,13 @@ HANGING = """
         os.kill(os.getpid(), signal.SIGSTOP)
 
     if __name__ == "__main__":
-        workers.START_TIMEOUT = 3.0
+        await_start = workers.Ranks._await_start
+
+        def await_start_and_hurry(ranks):
+            await_start(ranks)
+            workers.START_TIMEOUT = 1.0
+
+        workers.Ranks._await_start = await_start_and_hurry
         LLM(sys.argv[1], tensor_parallel_size=2, num_kvcache_blocks=8)
     else:
         TensorParallel.minimum = stop
@@ -399,7 +405,7 @@ def test_a_rank_hangs_while_they_meet(tmp_path: Path, tiny: tuple[str, Oracle]) 
     with running(tmp_path, HANGING, tiny[0]) as process:
         _, err = process.communicate(timeout=60)
         assert process.returncode == 1
-        assert err.splitlines()[-1] == "RuntimeError: one of the 2 ranks has hung: rank 0 has waited for 3 s"
+        assert err.splitlines()[-1] == "RuntimeError: one of the 2 ranks has hung: rank 0 has waited for 1 s"
 
 
 FORKING = """

@@ -39,7 +39,7 @@ Answers = SimpleQueue[tuple[Any, BaseException | None]]  # a result, or an error
 Tasks = SimpleQueue[tuple[Answers, Callable[..., Any], tuple[Any, ...]] | None]
 
 START_TIMEOUT = 60.0  # seconds that another rank may be behind rank 0 when the engine starts
-CACHE_TIMEOUT = 600.0  # for all ranks to size the KV cache and record their CUDA graphs
+CACHE_TIMEOUT = 600.0  # once rank 0 has its share of the weights: until the last rank has its own, and its KV cache
 _GRACE = 0.5  # until the ranks that a lost one takes with it are lost, too
 _EXIT_TIMEOUT = 5.0
 
@@ -79,12 +79,11 @@ class Ranks:
         try:
             if not is_torchrun:
                 self._start_processes(model)
-            self._await("started")
+            self._await_start()
             # A store of its own: whoever waits for a key keeps all others from the same one.
             tp, device = self.call(join, config, spec.dtype, 0, 0, store.clone(), timeout=START_TIMEOUT)
             self.parts.append(tp)
             self.executor = self.call(Executor, *model, tp, device)
-            self._await("loaded its share of the model")
         except BaseException:
             self.stop("the engine has not started")
             raise
@@ -141,34 +140,31 @@ class Ranks:
             _children.discard(process)  # which a forked process would end at its own exit
 
     def _find_ended(self) -> list[Any]:
-        """Sentinels of the processes that have ended. Unlike waitpid, they tell it also to who is not the parent."""
+        """Sentinels of the processes that have ended. They work in a forked process, and where SIGCHLD is ignored."""
         return wait([process.sentinel for process in self.processes], timeout=0)
 
-    def _await(self, stage: str) -> None:
-        """Until all other ranks have reached `stage`."""
+    def _await_start(self) -> None:
+        """Until all other ranks have started."""
         deadline = time.monotonic() + START_TIMEOUT
-        while late := [rank for rank in range(1, self.size) if not self.parts[0].check([f"{rank} has {stage}"])]:
+        while late := [rank for rank in range(1, self.size) if not self.parts[0].check([f"{rank} has started"])]:
             self.check()
             if time.monotonic() > deadline:
-                raise RuntimeError(f"rank {late[0]} of {self.size} has not {stage} within {START_TIMEOUT:.0f} s")
+                raise RuntimeError(f"rank {late[0]} of {self.size} has not started within {START_TIMEOUT:.0f} s")
             time.sleep(0.02)
 
     def _raise_loss(self) -> None:
         """Raise the error of the rank that was lost first, if one was. All others end with it."""
-        losses: list[tuple[float, bool, str]] = []
-        store = self.parts[0]
+        store, is_value_error, reason = self.parts[0], False, None
         time.sleep(_GRACE)
-        ended = self._find_ended()
-        for rank in range(1, self.size):
-            if store.check([f"{rank} has failed"]):
-                losses.append(tuple(json.loads(store.get(f"{rank} has failed"))))
-            elif self.processes and self.processes[rank - 1].sentinel in ended:
-                reason = f"rank {rank} of {self.size} has ended with exit code {self.processes[rank - 1].exitcode}"
+        if store.check(["failure"]):
+            is_value_error, reason = json.loads(store.get("failure"))
+        for rank, process in enumerate(self.processes, 1):
+            if process.sentinel in self._find_ended() and process.exitcode != 0:  # 0: it has failed, and has told so
+                is_value_error, reason = False, f"rank {rank} of {self.size} has ended with exit code {process.exitcode}"
                 if not store.check([f"{rank} has started"]):
                     reason += "; does the script make the engine under `if __name__ == '__main__':`, as it must, and is it a file?"
-                losses.append((0.0, False, reason))
-        if losses:
-            _, is_value_error, reason = min(losses)
+                break
+        if reason is not None:
             self.stop(reason)
             raise ValueError(reason) if is_value_error else RuntimeError(reason)
 
@@ -185,8 +181,8 @@ def _compute(tasks: Tasks) -> None:
 
 
 def _stop(pid: int, processes: list[BaseProcess], tasks: Tasks, thread: Thread, parts: list[Any]) -> None:
-    if os.getpid() != pid:  # a forked process has its parent's engines, but not the threads that the end of their parts waits for
-        for part in parts:
+    if os.getpid() != pid:
+        for part in parts:  # let it live: its end would wait for threads that a forked process does not have
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
         return
     for process in processes:
@@ -210,8 +206,9 @@ def _work(model: Model, rank: int, port: int, num_threads: int, parent: int) -> 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to all processes, and meant for rank 0
     Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(num_threads)
+    store = dist.TCPStore("127.0.0.1", port)
     with suppress(Exception):  # rank 0 shows it
-        _serve(model, rank, rank, dist.TCPStore("127.0.0.1", port))
+        _serve(model, rank, rank, store)
 
 
 def _end_with(parent: int) -> None:
@@ -226,10 +223,9 @@ def _serve(model: Model, rank: int, local_rank: int, store: dist.Store) -> None:
     try:
         store.set(f"{rank} has started", "")
         executor = Executor(*model, *join(config, spec.dtype, rank, local_rank, store))
-        store.set(f"{rank} has loaded its share of the model", "")
         executor.allocate_kv_cache()
         executor.serve()
     except Exception as error:
         reason = f"rank {rank} of {config.tensor_parallel_size} has failed:\n{traceback.format_exc()}"
-        store.set(f"{rank} has failed", json.dumps((time.time(), isinstance(error, ValueError), reason)))
+        store.compare_set("failure", "", json.dumps((isinstance(error, ValueError), reason)))  # if it is the first one
         raise
