@@ -237,6 +237,26 @@ def test_rank_0_fails(tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch)
     lose_within(1, llm, "rank 0 has failed: ZeroDivisionError")
 
 
+def test_exit_in_a_step(tiny: tuple[str, Oracle]) -> None:
+    """By another thread, or a signal handler: at once, since nobody waits for a rank that has been ended."""
+    llm = LLM(tiny[0], tensor_parallel_size=2, **POOL)
+    llm.generate([1], greedy(2), use_tqdm=False)
+    seconds: list[float] = []
+
+    def leave() -> None:
+        start = time.monotonic()
+        llm.exit()
+        seconds.append(time.monotonic() - start)
+
+    timer = threading.Timer(0.3, leave)
+    timer.start()
+    with pytest.raises(RuntimeError, match="exit"):
+        while True:
+            llm.generate([[1, 2]] * 8, greedy(100), use_tqdm=False)
+    timer.join()
+    assert seconds[0] < 3
+
+
 def test_interrupted_calls_are_undone(tiny: tuple[str, Oracle]) -> None:
     """Ctrl-C at any moment of a step: the ranks keep step, the next call is right."""
     prompt = random_prompt(5, 12)
@@ -357,6 +377,62 @@ def test_rank_0_is_ended(tmp_path: Path, tiny: tuple[str, Oracle], how: str) -> 
         wait_until(lambda: not any(rank.is_running() for rank in ranks), 10)
 
 
+HANGING = """
+    import os, signal, sys
+    from nanovllm import LLM
+    from nanovllm.engine import workers
+    from nanovllm.layers.tensor_parallel import TensorParallel
+
+    def stop(self, numbers):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if __name__ == "__main__":
+        await_start = workers.Ranks._await_start
+
+        def await_start_and_hurry(ranks):
+            await_start(ranks)
+            workers.START_TIMEOUT = 1.0
+
+        workers.Ranks._await_start = await_start_and_hurry
+        LLM(sys.argv[1], tensor_parallel_size=2, num_kvcache_blocks=8)
+    else:
+        TensorParallel.minimum = stop
+"""
+
+
+def test_a_rank_hangs_while_they_meet(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
+    with running(tmp_path, HANGING, tiny[0]) as process:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert err.splitlines()[-1] == "RuntimeError: one of the 2 ranks has hung: rank 0 has waited for 1 s"
+
+
+FORKING = """
+    import os, sys
+    from nanovllm import LLM
+
+    if __name__ == "__main__":
+        llm = LLM(sys.argv[1], tensor_parallel_size=2, num_kvcache_blocks=8)
+        if pid := os.fork():
+            _, status = os.waitpid(pid, 0)
+            print("child", status, "parent", llm.generate([1], use_tqdm=False)[0]["finish_reason"])
+        else:
+            try:
+                llm.add_request([1])
+            except RuntimeError as error:
+                print(error, flush=True)
+            llm.exit()
+"""
+
+
+def test_a_forked_process_leaves_the_ranks_alone(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
+    """It is refused, ends without waiting for what it does not have, and its parent's ranks live on."""
+    with running(tmp_path, FORKING, tiny[0]) as process:
+        out, err = process.communicate(timeout=60)
+        refused, parent = out.splitlines()
+        assert "forked" in refused and parent == "child 0 parent length", err
+
+
 TORCHRUN = """
     import os, sys
     from nanovllm import LLM, SamplingParams
@@ -364,12 +440,19 @@ TORCHRUN = """
     llm = LLM(sys.argv[1], tensor_parallel_size=int(sys.argv[2]), num_kvcache_blocks=64, kvcache_block_size=4)
     outputs = llm.generate([[1, 2, 3], [4] * 20], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
     print("rank", os.environ["RANK"], [output["token_ids"] for output in outputs], flush=True)
+    try:
+        LLM(sys.argv[1], tensor_parallel_size=int(sys.argv[2]))
+    except RuntimeError as error:
+        print(error)
 """
 
 
-def run_torchrun(tmp_path: Path, num_agents: int, num_ranks: int, *args: str) -> list[tuple[int, str, str]]:
+AGAIN = "torchrun's ranks serve one engine, and leave with it: there has been one"
+
+
+def run_torchrun(tmp_path: Path, num_agents: int, num_ranks: int, *args: str, script: str = TORCHRUN) -> list[tuple[int, str, str]]:
     """Status, output and errors of each agent, started as on as many machines."""
-    (tmp_path / "script.py").write_text(textwrap.dedent(TORCHRUN))
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -383,13 +466,20 @@ def run_torchrun(tmp_path: Path, num_agents: int, num_ranks: int, *args: str) ->
 
 
 def test_two_machines(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
-    """Two agents of torchrun on this one. Rank 0's engine is never told to exit: the end of its process is enough."""
+    """Two agents of torchrun on this one. Rank 0's engine is never told to exit: the end of its process is enough. It stays
+    the only one."""
     results = run_torchrun(tmp_path, 2, 1, tiny[0], "2")
     assert [status for status, *_ in results] == [0, 0], results
     expected = [tiny[1]([1, 2, 3], 8), tiny[1]([4] * 20, 8)]
-    assert "".join(out for _, out, _ in results) == f"rank 0 {expected}\n"
+    assert "".join(out for _, out, _ in results) == f"rank 0 {expected}\n{AGAIN}\n"
 
 
 def test_torchrun_of_another_size(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
     ((status, _, err),) = run_torchrun(tmp_path, 1, 2, tiny[0], "4")
     assert status != 0 and "tensor_parallel_size=4, but torchrun has started 2 processes" in err
+
+
+def test_a_rank_of_torchrun_fails(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
+    """torchrun may end rank 0 before it can tell: the rank shows its traceback itself."""
+    ((status, _, err),) = run_torchrun(tmp_path, 1, 2, tiny[0], script=FAILING.replace("tp.rank == 2", "tp.rank == 1").replace("size=4", "size=2"))
+    assert status != 0 and "ZeroDivisionError: on purpose" in err

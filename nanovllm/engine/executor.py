@@ -7,9 +7,11 @@ size, number of blocks, max_model_len.
 
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nanovllm import kernels
@@ -18,11 +20,12 @@ from nanovllm.config import Config
 from nanovllm.engine.kv_cache import MemoryMeter, count_blocks
 from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
-from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.layers.tensor_parallel import FIRST_PART, TensorParallel
 from nanovllm.models.decoder import ModelSpec
 from nanovllm.models.weights import init_dummy_weights, load_checkpoint
 
 _DEFAULT_MAX_MODEL_LEN = 4096
+_FOREVER = timedelta(days=365)  # that an engine may have nothing to do
 
 
 class Executor:
@@ -34,7 +37,6 @@ class Executor:
         self.config = config
         self.spec = spec
         self.tp = tp
-        self.tp = kernels.share_memory(tp, device, spec.dtype)
         self.device = device
         self.backend: Backend = attention
         self.block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
@@ -101,13 +103,17 @@ class Executor:
 
     def run(self, batch: Batch) -> Tensor:
         """Write the K/V of the batch's tokens, and compute logits [num_logits, vocab_size], all ranks together."""
-        if self.tp.size > 1:
-            self.tp.send(batch.pack())
-        return self.compute(batch)
+        if self.tp.size == 1:
+            return self.compute(batch)
+        self.tp.send(batch.pack())
+        logits = self.compute(batch)
+        if self.device.type == "cuda":  # a GPU may wait for a lost rank: here, where the caller can give up, not when it samples
+            torch.cuda.synchronize(self.device)
+        return logits
 
     def serve(self) -> None:
         """Compute this rank's share of the batches that rank 0 runs, until it sends an empty one."""
-        while len(message := self.tp.receive(self.device)):
+        while len(message := self.tp.receive()):
             self.compute(Batch.unpack(message))
 
     @torch.inference_mode()
@@ -132,6 +138,31 @@ class Executor:
         zeros = torch.zeros(sum(query_lens), dtype=torch.int64, device=self.device)
         tables = torch.zeros(len(query_lens), self.block_table_width, dtype=torch.int32, device=self.device)
         return Batch(zeros, zeros, zeros, bounds, lens, tables, max(query_lens), max(query_lens), bounds[1:].long() - 1)
+
+
+def join(config: Config, dtype: torch.dtype, rank: int, local_rank: int, store: dist.Store) -> tuple[TensorParallel, torch.device]:
+    """Meet the other ranks, of which `local_rank` come before this one on its machine."""
+    size, device = config.tensor_parallel_size, find_rank_device(config.device, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _FOREVER
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+    else:
+        group = dist.ProcessGroupGloo(store, rank, size, _FOREVER)
+    tp = TensorParallel(rank, size, group, torch.empty(FIRST_PART, dtype=torch.int32, device=device))
+    tp = kernels.share_memory(tp, device, dtype)
+    return tp, device
+
+
+def find_rank_device(name: str, local_rank: int) -> torch.device:
+    """The device of a machine's rank. Raises ValueError if there is none for it."""
+    device = find_device(name)
+    if device.type == "cuda":
+        if device.index is not None:
+            raise ValueError(f"device={name!r} is one GPU, but every rank needs its own: use 'cuda'")
+        device = find_device(f"cuda:{local_rank}")
+    return device
 
 
 def find_device(name: str) -> torch.device:

@@ -88,7 +88,7 @@ def count_blocks(
     """The number of blocks and a line that shows how it was found. Raises ValueError if there is memory for none."""
     num_kv_heads, _ = tp.divide(spec.num_kv_heads)
     block_bytes = block_size * 2 * spec.num_layers * num_kv_heads * spec.head_dim * spec.dtype.itemsize
-    tp.minimum([0], meter.device)  # here all ranks have loaded their weights
+    tp.minimum([0])  # here all ranks have loaded their weights
     if config.num_kvcache_blocks is not None:
         num_blocks, origin = config.num_kvcache_blocks, "num_kvcache_blocks"
     else:
@@ -116,7 +116,7 @@ def count_blocks(
                 + " or gpu_memory_utilization" * (meter.device.type == "cuda")
             )
     if tp.size > 1:
-        smallest, least, minus_most = tp.minimum([num_blocks, block_size, -block_size], meter.device)
+        smallest, least, minus_most = tp.minimum([num_blocks, block_size, -block_size])
         if least != -minus_most:
             raise ValueError(f"the ranks' attention backends prefer blocks of {least} and {-minus_most} tokens: set kvcache_block_size")
         num_blocks, origin = smallest, f"{origin} = {num_blocks}; the smallest of {tp.size} ranks"

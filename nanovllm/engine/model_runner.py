@@ -19,7 +19,7 @@ from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import Config
 from nanovllm.engine.penalties import Penalties
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.workers import Ranks
+from nanovllm.engine.workers import CACHE_TIMEOUT, Ranks
 from nanovllm.layers.sampler import Sampler, make_noise_keys
 from nanovllm.models.decoder import ModelSpec
 from nanovllm.sampling_params import SamplingParams
@@ -54,7 +54,7 @@ class ModelRunner:
         self.sampler = Sampler(spec.vocab_size).to(self.device)
         self.sampler = kernels.kernelize(self.sampler, self.device, spec.dtype)
         self.penalties = Penalties(config.max_num_seqs, spec.vocab_size, self.device)
-        self.ranks.call(executor.allocate_kv_cache, self._sample_all)
+        self.ranks.call(executor.allocate_kv_cache, self._sample_all, timeout=CACHE_TIMEOUT)
         # Row: a lane's block table. Next to it, the list that it is a copy of and how much of that is copied.
         self.block_tables = np.zeros((config.max_num_seqs, executor.block_table_width), dtype=np.int32)
         self.copied_from: list[tuple[list[int], int]] = [([], 0)] * config.max_num_seqs

@@ -7,7 +7,9 @@ A step's collective operations need all ranks to the end. So rank 0's share is c
 does not reach: it only ends the waiting. If a rank is lost, so is the engine.
 """
 
+import ctypes
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -15,11 +17,11 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from datetime import timedelta
-from multiprocessing.process import BaseProcess
+from contextlib import suppress
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess, _children
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
 from typing import Any, TypeVar
 
@@ -27,19 +29,19 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.config import Config
-from nanovllm.engine.executor import Executor, find_device
+from nanovllm.engine.executor import Executor, find_device, find_rank_device, join
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import ModelSpec
 
 Result = TypeVar("Result")
 Model = tuple[Config, ModelSpec, Path]  # what an executor is made from
-Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
-Tasks = SimpleQueue["Task | None"]
+Answers = SimpleQueue[tuple[Any, BaseException | None]]  # a result, or an error
+Tasks = SimpleQueue[tuple[Answers, Callable[..., Any], tuple[Any, ...]] | None]
 
 START_TIMEOUT = 60.0  # seconds that another rank may be behind rank 0 when the engine starts
+CACHE_TIMEOUT = 600.0  # once rank 0 has its share of the weights: until the last rank has its own, and its KV cache
 _GRACE = 0.5  # until the ranks that a lost one takes with it are lost, too
 _EXIT_TIMEOUT = 5.0
-_FOREVER = timedelta(days=365)  # that an engine may have nothing to do
 
 
 class Ranks:
@@ -58,63 +60,64 @@ class Ranks:
             self.executor = Executor(*model, TensorParallel(), find_device(config.device))
             return
         if is_torchrun := int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            self.store, rank, world_size = next(dist.rendezvous("env://"))
+            store, rank, world_size = next(dist.rendezvous("env://"))
             if world_size != self.size:
                 raise ValueError(f"tensor_parallel_size={self.size}, but torchrun has started {world_size} processes")
             if rank > 0:
-                signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would wait for the next batch
-                _serve(model, rank, int(os.environ["LOCAL_RANK"]), self.store)
+                _serve(model, rank, int(os.environ["LOCAL_RANK"]), store)
                 raise SystemExit
+            if store.add("engines", 1) > 1:
+                raise RuntimeError("torchrun's ranks serve one engine, and leave with it: there has been one")
         else:
-            _find_device(config.device, self.size - 1)  # is there one for every rank?
-            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            find_rank_device(config.device, self.size - 1)  # is there one for every rank?
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.tasks = SimpleQueue()
+        self.parts: list[Any] = [store]  # and then rank 0's TensorParallel
         thread = Thread(target=_compute, args=(self.tasks,), daemon=True)
-        last_tasks: list[Task | None] = [None]
-        self._finalizer = weakref.finalize(self, _stop, os.getpid(), self.processes, self.tasks, last_tasks, thread)
+        self._finalizer = weakref.finalize(self, _stop, os.getpid(), self.processes, self.tasks, thread, self.parts)
         thread.start()
         try:
             if not is_torchrun:
                 self._start_processes(model)
-            self._await("started")
-            tp, device = self.call(_join, config.device, 0, self.size, 0, self.store)
-            if is_torchrun:
-                last_tasks.insert(0, (Future(), tp.send, (torch.empty(0, dtype=torch.int32, device=device),)))
+            self._await_start()
+            # A store of its own: whoever waits for a key keeps all others from the same one.
+            tp, device = self.call(join, config, spec.dtype, 0, 0, store.clone(), timeout=START_TIMEOUT)
+            self.parts.append(tp)
             self.executor = self.call(Executor, *model, tp, device)
-            self._await("loaded its share of the model")
         except BaseException:
             self.stop("the engine has not started")
             raise
 
-    def call(self, function: Callable[..., Result], *args: Any) -> Result:
+    def call(self, function: Callable[..., Result], *args: Any, timeout: float = math.inf) -> Result:
         """function(*args) of rank 0's share. If the caller is interrupted, it is computed to its end all the same.
 
-        Raises RuntimeError if a rank is lost.
+        Raises RuntimeError if a rank is lost, or if it takes more than `timeout` seconds.
         """
         if self.tasks is None:
             return function(*args)
-        future: Future[Result] = Future()
-        self.check()
-        self.tasks.put((future, function, args))
-        while not future.done():
-            wait([future], timeout=_GRACE)
+        answers: Answers = SimpleQueue()
+        self.tasks.put((answers, function, args))
+        deadline = time.monotonic() + timeout
+        while True:
+            with suppress(Empty):
+                result, error = answers.get(timeout=_GRACE)
+                break
             self.check()
-        error = future.exception()
+            if time.monotonic() > deadline:
+                self.stop(f"one of the {self.size} ranks has hung: rank 0 has waited for {timeout:.0f} s")
         if error is None:
-            return future.result()
+            return result
         if not isinstance(error, ValueError):  # which is its own, others may come from the end of another rank
-            time.sleep(_GRACE)
-            self._raise_loss()
+            self.check(suspects_loss=True)
         self.stop(f"rank 0 has failed: {error!r}")
         raise error
 
-    def check(self) -> None:
+    def check(self, suspects_loss: bool = False) -> None:
         """Raises RuntimeError if nothing can be computed any more."""
+        if self.ended is None and (suspects_loss or self._find_ended()):
+            self._raise_loss()
         if self.ended is not None:
             raise RuntimeError(self.ended)
-        if not all([process.is_alive() for process in self.processes]):
-            time.sleep(_GRACE)
-            self._raise_loss()
 
     def stop(self, reason: str) -> None:
         """End the other ranks. A second call does nothing."""
@@ -130,33 +133,38 @@ class Ranks:
         torch.set_num_threads(num_threads)  # and as it was for all others
         context = multiprocessing.get_context("spawn")
         for rank in range(1, self.size):
-            args = model, rank, self.store.port, share, os.getpid()
-            process = context.Process(target=_work, args=args, name=f"nanovllm rank {rank}", daemon=True)
-            self.processes.append(process)
+            args = model, rank, self.parts[0].port, share, os.getpid()
+            process = context.Process(target=_work, args=args, name=f"nanovllm rank {rank}")
             process.start()
+            self.processes.append(process)
+            _children.discard(process)  # which a forked process would end at its own exit
 
-    def _await(self, stage: str) -> None:
-        """Until all other ranks have reached `stage`."""
+    def _find_ended(self) -> list[Any]:
+        """Sentinels of the processes that have ended. They work in a forked process, and where SIGCHLD is ignored."""
+        return wait([process.sentinel for process in self.processes], timeout=0)
+
+    def _await_start(self) -> None:
+        """Until all other ranks have started."""
         deadline = time.monotonic() + START_TIMEOUT
-        while late := [rank for rank in range(1, self.size) if not self.store.check([f"{rank} has {stage}"])]:
+        while late := [rank for rank in range(1, self.size) if not self.parts[0].check([f"{rank} has started"])]:
             self.check()
             if time.monotonic() > deadline:
-                raise RuntimeError(f"rank {late[0]} of {self.size} has not {stage} within {START_TIMEOUT:.0f} s")
+                raise RuntimeError(f"rank {late[0]} of {self.size} has not started within {START_TIMEOUT:.0f} s")
             time.sleep(0.02)
 
     def _raise_loss(self) -> None:
         """Raise the error of the rank that was lost first, if one was. All others end with it."""
-        losses: list[tuple[float, bool, str]] = []
-        for rank in range(1, self.size):
-            if self.store.check([f"{rank} has failed"]):
-                losses.append(tuple(json.loads(self.store.get(f"{rank} has failed"))))
-            elif self.processes and not self.processes[rank - 1].is_alive():
-                reason = f"rank {rank} of {self.size} has ended with exit code {self.processes[rank - 1].exitcode}"
-                if not self.store.check([f"{rank} has started"]):
-                    reason += "; does the script make the engine under `if __name__ == '__main__':`, as it must?"
-                losses.append((0.0, False, reason))
-        if losses:
-            _, is_value_error, reason = min(losses)
+        store, is_value_error, reason = self.parts[0], False, None
+        time.sleep(_GRACE)
+        if store.check(["failure"]):
+            is_value_error, reason = json.loads(store.get("failure"))
+        for rank, process in enumerate(self.processes, 1):
+            if process.sentinel in self._find_ended() and process.exitcode != 0:  # 0: it has failed, and has told so
+                is_value_error, reason = False, f"rank {rank} of {self.size} has ended with exit code {process.exitcode}"
+                if not store.check([f"{rank} has started"]):
+                    reason += "; does the script make the engine under `if __name__ == '__main__':`, as it must, and is it a file?"
+                break
+        if reason is not None:
             self.stop(reason)
             raise ValueError(reason) if is_value_error else RuntimeError(reason)
 
@@ -164,25 +172,33 @@ class Ranks:
 def _compute(tasks: Tasks) -> None:
     """Rank 0's thread."""
     while (task := tasks.get()) is not None:
-        future, function, args = task
+        answers, function, args = task
         try:
-            future.set_result(function(*args))
+            answers.put((function(*args), None))
         except BaseException as error:
-            future.set_exception(error)
-        del task, future, function, args  # which may be all that keeps an engine alive
+            answers.put((None, error))
+        del task, answers, function, args  # which may be all that keeps an engine alive
 
 
-def _stop(pid: int, processes: list[BaseProcess], tasks: Tasks, last_tasks: list[Task | None], thread: Thread) -> None:
-    if os.getpid() != pid:  # a forked process has its parent's engines, but not their ranks
+def _stop(pid: int, processes: list[BaseProcess], tasks: Tasks, thread: Thread, parts: list[Any]) -> None:
+    if os.getpid() != pid:
+        for part in parts:  # let it live: its end would wait for threads that a forked process does not have
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
         return
     for process in processes:
         process.kill()
-    for task in last_tasks:
-        tasks.put(task)
-    if thread is not current_thread():
-        thread.join(_EXIT_TIMEOUT)
     for process in processes:
         process.join(_EXIT_TIMEOUT)
+    for tp in parts[1:]:
+        if not processes:
+            tasks.put((SimpleQueue(), tp.send, (tp.first[:0],)))
+        elif tp.first.is_cuda:
+            tp.group.abort()  # or what the GPU computes waits for the others for ever
+    tasks.put(None)
+    if thread is not current_thread():
+        thread.join(_EXIT_TIMEOUT)
+    if not processes:
+        time.sleep(_GRACE)  # gloo's threads still hold the message: if the interpreter ends meanwhile, they abort the process
 
 
 def _work(model: Model, rank: int, port: int, num_threads: int, parent: int) -> None:
@@ -190,7 +206,9 @@ def _work(model: Model, rank: int, port: int, num_threads: int, parent: int) -> 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to all processes, and meant for rank 0
     Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(num_threads)
-    _serve(model, rank, rank, dist.TCPStore("127.0.0.1", port))
+    store = dist.TCPStore("127.0.0.1", port)
+    with suppress(Exception):  # rank 0 shows it
+        _serve(model, rank, rank, store)
 
 
 def _end_with(parent: int) -> None:
@@ -201,36 +219,13 @@ def _end_with(parent: int) -> None:
 
 def _serve(model: Model, rank: int, local_rank: int, store: dist.Store) -> None:
     """Compute the batches that rank 0 sends, until it sends none."""
-    config = model[0]
+    config, spec, _ = model
     try:
         store.set(f"{rank} has started", "")
-        tp, device = _join(config.device, rank, config.tensor_parallel_size, local_rank, store)
-        executor = Executor(*model, tp, device)
-        store.set(f"{rank} has loaded its share of the model", "")
+        executor = Executor(*model, *join(config, spec.dtype, rank, local_rank, store))
         executor.allocate_kv_cache()
         executor.serve()
     except Exception as error:
         reason = f"rank {rank} of {config.tensor_parallel_size} has failed:\n{traceback.format_exc()}"
-        store.set(f"{rank} has failed", json.dumps((time.time(), isinstance(error, ValueError), reason)))
-        raise SystemExit(1) from error
-
-
-def _join(device_name: str, rank: int, size: int, local_rank: int, store: dist.Store) -> tuple[TensorParallel, torch.device]:
-    """Meet the other ranks."""
-    device = _find_device(device_name, local_rank)
-    if device.type == "cpu":
-        return TensorParallel(rank, size, dist.ProcessGroupGloo(store, rank, size, _FOREVER)), device
-    torch.cuda.set_device(device)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _FOREVER
-    return TensorParallel(rank, size, dist.ProcessGroupNCCL(store, rank, size, options)), device
-
-
-def _find_device(name: str, local_rank: int) -> torch.device:
-    """The device of a machine's rank. Raises ValueError if there is none for it."""
-    device = find_device(name)
-    if device.type == "cuda":
-        if device.index is not None:
-            raise ValueError(f"device={name!r} is one GPU, but every rank needs its own: use 'cuda'")
-        device = find_device(f"cuda:{local_rank}")
-    return device
+        store.compare_set("failure", "", json.dumps((isinstance(error, ValueError), reason)))  # if it is the first one
+        raise

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_FIRST_PART = 16384  # numbers of a message that travel with its size: most steps are shorter
+FIRST_PART = 16384  # numbers of a message that travel with its size: most steps are shorter
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class TensorParallel:
     rank: int = 0
     size: int = 1
     group: Any = None  # torch.distributed's ProcessGroupGloo or ProcessGroupNCCL; None: there is only this rank
+    first: Tensor | None = None  # int32 [FIRST_PART] on the group's device: the size and the first part of a message
 
     def divide(self, num: int) -> tuple[int, int]:
         """How many of `num` heads or columns this rank has, and the first of them.
@@ -42,33 +43,31 @@ class TensorParallel:
         self.group.gather(parts, x, 0).wait()
         return torch.cat(parts, dim=-1) if parts else x
 
-    def minimum(self, numbers: list[int], device: torch.device) -> list[int]:
+    def minimum(self, numbers: list[int]) -> list[int]:
         """Of each number the least on any rank. Nobody goes on before all are here."""
         if self.group is None:
             return numbers
-        least = torch.tensor(numbers, device=device)
+        least = torch.tensor(numbers, device=self.first.device)
         self.group.allreduce(least, dist.ReduceOp.MIN).wait()
         return least.tolist()
 
     def send(self, message: Tensor) -> None:
         """To all ranks that `receive`, from rank 0: int32 [num_numbers]. One broadcast, two if it is long."""
-        first = message.new_zeros(_FIRST_PART)
-        first[0] = len(message)
-        first[1 : len(message) + 1] = message[: _FIRST_PART - 1]
-        self.group.broadcast(first, 0).wait()
-        if len(message) >= _FIRST_PART:
-            self.group.broadcast(message[_FIRST_PART - 1 :], 0).wait()
+        self.first[0] = len(message)
+        self.first[1 : len(message) + 1] = message[: FIRST_PART - 1]
+        self.group.broadcast(self.first, 0).wait()
+        if len(message) >= FIRST_PART:
+            self.group.broadcast(message[FIRST_PART - 1 :], 0).wait()
 
-    def receive(self, device: torch.device) -> Tensor:
-        """What rank 0 sends next."""
-        first = torch.empty(_FIRST_PART, dtype=torch.int32, device=device)
-        self.group.broadcast(first, 0).wait()
-        num_numbers = int(first[0])
-        if num_numbers < _FIRST_PART:
-            return first[1 : num_numbers + 1]
-        rest = first.new_empty(num_numbers + 1 - _FIRST_PART)
+    def receive(self) -> Tensor:
+        """What rank 0 sends next. Valid until the message after it."""
+        self.group.broadcast(self.first, 0).wait()
+        num_numbers = int(self.first[0])
+        if num_numbers < FIRST_PART:
+            return self.first[1 : num_numbers + 1]
+        rest = self.first.new_empty(num_numbers + 1 - FIRST_PART)
         self.group.broadcast(rest, 0).wait()
-        return torch.cat((first[1:], rest))
+        return torch.cat((self.first[1:], rest))
 
 
 ALONE = TensorParallel()

@@ -52,7 +52,6 @@ def share_memory(tp: TensorParallel, dtype: torch.dtype) -> TensorParallel:
     The memory has no name, so that nothing is left of it when the ranks have ended.
     """
     num_bytes = _MAX_RANKS * _RANK_BYTES + 2 * tp.size * _PART_BYTES
-    cpu = torch.device("cpu")
     file = -1
     if tp.rank == 0:
         message = os.urandom(16)  # by which the others know that what they find is it
@@ -63,12 +62,12 @@ def share_memory(tp: TensorParallel, dtype: torch.dtype) -> TensorParallel:
         message += f"/proc/{os.getpid()}/fd/{file}".encode()
         tp.send(torch.tensor(list(message), dtype=torch.int32))
     else:
-        message = bytes(tp.receive(cpu).tolist())
+        message = bytes(tp.receive().tolist())
         with suppress(OSError):
             file = os.open(message[16:], os.O_RDWR)
     found = file >= 0 and os.fstat(file).st_size == num_bytes and os.pread(file, 16, num_bytes - 16) == message[:16]
     can_share = found and tp.size <= _MAX_RANKS and reason_unavailable(dtype) is None
-    all_can_share = tp.minimum([int(can_share)], cpu) == [1]
+    all_can_share = tp.minimum([int(can_share)]) == [1]
     memory = mmap.mmap(file, num_bytes) if all_can_share else None
     if file >= 0:
         os.close(file)
@@ -76,7 +75,7 @@ def share_memory(tp: TensorParallel, dtype: torch.dtype) -> TensorParallel:
         return tp
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     ctypes.c_int64.from_address(address + tp.rank * _RANK_BYTES + 8).value = os.getpid()
-    tp.minimum([0], cpu)  # here all ranks' process ids are there
+    tp.minimum([0])  # here all ranks' process ids are there
     member = Member(address, tp.rank, tp.size)
     member.memory = memory  # which lives as long
-    return SharedMemoryRank(tp.rank, tp.size, tp.group, member)
+    return SharedMemoryRank(tp.rank, tp.size, tp.group, tp.first, member)
