@@ -89,8 +89,9 @@ def _cell(column: list[Step], lane: int, size: int) -> str:
     done = [step.lanes[lane] for step in column if lane in step.lanes]
     prefills = [work for work in done if work["kind"] == "prefill"]
     if prefills:
-        num_tokens = sum(work["num_tokens"] for work in prefills)
-        return _letter(prefills[0]["request_id"]) + "+" * any(work["num_cached_tokens"] for work in prefills) + str(num_tokens) * (size >= 4)
+        name = _letter(prefills[0]["request_id"]) + "+" * any(work["num_cached_tokens"] for work in prefills)
+        with_tokens = name + str(sum(work["num_tokens"] for work in prefills))
+        return with_tokens if len(with_tokens) < size else name
     return _letter(done[0]["request_id"]).lower() if done else ""
 
 

@@ -27,6 +27,7 @@ def test_grid(
     lengths = [1, b - 1, b, b + 1, 2 * b, 2 * b + 1]
     prompts = [random_prompt(length, length) for length in lengths]
     prompts += [prompts[-1][: b + 1] + random_prompt(9, b), prompts[-1]]  # share blocks with another of the batch
+    prompts += [random_prompt(8, b) + prompts[-1][b:]]  # has the same second block, behind another first one
     params = [greedy(5 + i) for i in range(len(prompts))]
     expected = [oracle(prompt, p.max_tokens) for prompt, p in zip(prompts, params)]
     budgets = [1, b, b + 1, 8192] if chunked else [3 * b, 8192]

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from nanovllm.trace import read
+
 ROOT = Path(__file__).parent.parent
-COMMANDS = re.findall(r"^python3 -m venv .*$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+README = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"^python3 -m venv .*$", README, flags=re.MULTILINE)
 
 
 def run(*command: str) -> str:
@@ -42,10 +45,18 @@ def test_second_command_is_what_ci_runs() -> None:
     assert "pip install -q -e '.[test]'" in COMMANDS[1]
 
 
-def test_readme_code_runs() -> None:
-    code, with_ray = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    run("-c", code)
-    assert with_ray.startswith("import ray\n")  # test_ray.py runs it
+def test_readme_code_runs(tmp_path: Path) -> None:
+    *codes, with_ray = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(codes) == 2 and with_ray.startswith("import ray\n")  # which test_ray.py runs
+    for code in codes:
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
+    steps = read(tmp_path / "trace.json")  # of which the README's picture is
+    assert len(steps) == 90 and sum(len(step.preempted) for step in steps) == 1
+
+
+def test_readme_shows_what_is_printed() -> None:
+    ((command, shown),) = re.findall(r"```console\n\$ python (.*?) .*?\n(.*?)```", README, flags=re.DOTALL)
+    assert shown in run(command)
 
 
 def test_top_level_is_as_designed() -> None:
@@ -53,4 +64,4 @@ def test_top_level_is_as_designed() -> None:
         return
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     top = {path.split("/")[0] for path in tracked}
-    assert top <= {"pyproject.toml", "nanovllm", "bench.py", "example.py", "tests", "README.md", ".ci", ".gitignore", "LICENSE"}
+    assert top <= {"pyproject.toml", "nanovllm", "bench.py", "example.py", "tests", "README.md", ".ci", ".github", ".gitignore", "LICENSE"}
