@@ -114,7 +114,7 @@ class Ranks:
 
     def check(self, suspects_loss: bool = False) -> None:
         """Raises RuntimeError if nothing can be computed any more."""
-        if self.ended is None and (suspects_loss or self._find_ended()):
+        if self.ended is None and (suspects_loss or (self.processes and self._find_ended())):
             self._raise_loss()
         if self.ended is not None:
             raise RuntimeError(self.ended)
