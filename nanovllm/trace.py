@@ -91,7 +91,7 @@ def _cell(column: list[Step], lane: int, size: int) -> str:
     if prefills:
         name = _letter(prefills[0]["request_id"]) + "+" * any(work["num_cached_tokens"] for work in prefills)
         with_tokens = name + str(sum(work["num_tokens"] for work in prefills))
-        return with_tokens if len(with_tokens) < size else name
+        return with_tokens if size >= 4 and len(with_tokens) < size else name
     return _letter(done[0]["request_id"]).lower() if done else ""
 
 
