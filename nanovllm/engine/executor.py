@@ -31,9 +31,7 @@ _FOREVER = timedelta(days=365)  # that an engine may have nothing to do
 class Executor:
     """Raises ValueError for options and checkpoints that do not go together or not with this machine."""
 
-    def __init__(
-        self, config: Config, spec: ModelSpec, directory: Path, tp: TensorParallel, device: torch.device
-    ) -> None:
+    def __init__(self, config: Config, spec: ModelSpec, directory: Path, tp: TensorParallel, device: torch.device) -> None:
         self.config = config
         self.spec = spec
         self.tp = tp

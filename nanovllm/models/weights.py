@@ -61,13 +61,15 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
     They are the same ones on any number of ranks.
     """
     for name, target in _targets(model).items():
-        full = torch.empty(target.full_shape, dtype=target.destination.dtype, device=target.destination.device)
+        is_share = target.full_shape != list(target.destination.shape)
+        full = target.destination.new_empty(target.full_shape) if is_share else target.destination
         if full.dim() > 1:
             full.normal_(0.0, 0.02, generator=torch.Generator(full.device).manual_seed(seed % 2**64))
             seed += 1
         else:
             full.fill_(float(name.endswith("norm.weight")))
-        target.destination.copy_(full[target.share])
+        if is_share:
+            target.destination.copy_(full[target.share])
 
 
 def _targets(model: nn.Module) -> dict[str, Target]:

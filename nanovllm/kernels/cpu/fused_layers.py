@@ -94,9 +94,10 @@ def fuse(layers: DecoderLayers) -> FusedLayers | None:
 
 
 def _can_fuse(layer: DecoderLayer) -> bool:
-    if type(layer.mlp) is not MLP or layer.mlp.down_proj.bias is not None:
+    attn, mlp, tp = layer.self_attn, layer.mlp, layer.self_attn.o_proj.tp
+    if type(mlp) is not MLP or mlp.down_proj.bias is not None:
         return False
-    linears = [layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj]
-    can_meet = layer.mlp.down_proj.tp.size == 1 or isinstance(layer.mlp.down_proj.tp, SharedMemoryRank)
+    linears = [attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj]
+    can_meet = tp.size == 1 or isinstance(tp, SharedMemoryRank)
     can_pack = all([PackedWeight.can_hold(linear.weight) for linear in linears])
-    return can_meet and can_pack and layer.self_attn.backend is attention
+    return can_meet and can_pack and attn.backend is attention
