@@ -29,7 +29,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    OPTConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
@@ -248,8 +256,8 @@ def find_floor(
                        2 * (matrices + head) * sequences + attention * (tokens of the contexts) FLOPs,
                        matrices + head + key_value * (tokens of the contexts) numbers to read
 
-    matrices are the weights of all linear layers but the output head (embeddings are looked up; of experts, as many as a token meets);
-    attention = 2 * 2 * layers * heads * head_dim, for q k and p v; key_value = 2 * layers * kv_heads * head_dim.
+    matrices are the weights of all linear layers but the output head (embeddings are looked up; of the experts, as many as a
+    token meets); attention = 2 * 2 * layers * heads * head_dim, for q k and p v; key_value = 2 * layers * kv_heads * head_dim.
     Prefill takes its FLOPs at the matrix rate, a decode step that or its bytes at the bandwidth, whichever is longer.
     """
     with torch.device("meta"):

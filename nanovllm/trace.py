@@ -60,7 +60,9 @@ def render(steps: list[Step], width: int = 100) -> str:
     def row(name: str, cells: list[str]) -> str:
         return f"{name:>8} │" + "".join(f"{cell[:size]:<{size}}" for cell in cells).rstrip()
 
-    rows = [row("step", [str(index * steps_per_column) if index % max(1, 5 // size) == 0 else "" for index in range(len(columns))])]
+    rows = [
+        row("step", [str(index * steps_per_column) if index % max(1, 5 // size) == 0 else "" for index in range(len(columns))])
+    ]
     rows += [
         row(f"lane {lane}", [_cell(column, lane, size) for column in columns])
         for lane in sorted({lane for step in steps for lane in (*step.lanes, *step.preempted)})
@@ -70,7 +72,9 @@ def render(steps: list[Step], width: int = 100) -> str:
     if size >= 3:
         rows += [row(name, list(map(str, values))) for name, values in counts.items()]
     else:
-        rows += [row(name, [_BARS[-(-8 * value // max(1, *values))] * size for value in values]) for name, values in counts.items()]
+        rows += [
+            row(name, [_BARS[-(-8 * value // max(1, *values))] * size for value in values]) for name, values in counts.items()
+        ]
         legend.insert(0, "bars: " + ", ".join(f"{name} up to {max(values)}" for name, values in counts.items()))
     if steps_per_column > 1:
         legend.insert(0, f"a column is {steps_per_column} steps")
@@ -101,7 +105,9 @@ def _legend(steps: list[Step]) -> list[str]:
     requests: dict[int, dict[str, int]] = {}
     for step in steps:
         for work in step.lanes.values():
-            known = requests.setdefault(work["request_id"], {"prompt": work["num_prompt_tokens"], "cached": work["num_cached_tokens"]})
+            known = requests.setdefault(
+                work["request_id"], {"prompt": work["num_prompt_tokens"], "cached": work["num_cached_tokens"]}
+            )
             known["decoded"] = known.get("decoded", 0) + (work["kind"] == "decode")
     described = [
         f"{_letter(request_id)}: {known['prompt']} prompt tokens, {known['cached']} of them cached, {known['decoded']} decodes"
@@ -111,7 +117,9 @@ def _legend(steps: list[Step]) -> list[str]:
     total = sum(step.info[f"{phase}_ms"] for step in steps for phase in _PHASES) or 1.0
     shares = [f"{phase} {sum(step.info[f'{phase}_ms'] for step in steps) / total:.0%}" for phase in _PHASES]
     prefill, decode = (sum(step.info[f"num_{kind}_tokens"] for step in steps) for kind in ("prefill", "decode"))
-    lines.append(f"{len(steps)} steps, {prefill} prefill and {decode} decode tokens, {sum(len(s.preempted) for s in steps)} preemptions")
+    lines.append(
+        f"{len(steps)} steps, {prefill} prefill and {decode} decode tokens, {sum(len(s.preempted) for s in steps)} preemptions"
+    )
     lines.append(f"{total:.1f} ms: {', '.join(shares)}")
     return lines
 
@@ -128,16 +136,22 @@ def draw(steps: list[Step], path: str) -> None:
     for x, step in enumerate(steps):
         for lane, work in step.lanes.items():
             color, is_prefill = colors[work["request_id"] % 10], work["kind"] == "prefill"
-            lanes.add_patch(Rectangle((x, lane - 0.4), 1, 0.8, facecolor=color, alpha=0.9 if is_prefill else 0.35, edgecolor="white"))
+            lanes.add_patch(
+                Rectangle((x, lane - 0.4), 1, 0.8, facecolor=color, alpha=0.9 if is_prefill else 0.35, edgecolor="white")
+            )
             if cached := work["num_cached_tokens"]:  # as much of the chunk's width as it had in the tokens
                 share = cached / (cached + work["num_tokens"])
-                lanes.add_patch(Rectangle((x, lane - 0.4), share, 0.8, facecolor="white", edgecolor=color, hatch="////", linewidth=0))
+                lanes.add_patch(
+                    Rectangle((x, lane - 0.4), share, 0.8, facecolor="white", edgecolor=color, hatch="////", linewidth=0)
+                )
             if is_prefill and len(steps) <= 60:
                 lanes.text(x + 0.5, lane, work["num_tokens"], ha="center", va="center", fontsize=7, color="black")
         for lane in step.preempted:
             lanes.plot(x, lane, marker="x", color="black", markersize=7, markeredgewidth=2)
     lanes.set(xlim=(0, len(steps)), ylim=(num_lanes - 0.5, -0.5), ylabel="lane", yticks=range(0, num_lanes, -(-num_lanes // 16)))
-    lanes.set_title("dark: prefill, with its tokens; hatched: cached; light: decode; x: preempted; a color is a request", fontsize=9)
+    lanes.set_title(
+        "dark: prefill, with its tokens; hatched: cached; light: decode; x: preempted; a color is a request", fontsize=9
+    )
     counters = [[step.counters[name] for step in steps for _ in range(2)] for name in ("used", "cached", "free")]
     edges = [edge for x in range(len(steps)) for edge in (x, x + 1)]
     pool.stackplot(edges, counters, labels=("used", "cached", "free"), colors=("#4c72b0", "#a9bfe0", "#eeeeee"))

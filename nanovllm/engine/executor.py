@@ -138,7 +138,9 @@ class Executor:
         return Batch(zeros, zeros, zeros, bounds, lens, tables, max(query_lens), max(query_lens), bounds[1:].long() - 1)
 
 
-def join(config: Config, dtype: torch.dtype, rank: int, local_rank: int, store: dist.Store) -> tuple[TensorParallel, torch.device]:
+def join(
+    config: Config, dtype: torch.dtype, rank: int, local_rank: int, store: dist.Store
+) -> tuple[TensorParallel, torch.device]:
     """Meet the other ranks, of which `local_rank` come before this one on its machine."""
     size, device = config.tensor_parallel_size, find_rank_device(config.device, local_rank)
     if device.type == "cuda":

@@ -118,7 +118,9 @@ def count_blocks(
     if tp.size > 1:
         smallest, least, minus_most = tp.minimum([num_blocks, block_size, -block_size])
         if least != -minus_most:
-            raise ValueError(f"the ranks' attention backends prefer blocks of {least} and {-minus_most} tokens: set kvcache_block_size")
+            raise ValueError(
+                f"the ranks' attention backends prefer blocks of {least} and {-minus_most} tokens: set kvcache_block_size"
+            )
         num_blocks, origin = smallest, f"{origin} = {num_blocks}; the smallest of {tp.size} ranks"
     return num_blocks, f"KV cache: {origin} = {num_blocks} blocks of {block_size} = {num_blocks * block_size} tokens"
 

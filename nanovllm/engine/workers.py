@@ -162,7 +162,9 @@ class Ranks:
             if process.sentinel in self._find_ended() and process.exitcode != 0:  # 0: it has failed, and has told so
                 is_value_error, reason = False, f"rank {rank} of {self.size} has ended with exit code {process.exitcode}"
                 if not store.check([f"{rank} has started"]):
-                    reason += "; does the script make the engine under `if __name__ == '__main__':`, as it must, and is it a file?"
+                    reason += (
+                        "; does the script make the engine under `if __name__ == '__main__':`, as it must, and is it a file?"
+                    )
                 break
         if reason is not None:
             self.stop(reason)

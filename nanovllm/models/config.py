@@ -37,7 +37,8 @@ def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> M
                 raise ValueError(f"tensor_parallel_size={num_ranks} does not divide {name}={num}")
         if max(spec.num_kv_heads, num_ranks) % min(spec.num_kv_heads, num_ranks):
             raise ValueError(
-                f"tensor_parallel_size={num_ranks} neither divides num_key_value_heads={spec.num_kv_heads} nor is a multiple of it"
+                f"tensor_parallel_size={num_ranks} neither divides num_key_value_heads={spec.num_kv_heads}"
+                " nor is a multiple of it"
             )
         return spec
 
