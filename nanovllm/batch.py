@@ -28,6 +28,7 @@ class Batch:
     max_seqlen_q: int  # 1: pure decode
     max_seqlen_k: int
     logits_indices: Tensor  # int64 [num_logits], the rows of input_ids whose next token is wanted
+    min_seqlen_q: int = 1  # above 1: no decodes
 
     def pack(self) -> Tensor:
         """All of it as one int32 tensor: six sizes, then the numbers. No slot and no token id needs more than 31 bits."""

@@ -83,6 +83,7 @@ BATCHES = {
     "prefill at block borders": ([1, 15, 16, 17], [1, 15, 16, 17]),
     "chunks behind prefixes": ([5, 1, 20, 3], [37, 64, 100, 3]),
     "longer than a tile": ([70, 33], [70, 133]),
+    "decodes beside chunks": ([1, 40, 1, 2, 1], [700, 41, 1, 300, 16]),
 }
 HEADS = [(4, 4, 64), (4, 2, 80), (6, 2, 96), (8, 1, 16), (14, 2, 128), (2, 2, 256)]
 # The interpreter takes its time: the whole grid is for a GPU.

@@ -5,17 +5,20 @@ keep the maximum m = max s_j, the sum l = sum exp(s_j - m) and the output acc = 
 larger maximum m', everything before it is rescaled by exp(m - m'); at the end the output is acc / l. The kernels work
 with exp2, so log2(e) is part of the scale.
 
-The query heads that share a KV head (GQA) are rows of one tile, so that one read of K/V serves them all. Prefill and
-decode are one kernel, whose programs take one KV head and
+The query heads that share a KV head (GQA) are rows of one tile, so that one read of K/V serves them all. A step may have
+decodes and longer queries. They go through one kernel, launched once for each kind, whose programs take one KV head and
 
-    prefill   a few query tokens of one sequence, and all of the context that they see
     decode    the query token of one sequence, and one split of its context; a second kernel joins the splits
+    prefill   a tile of TOKENS query tokens of one sequence, and all of the context that they see
 
-Legend: M rows of queries (TOKENS query tokens of GROUP heads), N tokens of the context, D head_dim rounded up to a power of
-two (masked).
+The context comes in pieces of N tokens. Those that every row sees in full are read without a mask, the last ones with it.
+
+Legend: M rows of queries (TOKENS query tokens of GROUP heads), N tokens of the context, D head_dim, M and D rounded up to
+a power of two (masked).
 """
 
-from functools import partial
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -31,7 +34,6 @@ PREFERRED_BLOCK_SIZE = 16
 SUPPORTS_CUDA_GRAPHS = True
 
 _LOG2_E = 1.4426950408889634
-_BYTES_PER_PIECE = 16384  # of keys, and as much of values: a few of them must fit in a multiprocessor's shared memory
 _MIN_TOKENS_PER_SPLIT = 256
 _PROGRAMS_PER_PROCESSOR = 4  # decode: split contexts until there are this many programs per multiprocessor
 
@@ -100,121 +102,210 @@ def _store_kvcache_kernel(
 def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
     """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context; same shape out."""
     query = query.contiguous()
-    num_heads, head_dim = query.shape[1:]
-    block_size, num_kv_heads = kv_cache.shape[2:4]
-    num_seqs, group_size = len(batch.context_lens), num_heads // num_kv_heads
-    dim = triton.next_power_of_2(head_dim)
     output = torch.empty_like(query)
-    is_decode = batch.max_seqlen_q == 1
-    if is_decode:
-        tokens_per_tile, num_warps, num_stages = 1, 4, 3
-        num_splits = _count_splits(num_seqs * num_kv_heads, batch.max_seqlen_k, query.device)
-        grid = (num_kv_heads, num_seqs, num_splits)  # KV heads first: programs that run together read neighbouring memory
-        # Per split: the normalized output, and log2 of its sum of exponentials, by which the splits are weighed.
-        split_outputs = query.new_empty(num_seqs, num_heads, num_splits, head_dim, dtype=torch.float32)
-        log_sums = query.new_empty(num_seqs, num_heads, num_splits, dtype=torch.float32)
-    else:
-        rows_per_tile = 128 if dim * query.dtype.itemsize <= 256 else 64  # what the registers of 8 or 4 warps hold
-        tokens_per_tile, num_warps, num_stages = max(1, rows_per_tile // group_size), rows_per_tile // 16, 2
-        num_splits, split_outputs, log_sums = 1, output, None
-        grid = (triton.cdiv(batch.max_seqlen_q, tokens_per_tile), num_kv_heads, num_seqs)
-    _attend_kernel[grid](
-        query, *kv_cache, split_outputs, log_sums, batch.cu_seqlens_q, batch.context_lens, batch.block_tables, scale * _LOG2_E,
-        batch.block_tables.stride(0), num_heads, num_kv_heads, num_splits,
-        IS_DECODE=is_decode, GROUP=group_size, TOKENS=tokens_per_tile,
-        M=max(16, triton.next_power_of_2(tokens_per_tile * group_size)),
-        N=min(64, max(16, _BYTES_PER_PIECE // (dim * query.dtype.itemsize))), D=dim, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # the second is ignored for 16-bit operands
-        num_warps=num_warps, num_stages=num_stages,
-    )  # fmt: skip
-    if is_decode:
-        _join_splits_kernel[(num_seqs * num_heads,)](split_outputs, log_sums, output, num_splits, D=dim, HEAD_DIM=head_dim)
+    if batch.min_seqlen_q == 1:
+        _attend(query, kv_cache, batch, scale, output, is_decode=True)
+    if batch.max_seqlen_q > 1:
+        _attend(query, kv_cache, batch, scale, output, is_decode=False)
     return output
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_splits"])  # they change from step to step: one compilation for all values
+def _attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output: Tensor, is_decode: bool) -> None:
+    """The rows of `output` that belong to decodes, or the others."""
+    num_tokens, num_heads, head_dim = query.shape
+    block_size, num_kv_heads = kv_cache.shape[2:4]
+    num_seqs, group_size, dim = len(batch.context_lens), num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
+    capability, num_processors = _describe_gpu(query.device)
+    tile = _choose_tile(is_decode, dim, query.dtype, capability)
+    if is_decode:
+        tokens, num_splits = 1, _count_splits(num_seqs * num_kv_heads, batch.max_seqlen_k, num_processors)
+        grid = (num_kv_heads, num_seqs, num_splits)  # KV heads first: programs that run together read neighbouring memory
+    else:
+        tokens, num_splits = max(1, tile.rows // group_size), 1
+        grid = ((num_tokens // tokens + num_seqs) * num_kv_heads,)
+    # Per split: the normalized output, and log2 of its sum of exponentials, by which the splits are weighed.
+    num_rows = num_seqs if num_splits > 1 else 0
+    split_outputs = query.new_empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32)
+    log_sums = split_outputs.new_empty(num_rows, num_heads, num_splits)
+    _attend_kernel[grid](
+        query, *kv_cache, output, split_outputs, log_sums, batch.cu_seqlens_q, batch.context_lens, batch.block_tables,
+        scale * _LOG2_E, batch.block_tables.stride(0), num_seqs, num_splits,
+        IS_DECODE=is_decode, NUM_KV_HEADS=num_kv_heads, GROUP=group_size, TOKENS=tokens,
+        M=max(16, triton.next_power_of_2(tokens * group_size)), N=tile.pieces, D=dim, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # the second is ignored for 16-bit operands
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    if num_splits > 1:
+        _join_splits_kernel[(num_seqs, num_heads)](
+            split_outputs, log_sums, batch.cu_seqlens_q, output, num_splits, NUM_HEADS=num_heads, D=dim, HEAD_DIM=head_dim
+        )
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "num_seqs", "num_splits"],
+    do_not_specialize_on_alignment=["cu_seqlens_ptr", "context_lens_ptr", "tables_ptr"],
+)
 def _attend_kernel(
-    query_ptr, key_ptr, value_ptr, output_ptr, log_sums_ptr, cu_seqlens_ptr, context_lens_ptr, tables_ptr, scale,
-    table_stride, num_heads, num_kv_heads, num_splits,
-    IS_DECODE: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    query_ptr, key_ptr, value_ptr, output_ptr, split_outputs_ptr, log_sums_ptr, cu_seqlens_ptr, context_lens_ptr, tables_ptr,
+    scale, table_stride, num_seqs, num_splits,
+    IS_DECODE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     if IS_DECODE:
-        kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-        tile, query_start, query_len = 0, seq, 1
+        kv_head, seq, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2), 0
     else:
-        tile, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-        split, query_start = 0, tl.load(cu_seqlens_ptr + seq)
-        query_len = tl.load(cu_seqlens_ptr + seq + 1) - query_start
-    if tile * TOKENS < query_len:
+        # The last tiles first: they see the most context, and a long program that starts late leaves the GPU waiting.
+        program = tl.num_programs(0) - 1 - tl.program_id(0)
+        kv_head, split = program % NUM_KV_HEADS, 0
+        seq = _find_seq(cu_seqlens_ptr, program // NUM_KV_HEADS, num_seqs, TOKENS)
+        tile = program // NUM_KV_HEADS - tl.load(cu_seqlens_ptr + seq) // TOKENS - seq
+    query_start = tl.load(cu_seqlens_ptr + seq)
+    query_len = tl.load(cu_seqlens_ptr + seq + 1) - query_start
+    if (tile * TOKENS < query_len) & ((query_len == 1) == IS_DECODE):
         rows, dims = tl.arange(0, M), tl.arange(0, D)
         tokens = tile * TOKENS + rows // GROUP  # row -> query token and head: the group's heads stand side by side
         heads = kv_head * GROUP + rows % GROUP
         is_row = (rows < TOKENS * GROUP) & (tokens < query_len)
-        query_rows = (query_start + tokens).to(tl.int64) * num_heads + heads
+        query_rows = (query_start + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
         mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
         query = tl.load(query_ptr + query_rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
 
         # The queries are the context's last tokens: token i sees the context up to its own position.
         context_len = tl.load(context_lens_ptr + seq)
+        num_before = context_len - query_len + tile * TOKENS  # tokens that every row sees, and itself
         last_visible = context_len - query_len + tokens  # [M]
-        visible = tl.minimum(context_len, context_len - query_len + (tile + 1) * TOKENS)  # to any row
+        visible = tl.minimum(context_len, num_before + TOKENS)  # to any row
         tokens_per_split = tl.cdiv(tl.cdiv(visible, num_splits), N) * N
         first = split * tokens_per_split
         end = tl.minimum(first + tokens_per_split, visible)
+        unmasked_end = first + tl.maximum(0, tl.minimum(end, num_before + 1) - first) // N * N
 
+        key_ptr += kv_head * HEAD_DIM
+        value_ptr += kv_head * HEAD_DIM
+        table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
         acc = tl.zeros([M, D], dtype=tl.float32)
         row_sum = tl.zeros([M], dtype=tl.float32)
         row_max = tl.full([M], float("-inf"), dtype=tl.float32)
-        for start in range(first, end, N):
-            positions = start + tl.arange(0, N)
-            exists = positions < end
-            blocks = tl.load(tables_ptr + seq.to(tl.int64) * table_stride + positions // BLOCK_SIZE, mask=exists, other=0)
-            slots = blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
-            offsets = ((slots * num_kv_heads + kv_head) * HEAD_DIM)[:, None] + dims[None, :]  # [N, D]
-            # What lies behind a context's end may be NaN, and NaN * 0 is NaN: it is not loaded.
-            is_read = exists[:, None] & (dims < HEAD_DIM)[None, :]
-            key = tl.load(key_ptr + offsets, mask=is_read, other=0.0)
-            scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale  # [M, N]
-            scores = tl.where(positions[None, :] <= last_visible[:, None], scores, float("-inf"))
-            # Every row sees the first piece's first token, so that the maximum is finite from there on.
-            new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-            weights = tl.exp2(scores - new_max[:, None])
-            rescale = tl.exp2(row_max - new_max)
-            value = tl.load(value_ptr + offsets, mask=is_read, other=0.0)
-            acc = acc * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
-            row_sum, row_max = row_sum * rescale + tl.sum(weights, axis=1), new_max
+        for start in range(first, unmasked_end, N):
+            acc, row_sum, row_max = _attend_to_piece(
+                acc, row_sum, row_max, query, key_ptr, value_ptr, table_ptr, start, end, last_visible, scale,
+                False, NUM_KV_HEADS, N, D, HEAD_DIM, BLOCK_SIZE, PRECISION,
+            )  # fmt: skip
+        for start in range(unmasked_end, end, N):
+            acc, row_sum, row_max = _attend_to_piece(
+                acc, row_sum, row_max, query, key_ptr, value_ptr, table_ptr, start, end, last_visible, scale,
+                True, NUM_KV_HEADS, N, D, HEAD_DIM, BLOCK_SIZE, PRECISION,
+            )  # fmt: skip
 
         # An empty split (a short context, or a padding row of a CUDA graph) has sum 0: it weighs exp2(-inf) = 0.
-        output = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-        output_rows = query_rows * num_splits + split
-        output_ptrs = output_ptr + output_rows[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(output_ptrs, output.to(output_ptr.dtype.element_ty), mask=mask)
-        if IS_DECODE:
-            tl.store(log_sums_ptr + output_rows, row_max + tl.log2(row_sum), mask=is_row)
+        normalized = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+        if num_splits == 1:
+            output_ptrs = output_ptr + query_rows[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(output_ptrs, normalized.to(output_ptr.dtype.element_ty), mask=mask)
+        else:
+            split_rows = (seq.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads) * num_splits + split
+            tl.store(split_outputs_ptr + split_rows[:, None] * HEAD_DIM + dims[None, :], normalized, mask=mask)
+            tl.store(log_sums_ptr + split_rows, row_max + tl.log2(row_sum), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def _join_splits_kernel(
-    split_outputs_ptr, log_sums_ptr, output_ptr, num_splits, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+@triton.jit
+def _attend_to_piece(
+    acc, row_sum, row_max, query, key_ptr, value_ptr, table_ptr, start, end, last_visible, scale,
+    IS_MASKED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, N: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)  # sequence and head
-    dims = tl.arange(0, D)
-    acc = tl.zeros([D], dtype=tl.float32)
-    total, largest = 0.0, float("-inf")
-    for split in range(0, num_splits):
-        log_sum = tl.load(log_sums_ptr + row * num_splits + split)
-        partial = tl.load(split_outputs_ptr + (row * num_splits + split) * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
-        new_largest = tl.maximum(largest, log_sum)
-        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weight, rescale = tl.exp2(log_sum - base), tl.exp2(largest - base)
-        acc, total, largest = acc * rescale + partial * weight, total * rescale + weight, new_largest
-    output = acc / tl.where(total > 0, total, 1.0)
-    tl.store(output_ptr + row * HEAD_DIM + dims, output.to(output_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    """acc, row_sum and row_max after N more tokens of the context, from `start` on."""
+    positions, dims = start + tl.arange(0, N), tl.arange(0, D)
+    exists = positions < end
+    unsigned = positions.to(tl.uint32)  # divided by a power of two with a shift
+    entries = table_ptr + unsigned // BLOCK_SIZE
+    blocks = tl.load(entries, mask=exists, other=0) if IS_MASKED else tl.load(entries)
+    slots = blocks * BLOCK_SIZE + (unsigned % BLOCK_SIZE).to(tl.int32)
+    offsets = (slots.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM))[:, None] + dims[None, :]  # [N, D]
+    # What lies behind a context's end may be NaN, and NaN * 0 is NaN: it is not loaded.
+    is_read = (exists[:, None] | (not IS_MASKED)) & (dims < HEAD_DIM)[None, :]
+    key = tl.load(key_ptr + offsets, mask=is_read, other=0.0)
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # [M, N]
+    if IS_MASKED:
+        scores = tl.where(positions[None, :] <= last_visible[:, None], scores, float("-inf"))
+    # Every row sees the first piece's first token, so that the maximum is finite from there on.
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
+    weights = tl.exp2(tl.fma(scores, scale, -new_max[:, None]))
+    rescale = tl.exp2(row_max - new_max)
+    value = tl.load(value_ptr + offsets, mask=is_read, other=0.0)
+    acc = acc * rescale[:, None]
+    acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
+    return acc, row_sum * rescale + tl.sum(weights, axis=1), new_max
 
 
-def _count_splits(num_programs: int, max_context_len: int, device: torch.device) -> int:
+@triton.jit
+def _find_seq(cu_seqlens_ptr, tile, num_seqs, TOKENS: tl.constexpr):
+    """The sequence of a tile, where sequence i has the tiles from cu_seqlens[i] // TOKENS + i on: room for its rest."""
+    low, high = 0, num_seqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(cu_seqlens_ptr + middle) // TOKENS + middle <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["cu_seqlens_ptr"])
+def _join_splits_kernel(
+    split_outputs_ptr, log_sums_ptr, cu_seqlens_ptr, output_ptr, num_splits,
+    NUM_HEADS: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    query_start = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
+    if tl.load(cu_seqlens_ptr + seq + 1) - query_start == 1:
+        dims = tl.arange(0, D)
+        row = seq * NUM_HEADS + head
+        acc = tl.zeros([D], dtype=tl.float32)
+        total, largest = 0.0, float("-inf")
+        for split in range(0, num_splits):
+            log_sum = tl.load(log_sums_ptr + row * num_splits + split)
+            partial = tl.load(
+                split_outputs_ptr + (row * num_splits + split) * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0
+            )
+            new_largest = tl.maximum(largest, log_sum)
+            base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            weight, rescale = tl.exp2(log_sum - base), tl.exp2(largest - base)
+            acc, total, largest = acc * rescale + partial * weight, total * rescale + weight, new_largest
+        output = acc / tl.where(total > 0, total, 1.0)
+        output_row = query_start * NUM_HEADS + head
+        tl.store(output_ptr + output_row * HEAD_DIM + dims, output.to(output_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+class _Tile(NamedTuple):
+    rows: int  # of queries
+    pieces: int  # tokens of the context
+    num_warps: int
+    num_stages: int
+
+
+def _choose_tile(is_decode: bool, dim: int, dtype: torch.dtype, major: int) -> _Tile:
+    """As large as the registers hold: the compiler spills none of them to memory."""
+    if dtype == torch.float32:  # no matrix instructions: a product of tiles is spelled out
+        return _Tile(16, 16, 4, 2)
+    if is_decode:
+        return _Tile(16, 64 if dim <= 128 else 16, 4, 3)
+    # Hopper and Blackwell (wgmma, tcgen05) multiply with K/V from shared memory, others from registers. 5 stages are the
+    # fewest with which the next piece is fetched ahead, as it waits for its entries of the block table.
+    numbers_per_piece = 8192 if major in (9, 10) else 4096
+    return _Tile(128 if dim <= 128 else 64, min(64, numbers_per_piece // dim), 8, 5)
+
+
+def _count_splits(num_programs: int, max_context_len: int, num_processors: int) -> int:
     """As many as fill the GPU, each long enough to be worth joining."""
-    num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     wanted = triton.cdiv(num_processors * _PROGRAMS_PER_PROCESSOR, num_programs)
     return max(1, min(wanted, triton.cdiv(max_context_len, _MIN_TOKENS_PER_SPLIT)))
+
+
+@cache
+def _describe_gpu(device: torch.device) -> tuple[int, int]:
+    """Its major compute capability and the number of its multiprocessors; for the interpreter those of an H100."""
+    if device.type == "cpu":
+        return 9, 132
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.multi_processor_count

@@ -1,0 +1,169 @@
+"""Compiles the Triton kernels for GPUs that are not here, as the engine launches them, and reads what came out.
+
+    python tests/compiled.py 90              the kernels of a few models on sm_90, a line of JSON each
+    python tests/compiled.py 90 --all        of many models: all numbers of heads, sizes and dtypes that matter to a kernel
+    python tests/compiled.py 90 --serving    what is compiled when, in the life of an engine
+
+Triton gets a driver that claims to drive such a GPU, and whose launches do nothing. Layers and launchers are the engine's
+own, on CPU tensors: so tiles, warps, stages and the specialisation of arguments are those of real launches. The compiler
+and the tool that reads its output come with Triton. A process of its own, since the other tests interpret the kernels.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="triton")
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.kernels import exchange
+from nanovllm.kernels.cuda import attention, functions
+from nanovllm.kernels.cuda.twins import find_twins
+from nanovllm.layers.rotary import RopeSpec
+from nanovllm.layers.sampler import Sampler
+from nanovllm.models.decoder import DecoderSpec
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes of a block
+MATRIX = {"wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma", "mma": r"\bmma\.sync"}
+BLOCK_SIZE = 16
+
+
+class FakeDriver:
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+        self.utils = SimpleNamespace(
+            load_binary=lambda *_: (1, 1, 0, 0, 1024),  # module, function, registers, spills, threads at most
+            unload_module=lambda *_: None,
+            get_device_properties=lambda *_: {"max_shared_mem": SHARED_LIMIT[arch], "multiprocessor_count": 132},
+        )
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
+        return lambda *arguments, **options: None
+
+
+def make_spec(dtype: torch.dtype, head_dim: int, group_size: int, **options) -> DecoderSpec:
+    sizes = dict(hidden_size=1024, intermediate_size=3072, vocab_size=4100, num_layers=2, max_len=4096, norm_eps=1e-6)
+    options = {"tie_embeddings": True, "rope": RopeSpec(1e4), **sizes, **options}
+    return DecoderSpec(num_heads=2 * group_size, num_kv_heads=2, head_dim=head_dim, dtype=dtype, **options)
+
+
+def make_batch(query_lens: list[int], context_lens: list[int]) -> Batch:
+    zeros = torch.zeros(sum(query_lens), dtype=torch.int64)
+    bounds = torch.tensor([0, *query_lens]).cumsum(0).int()
+    tables = torch.zeros(len(query_lens), -(-max(context_lens) // BLOCK_SIZE), dtype=torch.int32)
+    lens = torch.tensor(context_lens, dtype=torch.int32)
+    return Batch(zeros, zeros, zeros, bounds, lens, tables, max(query_lens), max(context_lens), bounds[1:].long() - 1)
+
+
+@torch.inference_mode()
+def launch(spec: DecoderSpec) -> None:
+    """A mixed step, and sampling from its logits in all ways."""
+    twins, _ = find_twins(spec.dtype)
+    model = exchange(spec.make_model(attention), twins)
+    kv_caches = [torch.empty(2, 8, BLOCK_SIZE, 2, spec.head_dim, dtype=spec.dtype) for _ in range(spec.num_layers)]
+    logits = model.compute_logits(model(make_batch([1, 5, 33], [300, 5, 133]), kv_caches))
+    rows = torch.arange(3)
+    noise = {"temperatures": torch.ones(3), "noise_keys": torch.ones(3, 2, dtype=torch.int32)}
+    filters = {"filtered_rows": rows, "filtered_temperatures": torch.ones(3), "top_ks": rows + 1, "top_ps": torch.ones(3)}
+    sampler = exchange(Sampler(spec.vocab_size), twins)
+    for batch in (
+        SamplingBatch(**noise), SamplingBatch(**noise, **filters, min_ps=torch.ones(3), max_top_k=spec.vocab_size)
+    ):  # fmt: skip
+        try:
+            sampler(logits, batch)
+        except (RuntimeError, IndexError):  # torch gathers by numbers that no kernel has written
+            pass
+
+
+def inspect(kernel: triton.compiler.CompiledKernel) -> dict:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        usage, code = (
+            subprocess.run([TOOLS / "cuobjdump", option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("--dump-resource-usage", "--dump-sass")
+        )
+    used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return {
+        "kernel": kernel.metadata.name,
+        "registers": used["REG"],
+        "spilled": used["STACK"] + used["LOCAL"],  # bytes of a thread
+        "shared": kernel.metadata.shared,
+        "loops": sorted(find_loops(code)),
+        "matrix": [name for name, pattern in MATRIX.items() if re.search(pattern, kernel.asm["ptx"])],
+    }
+
+
+def find_loops(code: str) -> Iterator[int]:
+    """The numbers of instructions of the loops that have no loop inside."""
+    instructions = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, re.MULTILINE)
+    index = {int(address, 16): i for i, (address, _) in enumerate(instructions)}
+    spans = []
+    for i, (_, text) in enumerate(instructions):
+        target = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        if target and index.get(int(target[1], 16), i) < i:
+            spans.append((index[int(target[1], 16)], i))
+    for first, last in spans:
+        if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in spans):
+            yield last - first + 1
+
+
+def find_compiled() -> Iterator[triton.compiler.CompiledKernel]:
+    for module in (attention, functions):
+        for kernel in vars(module).values():
+            if isinstance(kernel, JITFunction):
+                for cache, *_ in kernel.device_caches.values():
+                    yield from cache.values()
+
+
+def compile_all(arch: int, everything: bool) -> None:
+    seen: set[int] = set()
+    bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+    models = [(bf16, 128, 2), (bf16, 64, 7), (bf16, 256, 4), (bf16, 80, 1), (f16, 128, 8), (f32, 128, 2)]
+    for dtype, head_dim, group_size in product((bf16, f16, f32), (64, 80, 96, 128, 256), (1, 2, 4, 7, 8, 16)) if everything else models:
+        launch(make_spec(dtype, head_dim, group_size, qk_norm=group_size % 2 == 0))
+        for kernel in find_compiled():
+            if id(kernel) not in seen:
+                seen.add(id(kernel))
+                setting = {"dtype": str(dtype).removeprefix("torch."), "head_dim": head_dim, "group_size": group_size}
+                print(json.dumps({"arch": arch, **setting, **inspect(kernel)}), flush=True)
+
+
+if __name__ == "__main__":
+    parser = ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("arch", type=int, choices=SHARED_LIMIT)
+    parser.add_argument("--all", action="store_true")
+    args = parser.parse_args()
+    driver.set_active(FakeDriver(args.arch))
+    functions.reason_unavailable = lambda dtype: None
+    attention._describe_gpu = lambda device: (args.arch // 10, 132)
+    compile_all(args.arch, args.all)
