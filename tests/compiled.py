@@ -113,8 +113,10 @@ def inspect(kernel: triton.compiler.CompiledKernel) -> dict:
             for option in ("--dump-resource-usage", "--dump-sass")
         )
     used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    constants = {kernel.src.fn.arg_names[path[0]]: value for path, value in kernel.src.constants.items()}
     return {
         "kernel": kernel.metadata.name,
+        "is_decode": constants.get("IS_DECODE"),
         "registers": used["REG"],
         "spilled": used["STACK"] + used["LOCAL"],  # bytes of a thread
         "shared": kernel.metadata.shared,
@@ -145,17 +147,20 @@ def find_compiled() -> Iterator[triton.compiler.CompiledKernel]:
                     yield from cache.values()
 
 
-def compile_all(arch: int, everything: bool) -> None:
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+FEW = [(BF16, 128, 2), (F16, 64, 7), (F32, 128, 2)]  # dtype, head_dim, group_size
+ALL = list(product((BF16, F16, F32), (64, 80, 96, 128, 256), (1, 2, 4, 7, 8, 16)))
+
+
+def compile_all(models: list[tuple[torch.dtype, int, int]]) -> None:
     seen: set[int] = set()
-    bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
-    models = [(bf16, 128, 2), (bf16, 64, 7), (bf16, 256, 4), (bf16, 80, 1), (f16, 128, 8), (f32, 128, 2)]
-    for dtype, head_dim, group_size in product((bf16, f16, f32), (64, 80, 96, 128, 256), (1, 2, 4, 7, 8, 16)) if everything else models:
+    for dtype, head_dim, group_size in models:
         launch(make_spec(dtype, head_dim, group_size, qk_norm=group_size % 2 == 0))
         for kernel in find_compiled():
             if id(kernel) not in seen:
                 seen.add(id(kernel))
                 setting = {"dtype": str(dtype).removeprefix("torch."), "head_dim": head_dim, "group_size": group_size}
-                print(json.dumps({"arch": arch, **setting, **inspect(kernel)}), flush=True)
+                print(json.dumps({**setting, **inspect(kernel)}), flush=True)
 
 
 if __name__ == "__main__":
@@ -166,4 +171,4 @@ if __name__ == "__main__":
     driver.set_active(FakeDriver(args.arch))
     functions.reason_unavailable = lambda dtype: None
     attention._describe_gpu = lambda device: (args.arch // 10, 132)
-    compile_all(args.arch, args.all)
+    compile_all(ALL if args.all else FEW)

@@ -3,6 +3,7 @@
 Without a GPU, Triton's kernels run in its interpreter: in float32 and float16, since its bfloat16 products are wrong.
 """
 
+import heapq
 import importlib
 import sys
 from collections.abc import Callable
@@ -19,6 +20,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Batch
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.layers import attention as torch_backend
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+import triton.language as tl  # noqa: E402
 
 triton_backend = pytest.importorskip("nanovllm.kernels.cuda.attention", reason="triton is not installed")
 SCALE = 0.1
@@ -222,6 +226,38 @@ def test_empty_contexts_are_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
     output = triton_backend.attend(query, kv_cache, batch, SCALE)
     assert output.isfinite().all()
     torch.testing.assert_close(output[[0, 2]], expected[[0, 2]], atol=5e-6, rtol=0)
+
+
+@triton.jit
+def find_tiles_kernel(cu_seqlens_ptr, found_ptr, num_seqs, NUM_KV_HEADS: tl.constexpr, TOKENS: tl.constexpr):
+    kv_head, seq, tile = triton_backend._find_tile(cu_seqlens_ptr, num_seqs, NUM_KV_HEADS, TOKENS)
+    tl.store(found_ptr + 3 * tl.program_id(0), kv_head)
+    tl.store(found_ptr + 3 * tl.program_id(0) + 1, seq)
+    tl.store(found_ptr + 3 * tl.program_id(0) + 2, tile)
+
+
+def find_tiles(query_lens: list[int], num_kv_heads: int) -> list[tuple[int, int, int]]:
+    """What each program of a prefill takes, in the order of their start, those without a token left out."""
+    bounds = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
+    num_programs = (sum(query_lens) // 64 + len(query_lens)) * num_kv_heads
+    found = torch.full((num_programs, 3), -1, device=DEVICE)
+    find_tiles_kernel[(num_programs,)](bounds, found, len(query_lens), NUM_KV_HEADS=num_kv_heads, TOKENS=64)
+    return [(kv_head, seq, tile) for kv_head, seq, tile in found.tolist() if tile * 64 < query_lens[seq]]
+
+
+@pytest.mark.parametrize("query_lens", [[1], [64], [1, 64, 1, 65, 63, 2, 128], [300], [1] * 9])
+def test_tiles_cover_the_batch(query_lens: list[int]) -> None:
+    tiles = [(seq, tile) for seq, length in enumerate(query_lens) for tile in range(-(-length // 64))]
+    assert find_tiles(query_lens, 2) == [(kv_head, *tile) for tile in reversed(tiles) for kv_head in range(2)]
+
+
+def test_tail_of_a_long_prompt() -> None:
+    """A prompt of 8,192 tokens, simulated on 132 multiprocessors: none has long to wait for the last program."""
+    costs = [tile + 1 for _, _, tile in find_tiles([8192], 8)]  # in pieces of the context
+    ends = [0] * 132
+    for cost in costs:
+        heapq.heapreplace(ends, ends[0] + cost)
+    assert sum(costs) / (132 * max(ends)) > 0.95
 
 
 BACKENDS = [torch_backend, triton_backend, pytest.param(cpp_backend, marks=needs_cpp)]

@@ -154,11 +154,8 @@ def _attend_kernel(
     if IS_DECODE:
         kv_head, seq, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2), 0
     else:
-        # The last tiles first: they see the most context, and a long program that starts late leaves the GPU waiting.
-        program = tl.num_programs(0) - 1 - tl.program_id(0)
-        kv_head, split = program % NUM_KV_HEADS, 0
-        seq = _find_seq(cu_seqlens_ptr, program // NUM_KV_HEADS, num_seqs, TOKENS)
-        tile = program // NUM_KV_HEADS - tl.load(cu_seqlens_ptr + seq) // TOKENS - seq
+        kv_head, seq, tile = _find_tile(cu_seqlens_ptr, num_seqs, NUM_KV_HEADS, TOKENS)
+        split = 0
     query_start = tl.load(cu_seqlens_ptr + seq)
     query_len = tl.load(cu_seqlens_ptr + seq + 1) - query_start
     if (tile * TOKENS < query_len) & ((query_len == 1) == IS_DECODE):
@@ -182,7 +179,7 @@ def _attend_kernel(
 
         key_ptr += kv_head * HEAD_DIM
         value_ptr += kv_head * HEAD_DIM
-        table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
+        table_ptr = tables_ptr + tl.cast(seq, tl.int64) * table_stride
         acc = tl.zeros([M, D], dtype=tl.float32)
         row_sum = tl.zeros([M], dtype=tl.float32)
         row_max = tl.full([M], float("-inf"), dtype=tl.float32)
@@ -203,7 +200,7 @@ def _attend_kernel(
             output_ptrs = output_ptr + query_rows[:, None] * HEAD_DIM + dims[None, :]
             tl.store(output_ptrs, normalized.to(output_ptr.dtype.element_ty), mask=mask)
         else:
-            split_rows = (seq.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads) * num_splits + split
+            split_rows = (tl.cast(seq, tl.int64) * (NUM_KV_HEADS * GROUP) + heads) * num_splits + split
             tl.store(split_outputs_ptr + split_rows[:, None] * HEAD_DIM + dims[None, :], normalized, mask=mask)
             tl.store(log_sums_ptr + split_rows, row_max + tl.log2(row_sum), mask=is_row)
 
@@ -239,16 +236,21 @@ def _attend_to_piece(
 
 
 @triton.jit
-def _find_seq(cu_seqlens_ptr, tile, num_seqs, TOKENS: tl.constexpr):
-    """The sequence of a tile, where sequence i has the tiles from cu_seqlens[i] // TOKENS + i on: room for its rest."""
+def _find_tile(cu_seqlens_ptr, num_seqs, NUM_KV_HEADS: tl.constexpr, TOKENS: tl.constexpr):
+    """This program's KV head, its sequence, and which of that sequence's tiles.
+
+    The batch's last tiles come first: they see the most context, and a long program that starts late leaves the GPU waiting.
+    Sequence i's tiles are counted from cu_seqlens[i] // TOKENS + i on: room for every rest, so some hold no token.
+    """
+    index = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
     low, high = 0, num_seqs - 1
     while low < high:
         middle = (low + high + 1) // 2
-        if tl.load(cu_seqlens_ptr + middle) // TOKENS + middle <= tile:
+        if tl.load(cu_seqlens_ptr + middle) // TOKENS + middle <= index:
             low = middle
         else:
             high = middle - 1
-    return low
+    return tl.program_id(0) % NUM_KV_HEADS, low, index - tl.load(cu_seqlens_ptr + low) // TOKENS - low
 
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["cu_seqlens_ptr"])

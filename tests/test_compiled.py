@@ -1,0 +1,61 @@
+"""What the Triton kernels become on GPUs that need not be here: compiled for each, and read (compiled.py)."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+SCRIPT = Path(__file__).with_name("compiled.py")
+ARCHS = [80, 90, 100]  # A100, H100, B200
+LARGEST_BLOCK = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory
+MATRIX = {80: "mma", 90: "wgmma", 100: "tcgen05"}
+
+
+def start(*arguments: object) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, SCRIPT, *map(str, arguments)], stdout=PIPE, stderr=PIPE, text=True)
+
+
+def finish(process: subprocess.Popen) -> list[dict]:
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return [json.loads(line) for line in output.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[int, list[dict]]:
+    """By compute capability. The compilers run side by side."""
+    processes = {arch: start(arch) for arch in ARCHS}
+    return {arch: finish(process) for arch, process in processes.items()}
+
+
+def check(arch: int, kernels: list[dict]) -> None:
+    names = {kernel["kernel"] for kernel in kernels}
+    assert names >= {"_attend_kernel", "_join_splits_kernel", "_rms_norm_kernel", "_silu_and_mul_kernel", "_sample_kernel"}
+    assert not [kernel for kernel in kernels if kernel["spilled"]]
+    assert not [kernel for kernel in kernels if kernel["shared"] > LARGEST_BLOCK[arch]]
+    prefill = [kernel for kernel in kernels if kernel["is_decode"] is False and kernel["dtype"] != "float32"]
+    assert prefill and all(kernel["matrix"] == [MATRIX[arch]] for kernel in prefill)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_models_launch(kernels: dict[int, list[dict]], arch: int) -> None:
+    check(arch, kernels[arch])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_all_models_launch(arch: int) -> None:
+    check(arch, finish(start(arch, "--all")))
+
+
+def test_attention_loops(kernels: dict[int, list[dict]]) -> None:
+    """The loops without a mask, in which most of the time is spent, in instructions of a warp; 526 and 500 with one loop."""
+    found = {}
+    for kernel in kernels[90]:
+        if kernel["kernel"] == "_attend_kernel" and (kernel["dtype"], kernel["head_dim"]) == ("bfloat16", 128):
+            found[kernel["is_decode"]] = kernel["loops"][-2]  # of the two over pieces the shorter one
+    assert found[False] <= 400 and found[True] <= 380
