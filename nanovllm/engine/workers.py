@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.config import Config
-from nanovllm.engine.executor import Executor, find_device, find_rank_device, join
+from nanovllm.engine.executor import Executor, find_device, find_rank_device, join, use_device
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import ModelSpec
 
@@ -57,7 +57,8 @@ class Ranks:
         self.processes: list[BaseProcess] = []  # of ranks 1 and up; none under torchrun
         self.tasks: Tasks | None = None  # for rank 0's thread
         if self.size == 1:
-            self.executor = Executor(*model, TensorParallel(), find_device(config.device))
+            self.device = find_device(config.device)
+            self.executor = self.call(Executor, *model, TensorParallel(), self.device)
             return
         if is_torchrun := int(os.environ.get("WORLD_SIZE", 1)) > 1:
             store, rank, world_size = next(dist.rendezvous("env://"))
@@ -94,7 +95,8 @@ class Ranks:
         Raises RuntimeError if a rank is lost, or if it takes more than `timeout` seconds.
         """
         if self.tasks is None:
-            return function(*args)
+            with use_device(self.device):  # which `join` has done for a thread of its own
+                return function(*args)
         answers: Answers = SimpleQueue()
         self.tasks.put((answers, function, args))
         deadline = time.monotonic() + timeout
