@@ -65,7 +65,7 @@ class Penalties:
                 num_counted = seq.num_prompt_tokens
                 self.counts[seq.lane] = 0
                 self.in_prompt[seq.lane] = False
-                self.in_prompt[seq.lane, seq.token_ids[:num_counted]] = True
+                self.in_prompt[seq.lane].index_fill_(0, to_device(np.array(seq.token_ids[:num_counted]), self.device), True)
             new += [(seq.lane, token_id) for token_id in seq.token_ids[num_counted:]]
         if new:
             lanes, token_ids = to_device(np.array(new), self.device).T
