@@ -332,6 +332,18 @@ def test_the_engines_gpu_is_the_current_one(make_llm: MakeLLM, monkeypatch: pyte
     assert current == ["the caller's"]
 
 
+def test_graphs_are_recorded_undisturbed(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They repeat what the caller's settings were when the engine was made."""
+    seen: list[tuple[bool, str]] = []
+    def settings(*_: object) -> None:
+        seen.append((torch.is_autocast_enabled("cpu"), torch.get_float32_matmul_precision()))
+
+    monkeypatch.setattr(kernels, "capture_decode_steps", settings)
+    with torch.autocast("cpu", dtype=torch.bfloat16), matmul_precision():
+        make_llm()
+    assert set(seen) == {(False, "highest")}
+
+
 def test_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that is current when the engine is made, also when another one is afterwards."""
     for name, value in {"is_available": True, "device_count": 4, "current_device": 2}.items():

@@ -57,10 +57,14 @@ class ModelRunner:
         self.sampler = Sampler(spec.vocab_size).to(self.device)
         self.sampler = kernels.kernelize(self.sampler, self.device, spec.dtype)
         self.penalties = Penalties(config.max_num_seqs, spec.vocab_size, self.device)
-        self.ranks.call(executor.allocate_kv_cache, self._sample_all, timeout=CACHE_TIMEOUT)
+        self._allocate_kv_cache()
         # Row: a lane's block table. Next to it, the list that it is a copy of and how much of that is copied.
         self.block_tables = np.zeros((config.max_num_seqs, executor.block_table_width), dtype=np.int32)
         self.copied_from: list[tuple[list[int], int]] = [([], 0)] * config.max_num_seqs
+
+    @undisturbed  # since CUDA graphs repeat what they are recorded with
+    def _allocate_kv_cache(self) -> None:
+        self.ranks.call(self.executor.allocate_kv_cache, self._sample_all, timeout=CACHE_TIMEOUT)
 
     @undisturbed
     def run(self, seqs: list[Sequence]) -> Tensor:

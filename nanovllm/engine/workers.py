@@ -57,8 +57,9 @@ class Ranks:
         self.processes: list[BaseProcess] = []  # of ranks 1 and up; none under torchrun
         self.tasks: Tasks | None = None  # for rank 0's thread
         if self.size == 1:
-            self.device = find_device(config.device)
-            self.executor = self.call(Executor, *model, TensorParallel(), self.device)
+            device = find_device(config.device)
+            with use_device(device):  # which `join` does for a thread of its own
+                self.executor = Executor(*model, TensorParallel(), device)
             return
         if is_torchrun := int(os.environ.get("WORLD_SIZE", 1)) > 1:
             store, rank, world_size = next(dist.rendezvous("env://"))
@@ -95,8 +96,7 @@ class Ranks:
         Raises RuntimeError if a rank is lost, or if it takes more than `timeout` seconds.
         """
         if self.tasks is None:
-            with use_device(self.device):  # which `join` has done for a thread of its own
-                return function(*args)
+            return function(*args)
         answers: Answers = SimpleQueue()
         self.tasks.put((answers, function, args))
         deadline = time.monotonic() + timeout

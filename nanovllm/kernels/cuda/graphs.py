@@ -10,7 +10,7 @@ Recorded is everything up to the last hidden states. The output head and the sam
 
 from bisect import bisect_left
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -47,10 +47,9 @@ class CudaGraphs:
 def make_recorder(device: torch.device) -> Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]:
     """What makes of a function a call that repeats it, and the tensor in which that leaves its result.
 
-    Functions are recorded in the memory that those before have left, which takes one stream; torch's own is for the GPU that
-    was the first to record.
+    Functions are recorded in the memory that those before have left.
     """
-    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    pool, stream = torch.cuda.graph_pool_handle(), find_stream(device)
 
     def record(function: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         function()  # what is compiled or set up at a first call cannot be while recording
@@ -60,6 +59,12 @@ def make_recorder(device: torch.device) -> Callable[[Callable[[], Tensor]], tupl
         return graph.replay, output
 
     return record
+
+
+@cache
+def find_stream(device: torch.device) -> torch.cuda.Stream:
+    """The GPU's stream for recording. One, since cuBLAS keeps memory for every stream; torch's own is the first engine's GPU's."""
+    return torch.cuda.Stream(device)
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
