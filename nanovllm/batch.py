@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 class Sizes(NamedTuple):
-    """The numbers that the shapes of a batch's tensors follow from, and the two that go with them."""
+    """The numbers that the shapes of a batch's tensors follow from, and the two that are no tensors."""
 
     num_tokens: int
     num_logits: int
@@ -30,13 +30,17 @@ class Sizes(NamedTuple):
     max_seqlen_q: int
     max_seqlen_k: int
 
+    @property
+    def lengths(self) -> list[int]:
+        """Of the tensors in a packed batch: four of int64, then three of int32."""
+        num_seqs = self.num_seqs
+        return [self.num_tokens] * 3 + [self.num_logits, num_seqs + 1, num_seqs, num_seqs * self.max_blocks]
+
     def find_starts(self) -> list[int]:
-        """Where each tensor begins in a packed batch, and the end, in numbers of 8 bytes: multiples of 16 bytes, since Triton
-        compiles a kernel once more for pointers that are not."""
-        num_longs = [self.num_tokens] * 3 + [self.num_logits]
-        num_ints = [self.num_seqs + 1, self.num_seqs, self.num_seqs * self.max_blocks]
-        lengths = [-(-num // 2) * 2 for num in num_longs] + [-(-num // 4) * 2 for num in num_ints]
-        return list(accumulate(lengths, initial=len(self)))
+        """Where these begin, and the end, in numbers of 8 bytes. Each begins at a multiple of 16 bytes, as a tensor of its own
+        would: Triton compiles a kernel once more for pointers that do not."""
+        sizes = [-(-length // per_16_bytes) * 2 for length, per_16_bytes in zip(self.lengths, [2] * 4 + [4] * 3)]
+        return list(accumulate(sizes, initial=len(self)))
 
 
 @dataclass(frozen=True)
@@ -94,12 +98,10 @@ class Batch:
 
 def _divide(packed: Any, sizes: Sizes, int32: Any) -> list[Any]:
     """The tensors of a packed batch as views of it; or NumPy's arrays, on which the host works faster."""
-    *starts, _ = sizes.find_starts()
-    num_longs = [sizes.num_tokens] * 3 + [sizes.num_logits]
-    longs = [packed[start : start + num] for start, num in zip(starts, num_longs)]
-    packed = packed.view(int32)
-    num_ints = [sizes.num_seqs + 1, sizes.num_seqs, sizes.num_seqs * sizes.max_blocks]
-    *ints, tables = [packed[2 * start : 2 * start + num] for start, num in zip(starts[4:], num_ints)]
+    places = list(zip(sizes.find_starts(), sizes.lengths))
+    longs = [packed[start : start + length] for start, length in places[:4]]
+    halves = packed.view(int32)
+    *ints, tables = [halves[2 * start : 2 * start + length] for start, length in places[4:]]
     return [*longs, *ints, tables.reshape(sizes.num_seqs, sizes.max_blocks)]
 
 

@@ -335,10 +335,11 @@ def test_the_engines_gpu_is_the_current_one(make_llm: MakeLLM, monkeypatch: pyte
 def test_graphs_are_recorded_undisturbed(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """They repeat what the caller's settings were when the engine was made."""
     seen: list[tuple[bool, str]] = []
-    def settings(*_: object) -> None:
+
+    def note(*_: object) -> None:
         seen.append((torch.is_autocast_enabled("cpu"), torch.get_float32_matmul_precision()))
 
-    monkeypatch.setattr(kernels, "capture_decode_steps", settings)
+    monkeypatch.setattr(kernels, "capture_decode_steps", note)
     with torch.autocast("cpu", dtype=torch.bfloat16), matmul_precision():
         make_llm()
     assert set(seen) == {(False, "highest")}

@@ -57,13 +57,15 @@ class Executor:
         self.model = kernels.kernelize(self.model, self.device, spec.dtype)
 
     def allocate_kv_cache(self, sample: Callable[[Tensor], object] = lambda logits: None) -> None:
-        """Size the KV cache, on a GPU by a profile run, at the end of which `sample` takes the logits. Then allocate it."""
+        """Size the KV cache, on a GPU by a profile run, and allocate it. `sample` takes the logits of each trial step."""
+
+        def profile_run() -> None:
+            self._allocate(num_blocks=1)
+            sample(self.compute(self.largest_batch()))
+
         config = self.config
-        self._allocate(num_blocks=1)
         sizes = self.spec, self.block_size, self.max_model_len
-        self.num_blocks, arithmetic = count_blocks(
-            config, *sizes, self.meter, lambda: sample(self.compute(self.largest_batch())), self.tp
-        )
+        self.num_blocks, arithmetic = count_blocks(config, *sizes, self.meter, profile_run, self.tp)
         capacity = self.num_blocks * self.block_size
         if (config.max_model_len or 0) > capacity:
             raise ValueError(

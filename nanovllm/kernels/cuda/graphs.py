@@ -63,7 +63,7 @@ def make_recorder(device: torch.device) -> Callable[[Callable[[], Tensor]], tupl
 
 @cache
 def find_stream(device: torch.device) -> torch.cuda.Stream:
-    """The GPU's stream for recording. One, since cuBLAS keeps memory for every stream; torch's own is the first engine's GPU's."""
+    """The GPU's stream for recording. One, since cuBLAS keeps memory for each; torch's own is on the GPU that was first."""
     return torch.cuda.Stream(device)
 
 
