@@ -12,9 +12,35 @@ ModelRunner builds it, the model and its attention read it. Three sequences that
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+
+class Sizes(NamedTuple):
+    """The numbers that the shapes of a batch's tensors follow from, and the two that are no tensors."""
+
+    num_tokens: int
+    num_logits: int
+    num_seqs: int
+    max_blocks: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the tensors in a packed batch: four of int64, then three of int32."""
+        num_seqs = self.num_seqs
+        return [self.num_tokens] * 3 + [self.num_logits, num_seqs + 1, num_seqs, num_seqs * self.max_blocks]
+
+    def find_starts(self) -> list[int]:
+        """Where these begin, and the end, in numbers of 8 bytes. Each begins at a multiple of 16 bytes, as a tensor of its own
+        would: Triton compiles a kernel once more for pointers that do not."""
+        sizes = [-(-length // per_16_bytes) * 2 for length, per_16_bytes in zip(self.lengths, [2] * 4 + [4] * 3)]
+        return list(accumulate(sizes, initial=len(self)))
 
 
 @dataclass(frozen=True)
@@ -30,33 +56,60 @@ class Batch:
     logits_indices: Tensor  # int64 [num_logits], the rows of input_ids whose next token is wanted
     min_seqlen_q: int = 1  # above 1: no decodes
 
-    def pack(self) -> Tensor:
-        """All of it as one int32 tensor: six sizes, then the numbers. No slot and no token id needs more than 31 bits."""
-        tables = self.block_tables
-        parts = (
-            self.input_ids, self.positions, self.slot_mapping, self.logits_indices, self.cu_seqlens_q, self.context_lens, tables
-        )  # fmt: skip
-        sizes = len(self.input_ids), *tables.shape, len(self.logits_indices), self.max_seqlen_q, self.max_seqlen_k
-        return torch.cat((tables.new_tensor(sizes), *[part.flatten().int() for part in parts]))
+    @property
+    def sizes(self) -> Sizes:
+        num_tokens, num_logits = len(self.input_ids), len(self.logits_indices)
+        return Sizes(num_tokens, num_logits, *self.block_tables.shape, self.max_seqlen_q, self.max_seqlen_k)
+
+    def pack(self, sizes: Sizes | None = None, pin_memory: bool = False) -> Tensor:
+        """All of it as one int64 tensor on the host, where the batch must be: the sizes, then one tensor after the other.
+
+        A decode can be laid out in the `sizes` of a larger one. The surplus rows write nothing (slot -1) and read nothing
+        (context 0); the surplus of the block tables, which nobody reads, is left as it comes.
+        """
+        sizes = sizes or self.sizes
+        *_, start_of_tables, end = sizes.find_starts()
+        packed = torch.empty(end, dtype=torch.int64, device="cpu", pin_memory=pin_memory)
+        numbers = packed.numpy()
+        numbers[:start_of_tables] = 0
+        numbers[: len(sizes)] = sizes
+        places = _divide(numbers, sizes, np.int32)
+        longs = self.input_ids, self.positions, self.slot_mapping, self.logits_indices
+        for place, tensor in zip(places, (*longs, self.cu_seqlens_q, self.context_lens, self.block_tables)):
+            place[tuple(map(slice, tensor.shape))] = tensor.numpy()
+        _, _, slot_mapping, _, cu_seqlens_q, _, _ = places
+        num_tokens = len(self.input_ids)
+        slot_mapping[num_tokens:] = -1
+        cu_seqlens_q[len(self.cu_seqlens_q) :] = np.arange(num_tokens + 1, sizes.num_tokens + 1)
+        return packed
 
     @classmethod
-    def unpack(cls, packed: Tensor) -> "Batch":
-        """The batch that `pack` made this of."""
-        num_tokens, num_seqs, width, num_logits, max_seqlen_q, max_seqlen_k = packed[:6].tolist()
-        lengths = [num_tokens, num_tokens, num_tokens, num_logits, num_seqs + 1, num_seqs, num_seqs * width]
-        input_ids, positions, slot_mapping, logits_indices, *others = packed[6:].split(lengths)
-        cu_seqlens_q, context_lens, tables = others
-        return cls(
-            input_ids=input_ids.long(),
-            positions=positions.long(),
-            slot_mapping=slot_mapping.long(),
-            cu_seqlens_q=cu_seqlens_q,
-            context_lens=context_lens,
-            block_tables=tables.view(num_seqs, width),
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            logits_indices=logits_indices.long(),
-        )
+    def unpack(cls, packed: Tensor, sizes: Sizes | None = None) -> "Batch":
+        """The batch that `pack` made this of: views of it. Without `sizes` the host reads them off, and waits for a GPU."""
+        sizes = sizes or Sizes(*packed[: len(Sizes._fields)].tolist())
+        *longs, logits_indices, cu_seqlens_q, context_lens, block_tables = _divide(packed, sizes, torch.int32)
+        return cls(*longs, cu_seqlens_q, context_lens, block_tables, sizes.max_seqlen_q, sizes.max_seqlen_k, logits_indices)
+
+    def to(self, device: torch.device) -> "Batch":
+        """From the host to `device`: to a GPU by one copy, for which the host does not wait."""
+        if device.type == "cpu":
+            return self
+        return Batch.unpack(self.pack(pin_memory=True).to(device, non_blocking=True), self.sizes)
+
+
+def _divide(packed: Any, sizes: Sizes, int32: Any) -> list[Any]:
+    """The tensors of a packed batch as views of it; or NumPy's arrays, on which the host works faster."""
+    places = list(zip(sizes.find_starts(), sizes.lengths))
+    longs = [packed[start : start + length] for start, length in places[:4]]
+    halves = packed.view(int32)
+    *ints, tables = [halves[2 * start : 2 * start + length] for start, length in places[4:]]
+    return [*longs, *ints, tables.reshape(sizes.num_seqs, sizes.max_blocks)]
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A tensor of the same numbers. The host does not wait for a copy to a GPU: it goes from pinned memory."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

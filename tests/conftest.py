@@ -1,9 +1,10 @@
 """Tiny random checkpoints and transformers' own greedy tokens for them, the authority that the engine is held against."""
 
+import gc
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -11,21 +12,48 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-if not torch.cuda.is_available():
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")  # of the kernels for GPUs
+if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: kernels then run on CPU tensors
 
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from nanovllm import LLM
+from nanovllm.config import Config
 
 VOCAB_SIZE = 97
+DEFAULTS = Config.__init__.__kwdefaults__
+
+if ON_GPU:  # what a test does not mark `gpu` is meant for the CPU, also in processes that it starts; this one keeps its GPUs
+    torch.cuda.init()
+    torch.cuda.device_count()  # remembered from here on
+    VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    DEFAULTS["device"] = "cpu"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not ON_GPU:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def gpus_are_seen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """By tests that are marked `gpu`, which give back what they have taken of one."""
+    if not request.node.get_closest_marker("gpu"):
+        yield
+        return
+    monkeypatch.setitem(DEFAULTS, "device", "auto")
+    if VISIBLE is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", VISIBLE)
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def make_checkpoint(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Oracle, random_prompt
+from conftest import DEVICE, ON_GPU, Oracle, random_prompt
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,9 +26,7 @@ import triton.language as tl  # noqa: E402
 
 triton_backend = pytest.importorskip("nanovllm.kernels.cuda.attention", reason="triton is not installed")
 SCALE = 0.1
-ON_GPU = torch.cuda.is_available()
 CPU = torch.device("cpu")
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")  # of all backends but C++
 needs_cpp = pytest.mark.skipif(cpp_backend.reason_unavailable(CPU, torch.float32, 64, 16) is not None, reason="no C++ compiler")
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
 # Of float32 in another order of summation, and of a rounding to 11 or 8 bits of what is about 1.
@@ -36,6 +34,7 @@ TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def device_of(backend: ModuleType) -> torch.device:
+    """The torch backend is an oracle on either."""
     return CPU if backend is cpp_backend else DEVICE
 
 
@@ -284,7 +283,7 @@ def test_store_kvcache(backend: ModuleType, num_kv_heads: int, head_dim: int) ->
 def test_engine_with_triton(tiny: tuple[str, Oracle], make_llm: Callable[..., LLM], chunked: bool) -> None:
     llm = make_llm(
         attention_backend="triton", kvcache_block_size=16, num_kvcache_blocks=8, max_model_len=64, max_num_batched_tokens=40,
-        enable_chunked_prefill=chunked,
+        enable_chunked_prefill=chunked, device=DEVICE.type,
     )  # fmt: skip
     assert llm.model_runner.executor.backend is triton_backend
     prompts = [random_prompt(i, length) for i, length in enumerate((1, 15, 16, 17, 33))] * 2
@@ -296,7 +295,7 @@ def test_engine_with_triton(tiny: tuple[str, Oracle], make_llm: Callable[..., LL
 @pytest.mark.parametrize("options", [{"kvcache_block_size": 4}, {"kvcache_block_size": 48}])
 def test_triton_refuses_what_it_cannot_do(make_llm: Callable[..., LLM], options: dict) -> None:
     with pytest.raises(ValueError, match="kvcache_block_size"):
-        make_llm(attention_backend="triton", **options)
+        make_llm(attention_backend="triton", device=DEVICE.type, **options)
 
 
 # --- flash-attn's interface, played by torch
@@ -362,7 +361,7 @@ def test_engine_with_flash_attn(
     monkeypatch.setattr(flash_attn_backend, "reason_unavailable", lambda *_: None)
     llm = make_llm(
         attention_backend="flash_attn", kvcache_block_size=None, num_kvcache_blocks=4, max_num_batched_tokens=40,
-        enforce_eager=True,  # the stand-in reads lengths on the host, which a CUDA graph cannot record
+        device=DEVICE.type, enforce_eager=True,  # the stand-in reads lengths on the host, which a CUDA graph cannot record
     )  # fmt: skip
     assert llm.model_runner.block_size == 256
     prompts = [random_prompt(i, length) for i, length in enumerate((1, 60, 17))]

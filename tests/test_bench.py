@@ -96,4 +96,4 @@ def test_error_of_a_run_is_no_bad_option(error: type[Exception], monkeypatch: py
 
     monkeypatch.setattr(NanoVLLM, "run", run)
     with pytest.raises(error, match="while it is timed"):
-        main(["--model", DEMO_MODEL, *TINY])
+        main(["--model", DEMO_MODEL, *TINY, "--set", "device=cpu"])

@@ -20,6 +20,7 @@ from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.kv_cache import count_blocks, find_available_memory
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.penalties import Penalties
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 MakeLLM = Callable[..., LLM]
@@ -152,18 +153,23 @@ def test_kv_cache_size_on_a_gpu(make_llm: MakeLLM, free: int, utilization: float
     spec = replace(llm.model_runner.executor.spec, num_layers=125, num_kv_heads=1, head_dim=1)
     config = Config(model="", gpu_memory_utilization=utilization)
     steps = []
-    num_blocks, line = count_blocks(config, spec, 10, 100, FakeGPU(free), lambda: steps.append(1))
+    num_blocks, line = count_blocks(config, spec, 10, 1000, FakeGPU(free), lambda: steps.append(1))
     assert num_blocks * 10 == tokens and steps == [1] and str(num_blocks) in line
+    assert count_blocks(config, spec, 10, 91, FakeGPU(free), lambda: None)[0] == 256 * 10, "that is all that can be used"
     with pytest.raises(ValueError, match="gpu_memory_utilization"):
-        count_blocks(config, spec, 10, 100, FakeGPU(10_000_000), lambda: None)
+        count_blocks(config, spec, 10, 1000, FakeGPU(10_000_000), lambda: None)
 
 
-def test_the_largest_step_is_one(make_llm: MakeLLM) -> None:
+def test_the_largest_step_is_one(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every kind of sampling, of which nothing stays."""
     llm = make_llm(max_num_batched_tokens=301, max_num_seqs=7)
-    executor = llm.model_runner.executor
-    batch = executor.largest_batch()
-    llm.model_runner._sample_all(executor.run(batch))
+    runner, seen = llm.model_runner, []
+    apply = Penalties.apply
+    monkeypatch.setattr(Penalties, "apply", lambda *args: seen.append(apply(*args)) or seen[-1])
+    batch = runner.executor.largest_batch()
+    runner._sample_all(runner.executor.run(batch))
     assert len(batch.input_ids) == 301 and len(batch.logits_indices) == 7 and batch.max_seqlen_q == 256
+    assert len(seen) == 1 and seen[0].shape == (7, VOCAB_SIZE) and seen[0].isinf().any() and runner.penalties.counts is None
     prompt = random_prompt(0, 9)
     assert len(llm.generate(prompt, GREEDY, use_tqdm=False)[0]["token_ids"]) == 6
 

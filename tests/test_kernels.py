@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Oracle, make_checkpoint, random_prompt
+from conftest import DEVICE, Oracle, make_checkpoint, random_prompt
 from test_sampler import make_sampling_batch
 from torch import nn
 
@@ -38,7 +38,6 @@ from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec
 from nanovllm.models.weights import load_checkpoint
 
-ON_GPU = torch.cuda.is_available()
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler")
 needs_bfloat16 = pytest.mark.skipif(not packed.can_multiply(torch.bfloat16), reason="no compiler, or no bfloat16 instructions")
@@ -48,7 +47,7 @@ all_kernels = pytest.mark.parametrize(
     "functions, device",
     [
         pytest.param("cpu", "cpu", marks=needs_compiler),
-        pytest.param("cuda", "cuda" if ON_GPU else "cpu", marks=needs_triton),
+        pytest.param("cuda", DEVICE.type, marks=needs_triton),
     ],
 )
 

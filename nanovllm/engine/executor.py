@@ -7,11 +7,13 @@ size, number of blocks, max_model_len.
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm import kernels
@@ -55,13 +57,15 @@ class Executor:
         self.model = kernels.kernelize(self.model, self.device, spec.dtype)
 
     def allocate_kv_cache(self, sample: Callable[[Tensor], object] = lambda logits: None) -> None:
-        """Size the KV cache, on a GPU by a profile run, at the end of which `sample` takes the logits. Then allocate it."""
+        """Size the KV cache, on a GPU by a profile run, and allocate it. `sample` takes the logits of each trial step."""
+
+        def profile_run() -> None:
+            self._allocate(num_blocks=1)
+            sample(self.compute(self.largest_batch()))
+
         config = self.config
-        self._allocate(num_blocks=1)
         sizes = self.spec, self.block_size, self.max_model_len
-        self.num_blocks, arithmetic = count_blocks(
-            config, *sizes, self.meter, lambda: sample(self.compute(self.largest_batch())), self.tp
-        )
+        self.num_blocks, arithmetic = count_blocks(config, *sizes, self.meter, profile_run, self.tp)
         capacity = self.num_blocks * self.block_size
         if (config.max_model_len or 0) > capacity:
             raise ValueError(
@@ -70,6 +74,9 @@ class Executor:
             )
         self.max_model_len = min(self.max_model_len, capacity)
         self._allocate(self.num_blocks)
+        if self.device.type == "cuda":  # what the first requests would wait for is compiled now
+            for query_lens in ([2, 1], [1]):
+                sample(self.compute(_make_batch(query_lens, self.block_table_width)))
         if self.tp.rank == 0:
             print(f"nanovllm: {self.device}, {self.spec.dtype}, {self.backend.NAME} attention; {arithmetic}", file=sys.stderr)
 
@@ -91,16 +98,16 @@ class Executor:
             raise ValueError(
                 f"no memory for {num_blocks} blocks of {self.block_size} tokens: lower num_kvcache_blocks or kvcache_block_size"
             ) from error
-        if self.device.type == "cpu":  # Linux finds memory when it is written first: for the blocks used first, now
-            num_first = -(-self.config.max_num_batched_tokens // self.block_size)
-            for kv_cache in self.kv_caches:
-                kv_cache[:, :num_first].zero_()
+        # Linux finds memory when it is written first: for the blocks used first, now. And a profile run reads numbers.
+        num_first = -(-self.config.max_num_batched_tokens // self.block_size)
+        for kv_cache in self.kv_caches:
+            kv_cache[:, :num_first].zero_()
         if not self.config.enforce_eager:
             steps = self.model, self.backend, self.kv_caches, self.config.max_num_seqs, self.block_table_width
             self.graphs = kernels.capture_decode_steps(*steps)
 
     def run(self, batch: Batch) -> Tensor:
-        """Write the K/V of the batch's tokens, and compute logits [num_logits, vocab_size], all ranks together."""
+        """Write the K/V of the tokens of a batch on the host, and compute logits [num_logits, vocab_size], all ranks together."""
         if self.tp.size == 1:
             return self.compute(batch)
         self.tp.send(batch.pack())
@@ -120,7 +127,7 @@ class Executor:
         if self.graphs is not None and batch.max_seqlen_q == 1:
             hidden = self.graphs.run(batch)
         else:
-            hidden = self.model(batch, self.kv_caches)
+            hidden = self.model(batch.to(self.device), self.kv_caches)
         return self.model.compute_logits(hidden)
 
     def largest_batch(self) -> Batch:
@@ -131,11 +138,17 @@ class Executor:
             longest = num_tokens - (num_seqs - seq - 1)  # the others get a token each
             query_lens.append(max(1, min(self.max_model_len, longest)))
             num_tokens -= query_lens[-1]
-        lens = torch.tensor(query_lens, dtype=torch.int32, device=self.device)
-        bounds = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-        zeros = torch.zeros(sum(query_lens), dtype=torch.int64, device=self.device)
-        tables = torch.zeros(len(query_lens), self.block_table_width, dtype=torch.int32, device=self.device)
-        return Batch(zeros, zeros, zeros, bounds, lens, tables, max(query_lens), max(query_lens), bounds[1:].long() - 1)
+        return _make_batch(query_lens, self.block_table_width)
+
+
+def _make_batch(query_lens: list[int], block_table_width: int) -> Batch:
+    """A trial step: sequences of as many new tokens, and none before them, all on block 0."""
+    with torch.device("cpu"):
+        lens = torch.tensor(query_lens, dtype=torch.int32)
+        bounds = F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+        zeros = torch.zeros(sum(query_lens), dtype=torch.int64)
+        tables = torch.zeros(len(query_lens), block_table_width, dtype=torch.int32)
+    return Batch(zeros, zeros, zeros, bounds, lens, tables, max(query_lens), max(query_lens), bounds[1:].long() - 1)
 
 
 def join(
@@ -150,7 +163,7 @@ def join(
         group = dist.ProcessGroupNCCL(store, rank, size, options)
     else:
         group = dist.ProcessGroupGloo(store, rank, size, _FOREVER)
-    tp = TensorParallel(rank, size, group, torch.empty(FIRST_PART, dtype=torch.int32, device=device))
+    tp = TensorParallel(rank, size, group, torch.empty(FIRST_PART, dtype=torch.int64, device=device))
     tp = kernels.share_memory(tp, device, dtype)
     return tp, device
 
@@ -159,16 +172,16 @@ def find_rank_device(name: str, local_rank: int) -> torch.device:
     """The device of a machine's rank. Raises ValueError if there is none for it."""
     device = find_device(name)
     if device.type == "cuda":
-        if device.index is not None:
+        if name not in ("auto", "cuda"):
             raise ValueError(f"device={name!r} is one GPU, but every rank needs its own: use 'cuda'")
         device = find_device(f"cuda:{local_rank}")
     return device
 
 
 def find_device(name: str) -> torch.device:
-    """Raises ValueError for a device that is not known or not there."""
+    """The device of that name, of several GPUs the current one. Raises ValueError if it is not known or not there."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -177,4 +190,10 @@ def find_device(name: str) -> torch.device:
         raise ValueError(f"device {name!r} is not supported: use 'auto', 'cpu', 'cuda' or 'cuda:N'")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
+    is_current = device.type == "cuda" and device.index is None  # which the caller may change
+    return torch.device("cuda", torch.cuda.current_device()) if is_current else device
+
+
+def use_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the current one meanwhile, since Triton, CUDA graphs and trials of kernels take that one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -4,7 +4,8 @@
     bytes of a block  = block size * bytes of a token
     GPU               = min(gpu_memory_utilization * total, GPU_SHARE_OF_FREE * free before loading)
                         - weights - CUDA graphs - peak of the largest step
-    CPU               = min(CPU_SHARE * available once the weights are loaded / ranks, max_num_seqs sequences of max_model_len)
+    CPU               = CPU_SHARE * available once the weights are loaded / ranks
+    of either         = at most what max_num_seqs sequences of max_model_len can use
     of several ranks  = what the smallest has: the block tables are the same on all
     available         = what the machine, the cgroups around this process and its own limits (ulimit) have left, the least
 """
@@ -32,16 +33,19 @@ class MemoryMeter:
             torch.cuda.init()
             torch.cuda.empty_cache()  # what a former engine of this process left
             torch.cuda.reset_peak_memory_stats(device)
-            self.allocated_before = torch.cuda.memory_allocated(device)
             self.reserved_before = torch.cuda.memory_reserved(device)
             self.free_before, self.total = torch.cuda.mem_get_info(device)
 
     def peak(self) -> int:
-        """Bytes that this engine has had at the most: tensors, and what the driver needs for its libraries and graphs."""
-        tensors = torch.cuda.max_memory_allocated(self.device) - self.allocated_before
+        """Bytes that this engine has had at the most: torch's, and what the driver needs for its libraries and graphs.
+
+        Of torch's the reserved ones: what a graph's recording has allocated and freed is in use by no tensor, but stays with
+        the graph's pool.
+        """
+        reserved = torch.cuda.max_memory_reserved(self.device) - self.reserved_before
         taken = self.free_before - torch.cuda.mem_get_info(self.device)[0]
         torch_has = torch.cuda.memory_reserved(self.device) - self.reserved_before
-        return tensors + max(0, taken - torch_has)
+        return reserved + max(0, taken - torch_has)
 
 
 def find_available_memory(root: Path = Path("/")) -> int:
@@ -104,10 +108,12 @@ def count_blocks(
             )
         else:
             available = find_available_memory()
-            useful = config.max_num_seqs * -(-max_model_len // block_size) * block_bytes
-            budget = min(int(available * CPU_SHARE / tp.size), useful)
+            budget = int(available * CPU_SHARE / tp.size)
             shares = f" / {tp.size} ranks" if tp.size > 1 else ""
-            origin = f"min({CPU_SHARE} * {_gb(available)} available{shares}, {_gb(useful)} for max_num_seqs)"
+            origin = f"{CPU_SHARE} * {_gb(available)} available{shares}"
+        if config.kvcache_memory_bytes is None:
+            useful = config.max_num_seqs * -(-max_model_len // block_size) * block_bytes
+            budget, origin = min(budget, useful), f"min({origin}, {_gb(useful)} for max_num_seqs)"
         num_blocks = budget // block_bytes
         origin = f"({origin} = {_gb(budget)}) / {block_bytes} B"
         if num_blocks < 1:

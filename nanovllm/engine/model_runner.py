@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from nanovllm import kernels
-from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.batch import Batch, SamplingBatch, to_device
 from nanovllm.config import Config
+from nanovllm.engine.executor import use_device
 from nanovllm.engine.penalties import Penalties
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.workers import CACHE_TIMEOUT, Ranks
@@ -28,12 +29,14 @@ Result = TypeVar("Result")
 
 
 def undisturbed(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Have `function` compute without autograd and, whatever the caller has set, in the dtypes that the tensors have."""
+    """Have `function` compute without autograd and, whatever the caller has set, on this engine's GPU and in the dtypes that the
+    tensors have."""
 
     @wraps(function)
     @torch.inference_mode()
     def call(self: "ModelRunner", *args: Any) -> Result:
         with ExitStack() as stack:
+            stack.enter_context(use_device(self.device))
             if torch.is_autocast_enabled(self.device.type):
                 stack.enter_context(torch.autocast(self.device.type, enabled=False))
             if (precision := torch.get_float32_matmul_precision()) != "highest":
@@ -54,10 +57,14 @@ class ModelRunner:
         self.sampler = Sampler(spec.vocab_size).to(self.device)
         self.sampler = kernels.kernelize(self.sampler, self.device, spec.dtype)
         self.penalties = Penalties(config.max_num_seqs, spec.vocab_size, self.device)
-        self.ranks.call(executor.allocate_kv_cache, self._sample_all, timeout=CACHE_TIMEOUT)
+        self._allocate_kv_cache()
         # Row: a lane's block table. Next to it, the list that it is a copy of and how much of that is copied.
         self.block_tables = np.zeros((config.max_num_seqs, executor.block_table_width), dtype=np.int32)
         self.copied_from: list[tuple[list[int], int]] = [([], 0)] * config.max_num_seqs
+
+    @undisturbed  # since CUDA graphs repeat what they are recorded with
+    def _allocate_kv_cache(self) -> None:
+        self.ranks.call(self.executor.allocate_kv_cache, self._sample_all, timeout=CACHE_TIMEOUT)
 
     @undisturbed
     def run(self, seqs: list[Sequence]) -> Tensor:
@@ -77,7 +84,7 @@ class ModelRunner:
         return tokens.tolist(), self._find_logprobs(logits, tokens, seqs)
 
     def prepare_batch(self, seqs: list[Sequence]) -> Batch:
-        """Flatten the sequences' scheduled tokens; batch.py draws the result.
+        """Flatten the sequences' scheduled tokens, on the host; batch.py draws the result.
 
         With block size 4, a sequence of 7 tokens whose block table is [5, 2] and that has computed 4 of them gives
         input_ids [t4, t5, t6], positions [4, 5, 6] and, since 4 // 4 is its logical block 1, which is block 2,
@@ -101,7 +108,7 @@ class ModelRunner:
         positions = np.arange(len(input_ids)) + (starts - cu_seqlens_q[:-1])[row]
         blocks, offsets = np.divmod(positions, self.block_size)
         slot_mapping = block_tables[row, blocks].astype(np.int64) * self.block_size + offsets
-        tensor = partial(to_device, device=self.device)
+        tensor = torch.from_numpy
         return Batch(
             input_ids=tensor(np.array(input_ids)),
             positions=tensor(positions),
@@ -140,18 +147,24 @@ class ModelRunner:
         )
 
     def _sample_all(self, logits: Tensor) -> None:
-        """The end of a profile run: the costliest sampling of every row."""
-        params = SamplingParams(temperature=1.0, top_p=0.5)
-        self.sample(logits, [Sequence(row, [0], params) for row in range(len(logits))])
+        """The end of a trial step: every row is sampled in each way, the costliest one last. Nothing of it stays."""
+        costliest = SamplingParams(top_p=0.5, repetition_penalty=2.0, min_tokens=1, logprobs=20)
+        for params in (SamplingParams(temperature=0.0), SamplingParams(), costliest):
+            seqs = [Sequence(row, [0], params, stop_token_ids=frozenset([0])) for row in range(len(logits))]
+            for lane, seq in enumerate(seqs):
+                seq.lane = lane
+            self.sample(logits, seqs)
+        self.penalties = Penalties(*self.penalties.shape, self.device)
 
     def _find_logprobs(self, logits: Tensor, tokens: Tensor, seqs: list[Sequence]) -> list[dict[int, float] | None] | None:
         """Log-softmax of the untouched logits, for the sequences that want it: the top k and the chosen token's."""
         rows = [row for row, seq in enumerate(seqs) if seq.params.logprobs is not None]
         if not rows:
             return None
-        logprobs = logits[rows].float().log_softmax(-1)
+        wanted = to_device(np.array(rows), self.device)
+        logprobs = logits[wanted].float().log_softmax(-1)
         top, top_ids = logprobs.topk(min(max(seqs[row].params.logprobs for row in rows), self.vocab_size))
-        chosen_ids = tokens[rows].clamp(min=0)  # -1: nobody will look
+        chosen_ids = tokens[wanted].clamp(min=0)  # -1: nobody will look
         chosen = logprobs.gather(-1, chosen_ids[:, None]).squeeze(-1)
         found: list[dict[int, float] | None] = [None] * len(seqs)
         columns = (top.tolist(), top_ids.tolist(), chosen.tolist(), chosen_ids.tolist())
@@ -169,9 +182,3 @@ class ModelRunner:
         if num_copied < len(table):
             self.block_tables[seq.lane, num_copied : len(table)] = table[num_copied:]
             self.copied_from[seq.lane] = (table, len(table))
-
-
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A tensor of the same numbers. The host does not wait for a copy to a GPU: it goes from pinned memory."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

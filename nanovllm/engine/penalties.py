@@ -5,9 +5,11 @@ to a sequence, so that one that was preempted is counted anew from its tokens, w
 stay generated. Nothing is allocated before the first sequence asks for a penalty.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.batch import to_device
 from nanovllm.engine.sequence import Sequence
 
 
@@ -23,7 +25,7 @@ class Penalties:
         """`logits` [num_rows, vocab_size], a row for each of `seqs`, as their params want them; not changed in place."""
         penalized = [row for row, seq in enumerate(seqs) if seq.params.penalizes]
         if penalized:
-            rows = torch.tensor(penalized, dtype=torch.int64, device=self.device)
+            rows = to_device(np.array(penalized), self.device)
             changed = self._penalize(logits[rows].float(), [seqs[row] for row in penalized])
             logits = logits.float().index_copy(0, rows, changed)
         barred = [
@@ -33,21 +35,20 @@ class Penalties:
             for token_id in seq.stop_token_ids
         ]
         if barred:
-            rows, token_ids = torch.tensor(barred, device=self.device).T
-            logits = logits.index_put((rows, token_ids), logits.new_tensor(-torch.inf))
+            rows, token_ids = to_device(np.array(barred), self.device).T
+            logits = logits.index_put((rows, token_ids), logits.new_full((), -torch.inf))
         return logits
 
     def _penalize(self, logits: Tensor, seqs: list[Sequence]) -> Tensor:
         self._count(seqs)
-        lanes = [seq.lane for seq in seqs]
+        lanes = to_device(np.array([seq.lane for seq in seqs]), self.device)
         counts = self.counts[lanes]
         generated = counts > 0
         repeated = generated | self.in_prompt[lanes]
-        presence, frequency, repetition = torch.tensor(
-            [(seq.params.presence_penalty, seq.params.frequency_penalty, seq.params.repetition_penalty) for seq in seqs],
-            dtype=torch.float32,
-            device=self.device,
-        ).T.unsqueeze(-1)  # each [num_rows, 1]
+        params = [seq.params for seq in seqs]
+        penalties = [(p.presence_penalty, p.frequency_penalty, p.repetition_penalty) for p in params]
+        numbers = to_device(np.array(penalties, np.float32), self.device)
+        presence, frequency, repetition = numbers.T.unsqueeze(-1)  # each [num_rows, 1]
         scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
         return torch.where(repeated, scaled, logits) - counts * frequency - generated * presence
 
@@ -64,10 +65,10 @@ class Penalties:
                 num_counted = seq.num_prompt_tokens
                 self.counts[seq.lane] = 0
                 self.in_prompt[seq.lane] = False
-                self.in_prompt[seq.lane, seq.token_ids[:num_counted]] = True
+                self.in_prompt[seq.lane].index_fill_(0, to_device(np.array(seq.token_ids[:num_counted]), self.device), True)
             new += [(seq.lane, token_id) for token_id in seq.token_ids[num_counted:]]
         if new:
-            lanes, token_ids = torch.tensor(new, dtype=torch.int64, device=self.device).T
+            lanes, token_ids = to_device(np.array(new), self.device).T
             self.counts.index_put_((lanes, token_ids), torch.ones_like(lanes, dtype=torch.int32), accumulate=True)
         for seq in seqs:
             self.counted[seq.lane] = (seq, len(seq.token_ids))

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.config import Config
-from nanovllm.engine.executor import Executor, find_device, find_rank_device, join
+from nanovllm.engine.executor import Executor, find_device, find_rank_device, join, use_device
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import ModelSpec
 
@@ -57,7 +57,9 @@ class Ranks:
         self.processes: list[BaseProcess] = []  # of ranks 1 and up; none under torchrun
         self.tasks: Tasks | None = None  # for rank 0's thread
         if self.size == 1:
-            self.executor = Executor(*model, TensorParallel(), find_device(config.device))
+            device = find_device(config.device)
+            with use_device(device):  # which `join` does for a thread of its own
+                self.executor = Executor(*model, TensorParallel(), device)
             return
         if is_torchrun := int(os.environ.get("WORLD_SIZE", 1)) > 1:
             store, rank, world_size = next(dist.rendezvous("env://"))

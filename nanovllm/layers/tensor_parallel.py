@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-FIRST_PART = 16384  # numbers of a message that travel with its size: most steps are shorter
+FIRST_PART = 8192  # numbers of a message that travel with its size: most steps are shorter
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class TensorParallel:
     rank: int = 0
     size: int = 1
     group: Any = None  # torch.distributed's ProcessGroupGloo or ProcessGroupNCCL; None: there is only this rank
-    first: Tensor | None = None  # int32 [FIRST_PART] on the group's device: the size and the first part of a message
+    first: Tensor | None = None  # int64 [FIRST_PART] on the group's device: the size and the first part of a message
 
     def divide(self, num: int) -> tuple[int, int]:
         """How many of `num` heads or columns this rank has, and the first of them.
@@ -52,22 +52,23 @@ class TensorParallel:
         return least.tolist()
 
     def send(self, message: Tensor) -> None:
-        """To all ranks that `receive`, from rank 0: int32 [num_numbers]. One broadcast, two if it is long."""
+        """To all ranks that `receive`, from rank 0: int64 [num_numbers] on the host. One broadcast, two if it is long."""
         self.first[0] = len(message)
         self.first[1 : len(message) + 1] = message[: FIRST_PART - 1]
         self.group.broadcast(self.first, 0).wait()
         if len(message) >= FIRST_PART:
-            self.group.broadcast(message[FIRST_PART - 1 :], 0).wait()
+            self.group.broadcast(message[FIRST_PART - 1 :].to(self.first.device), 0).wait()
 
     def receive(self) -> Tensor:
-        """What rank 0 sends next. Valid until the message after it."""
+        """What rank 0 sends next, on the host. Valid until the message after it."""
         self.group.broadcast(self.first, 0).wait()
-        num_numbers = int(self.first[0])
+        first = self.first.cpu()
+        num_numbers = int(first[0])
         if num_numbers < FIRST_PART:
-            return self.first[1 : num_numbers + 1]
+            return first[1 : num_numbers + 1]
         rest = self.first.new_empty(num_numbers + 1 - FIRST_PART)
         self.group.broadcast(rest, 0).wait()
-        return torch.cat((self.first[1:], rest))
+        return torch.cat((first[1:], rest.cpu()))
 
 
 ALONE = TensorParallel()

@@ -2,72 +2,69 @@
 than Python that launches.
 
 A graph repeats what was recorded: the same kernels on the same addresses and shapes. So there is one per batch size of
-a list, all on the same static batch, of which it takes the first rows; a batch takes the next larger graph. What makes the
-rows that are left over harmless: slot -1 (nothing is written) and context 0 (nothing is read); nobody looks at their
-outputs. The static batch has room for every block table that max_model_len allows.
+a list, all on the same static memory, into which a batch is copied in one piece, laid out as the next larger graph wants
+it: with rows that write and read nothing, and block tables as wide as max_model_len allows.
 
 Recorded is everything up to the last hidden states. The output head and the sampler know what they are asked only then.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 
-from nanovllm.batch import Batch
+from nanovllm.batch import Batch, Sizes
 
 Replay = Callable[[], None]
 
 
 class CudaGraphs:
     def __init__(self, decoder: nn.Module, kv_caches: list[Tensor], max_num_seqs: int, block_table_width: int) -> None:
-        """Record `decoder`(batch, kv_caches), which returns hidden states [num_seqs, hidden_size], for all batch sizes."""
+        """Record `decoder`(batch, kv_caches), which returns hidden states [num_logits, hidden_size], for all batch sizes."""
+        device, max_seqlen_k = kv_caches[0].device, block_table_width * kv_caches[0].shape[2]
         self.sizes = batch_sizes(max_num_seqs)
-        largest, device, block_size = self.sizes[-1], kv_caches[0].device, kv_caches[0].shape[2]
-        rows = torch.arange(largest + 1, device=device)
-        zeros = partial(torch.zeros, dtype=torch.int64, device=device)
-        self.batch = Batch(
-            input_ids=zeros(largest),
-            positions=zeros(largest),
-            slot_mapping=zeros(largest) - 1,
-            cu_seqlens_q=rows.int(),
-            context_lens=zeros(largest, dtype=torch.int32),
-            block_tables=zeros(largest, block_table_width, dtype=torch.int32),
-            max_seqlen_q=1,
-            max_seqlen_k=block_table_width * block_size,
-            logits_indices=rows[:-1],
-        )
+        self.layouts = {size: Sizes(size, size, size, block_table_width, 1, max_seqlen_k) for size in self.sizes}
+        # Recorded are rows of zeros: token 0, whose K/V go to slot 0, where nothing is yet, and contexts of no tokens.
+        self.packed = torch.zeros(self.layouts[self.sizes[-1]].find_starts()[-1], dtype=torch.int64, device=device)
         self.recorded: dict[int, tuple[Replay, Tensor]] = {}
-        pool = torch.cuda.graph_pool_handle()
+        record = make_recorder(device)
         for size in reversed(self.sizes):  # the largest first: the smaller ones find all their memory in its pool
-            first = {name: value[:size] for name, value in vars(self.batch).items() if isinstance(value, Tensor)}
-            first["cu_seqlens_q"] = self.batch.cu_seqlens_q[: size + 1]
-            self.recorded[size] = record(partial(decoder, replace(self.batch, **first), kv_caches), pool)
+            self.recorded[size] = record(partial(decoder, Batch.unpack(self.packed, self.layouts[size]), kv_caches))
 
     def run(self, batch: Batch) -> Tensor:
-        """The hidden states of a batch with one query token per sequence, [num_logits, hidden_size]. Valid until the next."""
-        num_seqs, width = batch.block_tables.shape
-        size = self.sizes[bisect_left(self.sizes, num_seqs)]
-        for name in ("input_ids", "positions", "slot_mapping", "context_lens"):
-            getattr(self.batch, name)[:num_seqs].copy_(getattr(batch, name))
-        self.batch.block_tables[:num_seqs, :width].copy_(batch.block_tables)
-        self.batch.slot_mapping[num_seqs:size].fill_(-1)
-        self.batch.context_lens[num_seqs:size].fill_(0)
+        """The hidden states [num_logits, hidden_size] of a batch on the host with one query token per sequence. Valid until
+        the next."""
+        size = self.sizes[bisect_left(self.sizes, len(batch.context_lens))]
+        packed = batch.pack(self.layouts[size], pin_memory=self.packed.is_cuda)
+        self.packed[: len(packed)].copy_(packed, non_blocking=True)
         replay, hidden = self.recorded[size]
         replay()
-        return hidden[batch.logits_indices]
+        return hidden[: len(batch.logits_indices)]
 
 
-def record(function: Callable[[], Tensor], pool: tuple[int, int]) -> tuple[Replay, Tensor]:
-    """A call that repeats `function`, and the tensor in which it leaves its result."""
-    function()  # what is compiled or set up at a first call cannot be while recording
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        output = function()
-    return graph.replay, output
+def make_recorder(device: torch.device) -> Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]:
+    """What makes of a function a call that repeats it, and the tensor in which that leaves its result.
+
+    Functions are recorded in the memory that those before have left.
+    """
+    pool, stream = torch.cuda.graph_pool_handle(), find_stream(device)
+
+    def record(function: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        function()  # what is compiled or set up at a first call cannot be while recording
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            output = function()
+        return graph.replay, output
+
+    return record
+
+
+@cache
+def find_stream(device: torch.device) -> torch.cuda.Stream:
+    """The GPU's stream for recording. One, since cuBLAS keeps memory for each; torch's own is on the GPU that was first."""
+    return torch.cuda.Stream(device)
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
