@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 class Sizes(NamedTuple):
-    """The numbers that the shapes of a batch's tensors follow from, and the two that are no tensors."""
+    """The numbers that the shapes of a batch's tensors follow from, and the three that are no tensors."""
 
     num_tokens: int
     num_logits: int
@@ -29,6 +29,7 @@ class Sizes(NamedTuple):
     max_blocks: int
     max_seqlen_q: int
     max_seqlen_k: int
+    min_seqlen_q: int
 
     @property
     def lengths(self) -> list[int]:
@@ -40,7 +41,7 @@ class Sizes(NamedTuple):
         """Where these begin, and the end, in numbers of 8 bytes. Each begins at a multiple of 16 bytes, as a tensor of its own
         would: Triton compiles a kernel once more for pointers that do not."""
         sizes = [-(-length // per_16_bytes) * 2 for length, per_16_bytes in zip(self.lengths, [2] * 4 + [4] * 3)]
-        return list(accumulate(sizes, initial=len(self)))
+        return list(accumulate(sizes, initial=-(-len(self) // 2) * 2))
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,12 @@ class Batch:
     max_seqlen_q: int  # 1: pure decode
     max_seqlen_k: int
     logits_indices: Tensor  # int64 [num_logits], the rows of input_ids whose next token is wanted
-    min_seqlen_q: int = 1  # above 1: no decodes
+    min_seqlen_q: int = 1  # above 1: no decode among them
 
     @property
     def sizes(self) -> Sizes:
         num_tokens, num_logits = len(self.input_ids), len(self.logits_indices)
-        return Sizes(num_tokens, num_logits, *self.block_tables.shape, self.max_seqlen_q, self.max_seqlen_k)
+        return Sizes(num_tokens, num_logits, *self.block_tables.shape, self.max_seqlen_q, self.max_seqlen_k, self.min_seqlen_q)
 
     def pack(self, sizes: Sizes | None = None, pin_memory: bool = False) -> Tensor:
         """All of it as one int64 tensor on the host, where the batch must be: the sizes, then one tensor after the other.
@@ -88,7 +89,8 @@ class Batch:
         """The batch that `pack` made this of: views of it. Without `sizes` the host reads them off, and waits for a GPU."""
         sizes = sizes or Sizes(*packed[: len(Sizes._fields)].tolist())
         *longs, logits_indices, cu_seqlens_q, context_lens, block_tables = _divide(packed, sizes, torch.int32)
-        return cls(*longs, cu_seqlens_q, context_lens, block_tables, sizes.max_seqlen_q, sizes.max_seqlen_k, logits_indices)
+        tensors = *longs, cu_seqlens_q, context_lens, block_tables
+        return cls(*tensors, sizes.max_seqlen_q, sizes.max_seqlen_k, logits_indices, sizes.min_seqlen_q)
 
     def to(self, device: torch.device) -> "Batch":
         """From the host to `device`: to a GPU by one copy, for which the host does not wait."""

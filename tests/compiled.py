@@ -2,7 +2,7 @@
 
     python tests/compiled.py 90              the kernels of a few models on sm_90, a line of JSON each
     python tests/compiled.py 90 --all        of many models: all numbers of heads, sizes and dtypes that matter to a kernel
-    python tests/compiled.py 90 --serving    what is compiled when, in the life of an engine
+    python tests/compiled.py 90 --serving    what an engine compiles at its start and while it serves
 
 Triton gets a driver that claims to drive such a GPU, and whose launches do nothing. Layers and launchers are the engine's
 own, on CPU tensors: so tiles, warps, stages and the specialisation of arguments are those of real launches. The compiler
@@ -17,6 +17,7 @@ import sys
 import tempfile
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,9 +33,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from transformers import Qwen3Config
+
+from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels import exchange
-from nanovllm.kernels.cuda import attention, functions
+from nanovllm.kernels.cuda import attention, functions, graphs
 from nanovllm.kernels.cuda.twins import find_twins
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.sampler import Sampler
@@ -96,13 +101,9 @@ def launch(spec: DecoderSpec) -> None:
     noise = {"temperatures": torch.ones(3), "noise_keys": torch.ones(3, 2, dtype=torch.int32)}
     filters = {"filtered_rows": rows, "filtered_temperatures": torch.ones(3), "top_ks": rows + 1, "top_ps": torch.ones(3)}
     sampler = exchange(Sampler(spec.vocab_size), twins)
-    for batch in (
-        SamplingBatch(**noise), SamplingBatch(**noise, **filters, min_ps=torch.ones(3), max_top_k=spec.vocab_size)
-    ):  # fmt: skip
-        try:
-            sampler(logits, batch)
-        except (RuntimeError, IndexError):  # torch gathers by numbers that no kernel has written
-            pass
+    launch_sampler(sampler, logits, SamplingBatch(**noise))
+    filters["min_ps"] = torch.ones(3)
+    launch_sampler(sampler, logits, SamplingBatch(**noise, **filters, max_top_k=spec.vocab_size))
 
 
 def inspect(kernel: triton.compiler.CompiledKernel) -> dict:
@@ -163,12 +164,72 @@ def compile_all(models: list[tuple[torch.dtype, int, int]]) -> None:
                 print(json.dumps({**setting, **inspect(kernel)}), flush=True)
 
 
+LIFE = {  # lengths of prompts, and what their sampling params say
+    "greedy": ([20], {"temperature": 0.0}),
+    "lengths of 1 to 33": ([1, 2, 15, 16, 17, 31, 32, 33], {"temperature": 0.0}),
+    "33 of 100, sampled": ([100] * 33, {}),
+    "top-p": ([50, 3], {"top_p": 0.5}),
+    "top-k": ([7] * 5, {"top_k": 5}),
+    "all filters": ([70] * 3, {"top_p": 0.9, "top_k": 900, "min_p": 0.1}),
+    "penalties": ([9, 30], {"presence_penalty": 0.5}),
+    "penalties, greedy": ([9, 30], {"temperature": 0.0, "repetition_penalty": 1.5}),
+    "logprobs": ([9], {"logprobs": 3}),
+    "1,500 tokens": ([1500], {}),
+    "one token": ([1], {}),
+}
+
+
+def serve(num_heads: int, num_kv_heads: int, vocab_size: int, enforce_eager: bool) -> None:
+    """A life of an engine on CPU tensors, whose kernels do nothing: all tokens are 0."""
+    kernels.find_twins = lambda device_type, dtype: find_twins(dtype)[0]
+    attention.reason_unavailable = lambda *_: None
+    graphs.make_recorder = lambda device: lambda function: (lambda: None, function())
+    ModelRunner._find_logprobs = lambda self, logits, tokens, seqs: None
+    Sampler.forward = launch_sampler
+    with tempfile.TemporaryDirectory() as directory:
+        Qwen3Config(
+            architectures=["Qwen3ForCausalLM"], vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
+            num_attention_heads=num_heads, num_key_value_heads=num_kv_heads, head_dim=64, max_position_embeddings=2048,
+            tie_word_embeddings=True, dtype="bfloat16",
+        ).save_pretrained(directory)  # fmt: skip
+        options = {"max_num_seqs": 40, "max_num_batched_tokens": 512, "num_kvcache_blocks": 600, "enforce_eager": enforce_eager}
+        llm = LLM(directory, load_format="dummy", attention_backend="triton", device="cpu", **options)
+    parts = ["start"]
+    triton.knobs.runtime.jit_post_compile_hook = lambda **details: print(
+        json.dumps({"part": parts[-1], "kernel": details["fn"].name}), flush=True
+    )
+    runner, executor = llm.model_runner, llm.model_runner.executor
+    if not enforce_eager:
+        with torch.inference_mode():
+            executor.graphs = graphs.CudaGraphs(executor.model, executor.kv_caches, 40, executor.block_table_width)
+    executor.warm_up(runner._sample_all)
+    for part, (lengths, params) in LIFE.items():
+        parts.append(part)
+        prompts = [[(i * 7 + j) % vocab_size for j in range(length)] for i, length in enumerate(lengths)]
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True, **params), use_tqdm=False)
+        assert all(len(output["token_ids"]) == 4 for output in outputs)
+
+
+plain_forward = Sampler.forward
+
+
+def launch_sampler(sampler: Sampler, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    with suppress(RuntimeError, IndexError):  # torch gathers by numbers that no kernel has written
+        plain_forward(sampler, logits, batch)
+    return torch.zeros(len(logits), dtype=torch.int64)
+
+
 if __name__ == "__main__":
     parser = ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("arch", type=int, choices=SHARED_LIMIT)
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--serving", action="store_true")
     args = parser.parse_args()
     driver.set_active(FakeDriver(args.arch))
     functions.reason_unavailable = lambda dtype: None
     attention._describe_gpu = lambda device: (args.arch // 10, 132)
-    compile_all(ALL if args.all else FEW)
+    if args.serving:
+        serve(16, 8, 20_000, enforce_eager=False)
+        serve(14, 2, 1009, enforce_eager=True)
+    else:
+        compile_all(ALL if args.all else FEW)

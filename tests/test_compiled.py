@@ -27,8 +27,8 @@ def finish(process: subprocess.Popen) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[int, list[dict]]:
-    """By compute capability. The compilers run side by side."""
-    processes = {arch: start(arch) for arch in ARCHS}
+    """By compute capability."""
+    processes = {arch: start(arch) for arch in ARCHS}  # side by side
     return {arch: finish(process) for arch, process in processes.items()}
 
 
@@ -59,3 +59,10 @@ def test_attention_loops(kernels: dict[int, list[dict]]) -> None:
         if kernel["kernel"] == "_attend_kernel" and (kernel["dtype"], kernel["head_dim"]) == ("bfloat16", 128):
             found[kernel["is_decode"]] = kernel["loops"][-2]  # of the two over pieces the shorter one
     assert found[False] <= 400 and found[True] <= 380
+
+
+def test_nothing_is_compiled_while_serving() -> None:
+    """With graphs and without: the trial steps of an engine's start have met every kernel in every form."""
+    compiled = finish(start(90, "--serving"))
+    assert {event["kernel"] for event in compiled} >= {"_attend_kernel", "_join_splits_kernel", "_sample_kernel"}
+    assert not [event for event in compiled if event["part"] != "start"]

@@ -158,7 +158,7 @@ def test_a_batch_in_the_layout_of_a_larger_one() -> None:
     """What a CUDA graph needs: its own rows first, then rows that write and read nothing."""
     batch = make_batch(3, 3, 2)
     batch.cu_seqlens_q[:] = torch.arange(4)
-    larger = Batch.unpack(batch.pack(Sizes(8, 8, 8, 5, 1, 99)))
+    larger = Batch.unpack(batch.pack(Sizes(8, 8, 8, 5, 1, 99, 1)))
     for name in ("input_ids", "positions", "slot_mapping", "context_lens", "logits_indices"):
         own = getattr(batch, name)
         padding = getattr(larger, name)[len(own) :].tolist()

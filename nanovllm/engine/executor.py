@@ -74,11 +74,15 @@ class Executor:
             )
         self.max_model_len = min(self.max_model_len, capacity)
         self._allocate(self.num_blocks)
-        if self.device.type == "cuda":  # what the first requests would wait for is compiled now
-            for query_lens in ([2, 1], [1]):
-                sample(self.compute(_make_batch(query_lens, self.block_table_width)))
+        if self.device.type == "cuda":
+            self.warm_up(sample)
         if self.tp.rank == 0:
             print(f"nanovllm: {self.device}, {self.spec.dtype}, {self.backend.NAME} attention; {arithmetic}", file=sys.stderr)
+
+    def warm_up(self, sample: Callable[[Tensor], object]) -> None:
+        """Steps of each kind, so that what they compile is compiled before the first request."""
+        for query_lens in ([2, 1], [1]):
+            sample(self.compute(_make_batch(query_lens, self.block_table_width, self.max_model_len)))
 
     @property
     def block_table_width(self) -> int:
@@ -138,17 +142,17 @@ class Executor:
             longest = num_tokens - (num_seqs - seq - 1)  # the others get a token each
             query_lens.append(max(1, min(self.max_model_len, longest)))
             num_tokens -= query_lens[-1]
-        return _make_batch(query_lens, self.block_table_width)
+        return _make_batch(query_lens, self.block_table_width, self.max_model_len)
 
 
-def _make_batch(query_lens: list[int], block_table_width: int) -> Batch:
-    """A trial step: sequences of as many new tokens, and none before them, all on block 0."""
+def _make_batch(query_lens: list[int], block_table_width: int, max_seqlen_k: int) -> Batch:
+    """A trial step: sequences of as many new tokens, and none before them, all on block 0, launched as for long contexts."""
     with torch.device("cpu"):
         lens = torch.tensor(query_lens, dtype=torch.int32)
         bounds = F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
         zeros = torch.zeros(sum(query_lens), dtype=torch.int64)
         tables = torch.zeros(len(query_lens), block_table_width, dtype=torch.int32)
-    return Batch(zeros, zeros, zeros, bounds, lens, tables, max(query_lens), max(query_lens), bounds[1:].long() - 1)
+    return Batch(zeros, zeros, zeros, bounds, lens, tables, max(query_lens), max_seqlen_k, bounds[1:].long() - 1)
 
 
 def join(

@@ -119,6 +119,7 @@ class ModelRunner:
             max_seqlen_q=int(query_lens.max()),
             max_seqlen_k=max_seqlen_k,
             logits_indices=tensor(cu_seqlens_q[1:][context_lens == num_tokens] - 1),
+            min_seqlen_q=int(query_lens.min()),
         )
 
     def prepare_sampling(self, seqs: list[Sequence]) -> SamplingBatch:

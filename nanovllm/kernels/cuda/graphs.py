@@ -25,7 +25,7 @@ class CudaGraphs:
         """Record `decoder`(batch, kv_caches), which returns hidden states [num_logits, hidden_size], for all batch sizes."""
         device, max_seqlen_k = kv_caches[0].device, block_table_width * kv_caches[0].shape[2]
         self.sizes = batch_sizes(max_num_seqs)
-        self.layouts = {size: Sizes(size, size, size, block_table_width, 1, max_seqlen_k) for size in self.sizes}
+        self.layouts = {size: Sizes(size, size, size, block_table_width, 1, max_seqlen_k, 1) for size in self.sizes}
         # Recorded are rows of zeros: token 0, whose K/V go to slot 0, where nothing is yet, and contexts of no tokens.
         self.packed = torch.zeros(self.layouts[self.sizes[-1]].find_starts()[-1], dtype=torch.int64, device=device)
         self.recorded: dict[int, tuple[Replay, Tensor]] = {}
