@@ -29,11 +29,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import triton
+from transformers import Qwen3Config
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
-
-from transformers import Qwen3Config
 
 from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.batch import Batch, SamplingBatch
