@@ -13,6 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from conftest import DEVICE, Oracle, make_checkpoint, random_prompt
 from test_sampler import make_sampling_batch
 from torch import nn
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.batch import SamplingBatch
@@ -35,14 +37,13 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.tensor_parallel import ALONE
-from nanovllm.models.decoder import MLP, Attention, DecoderSpec
+from nanovllm.models.decoder import MLP, Attention, DecoderLayer, DecoderLayers, DecoderSpec
 from nanovllm.models.weights import load_checkpoint
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler")
 needs_bfloat16 = pytest.mark.skipif(not packed.can_multiply(torch.bfloat16), reason="no compiler, or no bfloat16 instructions")
 needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="no triton")
-# Without a GPU, Triton's kernels run in its interpreter, on the CPU.
 all_kernels = pytest.mark.parametrize(
     "functions, device",
     [
@@ -54,10 +55,15 @@ all_kernels = pytest.mark.parametrize(
 
 def with_twins(module: nn.Module, functions: str) -> nn.Module:
     """`module`, its layers exchanged for twins that use kernels/cpu/functions.py or kernels/cuda/functions.py."""
-    twins = make_twins(import_module(f"nanovllm.kernels.{functions}.functions"))
+    twins = cuda_twins().TWINS if functions == "cuda" else make_twins(import_module("nanovllm.kernels.cpu.functions"))
     fast = exchange(module, twins)
-    assert not twins.keys() & {type(layer) for layer in fast.modules()}
+    left = twins.keys() & {type(layer) for layer in fast.modules()}
+    assert left <= ({Attention} if functions == "cuda" else set()), "on a GPU, it has a twin only where Triton stores K/V"
     return fast
+
+
+def cuda_twins() -> ModuleType:
+    return import_module("nanovllm.kernels.cuda.twins")
 
 
 def make_layers(dtype: torch.dtype, device: str) -> nn.ModuleDict:
@@ -65,7 +71,8 @@ def make_layers(dtype: torch.dtype, device: str) -> nn.ModuleDict:
     torch.manual_seed(0)
     spec = DecoderSpec(
         vocab_size=80, hidden_size=100, num_layers=1, num_heads=5, num_kv_heads=5, head_dim=20, intermediate_size=150,
-        norm_eps=1e-3, rope=RopeSpec(1e4), qk_norm=True, qkv_bias=False, o_bias=False, tie_embeddings=True, max_len=16, dtype=dtype,
+        norm_eps=1e-3, rope=RopeSpec(1e4), qk_norm=True, qkv_bias=False, o_bias=False, tie_embeddings=True, max_len=16,
+        dtype=dtype,
     )  # fmt: skip
     norm, attention, mlp = RMSNorm(300, 1e-3, dtype), Attention(spec, torch_backend, ALONE), MLP(spec, ALONE)
     mlp.gate_up_proj, mlp.down_proj = nn.Identity(), nn.Identity()
@@ -273,6 +280,7 @@ def test_sample(vocab_size: int, dtype: torch.dtype, functions: str, device: str
 def test_sample_from_extreme_logits(vocab_size: int, dtype: torch.dtype, has_twins: bool, functions: str, device: str) -> None:
     """-1 for a row with a NaN, and for no other; a token that can be drawn for all others."""
     kinds = [{"temperature": t} for t in (0.0, 1e-6, 1.0, 1e6)] + [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}]
+    kinds += [{"top_k": 2, "top_p": 0.5, "min_p": 0.1}, {"top_p": 1e-50}, {"top_p": 0.9, "temperature": 1e-6}]
     sampler, last = Sampler(vocab_size).to(device), vocab_size - 1
     sampler = with_twins(sampler, functions) if has_twins else sampler
     noise = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0))
@@ -281,15 +289,140 @@ def test_sample_from_extreme_logits(vocab_size: int, dtype: torch.dtype, has_twi
     one_left[:last] = -torch.inf
     one_high[last], two_high[1:] = torch.inf, torch.inf
     rows, expected = [all_low, one_left, one_high, two_high], [0, last, last, 1]
-    for position, others in ((0, noise), (last, noise), (last // 2, all_low), (last // 2, two_high)):
-        rows.append(others.clone())
-        rows[-1][position] = torch.nan
-        expected.append(-1)
+    everywhere = slice(vocab_size)
+    for where, others in ((0, noise), (last, noise), (last // 2, all_low), (last // 2, two_high), (everywhere, noise)):
+        for nan in (torch.nan, -torch.tensor(torch.nan)):  # its sign bit is set
+            rows.append(others.clone())
+            rows[-1][where] = nan
+            expected.append(-1)
     logits = torch.stack(rows).to(device, dtype)
     for kind in kinds:
         params = [SamplingParams(**kind)] * len(rows)
         batch = make_sampling_batch(params, list(range(len(rows))), [3] * len(rows), vocab_size, device)
         assert sampler(logits, batch).tolist() == expected, kind
+
+
+# --- Kernels in Triton for several layers at once
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # the interpreter truncates to bfloat16
+@pytest.mark.parametrize("size", [5, 100, 2048])
+def test_add_and_norm(size: int, dtype: torch.dtype) -> None:
+    """Every bit as torch's sum and the kernel of the norm alone; what is added to is left as it was."""
+    functions = import_module("nanovllm.kernels.cuda.functions")
+    torch.manual_seed(0)
+    x, branch, weight = torch.randn(2, 7, size).to(DEVICE, dtype) * 3, torch.randn(7, size).to(DEVICE, dtype), torch.randn(size)
+    x, before, weight = x[0], x[0].clone(), weight.to(DEVICE, dtype)
+    total, normed = functions.add_rms_norm(x, branch, weight, 1e-3)
+    assert torch.equal(total, x + branch) and torch.equal(normed, functions.rms_norm(total, weight, 1e-3))
+    assert torch.equal(x, before)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("slot_dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
+@pytest.mark.parametrize("heads", [(5, 5, 20), (4, 2, 16), (14, 2, 64), (3, 1, 128), (12, 4, 256)], ids=str)
+def test_rotate_and_store(heads: tuple[int, int, int], has_norm: bool, slot_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """What the layer and the torch backend compute of the same projections, and nothing written but the slots."""
+    functions = import_module("nanovllm.kernels.cuda.functions")
+    num_heads, num_kv_heads, head_dim = heads
+    torch.manual_seed(0)
+    qkv = torch.randn(6, (num_heads + 2 * num_kv_heads) * head_dim).to(DEVICE, dtype)
+    angles = torch.randn(6, 1, head_dim // 2).to(DEVICE)
+    attention = make_layers(dtype, DEVICE.type)["attention"]
+    norms = [RMSNorm(head_dim, 1e-3, dtype).to(DEVICE) if has_norm else None for _ in "qk"]
+    for norm in filter(None, norms):
+        nn.init.normal_(norm.weight)
+    slots = torch.tensor([9, -1, 63, 0, -1, 17], device=DEVICE)
+    caches = [torch.full((2, 4, 16, num_kv_heads, head_dim), 7.0, dtype=dtype, device=DEVICE) for _ in range(2)]
+
+    with torch.inference_mode():
+        weights = [norm and norm.weight for norm in norms]
+        query = functions.rotate_and_store(qkv, *weights, 1e-3, angles.cos(), angles.sin(), caches[0], slots.to(slot_dtype))
+        parts = qkv.unflatten(1, (-1, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        rotated = [attention.norm_and_rotate(part, norm, (angles.cos(), angles.sin())) for part, norm in zip(parts, norms)]
+        torch_backend.store_kvcache(rotated[1], parts[2], caches[1], slots)
+    tolerance = 2e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(query, rotated[0], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(caches[0][0], caches[1][0], atol=tolerance, rtol=tolerance)
+    assert torch.equal(caches[0][1], caches[1][1])
+    assert query.is_contiguous() and (caches[0].flatten(1, 2) == 7.0).all(-1).all(-1).sum() == 2 * (64 - 4)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab_size", [3, 97, 10_000])
+def test_filter(vocab_size: int, dtype: torch.dtype) -> None:
+    """What the specification keeps, with equal logits at the cuts; where there are many, seldom those of one value less."""
+    torch.manual_seed(0)
+    logits = (torch.randn(24, vocab_size) * 3).to(DEVICE, dtype)
+    logits[::2] = logits[::2].round()
+    logits[3], logits[4, : vocab_size // 2], logits[4, vocab_size // 2 :] = 1.0, 0.0, -0.0
+    logits[5, ::3] = -torch.inf
+    before = logits.clone()
+    kinds = [dict(top_k=k, top_p=p, min_p=m) for k in (-1, 1, 2, 40) for p in (1.0, 0.53, 0.97, 1e-6, 1e-50) for m in (0.0, 0.03)]
+    sampler = Sampler(vocab_size).to(DEVICE)
+    fast = with_twins(deepcopy(sampler), "cuda")
+    for first in range(0, len(kinds), 8):
+        params = [SamplingParams(temperature=t, **kind) for kind in kinds[first : first + 8] for t in (0.6, 1.0, 7.0)]
+        batch = make_sampling_batch(params, [1] * 24, [2] * 24, vocab_size, DEVICE.type)
+        filtered, expected = fast.filter(logits, batch), sampler.filter(logits, batch)
+        different = logits[filtered != expected].unique()
+        assert filtered.dtype == torch.float32 and len(different) <= (vocab_size > 1000), params
+    assert torch.equal(logits, before)
+
+
+@needs_triton
+def test_which_layers_are_fused() -> None:
+    """A stack of decoder layers and nothing else; attention with Triton's way of storing K/V and no other."""
+    twins = cuda_twins()
+
+    class OtherLayer(DecoderLayer):
+        pass
+
+    spec = DecoderSpec(
+        vocab_size=80, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=40,
+        norm_eps=1e-3, rope=RopeSpec(1e4), tie_embeddings=True, max_len=16, dtype=torch.float32,
+    )  # fmt: skip
+    triton_backend = import_module("nanovllm.kernels.cuda.attention")
+    for backend, kinds, expected in (
+        (triton_backend, (DecoderLayer, DecoderLayer), (twins.FusedLayers, twins.FusedAttention)),
+        (torch_backend, (DecoderLayer, DecoderLayer), (twins.FusedLayers, Attention)),
+        (triton_backend, (DecoderLayer, OtherLayer), (DecoderLayers, twins.FusedAttention)),
+    ):
+        layers = exchange(DecoderLayers(kind(spec, 0, backend, ALONE) for kind in kinds), twins.TWINS)
+        assert (type(layers), type(layers[0].self_attn)) == expected
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "family, shape",
+    [
+        (Qwen3Config, {"head_dim": 20}),
+        (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+        (Qwen3MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else str(value),
+)
+def test_engine_with_twins_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: type[PretrainedConfig], shape: dict[str, Any]
+) -> None:
+    """transformers' tokens: prompts in chunks, decodes, prefix hits and preemptions."""
+    oracle, twins = Oracle(make_checkpoint(tmp_path, family=family, **shape)), cuda_twins()
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(kernels, "find_twins", lambda device_type, dtype: twins.TWINS)
+    options = {"kvcache_block_size": 16, "num_kvcache_blocks": 4, "max_num_batched_tokens": 20}
+    llm = LLM(str(tmp_path), device=DEVICE.type, attention_backend="triton", **options)
+    kinds = {type(layer) for layer in llm.model_runner.executor.model.modules()}
+    assert kinds >= {twins.FusedLayers, twins.FusedAttention} and not kinds & {Attention, DecoderLayers, RMSNorm, MLP}
+    assert type(llm.model_runner.sampler) is twins.FastSampler
+    prompts = [random_prompt(i, length) for i, length in enumerate((1, 15, 30))]
+    for _ in range(2):
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=6), use_tqdm=False)
+        assert [output["token_ids"] for output in outputs] == [oracle(prompt, 6) for prompt in prompts]
+    assert llm.stats["num_cached_tokens"] and llm.stats["num_preemptions"]
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])

@@ -92,6 +92,16 @@ def test_crossing_token_stays() -> None:
     assert (draw_many(logits, SamplingParams(top_p=0.81), 5000) > 0).tolist() == [True, True, True, False]
 
 
+def test_equal_logits_stay_or_go_together() -> None:
+    logits = torch.tensor([0.0, 2.0, 0.0, 2.0, 0.0, 2.0, -1.0])  # probabilities of 2: 0.28 each, of 0: 0.04, of -1: 0.01
+    first, second = [1, 3, 5], list(range(6))
+    cases = [(dict(top_k=k), first) for k in (1, 2, 3)] + [(dict(top_k=k), second) for k in (4, 5, 6)]
+    cases += [(dict(top_p=p), first) for p in (1e-50, 0.2, 0.8)] + [(dict(top_p=p), second) for p in (0.87, 0.9, 0.97)]
+    cases += [(dict(top_k=4, top_p=0.95), first), (dict(top_k=4, top_p=0.96), second), (dict(min_p=0.13), second)]
+    for settings, tokens in cases:  # with top_k=4, the first three have 0.957
+        assert draw_many(logits, SamplingParams(**settings), 5000).nonzero().flatten().tolist() == tokens, settings
+
+
 def test_greedy_and_mixed_batches(logits: torch.Tensor) -> None:
     """Each row of a mixed batch is what it is alone; a greedy row in it is the argmax."""
     kinds = [

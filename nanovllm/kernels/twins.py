@@ -2,8 +2,9 @@
 
     rms_norm(x, weight, eps)    rotary(x, cos, sin, norm_weight, eps)    silu_and_mul(gate_up)    sample(logits, ...)
 
-kernels/cpu/functions.py has them in C++, kernels/cuda/functions.py in Triton. A twin is a subclass that computes the same
-from the same weights, so that a layer becomes its twin by a change of class.
+kernels/cpu/functions.py has them in C++, kernels/cuda/functions.py in Triton, but for rotary, whose place something larger
+takes there. A twin is a subclass that computes the same from the same weights, so that a layer becomes its twin by a change
+of class.
 """
 
 from collections.abc import Callable

@@ -28,10 +28,12 @@ class Sampler(nn.Module):
 
         A logit of inf is the most probable token, the first of several; where all are -inf it is token 0.
         """
-        if batch.filtered_rows is not None:
-            logits = logits.float()
-            logits = logits.index_copy(0, batch.filtered_rows, filter_logits(logits[batch.filtered_rows], batch))
-        return self.draw(logits, batch)
+        return self.draw(logits if batch.filtered_rows is None else self.filter(logits, batch), batch)
+
+    def filter(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """All rows in float32, the filtered ones as filter_logits leaves them."""
+        logits = logits.float()
+        return logits.index_copy(0, batch.filtered_rows, filter_logits(logits[batch.filtered_rows], batch))
 
     def draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """As forward, of all the tokens that `logits` leaves."""
@@ -48,15 +50,18 @@ def find_best(scores: Tensor) -> Tensor:
 
 
 def filter_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """-inf for all tokens but those that top-k, then top-p, then min-p leave. The most probable one always stays, and NaN."""
-    kept, token_ids = logits.topk(batch.max_top_k)  # in descending order, NaN first
-    ranks = torch.arange(batch.max_top_k, device=logits.device)
-    kept = kept.masked_fill(ranks >= batch.top_ks[:, None], -torch.inf)
-    probs = torch.softmax(kept / batch.filtered_temperatures[:, None], dim=-1)
+    """-inf for all tokens but those that top-k, then top-p, then min-p leave. The most probable one always stays, and NaN.
+
+    Equal logits stay or go together, so that a choice among them cannot depend on the batch.
+    """
+    kept = logits.topk(batch.max_top_k).values  # in descending order, NaN first
+    beyond = torch.arange(batch.max_top_k, device=logits.device) >= batch.top_ks[:, None]
+    probs = torch.softmax(kept.masked_fill(beyond, -torch.inf) / batch.filtered_temperatures[:, None], dim=-1)
     before = probs.cumsum(-1) - probs  # what the more probable tokens have together: the one that crosses top_p stays
-    too_low = (before >= batch.top_ps[:, None]) | (probs < batch.min_ps[:, None] * probs[:, :1])
+    too_low = beyond | (before >= batch.top_ps[:, None]) | (probs < batch.min_ps[:, None] * probs[:, :1])
     too_low[:, 0] = False  # even if top_p is too small for a float32
-    return torch.full_like(logits, -torch.inf).scatter_(-1, token_ids, kept.masked_fill_(too_low, -torch.inf))
+    lowest = kept.masked_fill(too_low, torch.inf).amin(-1, keepdim=True)
+    return logits.masked_fill(logits < lowest, -torch.inf)
 
 
 def gumbel_noise(token_hashes: Tensor, keys: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Kernels in Triton for what takes torch several passes over the same numbers: a GPU spends a decode on such passes.
 
-Each takes a row of numbers per program, and rounds where the layer rounds that it stands for. A vocabulary is too long
-for one program: of every part of it `sample` keeps the best token, and torch finds the best of those.
+Each takes a token or a row of logits per program, and rounds where the layers round that it stands for. To draw, a row is
+too long for one program: of every part of it `sample` keeps the best token, and torch finds the best of those.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.batch import SamplingBatch
 from nanovllm.layers.sampler import find_best
 
+_ROTATED_PART = 2048  # numbers of a token's heads
 _SAMPLE_PART = 4096  # tokens of the vocabulary
 
 
@@ -34,8 +36,11 @@ def reason_unavailable(dtype: torch.dtype) -> str | None:
         angles = torch.ones(2, 1, 8, dtype=torch.float32, device="cuda")
         integers = torch.ones(2, 16, dtype=torch.int32, device="cuda")
         rms_norm(x[0], x[0, 0], 1e-6)
-        rotary(x, angles, angles, x[0, 0], 1e-6)
+        add_rms_norm(x[0], x[1], x[0, 0], 1e-6)
+        rotate_and_store(x.view(1, 64), x[0, 0], x[0, 0], 1e-6, angles, angles, x.new_empty(2, 1, 1, 1, 16), integers[0] - 1)
         silu_and_mul(x[0])
+        one, number = integers[0, :1], angles.flatten()[:1]
+        filter_logits(x[0], SamplingBatch(None, None, one, number, one, number, number))
         sample(x[0], integers[0], integers, angles.flatten())
         torch.cuda.synchronize()
 
@@ -43,60 +48,107 @@ def reason_unavailable(dtype: torch.dtype) -> str | None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """norm.RMSNorm of x [num_tokens, size]."""
-    assert x.is_contiguous()
-    output = x.new_empty(x.shape)
-    num_tokens, size = x.shape
-    _rms_norm_kernel[(num_tokens,)](x, weight, output, size, eps, BLOCK=triton.next_power_of_2(size))
-    return output
+    """norm.RMSNorm of x [..., size]."""
+    return add_rms_norm(x.contiguous(), None, weight, eps)[1]
+
+
+def add_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + branch [..., size], and norm.RMSNorm of this sum. A branch of None: x itself, and its norm."""
+    assert x.is_contiguous() and (branch is None or branch.is_contiguous())
+    size = x.shape[-1]
+    total, normed = x if branch is None else torch.empty_like(x), torch.empty_like(x)
+    block = triton.next_power_of_2(size)
+    _add_rms_norm_kernel[(x.numel() // size,)](
+        x, branch, weight, total, normed, size, eps,
+        HAS_BRANCH=branch is not None, BLOCK=block, num_warps=min(max(4, block // 512), 16),
+    )  # fmt: skip
+    return total, normed
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, output_ptr, size, eps, BLOCK: tl.constexpr):
+def _add_rms_norm_kernel(
+    x_ptr, branch_ptr, weight_ptr, total_ptr, normed_ptr, size, eps, HAS_BRANCH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < size
-    x = tl.load(x_ptr + token * size + offsets, mask=mask, other=0.0).to(tl.float32)
-    dtype = output_ptr.dtype.element_ty
-    normed = (x * tl.rsqrt(tl.sum(x * x) / size + eps)).to(dtype).to(tl.float32)  # rounded before the weight is applied
-    weight = tl.load(weight_ptr + offsets, mask=mask).to(tl.float32)
-    tl.store(output_ptr + token * size + offsets, (normed * weight).to(dtype), mask=mask)
-
-
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
-    """rotary.apply_rotary of x [num_tokens, num_heads, head_dim], whose tokens may lie apart."""
-    assert x[:1].is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
-    output = x.new_empty(x.shape)
-    num_tokens, num_heads, head_dim = x.shape
-    _rotary_kernel[(num_tokens, num_heads)](
-        x, cos, sin, norm_weight, output, x.stride(0), num_heads, head_dim // 2, eps,
-        HAS_NORM=norm_weight is not None, BLOCK=triton.next_power_of_2(head_dim // 2),
-    )  # fmt: skip
-    return output
+    x = tl.load(x_ptr + token * size + offsets, mask=mask, other=0.0)
+    if HAS_BRANCH:
+        branch = tl.load(branch_ptr + token * size + offsets, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + branch.to(tl.float32)).to(x.dtype)
+        tl.store(total_ptr + token * size + offsets, x, mask=mask)
+    wide = x.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(wide * wide) / size + eps)
+    normed = _scale(wide, factor, tl.load(weight_ptr + offsets, mask=mask))
+    tl.store(normed_ptr + token * size + offsets, normed, mask=mask)
 
 
 @triton.jit
-def _rotary_kernel(
-    x_ptr, cos_ptr, sin_ptr, norm_weight_ptr, output_ptr, stride, num_heads, half, eps,
-    HAS_NORM: tl.constexpr, BLOCK: tl.constexpr,
+def _scale(x, factor, weight):
+    """x * factor * weight in the weight's dtype, rounded before the weight is applied, and after."""
+    return ((x * factor).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(weight.dtype)
+
+
+def rotate_and_store(
+    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:  # fmt: skip
+    """From the projections qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] to attention, in one pass.
+
+    Norms query and key heads, if they have weights for that, and rotates them as rotary.apply_rotary. Returns the query
+    [num_tokens, num_heads, head_dim], and writes key and value to their slots; slot -1 is padding, not written.
+    """
+    assert all([tensor.is_contiguous() for tensor in (qkv, cos, sin, kv_cache)])
+    num_kv_heads, head_dim = kv_cache.shape[3:]
+    num_tokens, num_heads = len(qkv), qkv.shape[1] // head_dim - 2 * num_kv_heads
+    query = qkv.new_empty(num_tokens, num_heads, head_dim)
+    num_parts, half = num_heads + 2 * num_kv_heads, triton.next_power_of_2(head_dim // 2)
+    heads_per_program = min(triton.next_power_of_2(num_parts), max(1, _ROTATED_PART // (2 * half)))
+    _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_parts, heads_per_program))](
+        qkv, q_weight, k_weight, cos, sin, query, *kv_cache, slot_mapping, eps, NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2, HAS_NORM=q_weight is not None, HEADS=heads_per_program, BLOCK=half,
+    )  # fmt: skip
+    return query
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # it may lie anywhere in a packed batch
+def _rotate_and_store_kernel(
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, query_ptr, key_cache_ptr, value_cache_ptr, slots_ptr, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    offsets = tl.arange(0, BLOCK)
-    mask = offsets < half
-    cos, sin = tl.load(cos_ptr + token * half + offsets, mask=mask), tl.load(sin_ptr + token * half + offsets, mask=mask)
-    start = token * stride + head * 2 * half
-    first = tl.load(x_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(x_ptr + start + half + offsets, mask=mask, other=0.0).to(tl.float32)
-    dtype = output_ptr.dtype.element_ty
-    if HAS_NORM:  # rounded where _rms_norm_kernel rounds
-        factor = tl.rsqrt((tl.sum(first * first) + tl.sum(second * second)) / (2 * half) + eps)
-        weight = tl.load(norm_weight_ptr + offsets, mask=mask).to(tl.float32)
-        first = ((first * factor).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
-        weight = tl.load(norm_weight_ptr + half + offsets, mask=mask).to(tl.float32)
-        second = ((second * factor).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
-    start = (token * num_heads + head) * 2 * half
-    tl.store(output_ptr + start + offsets, (first * cos - second * sin).to(dtype), mask=mask)
-    tl.store(output_ptr + start + half + offsets, (second * cos + first * sin).to(dtype), mask=mask)
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)  # slot * NUM_KV_HEADS * head_dim overflows 32 bits in large caches
+    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]  # query heads, then key heads, then value heads
+    dims = tl.arange(0, BLOCK)[None, :]
+    is_dim = dims < HALF
+    num_heads = NUM_HEADS + 2 * NUM_KV_HEADS
+    source = qkv_ptr + (token * num_heads + heads) * 2 * HALF + dims
+    first = tl.load(source, mask=is_dim & (heads < num_heads), other=0.0)  # [HEADS, BLOCK]
+    second = tl.load(source + HALF, mask=is_dim & (heads < num_heads), other=0.0)
+
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    if HAS_NORM:
+        factor = tl.rsqrt((tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / (2 * HALF) + eps)[:, None]
+        q_weight, k_weight = tl.load(q_weight_ptr + dims, mask=is_dim), tl.load(k_weight_ptr + dims, mask=is_dim)
+        x = _scale(x, factor, tl.where(heads < NUM_HEADS, q_weight, k_weight)).to(tl.float32)
+        q_weight, k_weight = tl.load(q_weight_ptr + HALF + dims, mask=is_dim), tl.load(k_weight_ptr + HALF + dims, mask=is_dim)
+        y = _scale(y, factor, tl.where(heads < NUM_HEADS, q_weight, k_weight)).to(tl.float32)
+    cos, sin = tl.load(cos_ptr + token * HALF + dims, mask=is_dim), tl.load(sin_ptr + token * HALF + dims, mask=is_dim)
+    x, y = (x * cos - y * sin).to(first.dtype), (y * cos + x * sin).to(first.dtype)
+
+    target = query_ptr + (token * NUM_HEADS + heads) * 2 * HALF + dims
+    tl.store(target, x, mask=is_dim & (heads < NUM_HEADS))
+    tl.store(target + HALF, y, mask=is_dim & (heads < NUM_HEADS))
+    if slot >= 0:
+        heads -= NUM_HEADS
+        target = key_cache_ptr + (slot * NUM_KV_HEADS + heads) * 2 * HALF + dims
+        tl.store(target, x, mask=is_dim & (heads >= 0) & (heads < NUM_KV_HEADS))
+        tl.store(target + HALF, y, mask=is_dim & (heads >= 0) & (heads < NUM_KV_HEADS))
+        heads -= NUM_KV_HEADS
+        target = value_cache_ptr + (slot * NUM_KV_HEADS + heads) * 2 * HALF + dims
+        tl.store(target, first, mask=is_dim & (heads >= 0) & (heads < NUM_KV_HEADS))
+        tl.store(target + HALF, second, mask=is_dim & (heads >= 0) & (heads < NUM_KV_HEADS))
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -133,7 +185,7 @@ def sample(logits: Tensor, token_hashes: Tensor, noise_keys: Tensor | None, temp
     return tokens.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["keys_ptr", "temperatures_ptr"])
 def _sample_kernel(
     logits_ptr, hashes_ptr, keys_ptr, temperatures_ptr, scores_ptr, tokens_ptr, stride, vocab_size, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -151,9 +203,94 @@ def _sample_kernel(
         # -log(1 - uniform): near 0, where 1 - uniform would round the digits away, by its power series.
         series = uniform * (1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4))))
         scores -= temperature * tl.log(tl.where(uniform < 0.01, series, -tl.log(1 - uniform)))
-    # Triton's maxima pass over NaN, torch's argmax over the parts finds it: the token of such a part is -1.
-    has_nan = tl.max((scores != scores).to(tl.int32), axis=0) > 0
+    # A part with a NaN has the score NaN, which torch's argmax over the parts finds, and the token -1.
+    is_nan = scores != scores
+    has_nan, scores = tl.max(is_nan.to(tl.int32), axis=0) > 0, tl.where(is_nan, float("-inf"), scores)
     best = part * BLOCK + tl.argmax(scores, axis=0)
     num_parts = tl.num_programs(1)
     tl.store(scores_ptr + row * num_parts + part, tl.where(has_nan, float("nan"), tl.max(scores, axis=0)))
     tl.store(tokens_ptr + row * num_parts + part, tl.where(has_nan, -1, best).to(tl.int64))
+
+
+def filter_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """sampler.Sampler.filter without sorting.
+
+    It adds up probabilities in another order: where a sum equals top_p up to rounding, the next token may stay or go. A row
+    with an inf keeps more than it must, since its draw is decided.
+    """
+    output = logits.to(torch.float32, copy=True)
+    _filter_kernel[(len(batch.filtered_rows),)](
+        logits, output, batch.filtered_rows, batch.filtered_temperatures, batch.top_ks, batch.top_ps, batch.min_ps,
+        logits.stride(0), logits.shape[1], BLOCK=4096, num_warps=32,
+    )  # fmt: skip
+    return output
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "temperatures_ptr", "top_ks_ptr", "top_ps_ptr", "min_ps_ptr"])
+def _filter_kernel(
+    logits_ptr, output_ptr, rows_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, stride, vocab_size,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0)
+    row = tl.load(rows_ptr + i).to(tl.int64)
+    logits_ptr += row * stride
+    top_k, top_p, min_p = tl.load(top_ks_ptr + i).to(tl.int32), tl.load(top_ps_ptr + i), tl.load(min_ps_ptr + i)
+    scale = 1 / tl.load(temperatures_ptr + i)
+
+    highest = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    for start in range(0, vocab_size, BLOCK):
+        highest = tl.maximum(highest, _load_logits(logits_ptr, start + tl.arange(0, BLOCK), vocab_size))
+    highest = tl.max(highest)
+    masses = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, vocab_size, BLOCK):
+        masses += tl.exp((_load_logits(logits_ptr, start + tl.arange(0, BLOCK), vocab_size) - highest) * scale)
+
+    cut, count, mass, kept_mass = float("-inf"), vocab_size, tl.sum(masses), tl.sum(masses)
+    if (top_k < vocab_size) & (highest < float("inf")):
+        cut, count, mass, kept_mass = _find_cut(
+            logits_ptr, vocab_size, highest, scale, cut, count, mass, top_k, float("inf"), BLOCK
+        )
+    if (top_p < 1) & (highest < float("inf")):
+        cut, count, mass, kept_mass = _find_cut(
+            logits_ptr, vocab_size, highest, scale, cut, count, mass, top_k, top_p * kept_mass, BLOCK
+        )
+    for start in range(0, vocab_size, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        logits = _load_logits(logits_ptr, tokens, vocab_size)
+        goes = (logits < cut) | (tl.exp((logits - highest) * scale) < min_p)  # NaN does not
+        tl.store(output_ptr + row * vocab_size + tokens, float("-inf"), mask=goes & (tokens < vocab_size))
+
+
+@triton.jit
+def _find_cut(logits_ptr, vocab_size, highest, scale, low, count_low, mass_low, max_count, max_mass, BLOCK: tl.constexpr):
+    """The lowest logit that stays: above it are fewer than max_count tokens, of less mass than max_mass.
+
+    Bisection between `low` and the highest; the tokens from `low` on are count_low, of mass_low. Returns these three for
+    the cut, and the mass of the first max_count tokens, where these are the only bound.
+    """
+    high, count_high, mass_high = highest, 0, 0.0  # of the tokens above
+    while low < high:
+        pivot = tl.maximum(low * 0.5 + high * 0.5, low)
+        pivot = tl.where(pivot < high, pivot, low)  # it may have been rounded up
+        counts, masses = tl.zeros([BLOCK], dtype=tl.int32), tl.zeros([BLOCK], dtype=tl.float32)
+        below, above = tl.full([BLOCK], float("-inf"), dtype=tl.float32), tl.full([BLOCK], float("inf"), dtype=tl.float32)
+        for start in range(0, vocab_size, BLOCK):
+            logits = _load_logits(logits_ptr, start + tl.arange(0, BLOCK), vocab_size)
+            is_above = logits > pivot
+            counts += is_above.to(tl.int32)
+            masses += tl.where(is_above, tl.exp((logits - highest) * scale), 0.0)
+            above = tl.minimum(above, tl.where(is_above, logits, float("inf")))
+            below = tl.maximum(below, tl.where(is_above, float("-inf"), logits))
+        count, mass = tl.sum(counts), tl.sum(masses)
+        # The end that moves takes the logit of the next token: so the ends meet, also where many are equal.
+        if (count < max_count) & (mass < max_mass):
+            high, count_high, mass_high = tl.max(below), count, mass
+        else:
+            low, count_low, mass_low = tl.min(above), count, mass
+    kept_mass = mass_high + (max_count - count_high) * (mass_low - mass_high) / (count_low - count_high)
+    return low, count_low, mass_low, kept_mass
+
+
+@triton.jit
+def _load_logits(logits_ptr, tokens, vocab_size):
+    return tl.load(logits_ptr + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
