@@ -8,12 +8,11 @@
 constexpr int64_t SPLIT = 256, TOKENS = 8;
 
 // The products of a group's queries [group_size, size] with the keys of TOKENS tokens: products [group_size, SPLIT].
-template <class Number>
-static void multiply_keys(const Number* query, const Number* const* keys, int64_t group_size, int64_t size,
+static void multiply_keys(const T* query, const T* const* keys, int64_t group_size, int64_t size,
                           float* products) {
     for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)
         for (int token = 0; token < TOKENS; token++) {
-            const Number* key = keys[token];
+            const T* key = keys[token];
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
             for (int64_t i = 0; i < size; i++) sum += float(query[i]) * float(key[i]);
@@ -22,64 +21,15 @@ static void multiply_keys(const Number* query, const Number* const* keys, int64_
 }
 
 // sums [group_size, size] += weights [group_size, SPLIT] of TOKENS tokens, times their values.
-template <class Number>
-static void add_values(const Number* const* values, const Number* weights, int64_t group_size, int64_t size, float* sums) {
+static void add_values(const T* const* values, const T* weights, int64_t group_size, int64_t size, float* sums) {
     for (int64_t head = 0; head < group_size; head++, weights += SPLIT, sums += size)
         for (int token = 0; token < TOKENS; token++) {
-            const Number* value = values[token];
+            const T* value = values[token];
             float weight = weights[token];
 #pragma omp simd
             for (int64_t i = 0; i < size; i++) sums[i] += weight * value[i];
         }
 }
-
-#ifdef MULTIPLIES
-static void multiply_keys(const bfloat16* query, const bfloat16* const* keys, int64_t group_size, int64_t size,
-                          float* products) {
-    if (size % 32) return multiply_keys<bfloat16>(query, keys, group_size, size, products);
-    for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)
-        for (int token = 0; token < TOKENS; token += 4) {
-            __m512 sums[4] = {};
-#pragma GCC unroll 4
-            for (int64_t i = 0; i < size; i += 32)
-                for (int t = 0; t < 4; t++)
-                    sums[t] = _mm512_dpbf16_ps(sums[t], (__m512bh)_mm512_loadu_si512(query + i),
-                                               (__m512bh)_mm512_loadu_si512(keys[token + t] + i));
-            // Four sums over 16 numbers each: halved together, until a number of each is left.
-            __m512 pairs01 = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]), _mm512_unpackhi_ps(sums[0], sums[1]));
-            __m512 pairs23 = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]), _mm512_unpackhi_ps(sums[2], sums[3]));
-            __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(pairs01), _mm512_castps_pd(pairs23));
-            __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(pairs01), _mm512_castps_pd(pairs23));
-            __m512 quads = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
-            __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(quads), _mm512_extractf32x8_ps(quads, 1));
-            _mm_storeu_ps(products + token, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
-        }
-}
-
-static void add_values(const bfloat16* const* values, const bfloat16* weights, int64_t group_size, int64_t size,
-                       float* sums) {
-    if (size % 32) return add_values<bfloat16>(values, weights, group_size, size, sums);
-    for (int64_t i = 0; i < size; i += 32) {
-        __m512bh pairs[2][TOKENS / 2];
-        for (int pair = 0; pair < TOKENS / 2; pair++) {
-            __m512i left = _mm512_loadu_si512(values[2 * pair] + i), right = _mm512_loadu_si512(values[2 * pair + 1] + i);
-            for (int half = 0; half < 2; half++)
-                pairs[half][pair] = (__m512bh)interleave(left, right, half);
-        }
-        for (int64_t head = 0; head < group_size; head++)
-            for (int half = 0; half < 2; half++) {
-                float* to = sums + head * size + i + 16 * half;
-                __m512 sum = _mm512_loadu_ps(to);
-                for (int pair = 0; pair < TOKENS / 2; pair++) {
-                    int32_t two_weights;
-                    memcpy(&two_weights, weights + head * SPLIT + 2 * pair, sizeof two_weights);
-                    sum = _mm512_dpbf16_ps(sum, pairs[half][pair], (__m512bh)_mm512_set1_epi32(two_weights));
-                }
-                _mm512_storeu_ps(to, sum);
-            }
-    }
-}
-#endif
 
 // One query token of all heads against `num_tokens` tokens of its context: what their values, weighted, add up to, and
 // for the join with the rest of the context the highest score and the sum of the weights exp(score - highest).

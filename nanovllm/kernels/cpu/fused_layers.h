@@ -8,18 +8,18 @@
 #include "layers.h"
 #include "prefill.h"
 
-#ifdef MULTIPLIES
+#ifdef T_IS_16_BITS
 struct Layer {
-    const bfloat16 *input_norm, *post_attention_norm, *q_norm, *k_norm;
-    const bfloat16 *qkv, *qkv_bias, *o, *o_bias, *gate_up, *down;
+    const T *input_norm, *post_attention_norm, *q_norm, *k_norm;
+    const T *qkv, *qkv_bias, *o, *o_bias, *gate_up, *down;
     int64_t hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size;
     float eps, scale;
 };
 
 // Adds to x [num_tokens, hidden_size], in place. A kv_cache [2, num_slots, num_kv_heads, head_dim] per layer. Where there are
 // several ranks, this one is `member`; rank 0 adds biases and residuals to its share of a product, before the shares are added.
-extern "C" void decoder_layers(const Layer* layers, bfloat16* const* kv_caches, int64_t num_layers, int64_t num_slots,
-                               bfloat16* x, const float* cos, const float* sin, const int64_t* slot_mapping,
+extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t num_layers, int64_t num_slots,
+                               T* x, const float* cos, const float* sin, const int64_t* slot_mapping,
                                const int32_t* cu_seqlens_q, const int32_t* context_lens, const int32_t* block_tables,
                                int64_t num_tokens, int64_t num_seqs, int64_t table_width, int64_t block_size,
                                Member* member) {
@@ -30,13 +30,13 @@ extern "C" void decoder_layers(const Layer* layers, bfloat16* const* kv_caches, 
               down_weight, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, eps, scale] = layers[i];
         int64_t q_size = num_heads * head_dim, kv_size = num_kv_heads * head_dim, qkv_size = q_size + 2 * kv_size;
         int64_t half = head_dim / 2, piece = std::min(PIECE, num_tokens);
-        bfloat16 *keys = kv_caches[i], *values = keys + num_slots * kv_size;
-        static thread_local std::vector<bfloat16> memory;
+        T *keys = kv_caches[i], *values = keys + num_slots * kv_size;
+        static thread_local std::vector<T> memory;
         size_t needed = piece * (hidden_size + qkv_size + kv_size + intermediate_size) + 2 * num_tokens * q_size;
         if (memory.size() < needed) memory.resize(needed);
-        bfloat16 *normed = memory.data(), *qkv = normed + piece * hidden_size, *key = qkv + piece * qkv_size;
-        bfloat16 *gated = key + piece * kv_size, *query = gated + piece * intermediate_size;
-        bfloat16* attended = query + num_tokens * q_size;
+        T *normed = memory.data(), *qkv = normed + piece * hidden_size, *key = qkv + piece * qkv_size;
+        T *gated = key + piece * kv_size, *query = gated + piece * intermediate_size;
+        T* attended = query + num_tokens * q_size;
 
         for (int64_t first = 0; first < num_tokens; first += PIECE) {
             int64_t size = std::min(PIECE, num_tokens - first);
@@ -53,8 +53,8 @@ extern "C" void decoder_layers(const Layer* layers, bfloat16* const* kv_caches, 
                    block_size, num_kv_heads, num_heads / num_kv_heads, head_dim, scale);
         for (int64_t first = 0; first < num_tokens; first += PIECE) {
             int64_t size = std::min(PIECE, num_tokens - first);
-            bfloat16* to = x + first * hidden_size;
-            const bfloat16* residual = is_first ? to : nullptr;
+            T* to = x + first * hidden_size;
+            const T* residual = is_first ? to : nullptr;
             linear(attended + first * q_size, o_weight, is_first ? o_bias : nullptr, residual, to, size, q_size, hidden_size,
                    false);
             if (member) all_reduce(member, to, size * hidden_size);

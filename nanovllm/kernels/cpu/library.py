@@ -42,7 +42,11 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC"]
 if platform.machine() == "x86_64":
     FLAGS.append("-mprefer-vector-width=512")
-DEFINES = {torch.float32: ["-DT=float"], torch.bfloat16: ["-DT=bfloat16", "-DT_IS_BFLOAT16"]}
+DEFINES = {
+    torch.float32: ["-DT=float"],
+    torch.bfloat16: ["-DT=bfloat16", "-DT_IS_16_BITS", "-DT_IS_BFLOAT16"],
+    torch.float16: ["-DT=float16", "-DT_IS_16_BITS"],
+}
 
 
 @cache

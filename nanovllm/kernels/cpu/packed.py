@@ -16,10 +16,7 @@ from nanovllm.models.moe import Experts
 @cache
 def can_multiply(dtype: torch.dtype) -> bool:
     """Whether there are kernels for matrix products: the processor needs instructions for bfloat16 (AVX-512, AMX)."""
-    if dtype != torch.bfloat16 or reason_unavailable(dtype) is not None:
-        return False
-    library = load(dtype)
-    return hasattr(library, "can_multiply") and bool(library.can_multiply())
+    return dtype.itemsize == 2 and reason_unavailable(dtype) is None and bool(load(dtype).can_multiply())
 
 
 class PackedWeight:

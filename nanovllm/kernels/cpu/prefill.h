@@ -5,18 +5,18 @@
 
 #include "products.h"
 
-#ifdef MULTIPLIES
+#ifdef T_IS_16_BITS
 constexpr int64_t QUERIES = 256;
 
 // The queries of one KV head, with `tokens_before` them: each sees these, and of the queries itself and those before it.
-static void attend_to_prefix(const bfloat16* query, const bfloat16* keys, const bfloat16* values, bfloat16* output,
+static void attend_to_prefix(const T* query, const T* keys, const T* values, T* output,
                              const int32_t* block_table, int64_t tokens_before, int64_t num_queries,
                              int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim,
                              float scale) {
     constexpr int64_t ROWS_AT_ONCE = 4 * ROWS;
     int64_t context_len = tokens_before + num_queries, num_rows = num_queries * group_size;
     int64_t padded_len = round_up(context_len, WIDTH), padded_dim = round_up(head_dim, WIDTH);
-    static thread_local std::vector<bfloat16> key_panels, value_panels, rows, weights, outputs;
+    static thread_local std::vector<T> key_panels, value_panels, rows, weights, outputs;
     static thread_local std::vector<float> scores;
     static thread_local Rows query_rows, weight_rows;
     key_panels.resize(padded_len * padded_dim);
@@ -27,32 +27,27 @@ static void attend_to_prefix(const bfloat16* query, const bfloat16* keys, const 
     scores.resize(ROWS_AT_ONCE * padded_len);
 
     for (int64_t token = 0; token < padded_len; token += 2) {
-        const bfloat16 *pair[2], *value_pair[2];
+        const T *pair[2], *value_pair[2];
         for (int i = 0; i < 2; i++) {
             int64_t seen = std::min(token + i, context_len - 1), block = block_table[seen / block_size];
             int64_t offset = (block * block_size + seen % block_size) * num_kv_heads * head_dim;
             pair[i] = keys + offset, value_pair[i] = values + offset;
         }
-        for (int64_t d = 0; d < padded_dim; d += LINE) {
-            __mmask32 mask = head_dim - d < LINE ? (1u << (head_dim - d)) - 1 : -1;
-            bfloat16* to = &key_panels[token / WIDTH * WIDTH * padded_dim + d * WIDTH + token % WIDTH * 2];
-            for (int i = 0; i < 2; i++) {
-                alignas(64) int32_t pairs[LINE / 2];
-                _mm512_store_si512(pairs, _mm512_maskz_loadu_epi16(mask, pair[i] + d));
-                for (int j = 0; j < LINE / 2; j++) memcpy(to + 2 * (i + j * WIDTH), pairs + j, sizeof *pairs);
-            }
-            // Zeros behind the context: a weight of zero would not silence everything that could be there.
-            __m512i left = _mm512_maskz_loadu_epi16(token < context_len ? mask : 0, value_pair[0] + d);
-            __m512i right = _mm512_maskz_loadu_epi16(token + 1 < context_len ? mask : 0, value_pair[1] + d);
-            to = &value_panels[d * padded_len + token * WIDTH];
-            for (int half = 0; half < 2; half++) _mm512_storeu_si512(to + half * LINE, interleave(left, right, half));
+        T* to = &key_panels[token / WIDTH * WIDTH * padded_dim + token % WIDTH * 2];
+        for (int i = 0; i < 2; i++)
+            for (int64_t d = 0; d < padded_dim; d++) to[d / 2 * 2 * WIDTH + 2 * i + d % 2] = d < head_dim ? pair[i][d] : T{};
+        // Zeros behind the context: a weight of zero would not silence everything that could be there.
+        for (int64_t first = 0; first < padded_dim; first += WIDTH) {
+            to = &value_panels[first * padded_len + token * WIDTH];
+            for (int64_t d = 0; d < std::min(WIDTH, head_dim - first); d++)
+                for (int i = 0; i < 2; i++) to[2 * d + i] = token + i < context_len ? value_pair[i][first + d] : T{};
         }
     }
     auto offset_of = [&](int64_t row) {  // in query and output, where the other KV heads' rows lie between
         return (row / group_size * num_kv_heads * group_size + row % group_size) * head_dim;
     };
     for (int64_t row = 0; row < num_rows; row++)
-        memcpy(&rows[row * head_dim], query + offset_of(row), head_dim * sizeof(bfloat16));
+        memcpy(&rows[row * head_dim], query + offset_of(row), head_dim * sizeof(T));
 
     for (int64_t start = 0; start < num_rows; start += ROWS_AT_ONCE) {
         int64_t size = std::min(ROWS_AT_ONCE, num_rows - start);
@@ -64,9 +59,9 @@ static void attend_to_prefix(const bfloat16* query, const bfloat16* keys, const 
             int64_t row_visible = tokens_before + (start + row) / group_size + 1;
             float *s = &scores[row * padded_len], highest;
             float factor = 1 / exponentiate(s, row_visible, scale, highest);
-            bfloat16* w = &weights[row * padded_len];
+            T* w = &weights[row * padded_len];
             for (int64_t token = 0; token < row_visible; token++) w[token] = s[token] * factor;
-            std::fill(w + row_visible, w + round_up(visible, 2), bfloat16{});
+            std::fill(w + row_visible, w + round_up(visible, 2), T{});
         }
         weight_rows.pack(weights.data(), padded_len, size, round_up(visible, 2));
         for (int64_t panel = 0; panel < head_dim; panel += WIDTH)
@@ -74,10 +69,10 @@ static void attend_to_prefix(const bfloat16* query, const bfloat16* keys, const 
                                  &outputs[start * head_dim + panel], head_dim);
     }
     for (int64_t row = 0; row < num_rows; row++)
-        memcpy(output + offset_of(row), &outputs[row * head_dim], head_dim * sizeof(bfloat16));
+        memcpy(output + offset_of(row), &outputs[row * head_dim], head_dim * sizeof(T));
 }
 
-extern "C" void prefill_attention(const bfloat16* query, const bfloat16* keys, const bfloat16* values, bfloat16* output,
+extern "C" void prefill_attention(const T* query, const T* keys, const T* values, T* output,
                        const int32_t* cu_seqlens_q, const int32_t* context_lens, const int32_t* block_tables,
                        int64_t num_seqs, int64_t table_width, int64_t block_size, int64_t num_kv_heads,
                        int64_t group_size, int64_t head_dim, float scale) {

@@ -1,4 +1,4 @@
-// Matrix products in bfloat16 with prepacked weights, for processors with instructions that multiply pairs of them.
+// Matrix products in 16 bits with prepacked weights, for processors with instructions that multiply pairs of them.
 //
 // A weight [out_features, in_features] is kept in panels of WIDTH outputs: [depth / 2, WIDTH, 2], the next pair of inputs
 // for all of them side by side, as the instructions want them. Depth is in_features, rounded up: the rest is zeros. A
@@ -6,56 +6,48 @@
 #pragma once
 #include "common.h"
 
-#ifdef MULTIPLIES
-constexpr int64_t WIDTH = 32, LINE = 32;  // LINE numbers fill a register, and a line of the cache
-
-static __m512 widen(__m256i narrow) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16)); }
+#ifdef T_IS_16_BITS
+constexpr int64_t WIDTH = 32, LINE = 32;  // LINE numbers fill a line of the cache
 
 // The epilogue of a panel's sums: `bias` and `residual`, of the output's shape, are added. If the panel is `gated`, its first
 // half holds gates and its second half what they let pass: silu(gate) * up.
 struct Epilogue {
     int64_t size;  // numbers of the output in this panel
-    const bfloat16 *bias = nullptr, *residual = nullptr;
+    const T *bias = nullptr, *residual = nullptr;
     bool gated = false;
 
     // Of one row, `offset` behind the first row's in the output.
-    void store(const float* sums, bfloat16* output, int64_t offset) const {
-        if (gated) {
-            float numbers[WIDTH / 2];
+    template <class Output>
+    void store(const float* sums, Output* output, int64_t offset) const {
+        auto finish = [&](int64_t num) {
 #pragma omp simd
-            for (int i = 0; i < WIDTH / 2; i++) numbers[i] = silu(sums[i]) * sums[WIDTH / 2 + i];
-            __m256i narrow = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(numbers));
-            return _mm256_mask_storeu_epi16(output + offset, (1u << size) - 1, narrow);
-        }
-        __mmask32 mask = size < WIDTH ? (1u << size) - 1 : -1;
-        __m512 first = _mm512_loadu_ps(sums), second = _mm512_loadu_ps(sums + WIDTH / 2);
-        for (const bfloat16* addend : {bias, residual ? residual + offset : nullptr})
-            if (addend) {
-                __m512i narrow = _mm512_maskz_loadu_epi16(mask, addend);
-                first = _mm512_add_ps(first, widen(_mm512_castsi512_si256(narrow)));
-                second = _mm512_add_ps(second, widen(_mm512_extracti64x4_epi64(narrow, 1)));
+            for (int64_t i = 0; i < num; i++) {
+                float number = gated ? silu(sums[i]) * sums[WIDTH / 2 + i] : sums[i];
+                if (bias) number += bias[i];
+                if (residual) number += residual[offset + i];
+                output[offset + i] = number;
             }
-        _mm512_mask_storeu_epi16(output + offset, mask, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+        };
+        size == WIDTH ? finish(WIDTH) : finish(size);
     }
-
-    void store(const float* sums, float* output, int64_t offset) const { std::copy_n(sums, size, output + offset); }
 };
 
 // Rows: up to MAX_ROWS rows of x, ROWS of them multiplied at a time, of which CACHED_BYTES stay in a core's cache while all
 // panels pass by. Tiles: what a thread needs while it multiplies.
-#ifdef __AMX_BF16__
+#if defined(T_IS_BFLOAT16) && defined(__AMX_BF16__)
 #include "amx.h"
 #else
-#include "avx512.h"
+#include "plain.h"
 #endif
 
 extern "C" int can_multiply() { return Tiles::allowed; }
 
 // For a `gated` weight, out_features counts the gates: there are as many outputs, and twice as many rows in the weight.
-extern "C" void linear(const bfloat16* x, const bfloat16* panels, const bfloat16* bias, const bfloat16* residual,
-                       bfloat16* output, int64_t num_rows, int64_t in_features, int64_t out_features, int64_t gated) {
+extern "C" void linear(const T* x, const T* panels, const T* bias, const T* residual,
+                       T* output, int64_t num_rows, int64_t in_features, int64_t out_features, int64_t gated) {
     int64_t depth = round_up(in_features, LINE), outputs_per_panel = gated ? WIDTH / 2 : WIDTH;
-    int64_t rows_at_once = std::clamp(CACHED_BYTES / (2 * depth) / ROWS * ROWS, ROWS, MAX_ROWS);
+    int64_t at_most = std::clamp(CACHED_BYTES / (2 * depth) / ROWS * ROWS, ROWS, MAX_ROWS);
+    int64_t num_passes = (num_rows - 1) / at_most + 1, rows_at_once = round_up((num_rows - 1) / num_passes + 1, ROWS);
 #pragma omp parallel
     {
         Tiles tiles;
@@ -74,14 +66,14 @@ extern "C" void linear(const bfloat16* x, const bfloat16* panels, const bfloat16
 }
 
 // The rows of a weight that `ids` names.
-extern "C" void gather_rows(const bfloat16* panels, const int64_t* ids, bfloat16* output, int64_t num_rows,
+extern "C" void gather_rows(const T* panels, const int64_t* ids, T* output, int64_t num_rows,
                             int64_t in_features) {
     int64_t depth = round_up(in_features, LINE);
 #pragma omp parallel for if (num_rows * in_features > SERIAL)
     for (int64_t row = 0; row < num_rows; row++) {
-        const bfloat16* from = panels + ids[row] / WIDTH * WIDTH * depth + ids[row] % WIDTH * 2;
+        const T* from = panels + ids[row] / WIDTH * WIDTH * depth + ids[row] % WIDTH * 2;
         for (int64_t i = 0; i < in_features; i += 2)
-            memcpy(output + row * in_features + i, from + i * WIDTH, 2 * sizeof(bfloat16));
+            memcpy(output + row * in_features + i, from + i * WIDTH, 2 * sizeof(T));
     }
 }
 #endif
