@@ -12,9 +12,7 @@
 #include <immintrin.h>
 #endif
 
-constexpr int64_t SERIAL = 1 << 14;  // numbers that one thread turns faster than others wake up
-
-static int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+static constexpr int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
 template <class To, class From>
 static To bit_cast(From from) {

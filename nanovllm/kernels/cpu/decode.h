@@ -3,7 +3,7 @@
 // A context is cut into parts of SPLIT tokens, tasks for the threads, and their results are joined (as in the Triton
 // backend). The keys, and then the values, of TOKENS tokens are read at a time, all heads of them, in the order of memory.
 #pragma once
-#include "common.h"
+#include "team.h"
 
 constexpr int64_t SPLIT = 256, TOKENS = 8;
 
@@ -86,13 +86,12 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
 
 extern "C" void store_kvcache(const T* key, const T* value, int64_t key_stride, int64_t value_stride,
                               const int64_t* slot_mapping, int64_t num_tokens, int64_t slot_size, T* keys, T* values) {
-#pragma omp parallel for if (num_tokens * slot_size > SERIAL)
-    for (int64_t token = 0; token < num_tokens; token++) {
+    parallel_for(num_tokens, slot_size, [=](int64_t token) {
         int64_t slot = slot_mapping[token];
-        if (slot < 0) continue;
+        if (slot < 0) return;
         memcpy(keys + slot * slot_size, key + token * key_stride, slot_size * sizeof(T));
         memcpy(values + slot * slot_size, value + token * value_stride, slot_size * sizeof(T));
-    }
+    });
 }
 
 extern "C" void decode_attention(const T* query, const T* keys, const T* values, T* output, const int32_t* cu_seqlens_q,
@@ -107,37 +106,37 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
         if (cu_seqlens_q[seq + 1] - cu_seqlens_q[seq] == 1)
             for (int64_t token = 0; token < context_lens[seq]; token += SPLIT) parts.push_back({seq, token});
 
-    // Of each part: sums [num_heads, head_dim], highest [num_heads], totals [num_heads]
-    static thread_local std::vector<float> results;
-    int64_t stride = size + 2 * num_heads;
-    if (results.size() < parts.size() * stride) results.resize(parts.size() * stride);
-    float* result = results.data();
-#pragma omp parallel for schedule(dynamic)
-    for (size_t i = 0; i < parts.size(); i++) {
-        auto [seq, first_token] = parts[i];
-        float *sums = result + i * stride, *highest = sums + size;
-        attend_to_part(query + cu_seqlens_q[seq] * size, keys, values, block_tables + seq * table_width, first_token,
-                       std::min(SPLIT, context_lens[seq] - first_token), block_size, num_kv_heads, group_size, head_dim,
-                       scale, sums, highest, highest + num_heads);
-    }
-    // Joined, each part's weights shrink by exp(its highest score - the highest of all).
-#pragma omp parallel for schedule(dynamic) if (parts.size() * size > SERIAL)
-    for (size_t i = 0; i < parts.size(); i++) {
-        if (parts[i].first_token > 0) continue;
-        size_t end = i + 1;
-        while (end < parts.size() && parts[end].first_token > 0) end++;
-        T* out = output + cu_seqlens_q[parts[i].seq] * size;
-        for (int64_t head = 0; head < num_heads; head++) {
-            float highest = -FLT_MAX, total = 0, sum[head_dim];
-            std::fill_n(sum, head_dim, 0);
-            for (size_t part = i; part < end; part++) highest = std::max(highest, result[part * stride + size + head]);
-            for (size_t part = i; part < end; part++) {
-                const float* from = result + part * stride;
-                float factor = exponential(from[size + head] - highest);
-                total += factor * from[size + num_heads + head];
-                for (int64_t d = 0; d < head_dim; d++) sum[d] += factor * from[head * head_dim + d];
+    Team::form(parts.size() > 1, [&] {
+        Team& team = Team::get();
+        // Of each part: sums [num_heads, head_dim], highest [num_heads], totals [num_heads]
+        int64_t stride = size + 2 * num_heads;
+        team.share(1, [&](int64_t) { team.memory.resize(std::max(team.memory.size(), parts.size() * stride)); });
+        float* results = team.memory.data();
+        team.share(parts.size(), [&](int64_t i) {
+            auto [seq, first_token] = parts[i];
+            float *sums = results + i * stride, *highest = sums + size;
+            attend_to_part(query + cu_seqlens_q[seq] * size, keys, values, block_tables + seq * table_width, first_token,
+                           std::min(SPLIT, context_lens[seq] - first_token), block_size, num_kv_heads, group_size, head_dim,
+                           scale, sums, highest, highest + num_heads);
+        });
+        // Joined, each part's weights shrink by exp(its highest score - the highest of all).
+        parallel_for(parts.size(), size, [&](size_t i) {
+            if (parts[i].first_token > 0) return;
+            size_t end = i + 1;
+            while (end < parts.size() && parts[end].first_token > 0) end++;
+            T* out = output + cu_seqlens_q[parts[i].seq] * size;
+            for (int64_t head = 0; head < num_heads; head++) {
+                float highest = -FLT_MAX, total = 0, sum[head_dim];
+                std::fill_n(sum, head_dim, 0);
+                for (size_t part = i; part < end; part++) highest = std::max(highest, results[part * stride + size + head]);
+                for (size_t part = i; part < end; part++) {
+                    const float* from = results + part * stride;
+                    float factor = exponential(from[size + head] - highest);
+                    total += factor * from[size + num_heads + head];
+                    for (int64_t d = 0; d < head_dim; d++) sum[d] += factor * from[head * head_dim + d];
+                }
+                for (int64_t d = 0; d < head_dim; d++) out[head * head_dim + d] = sum[d] / total;
             }
-            for (int64_t d = 0; d < head_dim; d++) out[head * head_dim + d] = sum[d] / total;
-        }
-    }
+        });
+    });
 }

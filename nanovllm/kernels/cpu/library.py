@@ -39,7 +39,7 @@ SIGNATURES = {
     "sample": [P, P, P, P, P, I, I],
 }
 SOURCE = Path(__file__).with_name("kernels.cpp")
-FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC"]
+FLAGS = ["-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC"]
 if platform.machine() == "x86_64":
     FLAGS.append("-mprefer-vector-width=512")
 DEFINES = {

@@ -57,35 +57,32 @@ class Rows {
         }
     }
 
-    // Into `output`, T or float.
-    template <class Output>
-    void multiply(const T* panel, const Epilogue& epilogue, Output* output, int64_t output_stride) {
-        static constexpr auto of_rows = find_tiles(std::make_index_sequence<ROWS>());
-        memset(sums, 0, num_rows * sizeof *sums);
-        for (int64_t start = 0; start < depth; start += BLOCK, panel += BLOCK * WIDTH) {
-            int64_t size = std::min(BLOCK, depth - start), num_tiles = round_up(num_rows, ROWS) / ROWS;
-            if (num_rows == 1) {
-                multiply_tile<1, ALL_VECTORS>(&numbers[start], panel, size, sums[0]);
-                continue;
-            }
-            const Number* weights = widen(panel, size);
-            for (int64_t tile = 0; tile < num_tiles; tile++) {
-                int64_t row = num_rows * tile / num_tiles, end = num_rows * (tile + 1) / num_tiles;
-                for (int64_t i = size * tile / num_tiles; i < size * (tile + 1) / num_tiles; i++)
-                    __builtin_prefetch(panel + (size + i) * WIDTH, 0, 2);
-                for (int64_t i = 0; i < ALL_VECTORS / VECTORS; i++)
-                    of_rows[end - row - 1](&numbers[start * num_rows + row * size], weights + i * TILE * size / 2, size,
-                                           &sums[row][i * VECTORS]);
-            }
-        }
+    void multiply(const T* panel, const Epilogue& epilogue, T* output, int64_t output_stride) {
+        sum_up(panel);
         for (int64_t row = 0; row < num_rows; row++) {
-            float *from = (float*)sums[row], joined[WIDTH];
-            for (int64_t i = 0; i < WIDTH; i++) joined[i] = from[2 * i] + from[2 * i + 1];
-            epilogue.store(std::is_same_v<T, Number> ? from : joined, output, row * output_stride);
+            float joined[WIDTH];
+            epilogue.store(join(row, joined), output, row * output_stride);
+        }
+    }
+
+    // The sums as they are, or, with `is_added`, added to what is there.
+    void multiply(const T* panel, float* output, int64_t output_stride, bool is_added) {
+        sum_up(panel);
+        for (int64_t row = 0; row < num_rows; row++, output += output_stride) {
+            float joined[WIDTH];
+            const float* from = join(row, joined);
+            for (int64_t i = 0; i < WIDTH; i++) output[i] = is_added ? output[i] + from[i] : from[i];
         }
     }
 
   private:
+    const float* join(int64_t row, float* joined) const {
+        const float* from = (const float*)sums[row];
+        if (std::is_same_v<T, Number>) return from;
+        for (int64_t i = 0; i < WIDTH; i++) joined[i] = from[2 * i] + from[2 * i + 1];
+        return joined;
+    }
+
     const Number* widen(const T* panel, int64_t size) {
         if (std::is_same_v<T, Number>) return reinterpret_cast<const Number*>(panel);
         Number* to = block;
@@ -123,5 +120,26 @@ class Rows {
         }
         for (int row = 0; row < M; row++)
             for (int column = 0; column < V; column++) sums[row * ALL_VECTORS + column] = tile[row][column];
+    }
+
+    void sum_up(const T* panel) {
+        static constexpr auto of_rows = find_tiles(std::make_index_sequence<ROWS>());
+        memset(sums, 0, num_rows * sizeof *sums);
+        for (int64_t start = 0; start < depth; start += BLOCK, panel += BLOCK * WIDTH) {
+            int64_t size = std::min(BLOCK, depth - start), num_tiles = round_up(num_rows, ROWS) / ROWS;
+            if (num_rows == 1) {
+                multiply_tile<1, ALL_VECTORS>(&numbers[start], panel, size, sums[0]);
+                continue;
+            }
+            const Number* weights = widen(panel, size);
+            for (int64_t tile = 0; tile < num_tiles; tile++) {
+                int64_t row = num_rows * tile / num_tiles, end = num_rows * (tile + 1) / num_tiles;
+                for (int64_t i = size * tile / num_tiles; i < size * (tile + 1) / num_tiles; i++)
+                    __builtin_prefetch(panel + (size + i) * WIDTH, 0, 2);
+                for (int64_t i = 0; i < ALL_VECTORS / VECTORS; i++)
+                    of_rows[end - row - 1](&numbers[start * num_rows + row * size], weights + i * TILE * size / 2, size,
+                                           &sums[row][i * VECTORS]);
+            }
+        }
     }
 };

@@ -4,10 +4,11 @@
 // for all of them side by side, as the instructions want them. Depth is in_features, rounded up: the rest is zeros. A
 // panel stays in a core's cache while all rows of x pass by, a few at a time; meanwhile the next panel is fetched.
 #pragma once
-#include "common.h"
+#include "team.h"
 
 #ifdef T_IS_16_BITS
 constexpr int64_t WIDTH = 32, LINE = 32;  // LINE numbers fill a line of the cache
+constexpr int64_t TASKS_PER_THREAD = 4;
 
 // The epilogue of a panel's sums: `bias` and `residual`, of the output's shape, are added. If the panel is `gated`, its first
 // half holds gates and its second half what they let pass: silu(gate) * up.
@@ -48,32 +49,35 @@ extern "C" void linear(const T* x, const T* panels, const T* bias, const T* resi
     int64_t depth = round_up(in_features, LINE), outputs_per_panel = gated ? WIDTH / 2 : WIDTH;
     int64_t at_most = std::clamp(CACHED_BYTES / (2 * depth) / ROWS * ROWS, ROWS, MAX_ROWS);
     int64_t num_passes = (num_rows - 1) / at_most + 1, rows_at_once = round_up((num_rows - 1) / num_passes + 1, ROWS);
-#pragma omp parallel
-    {
+    int64_t num_panels = round_up(out_features, outputs_per_panel) / outputs_per_panel;
+    Team::form(true, [&] {
         Tiles tiles;
         static thread_local Rows rows;
+        int64_t num_tasks = std::min(num_panels, TASKS_PER_THREAD * Team::num_threads);
         for (int64_t row = 0; row < num_rows; row += rows_at_once) {
-            rows.pack(x + row * in_features, in_features, std::min(rows_at_once, num_rows - row), in_features);
-#pragma omp for nowait
-            for (int64_t first = 0; first < out_features; first += outputs_per_panel) {
-                int64_t offset = row * out_features + first;
-                Epilogue epilogue{std::min(outputs_per_panel, out_features - first), bias ? bias + first : nullptr,
-                                residual ? residual + offset : nullptr, bool(gated)};
-                rows.multiply(panels + first / outputs_per_panel * WIDTH * depth, epilogue, output + offset, out_features);
-            }
+            bool is_packed = false;
+            Team::get().share(num_tasks, [&](int64_t task) {
+                if (!is_packed) rows.pack(x + row * in_features, in_features, std::min(rows_at_once, num_rows - row), in_features);
+                is_packed = true;
+                for (int64_t panel = num_panels * task / num_tasks; panel < num_panels * (task + 1) / num_tasks; panel++) {
+                    int64_t first = panel * outputs_per_panel, offset = row * out_features + first;
+                    Epilogue epilogue{std::min(outputs_per_panel, out_features - first), bias ? bias + first : nullptr,
+                                      residual ? residual + offset : nullptr, bool(gated)};
+                    rows.multiply(panels + panel * WIDTH * depth, epilogue, output + offset, out_features);
+                }
+            });
         }
-    }
+    });
 }
 
 // The rows of a weight that `ids` names.
 extern "C" void gather_rows(const T* panels, const int64_t* ids, T* output, int64_t num_rows,
                             int64_t in_features) {
     int64_t depth = round_up(in_features, LINE);
-#pragma omp parallel for if (num_rows * in_features > SERIAL)
-    for (int64_t row = 0; row < num_rows; row++) {
+    parallel_for(num_rows, in_features, [=](int64_t row) {
         const T* from = panels + ids[row] / WIDTH * WIDTH * depth + ids[row] % WIDTH * 2;
         for (int64_t i = 0; i < in_features; i += 2)
             memcpy(output + row * in_features + i, from + i * WIDTH, 2 * sizeof(T));
-    }
+    });
 }
 #endif
