@@ -8,26 +8,25 @@
 constexpr int64_t SPLIT = 256, TOKENS = 8;
 
 // The products of a group's queries [group_size, size] with the keys of TOKENS tokens: products [group_size, SPLIT].
-static void multiply_keys(const T* query, const T* const* keys, int64_t group_size, int64_t size,
-                          float* products) {
+static void multiply_keys(const float* query, const float* const* keys, int64_t group_size, int64_t size, float* products) {
     for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)
         for (int token = 0; token < TOKENS; token++) {
-            const T* key = keys[token];
+            const float* key = keys[token];
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < size; i++) sum += float(query[i]) * float(key[i]);
+            for (int64_t i = 0; i < size; i++) sum += query[i] * key[i];
             products[token] = sum;
         }
 }
 
 // sums [group_size, size] += weights [group_size, SPLIT] of TOKENS tokens, times their values.
-static void add_values(const T* const* values, const T* weights, int64_t group_size, int64_t size, float* sums) {
+static void add_values(const float* const* values, const float* weights, int64_t group_size, int64_t size, float* sums) {
     for (int64_t head = 0; head < group_size; head++, weights += SPLIT, sums += size)
-        for (int token = 0; token < TOKENS; token++) {
-            const T* value = values[token];
-            float weight = weights[token];
 #pragma omp simd
-            for (int64_t i = 0; i < size; i++) sums[i] += weight * value[i];
+        for (int64_t i = 0; i < size; i++) {
+            float sum = sums[i];
+            for (int token = 0; token < TOKENS; token++) sum += weights[token] * values[token][i];
+            sums[i] = sum;
         }
 }
 
@@ -38,8 +37,8 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
                            int64_t group_size, int64_t head_dim, float scale, float* sums, float* highest,
                            float* totals) {
     int64_t num_heads = num_kv_heads * group_size;
-    float scores[num_heads][SPLIT];
-    T weights[num_heads][SPLIT];
+    float scores[num_heads][SPLIT], queries[num_heads * head_dim], memory[TOKENS * head_dim];
+    std::copy_n(query, num_heads * head_dim, queries);
     // The keys or values of TOKENS tokens, from `token` on. In place of those behind the end, the last one again.
     auto find = [&](const T* cache, int64_t token, const T** found) {
         int64_t position = first_token + std::min(token, num_tokens - 1);
@@ -57,20 +56,25 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
             numbers += head_dim;
         }
     };
+    const float* wide[TOKENS];
+    auto widen_now = [&] {
+        for (int64_t i = 0; i < TOKENS; now[i++] += head_dim)
+            if (std::is_same_v<T, float>) wide[i] = (const float*)now[i];
+            else wide[i] = std::copy_n(now[i], head_dim, memory + i * head_dim) - head_dim;
+    };
     for (int64_t token = 0; token < num_tokens; token += TOKENS) {
         bool is_last = token + TOKENS >= num_tokens;
         find(keys, token, now);
         find(is_last ? values : keys, is_last ? 0 : token + TOKENS, next);
         for (int64_t head = 0; head < num_heads; head += group_size) {
             fetch();
-            multiply_keys(query + head * head_dim, now, group_size, head_dim, &scores[head][token]);
-            for (const T*& key : now) key += head_dim;
+            widen_now();
+            multiply_keys(queries + head * head_dim, wide, group_size, head_dim, &scores[head][token]);
         }
     }
     for (int64_t head = 0; head < num_heads; head++) {
         totals[head] = exponentiate(scores[head], num_tokens, scale, highest[head]);
-        std::copy_n(scores[head], num_tokens, weights[head]);
-        std::fill(weights[head] + num_tokens, weights[head] + round_up(num_tokens, TOKENS), T{});
+        std::fill(scores[head] + num_tokens, scores[head] + round_up(num_tokens, TOKENS), 0);
     }
     std::fill_n(sums, num_heads * head_dim, 0);
     for (int64_t token = 0; token < num_tokens; token += TOKENS) {
@@ -78,8 +82,8 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
         find(values, token + TOKENS, next);
         for (int64_t head = 0; head < num_heads; head += group_size) {
             fetch();
-            add_values(now, &weights[head][token], group_size, head_dim, sums + head * head_dim);
-            for (const T*& value : now) value += head_dim;
+            widen_now();
+            add_values(wide, &scores[head][token], group_size, head_dim, sums + head * head_dim);
         }
     }
 }

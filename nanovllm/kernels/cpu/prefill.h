@@ -84,7 +84,7 @@ extern "C" void prefill_attention(const T* query, const T* keys, const T* values
     if (parts.empty()) return;
 #pragma omp parallel
     {
-        Tiles tiles;
+        [[maybe_unused]] Tiles tiles;
 #pragma omp for schedule(dynamic)
         for (size_t i = 0; i < parts.size(); i++) {
             auto [seq, first, kv_head] = parts[i];

@@ -19,16 +19,23 @@ struct Epilogue {
     // Of one row, `offset` behind the first row's in the output.
     template <class Output>
     void store(const float* sums, Output* output, int64_t offset) const {
-        auto finish = [&](int64_t num) {
+        float numbers[WIDTH];
+        if (gated) {
+            for (int64_t i = 0; i < WIDTH / 2; i++) numbers[i] = silu(sums[i]) * sums[WIDTH / 2 + i];
+            sums = numbers;
+        }
+        for (const T* addend : {bias, residual ? residual + offset : nullptr})
+            if (addend) {
 #pragma omp simd
-            for (int64_t i = 0; i < num; i++) {
-                float number = gated ? silu(sums[i]) * sums[WIDTH / 2 + i] : sums[i];
-                if (bias) number += bias[i];
-                if (residual) number += residual[offset + i];
-                output[offset + i] = number;
+                for (int64_t i = 0; i < size; i++) numbers[i] = sums[i] + addend[i];
+                sums = numbers;
             }
-        };
-        size == WIDTH ? finish(WIDTH) : finish(size);
+        output += offset;
+        if (size == WIDTH)
+            for (int64_t i = 0; i < WIDTH; i++) output[i] = sums[i];
+        else
+#pragma omp simd
+            for (int64_t i = 0; i < size; i++) output[i] = sums[i];
     }
 };
 
@@ -50,7 +57,7 @@ extern "C" void linear(const T* x, const T* panels, const T* bias, const T* resi
     int64_t num_passes = (num_rows - 1) / at_most + 1, rows_at_once = round_up((num_rows - 1) / num_passes + 1, ROWS);
 #pragma omp parallel
     {
-        Tiles tiles;
+        [[maybe_unused]] Tiles tiles;
         static thread_local Rows rows;
         for (int64_t row = 0; row < num_rows; row += rows_at_once) {
             rows.pack(x + row * in_features, in_features, std::min(rows_at_once, num_rows - row), in_features);
