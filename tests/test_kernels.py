@@ -19,12 +19,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import Oracle, make_checkpoint, random_prompt
+from test_attention import check_attends
 from test_sampler import make_sampling_batch
 from torch import nn
 
 from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.batch import SamplingBatch
 from nanovllm.kernels import exchange, kernelize
+from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.cpu import functions, packed
 from nanovllm.kernels.cpu import library as cpu_library
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
@@ -246,6 +248,16 @@ def test_every_float16(bits: int, processor: str) -> None:
         torch.testing.assert_close(output, numbers.expand(num_rows, -1), rtol=0, atol=0, equal_nan=True)
     output = functions.silu_and_mul(torch.cat((torch.full_like(numbers, 20.0), numbers))[None])
     torch.testing.assert_close(output[0], (F.silu(torch.tensor(20.0)) * numbers.float()).half(), rtol=0, atol=0, equal_nan=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("lengths", [([1] * 3, [3, 700, 129]), ([70, 1, 9], [133, 40, 9])], ids=["decode", "prefill"])
+@pytest.mark.parametrize("heads", [(4, 2, 80), (14, 2, 128), (3, 1, 10)], ids=str)
+def test_attention_on_any_processor(
+    lengths: tuple[list[int], list[int]], heads: tuple[int, int, int], dtype: torch.dtype, processor: str
+) -> None:
+    check_attends(cpp_backend, lengths, heads, 16, dtype)
 
 
 @needs_products

@@ -32,10 +32,9 @@ static void add_values(const float* const* values, const float* weights, int64_t
 
 // One query token of all heads against `num_tokens` tokens of its context: what their values, weighted, add up to, and
 // for the join with the rest of the context the highest score and the sum of the weights exp(score - highest).
-static void attend_to_part(const T* query, const T* keys, const T* values, const int32_t* block_table,
-                           int64_t first_token, int64_t num_tokens, int64_t block_size, int64_t num_kv_heads,
-                           int64_t group_size, int64_t head_dim, float scale, float* sums, float* highest,
-                           float* totals) {
+static void attend_to_part(const T* query, const T* keys, const T* values, const int32_t* block_table, int64_t first_token,
+                           int64_t num_tokens, int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim,
+                           float scale, float* sums, float* highest, float* totals) {
     int64_t num_heads = num_kv_heads * group_size;
     float scores[num_heads][SPLIT], queries[num_heads * head_dim], memory[TOKENS * head_dim];
     std::copy_n(query, num_heads * head_dim, queries);
@@ -88,8 +87,8 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
     }
 }
 
-extern "C" void store_kvcache(const T* key, const T* value, int64_t key_stride, int64_t value_stride,
-                              const int64_t* slot_mapping, int64_t num_tokens, int64_t slot_size, T* keys, T* values) {
+extern "C" void store_kvcache(const T* key, const T* value, int64_t key_stride, int64_t value_stride, const int64_t* slot_mapping,
+                              int64_t num_tokens, int64_t slot_size, T* keys, T* values) {
 #pragma omp parallel for if (num_tokens * slot_size > SERIAL)
     for (int64_t token = 0; token < num_tokens; token++) {
         int64_t slot = slot_mapping[token];
@@ -99,9 +98,9 @@ extern "C" void store_kvcache(const T* key, const T* value, int64_t key_stride, 
     }
 }
 
-extern "C" void decode_attention(const T* query, const T* keys, const T* values, T* output, const int32_t* cu_seqlens_q,
-                      const int32_t* context_lens, const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
-                      int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim, float scale) {
+extern "C" void decode_attention(const T* query, const T* keys, const T* values, T* output, const int32_t* cu_seqlens_q, const
+                                 int32_t* context_lens, const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
+                                 int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim, float scale) {
     int64_t num_heads = num_kv_heads * group_size, size = num_heads * head_dim;
     struct Part {
         int64_t seq, first_token;

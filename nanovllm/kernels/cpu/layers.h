@@ -23,8 +23,8 @@ extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tok
         normalize(x + token * size, weight, size, 1 / sqrtf(mean_square(x + token * size, size) + eps), output + token * size);
 }
 
-extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* norm_weight, T* output,
-                       int64_t num_tokens, int64_t stride, int64_t num_heads, int64_t half, float eps) {
+extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* norm_weight, T* output, int64_t num_tokens,
+                       int64_t stride, int64_t num_heads, int64_t half, float eps) {
 #pragma omp parallel for if (num_tokens * num_heads * half > SERIAL)
     for (int64_t token = 0; token < num_tokens; token++) {
         const T* in = x + token * stride;

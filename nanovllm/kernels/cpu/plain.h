@@ -1,5 +1,6 @@
 // Rows of x times a panel with vectors of floats, on any processor: a vector of the panel is widened and multiplied with a
-// pair of inputs, over and over, which gives sums of even and of odd inputs side by side, added to each other in the end.
+// pair of inputs, which gives sums of even and of odd inputs side by side; in the end they are added to each other. For a
+// sum this order is the same whatever the number of rows is.
 //
 // Several rows share BLOCK inputs of the panel, which are widened once, into the first-level cache, and put in the order
 // in which they are read: [2 * WIDTH / TILE, BLOCK / 2, TILE], for the TILE numbers that VECTORS vectors hold.
@@ -14,13 +15,7 @@ constexpr int64_t ROWS = 6, VECTORS = 2;  // of 16 registers, 15
 constexpr int64_t MAX_ROWS = 42 * ROWS, CACHED_BYTES = 1 << 19, BLOCK = 256;
 constexpr int64_t LANES = sizeof(Vector) / sizeof(float), ALL_VECTORS = 2 * WIDTH / LANES, TILE = VECTORS * LANES;
 
-static Vector load(const T* from) { return widen(from); }
-
-static Vector load(const float* from) {
-    Vector numbers;
-    memcpy(&numbers, from, sizeof numbers);
-    return numbers;
-}
+static Vector widen(const float* from) { return *(const Vector*)from; }
 
 struct Tiles {
     static constexpr bool allowed = true;
@@ -44,7 +39,7 @@ class Rows {
         }
     }
 
-    // Into `output`, T or float.
+    // Into `output`, T or float. While the block is multiplied, the next one is fetched.
     template <class Output>
     void multiply(const T* panel, const Epilogue& epilogue, Output* output, int64_t output_stride) {
         memset(sums, 0, num_rows * sizeof *sums);
@@ -78,10 +73,8 @@ class Rows {
         float* to = block;
         for (int64_t first = 0; first < 2 * WIDTH; first += TILE)
             for (int64_t pair = 0; pair < size / 2; pair++)
-                for (int64_t i = 0; i < TILE; i += LANES, to += LANES) {
-                    Vector wide = load(panel + pair * 2 * WIDTH + first + i);
-                    memcpy(to, &wide, sizeof wide);
-                }
+                for (int64_t i = 0; i < TILE; i += LANES, to += LANES)
+                    *(Vector*)to = widen(panel + pair * 2 * WIDTH + first + i);
     }
 
     // Adds M rows of x, times V vectors of each pair of inputs of the weights, to the sums.
@@ -93,7 +86,7 @@ class Rows {
             for (int column = 0; column < V; column++) tile[row][column] = sums[row * ALL_VECTORS + column];
         for (int64_t i = 0; i < size; i += 2, weights += V * LANES) {
             Vector columns[V];
-            for (int column = 0; column < V; column++) columns[column] = load(weights + column * LANES);
+            for (int column = 0; column < V; column++) columns[column] = widen(weights + column * LANES);
             for (int row = 0; row < M; row++) {
                 int64_t pair;
                 memcpy(&pair, x + row * size + i, sizeof pair);

@@ -9,10 +9,9 @@
 constexpr int64_t QUERIES = 256;
 
 // The queries of one KV head, with `tokens_before` them: each sees these, and of the queries itself and those before it.
-static void attend_to_prefix(const T* query, const T* keys, const T* values, T* output,
-                             const int32_t* block_table, int64_t tokens_before, int64_t num_queries,
-                             int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim,
-                             float scale) {
+static void attend_to_prefix(const T* query, const T* keys, const T* values, T* output, const int32_t* block_table, int64_t
+                             tokens_before, int64_t num_queries, int64_t block_size, int64_t num_kv_heads, int64_t group_size,
+                             int64_t head_dim, float scale) {
     constexpr int64_t ROWS_AT_ONCE = 4 * ROWS;
     int64_t context_len = tokens_before + num_queries, num_rows = num_queries * group_size;
     int64_t padded_len = round_up(context_len, WIDTH), padded_dim = round_up(head_dim, WIDTH);
@@ -72,10 +71,9 @@ static void attend_to_prefix(const T* query, const T* keys, const T* values, T* 
         memcpy(output + offset_of(row), &outputs[row * head_dim], head_dim * sizeof(T));
 }
 
-extern "C" void prefill_attention(const T* query, const T* keys, const T* values, T* output,
-                       const int32_t* cu_seqlens_q, const int32_t* context_lens, const int32_t* block_tables,
-                       int64_t num_seqs, int64_t table_width, int64_t block_size, int64_t num_kv_heads,
-                       int64_t group_size, int64_t head_dim, float scale) {
+extern "C" void prefill_attention(const T* query, const T* keys, const T* values, T* output, const int32_t* cu_seqlens_q, const
+                                  int32_t* context_lens, const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
+                                  int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim, float scale) {
     std::vector<std::array<int64_t, 3>> parts;  // sequence, first query token, KV head
     for (int64_t seq = 0; seq < num_seqs; seq++)
         if (int64_t query_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]; query_len > 1)

@@ -1,7 +1,7 @@
-// Matrix products in 16 bits with prepacked weights, for processors with instructions that multiply pairs of them.
+// Matrix products in 16 bits with prepacked weights, for AMX's instructions or, widened to float, for any processor's.
 //
 // A weight [out_features, in_features] is kept in panels of WIDTH outputs: [depth / 2, WIDTH, 2], the next pair of inputs
-// for all of them side by side, as the instructions want them. Depth is in_features, rounded up: the rest is zeros. A
+// for all of them side by side, as AMX wants them. Depth is in_features, rounded up: the rest is zeros. A
 // panel stays in a core's cache while all rows of x pass by, a few at a time; meanwhile the next panel is fetched.
 #pragma once
 #include "common.h"
@@ -50,8 +50,8 @@ struct Epilogue {
 extern "C" int can_multiply() { return Tiles::allowed; }
 
 // For a `gated` weight, out_features counts the gates: there are as many outputs, and twice as many rows in the weight.
-extern "C" void linear(const T* x, const T* panels, const T* bias, const T* residual,
-                       T* output, int64_t num_rows, int64_t in_features, int64_t out_features, int64_t gated) {
+extern "C" void linear(const T* x, const T* panels, const T* bias, const T* residual, T* output, int64_t num_rows, int64_t
+                       in_features, int64_t out_features, int64_t gated) {
     int64_t depth = round_up(in_features, LINE), outputs_per_panel = gated ? WIDTH / 2 : WIDTH;
     int64_t at_most = std::clamp(CACHED_BYTES / (2 * depth) / ROWS * ROWS, ROWS, MAX_ROWS);
     int64_t num_passes = (num_rows - 1) / at_most + 1, rows_at_once = round_up((num_rows - 1) / num_passes + 1, ROWS);
@@ -73,8 +73,7 @@ extern "C" void linear(const T* x, const T* panels, const T* bias, const T* resi
 }
 
 // The rows of a weight that `ids` names.
-extern "C" void gather_rows(const T* panels, const int64_t* ids, T* output, int64_t num_rows,
-                            int64_t in_features) {
+extern "C" void gather_rows(const T* panels, const int64_t* ids, T* output, int64_t num_rows, int64_t in_features) {
     int64_t depth = round_up(in_features, LINE);
 #pragma omp parallel for if (num_rows * in_features > SERIAL)
     for (int64_t row = 0; row < num_rows; row++) {
