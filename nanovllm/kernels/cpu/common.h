@@ -92,7 +92,7 @@ typedef float Vector __attribute__((vector_size(16)));
 #endif
 
 static Vector widen(const T* from) {
-    constexpr bool is_bfloat16 = std::is_same_v<T, bfloat16>;
+    [[maybe_unused]] constexpr bool is_bfloat16 = std::is_same_v<T, bfloat16>;
 #if defined(__AVX512F__)
     __m256i bits = _mm256_loadu_si256((const __m256i*)from);
     return is_bfloat16 ? (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16) : (Vector)_mm512_cvtph_ps(bits);

@@ -8,38 +8,36 @@
 constexpr int64_t SPLIT = 256, TOKENS = 8;
 
 // The products of a group's queries [group_size, size] with the keys of TOKENS tokens: products [group_size, SPLIT].
-static void multiply_keys(const T* query, const T* const* keys, int64_t group_size, int64_t size,
-                          float* products) {
+static void multiply_keys(const float* query, const float* const* keys, int64_t group_size, int64_t size, float* products) {
     for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)
         for (int token = 0; token < TOKENS; token++) {
-            const T* key = keys[token];
+            const float* key = keys[token];
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < size; i++) sum += float(query[i]) * float(key[i]);
+            for (int64_t i = 0; i < size; i++) sum += query[i] * key[i];
             products[token] = sum;
         }
 }
 
 // sums [group_size, size] += weights [group_size, SPLIT] of TOKENS tokens, times their values.
-static void add_values(const T* const* values, const T* weights, int64_t group_size, int64_t size, float* sums) {
+static void add_values(const float* const* values, const float* weights, int64_t group_size, int64_t size, float* sums) {
     for (int64_t head = 0; head < group_size; head++, weights += SPLIT, sums += size)
-        for (int token = 0; token < TOKENS; token++) {
-            const T* value = values[token];
-            float weight = weights[token];
 #pragma omp simd
-            for (int64_t i = 0; i < size; i++) sums[i] += weight * value[i];
+        for (int64_t i = 0; i < size; i++) {
+            float sum = sums[i];
+            for (int token = 0; token < TOKENS; token++) sum += weights[token] * values[token][i];
+            sums[i] = sum;
         }
 }
 
 // One query token of all heads against `num_tokens` tokens of its context: what their values, weighted, add up to, and
 // for the join with the rest of the context the highest score and the sum of the weights exp(score - highest).
-static void attend_to_part(const T* query, const T* keys, const T* values, const int32_t* block_table,
-                           int64_t first_token, int64_t num_tokens, int64_t block_size, int64_t num_kv_heads,
-                           int64_t group_size, int64_t head_dim, float scale, float* sums, float* highest,
-                           float* totals) {
+static void attend_to_part(const T* query, const T* keys, const T* values, const int32_t* block_table, int64_t first_token,
+                           int64_t num_tokens, int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim,
+                           float scale, float* sums, float* highest, float* totals) {
     int64_t num_heads = num_kv_heads * group_size;
-    float scores[num_heads][SPLIT];
-    T weights[num_heads][SPLIT];
+    float scores[num_heads][SPLIT], queries[num_heads * head_dim], memory[TOKENS * head_dim];
+    std::copy_n(query, num_heads * head_dim, queries);
     // The keys or values of TOKENS tokens, from `token` on. In place of those behind the end, the last one again.
     auto find = [&](const T* cache, int64_t token, const T** found) {
         int64_t position = first_token + std::min(token, num_tokens - 1);
@@ -57,20 +55,25 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
             numbers += head_dim;
         }
     };
+    const float* wide[TOKENS];
+    auto widen_now = [&] {
+        for (int64_t i = 0; i < TOKENS; now[i++] += head_dim)
+            if (std::is_same_v<T, float>) wide[i] = (const float*)now[i];
+            else wide[i] = std::copy_n(now[i], head_dim, memory + i * head_dim) - head_dim;
+    };
     for (int64_t token = 0; token < num_tokens; token += TOKENS) {
         bool is_last = token + TOKENS >= num_tokens;
         find(keys, token, now);
         find(is_last ? values : keys, is_last ? 0 : token + TOKENS, next);
         for (int64_t head = 0; head < num_heads; head += group_size) {
             fetch();
-            multiply_keys(query + head * head_dim, now, group_size, head_dim, &scores[head][token]);
-            for (const T*& key : now) key += head_dim;
+            widen_now();
+            multiply_keys(queries + head * head_dim, wide, group_size, head_dim, &scores[head][token]);
         }
     }
     for (int64_t head = 0; head < num_heads; head++) {
         totals[head] = exponentiate(scores[head], num_tokens, scale, highest[head]);
-        std::copy_n(scores[head], num_tokens, weights[head]);
-        std::fill(weights[head] + num_tokens, weights[head] + round_up(num_tokens, TOKENS), T{});
+        std::fill(scores[head] + num_tokens, scores[head] + round_up(num_tokens, TOKENS), 0);
     }
     std::fill_n(sums, num_heads * head_dim, 0);
     for (int64_t token = 0; token < num_tokens; token += TOKENS) {
@@ -78,14 +81,14 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
         find(values, token + TOKENS, next);
         for (int64_t head = 0; head < num_heads; head += group_size) {
             fetch();
-            add_values(now, &weights[head][token], group_size, head_dim, sums + head * head_dim);
-            for (const T*& value : now) value += head_dim;
+            widen_now();
+            add_values(wide, &scores[head][token], group_size, head_dim, sums + head * head_dim);
         }
     }
 }
 
-extern "C" void store_kvcache(const T* key, const T* value, int64_t key_stride, int64_t value_stride,
-                              const int64_t* slot_mapping, int64_t num_tokens, int64_t slot_size, T* keys, T* values) {
+extern "C" void store_kvcache(const T* key, const T* value, int64_t key_stride, int64_t value_stride, const int64_t* slot_mapping,
+                              int64_t num_tokens, int64_t slot_size, T* keys, T* values) {
     parallel_for(num_tokens, slot_size, [=](int64_t token) {
         int64_t slot = slot_mapping[token];
         if (slot < 0) return;
@@ -94,9 +97,9 @@ extern "C" void store_kvcache(const T* key, const T* value, int64_t key_stride, 
     });
 }
 
-extern "C" void decode_attention(const T* query, const T* keys, const T* values, T* output, const int32_t* cu_seqlens_q,
-                      const int32_t* context_lens, const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
-                      int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim, float scale) {
+extern "C" void decode_attention(const T* query, const T* keys, const T* values, T* output, const int32_t* cu_seqlens_q, const
+                                 int32_t* context_lens, const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
+                                 int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim, float scale) {
     int64_t num_heads = num_kv_heads * group_size, size = num_heads * head_dim;
     struct Part {
         int64_t seq, first_token;

@@ -23,8 +23,8 @@ extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tok
     });
 }
 
-extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* norm_weight, T* output,
-                       int64_t num_tokens, int64_t stride, int64_t num_heads, int64_t half, float eps) {
+extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* norm_weight, T* output, int64_t num_tokens,
+                       int64_t stride, int64_t num_heads, int64_t half, float eps) {
     parallel_for(num_tokens, 2 * num_heads * half, [=](int64_t token) {
         const T* in = x + token * stride;
         float factors[num_heads];  // roots and divisions are slow one by one: first the squares, then those of all heads

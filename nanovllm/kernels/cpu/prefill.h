@@ -106,10 +106,9 @@ class PrefixAttention {
     }
 };
 
-extern "C" void prefill_attention(const T* query, const T* keys, const T* values, T* output,
-                       const int32_t* cu_seqlens_q, const int32_t* context_lens, const int32_t* block_tables,
-                       int64_t num_seqs, int64_t table_width, int64_t block_size, int64_t num_kv_heads,
-                       int64_t group_size, int64_t head_dim, float scale) {
+extern "C" void prefill_attention(const T* query, const T* keys, const T* values, T* output, const int32_t* cu_seqlens_q, const
+                                  int32_t* context_lens, const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
+                                  int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim, float scale) {
     std::vector<std::array<int64_t, 3>> parts;  // sequence, first query token, KV head
     for (int64_t seq = 0; seq < num_seqs; seq++)
         if (int64_t query_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]; query_len > 1)
@@ -117,7 +116,7 @@ extern "C" void prefill_attention(const T* query, const T* keys, const T* values
                 for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++) parts.push_back({seq, first, kv_head});
     if (parts.empty()) return;
     Team::form(true, [&] {
-        Tiles tiles;
+        [[maybe_unused]] Tiles tiles;
         static thread_local PrefixAttention attention;
         Team::get().share(parts.size(), [&](int64_t i) {
             auto [seq, first, kv_head] = parts[i];

@@ -1,7 +1,7 @@
-// Matrix products in 16 bits with prepacked weights, for processors with instructions that multiply pairs of them.
+// Matrix products in 16 bits with prepacked weights, for AMX's instructions or, widened to float, for any processor's.
 //
 // A weight [out_features, in_features] is kept in panels of WIDTH outputs: [depth / 2, WIDTH, 2], the next pair of inputs
-// for all of them side by side, as the instructions want them. Depth is in_features, rounded up: the rest is zeros. A
+// for all of them side by side, as AMX wants them. Depth is in_features, rounded up: the rest is zeros. A
 // panel stays in a core's cache while all rows of x pass by, a few at a time; meanwhile the next panel is fetched.
 #pragma once
 #include "team.h"
@@ -20,16 +20,23 @@ struct Epilogue {
     // Of one row, `offset` behind the first row's in the output.
     template <class Output>
     void store(const float* sums, Output* output, int64_t offset) const {
-        auto finish = [&](int64_t num) {
+        float numbers[WIDTH];
+        if (gated) {
+            for (int64_t i = 0; i < WIDTH / 2; i++) numbers[i] = silu(sums[i]) * sums[WIDTH / 2 + i];
+            sums = numbers;
+        }
+        for (const T* addend : {bias, residual ? residual + offset : nullptr})
+            if (addend) {
 #pragma omp simd
-            for (int64_t i = 0; i < num; i++) {
-                float number = gated ? silu(sums[i]) * sums[WIDTH / 2 + i] : sums[i];
-                if (bias) number += bias[i];
-                if (residual) number += residual[offset + i];
-                output[offset + i] = number;
+                for (int64_t i = 0; i < size; i++) numbers[i] = sums[i] + addend[i];
+                sums = numbers;
             }
-        };
-        size == WIDTH ? finish(WIDTH) : finish(size);
+        output += offset;
+        if (size == WIDTH)
+            for (int64_t i = 0; i < WIDTH; i++) output[i] = sums[i];
+        else
+#pragma omp simd
+            for (int64_t i = 0; i < size; i++) output[i] = sums[i];
     }
 };
 
@@ -44,14 +51,14 @@ struct Epilogue {
 extern "C" int can_multiply() { return Tiles::allowed; }
 
 // For a `gated` weight, out_features counts the gates: there are as many outputs, and twice as many rows in the weight.
-extern "C" void linear(const T* x, const T* panels, const T* bias, const T* residual,
-                       T* output, int64_t num_rows, int64_t in_features, int64_t out_features, int64_t gated) {
+extern "C" void linear(const T* x, const T* panels, const T* bias, const T* residual, T* output, int64_t num_rows, int64_t
+                       in_features, int64_t out_features, int64_t gated) {
     int64_t depth = round_up(in_features, LINE), outputs_per_panel = gated ? WIDTH / 2 : WIDTH;
     int64_t at_most = std::clamp(CACHED_BYTES / (2 * depth) / ROWS * ROWS, ROWS, MAX_ROWS);
     int64_t num_passes = (num_rows - 1) / at_most + 1, rows_at_once = round_up((num_rows - 1) / num_passes + 1, ROWS);
     int64_t num_panels = round_up(out_features, outputs_per_panel) / outputs_per_panel;
     Team::form(true, [&] {
-        Tiles tiles;
+        [[maybe_unused]] Tiles tiles;
         static thread_local Rows rows;
         int64_t num_tasks = std::min(num_panels, TASKS_PER_THREAD * Team::num_threads);
         for (int64_t row = 0; row < num_rows; row += rows_at_once) {
@@ -71,8 +78,7 @@ extern "C" void linear(const T* x, const T* panels, const T* bias, const T* resi
 }
 
 // The rows of a weight that `ids` names.
-extern "C" void gather_rows(const T* panels, const int64_t* ids, T* output, int64_t num_rows,
-                            int64_t in_features) {
+extern "C" void gather_rows(const T* panels, const int64_t* ids, T* output, int64_t num_rows, int64_t in_features) {
     int64_t depth = round_up(in_features, LINE);
     parallel_for(num_rows, in_features, [=](int64_t row) {
         const T* from = panels + ids[row] / WIDTH * WIDTH * depth + ids[row] % WIDTH * 2;
