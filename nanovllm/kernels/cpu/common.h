@@ -105,4 +105,12 @@ static Vector widen(const T* from) {
     return wide;
 #endif
 }
+
+static void narrow(Vector wide, T* to) {
+#if defined(T_IS_BFLOAT16) && defined(__AVX512BF16__)
+    _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)wide));
+#else
+    for (size_t i = 0; i < sizeof wide / sizeof(float); i++) to[i] = wide[i];
+#endif
+}
 #endif

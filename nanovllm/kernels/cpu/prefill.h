@@ -9,7 +9,19 @@
 #include "products.h"
 
 #ifdef T_IS_16_BITS
-constexpr int64_t QUERIES = 256, PIECE = 256, ROWS_AT_ONCE = round_up(32, ROWS);
+constexpr int64_t QUERIES = 512, PIECE = 512, ROWS_AT_ONCE = round_up(32, ROWS);
+constexpr int64_t STRIDE = PIECE + 16;  // of scores: with a power of two, a tile's rows would meet in few lines of the cache
+constexpr int64_t AHEAD = 8;            // tokens whose keys and values are fetched ahead
+
+// 2^x for x from -126, below which it stays the same, to 0. To 3 parts in 10^6, as it will be rounded to 16 bits. NaN stays NaN.
+static Vector power_of_2(Vector x) {
+    typedef int32_t Bits __attribute__((vector_size(sizeof(Vector))));
+    x = x < -126 ? Vector{} - 126 : x;
+    Vector shifted = x + 0x1.8p23f, rest = x - (shifted - 0x1.8p23f);  // at this size a float has no fraction
+    Vector sum = Vector{} + 0.00958285f;
+    for (float coefficient : {0.05590643f, 0.24024099f, 0.69312419f, 1.0f}) sum = sum * rest + coefficient;
+    return (Vector)((Bits)sum + ((Bits)shifted << 23));
+}
 
 // The queries of one KV head, with `tokens_before` them: each sees these, and of the queries itself and those before it.
 class PrefixAttention {
@@ -21,29 +33,40 @@ class PrefixAttention {
     // Of `num_tokens` from `first` on, up to a whole panel.
     void pack(const T* keys, const T* values, const int32_t* block_table, int64_t first, int64_t num_tokens,
               int64_t block_size, int64_t row_size, int64_t head_dim) {
+        auto find = [&](int64_t token) {  // its place in the cache; for those behind the end, the last one's
+            int64_t position = first + std::min(token, num_tokens - 1);
+            return (block_table[position / block_size] * block_size + position % block_size) * row_size;
+        };
         for (int64_t token = 0; token < round_up(num_tokens, WIDTH); token += 2) {
-            const T *key[2], *value[2];
+            const T* value[2];
             for (int i = 0; i < 2; i++) {
-                int64_t position = first + std::min(token + i, num_tokens - 1);
-                int64_t offset = (block_table[position / block_size] * block_size + position % block_size) * row_size;
-                key[i] = keys + offset, value[i] = values + offset;
+                int64_t place = find(token + i), next = find(token + i + AHEAD);
+                for (int64_t d = 0; d < head_dim; d += LINE) {
+                    __builtin_prefetch(keys + next + d);
+                    __builtin_prefetch(values + next + d);
+                }
+                T* to = &key_panels[token / WIDTH * WIDTH * padded_dim + (token % WIDTH + i) * 2];
+                for (int64_t d = 0; d < head_dim; d += 2) memcpy(to + d * WIDTH, keys + place + d, 2 * sizeof(T));
+                // A weight of zero would not silence everything that could be behind the context.
+                value[i] = token + i < num_tokens ? values + place : zeros.data();
             }
-            T* to = &key_panels[token / WIDTH * WIDTH * padded_dim + token % WIDTH * 2];
-            for (int i = 0; i < 2; i++)
-                for (int64_t d = 0; d < head_dim; d += 2) memcpy(to + d * WIDTH + 2 * i, key[i] + d, 2 * sizeof(T));
-            const T *left = token < num_tokens ? value[0] : zeros.data(), *right = token + 1 < num_tokens ? value[1] : zeros.data();
-            // Zeros behind the context: a weight of zero would not silence everything that could be there.
-            for (int64_t start = 0; start < head_dim; start += WIDTH) {
-                to = &value_panels[start * PIECE + token * WIDTH];
-                for (int64_t d = 0; d < std::min(WIDTH, head_dim - start); d++) to[2 * d] = left[start + d], to[2 * d + 1] = right[start + d];
-            }
+            for (int64_t d = 0; d < head_dim; d += WIDTH) interleave(value[0] + d, value[1] + d, &value_panels[d * PIECE + token * WIDTH], std::min(WIDTH, head_dim - d));
+        }
+    }
+
+    static void interleave(const T* __restrict left, const T* __restrict right, T* __restrict to, int64_t size) {
+        if (size == WIDTH) {
+            for (int64_t i = 0; i < WIDTH; i++) to[2 * i] = left[i], to[2 * i + 1] = right[i];
+        } else {
+            for (int64_t i = 0; i < size; i++) to[2 * i] = left[i], to[2 * i + 1] = right[i];
         }
     }
 
   public:
-    void attend(const T* query, const T* keys, const T* values, T* output, const int32_t* block_table,
+    __attribute__((noinline)) void attend(const T* query, const T* keys, const T* values, T* output, const int32_t* block_table,
                 int64_t tokens_before, int64_t num_queries, int64_t block_size, int64_t num_kv_heads,
                 int64_t group_size, int64_t head_dim, float scale) {
+        scale *= 1.44269504f;  // log2(e): weights are powers of 2
         int64_t num_rows = num_queries * group_size, context_len = tokens_before + num_queries;
         padded_dim = round_up(head_dim, WIDTH);
         auto offset_of = [&](int64_t row) {  // in query and output, where the other KV heads' rows lie between
@@ -56,8 +79,8 @@ class PrefixAttention {
         key_panels.resize(PIECE * padded_dim);
         value_panels.resize(PIECE * padded_dim);
         weights.resize(ROWS_AT_ONCE * PIECE);
-        scores.resize(ROWS_AT_ONCE * PIECE);
-        outputs.assign(round_up(num_rows + ROWS_AT_ONCE, ROWS) * padded_dim, 0);
+        scores.resize(ROWS_AT_ONCE * STRIDE);
+        outputs.resize((num_rows + ROWS_AT_ONCE) * padded_dim);
         highest.assign(num_rows, -FLT_MAX);
         totals.assign(num_rows, 0);
 
@@ -69,17 +92,17 @@ class PrefixAttention {
                 int64_t size = std::min(ROWS_AT_ONCE, num_rows - start), visible = find_visible(start + size - 1);
                 query_rows.pack(&rows[start * head_dim], head_dim, size, head_dim);
                 for (int64_t panel = 0; panel < visible; panel += WIDTH)
-                    query_rows.multiply(&key_panels[panel * padded_dim], &scores[panel], PIECE, false);
+                    query_rows.multiply(&key_panels[panel * padded_dim], &scores[panel], STRIDE, false);
                 for (int64_t row = 0; row < size; row++) {
-                    T* w = &weights[row * PIECE];
-                    float rescale = weigh(&scores[row * PIECE], w, find_visible(start + row), scale, start + row);
-                    std::fill(w + find_visible(start + row), w + round_up(visible, LINE), T{});
-                    if (rescale != 1)
-                        for (int64_t i = 0; i < padded_dim; i++) outputs[(start + row) * padded_dim + i] *= rescale;
+                    float rescale = weigh(&scores[row * STRIDE], &weights[row * PIECE], find_visible(start + row),
+                                          round_up(visible, LINE), scale, start + row);
+                    float* sums = &outputs[(start + row) * padded_dim];
+                    if (first > 0 && rescale != 1)
+                        for (int64_t i = 0; i < padded_dim; i++) sums[i] *= rescale;
                 }
                 weight_rows.pack(weights.data(), PIECE, size, round_up(visible, 2));
                 for (int64_t panel = 0; panel < head_dim; panel += WIDTH)
-                    weight_rows.multiply(&value_panels[panel * PIECE], &outputs[start * padded_dim + panel], padded_dim, true);
+                    weight_rows.multiply(&value_panels[panel * PIECE], &outputs[start * padded_dim + panel], padded_dim, first > 0);
             }
         }
         for (int64_t row = 0; row < num_rows; row++)
@@ -88,19 +111,38 @@ class PrefixAttention {
     }
 
   private:
-    // Turns a row's scores into weights; what was summed up for the row before is to be multiplied by the result.
-    float weigh(const float* s, T* w, int64_t visible, float scale, int64_t row) {
-        float base = highest[row] / scale, total = 0;
+    // Turns a row's scores into weights, zeros behind the visible ones; what was summed up for the row before is to be multiplied
+    // by the result. Four vectors at a time, since one would wait for the other.
+    float weigh(float* s, T* w, int64_t visible, int64_t end, float scale, int64_t row) {
+        constexpr int64_t LANES = sizeof(Vector) / sizeof(float), AT_ONCE = 4 * LANES;
+        std::fill(s + visible, s + round_up(visible, AT_ONCE), -INFINITY);
+        auto load = [](const float* from) {
+            Vector vector;
+            memcpy(&vector, from, sizeof vector);
+            return vector;
+        };
+        Vector bases[4], sums[4] = {};
+        for (Vector& base : bases) base = Vector{} + highest[row];
+        for (int64_t i = 0; i < visible; i += AT_ONCE)
+            for (int j = 0; j < 4; j++) {
+                Vector score = load(s + i + j * LANES);
+                bases[j] = score > bases[j] ? score : bases[j];
+            }
+        float base = highest[row], total = 0;
+        const float* lanes = (const float*)bases;
 #pragma omp simd reduction(max : base)
-        for (int64_t i = 0; i < visible; i++) base = s[i] > base ? s[i] : base;
-        base *= scale;
+        for (int64_t i = 0; i < AT_ONCE; i++) base = lanes[i] > base ? lanes[i] : base;
+        for (int64_t i = 0; i < visible; i += AT_ONCE)
+            for (int j = 0; j < 4; j++) {
+                Vector weight = power_of_2((load(s + i + j * LANES) - base) * scale);
+                narrow(weight, w + i + j * LANES);
+                sums[j] += weight;
+            }
+        std::fill(w + visible, w + end, T{});
+        lanes = (const float*)sums;
 #pragma omp simd reduction(+ : total)
-        for (int64_t i = 0; i < visible; i++) {
-            float weight = exponential(scale * s[i] - base);
-            w[i] = weight;
-            total += weight;
-        }
-        float rescale = exponential(highest[row] - base);
+        for (int64_t i = 0; i < AT_ONCE; i++) total += lanes[i];
+        float rescale = power_of_2(Vector{} + (highest[row] - base) * scale)[0];
         highest[row] = base, totals[row] = totals[row] * rescale + total;
         return rescale;
     }
