@@ -17,6 +17,7 @@ static void attend_to_prefix(const T* query, const T* keys, const T* values, T* 
     int64_t padded_len = round_up(context_len, WIDTH), padded_dim = round_up(head_dim, WIDTH);
     static thread_local std::vector<T> key_panels, value_panels, rows, weights, outputs;
     static thread_local std::vector<float> scores;
+    std::vector<T> zeros(head_dim);  // behind the context: a weight of zero would not silence everything that could be there
     static thread_local Rows query_rows, weight_rows;
     key_panels.resize(padded_len * padded_dim);
     value_panels.resize(padded_dim * padded_len);
@@ -30,16 +31,21 @@ static void attend_to_prefix(const T* query, const T* keys, const T* values, T* 
         for (int i = 0; i < 2; i++) {
             int64_t seen = std::min(token + i, context_len - 1), block = block_table[seen / block_size];
             int64_t offset = (block * block_size + seen % block_size) * num_kv_heads * head_dim;
-            pair[i] = keys + offset, value_pair[i] = values + offset;
+            pair[i] = keys + offset;
+            value_pair[i] = token + i < context_len ? values + offset : zeros.data();
         }
         T* to = &key_panels[token / WIDTH * WIDTH * padded_dim + token % WIDTH * 2];
         for (int i = 0; i < 2; i++)
-            for (int64_t d = 0; d < padded_dim; d++) to[d / 2 * 2 * WIDTH + 2 * i + d % 2] = d < head_dim ? pair[i][d] : T{};
-        // Zeros behind the context: a weight of zero would not silence everything that could be there.
+            for (int64_t d = 0; d < padded_dim; d += 2) {
+                int32_t two = 0;
+                if (d < head_dim) memcpy(&two, pair[i] + d, sizeof two);
+                memcpy(to + 2 * i + d * WIDTH, &two, sizeof two);
+            }
         for (int64_t first = 0; first < padded_dim; first += WIDTH) {
             to = &value_panels[first * padded_len + token * WIDTH];
-            for (int64_t d = 0; d < std::min(WIDTH, head_dim - first); d++)
-                for (int i = 0; i < 2; i++) to[2 * d + i] = token + i < context_len ? value_pair[i][first + d] : T{};
+            const T *left = value_pair[0] + first, *right = value_pair[1] + first;
+#pragma omp simd
+            for (int64_t d = 0; d < std::min(WIDTH, head_dim - first); d++) to[2 * d] = left[d], to[2 * d + 1] = right[d];
         }
     }
     auto offset_of = [&](int64_t row) {  // in query and output, where the other KV heads' rows lie between
