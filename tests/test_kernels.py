@@ -101,9 +101,7 @@ def processor(request: pytest.FixtureRequest, no_kernels_known: None, monkeypatc
 
 
 @all_kernels
-@pytest.mark.parametrize(
-    "dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)], ids=str
-)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)], ids=str)
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 200])
 def test_layers(num_tokens: int, dtype: torch.dtype, tolerance: float, functions: str, device: str) -> None:
     torch.manual_seed(0)

@@ -31,10 +31,13 @@ static void add_values(const float* const* values, const float* weights, int64_t
 }
 
 // One query token of all heads against `num_tokens` tokens of its context: what their values, weighted, add up to, and
-// for the join with the rest of the context the highest score and the sum of the weights exp(score - highest).
+// for the join with the rest of the context the highest score and the sum of the weights exp(score - highest). Loops of a
+// HEAD_DIM that the compiler knows have no remainders to look after.
+template <int64_t HEAD_DIM>
 static void attend_to_part(const T* query, const T* keys, const T* values, const int32_t* block_table, int64_t first_token,
-                           int64_t num_tokens, int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim,
+                           int64_t num_tokens, int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t any_dim,
                            float scale, float* sums, float* highest, float* totals) {
+    int64_t head_dim = HEAD_DIM ? HEAD_DIM : any_dim;
     int64_t num_heads = num_kv_heads * group_size;
     float scores[num_heads][SPLIT], queries[num_heads * head_dim], memory[TOKENS * head_dim];
     std::copy_n(query, num_heads * head_dim, queries);
@@ -97,8 +100,8 @@ extern "C" void store_kvcache(const T* key, const T* value, int64_t key_stride, 
     });
 }
 
-extern "C" void decode_attention(const T* query, const T* keys, const T* values, T* output, const int32_t* cu_seqlens_q, const
-                                 int32_t* context_lens, const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
+extern "C" void decode_attention(const T* query, const T* keys, const T* values, T* output, const int32_t* cu_seqlens_q,
+                                 const int32_t* context_lens, const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
                                  int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim, float scale) {
     int64_t num_heads = num_kv_heads * group_size, size = num_heads * head_dim;
     struct Part {
@@ -109,6 +112,7 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
         if (cu_seqlens_q[seq + 1] - cu_seqlens_q[seq] == 1)
             for (int64_t token = 0; token < context_lens[seq]; token += SPLIT) parts.push_back({seq, token});
 
+    auto attend = head_dim == 64 ? attend_to_part<64> : head_dim == 128 ? attend_to_part<128> : attend_to_part<0>;
     Team::form(parts.size() > 1, [&] {
         Team& team = Team::get();
         // Of each part: sums [num_heads, head_dim], highest [num_heads], totals [num_heads]
@@ -118,9 +122,9 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
         team.share(parts.size(), [&](int64_t i) {
             auto [seq, first_token] = parts[i];
             float *sums = results + i * stride, *highest = sums + size;
-            attend_to_part(query + cu_seqlens_q[seq] * size, keys, values, block_tables + seq * table_width, first_token,
-                           std::min(SPLIT, context_lens[seq] - first_token), block_size, num_kv_heads, group_size, head_dim,
-                           scale, sums, highest, highest + num_heads);
+            attend(query + cu_seqlens_q[seq] * size, keys, values, block_tables + seq * table_width, first_token,
+                   std::min(SPLIT, context_lens[seq] - first_token), block_size, num_kv_heads, group_size, head_dim, scale,
+                   sums, highest, highest + num_heads);
         });
         // Joined, each part's weights shrink by exp(its highest score - the highest of all).
         parallel_for(parts.size(), size, [&](size_t i) {

@@ -148,8 +148,8 @@ class PrefixAttention {
     }
 };
 
-extern "C" void prefill_attention(const T* query, const T* keys, const T* values, T* output, const int32_t* cu_seqlens_q, const
-                                  int32_t* context_lens, const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
+extern "C" void prefill_attention(const T* query, const T* keys, const T* values, T* output, const int32_t* cu_seqlens_q,
+                                  const int32_t* context_lens, const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
                                   int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim, float scale) {
     std::vector<std::array<int64_t, 3>> parts;  // sequence, first query token, KV head
     for (int64_t seq = 0; seq < num_seqs; seq++)
