@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import DEVICE, Oracle, make_checkpoint, random_prompt
+from test_attention import check_attends
 from test_sampler import make_sampling_batch
 from torch import nn
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
@@ -27,8 +28,9 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeCon
 from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.batch import SamplingBatch
 from nanovllm.kernels import exchange, kernelize
+from nanovllm.kernels.cpu import attention as cpp_backend
+from nanovllm.kernels.cpu import functions, packed
 from nanovllm.kernels.cpu import library as cpu_library
-from nanovllm.kernels.cpu import packed
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
 from nanovllm.kernels.cpu.packed import PackedWeight
 from nanovllm.kernels.twins import make_twins
@@ -42,7 +44,10 @@ from nanovllm.models.weights import load_checkpoint
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler")
-needs_bfloat16 = pytest.mark.skipif(not packed.can_multiply(torch.bfloat16), reason="no compiler, or no bfloat16 instructions")
+needs_products = pytest.mark.skipif(not packed.can_multiply(torch.bfloat16), reason="no compiler, or AMX that is not allowed")
+in_16_bits = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+# For this machine's processor, and for lesser ones whose instructions it has too.
+PROCESSORS = {"AVX512": ["x86-64-v4", "x86-64-v3", "x86-64"], "AVX2": ["x86-64-v3", "x86-64"]}
 needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="no triton")
 all_kernels = pytest.mark.parametrize(
     "functions, device",
@@ -93,8 +98,16 @@ def no_kernels_known() -> Iterator[None]:
         function.cache_clear()
 
 
+@pytest.fixture(params=["native", *PROCESSORS.get(torch.backends.cpu.get_cpu_capability(), [])])
+def processor(request: pytest.FixtureRequest, no_kernels_known: None, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernels are compiled for it."""
+    if request.param != "native":
+        monkeypatch.setattr(cpu_library, "FLAGS", [*cpu_library.FLAGS, f"-march={request.param}"])
+    return request.param
+
+
 @all_kernels
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)], ids=str)
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 200])
 def test_layers(num_tokens: int, dtype: torch.dtype, tolerance: float, functions: str, device: str) -> None:
     torch.manual_seed(0)
@@ -117,7 +130,7 @@ GATES = [-1e4, -100.0, -89.0, -88.0, -87.0, -1.0, -0.0, 0.0, 1.0, 88.0, 89.0, 10
 
 
 @all_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_extreme_numbers(dtype: torch.dtype, functions: str, device: str) -> None:
     """Infinite where torch's numbers are, and NaN where they are and nowhere else."""
     gates = torch.tensor(GATES, dtype=dtype, device=device)
@@ -146,18 +159,19 @@ def test_silu_to_the_last_digits(functions: str, device: str) -> None:
     torch.testing.assert_close(output.double(), F.silu(gates.double()), rtol=5e-7 if functions == "cpu" else 1e-5, atol=0)
 
 
-@needs_bfloat16
-def test_extreme_gates() -> None:
-    gates = torch.tensor(GATES).bfloat16()
-    weight = torch.stack((torch.cat((gates, torch.ones_like(gates))), torch.zeros(2 * len(gates)).bfloat16()), dim=-1)
-    x = torch.tensor([[1.0, 0.0]] * 40).bfloat16()
+@needs_products
+@in_16_bits
+def test_extreme_gates(dtype: torch.dtype, processor: str) -> None:
+    gates = torch.tensor(GATES, dtype=dtype)
+    weight = torch.stack((torch.cat((gates, torch.ones_like(gates))), gates.new_zeros(2 * len(gates))), dim=-1)
+    x = torch.tensor([[1.0, 0.0]] * 40, dtype=dtype)
     expected = F.silu(gates).expand(40, -1)
     torch.testing.assert_close(PackedWeight(weight, gated=True).multiply(x), expected, equal_nan=True)
 
 
 @all_kernels
 @pytest.mark.parametrize("has_twins", [True, False], ids=["kernels", "torch"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_surroundings_change_nothing(dtype: torch.dtype, has_twins: bool, functions: str, device: str) -> None:
     """Neither torch's default device and dtype nor its deterministic algorithms."""
     torch.manual_seed(0)
@@ -193,41 +207,70 @@ def test_surroundings_change_nothing(dtype: torch.dtype, has_twins: bool, functi
         assert one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
 
 
-@needs_bfloat16
+@needs_products
+@in_16_bits
 @pytest.mark.parametrize("in_features, out_features", [(2, 1), (30, 64), (64, 100), (320, 16), (4096, 130)])
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
-def test_packed_weight(in_features: int, out_features: int, has_bias: bool) -> None:
+def test_packed_weight(in_features: int, out_features: int, has_bias: bool, dtype: torch.dtype, processor: str) -> None:
     torch.manual_seed(0)
-    weight = torch.randn(out_features, in_features).bfloat16()
+    weight = torch.randn(out_features, in_features).to(dtype)
     packed_weight = PackedWeight(weight)
-    bias = torch.randn(out_features).bfloat16() if has_bias else None
+    bias = torch.randn(out_features).to(dtype) if has_bias else None
     for num_rows in (0, 1, 2, 5, 12, 13, 17, 32, 150):  # 4096 inputs: more rows than one pass takes
-        x = torch.randn(num_rows, in_features).bfloat16()
+        x = torch.randn(num_rows, in_features).to(dtype)
         expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
         atol = 1e-3 * in_features**0.5
-        torch.testing.assert_close(packed_weight.multiply(x, bias).float(), expected, atol=atol, rtol=8e-3)
+        output = packed_weight.multiply(x, bias)
+        torch.testing.assert_close(output.float(), expected, atol=atol, rtol=torch.finfo(dtype).eps)
+        assert torch.equal(packed_weight.multiply(x[:1], bias), output[:1]), "a row's company changes it"
     ids = torch.tensor([out_features - 1, 0, out_features // 2])
     assert torch.equal(packed_weight.rows(ids), weight[ids])
 
 
-@needs_bfloat16
+@needs_products
+@in_16_bits
 @pytest.mark.parametrize("in_features, out_features", [(2, 1), (30, 16), (64, 100), (1030, 48)])
-def test_gated_weight(in_features: int, out_features: int) -> None:
+def test_gated_weight(in_features: int, out_features: int, dtype: torch.dtype, processor: str) -> None:
     torch.manual_seed(0)
-    weight = torch.randn(2 * out_features, in_features).bfloat16()
+    weight = torch.randn(2 * out_features, in_features).to(dtype)
     for num_rows in (0, 1, 12, 33, 150):
-        x = torch.randn(num_rows, in_features).bfloat16() / in_features**0.5
+        x = torch.randn(num_rows, in_features).to(dtype) / in_features**0.5
         gate, up = (x.float() @ weight.float().T).chunk(2, dim=-1)
         output = PackedWeight(weight, gated=True).multiply(x)
         torch.testing.assert_close(output.float(), F.silu(gate) * up, atol=1e-3, rtol=8e-3)
 
 
-@needs_bfloat16
+@needs_products
+@pytest.mark.parametrize("bits", range(0, 1 << 16, 1 << 14))
+def test_every_float16(bits: int, processor: str) -> None:
+    """Read as torch reads it, and written back the same, as one of many rows and as a single one."""
+    numbers = torch.arange(bits, bits + (1 << 14), dtype=torch.int32).to(torch.uint16).view(torch.float16)
+    rows = torch.stack((numbers, torch.zeros_like(numbers)), dim=-1)
+    x = torch.tensor([[1.0, 0.0]] * 7, dtype=torch.float16)
+    for num_rows in (1, 7):
+        output = PackedWeight(rows).multiply(x[:num_rows])
+        torch.testing.assert_close(output, numbers.expand(num_rows, -1), rtol=0, atol=0, equal_nan=True)
+    output = functions.silu_and_mul(torch.cat((torch.full_like(numbers, 20.0), numbers))[None])
+    torch.testing.assert_close(output[0], (F.silu(torch.tensor(20.0)) * numbers.float()).half(), rtol=0, atol=0, equal_nan=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("lengths", [([1] * 3, [3, 700, 129]), ([70, 1, 9], [133, 40, 9])], ids=["decode", "prefill"])
+@pytest.mark.parametrize("heads", [(4, 2, 80), (14, 2, 128), (3, 1, 10)], ids=str)
+def test_attention_on_any_processor(
+    lengths: tuple[list[int], list[int]], heads: tuple[int, int, int], dtype: torch.dtype, processor: str
+) -> None:
+    check_attends(cpp_backend, lengths, heads, 16, dtype)
+
+
+@needs_products
+@in_16_bits
 @pytest.mark.parametrize("shape", [{}, {"attention_bias": True}, {"num_key_value_heads": 1}, {"head_dim": 10}], ids=str)
-def test_fused_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any]) -> None:
+def test_fused_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], dtype: torch.dtype) -> None:
     """The same hidden states and K/V as without kernelize, and as with twins layer by layer: in long steps and short ones, of
     prefills, pieces and decodes."""
-    make_checkpoint(tmp_path, dtype=torch.bfloat16, max_position_embeddings=1024, **shape)
+    make_checkpoint(tmp_path, dtype=dtype, max_position_embeddings=1024, **shape)
     llm = LLM(str(tmp_path), device="cpu", num_kvcache_blocks=64, kvcache_block_size=16, max_num_batched_tokens=640)
     runner, batches = llm.model_runner, []
     prepare_batch = runner.prepare_batch
@@ -240,7 +283,7 @@ def test_fused_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: di
     plain, layerwise = (executor.spec.make_model(torch_backend) for _ in range(2))
     for model in (plain, layerwise):
         load_checkpoint(model, tmp_path)
-    layerwise = kernelize(layerwise, CPU, torch.bfloat16)  # not fused: it attends with torch
+    layerwise = kernelize(layerwise, CPU, dtype)  # not fused: it attends with torch
     models = [executor.model, plain, layerwise]
     assert [isinstance(model.model.layers, FusedLayers) for model in models] == [True, False, False]
     kv_caches = [[torch.full_like(cache, poison) for cache in executor.kv_caches] for poison in (3.0, 5.0, 7.0)]
@@ -255,7 +298,7 @@ def test_fused_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: di
 
 
 @all_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocab_size", [5, 1024, 5001])
 def test_sample(vocab_size: int, dtype: torch.dtype, functions: str, device: str) -> None:
     """The same tokens as with torch, greedy rows and filtered rows among them; of equal logits the first."""
@@ -275,7 +318,7 @@ def test_sample(vocab_size: int, dtype: torch.dtype, functions: str, device: str
 
 @all_kernels
 @pytest.mark.parametrize("has_twins", [True, False], ids=["kernels", "torch"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocab_size", [3, 5001])
 def test_sample_from_extreme_logits(vocab_size: int, dtype: torch.dtype, has_twins: bool, functions: str, device: str) -> None:
     """-1 for a row with a NaN, and for no other; a token that can be drawn for all others."""

@@ -58,9 +58,8 @@ class Rows {
         wait_for_memory();
     }
 
-    // Into `output`, bfloat16 or float. While tiles sum up some rows, the sums of the rows before are stored.
-    template <class Output>
-    void multiply(const bfloat16* panel, const Epilogue& epilogue, Output* output, int64_t output_stride) {
+    // While tiles sum up some rows, the sums of the rows before are stored.
+    void multiply(const bfloat16* panel, const Epilogue& epilogue, bfloat16* output, int64_t output_stride) {
         int64_t num_tiles = round_up(num_rows, ROWS) / ROWS, fetches = round_up(WIDTH, num_tiles) / num_tiles;
         const bfloat16* next = panel + WIDTH * (num_tiles == 1 ? LINE : depth);
         auto finish = [&](int64_t row) {
@@ -70,9 +69,7 @@ class Rows {
         for (int64_t start = 0; start < depth; start += block) {
             int64_t size = std::min(block, depth - start);
             for (int64_t row = 0; row < num_rows; row += ROWS) {
-                const Line* x = &lines[(start * num_tiles + row / ROWS * size) * ROWS / LINE];
-                auto multiply = num_rows - row > ROWS / 2 ? multiply_tiles<true> : multiply_tiles<false>;
-                multiply(x, panel + start * WIDTH, size, start > 0, &sums[row * WIDTH], next, fetches);
+                multiply_rows(start, row, panel, start > 0, &sums[row * WIDTH], WIDTH, next, fetches);
                 next += fetches * size;
                 if (start + size == depth && row > 0) finish(row - ROWS);
             }
@@ -80,7 +77,22 @@ class Rows {
         finish((num_tiles - 1) * ROWS);
     }
 
+    // The sums as they are, up to a whole number of ROWS; with `is_added`, added to what is there.
+    void multiply(const bfloat16* panel, float* output, int64_t output_stride, bool is_added) const {
+        for (int64_t start = 0; start < depth; start += block)
+            for (int64_t row = 0; row < num_rows; row += ROWS)
+                multiply_rows(start, row, panel, is_added || start > 0, output + row * output_stride, output_stride, panel, 0);
+    }
+
   private:
+    void multiply_rows(int64_t start, int64_t row, const bfloat16* panel, bool is_continued, float* sums, int64_t sums_stride,
+                       const bfloat16* next, int64_t fetches) const {
+        int64_t size = std::min(block, depth - start);
+        const Line* x = &lines[(start * round_up(num_rows, ROWS) + row * size) / LINE];
+        auto multiply = num_rows - row > ROWS / 2 ? multiply_tiles<true> : multiply_tiles<false>;
+        multiply(x, panel + start * WIDTH, size, is_continued, sums, sums_stride * sizeof(float), next, fetches);
+    }
+
     // The compiler does not know that tiles are loaded from memory and stored to it.
     static void wait_for_memory() { asm volatile("" ::: "memory"); }
 
@@ -88,14 +100,14 @@ class Rows {
     // are wanted next: of the next panel, or, where a few rows leave no time for that, of this one.
     template <bool BOTH>
     static void multiply_tiles(const Line* x, const bfloat16* panel, int64_t size, bool is_continued, float* sums,
-                               const bfloat16* next, int64_t fetches) {
-        float *upper = sums, *lower = sums + ROWS / 2 * WIDTH;
-        constexpr int64_t X_STRIDE = sizeof(Line), PANEL_STRIDE = 2 * sizeof(Line), SUMS_STRIDE = WIDTH * sizeof(float);
+                               int64_t sums_stride, const bfloat16* next, int64_t fetches) {
+        float *upper = sums, *lower = sums + ROWS / 2 * sums_stride / sizeof(float);
+        constexpr int64_t X_STRIDE = sizeof(Line), PANEL_STRIDE = 2 * sizeof(Line);
         if (is_continued) {
-            _tile_loadd(0, upper, SUMS_STRIDE);
-            _tile_loadd(1, upper + 16, SUMS_STRIDE);
-            if (BOTH) _tile_loadd(2, lower, SUMS_STRIDE);
-            if (BOTH) _tile_loadd(3, lower + 16, SUMS_STRIDE);
+            _tile_loadd(0, upper, sums_stride);
+            _tile_loadd(1, upper + 16, sums_stride);
+            if (BOTH) _tile_loadd(2, lower, sums_stride);
+            if (BOTH) _tile_loadd(3, lower + 16, sums_stride);
         } else {
             _tile_zero(0);
             _tile_zero(1);
@@ -116,10 +128,10 @@ class Rows {
             }
             x += ROWS, panel += LINE * WIDTH;
         }
-        _tile_stored(0, upper, SUMS_STRIDE);
-        _tile_stored(1, upper + 16, SUMS_STRIDE);
-        if (BOTH) _tile_stored(2, lower, SUMS_STRIDE);
-        if (BOTH) _tile_stored(3, lower + 16, SUMS_STRIDE);
+        _tile_stored(0, upper, sums_stride);
+        _tile_stored(1, upper + 16, sums_stride);
+        if (BOTH) _tile_stored(2, lower, sums_stride);
+        if (BOTH) _tile_stored(3, lower + 16, sums_stride);
         wait_for_memory();
     }
 };

@@ -1,7 +1,6 @@
 """Paged attention on a CPU, in C++ (decode.h, prefill.h): K/V are read where they lie.
 
-A decode is bound by that reading. A longer query is bound by matrix products; where the processor has no bfloat16
-instructions for them, it is left to plain torch.
+A decode is bound by that reading. A longer query is bound by matrix products; in float32 it is left to plain torch.
 """
 
 import torch

@@ -8,7 +8,7 @@
 #include <sched.h>
 #include <signal.h>
 
-#include "common.h"
+#include "team.h"
 
 struct Shared {  // behind it, two sets of a part per rank
     static constexpr int64_t MAX_RANKS = 64, PART_BYTES = 1 << 20;
@@ -41,21 +41,26 @@ struct Member {
 // x [size] becomes the sum of all ranks' x, in float, in the order of the ranks: the same bits on all.
 extern "C" void all_reduce(Member* member, T* x, int64_t size) {
     constexpr int64_t PART = Shared::PART_BYTES / sizeof(T), BLOCK = 512;
-    for (int64_t first = 0; first < size; first += PART, member->round++) {
-        int64_t end = std::min(first + PART, size);
-        std::copy(x + first, x + end, member->part(member->rank));
-        member->meet();
-#pragma omp parallel for if (end - first > SERIAL)
-        for (int64_t start = first; start < end; start += BLOCK) {
-            float sums[BLOCK] = {};
-            int64_t num = std::min(BLOCK, end - start);
-            for (int64_t other = 0; other < member->size; other++) {
-                const T* part = member->part(other) + start - first;
-                for (int64_t i = 0; i < num; i++) sums[i] += part[i];
-            }
-            for (int64_t i = 0; i < num; i++) x[start + i] = sums[i];
+    Team::form(size > SERIAL, [&] {
+        Team& team = Team::get();
+        for (int64_t first = 0; first < size; first += PART) {
+            int64_t end = std::min(first + PART, size);
+            team.share(1, [&](int64_t) {
+                std::copy(x + first, x + end, member->part(member->rank));
+                member->meet();
+            });
+            parallel_for((end - first + BLOCK - 1) / BLOCK, BLOCK, [&](int64_t block) {
+                float sums[BLOCK] = {};
+                int64_t start = first + block * BLOCK, num = std::min(BLOCK, end - start);
+                for (int64_t other = 0; other < member->size; other++) {
+                    const T* part = member->part(other) + start - first;
+                    for (int64_t i = 0; i < num; i++) sums[i] += part[i];
+                }
+                for (int64_t i = 0; i < num; i++) x[start + i] = sums[i];
+            });
+            team.share(1, [&](int64_t) { member->round++; });
         }
-    }
+    });
 }
 
 // On rank 0 the rows of x [num_rows, num_columns] of all ranks, side by side in `output`.

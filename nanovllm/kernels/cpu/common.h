@@ -5,17 +5,14 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
-// Where T is bfloat16, and the processor has instructions that multiply pairs of them.
-#if defined(T_IS_BFLOAT16) && defined(__AVX512BF16__)
+#ifdef __x86_64__
 #include <immintrin.h>
-#define MULTIPLIES
 #endif
 
-constexpr int64_t SERIAL = 1 << 14;  // numbers that one thread turns faster than others wake up
-
-static int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+static constexpr int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
 template <class To, class From>
 static To bit_cast(From from) {
@@ -65,13 +62,55 @@ struct bfloat16 {
     }
 };
 
-#ifdef MULTIPLIES
-// Numbers 0 to 15 (half 0) or 16 to 31 (half 1) of two registers, alternating: pairs, as products take them.
-static __m512i interleave(__m512i left, __m512i right, int half) {
-    alignas(64) static constexpr uint16_t order[64] = {  // 32 and above: of `right`
-        0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
-        11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
-        22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
-    return _mm512_permutex2var_epi16(left, _mm512_load_si512(order + 32 * half), right);
+struct float16 {
+    uint16_t bits;  // a sign, 5 bits of exponent and 10 of fraction
+
+    operator float() const {
+        uint32_t magnitude = (bits & 0x7FFF) << 13;  // the exponent is 112 less than a float's; 31 is that of infinity
+        float value = bit_cast<float>(magnitude + (magnitude < 0x0F800000 ? 0x38000000 : 0x70000000));
+        value = magnitude < 0x00800000 ? 2 * value - 0x1p-14f : value;  // subnormal: no 1 before the fraction
+        return bit_cast<float>(bit_cast<uint32_t>(value) | (bits & 0x8000) << 16);
+    }
+
+    float16& operator=(float value) {  // to nearest, ties to even
+        uint32_t wide = bit_cast<uint32_t>(value), magnitude = wide & 0x7FFFFFFF;
+        uint32_t normal = (magnitude - 0x38000000 + 0xFFF + (magnitude >> 13 & 1)) >> 13;
+        uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f);  // a unit of 0.5 is one of these
+        uint32_t finite = magnitude < 0x38800000 ? subnormal - 0x3F000000 : normal;
+        bits = (magnitude < 0x47800000 ? finite : magnitude <= 0x7F800000 ? 0x7C00 : 0x7E00) | (wide >> 16 & 0x8000);
+        return *this;
+    }
+};
+
+#ifdef T_IS_16_BITS
+#if defined(__AVX512F__)
+typedef float Vector __attribute__((vector_size(64)));
+#elif defined(__AVX__)
+typedef float Vector __attribute__((vector_size(32)));
+#else
+typedef float Vector __attribute__((vector_size(16)));
+#endif
+
+static Vector widen(const T* from) {
+    [[maybe_unused]] constexpr bool is_bfloat16 = std::is_same_v<T, bfloat16>;
+#if defined(__AVX512F__)
+    __m256i bits = _mm256_loadu_si256((const __m256i*)from);
+    return is_bfloat16 ? (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16) : (Vector)_mm512_cvtph_ps(bits);
+#elif defined(__AVX2__) && defined(__F16C__)
+    __m128i bits = _mm_loadu_si128((const __m128i*)from);
+    return is_bfloat16 ? (Vector)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16) : (Vector)_mm256_cvtph_ps(bits);
+#else
+    Vector wide;
+    for (size_t i = 0; i < sizeof wide / sizeof(float); i++) wide[i] = from[i];
+    return wide;
+#endif
+}
+
+static void narrow(Vector wide, T* to) {
+#if defined(T_IS_BFLOAT16) && defined(__AVX512BF16__)
+    _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)wide));
+#else
+    for (size_t i = 0; i < sizeof wide / sizeof(float); i++) to[i] = wide[i];
+#endif
 }
 #endif

@@ -3,93 +3,44 @@
 // A context is cut into parts of SPLIT tokens, tasks for the threads, and their results are joined (as in the Triton
 // backend). The keys, and then the values, of TOKENS tokens are read at a time, all heads of them, in the order of memory.
 #pragma once
-#include "common.h"
+#include "team.h"
 
 constexpr int64_t SPLIT = 256, TOKENS = 8;
 
 // The products of a group's queries [group_size, size] with the keys of TOKENS tokens: products [group_size, SPLIT].
-template <class Number>
-static void multiply_keys(const Number* query, const Number* const* keys, int64_t group_size, int64_t size,
-                          float* products) {
+static void multiply_keys(const float* query, const float* const* keys, int64_t group_size, int64_t size, float* products) {
     for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)
         for (int token = 0; token < TOKENS; token++) {
-            const Number* key = keys[token];
+            const float* key = keys[token];
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < size; i++) sum += float(query[i]) * float(key[i]);
+            for (int64_t i = 0; i < size; i++) sum += query[i] * key[i];
             products[token] = sum;
         }
 }
 
 // sums [group_size, size] += weights [group_size, SPLIT] of TOKENS tokens, times their values.
-template <class Number>
-static void add_values(const Number* const* values, const Number* weights, int64_t group_size, int64_t size, float* sums) {
+static void add_values(const float* const* values, const float* weights, int64_t group_size, int64_t size, float* sums) {
     for (int64_t head = 0; head < group_size; head++, weights += SPLIT, sums += size)
-        for (int token = 0; token < TOKENS; token++) {
-            const Number* value = values[token];
-            float weight = weights[token];
 #pragma omp simd
-            for (int64_t i = 0; i < size; i++) sums[i] += weight * value[i];
+        for (int64_t i = 0; i < size; i++) {
+            float sum = sums[i];
+            for (int token = 0; token < TOKENS; token++) sum += weights[token] * values[token][i];
+            sums[i] = sum;
         }
 }
-
-#ifdef MULTIPLIES
-static void multiply_keys(const bfloat16* query, const bfloat16* const* keys, int64_t group_size, int64_t size,
-                          float* products) {
-    if (size % 32) return multiply_keys<bfloat16>(query, keys, group_size, size, products);
-    for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)
-        for (int token = 0; token < TOKENS; token += 4) {
-            __m512 sums[4] = {};
-#pragma GCC unroll 4
-            for (int64_t i = 0; i < size; i += 32)
-                for (int t = 0; t < 4; t++)
-                    sums[t] = _mm512_dpbf16_ps(sums[t], (__m512bh)_mm512_loadu_si512(query + i),
-                                               (__m512bh)_mm512_loadu_si512(keys[token + t] + i));
-            // Four sums over 16 numbers each: halved together, until a number of each is left.
-            __m512 pairs01 = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]), _mm512_unpackhi_ps(sums[0], sums[1]));
-            __m512 pairs23 = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]), _mm512_unpackhi_ps(sums[2], sums[3]));
-            __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(pairs01), _mm512_castps_pd(pairs23));
-            __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(pairs01), _mm512_castps_pd(pairs23));
-            __m512 quads = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
-            __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(quads), _mm512_extractf32x8_ps(quads, 1));
-            _mm_storeu_ps(products + token, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
-        }
-}
-
-static void add_values(const bfloat16* const* values, const bfloat16* weights, int64_t group_size, int64_t size,
-                       float* sums) {
-    if (size % 32) return add_values<bfloat16>(values, weights, group_size, size, sums);
-    for (int64_t i = 0; i < size; i += 32) {
-        __m512bh pairs[2][TOKENS / 2];
-        for (int pair = 0; pair < TOKENS / 2; pair++) {
-            __m512i left = _mm512_loadu_si512(values[2 * pair] + i), right = _mm512_loadu_si512(values[2 * pair + 1] + i);
-            for (int half = 0; half < 2; half++)
-                pairs[half][pair] = (__m512bh)interleave(left, right, half);
-        }
-        for (int64_t head = 0; head < group_size; head++)
-            for (int half = 0; half < 2; half++) {
-                float* to = sums + head * size + i + 16 * half;
-                __m512 sum = _mm512_loadu_ps(to);
-                for (int pair = 0; pair < TOKENS / 2; pair++) {
-                    int32_t two_weights;
-                    memcpy(&two_weights, weights + head * SPLIT + 2 * pair, sizeof two_weights);
-                    sum = _mm512_dpbf16_ps(sum, pairs[half][pair], (__m512bh)_mm512_set1_epi32(two_weights));
-                }
-                _mm512_storeu_ps(to, sum);
-            }
-    }
-}
-#endif
 
 // One query token of all heads against `num_tokens` tokens of its context: what their values, weighted, add up to, and
-// for the join with the rest of the context the highest score and the sum of the weights exp(score - highest).
-static void attend_to_part(const T* query, const T* keys, const T* values, const int32_t* block_table,
-                           int64_t first_token, int64_t num_tokens, int64_t block_size, int64_t num_kv_heads,
-                           int64_t group_size, int64_t head_dim, float scale, float* sums, float* highest,
-                           float* totals) {
+// for the join with the rest of the context the highest score and the sum of the weights exp(score - highest). Loops of a
+// HEAD_DIM that the compiler knows have no remainders to look after.
+template <int64_t HEAD_DIM>
+static void attend_to_part(const T* query, const T* keys, const T* values, const int32_t* block_table, int64_t first_token,
+                           int64_t num_tokens, int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t any_dim,
+                           float scale, float* sums, float* highest, float* totals) {
+    int64_t head_dim = HEAD_DIM ? HEAD_DIM : any_dim;
     int64_t num_heads = num_kv_heads * group_size;
-    float scores[num_heads][SPLIT];
-    T weights[num_heads][SPLIT];
+    float scores[num_heads][SPLIT], queries[num_heads * head_dim], memory[TOKENS * head_dim];
+    std::copy_n(query, num_heads * head_dim, queries);
     // The keys or values of TOKENS tokens, from `token` on. In place of those behind the end, the last one again.
     auto find = [&](const T* cache, int64_t token, const T** found) {
         int64_t position = first_token + std::min(token, num_tokens - 1);
@@ -107,20 +58,25 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
             numbers += head_dim;
         }
     };
+    const float* wide[TOKENS];
+    auto widen_now = [&] {
+        for (int64_t i = 0; i < TOKENS; now[i++] += head_dim)
+            if (std::is_same_v<T, float>) wide[i] = (const float*)now[i];
+            else wide[i] = std::copy_n(now[i], head_dim, memory + i * head_dim) - head_dim;
+    };
     for (int64_t token = 0; token < num_tokens; token += TOKENS) {
         bool is_last = token + TOKENS >= num_tokens;
         find(keys, token, now);
         find(is_last ? values : keys, is_last ? 0 : token + TOKENS, next);
         for (int64_t head = 0; head < num_heads; head += group_size) {
             fetch();
-            multiply_keys(query + head * head_dim, now, group_size, head_dim, &scores[head][token]);
-            for (const T*& key : now) key += head_dim;
+            widen_now();
+            multiply_keys(queries + head * head_dim, wide, group_size, head_dim, &scores[head][token]);
         }
     }
     for (int64_t head = 0; head < num_heads; head++) {
         totals[head] = exponentiate(scores[head], num_tokens, scale, highest[head]);
-        std::copy_n(scores[head], num_tokens, weights[head]);
-        std::fill(weights[head] + num_tokens, weights[head] + round_up(num_tokens, TOKENS), T{});
+        std::fill(scores[head] + num_tokens, scores[head] + round_up(num_tokens, TOKENS), 0);
     }
     std::fill_n(sums, num_heads * head_dim, 0);
     for (int64_t token = 0; token < num_tokens; token += TOKENS) {
@@ -128,26 +84,25 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
         find(values, token + TOKENS, next);
         for (int64_t head = 0; head < num_heads; head += group_size) {
             fetch();
-            add_values(now, &weights[head][token], group_size, head_dim, sums + head * head_dim);
-            for (const T*& value : now) value += head_dim;
+            widen_now();
+            add_values(wide, &scores[head][token], group_size, head_dim, sums + head * head_dim);
         }
     }
 }
 
-extern "C" void store_kvcache(const T* key, const T* value, int64_t key_stride, int64_t value_stride,
-                              const int64_t* slot_mapping, int64_t num_tokens, int64_t slot_size, T* keys, T* values) {
-#pragma omp parallel for if (num_tokens * slot_size > SERIAL)
-    for (int64_t token = 0; token < num_tokens; token++) {
+extern "C" void store_kvcache(const T* key, const T* value, int64_t key_stride, int64_t value_stride, const int64_t* slot_mapping,
+                              int64_t num_tokens, int64_t slot_size, T* keys, T* values) {
+    parallel_for(num_tokens, slot_size, [=](int64_t token) {
         int64_t slot = slot_mapping[token];
-        if (slot < 0) continue;
+        if (slot < 0) return;
         memcpy(keys + slot * slot_size, key + token * key_stride, slot_size * sizeof(T));
         memcpy(values + slot * slot_size, value + token * value_stride, slot_size * sizeof(T));
-    }
+    });
 }
 
 extern "C" void decode_attention(const T* query, const T* keys, const T* values, T* output, const int32_t* cu_seqlens_q,
-                      const int32_t* context_lens, const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
-                      int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim, float scale) {
+                                 const int32_t* context_lens, const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
+                                 int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim, float scale) {
     int64_t num_heads = num_kv_heads * group_size, size = num_heads * head_dim;
     struct Part {
         int64_t seq, first_token;
@@ -157,37 +112,38 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
         if (cu_seqlens_q[seq + 1] - cu_seqlens_q[seq] == 1)
             for (int64_t token = 0; token < context_lens[seq]; token += SPLIT) parts.push_back({seq, token});
 
-    // Of each part: sums [num_heads, head_dim], highest [num_heads], totals [num_heads]
-    static thread_local std::vector<float> results;
-    int64_t stride = size + 2 * num_heads;
-    if (results.size() < parts.size() * stride) results.resize(parts.size() * stride);
-    float* result = results.data();
-#pragma omp parallel for schedule(dynamic)
-    for (size_t i = 0; i < parts.size(); i++) {
-        auto [seq, first_token] = parts[i];
-        float *sums = result + i * stride, *highest = sums + size;
-        attend_to_part(query + cu_seqlens_q[seq] * size, keys, values, block_tables + seq * table_width, first_token,
-                       std::min(SPLIT, context_lens[seq] - first_token), block_size, num_kv_heads, group_size, head_dim,
-                       scale, sums, highest, highest + num_heads);
-    }
-    // Joined, each part's weights shrink by exp(its highest score - the highest of all).
-#pragma omp parallel for schedule(dynamic) if (parts.size() * size > SERIAL)
-    for (size_t i = 0; i < parts.size(); i++) {
-        if (parts[i].first_token > 0) continue;
-        size_t end = i + 1;
-        while (end < parts.size() && parts[end].first_token > 0) end++;
-        T* out = output + cu_seqlens_q[parts[i].seq] * size;
-        for (int64_t head = 0; head < num_heads; head++) {
-            float highest = -FLT_MAX, total = 0, sum[head_dim];
-            std::fill_n(sum, head_dim, 0);
-            for (size_t part = i; part < end; part++) highest = std::max(highest, result[part * stride + size + head]);
-            for (size_t part = i; part < end; part++) {
-                const float* from = result + part * stride;
-                float factor = exponential(from[size + head] - highest);
-                total += factor * from[size + num_heads + head];
-                for (int64_t d = 0; d < head_dim; d++) sum[d] += factor * from[head * head_dim + d];
+    auto attend = head_dim == 64 ? attend_to_part<64> : head_dim == 128 ? attend_to_part<128> : attend_to_part<0>;
+    Team::form(parts.size() > 1, [&] {
+        Team& team = Team::get();
+        // Of each part: sums [num_heads, head_dim], highest [num_heads], totals [num_heads]
+        int64_t stride = size + 2 * num_heads;
+        team.share(1, [&](int64_t) { team.memory.resize(std::max(team.memory.size(), parts.size() * stride)); });
+        float* results = team.memory.data();
+        team.share(parts.size(), [&](int64_t i) {
+            auto [seq, first_token] = parts[i];
+            float *sums = results + i * stride, *highest = sums + size;
+            attend(query + cu_seqlens_q[seq] * size, keys, values, block_tables + seq * table_width, first_token,
+                   std::min(SPLIT, context_lens[seq] - first_token), block_size, num_kv_heads, group_size, head_dim, scale,
+                   sums, highest, highest + num_heads);
+        });
+        // Joined, each part's weights shrink by exp(its highest score - the highest of all).
+        parallel_for(parts.size(), size, [&](size_t i) {
+            if (parts[i].first_token > 0) return;
+            size_t end = i + 1;
+            while (end < parts.size() && parts[end].first_token > 0) end++;
+            T* out = output + cu_seqlens_q[parts[i].seq] * size;
+            for (int64_t head = 0; head < num_heads; head++) {
+                float highest = -FLT_MAX, total = 0, sum[head_dim];
+                std::fill_n(sum, head_dim, 0);
+                for (size_t part = i; part < end; part++) highest = std::max(highest, results[part * stride + size + head]);
+                for (size_t part = i; part < end; part++) {
+                    const float* from = results + part * stride;
+                    float factor = exponential(from[size + head] - highest);
+                    total += factor * from[size + num_heads + head];
+                    for (int64_t d = 0; d < head_dim; d++) sum[d] += factor * from[head * head_dim + d];
+                }
+                for (int64_t d = 0; d < head_dim; d++) out[head * head_dim + d] = sum[d] / total;
             }
-            for (int64_t d = 0; d < head_dim; d++) out[head * head_dim + d] = sum[d] / total;
-        }
-    }
+        });
+    });
 }

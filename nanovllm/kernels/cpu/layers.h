@@ -1,6 +1,6 @@
 // What the layers do to every number, and the choice of the next token.
 #pragma once
-#include "common.h"
+#include "team.h"
 
 static float mean_square(const T* x, int64_t size) {
     float squares = 0;
@@ -18,15 +18,14 @@ static void normalize(const T* x, const T* weight, int64_t size, float factor, T
 }
 
 extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tokens, int64_t size, float eps) {
-#pragma omp parallel for if (num_tokens * size > SERIAL)
-    for (int64_t token = 0; token < num_tokens; token++)
+    parallel_for(num_tokens, size, [=](int64_t token) {
         normalize(x + token * size, weight, size, 1 / sqrtf(mean_square(x + token * size, size) + eps), output + token * size);
+    });
 }
 
-extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* norm_weight, T* output,
-                       int64_t num_tokens, int64_t stride, int64_t num_heads, int64_t half, float eps) {
-#pragma omp parallel for if (num_tokens * num_heads * half > SERIAL)
-    for (int64_t token = 0; token < num_tokens; token++) {
+extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* norm_weight, T* output, int64_t num_tokens,
+                       int64_t stride, int64_t num_heads, int64_t half, float eps) {
+    parallel_for(num_tokens, 2 * num_heads * half, [=](int64_t token) {
         const T* in = x + token * stride;
         float factors[num_heads];  // roots and divisions are slow one by one: first the squares, then those of all heads
         for (int64_t head = 0; head < num_heads; head++)
@@ -44,17 +43,16 @@ extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* 
                 out[half + i] = b * c[i] + a * s[i];
             }
         }
-    }
+    });
 }
 
 extern "C" void silu_and_mul(const T* gate_up, T* output, int64_t num_tokens, int64_t size) {
-#pragma omp parallel for if (num_tokens * size > SERIAL)
-    for (int64_t token = 0; token < num_tokens; token++) {
+    parallel_for(num_tokens, size, [=](int64_t token) {
         const T *gate = gate_up + token * 2 * size, *up = gate + size;
         T* out = output + token * size;
 #pragma omp simd
         for (int64_t i = 0; i < size; i++) out[i] = silu(gate[i]) * up[i];
-    }
+    });
 }
 
 // The token with the highest logit + temperature * Gumbel noise per row, the first of equals; -1 where a logit is NaN. The
@@ -64,8 +62,7 @@ extern "C" void silu_and_mul(const T* gate_up, T* output, int64_t num_tokens, in
 extern "C" void sample(const T* logits, const int32_t* token_hashes, const int32_t* noise_keys, const float* temperatures,
                        int64_t* tokens, int64_t num_rows, int64_t vocab_size) {
     constexpr int64_t FIRST_CHUNK = 16, CHUNK = 1024;
-#pragma omp parallel for
-    for (int64_t row = 0; row < num_rows; row++) {
+    parallel_for(num_rows, vocab_size, [=](int64_t row) {
         const T* in = logits + row * vocab_size;
         float temperature = temperatures ? temperatures[row] : 0, inverse = 1 / temperature, highest = -FLT_MAX;
         float scores[CHUNK], uniforms[CHUNK];
@@ -105,5 +102,5 @@ extern "C" void sample(const T* logits, const int32_t* token_hashes, const int32
             }
         }
         tokens[row] = token;
-    }
+    });
 }

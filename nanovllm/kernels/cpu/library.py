@@ -39,10 +39,21 @@ SIGNATURES = {
     "sample": [P, P, P, P, P, I, I],
 }
 SOURCE = Path(__file__).with_name("kernels.cpp")
-FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC"]
+FLAGS = ["-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC"]
+FLAGS += ["-mcpu=native" if platform.machine() == "arm64" else "-march=native"]  # arm64: a Mac, whose clang knows no other
+LINK_FLAGS = ["-shared"]
 if platform.machine() == "x86_64":
-    FLAGS.append("-mprefer-vector-width=512")
-DEFINES = {torch.float32: ["-DT=float"], torch.bfloat16: ["-DT=bfloat16", "-DT_IS_BFLOAT16"]}
+    FLAGS += ["-mprefer-vector-width=512"]
+if sys.platform == "darwin":  # Apple's clang has OpenMP, but not its driver; its linker must be told of functions to come
+    FLAGS += ["-Xclang", "-fopenmp"]
+    LINK_FLAGS += ["-undefined", "dynamic_lookup"]
+else:
+    FLAGS += ["-fopenmp"]
+DEFINES = {
+    torch.float32: ["-DT=float"],
+    torch.bfloat16: ["-DT=bfloat16", "-DT_IS_16_BITS", "-DT_IS_BFLOAT16"],
+    torch.float16: ["-DT=float16", "-DT_IS_16_BITS"],
+}
 
 
 @cache
@@ -69,7 +80,7 @@ def load(dtype: torch.dtype) -> ctypes.CDLL:
     kept = _find_kept(name)
     library = _build(compiler, dtype, name) if kept is None else ctypes.CDLL(str(kept))
     for name, arguments in SIGNATURES.items():
-        if function := getattr(library, name, None):  # not every processor has `linear`
+        if function := getattr(library, name, None):  # products are for 16 bits: float32 is left to torch
             function.argtypes, function.restype = arguments, None
     return library
 
@@ -79,7 +90,7 @@ def _build(compiler: list[str], dtype: torch.dtype, name: str) -> ctypes.CDLL:
         unlinked, linked = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
         _run(*compiler, *FLAGS, *DEFINES[dtype], "-c", str(SOURCE), "-o", str(unlinked))
         # Linked without OpenMP: its functions are found in the copy that torch has loaded, with torch's threads.
-        _run(*compiler, "-shared", str(unlinked), "-o", str(linked))
+        _run(*compiler, *LINK_FLAGS, str(unlinked), "-o", str(linked))
         return ctypes.CDLL(str(_keep(linked, name)))  # once it is loaded, its file may go
 
 

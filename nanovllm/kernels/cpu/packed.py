@@ -1,4 +1,4 @@
-"""Matrix products in bfloat16 with prepacked weights: in the order in which the processor's instructions read them."""
+"""Matrix products in bfloat16 and float16 with prepacked weights: in the order in which the kernels read them."""
 
 from functools import cache
 
@@ -15,15 +15,12 @@ from nanovllm.models.moe import Experts
 
 @cache
 def can_multiply(dtype: torch.dtype) -> bool:
-    """Whether there are kernels for matrix products: the processor needs instructions for bfloat16 (AVX-512, AMX)."""
-    if dtype != torch.bfloat16 or reason_unavailable(dtype) is not None:
-        return False
-    library = load(dtype)
-    return hasattr(library, "can_multiply") and bool(library.can_multiply())
+    """Whether there are kernels for matrix products: in 16 bits, unless the system keeps a processor's AMX to itself."""
+    return dtype.itemsize == 2 and reason_unavailable(dtype) is None and bool(load(dtype).can_multiply())
 
 
 class PackedWeight:
-    """A bfloat16 matrix [out_features, in_features] in panels, as products.h describes them.
+    """A 16-bit matrix [out_features, in_features] in panels, as products.h describes them.
 
     A `gated` one has gates in its upper half, and what they let pass in the lower; they alternate in memory, 16 by 16.
     """
