@@ -56,8 +56,10 @@ class PrefixAttention {
     }
 
     static void interleave(const T* __restrict left, const T* __restrict right, T* __restrict to, int64_t size) {
-        if (size == WIDTH) size = WIDTH;  // which the compiler knows then
-        for (int64_t i = 0; i < size; i++) to[2 * i] = left[i], to[2 * i + 1] = right[i];
+        if (size == WIDTH)  // a loop of a length that the compiler knows
+            for (int64_t i = 0; i < WIDTH; i++) to[2 * i] = left[i], to[2 * i + 1] = right[i];
+        else
+            for (int64_t i = 0; i < size; i++) to[2 * i] = left[i], to[2 * i + 1] = right[i];
     }
 
   public:
