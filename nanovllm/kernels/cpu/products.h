@@ -34,6 +34,8 @@ struct Epilogue {
         output += offset;
         if (size == WIDTH)
             for (int64_t i = 0; i < WIDTH; i++) output[i] = sums[i];
+        else if (size == WIDTH / 2)
+            for (int64_t i = 0; i < WIDTH / 2; i++) output[i] = sums[i];
         else
 #pragma omp simd
             for (int64_t i = 0; i < size; i++) output[i] = sums[i];
