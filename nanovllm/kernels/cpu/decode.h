@@ -8,27 +8,90 @@
 constexpr int64_t SPLIT = 256, TOKENS = 8;
 
 // The products of a group's queries [group_size, size] with the keys of TOKENS tokens: products [group_size, SPLIT].
-static void multiply_keys(const float* query, const float* const* keys, int64_t group_size, int64_t size, float* products) {
+template <class Number>
+static void multiply_keys(const Number* query, const Number* const* keys, int64_t group_size, int64_t size, float* products) {
     for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)
         for (int token = 0; token < TOKENS; token++) {
-            const float* key = keys[token];
+            const Number* key = keys[token];
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < size; i++) sum += query[i] * key[i];
+            for (int64_t i = 0; i < size; i++) sum += float(query[i]) * float(key[i]);
             products[token] = sum;
         }
 }
 
 // sums [group_size, size] += weights [group_size, SPLIT] of TOKENS tokens, times their values.
-static void add_values(const float* const* values, const float* weights, int64_t group_size, int64_t size, float* sums) {
+template <class Number>
+static void add_values(const Number* const* values, const Number* weights, int64_t group_size, int64_t size, float* sums) {
     for (int64_t head = 0; head < group_size; head++, weights += SPLIT, sums += size)
 #pragma omp simd
         for (int64_t i = 0; i < size; i++) {
             float sum = sums[i];
-            for (int token = 0; token < TOKENS; token++) sum += weights[token] * values[token][i];
+            for (int token = 0; token < TOKENS; token++) sum += float(weights[token]) * float(values[token][i]);
             sums[i] = sum;
         }
 }
+
+#if defined(T_IS_BFLOAT16) && defined(__AVX512BF16__)
+// The same with instructions that multiply pairs of bfloat16 as they are.
+using Number = bfloat16;
+
+// Numbers 0 to 15 (half 0) or 16 to 31 (half 1) of two registers, alternating: pairs, as products take them.
+static __m512i interleave(__m512i left, __m512i right, int half) {
+    alignas(64) static constexpr uint16_t order[64] = {  // 32 and above: of `right`
+        0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
+        11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
+        22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
+    return _mm512_permutex2var_epi16(left, _mm512_load_si512(order + 32 * half), right);
+}
+static void multiply_keys(const bfloat16* query, const bfloat16* const* keys, int64_t group_size, int64_t size,
+                          float* products) {
+    if (size % 32) return multiply_keys<bfloat16>(query, keys, group_size, size, products);
+    for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)
+        for (int token = 0; token < TOKENS; token += 4) {
+            __m512 sums[4] = {};
+#pragma GCC unroll 4
+            for (int64_t i = 0; i < size; i += 32)
+                for (int t = 0; t < 4; t++)
+                    sums[t] = _mm512_dpbf16_ps(sums[t], (__m512bh)_mm512_loadu_si512(query + i),
+                                               (__m512bh)_mm512_loadu_si512(keys[token + t] + i));
+            // Four sums over 16 numbers each: halved together, until a number of each is left.
+            __m512 pairs01 = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]), _mm512_unpackhi_ps(sums[0], sums[1]));
+            __m512 pairs23 = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]), _mm512_unpackhi_ps(sums[2], sums[3]));
+            __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(pairs01), _mm512_castps_pd(pairs23));
+            __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(pairs01), _mm512_castps_pd(pairs23));
+            __m512 quads = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+            __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(quads), _mm512_extractf32x8_ps(quads, 1));
+            _mm_storeu_ps(products + token, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+        }
+}
+
+static void add_values(const bfloat16* const* values, const bfloat16* weights, int64_t group_size, int64_t size,
+                       float* sums) {
+    if (size % 32) return add_values<bfloat16>(values, weights, group_size, size, sums);
+    for (int64_t i = 0; i < size; i += 32) {
+        __m512bh pairs[2][TOKENS / 2];
+        for (int pair = 0; pair < TOKENS / 2; pair++) {
+            __m512i left = _mm512_loadu_si512(values[2 * pair] + i), right = _mm512_loadu_si512(values[2 * pair + 1] + i);
+            for (int half = 0; half < 2; half++)
+                pairs[half][pair] = (__m512bh)interleave(left, right, half);
+        }
+        for (int64_t head = 0; head < group_size; head++)
+            for (int half = 0; half < 2; half++) {
+                float* to = sums + head * size + i + 16 * half;
+                __m512 sum = _mm512_loadu_ps(to);
+                for (int pair = 0; pair < TOKENS / 2; pair++) {
+                    int32_t two_weights;
+                    memcpy(&two_weights, weights + head * SPLIT + 2 * pair, sizeof two_weights);
+                    sum = _mm512_dpbf16_ps(sum, pairs[half][pair], (__m512bh)_mm512_set1_epi32(two_weights));
+                }
+                _mm512_storeu_ps(to, sum);
+            }
+    }
+}
+#else
+using Number = float;
+#endif
 
 // One query token of all heads against `num_tokens` tokens of its context: what their values, weighted, add up to, and
 // for the join with the rest of the context the highest score and the sum of the weights exp(score - highest). Loops of a
@@ -39,7 +102,8 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
                            float scale, float* sums, float* highest, float* totals) {
     int64_t head_dim = HEAD_DIM ? HEAD_DIM : any_dim;
     int64_t num_heads = num_kv_heads * group_size;
-    float scores[num_heads][SPLIT], queries[num_heads * head_dim], memory[TOKENS * head_dim];
+    float scores[num_heads][SPLIT];
+    Number weights[num_heads][SPLIT], queries[num_heads * head_dim], memory[TOKENS * head_dim];
     std::copy_n(query, num_heads * head_dim, queries);
     // The keys or values of TOKENS tokens, from `token` on. In place of those behind the end, the last one again.
     auto find = [&](const T* cache, int64_t token, const T** found) {
@@ -58,10 +122,10 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
             numbers += head_dim;
         }
     };
-    const float* wide[TOKENS];
+    const Number* wide[TOKENS];
     auto widen_now = [&] {
         for (int64_t i = 0; i < TOKENS; now[i++] += head_dim)
-            if (std::is_same_v<T, float>) wide[i] = (const float*)now[i];
+            if (std::is_same_v<T, Number>) wide[i] = (const Number*)now[i];
             else wide[i] = std::copy_n(now[i], head_dim, memory + i * head_dim) - head_dim;
     };
     for (int64_t token = 0; token < num_tokens; token += TOKENS) {
@@ -76,7 +140,8 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
     }
     for (int64_t head = 0; head < num_heads; head++) {
         totals[head] = exponentiate(scores[head], num_tokens, scale, highest[head]);
-        std::fill(scores[head] + num_tokens, scores[head] + round_up(num_tokens, TOKENS), 0);
+        std::copy_n(scores[head], num_tokens, weights[head]);
+        std::fill(weights[head] + num_tokens, weights[head] + round_up(num_tokens, TOKENS), Number{});
     }
     std::fill_n(sums, num_heads * head_dim, 0);
     for (int64_t token = 0; token < num_tokens; token += TOKENS) {
@@ -85,7 +150,7 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
         for (int64_t head = 0; head < num_heads; head += group_size) {
             fetch();
             widen_now();
-            add_values(wide, &scores[head][token], group_size, head_dim, sums + head * head_dim);
+            add_values(wide, &weights[head][token], group_size, head_dim, sums + head * head_dim);
         }
     }
 }
