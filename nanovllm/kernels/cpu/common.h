@@ -106,11 +106,19 @@ static Vector widen(const T* from) {
 #endif
 }
 
+constexpr int64_t LANES = sizeof(Vector) / sizeof(float);
+
+static Vector load(const float* from) {
+    Vector vector;
+    memcpy(&vector, from, sizeof vector);
+    return vector;
+}
+
 static void narrow(Vector wide, T* to) {
 #if defined(T_IS_BFLOAT16) && defined(__AVX512BF16__)
     _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)wide));
 #else
-    for (size_t i = 0; i < sizeof wide / sizeof(float); i++) to[i] = wide[i];
+    for (int64_t i = 0; i < LANES; i++) to[i] = wide[i];
 #endif
 }
 #endif

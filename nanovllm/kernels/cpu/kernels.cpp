@@ -5,7 +5,7 @@
 // they are read and rounded where they are written. The threads are torch's own: both use the OpenMP library that torch
 // has loaded. In the order of reading:
 //
-//     common.h  layers.h  decode.h  products.h (amx.h or plain.h)  prefill.h  collectives.h  fused_layers.h
+//     common.h  team.h  layers.h  decode.h  products.h (amx.h or plain.h)  prefill.h  collectives.h  fused_layers.h
 
 #include "collectives.h"
 #include "fused_layers.h"

@@ -13,9 +13,9 @@ constexpr int64_t ROWS = 6, VECTORS = 4;  // of 32 registers, 24 hold sums, 4 we
 constexpr int64_t ROWS = 6, VECTORS = 2;  // of 16 registers, 15
 #endif
 constexpr int64_t MAX_ROWS = 42 * ROWS, CACHED_BYTES = 1 << 19, BLOCK = 256;
-constexpr int64_t LANES = sizeof(Vector) / sizeof(float), ALL_VECTORS = 2 * WIDTH / LANES, TILE = VECTORS * LANES;
+constexpr int64_t ALL_VECTORS = 2 * WIDTH / LANES, TILE = VECTORS * LANES;
 
-static Vector widen(const float* from) { return *(const Vector*)from; }
+static Vector widen(const float* from) { return load(from); }
 
 struct Tiles {
     static constexpr bool allowed = true;

@@ -119,13 +119,8 @@ class PrefixAttention {
     // Turns a row's scores into weights, zeros from the visible ones to `end`. What was summed up for the row before is to be
     // multiplied by the result. Four vectors at a time, since one would wait for the other.
     float weigh(float* s, T* w, int64_t visible, int64_t end, float scale, int64_t row) {
-        constexpr int64_t LANES = sizeof(Vector) / sizeof(float), AT_ONCE = 4 * LANES;
+        constexpr int64_t AT_ONCE = 4 * LANES;
         std::fill(s + visible, s + round_up(visible, AT_ONCE), -INFINITY);
-        auto load = [](const float* from) {
-            Vector vector;
-            memcpy(&vector, from, sizeof vector);
-            return vector;
-        };
         Vector bases[4], sums[4] = {};
         for (Vector& base : bases) base = Vector{} + highest[row];
         for (int64_t i = 0; i < visible; i += AT_ONCE)
