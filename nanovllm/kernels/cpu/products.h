@@ -18,8 +18,16 @@ struct Epilogue {
     bool gated = false;
 
     // Of one row, `offset` behind the first row's in the output.
-    template <class Output>
-    void store(const float* sums, Output* output, int64_t offset) const {
+    void store(const float* sums, T* output, int64_t offset) const {
+#if defined(T_IS_BFLOAT16) && defined(__AVX512BF16__)
+        if (!gated && size == WIDTH) {  // most panels: two vectors, rounded by one instruction
+            Vector first = load(sums), second = load(sums + LANES);
+            for (const T* addend : {bias, residual ? residual + offset : nullptr})
+                if (addend) first += widen(addend), second += widen(addend + LANES);
+            _mm512_storeu_si512(output + offset, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+            return;
+        }
+#endif
         float numbers[WIDTH];
         if (gated) {
             for (int64_t i = 0; i < WIDTH / 2; i++) numbers[i] = silu(sums[i]) * sums[WIDTH / 2 + i];
