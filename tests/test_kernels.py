@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from importlib import import_module
 from importlib.util import find_spec
@@ -69,6 +70,16 @@ def with_twins(module: nn.Module, functions: str) -> nn.Module:
 
 def cuda_twins() -> ModuleType:
     return import_module("nanovllm.kernels.cuda.twins")
+
+
+@contextmanager
+def threads(num_threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def make_layers(dtype: torch.dtype, device: str) -> nn.ModuleDict:
@@ -294,6 +305,9 @@ def test_fused_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: di
             for other in (1, 2):
                 torch.testing.assert_close(hidden[0], hidden[other], atol=0.1, rtol=0.05)
                 torch.testing.assert_close(written[0], written[other], atol=0.1, rtol=0.05)
+            for num_threads in (1, 2, 3):  # a piece for each thread, or, with three, pieces that they share: the same bits
+                with threads(num_threads):
+                    assert torch.equal(models[0](batch, kv_caches[0]), hidden[0])
     assert all((cache.flatten(1, 2) == 3.0).all((-2, -1)).any() for cache in kv_caches[0])  # and no other slots
 
 

@@ -33,29 +33,40 @@ struct Tiles {
 const bool Tiles::allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 
 class Rows {
-    struct alignas(64) Line {
-        bfloat16 numbers[LINE];
-    };
-    std::vector<Line> lines;
+    Buffer<bfloat16> memory;
+    bfloat16* numbers;
     int64_t num_rows, depth, block;
     alignas(64) float sums[MAX_ROWS * WIDTH];
 
   public:
-    void pack(const bfloat16* x, int64_t stride, int64_t num_rows_, int64_t in_features) {
+    static constexpr int64_t NEXT_LINE = ROWS * LINE;  // from a LINE of a row to its next one, within a block
+
+    void shape(int64_t num_rows_, int64_t in_features) {
         num_rows = num_rows_, depth = round_up(in_features, LINE), block = num_rows > ROWS ? BLOCK : depth;
-        int64_t padded_rows = round_up(num_rows, ROWS);
-        if ((int64_t)lines.size() < padded_rows * depth / LINE) lines.resize(padded_rows * depth / LINE);
-        for (int64_t start = 0; start < depth; start += block) {
-            int64_t size = std::min(block, depth - start);
+        numbers = memory.get(round_up(num_rows, ROWS) * depth);
+    }
+
+    // A row's inputs from `start` on, the first of a block.
+    bfloat16* find(int64_t row, int64_t start) const {
+        int64_t size = std::min(block, depth - start);
+        return numbers + start * round_up(num_rows, ROWS) + row / ROWS * ROWS * size + row % ROWS * LINE;
+    }
+
+    // find_row(i): where row i lies.
+    template <class FindRow>
+    void pack(const FindRow& find_row, int64_t num_rows_, int64_t in_features) {
+        constexpr int64_t AHEAD = 8;  // rows
+        shape(num_rows_, in_features);
+        for (int64_t start = 0; start < depth; start += block)
             for (int64_t row = 0; row < num_rows; row++) {
-                Line* to = &lines[(start * padded_rows + row / ROWS * ROWS * size) / LINE + row % ROWS];
-                for (int64_t i = start; i < start + size; i += LINE, to += ROWS) {
+                const bfloat16 *x = find_row(row), *next = find_row(std::min(row + AHEAD, num_rows - 1));
+                bfloat16* to = find(row, start);
+                for (int64_t i = start; i < std::min(start + block, depth); i += LINE, to += NEXT_LINE) {
                     __mmask32 mask = in_features - i < LINE ? (1u << (in_features - i)) - 1 : -1;
-                    _mm512_store_si512(to, _mm512_maskz_loadu_epi16(mask, x + row * stride + i));
+                    _mm_prefetch(next + i, _MM_HINT_T0);
+                    _mm512_store_si512(to, _mm512_maskz_loadu_epi16(mask, x + i));
                 }
             }
-        }
-        wait_for_memory();
     }
 
     // While tiles sum up some rows, the sums of the rows before are stored.
@@ -66,6 +77,7 @@ class Rows {
             for (int64_t end = std::min(row + ROWS, num_rows); row < end; row++)
                 epilogue.store(&sums[row * WIDTH], output, row * output_stride);
         };
+        wait_for_memory();
         for (int64_t start = 0; start < depth; start += block) {
             int64_t size = std::min(block, depth - start);
             for (int64_t row = 0; row < num_rows; row += ROWS) {
@@ -77,20 +89,23 @@ class Rows {
         finish((num_tiles - 1) * ROWS);
     }
 
-    // The sums as they are, up to a whole number of ROWS; with `is_added`, added to what is there.
-    void multiply(const bfloat16* panel, float* output, int64_t output_stride, bool is_added) const {
+    // The sums of the rows from `first`, a multiple of ROWS, to `end`, and up to a whole number of ROWS; with `is_added`, added
+    // to what is there.
+    void multiply(const bfloat16* panel, int64_t first, int64_t end, float* output, int64_t output_stride,
+                  bool is_added) const {
+        wait_for_memory();
         for (int64_t start = 0; start < depth; start += block)
-            for (int64_t row = 0; row < num_rows; row += ROWS)
-                multiply_rows(start, row, panel, is_added || start > 0, output + row * output_stride, output_stride, panel, 0);
+            for (int64_t row = first; row < end; row += ROWS)
+                multiply_rows(start, row, panel, is_added || start > 0, output + (row - first) * output_stride, output_stride,
+                              panel, 0);
     }
 
   private:
     void multiply_rows(int64_t start, int64_t row, const bfloat16* panel, bool is_continued, float* sums, int64_t sums_stride,
                        const bfloat16* next, int64_t fetches) const {
         int64_t size = std::min(block, depth - start);
-        const Line* x = &lines[(start * round_up(num_rows, ROWS) + row * size) / LINE];
         auto multiply = num_rows - row > ROWS / 2 ? multiply_tiles<true> : multiply_tiles<false>;
-        multiply(x, panel + start * WIDTH, size, is_continued, sums, sums_stride * sizeof(float), next, fetches);
+        multiply(find(row, start), panel + start * WIDTH, size, is_continued, sums, sums_stride * sizeof(float), next, fetches);
     }
 
     // The compiler does not know that tiles are loaded from memory and stored to it.
@@ -99,10 +114,10 @@ class Rows {
     // ROWS rows, or half of them, times `size` inputs of a panel. With every LINE of these, some lines are fetched that
     // are wanted next: of the next panel, or, where a few rows leave no time for that, of this one.
     template <bool BOTH>
-    static void multiply_tiles(const Line* x, const bfloat16* panel, int64_t size, bool is_continued, float* sums,
+    static void multiply_tiles(const bfloat16* x, const bfloat16* panel, int64_t size, bool is_continued, float* sums,
                                int64_t sums_stride, const bfloat16* next, int64_t fetches) {
         float *upper = sums, *lower = sums + ROWS / 2 * sums_stride / sizeof(float);
-        constexpr int64_t X_STRIDE = sizeof(Line), PANEL_STRIDE = 2 * sizeof(Line);
+        constexpr int64_t X_STRIDE = 64, PANEL_STRIDE = 2 * X_STRIDE;  // bytes
         if (is_continued) {
             _tile_loadd(0, upper, sums_stride);
             _tile_loadd(1, upper + 16, sums_stride);
@@ -122,11 +137,11 @@ class Rows {
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
             if (BOTH) {
-                _tile_loadd(5, x + ROWS / 2, X_STRIDE);
+                _tile_loadd(5, x + ROWS / 2 * LINE, X_STRIDE);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
-            x += ROWS, panel += LINE * WIDTH;
+            x += NEXT_LINE, panel += LINE * WIDTH;
         }
         _tile_stored(0, upper, sums_stride);
         _tile_stored(1, upper + 16, sums_stride);

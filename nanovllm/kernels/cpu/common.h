@@ -14,6 +14,22 @@
 
 static constexpr int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
+// Memory that begins with a line of the cache and stays as large as it ever was.
+template <class Number>
+class Buffer {
+    struct alignas(64) Line {
+        Number numbers[64 / sizeof(Number)];
+    };
+    std::vector<Line> lines;
+
+  public:
+    Number* get(size_t size) {
+        size_t num_lines = size * sizeof(Number) / sizeof(Line) + 1;
+        if (lines.size() < num_lines) lines.resize(num_lines);
+        return lines[0].numbers;
+    }
+};
+
 template <class To, class From>
 static To bit_cast(From from) {
     To to;
@@ -21,19 +37,33 @@ static To bit_cast(From from) {
     return to;
 }
 
-// exp(x) for x up to 88, to about a unit in the last place, of which compilers make vector code: x = n * log(2) + rest, and
-// the polynomial is Cephes' exp(rest). 0 below -87.7; NaN stays NaN, as it compares false.
-static float exponential(float x) {
-    x = x < -88 ? -88 : x;  // with std::max, gcc makes no vector code of it
-    float shifted = x * 1.44269504f + 0x1.8p23f, n = shifted - 0x1.8p23f;  // at this size a float has no fraction
-    float rest = x - n * 0.693359375f + n * 2.12194440e-4f;  // the first product is exact
-    float sum = 1.9875691500e-4f * rest + 1.3981999507e-3f;
+#if defined(__AVX512F__)
+constexpr int64_t LANES = 16;
+#elif defined(__AVX__)
+constexpr int64_t LANES = 8;
+#else
+constexpr int64_t LANES = 4;
+#endif
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+
+// exp(x) for x up to 88, to about a unit in the last place: x = n * log(2) + rest, and the polynomial is Cephes' exp(rest).
+// 0 below -87.7; NaN stays NaN, as it compares false. Of a vector, or of a number in a loop of which the compiler makes vector
+// code.
+template <class Float, class Bits>
+static Float exponential(Float x) {
+    x = x < -88 ? Float{} - 88 : x;  // with std::max, gcc makes no vector code of it
+    Float shifted = x * 1.44269504f + 0x1.8p23f, n = shifted - 0x1.8p23f;  // at this size a float has no fraction
+    Float rest = x - n * 0.693359375f + n * 2.12194440e-4f;  // the first product is exact
+    Float sum = 1.9875691500e-4f * rest + 1.3981999507e-3f;
     for (float coefficient : {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f})
         sum = sum * rest + coefficient;
-    return sum * bit_cast<float>((bit_cast<uint32_t>(shifted) + 127) << 23);  // times 2^n, which is 0 where n is -127
+    return sum * bit_cast<Float>((bit_cast<Bits>(shifted) + 127) << 23);  // times 2^n, which is 0 where n is -127
 }
 
-static float silu(float x) { return x / (1 + exponential(x > -88 ? -x : 88)); }
+static float exponential(float x) { return exponential<float, uint32_t>(x); }
+static Vector exponential(Vector x) { return exponential<Vector, Bits>(x); }
+static Vector silu(Vector x) { return x / (1 + exponential(x > -88 ? -x : Vector{} + 88)); }
 
 // In place of each score exp(scale * score - highest); their sum. highest is then scale * the highest score, but finite
 // where all scores are -inf: they weigh nothing.
@@ -82,15 +112,16 @@ struct float16 {
     }
 };
 
-#ifdef T_IS_16_BITS
-#if defined(__AVX512F__)
-typedef float Vector __attribute__((vector_size(64)));
-#elif defined(__AVX__)
-typedef float Vector __attribute__((vector_size(32)));
-#else
-typedef float Vector __attribute__((vector_size(16)));
-#endif
+static Vector load(const float* from) {
+    Vector vector;
+    memcpy(&vector, from, sizeof vector);
+    return vector;
+}
 
+static Vector widen(const float* from) { return load(from); }
+[[maybe_unused]] static void narrow(Vector wide, float* to) { memcpy(to, &wide, sizeof wide); }
+
+#ifdef T_IS_16_BITS
 static Vector widen(const T* from) {
     [[maybe_unused]] constexpr bool is_bfloat16 = std::is_same_v<T, bfloat16>;
 #if defined(__AVX512F__)
@@ -101,17 +132,9 @@ static Vector widen(const T* from) {
     return is_bfloat16 ? (Vector)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16) : (Vector)_mm256_cvtph_ps(bits);
 #else
     Vector wide;
-    for (size_t i = 0; i < sizeof wide / sizeof(float); i++) wide[i] = from[i];
+    for (int64_t i = 0; i < LANES; i++) wide[i] = from[i];
     return wide;
 #endif
-}
-
-constexpr int64_t LANES = sizeof(Vector) / sizeof(float);
-
-static Vector load(const float* from) {
-    Vector vector;
-    memcpy(&vector, from, sizeof vector);
-    return vector;
 }
 
 static void narrow(Vector wide, T* to) {
@@ -121,4 +144,41 @@ static void narrow(Vector wide, T* to) {
     for (int64_t i = 0; i < LANES; i++) to[i] = wide[i];
 #endif
 }
+
+// Two vectors at once: of 16 floats each, they fill a line of the cache, which is written faster than its halves.
+static void narrow(Vector first, Vector second, T* to) {
+#if defined(T_IS_BFLOAT16) && defined(__AVX512BF16__)
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+#else
+    narrow(first, to), narrow(second, to + LANES);
 #endif
+}
+#endif
+
+// Of `num` numbers, where there may be less than a whole vector.
+template <class Number>
+static Vector widen(const Number* from, int64_t num) {
+    if (num >= LANES) return widen(from);
+    Number part[LANES] = {};
+    std::copy_n(from, num, part);
+    return widen(part);
+}
+
+static void narrow(Vector wide, T* to, int64_t num) {
+    if (num >= LANES) return narrow(wide, to);
+    T part[LANES];
+    narrow(wide, part);
+    std::copy_n(part, num, to);
+}
+
+static Vector rounded(Vector wide) {
+    T numbers[LANES];
+    narrow(wide, numbers);
+    return widen(numbers);
+}
+
+static float add_up(Vector numbers) {
+    float total = 0;
+    for (int64_t i = 0; i < LANES; i++) total += numbers[i];
+    return total;
+}

@@ -21,7 +21,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, norm_weight: Tensor | None, eps:
     output = x.new_empty(x.shape)
     num_tokens, num_heads, head_dim = x.shape
     call(
-        load(x.dtype).rotary, x, cos, sin, norm_weight, output, num_tokens, x.stride(0), num_heads, head_dim // 2, eps
+        load(x.dtype).rotary, x, cos, sin, norm_weight, output, num_tokens, x.stride(0), output.stride(0), num_heads,
+        head_dim // 2, eps,
     )  # fmt: skip
     return output
 

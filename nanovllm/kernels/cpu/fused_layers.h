@@ -22,54 +22,73 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
                                cos, const float* sin, const int64_t* slot_mapping, const int32_t* cu_seqlens_q, const int32_t*
                                context_lens, const int32_t* block_tables, int64_t num_tokens, int64_t num_seqs, int64_t
                                table_width, int64_t block_size, Member* member) {
-    constexpr int64_t PIECE = 512;
-    bool is_first = !member || member->rank == 0;
-    static thread_local std::vector<T> numbers;
-    size_t needed = 0;
+    // The pieces are one thread's each, as soon as there is ENOUGH for every thread: it finds in its own cache what it has
+    // written there. Else, and where ranks wait for each other, all threads share a piece.
+    constexpr int64_t PIECE = 512, ENOUGH = 256;
+    int64_t num_threads = omp_get_max_threads(), num_turns = (num_tokens - 1) / (PIECE * num_threads) + 1;
+    bool is_shared = member || num_tokens < ENOUGH * num_threads, is_first = !member || member->rank == 0;
+    int64_t piece = is_shared ? PIECE : round_up((num_tokens - 1) / (num_turns * num_threads) + 1, ROWS);
+    piece = std::min(piece, num_tokens);
+
+    // An odd number of lines lies between rows: after a power of two, they would meet in few places of the caches.
+    auto find_stride = [](int64_t size) { return round_up(size, 2 * LINE) + LINE; };
+    int64_t of_piece = 0, of_token = 0;  // the memory for a piece (normed, qkv, gated), and for every token (query, attended)
     for (int64_t i = 0; i < num_layers; i++) {
         const Layer& layer = layers[i];
-        int64_t q_size = layer.num_heads * layer.head_dim, kv_size = layer.num_kv_heads * layer.head_dim;
-        int64_t of_token = layer.hidden_size + q_size + 3 * kv_size + layer.intermediate_size;
-        needed = std::max<size_t>(needed, std::min(PIECE, num_tokens) * of_token + 2 * num_tokens * q_size);
+        int64_t qkv_stride = find_stride((layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim);
+        of_piece = std::max(of_piece, piece * (layer.hidden_size + qkv_stride + find_stride(layer.intermediate_size)));
+        of_token = std::max(of_token, 2 * layer.num_heads * layer.head_dim);
     }
-    if (numbers.size() < needed) numbers.resize(needed);
-    T* memory = numbers.data();
+    static thread_local Buffer<T> buffer;
+    T* memory = buffer.get((is_shared ? 1 : num_threads) * of_piece + num_tokens * of_token);
     Team::form(true, [=] {
+        auto for_pieces = [=](const auto& work) {
+            auto turn = [&](int64_t i) {
+                int64_t first = i * piece, place = is_shared ? 0 : omp_get_thread_num();
+                work(first, std::min(piece, num_tokens - first), memory + num_tokens * of_token + place * of_piece);
+            };
+            int64_t num_pieces = (num_tokens - 1) / piece + 1;
+            if (is_shared)
+                for (int64_t i = 0; i < num_pieces; i++) turn(i);
+            else
+                Team::get().share(num_pieces, [&](int64_t i) { Team::leave([&] { turn(i); }); });
+        };
         for (int64_t i = 0; i < num_layers; i++) {
-            auto [input_norm, post_attention_norm, q_norm, k_norm, qkv_weight, qkv_bias, o_weight, o_bias, gate_up_weight,
-                  down_weight, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, eps, scale] = layers[i];
+            const Layer& layer = layers[i];
+            int64_t hidden_size = layer.hidden_size, intermediate_size = layer.intermediate_size, head_dim = layer.head_dim;
+            int64_t num_heads = layer.num_heads, num_kv_heads = layer.num_kv_heads, half = head_dim / 2;
             int64_t q_size = num_heads * head_dim, kv_size = num_kv_heads * head_dim, qkv_size = q_size + 2 * kv_size;
-            int64_t half = head_dim / 2, piece = std::min(PIECE, num_tokens);
+            int64_t qkv_stride = find_stride(qkv_size), gated_stride = find_stride(intermediate_size);
             T *keys = kv_caches[i], *values = keys + num_slots * kv_size;
-            T *normed = memory, *qkv = normed + piece * hidden_size, *key = qkv + piece * qkv_size;
-            T *gated = key + piece * kv_size, *query = gated + piece * intermediate_size;
-            T* attended = query + num_tokens * q_size;
+            T *query = memory, *attended = query + num_tokens * q_size;
 
-            for (int64_t first = 0; first < num_tokens; first += PIECE) {
-                int64_t size = std::min(PIECE, num_tokens - first);
+            for_pieces([&](int64_t first, int64_t size, T* normed) {
+                T *qkv = normed + piece * hidden_size, *key = qkv + q_size, *value = key + kv_size;
                 const float *c = cos + first * half, *s = sin + first * half;
-                rms_norm(x + first * hidden_size, input_norm, normed, size, hidden_size, eps);
-                linear(normed, qkv_weight, qkv_bias, nullptr, qkv, size, hidden_size, qkv_size, false);
-                rotary(qkv, c, s, q_norm, query + first * q_size, size, qkv_size, num_heads, half, eps);
-                rotary(qkv + q_size, c, s, k_norm, key, size, qkv_size, num_kv_heads, half, eps);
-                store_kvcache(key, qkv + q_size + kv_size, kv_size, qkv_size, slot_mapping + first, size, kv_size, keys, values);
-            }
+                rms_norm(x + first * hidden_size, layer.input_norm, normed, size, hidden_size, layer.eps);
+                linear(normed, layer.qkv, layer.qkv_bias, nullptr, qkv, size, hidden_size, hidden_size, qkv_size, qkv_stride,
+                       false);
+                rotary(qkv, c, s, layer.q_norm, query + first * q_size, size, qkv_stride, q_size, num_heads, half, layer.eps);
+                rotary(key, c, s, layer.k_norm, key, size, qkv_stride, qkv_stride, num_kv_heads, half, layer.eps);
+                store_kvcache(key, value, qkv_stride, qkv_stride, slot_mapping + first, size, kv_size, keys, values);
+            });
             // All tokens' K/V are written: now those of one step can see each other.
             for (auto attend : {decode_attention, prefill_attention})
                 attend(query, keys, values, attended, cu_seqlens_q, context_lens, block_tables, num_seqs, table_width,
-                       block_size, num_kv_heads, num_heads / num_kv_heads, head_dim, scale);
-            for (int64_t first = 0; first < num_tokens; first += PIECE) {
-                int64_t size = std::min(PIECE, num_tokens - first);
-                T* to = x + first * hidden_size;
+                       block_size, num_kv_heads, num_heads / num_kv_heads, head_dim, layer.scale);
+            for_pieces([&](int64_t first, int64_t size, T* normed) {
+                T *gated = normed + piece * hidden_size, *to = x + first * hidden_size;
                 const T* residual = is_first ? to : nullptr;
-                linear(attended + first * q_size, o_weight, is_first ? o_bias : nullptr, residual, to, size, q_size, hidden_size,
-                       false);
+                linear(attended + first * q_size, layer.o, is_first ? layer.o_bias : nullptr, residual, to, size, q_size, q_size,
+                       hidden_size, hidden_size, false);
                 if (member) all_reduce(member, to, size * hidden_size);
-                rms_norm(to, post_attention_norm, normed, size, hidden_size, eps);
-                linear(normed, gate_up_weight, nullptr, nullptr, gated, size, hidden_size, intermediate_size, true);
-                linear(gated, down_weight, nullptr, residual, to, size, intermediate_size, hidden_size, false);
+                rms_norm(to, layer.post_attention_norm, normed, size, hidden_size, layer.eps);
+                linear(normed, layer.gate_up, nullptr, nullptr, gated, size, hidden_size, hidden_size, intermediate_size,
+                       gated_stride, true);
+                linear(gated, layer.down, nullptr, residual, to, size, intermediate_size, gated_stride, hidden_size,
+                       hidden_size, false);
                 if (member) all_reduce(member, to, size * hidden_size);
-            }
+            });
         }
     });
 }

@@ -3,44 +3,45 @@
 #include "team.h"
 
 static float mean_square(const T* x, int64_t size) {
-    float squares = 0;
-#pragma omp simd reduction(+ : squares)
-    for (int64_t i = 0; i < size; i++) squares += float(x[i]) * float(x[i]);
-    return squares / size;
+    Vector squares = {};
+    for (int64_t i = 0; i < size; i += LANES) squares += widen(x + i, size - i) * widen(x + i, size - i);
+    return add_up(squares) / size;
 }
 
-static void normalize(const T* x, const T* weight, int64_t size, float factor, T* output) {
-    for (int64_t i = 0; i < size; i++) {
-        T normed;
-        normed = x[i] * factor;  // rounded before the weight is applied, as in Hugging Face's models
-        output[i] = normed * weight[i];
-    }
+// Rounded before the weight is applied, as in Hugging Face's models.
+static Vector normalize(const T* x, const T* weight, float factor, int64_t num) {
+    return rounded(widen(x, num) * factor) * widen(weight, num);
 }
 
 extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tokens, int64_t size, float eps) {
     parallel_for(num_tokens, size, [=](int64_t token) {
-        normalize(x + token * size, weight, size, 1 / sqrtf(mean_square(x + token * size, size) + eps), output + token * size);
+        const T* in = x + token * size;
+        float factor = 1 / sqrtf(mean_square(in, size) + eps);
+        for (int64_t i = 0; i < size; i += LANES)
+            narrow(normalize(in + i, weight + i, factor, size - i), output + token * size + i, size - i);
     });
 }
 
 extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* norm_weight, T* output, int64_t num_tokens,
-                       int64_t stride, int64_t num_heads, int64_t half, float eps) {
+                       int64_t stride, int64_t output_stride, int64_t num_heads, int64_t half, float eps) {
     parallel_for(num_tokens, 2 * num_heads * half, [=](int64_t token) {
         const T* in = x + token * stride;
+        T* out = output + token * output_stride;
         float factors[num_heads];  // roots and divisions are slow one by one: first the squares, then those of all heads
         for (int64_t head = 0; head < num_heads; head++)
             factors[head] = norm_weight ? mean_square(in + head * 2 * half, 2 * half) + eps : 1;
 #pragma omp simd
         for (int64_t head = 0; head < num_heads; head++) factors[head] = 1 / sqrtf(factors[head]);
-        for (int64_t head = 0; head < num_heads; head++, in += 2 * half) {
-            T normed[2 * half], *out = output + (token * num_heads + head) * 2 * half;
-            if (norm_weight) normalize(in, norm_weight, 2 * half, factors[head], normed);
-            const T *first = norm_weight ? normed : in, *second = first + half;
-            const float *c = cos + token * half, *s = sin + token * half;
-            for (int64_t i = 0; i < half; i++) {
-                float a = first[i], b = second[i];
-                out[i] = a * c[i] - b * s[i];
-                out[half + i] = b * c[i] + a * s[i];
+        for (int64_t head = 0; head < num_heads; head++, in += 2 * half, out += 2 * half) {
+            auto read = [&](int64_t i, int64_t num) {
+                return norm_weight ? rounded(normalize(in + i, norm_weight + i, factors[head], num)) : widen(in + i, num);
+            };
+            for (int64_t i = 0; i < half; i += LANES) {
+                int64_t num = half - i;
+                Vector a = read(i, num), b = read(half + i, num);
+                Vector c = widen(cos + token * half + i, num), s = widen(sin + token * half + i, num);
+                narrow(a * c - b * s, out + i, num);
+                narrow(b * c + a * s, out + half + i, num);
             }
         }
     });
@@ -49,9 +50,8 @@ extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* 
 extern "C" void silu_and_mul(const T* gate_up, T* output, int64_t num_tokens, int64_t size) {
     parallel_for(num_tokens, size, [=](int64_t token) {
         const T *gate = gate_up + token * 2 * size, *up = gate + size;
-        T* out = output + token * size;
-#pragma omp simd
-        for (int64_t i = 0; i < size; i++) out[i] = silu(gate[i]) * up[i];
+        for (int64_t i = 0; i < size; i += LANES)
+            narrow(silu(widen(gate + i, size - i)) * widen(up + i, size - i), output + token * size + i, size - i);
     });
 }
 

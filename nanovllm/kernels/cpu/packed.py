@@ -44,7 +44,11 @@ class PackedWeight:
         """x [num_rows, in_features] to [num_rows, out_features]."""
         assert x.is_contiguous() and (bias is None or not self.gated)
         output = x.new_empty(x.shape[0], self.out_features)
-        call(load(x.dtype).linear, x, self.panels, bias, None, output, *x.shape, self.out_features, self.gated)
+        num_rows, in_features = x.shape
+        call(
+            load(x.dtype).linear, x, self.panels, bias, None, output, num_rows, in_features, in_features, self.out_features,
+            self.out_features, self.gated,
+        )  # fmt: skip
         return output
 
     def rows(self, ids: Tensor) -> Tensor:

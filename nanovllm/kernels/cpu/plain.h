@@ -15,8 +15,6 @@ constexpr int64_t ROWS = 6, VECTORS = 2;  // of 16 registers, 15
 constexpr int64_t MAX_ROWS = 42 * ROWS, CACHED_BYTES = 1 << 19, BLOCK = 256;
 constexpr int64_t ALL_VECTORS = 2 * WIDTH / LANES, TILE = VECTORS * LANES;
 
-static Vector widen(const float* from) { return load(from); }
-
 struct Tiles {
     static constexpr bool allowed = true;
 };
@@ -29,18 +27,27 @@ class Rows {
     alignas(64) float block[BLOCK * WIDTH];
 
   public:
-    void pack(const T* x, int64_t stride, int64_t num_rows_, int64_t in_features) {
+    static constexpr int64_t NEXT_LINE = LINE;  // from a LINE of a row to its next one, within a block
+
+    void shape(int64_t num_rows_, int64_t in_features) {
         num_rows = num_rows_, depth = in_features;
         if ((int64_t)numbers.size() < num_rows * depth) numbers.resize(num_rows * depth);
-        for (int64_t start = 0; start < depth; start += BLOCK) {
-            int64_t size = std::min(BLOCK, depth - start);
+    }
+
+    // A row's inputs from `start` on, the first of a BLOCK.
+    float* find(int64_t row, int64_t start) { return &numbers[start * num_rows + row * std::min(BLOCK, depth - start)]; }
+
+    // find_row(i): where row i lies.
+    template <class FindRow>
+    void pack(const FindRow& find_row, int64_t num_rows_, int64_t in_features) {
+        shape(num_rows_, in_features);
+        for (int64_t start = 0; start < depth; start += BLOCK)
             for (int64_t row = 0; row < num_rows; row++)
-                std::copy_n(x + row * stride + start, size, &numbers[start * num_rows + row * size]);
-        }
+                std::copy_n(find_row(row) + start, std::min(BLOCK, depth - start), find(row, start));
     }
 
     void multiply(const T* panel, const Epilogue& epilogue, T* output, int64_t output_stride) {
-        sum_up(panel);
+        sum_up(panel, 0, num_rows);
         for (int64_t row = 0; row < num_rows; row++) {
             float joined[WIDTH];
             join(row, joined);
@@ -48,10 +55,10 @@ class Rows {
         }
     }
 
-    // The sums as they are, or, with `is_added`, added to what is there.
-    void multiply(const T* panel, float* output, int64_t output_stride, bool is_added) {
-        sum_up(panel);
-        for (int64_t row = 0; row < num_rows; row++, output += output_stride) {
+    // The sums of the rows from `first`, a multiple of ROWS, to `end`; with `is_added`, added to what is there.
+    void multiply(const T* panel, int64_t first, int64_t end, float* output, int64_t output_stride, bool is_added) {
+        sum_up(panel, first, end - first);
+        for (int64_t row = 0; row < end - first; row++, output += output_stride) {
             float joined[WIDTH];
             join(row, joined);
             for (int64_t i = 0; i < WIDTH; i++) output[i] = is_added ? output[i] + joined[i] : joined[i];
@@ -60,22 +67,22 @@ class Rows {
 
   private:
     // While a block of the panel is multiplied, the next one is fetched.
-    void sum_up(const T* panel) {
-        memset(sums, 0, num_rows * sizeof *sums);
+    void sum_up(const T* panel, int64_t first, int64_t num) {
+        memset(sums, 0, num * sizeof *sums);
         for (int64_t start = 0; start < depth; start += BLOCK, panel += BLOCK * WIDTH) {
-            int64_t size = std::min(BLOCK, depth - start), num_tiles = round_up(num_rows, ROWS) / ROWS;
-            if (num_rows == 1) {
-                multiply_tile<1, ALL_VECTORS>(&numbers[start], panel, size, sums[0]);
+            int64_t size = std::min(BLOCK, depth - start), num_tiles = round_up(num, ROWS) / ROWS;
+            const float* x = find(first, start);
+            if (num == 1) {
+                multiply_tile<1, ALL_VECTORS>(x, panel, size, sums[0]);
                 continue;
             }
             widen_block(panel, size);
             for (int64_t tile = 0; tile < num_tiles; tile++) {
-                int64_t row = num_rows * tile / num_tiles, end = num_rows * (tile + 1) / num_tiles;
+                int64_t row = num * tile / num_tiles, end = num * (tile + 1) / num_tiles;
                 for (int64_t i = size * tile / num_tiles; i < size * (tile + 1) / num_tiles; i++)
                     __builtin_prefetch(panel + (size + i) * WIDTH, 0, 2);
                 for (int64_t i = 0; i < ALL_VECTORS / VECTORS; i++)
-                    find_tile<ROWS>(end - row)(&numbers[start * num_rows + row * size], block + i * TILE * size / 2, size,
-                                               &sums[row][i * VECTORS]);
+                    find_tile<ROWS>(end - row)(x + row * size, block + i * TILE * size / 2, size, &sums[row][i * VECTORS]);
             }
         }
     }

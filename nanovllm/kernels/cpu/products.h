@@ -19,34 +19,17 @@ struct Epilogue {
 
     // Of one row, `offset` behind the first row's in the output.
     void store(const float* sums, T* output, int64_t offset) const {
-#if defined(T_IS_BFLOAT16) && defined(__AVX512BF16__)
-        if (!gated && size == WIDTH) {  // most panels: two vectors, rounded by one instruction
-            Vector first = load(sums), second = load(sums + LANES);
-            for (const T* addend : {bias, residual ? residual + offset : nullptr})
-                if (addend) first += widen(addend), second += widen(addend + LANES);
-            _mm512_storeu_si512(output + offset, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
-            return;
-        }
-#endif
-        float numbers[WIDTH];
-        if (gated) {
-            for (int64_t i = 0; i < WIDTH / 2; i++) numbers[i] = silu(sums[i]) * sums[WIDTH / 2 + i];
-            sums = numbers;
-        }
-        for (const T* addend : {bias, residual ? residual + offset : nullptr})
-            if (addend) {
-#pragma omp simd
-                for (int64_t i = 0; i < size; i++) numbers[i] = sums[i] + addend[i];
-                sums = numbers;
-            }
-        output += offset;
+        auto finish = [&](int64_t i) {
+            Vector sum = load(sums + i);
+            if (gated) sum = silu(sum) * load(sums + WIDTH / 2 + i);
+            if (bias) sum += widen(bias + i, size - i);
+            if (residual) sum += widen(residual + offset + i, size - i);
+            return sum;
+        };
         if (size == WIDTH)
-            for (int64_t i = 0; i < WIDTH; i++) output[i] = sums[i];
-        else if (size == WIDTH / 2)
-            for (int64_t i = 0; i < WIDTH / 2; i++) output[i] = sums[i];
+            for (int64_t i = 0; i < WIDTH; i += 2 * LANES) narrow(finish(i), finish(i + LANES), output + offset + i);
         else
-#pragma omp simd
-            for (int64_t i = 0; i < size; i++) output[i] = sums[i];
+            for (int64_t i = 0; i < size; i += LANES) narrow(finish(i), output + offset + i, size - i);
     }
 };
 
@@ -62,7 +45,7 @@ extern "C" int can_multiply() { return Tiles::allowed; }
 
 // For a `gated` weight, out_features counts the gates: there are as many outputs, and twice as many rows in the weight.
 extern "C" void linear(const T* x, const T* panels, const T* bias, const T* residual, T* output, int64_t num_rows, int64_t
-                       in_features, int64_t out_features, int64_t gated) {
+                       in_features, int64_t x_stride, int64_t out_features, int64_t output_stride, int64_t gated) {
     int64_t depth = round_up(in_features, LINE), outputs_per_panel = gated ? WIDTH / 2 : WIDTH;
     int64_t at_most = std::clamp(CACHED_BYTES / (2 * depth) / ROWS * ROWS, ROWS, MAX_ROWS);
     int64_t num_passes = (num_rows - 1) / at_most + 1, rows_at_once = round_up((num_rows - 1) / num_passes + 1, ROWS);
@@ -75,13 +58,13 @@ extern "C" void linear(const T* x, const T* panels, const T* bias, const T* resi
             bool is_packed = false;
             Team::get().share(num_tasks, [&](int64_t task) {
                 int64_t size = std::min(rows_at_once, num_rows - row);
-                if (!is_packed) rows.pack(x + row * in_features, in_features, size, in_features);
+                if (!is_packed) rows.pack([=](int64_t i) { return x + (row + i) * x_stride; }, size, in_features);
                 is_packed = true;
                 for (int64_t panel = num_panels * task / num_tasks; panel < num_panels * (task + 1) / num_tasks; panel++) {
-                    int64_t first = panel * outputs_per_panel, offset = row * out_features + first;
+                    int64_t first = panel * outputs_per_panel, offset = row * output_stride + first;
                     Epilogue epilogue{std::min(outputs_per_panel, out_features - first), bias ? bias + first : nullptr,
                                       residual ? residual + offset : nullptr, bool(gated)};
-                    rows.multiply(panels + panel * WIDTH * depth, epilogue, output + offset, out_features);
+                    rows.multiply(panels + panel * WIDTH * depth, epilogue, output + offset, output_stride);
                 }
             });
         }

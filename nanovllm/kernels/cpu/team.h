@@ -6,11 +6,16 @@
 // wait for every thread after every loop, and spin for long.)
 #pragma once
 #include <atomic>
+#include <tuple>
 
 #include "common.h"
 
 #ifdef _OPENMP
-extern "C" int omp_get_num_threads();
+extern "C" int omp_get_max_threads(), omp_get_num_threads(), omp_get_thread_num();
+#else
+static int omp_get_max_threads() { return 1; }
+static int omp_get_num_threads() { return 1; }
+static int omp_get_thread_num() { return 0; }
 #endif
 
 constexpr int64_t SERIAL = 1 << 14;  // numbers that one thread turns faster than others wake up
@@ -41,13 +46,21 @@ class Team {
         team.num_taken = team.num_done = 0;
 #pragma omp parallel if (is_worth_it)
         {
-            current = &team, end = 0, num_threads = 1;
-#ifdef _OPENMP
-            num_threads = omp_get_num_threads();
-#endif
+            current = &team, end = 0, num_threads = omp_get_num_threads();
             work();
             current = nullptr;
         }
+    }
+
+    // work() within a task: what it shares is done by this thread.
+    template <class Work>
+    static void leave(const Work& work) {
+        static thread_local Team alone;
+        auto outer = std::tuple(current, end, num_threads);
+        alone.num_taken = alone.num_done = 0;
+        current = &alone, end = 0, num_threads = 1;
+        work();
+        std::tie(current, end, num_threads) = outer;
     }
 
     // task(i) for every i below num_tasks, on whatever thread of the team.
