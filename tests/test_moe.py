@@ -29,7 +29,7 @@ SPEC = MoESpec(
     dtype=torch.float32, hidden_size=40, norm_eps=1e-6, rope=RopeSpec(1e4), tie_embeddings=True,
     num_experts=16, num_experts_per_tok=3, expert_size=24, normalize_weights=True, dense_layers=frozenset({0}),
 )  # fmt: skip
-needs_bfloat16 = pytest.mark.skipif(not can_multiply(torch.bfloat16), reason="no compiler, or no bfloat16 instructions")
+needs_bfloat16 = pytest.mark.skipif(not can_multiply(torch.bfloat16), reason="no compiler, or AMX that is not allowed")
 
 
 def make_moe(dtype: torch.dtype = torch.float32) -> MoE:
