@@ -182,8 +182,8 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
         Team& team = Team::get();
         // Of each part: sums [num_heads, head_dim], highest [num_heads], totals [num_heads]
         int64_t stride = size + 2 * num_heads;
-        team.share(1, [&](int64_t) { team.memory.resize(std::max(team.memory.size(), parts.size() * stride)); });
-        float* results = team.memory.data();
+        team.share(1, [&](int64_t) { team.memory.get(parts.size() * stride); });
+        float* results = team.memory.get(0);
         team.share(parts.size(), [&](int64_t i) {
             auto [seq, first_token] = parts[i];
             float *sums = results + i * stride, *highest = sums + size;

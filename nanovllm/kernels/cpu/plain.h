@@ -21,7 +21,8 @@ struct Tiles {
 
 class Rows {
     using MultiplyTile = void(const float*, const float*, int64_t, Vector*);
-    std::vector<float> numbers;
+    Buffer<float> memory;
+    float* numbers;
     int64_t num_rows, depth;
     Vector sums[MAX_ROWS][ALL_VECTORS];
     alignas(64) float block[BLOCK * WIDTH];
@@ -30,12 +31,11 @@ class Rows {
     static constexpr int64_t NEXT_LINE = LINE;  // from a LINE of a row to its next one, within a block
 
     void shape(int64_t num_rows_, int64_t in_features) {
-        num_rows = num_rows_, depth = in_features;
-        if ((int64_t)numbers.size() < num_rows * depth) numbers.resize(num_rows * depth);
+        num_rows = num_rows_, depth = in_features, numbers = memory.get(num_rows * depth);
     }
 
     // A row's inputs from `start` on, the first of a BLOCK.
-    float* find(int64_t row, int64_t start) { return &numbers[start * num_rows + row * std::min(BLOCK, depth - start)]; }
+    float* find(int64_t row, int64_t start) { return numbers + start * num_rows + row * std::min(BLOCK, depth - start); }
 
     // find_row(i): where row i lies.
     template <class FindRow>

@@ -34,7 +34,7 @@ class Team {
 
   public:
     static inline thread_local int64_t num_threads;
-    std::vector<float> memory;
+    Buffer<float> memory;
 
     static Team& get() { return *current; }
 
