@@ -34,10 +34,9 @@ from nanovllm.kernels.cpu import functions, packed
 from nanovllm.kernels.cpu import library as cpu_library
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
 from nanovllm.kernels.cpu.packed import PackedWeight
-from nanovllm.kernels.twins import make_twins
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import RopeSpec
+from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
 from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderLayer, DecoderLayers, DecoderSpec
@@ -61,7 +60,7 @@ all_kernels = pytest.mark.parametrize(
 
 def with_twins(module: nn.Module, functions: str) -> nn.Module:
     """`module`, its layers exchanged for twins that use kernels/cpu/functions.py or kernels/cuda/functions.py."""
-    twins = cuda_twins().TWINS if functions == "cuda" else make_twins(import_module("nanovllm.kernels.cpu.functions"))
+    twins = import_module(f"nanovllm.kernels.{functions}.twins").TWINS
     fast = exchange(module, twins)
     left = twins.keys() & {type(layer) for layer in fast.modules()}
     assert left <= ({Attention} if functions == "cuda" else set()), "on a GPU, it has a twin only where Triton stores K/V"
@@ -91,8 +90,9 @@ def make_layers(dtype: torch.dtype, device: str) -> nn.ModuleDict:
         dtype=dtype,
     )  # fmt: skip
     norm, attention, mlp = RMSNorm(300, 1e-3, dtype), Attention(spec, torch_backend, ALONE), MLP(spec, ALONE)
+    rotary = RotaryEmbedding(20, RopeSpec(1e4, attention_factor=1.5))
     mlp.gate_up_proj, mlp.down_proj = nn.Identity(), nn.Identity()
-    layers = nn.ModuleDict({"norm": norm, "attention": attention, "mlp": mlp, "sampler": Sampler(80)})
+    layers = nn.ModuleDict({"norm": norm, "attention": attention, "mlp": mlp, "sampler": Sampler(80), "rotary": rotary})
     for parameter in layers.parameters():
         nn.init.normal_(parameter)
     return layers.requires_grad_(False).to(device)
@@ -124,16 +124,16 @@ def test_layers(num_tokens: int, dtype: torch.dtype, tolerance: float, functions
     torch.manual_seed(0)
     wide = torch.randn(num_tokens, 3 * 5 * 20).to(device, dtype)
     heads = wide.split(100, dim=-1)[1].unflatten(-1, (5, 20))  # as from a fused projection: tokens lie apart
-    angles = torch.randn(num_tokens, 1, 10).to(device)
+    positions = torch.randint(40_000, (num_tokens,)).to(device)
 
     def compute(layers: nn.ModuleDict) -> list[torch.Tensor]:
-        attention, cos_sin = layers["attention"], (angles.cos(), angles.sin())
+        attention, cos_sin = layers["attention"], layers["rotary"](positions)
         rotated = [attention.norm_and_rotate(heads, norm, cos_sin) for norm in (None, attention.q_norm)]
-        return [layers["norm"](wide), *rotated, layers["mlp"](wide * 5)]
+        return [*cos_sin, layers["norm"](wide), *rotated, layers["mlp"](wide * 5)]
 
     outputs = compute(with_twins(make_layers(dtype, device), functions))
     for output, expected in zip(outputs, compute(make_layers(dtype, device))):
-        assert output.dtype == dtype and output.is_contiguous()
+        assert output.dtype == expected.dtype and output.is_contiguous()
         torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
 
 

@@ -1,10 +1,9 @@
 """Twins of the layers that take torch several passes over the same numbers, for any device that has these functions:
 
-    rms_norm(x, weight, eps)    rotary(x, cos, sin, norm_weight, eps)    silu_and_mul(gate_up)    sample(logits, ...)
+    rms_norm(x, weight, eps)    silu_and_mul(gate_up)    sample(logits, ...)
 
-kernels/cpu/functions.py has them in C++, kernels/cuda/functions.py in Triton, but for rotary, whose place something larger
-takes there. A twin is a subclass that computes the same from the same weights, so that a layer becomes its twin by a change
-of class.
+kernels/cpu/functions.py has them in C++, kernels/cuda/functions.py in Triton. A twin is a subclass that computes the same
+from the same weights, so that a layer becomes its twin by a change of class.
 """
 
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from nanovllm.batch import SamplingBatch
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.sampler import Sampler
-from nanovllm.models.decoder import MLP, Attention
+from nanovllm.models.decoder import MLP
 
 # Layer class -> what makes its twin, or returns None: not of this layer.
 Twins = dict[type[nn.Module], Callable[[nn.Module], nn.Module | None]]
@@ -33,10 +32,6 @@ def make_twins(functions: ModuleType) -> Twins:
         def forward(self, x: Tensor) -> Tensor:
             return functions.rms_norm(x, self.weight, self.eps)
 
-    class FastAttention(Attention):
-        def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-            return functions.rotary(heads, *cos_sin, *((None, 0.0) if norm is None else (norm.weight, norm.eps)))
-
     class FastMLP(MLP):
         def forward(self, x: Tensor) -> Tensor:
             return self.down_proj(functions.silu_and_mul(self.gate_up_proj(x)))
@@ -45,5 +40,5 @@ def make_twins(functions: ModuleType) -> Twins:
         def draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
             return functions.sample(logits, self.token_hashes, batch.noise_keys, batch.temperatures)
 
-    twins = {RMSNorm: FastRMSNorm, Attention: FastAttention, MLP: FastMLP, Sampler: FastSampler}
+    twins = {RMSNorm: FastRMSNorm, MLP: FastMLP, Sampler: FastSampler}
     return {layer: partial(become, twin) for layer, twin in twins.items()}

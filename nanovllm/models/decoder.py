@@ -139,7 +139,8 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
         x = self.embed_tokens(batch.input_ids)  # [num_tokens, hidden_size]
         x = self.layers(x, self.rotary(batch.positions), kv_caches, batch)
-        return self.norm(x[batch.logits_indices])  # [num_logits, hidden_size]; the other tokens only leave their K/V
+        x = x.index_select(0, batch.logits_indices)  # [num_logits, hidden_size]; the other tokens only leave their K/V
+        return self.norm(x)
 
 
 class CausalLM(nn.Module):

@@ -100,7 +100,7 @@ class OPTDecoder(nn.Module):
         x = x + self.embed_positions(batch.positions + _FIRST_POSITION)
         for layer, kv_cache in zip(self.layers, kv_caches):
             x = layer(x, kv_cache, batch)
-        return self.project_out(self.final_layer_norm(x[batch.logits_indices]))  # [num_logits, embedding_size]
+        return self.project_out(self.final_layer_norm(x.index_select(0, batch.logits_indices)))  # [num_logits, embedding_size]
 
 
 class OPTModel(nn.Module):

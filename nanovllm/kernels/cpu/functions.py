@@ -15,6 +15,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return output
 
 
+def cos_and_sin(positions: Tensor, inv_freq: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
+    """rotary.RotaryEmbedding's, of `positions` [num_tokens]."""
+    assert positions.is_contiguous()
+    cos, sin = inv_freq.new_empty(2, len(positions), 1, len(inv_freq))
+    call(load(inv_freq.dtype).cos_and_sin, positions, inv_freq, attention_factor, cos, sin, len(positions), len(inv_freq))
+    return cos, sin
+
+
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
     """rotary.apply_rotary of x [num_tokens, num_heads, head_dim], whose tokens may lie apart."""
     assert x[:1].is_contiguous() and cos.is_contiguous() and sin.is_contiguous()

@@ -25,7 +25,7 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
     // The pieces are one thread's each, as soon as there is ENOUGH for every thread: it finds in its own cache what it has
     // written there. Else, and where ranks wait for each other, all threads share a piece.
     constexpr int64_t PIECE = 512, ENOUGH = 256;
-    int64_t num_threads = omp_get_max_threads(), num_turns = (num_tokens - 1) / (PIECE * num_threads) + 1;
+    int64_t num_threads = Size::get().find(), num_turns = (num_tokens - 1) / (PIECE * num_threads) + 1;
     bool is_shared = member || num_tokens < ENOUGH * num_threads, is_first = !member || member->rank == 0;
     int64_t piece = is_shared ? PIECE : round_up((num_tokens - 1) / (num_turns * num_threads) + 1, ROWS);
     piece = std::min(piece, num_tokens);

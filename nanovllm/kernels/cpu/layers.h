@@ -22,6 +22,17 @@ extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tok
     });
 }
 
+extern "C" void cos_and_sin(const int64_t* positions, const float* inv_freq, float attention_factor, float* cos, float* sin,
+                            int64_t num_tokens, int64_t half) {
+    constexpr int64_t COST = 16;  // of a pair, in numbers
+    parallel_for(num_tokens, COST * half, [=](int64_t token) {
+        for (int64_t i = 0; i < half; i++) {
+            float angle = positions[token] * inv_freq[i];
+            cos[token * half + i] = cosf(angle) * attention_factor, sin[token * half + i] = sinf(angle) * attention_factor;
+        }
+    });
+}
+
 extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* norm_weight, T* output, int64_t num_tokens,
                        int64_t stride, int64_t output_stride, int64_t num_heads, int64_t half, float eps) {
     parallel_for(num_tokens, 2 * num_heads * half, [=](int64_t token) {

@@ -33,6 +33,7 @@ SIGNATURES = {
     "gather": [P, P, P, I, I],
     "linear": [P, P, P, P, P, I, I, I, I, I, I],
     "rms_norm": [P, P, P, I, I, R],
+    "cos_and_sin": [P, P, R, P, P, I, I],
     "rotary": [P, P, P, P, P, I, I, I, I, I, R],
     "silu_and_mul": [P, P, I, I],
     "gather_rows": [P, P, P, I, I],

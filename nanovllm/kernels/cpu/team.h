@@ -6,6 +6,7 @@
 // wait for every thread after every loop, and spin for long.)
 #pragma once
 #include <atomic>
+#include <ctime>
 #include <tuple>
 
 #include "common.h"
@@ -19,6 +20,56 @@ static int omp_get_thread_num() { return 0; }
 #endif
 
 constexpr int64_t SERIAL = 1 << 14;  // numbers that one thread turns faster than others wake up
+
+// How many threads a team has: as many as torch, as long as they run. Where other processes use the cores too, threads wait for
+// these, and the team for its threads: if it loses a quarter of its time in this way, it goes on with a thread less. If not,
+// it tries one more, the later the oftener that failed.
+class Size {
+    static constexpr double SAMPLE = 0.001, WINDOW = 0.1;   // seconds: between the calls that are looked at, and of these together
+    static constexpr int64_t LONGEST_WAIT = 32;             // windows
+    int64_t most = 0, num_threads = 0, num_calm = 0, wait = 1;
+    double start = 0, end = 0, cpu_time = 0, measured = 0, lost = 0;
+    bool is_sampled = false;
+
+    static double read(clockid_t clock) {
+        timespec time;
+        clock_gettime(clock, &time);
+        return time.tv_sec + 1e-9 * time.tv_nsec;
+    }
+
+  public:
+    static Size& get() {  // the calling thread's
+        static thread_local Size size;
+        return size;
+    }
+
+    int64_t find() {
+        if (int64_t num = omp_get_max_threads(); num != most) most = num_threads = num;
+        return num_threads;
+    }
+
+    void begin() {
+        start = read(CLOCK_MONOTONIC);
+        is_sampled = most > 1 && start - end > SAMPLE;
+        if (is_sampled) cpu_time = -read(CLOCK_THREAD_CPUTIME_ID);
+    }
+
+    // The caller has done its share of the work. If it waits for others now, it may do so spinning.
+    void leave() {
+        if (is_sampled) cpu_time += read(CLOCK_THREAD_CPUTIME_ID);
+    }
+
+    void finish() {
+        if (!is_sampled) return;
+        end = read(CLOCK_MONOTONIC), measured += end - start, lost += end - start - cpu_time;
+        if (measured < WINDOW) return;
+        if (lost > measured / 4)
+            num_threads = std::max<int64_t>(num_threads - 1, 1), wait = std::min(4 * wait, LONGEST_WAIT), num_calm = 0;
+        else if (++num_calm >= wait)
+            num_threads = std::min(num_threads + 1, most), wait = std::max<int64_t>(wait / 2, 1), num_calm = 0;
+        measured = lost = 0;
+    }
+};
 
 class Team {
     static constexpr int64_t SPINS = 2000;
@@ -43,13 +94,17 @@ class Team {
     static void form(bool is_worth_it, const Work& work) {
         if (current) return work();
         Team& team = own();
+        Size& size = Size::get();
         team.num_taken = team.num_done = 0;
-#pragma omp parallel if (is_worth_it)
+        size.begin();
+#pragma omp parallel num_threads(is_worth_it ? size.find() : 1)
         {
             current = &team, end = 0, num_threads = omp_get_num_threads();
             work();
             current = nullptr;
+            if (omp_get_thread_num() == 0) size.leave();
         }
+        size.finish();
     }
 
     // work() within a task: what it shares is done by this thread.
