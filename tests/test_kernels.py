@@ -408,23 +408,23 @@ def test_rotate_and_store(heads: tuple[int, int, int], has_norm: bool, slot_dtyp
     assert query.is_contiguous() and (caches[0].flatten(1, 2) == 7.0).all(-1).all(-1).sum() == 2 * (64 - 4)
 
 
-@needs_triton
+@all_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocab_size", [3, 97, 10_000])
-def test_filter(vocab_size: int, dtype: torch.dtype) -> None:
+def test_filter(vocab_size: int, dtype: torch.dtype, functions: str, device: str) -> None:
     """What the specification keeps, with equal logits at the cuts; where there are many, seldom those of one value less."""
     torch.manual_seed(0)
-    logits = (torch.randn(24, vocab_size) * 3).to(DEVICE, dtype)
+    logits = (torch.randn(24, vocab_size) * 3).to(device, dtype)
     logits[::2] = logits[::2].round()
     logits[3], logits[4, : vocab_size // 2], logits[4, vocab_size // 2 :] = 1.0, 0.0, -0.0
     logits[5, ::3] = -torch.inf
     before = logits.clone()
     kinds = [dict(top_k=k, top_p=p, min_p=m) for k in (-1, 1, 2, 40) for p in (1.0, 0.53, 0.97, 1e-6, 1e-50) for m in (0.0, 0.03)]
-    sampler = Sampler(vocab_size).to(DEVICE)
-    fast = with_twins(deepcopy(sampler), "cuda")
+    sampler = Sampler(vocab_size).to(device)
+    fast = with_twins(deepcopy(sampler), functions)
     for first in range(0, len(kinds), 8):
         params = [SamplingParams(temperature=t, **kind) for kind in kinds[first : first + 8] for t in (0.6, 1.0, 7.0)]
-        batch = make_sampling_batch(params, [1] * 24, [2] * 24, vocab_size, DEVICE.type)
+        batch = make_sampling_batch(params, [1] * 24, [2] * 24, vocab_size, device)
         filtered, expected = fast.filter(logits, batch), sampler.filter(logits, batch)
         different = logits[filtered != expected].unique()
         assert filtered.dtype == torch.float32 and len(different) <= (vocab_size > 1000), params

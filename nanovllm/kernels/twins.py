@@ -1,6 +1,6 @@
 """Twins of the layers that take torch several passes over the same numbers, for any device that has these functions:
 
-    rms_norm(x, weight, eps)    silu_and_mul(gate_up)    sample(logits, ...)
+    rms_norm(x, weight, eps)    silu_and_mul(gate_up)    filter_logits(logits, batch)    sample(logits, ...)
 
 kernels/cpu/functions.py has them in C++, kernels/cuda/functions.py in Triton. A twin is a subclass that computes the same
 from the same weights, so that a layer becomes its twin by a change of class.
@@ -37,6 +37,9 @@ def make_twins(functions: ModuleType) -> Twins:
             return self.down_proj(functions.silu_and_mul(self.gate_up_proj(x)))
 
     class FastSampler(Sampler):
+        def filter(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+            return functions.filter_logits(logits, batch)
+
         def draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
             return functions.sample(logits, self.token_hashes, batch.noise_keys, batch.temperatures)
 

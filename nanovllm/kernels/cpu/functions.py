@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from nanovllm.batch import SamplingBatch
 from nanovllm.kernels.cpu.library import call, load
 
 
@@ -41,6 +42,20 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty(num_tokens, size)
     call(load(gate_up.dtype).silu_and_mul, gate_up, output, num_tokens, size)
+    return output
+
+
+def filter_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """sampler.Sampler.filter without sorting.
+
+    It adds up probabilities in another order: where a sum equals top_p up to rounding, the next token may stay or go. A row
+    with an inf keeps more than it must, since its draw is decided.
+    """
+    output = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    call(
+        load(output.dtype).filter_logits, output, batch.filtered_rows, batch.filtered_temperatures, batch.top_ks, batch.top_ps,
+        batch.min_ps, len(batch.filtered_rows), output.shape[1],
+    )  # fmt: skip
     return output
 
 

@@ -66,6 +66,62 @@ extern "C" void silu_and_mul(const T* gate_up, T* output, int64_t num_tokens, in
     });
 }
 
+struct Cut {
+    float logit;     // the lowest that stays
+    int64_t num;     // of the tokens from it on
+    float mass = 0;  // of these: the sum of their weights
+};
+
+// Where there may be fewer than max_num tokens above a logit that stays, of less mass than max_mass; the highest stays anyway.
+// As a quicksort that follows one side: in front of `values` come those that stay. The first pivot leaves few of them above it.
+template <class Weigh>
+static Cut find_cut(float* values, int64_t num, float highest, int64_t max_num, float max_mass, const Weigh& weigh) {
+    Cut cut{highest, 0};
+    float pivot = -INFINITY;
+    for (int64_t i = 0; i < num; i += 256) pivot = std::max(pivot, values[i]);
+    for (; num > 0; pivot = values[num / 2]) {
+        float *above = std::partition(values, values + num, [=](float value) { return value > pivot; }), mass = 0;
+#pragma omp simd reduction(+ : mass)
+        for (float* value = values; value < above; value++) mass += weigh(*value);
+        if (cut.num + (above - values) >= max_num || cut.mass + mass >= max_mass) {
+            num = above - values;
+        } else {
+            float* below = std::partition(above, values + num, [=](float value) { return value == pivot; });
+            cut = {pivot, cut.num + (below - values), cut.mass + mass + (below - above) * weigh(pivot)};
+            num -= below - values, values = below;
+        }
+    }
+    return cut;
+}
+
+// -inf for the tokens of some rows that top-k, then top-p, then min-p take away.
+extern "C" void filter_logits(float* logits, const int64_t* rows, const float* temperatures, const int64_t* top_ks,
+                              const float* top_ps, const float* min_ps, int64_t num_rows, int64_t vocab_size) {
+    parallel_for(num_rows, vocab_size, [=](int64_t i) {
+        static thread_local Buffer<float> buffer;
+        float *row = logits + rows[i] * vocab_size, *values = buffer.get(vocab_size + 1), highest = -INFINITY;
+#pragma omp simd reduction(max : highest)
+        for (int64_t token = 0; token < vocab_size; token++) {
+            values[token] = row[token] == row[token] ? row[token] : -INFINITY;  // a NaN stays, and nothing is sorted by it
+            highest = values[token] > highest ? values[token] : highest;
+        }
+        if (!std::isfinite(highest)) return;
+        float inverse = 1 / temperatures[i], mass = 0;
+        auto weigh = [=](float logit) { return exponential((logit - highest) * inverse); };
+        Cut cut{-INFINITY, vocab_size};
+        if (top_ks[i] < vocab_size) {
+            cut = find_cut(values, vocab_size, highest, top_ks[i], INFINITY, weigh);
+            mass = cut.mass - std::max<int64_t>(0, cut.num - top_ks[i]) * weigh(cut.logit);
+        } else if (top_ps[i] < 1) {
+#pragma omp simd reduction(+ : mass)
+            for (int64_t token = 0; token < vocab_size; token++) mass += weigh(values[token]);
+        }
+        if (top_ps[i] < 1) cut = find_cut(values, cut.num, highest, top_ks[i], top_ps[i] * mass, weigh);
+        float lowest = std::max(cut.logit, highest + temperatures[i] * logf(min_ps[i]));
+        for (int64_t token = 0; token < vocab_size; token++) row[token] = row[token] < lowest ? -INFINITY : row[token];
+    });
+}
+
 // The token with the highest logit + temperature * Gumbel noise per row, the first of equals; -1 where a logit is NaN. The
 // noise is sampler.gumbel_noise, -log(-log(1 - uniform)): as -log(1 - uniform) is above uniform, a token can only win if
 // uniform < exp((logit - highest score so far) / temperature). Hardly one in a thousand can, and needs logarithms; of the

@@ -37,6 +37,7 @@ SIGNATURES = {
     "rotary": [P, P, P, P, P, I, I, I, I, I, R],
     "silu_and_mul": [P, P, I, I],
     "gather_rows": [P, P, P, I, I],
+    "filter_logits": [P, P, P, P, P, P, I, I],
     "sample": [P, P, P, P, P, I, I],
 }
 SOURCE = Path(__file__).with_name("kernels.cpp")

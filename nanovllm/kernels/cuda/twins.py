@@ -1,15 +1,12 @@
 """Which layers have a faster twin on a GPU: those of any device, and some that launch one kernel instead of several."""
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
-from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.batch import Batch
 from nanovllm.kernels.cuda import functions
 from nanovllm.kernels.cuda.attention import store_kvcache
 from nanovllm.kernels.twins import Twins, become, make_twins
-from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import Attention, DecoderLayer, DecoderLayers
 
 
@@ -37,14 +34,6 @@ class FusedAttention(Attention):
         return self.o_proj(attended.flatten(1))
 
 
-class FastSampler(Sampler):
-    def filter(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        return functions.filter_logits(logits, batch)
-
-    def draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        return functions.sample(logits, self.token_hashes, batch.noise_keys, batch.temperatures)
-
-
 def fuse_layers(layers: DecoderLayers) -> nn.Module | None:
     """None if one of them is of another kind."""
     return become(FusedLayers, layers) if all([type(layer) is DecoderLayer for layer in layers]) else None
@@ -55,12 +44,7 @@ def fuse_attention(attention: Attention) -> nn.Module | None:
     return become(FusedAttention, attention) if attention.backend.store_kvcache is store_kvcache else None
 
 
-TWINS: Twins = {
-    **make_twins(functions),
-    DecoderLayers: fuse_layers,
-    Attention: fuse_attention,
-    Sampler: partial(become, FastSampler),
-}
+TWINS: Twins = {**make_twins(functions), DecoderLayers: fuse_layers, Attention: fuse_attention}
 
 
 def find_twins(dtype: torch.dtype) -> tuple[Twins, str | None]:
