@@ -10,6 +10,7 @@ from conftest import VOCAB_SIZE, Oracle, check_invariants, make_checkpoint, rand
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.penalties import Penalties
 from nanovllm.engine.sequence import Sequence
 
 MakeLLM = Callable[..., LLM]
@@ -176,6 +177,17 @@ def test_penalties(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
         for _ in range(2):
             assert [o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)] == expected, options
         assert "num_kvcache_blocks" not in options or llm.stats["num_preemptions"]
+
+
+def test_penalties_change_a_sequences_own_tokens_only() -> None:
+    """Whatever else is in the batch, and whoever had its lane before."""
+    penalties, logits = Penalties(2, 50, 20, torch.device("cpu")), torch.ones(2, 50)
+    for prompts in ([1, 2, 3, 4, 5, 6], [7, 8]), ([9], [10, 11, 12]):
+        seqs = [Sequence(i, prompt, SamplingParams(repetition_penalty=1.5)) for i, prompt in enumerate(prompts)]
+        for lane, seq in enumerate(seqs):
+            seq.lane = lane
+        changed = penalties.apply(logits, seqs) != logits
+        assert [row.nonzero().flatten().tolist() for row in changed] == list(prompts)
 
 
 def test_a_plain_batch_does_no_extra_work(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
