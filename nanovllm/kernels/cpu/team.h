@@ -1,9 +1,9 @@
 // How threads share the work of a call. They form a team, and go through the call side by side: of each piece of work they
 // take tasks as long as there are any, and go on when all are done.
 //
-// A thread that is not running, since other processes use its core, is missed only while it holds a task. Who waits for it
-// spins for a moment and then sleeps: an idle core is what makes the system move such a thread there. (OpenMP's own threads
-// wait for every thread after every loop, and spin for long.)
+// A thread that is not running, since other processes use its core, is missed while it holds a task, and in the end, where
+// OpenMP waits for every thread. Who waits for a task spins for a moment and then sleeps: an idle core is what makes the
+// system move a thread there. OpenMP's threads spin for long, and take the core from those that work: see Size.
 #pragma once
 #include <atomic>
 #include <ctime>
@@ -21,12 +21,13 @@ static int omp_get_thread_num() { return 0; }
 
 constexpr int64_t SERIAL = 1 << 14;  // numbers that one thread turns faster than others wake up
 
-// How many threads a team has: as many as torch, as long as they run. Where other processes use the cores too, threads wait for
-// these, and the team for its threads: if it loses a quarter of its time in this way, it goes on with a thread less. If not,
-// it tries one more, the later the oftener that failed.
+// How many threads a team has: as many as torch, unless other processes use the cores. If the caller then loses a quarter of
+// its time, off its core or waiting for the team's threads, which are off theirs, the team goes on with a thread less. If it
+// loses nothing, it tries one more, the later the more often that has failed.
 class Size {
-    static constexpr double SAMPLE = 0.001, WINDOW = 0.1;   // seconds: between the calls that are looked at, and of these together
-    static constexpr int64_t LONGEST_WAIT = 32;             // windows
+    static constexpr double SAMPLE = 0.001;      // seconds between two calls that are looked at
+    static constexpr double WINDOW = 0.1;        // seconds of such calls, after which the size may change
+    static constexpr int64_t LONGEST_WAIT = 32;  // windows
     int64_t most = 0, num_threads = 0, num_calm = 0, wait = 1;
     double start = 0, end = 0, cpu_time = 0, measured = 0, lost = 0;
     bool is_sampled = false;
