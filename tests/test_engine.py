@@ -164,10 +164,13 @@ def test_the_largest_step_is_one(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPa
     """With every kind of sampling, of which nothing stays."""
     llm = make_llm(max_num_batched_tokens=301, max_num_seqs=7)
     runner, seen = llm.model_runner, []
-    apply = Penalties.apply
+    apply, lengths = Penalties.apply, []
     monkeypatch.setattr(Penalties, "apply", lambda *args: seen.append(apply(*args)) or seen[-1])
+    penalize = Penalties._penalize
+    monkeypatch.setattr(Penalties, "_penalize", lambda *args: lengths.extend(len(s.token_ids) for s in args[3]) or penalize(*args))
     batch = runner.executor.largest_batch()
     runner._sample_all(runner.executor.run(batch))
+    assert len(lengths) == 7 and max(lengths) == runner.executor.max_model_len, "of penalties, the longest sequence takes most"
     assert len(batch.input_ids) == 301 and len(batch.logits_indices) == 7 and batch.max_seqlen_q == 256
     assert len(seen) == 1 and seen[0].shape == (7, VOCAB_SIZE) and seen[0].isinf().any() and runner.penalties.counts is None
     prompt = random_prompt(0, 9)

@@ -34,6 +34,7 @@ from nanovllm.kernels.cpu import functions, packed
 from nanovllm.kernels.cpu import library as cpu_library
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
 from nanovllm.kernels.cpu.packed import PackedWeight
+from nanovllm.kernels.cpu.twins import make_cpu_twins
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
@@ -60,7 +61,7 @@ all_kernels = pytest.mark.parametrize(
 
 def with_twins(module: nn.Module, functions: str) -> nn.Module:
     """`module`, its layers exchanged for twins that use kernels/cpu/functions.py or kernels/cuda/functions.py."""
-    twins = import_module(f"nanovllm.kernels.{functions}.twins").TWINS
+    twins = cuda_twins().TWINS if functions == "cuda" else make_cpu_twins(torch.float32)
     fast = exchange(module, twins)
     left = twins.keys() & {type(layer) for layer in fast.modules()}
     assert left <= ({Attention} if functions == "cuda" else set()), "on a GPU, it has a twin only where Triton stores K/V"
@@ -90,9 +91,8 @@ def make_layers(dtype: torch.dtype, device: str) -> nn.ModuleDict:
         dtype=dtype,
     )  # fmt: skip
     norm, attention, mlp = RMSNorm(300, 1e-3, dtype), Attention(spec, torch_backend, ALONE), MLP(spec, ALONE)
-    rotary = RotaryEmbedding(20, RopeSpec(1e4, attention_factor=1.5))
     mlp.gate_up_proj, mlp.down_proj = nn.Identity(), nn.Identity()
-    layers = nn.ModuleDict({"norm": norm, "attention": attention, "mlp": mlp, "sampler": Sampler(80), "rotary": rotary})
+    layers = nn.ModuleDict({"norm": norm, "attention": attention, "mlp": mlp, "sampler": Sampler(80)})
     for parameter in layers.parameters():
         nn.init.normal_(parameter)
     return layers.requires_grad_(False).to(device)
@@ -124,17 +124,28 @@ def test_layers(num_tokens: int, dtype: torch.dtype, tolerance: float, functions
     torch.manual_seed(0)
     wide = torch.randn(num_tokens, 3 * 5 * 20).to(device, dtype)
     heads = wide.split(100, dim=-1)[1].unflatten(-1, (5, 20))  # as from a fused projection: tokens lie apart
-    positions = torch.randint(40_000, (num_tokens,)).to(device)
+    angles = torch.randn(num_tokens, 1, 10).to(device)
 
     def compute(layers: nn.ModuleDict) -> list[torch.Tensor]:
-        attention, cos_sin = layers["attention"], layers["rotary"](positions)
+        attention, cos_sin = layers["attention"], (angles.cos(), angles.sin())
         rotated = [attention.norm_and_rotate(heads, norm, cos_sin) for norm in (None, attention.q_norm)]
-        return [*cos_sin, layers["norm"](wide), *rotated, layers["mlp"](wide * 5)]
+        return [layers["norm"](wide), *rotated, layers["mlp"](wide * 5)]
 
     outputs = compute(with_twins(make_layers(dtype, device), functions))
     for output, expected in zip(outputs, compute(make_layers(dtype, device))):
-        assert output.dtype == expected.dtype and output.is_contiguous()
+        assert output.dtype == dtype and output.is_contiguous()
         torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
+
+
+@all_kernels
+@pytest.mark.parametrize("num_tokens", [0, 1, 200])
+def test_angles(num_tokens: int, functions: str, device: str) -> None:
+    positions = torch.randint(40_000, (num_tokens,), generator=torch.Generator().manual_seed(0)).to(device)
+    rotary = RotaryEmbedding(20, RopeSpec(1e4, attention_factor=1.5)).to(device)
+    expected = rotary(positions)
+    for output, exact in zip(with_twins(rotary, functions)(positions), expected):
+        assert output.dtype == torch.float32 and output.is_contiguous()
+        torch.testing.assert_close(output, exact, atol=2e-6, rtol=2e-6)
 
 
 GATES = [-1e4, -100.0, -89.0, -88.0, -87.0, -1.0, -0.0, 0.0, 1.0, 88.0, 89.0, 100.0, 1e4, 1e38, torch.inf, torch.nan] * 3
@@ -474,7 +485,7 @@ def test_engine_with_twins_of_a_gpu(
     llm = LLM(str(tmp_path), device=DEVICE.type, attention_backend="triton", **options)
     kinds = {type(layer) for layer in llm.model_runner.executor.model.modules()}
     assert kinds >= {twins.FusedLayers, twins.FusedAttention} and not kinds & {Attention, DecoderLayers, RMSNorm, MLP}
-    assert type(llm.model_runner.sampler) is not Sampler
+    assert type(llm.model_runner.sampler) is twins.TWINS[Sampler].args[0]
     prompts = [random_prompt(i, length) for i, length in enumerate((1, 15, 30))]
     for _ in range(2):
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=6), use_tqdm=False)

@@ -151,7 +151,8 @@ class ModelRunner:
         """The end of a trial step: every row is sampled in each way, the costliest one last. Nothing of it stays."""
         costliest = SamplingParams(top_p=0.5, repetition_penalty=2.0, min_tokens=1, logprobs=20)
         for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5), costliest):
-            seqs = [Sequence(row, [0], params, stop_token_ids=frozenset([0])) for row in range(len(logits))]
+            lengths = [self.executor.max_model_len] + [1] * (len(logits) - 1)  # the longest decides what penalties take
+            seqs = [Sequence(i, [0] * n, params, stop_token_ids=frozenset([0])) for i, n in enumerate(lengths)]
             for lane, seq in enumerate(seqs):
                 seq.lane = lane
             self.sample(logits, seqs)
