@@ -48,11 +48,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def filter_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """sampler.Sampler.filter without sorting.
-
-    It adds up probabilities in another order: where a sum equals top_p up to rounding, the next token may stay or go. A row
-    with an inf keeps more than it must, since its draw is decided.
-    """
+    """sampler.Sampler.filter without sorting, as the one of kernels/cuda/functions.py."""
     output = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     call(
         load(output.dtype).filter_logits, output, batch.filtered_rows, batch.filtered_temperatures, batch.top_ks, batch.top_ps,

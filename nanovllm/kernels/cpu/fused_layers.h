@@ -51,7 +51,7 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
             if (is_shared)
                 for (int64_t i = 0; i < num_pieces; i++) turn(i);
             else
-                Team::get().share(num_pieces, [&](int64_t i) { Team::leave([&] { turn(i); }); });
+                Team::get().share(num_pieces, [&](int64_t i) { Team::work_alone([&] { turn(i); }); });
         };
         for (int64_t i = 0; i < num_layers; i++) {
             const Layer& layer = layers[i];

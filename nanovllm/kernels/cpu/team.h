@@ -110,7 +110,7 @@ class Team {
 
     // work() within a task: what it shares is done by this thread.
     template <class Work>
-    static void leave(const Work& work) {
+    static void work_alone(const Work& work) {
         static thread_local Team alone;
         auto outer = std::tuple(current, end, num_threads);
         alone.num_taken = alone.num_done = 0;
