@@ -7,12 +7,12 @@
 //
 // Tiles want whole lines of the cache, one after the other. So rows are copied first, to [depth / BLOCK, num_rows / ROWS,
 // BLOCK / LINE, ROWS, LINE]: a BLOCK of inputs of all rows and then the next, as that much of a panel fits into the
-// first-level cache.
+// first-level cache, which the rows pass by.
 #pragma once
 #include <sys/syscall.h>
 #include <unistd.h>
 
-constexpr int64_t ROWS = 32, MAX_ROWS = 512, BLOCK = 256, CACHED_BYTES = 1 << 20;
+constexpr int64_t ROWS = 32, MAX_ROWS = 512, BLOCK = 512, CACHED_BYTES = 1 << 20;
 
 struct Tiles {
     static const bool allowed;
@@ -37,6 +37,11 @@ class Rows {
     bfloat16* numbers;
     int64_t num_rows, depth, block;
     alignas(64) float sums[MAX_ROWS * WIDTH];
+    struct {
+        Epilogue epilogue;
+        bfloat16* output;
+        int64_t output_stride, row, end;
+    } summed_up = {};  // rows that wait for their epilogue
 
   public:
     static constexpr int64_t NEXT_LINE = ROWS * LINE;  // from a LINE of a row to its next one, within a block
@@ -69,55 +74,59 @@ class Rows {
             }
     }
 
-    // While tiles sum up some rows, the sums of the rows before are stored.
+    // The last rows' epilogue is left to what follows: the next panel, while tiles sum it up, or finish(ROWS).
     void multiply(const bfloat16* panel, const Epilogue& epilogue, bfloat16* output, int64_t output_stride) {
-        int64_t num_tiles = round_up(num_rows, ROWS) / ROWS, fetches = round_up(WIDTH, num_tiles) / num_tiles;
-        const bfloat16* next = panel + WIDTH * (num_tiles == 1 ? LINE : depth);
-        auto finish = [&](int64_t row) {
-            for (int64_t end = std::min(row + ROWS, num_rows); row < end; row++)
-                epilogue.store(&sums[row * WIDTH], output, row * output_stride);
-        };
-        wait_for_memory();
+        // Fetched meanwhile: the next panel, or, of few rows, this one's next lines. Lines on their way from memory take the
+        // places of those that tiles load from the second-level cache: where they would be many, the processor does it better.
+        int64_t num_tiles = round_up(num_rows, ROWS) / ROWS;
+        int64_t fetches = num_tiles > 1 && num_tiles < 8 ? 0 : round_up(WIDTH, num_tiles) / num_tiles;
+        const bfloat16* next = panel + WIDTH * (num_tiles == 1 ? 2 * LINE : depth);
         for (int64_t start = 0; start < depth; start += block) {
-            int64_t size = std::min(block, depth - start);
+            int64_t size = std::min(block, depth - start), num_finished = (ROWS * LINE - 1) / size + 1;
+            auto meanwhile = [&] {
+                for (int64_t fetch = 0; fetch < fetches; fetch++, next += LINE) _mm_prefetch(next, _MM_HINT_T1);
+                finish(num_finished);
+            };
             for (int64_t row = 0; row < num_rows; row += ROWS) {
-                multiply_rows(start, row, panel, start > 0, &sums[row * WIDTH], WIDTH, next, fetches);
-                next += fetches * size;
-                if (start + size == depth && row > 0) finish(row - ROWS);
+                multiply_rows(start, row, panel, start > 0, &sums[row * WIDTH], WIDTH, meanwhile);
+                if (start + size == depth) summed_up = {epilogue, output, output_stride, row, std::min(row + ROWS, num_rows)};
             }
         }
-        finish((num_tiles - 1) * ROWS);
+    }
+
+    void finish(int64_t num) {
+        auto& [epilogue, output, stride, row, end] = summed_up;
+        for (; num > 0 && row < end; num--, row++) epilogue.store(&sums[row * WIDTH], output, row * stride);
     }
 
     // The sums of the rows from `first`, a multiple of ROWS, to `end`, and up to a whole number of ROWS; with `is_added`, added
     // to what is there.
-    void multiply(const bfloat16* panel, int64_t first, int64_t end, float* output, int64_t output_stride,
-                  bool is_added) const {
-        wait_for_memory();
+    void multiply(const bfloat16* panel, int64_t first, int64_t end, float* output, int64_t stride, bool is_added) const {
         for (int64_t start = 0; start < depth; start += block)
             for (int64_t row = first; row < end; row += ROWS)
-                multiply_rows(start, row, panel, is_added || start > 0, output + (row - first) * output_stride, output_stride,
-                              panel, 0);
+                multiply_rows(start, row, panel, is_added || start > 0, output + (row - first) * stride, stride, [] {});
     }
 
   private:
+    template <class Meanwhile>
     void multiply_rows(int64_t start, int64_t row, const bfloat16* panel, bool is_continued, float* sums, int64_t sums_stride,
-                       const bfloat16* next, int64_t fetches) const {
-        int64_t size = std::min(block, depth - start);
-        auto multiply = num_rows - row > ROWS / 2 ? multiply_tiles<true> : multiply_tiles<false>;
-        multiply(find(row, start), panel + start * WIDTH, size, is_continued, sums, sums_stride * sizeof(float), next, fetches);
+                       const Meanwhile& meanwhile) const {
+        auto multiply = num_rows - row > ROWS / 2 ? multiply_tiles<true, Meanwhile> : multiply_tiles<false, Meanwhile>;
+        multiply(find(row, start), panel + start * WIDTH, std::min(block, depth - start), is_continued, sums,
+                 sums_stride * sizeof(float), meanwhile);
     }
 
     // The compiler does not know that tiles are loaded from memory and stored to it.
     static void wait_for_memory() { asm volatile("" ::: "memory"); }
 
-    // ROWS rows, or half of them, times `size` inputs of a panel. With every LINE of these, some lines are fetched that
-    // are wanted next: of the next panel, or, where a few rows leave no time for that, of this one.
-    template <bool BOTH>
+    // ROWS rows, or half of them, times `size` inputs of a panel; meanwhile() with every LINE of these. The rows pass by the
+    // first-level cache.
+    template <bool BOTH, class Meanwhile>
     static void multiply_tiles(const bfloat16* x, const bfloat16* panel, int64_t size, bool is_continued, float* sums,
-                               int64_t sums_stride, const bfloat16* next, int64_t fetches) {
+                               int64_t sums_stride, const Meanwhile& meanwhile) {
         float *upper = sums, *lower = sums + ROWS / 2 * sums_stride / sizeof(float);
         constexpr int64_t X_STRIDE = 64, PANEL_STRIDE = 2 * X_STRIDE;  // bytes
+        wait_for_memory();
         if (is_continued) {
             _tile_loadd(0, upper, sums_stride);
             _tile_loadd(1, upper + 16, sums_stride);
@@ -130,17 +139,17 @@ class Rows {
             if (BOTH) _tile_zero(3);
         }
         for (int64_t i = 0; i < size; i += LINE) {
-            _tile_loadd(4, x, X_STRIDE);
+            _tile_stream_loadd(4, x, X_STRIDE);
             _tile_loadd(6, panel, PANEL_STRIDE);
             _tile_loadd(7, panel + LINE, PANEL_STRIDE);
-            for (int64_t fetch = 0; fetch < fetches; fetch++, next += LINE) _mm_prefetch(next, _MM_HINT_T1);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
             if (BOTH) {
-                _tile_loadd(5, x + ROWS / 2 * LINE, X_STRIDE);
+                _tile_stream_loadd(5, x + ROWS / 2 * LINE, X_STRIDE);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
+            meanwhile();
             x += NEXT_LINE, panel += LINE * WIDTH;
         }
         _tile_stored(0, upper, sums_stride);

@@ -55,6 +55,8 @@ class Rows {
         }
     }
 
+    void finish(int64_t) {}  // multiply() has done it
+
     // The sums of the rows from `first`, a multiple of ROWS, to `end`; with `is_added`, added to what is there.
     void multiply(const T* panel, int64_t first, int64_t end, float* output, int64_t output_stride, bool is_added) {
         sum_up(panel, first, end - first);

@@ -9,7 +9,7 @@
 #include "products.h"
 
 #ifdef T_IS_16_BITS
-constexpr int64_t QUERIES = 512, PIECE = BLOCK, ROWS_AT_ONCE = round_up(32, ROWS);
+constexpr int64_t QUERIES = 512, PIECE = 256, ROWS_AT_ONCE = round_up(32, ROWS);
 constexpr int64_t STRIDE = PIECE + 16;  // of scores: with a power of two, a tile's rows would meet in few lines of the cache
 constexpr int64_t AHEAD = 8;            // tokens whose keys and values are fetched ahead
 
@@ -94,7 +94,7 @@ class PrefixAttention {
                     float* s = &scores[row * STRIDE];
                     std::fill(s + find_visible(start + row), s + end, -INFINITY);
                 }
-                weigh(size, end, scale, &highest[start], &totals[start], first > 0 ? &outputs[start * padded_dim] : nullptr);
+                weigh(size, end, scale * LOG2_E, &highest[start], &totals[start], first > 0 ? &outputs[start * padded_dim] : nullptr);
                 for (int64_t panel = 0; panel < head_dim; panel += WIDTH)
                     weights.multiply(&value_panels[panel * PIECE], 0, size, &outputs[start * padded_dim + panel], padded_dim,
                                      first > 0);
@@ -110,7 +110,7 @@ class PrefixAttention {
     }
 
   private:
-    // Turns scores up to `end` into weights: exp(scale * (score - the highest)). Where a row's highest so far is exceeded, its
+    // Turns scores up to `end` into weights: 2^(scale * (score - the highest)). Where a row's highest so far is exceeded, its
     // `sums` so far, if there are any, shrink.
     void weigh(int64_t num_rows, int64_t end, float scale, float* highest, float* totals, float* sums) {
         float bases[ROWS_AT_ONCE], shrinks[round_up(ROWS_AT_ONCE, LANES)] = {};
@@ -123,7 +123,7 @@ class PrefixAttention {
             bases[row] = base, shrinks[row] = (highest[row] - base) * scale;
         }
         for (int64_t row = 0; row < num_rows; row += LANES) {
-            Vector shrink = exponential(load(shrinks + row));
+            Vector shrink = power_of_two(load(shrinks + row));
             memcpy(shrinks + row, &shrink, sizeof shrink);
         }
         weights.shape(num_rows, end);
@@ -133,10 +133,11 @@ class PrefixAttention {
             auto* to = weights.find(row, 0);
             float base = bases[row] * scale;
             for (int64_t i = 0; i < end; i += LINE, to += Rows::NEXT_LINE)
-                for (int64_t j = 0; j < LINE; j += LANES) {
-                    Vector weight = exponential(load(s + i + j) * scale - base);
-                    narrow(weight, to + j);
-                    sum += weight;
+                for (int64_t j = 0; j < LINE; j += 2 * LANES) {
+                    Vector first = power_of_two(load(s + i + j) * scale - base);
+                    Vector second = power_of_two(load(s + i + j + LANES) * scale - base);
+                    narrow(first, second, to + j);
+                    sum += first + second;
                 }
             totals[row] = totals[row] * shrinks[row] + add_up(sum), highest[row] = bases[row];
             if (sums && shrinks[row] != 1)

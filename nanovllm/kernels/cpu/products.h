@@ -66,6 +66,7 @@ extern "C" void linear(const T* x, const T* panels, const T* bias, const T* resi
                                       residual ? residual + offset : nullptr, bool(gated)};
                     rows.multiply(panels + panel * WIDTH * depth, epilogue, output + offset, output_stride);
                 }
+                rows.finish(ROWS);
             });
         }
     });
