@@ -2,16 +2,23 @@
 //
 // A context is cut into parts of SPLIT tokens, tasks for the threads, and their results are joined (as in the Triton
 // backend). The keys, and then the values, of TOKENS tokens are read at a time, all heads of them, in the order of memory.
+// As some are multiplied, the same heads' of the `next` tokens are fetched, line by line: a few can be on their way at once.
 #pragma once
 #include "team.h"
 
 constexpr int64_t SPLIT = 256, TOKENS = 8;
 
+static void fetch(const T* numbers, int64_t size) {
+    for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(numbers + i);
+}
+
 // The products of a group's queries [group_size, size] with the keys of TOKENS tokens: products [group_size, SPLIT].
 template <class Number>
-static void multiply_keys(const Number* query, const Number* const* keys, int64_t group_size, int64_t size, float* products) {
+static void multiply_keys(const Number* query, const Number* const* keys, const T* const* next, int64_t group_size, int64_t size,
+                          float* products) {
     for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)
         for (int token = 0; token < TOKENS; token++) {
+            if (head == 0) fetch(next[token], size);
             const Number* key = keys[token];
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -22,7 +29,9 @@ static void multiply_keys(const Number* query, const Number* const* keys, int64_
 
 // sums [group_size, size] += weights [group_size, SPLIT] of TOKENS tokens, times their values.
 template <class Number>
-static void add_values(const Number* const* values, const Number* weights, int64_t group_size, int64_t size, float* sums) {
+static void add_values(const Number* const* values, const T* const* next, const Number* weights, int64_t group_size, int64_t size,
+                       float* sums) {
+    for (int token = 0; token < TOKENS; token++) fetch(next[token], size);
     for (int64_t head = 0; head < group_size; head++, weights += SPLIT, sums += size)
 #pragma omp simd
         for (int64_t i = 0; i < size; i++) {
@@ -44,17 +53,19 @@ static __m512i interleave(__m512i left, __m512i right, int half) {
         22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
     return _mm512_permutex2var_epi16(left, _mm512_load_si512(order + 32 * half), right);
 }
-static void multiply_keys(const bfloat16* query, const bfloat16* const* keys, int64_t group_size, int64_t size,
-                          float* products) {
-    if (size % 32) return multiply_keys<bfloat16>(query, keys, group_size, size, products);
+static void multiply_keys(const bfloat16* query, const bfloat16* const* keys, const bfloat16* const* next, int64_t group_size,
+                          int64_t size, float* products) {
+    if (size % 32) return multiply_keys<bfloat16>(query, keys, next, group_size, size, products);
     for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)
         for (int token = 0; token < TOKENS; token += 4) {
             __m512 sums[4] = {};
 #pragma GCC unroll 4
             for (int64_t i = 0; i < size; i += 32)
-                for (int t = 0; t < 4; t++)
+                for (int t = 0; t < 4; t++) {
+                    if (head == 0) __builtin_prefetch(next[token + t] + i);
                     sums[t] = _mm512_dpbf16_ps(sums[t], (__m512bh)_mm512_loadu_si512(query + i),
                                                (__m512bh)_mm512_loadu_si512(keys[token + t] + i));
+                }
             // Four sums over 16 numbers each: halved together, until a number of each is left.
             __m512 pairs01 = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]), _mm512_unpackhi_ps(sums[0], sums[1]));
             __m512 pairs23 = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]), _mm512_unpackhi_ps(sums[2], sums[3]));
@@ -66,12 +77,13 @@ static void multiply_keys(const bfloat16* query, const bfloat16* const* keys, in
         }
 }
 
-static void add_values(const bfloat16* const* values, const bfloat16* weights, int64_t group_size, int64_t size,
-                       float* sums) {
-    if (size % 32) return add_values<bfloat16>(values, weights, group_size, size, sums);
+static void add_values(const bfloat16* const* values, const bfloat16* const* next, const bfloat16* weights, int64_t group_size,
+                       int64_t size, float* sums) {
+    if (size % 32) return add_values<bfloat16>(values, next, weights, group_size, size, sums);
     for (int64_t i = 0; i < size; i += 32) {
         __m512bh pairs[2][TOKENS / 2];
         for (int pair = 0; pair < TOKENS / 2; pair++) {
+            for (int token : {2 * pair, 2 * pair + 1}) __builtin_prefetch(next[token] + i);
             __m512i left = _mm512_loadu_si512(values[2 * pair] + i), right = _mm512_loadu_si512(values[2 * pair + 1] + i);
             for (int half = 0; half < 2; half++)
                 pairs[half][pair] = (__m512bh)interleave(left, right, half);
@@ -114,28 +126,24 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
             if (token + i + 1 < num_tokens && ++offset == block_size) block++, offset = 0;
         }
     };
-    // What is read next is fetched head by head, while the present is computed with.
-    const T *now[TOKENS], *next[TOKENS];
-    auto fetch = [&] {
-        for (const T*& numbers : next) {
-            for (int64_t i = 0; i < head_dim; i += 64 / sizeof(T)) __builtin_prefetch(numbers + i, 0, 2);
-            numbers += head_dim;
-        }
-    };
-    const Number* wide[TOKENS];
+    const T *now[TOKENS], *next[TOKENS];  // these tokens' keys or values, and those that are read after them
+    const Number* wide[TOKENS];           // a head's of `now`
     auto widen_now = [&] {
-        for (int64_t i = 0; i < TOKENS; now[i++] += head_dim)
+        for (int64_t i = 0; i < TOKENS; i++)
             if (std::is_same_v<T, Number>) wide[i] = (const Number*)now[i];
             else wide[i] = std::copy_n(now[i], head_dim, memory + i * head_dim) - head_dim;
+    };
+    auto go_on = [&] {
+        for (int64_t i = 0; i < TOKENS; i++) now[i] += head_dim, next[i] += head_dim;
     };
     for (int64_t token = 0; token < num_tokens; token += TOKENS) {
         bool is_last = token + TOKENS >= num_tokens;
         find(keys, token, now);
         find(is_last ? values : keys, is_last ? 0 : token + TOKENS, next);
         for (int64_t head = 0; head < num_heads; head += group_size) {
-            fetch();
             widen_now();
-            multiply_keys(queries + head * head_dim, wide, group_size, head_dim, &scores[head][token]);
+            multiply_keys(queries + head * head_dim, wide, next, group_size, head_dim, &scores[head][token]);
+            go_on();
         }
     }
     for (int64_t head = 0; head < num_heads; head++) {
@@ -148,9 +156,9 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
         find(values, token, now);
         find(values, token + TOKENS, next);
         for (int64_t head = 0; head < num_heads; head += group_size) {
-            fetch();
             widen_now();
-            add_values(wide, &weights[head][token], group_size, head_dim, sums + head * head_dim);
+            add_values(wide, next, &weights[head][token], group_size, head_dim, sums + head * head_dim);
+            go_on();
         }
     }
 }
