@@ -7,7 +7,7 @@
 //
 // Tiles want whole lines of the cache, one after the other. So rows are copied first, to [depth / BLOCK, num_rows / ROWS,
 // BLOCK / LINE, ROWS, LINE]: a BLOCK of inputs of all rows and then the next, as that much of a panel fits into the
-// first-level cache, which the rows pass by.
+// first-level cache, which the rows bypass.
 #pragma once
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -76,8 +76,9 @@ class Rows {
 
     // The last rows' epilogue is left to what follows: the next panel, while tiles sum it up, or finish(ROWS).
     void multiply(const bfloat16* panel, const Epilogue& epilogue, bfloat16* output, int64_t output_stride) {
-        // Fetched meanwhile: the next panel, or, of few rows, this one's next lines. Lines on their way from memory take the
-        // places of those that tiles load from the second-level cache: where they would be many, the processor does it better.
+        // Fetched meanwhile: the next panel, or, where few rows leave no time for that, this one's next lines. A core has few
+        // places for lines on their way, and tiles need them for the second-level cache's: rather than many lines with each
+        // LINE of several tiles, none are fetched, and the processor's own prefetching does better.
         int64_t num_tiles = round_up(num_rows, ROWS) / ROWS;
         int64_t fetches = num_tiles > 1 && num_tiles < 8 ? 0 : round_up(WIDTH, num_tiles) / num_tiles;
         const bfloat16* next = panel + WIDTH * (num_tiles == 1 ? 2 * LINE : depth);
@@ -119,8 +120,7 @@ class Rows {
     // The compiler does not know that tiles are loaded from memory and stored to it.
     static void wait_for_memory() { asm volatile("" ::: "memory"); }
 
-    // ROWS rows, or half of them, times `size` inputs of a panel; meanwhile() with every LINE of these. The rows pass by the
-    // first-level cache.
+    // ROWS rows, or half of them, times `size` inputs of a panel; meanwhile() with every LINE of these.
     template <bool BOTH, class Meanwhile>
     static void multiply_tiles(const bfloat16* x, const bfloat16* panel, int64_t size, bool is_continued, float* sums,
                                int64_t sums_stride, const Meanwhile& meanwhile) {

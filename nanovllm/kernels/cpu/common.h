@@ -63,7 +63,7 @@ static Float exponential(Float x) {
     return sum * bit_cast<Float>((bit_cast<Bits>(shifted) + 127) << 23);  // times 2^n, which is 0 where n is -127
 }
 
-// 2^x for x up to 127, good to 18 bits, in half the time. 0 below -127; NaN stays NaN.
+// 2^x for x up to 127, good to 18 bits, in half the time. 0 below -126.5; NaN stays NaN.
 [[maybe_unused]] static Vector power_of_two(Vector x) {
     constexpr float NO_FRACTION = 0x1.8p23f + 127;  // of which the lower bits are 2^n's exponent
     x = x < -127 ? Vector{} - 127 : x;

@@ -2,7 +2,8 @@
 //
 // A context is cut into parts of SPLIT tokens, tasks for the threads, and their results are joined (as in the Triton
 // backend). The keys, and then the values, of TOKENS tokens are read at a time, all heads of them, in the order of memory.
-// As some are multiplied, the same heads' of the `next` tokens are fetched, line by line: a few can be on their way at once.
+// While a head's are multiplied, the same head's of the `next` tokens are fetched, a line here and there: a core has few places
+// for lines on their way from memory.
 #pragma once
 #include "team.h"
 

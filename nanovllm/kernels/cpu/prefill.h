@@ -10,6 +10,7 @@
 
 #ifdef T_IS_16_BITS
 constexpr int64_t QUERIES = 512, PIECE = 256, ROWS_AT_ONCE = round_up(32, ROWS);
+static_assert(PIECE <= BLOCK);          // so that a row of weights lies in one block
 constexpr int64_t STRIDE = PIECE + 16;  // of scores: with a power of two, a tile's rows would meet in few lines of the cache
 constexpr int64_t AHEAD = 8;            // tokens whose keys and values are fetched ahead
 
@@ -94,7 +95,8 @@ class PrefixAttention {
                     float* s = &scores[row * STRIDE];
                     std::fill(s + find_visible(start + row), s + end, -INFINITY);
                 }
-                weigh(size, end, scale * LOG2_E, &highest[start], &totals[start], first > 0 ? &outputs[start * padded_dim] : nullptr);
+                weigh(size, end, scale * LOG2_E, &highest[start], &totals[start],
+                      first > 0 ? &outputs[start * padded_dim] : nullptr);
                 for (int64_t panel = 0; panel < head_dim; panel += WIDTH)
                     weights.multiply(&value_panels[panel * PIECE], 0, size, &outputs[start * padded_dim + panel], padded_dim,
                                      first > 0);
