@@ -83,10 +83,10 @@ class Rows {
         int64_t fetches = num_tiles > 1 && num_tiles < 8 ? 0 : round_up(WIDTH, num_tiles) / num_tiles;
         const bfloat16* next = panel + WIDTH * (num_tiles == 1 ? 2 * LINE : depth);
         for (int64_t start = 0; start < depth; start += block) {
-            int64_t size = std::min(block, depth - start), num_finished = (ROWS * LINE - 1) / size + 1;
+            int64_t size = std::min(block, depth - start), rows_per_line = (ROWS * LINE - 1) / size + 1;
             auto meanwhile = [&] {
                 for (int64_t fetch = 0; fetch < fetches; fetch++, next += LINE) _mm_prefetch(next, _MM_HINT_T1);
-                finish(num_finished);
+                finish(rows_per_line);
             };
             for (int64_t row = 0; row < num_rows; row += ROWS) {
                 multiply_rows(start, row, panel, start > 0, &sums[row * WIDTH], WIDTH, meanwhile);

@@ -30,6 +30,11 @@ class Buffer {
     }
 };
 
+template <class Number>
+static void fetch(const Number* numbers, int64_t size) {
+    for (int64_t i = 0; i < size; i += 64 / sizeof(Number)) __builtin_prefetch(numbers + i);
+}
+
 template <class To, class From>
 static To bit_cast(From from) {
     To to;

@@ -9,10 +9,6 @@
 
 constexpr int64_t SPLIT = 256, TOKENS = 8;
 
-static void fetch(const T* numbers, int64_t size) {
-    for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(numbers + i);
-}
-
 // The products of a group's queries [group_size, size] with the keys of TOKENS tokens: products [group_size, SPLIT].
 template <class Number>
 static void multiply_keys(const Number* query, const Number* const* keys, const T* const* next, int64_t group_size, int64_t size,

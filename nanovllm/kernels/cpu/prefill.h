@@ -36,10 +36,7 @@ class PrefixAttention {
             const T* value[2];
             for (int i = 0; i < 2; i++) {
                 int64_t place = find(token + i), next = find(token + i + AHEAD);
-                for (int64_t d = 0; d < head_dim; d += LINE) {
-                    __builtin_prefetch(keys + next + d);
-                    __builtin_prefetch(values + next + d);
-                }
+                fetch(keys + next, head_dim), fetch(values + next, head_dim);
                 T* to = &key_panels[token / WIDTH * WIDTH * padded_dim + (token % WIDTH + i) * 2];
                 for (int64_t d = 0; d < head_dim; d += 2) memcpy(to + d * WIDTH, keys + place + d, 2 * sizeof(T));
                 // A weight of zero would not silence everything that could be behind the context.
