@@ -1,7 +1,7 @@
 """A tour of nanovllm in one minute, on any machine: chat, prefix caching, streaming, and a look inside.
 
-    python example.py                              # the demo model that ships with the package
-    python example.py --model Qwen/Qwen3-0.6B      # any checkpoint that is served: a directory or a Hub id
+python example.py                              # the demo model that ships with the package
+python example.py --model Qwen/Qwen3-0.6B      # any checkpoint that is served: a directory or a Hub id
 """
 
 import argparse

@@ -173,9 +173,7 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("query_len, context_len", [(200, 6000), (6000, 6000)], ids=["chunk", "whole"])
-def test_torch_needs_little_memory(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, query_len: int, context_len: int
-) -> None:
+def test_torch_needs_little_memory(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, query_len: int, context_len: int) -> None:
     """Pieces of the mask, and no scores, are in memory; the results are those of the whole mask."""
     monkeypatch.setattr(torch_backend, "_MASK_SIZE", 1 << 18)
     torch.manual_seed(0)
@@ -319,9 +317,7 @@ def flash_attn_backend(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         check(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
         assert causal and cu_seqlens_q.diff().max() == max_seqlen_q and cu_seqlens_k.diff().max() == max_seqlen_k
         unused = torch.zeros(0)
-        batch = Batch(
-            unused, unused, unused, cu_seqlens_q, cu_seqlens_k.diff(), block_table, max_seqlen_q, max_seqlen_k, unused
-        )
+        batch = Batch(unused, unused, unused, cu_seqlens_q, cu_seqlens_k.diff(), block_table, max_seqlen_q, max_seqlen_k, unused)
         return torch_backend.attend(q, torch.stack((k, v)), batch, softmax_scale)
 
     def flash_attn_with_kvcache(

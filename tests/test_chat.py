@@ -29,9 +29,7 @@ def make_tokenizer(chat_template: str | None) -> PreTrainedTokenizerFast:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=bos, eos_token="<|eot_id|>", chat_template=chat_template
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token="<|eot_id|>", chat_template=chat_template)
 
 
 def test_bos_comes_once(tmp_path: Path) -> None:

@@ -34,7 +34,13 @@ def kernels() -> dict[int, list[dict]]:
 
 def check(arch: int, kernels: list[dict]) -> None:
     names = {kernel["kernel"] for kernel in kernels}
-    assert names >= {"_attend_kernel", "_join_splits_kernel", "_add_rms_norm_kernel", "_rotate_and_store_kernel", "_filter_kernel"}
+    assert names >= {
+        "_attend_kernel",
+        "_join_splits_kernel",
+        "_add_rms_norm_kernel",
+        "_rotate_and_store_kernel",
+        "_filter_kernel",
+    }
     assert not [kernel for kernel in kernels if kernel["spilled"] > (16 if kernel["dtype"] == "float32" else 0)]
     assert not [kernel for kernel in kernels if kernel["shared"] > LARGEST_BLOCK[arch]]
     prefill = [kernel for kernel in kernels if kernel["is_decode"] is False and kernel["dtype"] != "float32"]

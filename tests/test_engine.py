@@ -146,7 +146,9 @@ class FakeGPU:
         return 10_000_000
 
 
-@pytest.mark.parametrize("free, utilization, tokens", [(100_000_000, 0.9, 80_000), (100_000_000, 0.5, 40_000), (40_000_000, 0.9, 28_000)])
+@pytest.mark.parametrize(
+    "free, utilization, tokens", [(100_000_000, 0.9, 80_000), (100_000_000, 0.5, 40_000), (40_000_000, 0.9, 28_000)]
+)
 def test_kv_cache_size_on_a_gpu(make_llm: MakeLLM, free: int, utilization: float, tokens: int) -> None:
     """A share of the whole GPU or what others have left of it, less this engine's weights and largest step."""
     llm = make_llm()
@@ -167,7 +169,9 @@ def test_the_largest_step_is_one(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPa
     apply, lengths = Penalties.apply, []
     monkeypatch.setattr(Penalties, "apply", lambda *args: seen.append(apply(*args)) or seen[-1])
     penalize = Penalties._penalize
-    monkeypatch.setattr(Penalties, "_penalize", lambda *args: lengths.extend(len(s.token_ids) for s in args[3]) or penalize(*args))
+    monkeypatch.setattr(
+        Penalties, "_penalize", lambda *args: lengths.extend(len(s.token_ids) for s in args[3]) or penalize(*args)
+    )
     batch = runner.executor.largest_batch()
     runner._sample_all(runner.executor.run(batch))
     assert len(lengths) == 7 and max(lengths) == runner.executor.max_model_len, "of penalties, the longest sequence takes most"
@@ -350,7 +354,10 @@ def test_abort(make_llm: MakeLLM) -> None:
     llm.abort(first)
     llm.abort(12345)
     assert llm.is_finished() and llm.stats["num_free_blocks"] == 64
-    assert [(o["request_id"], o["finish_reason"], len(o["token_ids"])) for o in llm.step()] == [(first, "abort", 1), (second, "abort", 0)]
+    assert [(o["request_id"], o["finish_reason"], len(o["token_ids"])) for o in llm.step()] == [
+        (first, "abort", 1),
+        (second, "abort", 0),
+    ]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
@@ -414,6 +421,7 @@ def test_interrupted_anywhere(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> No
 def test_news_survive_an_error_in_their_telling(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     request_id = demo.add_request("hello", SamplingParams(max_tokens=1))
     with monkeypatch.context() as patch:
+
         def interrupted(*_: object, **__: object) -> str:
             raise KeyboardInterrupt
 

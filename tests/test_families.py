@@ -94,7 +94,11 @@ def test_low_precision_logits(tmp_path: Path, name: str) -> None:
         (MinistralConfig, dict(sliding_window=64), "sliding-window"),
         (Qwen2Config, dict(use_sliding_window=True, sliding_window=64, max_window_layers=1), "sliding-window"),
         (LlamaConfig, dict(hidden_act="gelu"), "hidden_act must be one of 'silu'"),
-        (LlamaConfig, dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}), "partial_rotary"),
+        (
+            LlamaConfig,
+            dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+            "partial_rotary",
+        ),
         (LlamaConfig, dict(rope_parameters={**LLAMA3, "low_freq_factor": 4.0}), "low_freq_factor=4.0 must be below"),
         (OPTConfig, dict(activation_function="gelu"), "activation_function must be one of 'relu'"),
         (LlamaConfig, dict(quantization_config={"quant_method": "gptq", "bits": 4}), "quantized"),

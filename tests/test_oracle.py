@@ -50,7 +50,11 @@ def test_recomputation_longer_than_a_step(tiny: tuple[str, Oracle], make_llm: Ca
     """Prefill first: a preempted sequence that has outgrown the token budget still ends, and ends right."""
     prompts = [random_prompt(1, 6), random_prompt(2, 6)]
     llm = make_llm(
-        enable_chunked_prefill=False, max_num_batched_tokens=8, num_kvcache_blocks=10, max_model_len=40, enable_prefix_caching=False
+        enable_chunked_prefill=False,
+        max_num_batched_tokens=8,
+        num_kvcache_blocks=10,
+        max_model_len=40,
+        enable_prefix_caching=False,
     )
     outputs = llm.generate(prompts, greedy(30), use_tqdm=False)
     assert llm.stats["num_preemptions"] > 0
@@ -92,7 +96,9 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
     oracle = Oracle(make_checkpoint(tmp_path, max_shard_size="10KB"))
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     prompt = random_prompt(0, 9)
-    assert LLM(str(tmp_path), num_kvcache_blocks=8).generate(prompt, greedy(9), use_tqdm=False)[0]["token_ids"] == oracle(prompt, 9)
+    assert LLM(str(tmp_path), num_kvcache_blocks=8).generate(prompt, greedy(9), use_tqdm=False)[0]["token_ids"] == oracle(
+        prompt, 9
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -107,7 +113,9 @@ def test_low_precision_logits(
     seen: list[torch.Tensor] = []
     llm = LLM(str(tmp_path), num_kvcache_blocks=64, attention_backend=backend)
     compute_logits = llm.model_runner.executor.model.compute_logits
-    monkeypatch.setattr(llm.model_runner.executor.model, "compute_logits", lambda hidden: seen.append(compute_logits(hidden)) or seen[-1])
+    monkeypatch.setattr(
+        llm.model_runner.executor.model, "compute_logits", lambda hidden: seen.append(compute_logits(hidden)) or seen[-1]
+    )
     prompt = random_prompt(3, 40)
     llm.generate([prompt[:n] for n in range(1, 41)], greedy(1), use_tqdm=False)
     ours = torch.cat(seen).float().cpu()
@@ -123,7 +131,9 @@ def test_batch_is_flat_and_tight(make_llm: Callable[..., LLM], monkeypatch: pyte
     llm = make_llm(max_num_batched_tokens=16)
     batches = []
     prepare = ModelRunner.prepare_batch
-    monkeypatch.setattr(ModelRunner, "prepare_batch", lambda self, seqs: batches.append((list(seqs), prepare(self, seqs))) or batches[-1][1])
+    monkeypatch.setattr(
+        ModelRunner, "prepare_batch", lambda self, seqs: batches.append((list(seqs), prepare(self, seqs))) or batches[-1][1]
+    )
     llm.generate([random_prompt(seed, 7 + seed) for seed in range(4)], greedy(4), use_tqdm=False)
     assert any(batch.max_seqlen_q == 1 for _, batch in batches)
     assert any(batch.max_seqlen_q > 1 and (batch.cu_seqlens_q.diff() == 1).any() for _, batch in batches)

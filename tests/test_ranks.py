@@ -499,7 +499,9 @@ TORCHRUN = """
 AGAIN = "torchrun's ranks serve one engine, and leave with it: there has been one"
 
 
-def run_torchrun(tmp_path: Path, num_agents: int, num_ranks: int, *args: str, script: str = TORCHRUN) -> list[tuple[int, str, str]]:
+def run_torchrun(
+    tmp_path: Path, num_agents: int, num_ranks: int, *args: str, script: str = TORCHRUN
+) -> list[tuple[int, str, str]]:
     """Status, output and errors of each agent, started as on as many machines."""
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
     with socket.socket() as free:
@@ -530,5 +532,7 @@ def test_torchrun_of_another_size(tmp_path: Path, tiny: tuple[str, Oracle]) -> N
 
 def test_a_rank_of_torchrun_fails(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
     """torchrun may end rank 0 before it can tell: the rank shows its traceback itself."""
-    ((status, _, err),) = run_torchrun(tmp_path, 1, 2, tiny[0], script=FAILING.replace("tp.rank == 2", "tp.rank == 1").replace("size=4", "size=2"))
+    ((status, _, err),) = run_torchrun(
+        tmp_path, 1, 2, tiny[0], script=FAILING.replace("tp.rank == 2", "tp.rank == 1").replace("size=4", "size=2")
+    )
     assert status != 0 and "ZeroDivisionError: on purpose" in err

@@ -13,7 +13,9 @@ from nanovllm import DEMO_MODEL, LLM, SamplingParams
 
 pytest.importorskip("ray.data", reason="ray is not installed")
 
-(SCRIPT,) = re.findall(r"```python\n(import ray\n.*?)```", (Path(__file__).parent.parent / "README.md").read_text(), flags=re.DOTALL)
+(SCRIPT,) = re.findall(
+    r"```python\n(import ray\n.*?)```", (Path(__file__).parent.parent / "README.md").read_text(), flags=re.DOTALL
+)
 
 
 def test_a_replica_is_killed(tmp_path: Path) -> None:
@@ -22,12 +24,17 @@ def test_a_replica_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-u", "script.py"]
     lines: list[str] = []
     errors = (tmp_path / "errors").open("w")
-    with errors, subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+    with (
+        errors,
+        subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
         try:
             for line in process.stdout:
                 lines += [line.rstrip("\n")] * line.startswith("What is")
                 if len(lines) == 20:
-                    replicas = [child for child in psutil.Process(process.pid).children(recursive=True) if "Replica" in child.cmdline()[0]]
+                    replicas = [
+                        child for child in psutil.Process(process.pid).children(recursive=True) if "Replica" in child.cmdline()[0]
+                    ]
                     assert len(replicas) == 2
                     replicas[0].kill()
         finally:

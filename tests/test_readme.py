@@ -21,7 +21,9 @@ def run(*command: str) -> str:
 def test_first_command_is_the_example() -> None:
     assert COMMANDS[0].endswith("python example.py")
     said = run("example.py")
-    assert "nanovllm" in said and "2, 3, 5, 7, 11" in said and "85" in said and "t-e-n-a-l-p" in said and "num_decode_tokens" in said
+    assert (
+        "nanovllm" in said and "2, 3, 5, 7, 11" in said and "85" in said and "t-e-n-a-l-p" in said and "num_decode_tokens" in said
+    )
     assert re.search(r"[1-9]\d* of \d+ prompt tokens from the cache", said)
 
 
@@ -64,4 +66,15 @@ def test_top_level_is_as_designed() -> None:
         return
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     top = {path.split("/")[0] for path in tracked}
-    assert top <= {"pyproject.toml", "nanovllm", "bench.py", "example.py", "tests", "README.md", ".ci", ".github", ".gitignore", "LICENSE"}
+    assert top <= {
+        "pyproject.toml",
+        "nanovllm",
+        "bench.py",
+        "example.py",
+        "tests",
+        "README.md",
+        ".ci",
+        ".github",
+        ".gitignore",
+        "LICENSE",
+    }

@@ -81,7 +81,9 @@ def test_precedence(
     assert (len(output["token_ids"]), output["finish_reason"], output["text"]) == (num_tokens, reason, text)
 
 
-@pytest.mark.parametrize("text", ["naïve 你好 👩‍👩‍👧 é̂ fin", " a\ufffdb ", "日本語のテキスト", "👧👧👧👧👧👧👧👧👧👧👧👧👧👧👧👧"])
+@pytest.mark.parametrize(
+    "text", ["naïve 你好 👩‍👩‍👧 é̂ fin", " a\ufffdb ", "日本語のテキスト", "👧👧👧👧👧👧👧👧👧👧👧👧👧👧👧👧"]
+)
 def test_text_and_stop_strings_split_everywhere(demo: LLM, say: Callable, text: str) -> None:
     """Every stretch of the text as stop string: cut exactly, never shown in part, and found with the token that ends it."""
     ids = demo.tokenizer.encode(text)
@@ -338,7 +340,12 @@ def test_beams_share_their_past(beams: tuple) -> None:
     llm = beams[0]
     before = llm.stats
     llm.beam_search([7] * 40, 4, 12, ignore_eos=True)
-    computed = llm.stats["num_prefill_tokens"] + llm.stats["num_decode_tokens"] - before["num_prefill_tokens"] - before["num_decode_tokens"]
+    computed = (
+        llm.stats["num_prefill_tokens"]
+        + llm.stats["num_decode_tokens"]
+        - before["num_prefill_tokens"]
+        - before["num_decode_tokens"]
+    )
     assert computed <= 40 + 4 * 12 * 4, "no more than a block per beam and step"
 
 

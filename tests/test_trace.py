@@ -52,7 +52,9 @@ def check_trace(path: Path, llm: LLM) -> list[dict[str, Any]]:
     return events
 
 
-@pytest.mark.parametrize("options", [{}, {"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, {"tensor_parallel_size": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, {"tensor_parallel_size": 2}]
+)
 def test_it_is_true_after_every_step(tiny: tuple[str, Oracle], tmp_path: Path, options: dict[str, Any]) -> None:
     path = tmp_path / "trace.json"
     with LLM(tiny[0], trace=path, **{**SMALL, **options}) as llm:

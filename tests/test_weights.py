@@ -231,7 +231,12 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
 def test_ranks_of_a_linear_layer_make_the_whole() -> None:
     """Loaded shares of two ranks: the column parallel outputs side by side and the row parallel outputs summed."""
     torch.manual_seed(0)
-    full = {"a.q.weight": torch.randn(8, 6), "a.q.bias": torch.randn(8), "a.k.weight": torch.randn(4, 6), "a.k.bias": torch.randn(4)}
+    full = {
+        "a.q.weight": torch.randn(8, 6),
+        "a.q.bias": torch.randn(8),
+        "a.k.weight": torch.randn(4, 6),
+        "a.k.bias": torch.randn(4),
+    }
     x = torch.randn(3, 6)
 
     def fill(targets: dict[str, Target], weights: dict[str, torch.Tensor]) -> None:

@@ -57,7 +57,7 @@ class BlockManager:
         self.blocks = [Block(block_id) for block_id in range(self.num_blocks)]
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
         self.hash_to_block_id: dict[int, int] = {}
-        self.num_cached = 0  # of the free blocks, those that a prefix can still hit
+        self.num_reusable = 0  # reusable: free, but a prefix can still hit it
         self._num_freed = 0  # blocks that have become free, since the start
         self._refused: tuple[Sequence | None, int, int | None] = None, 0, None  # see is_refused_still
         self._content_ids = count(_NO_CONTENT + 1)
@@ -103,7 +103,7 @@ class BlockManager:
         for block in prefix:  # before any fresh block is taken: that could evict one of these
             if block.ref_count == 0:
                 del self.free_block_ids[block.block_id]
-                self.num_cached -= 1
+                self.num_reusable -= 1
             block.ref_count += 1
         seq.block_table = [block.block_id for block in prefix] + [self._take() for _ in range(num_fresh)]
         seq.num_computed_tokens = len(prefix) * self.block_size
@@ -135,7 +135,7 @@ class BlockManager:
             if hash_ in self.hash_to_block_id:  # a collision, or what is left of an evicted parent: the newer one stays
                 displaced = self.blocks[self.hash_to_block_id[hash_]]
                 displaced.hash = -1
-                self.num_cached -= displaced.ref_count == 0
+                self.num_reusable -= displaced.ref_count == 0
             self.hash_to_block_id[hash_] = block.block_id
             block.hash, block.token_ids = hash_, token_ids
             block.content_id, block.parent_id = next(self._content_ids), parent_id
@@ -157,7 +157,7 @@ class BlockManager:
                 self.free_block_ids[block.block_id] = None
                 self._num_freed += 1
                 if block.hash != -1:
-                    self.num_cached += 1
+                    self.num_reusable += 1
                 else:
                     self.free_block_ids.move_to_end(block.block_id, last=False)
             if block.hash == -1 and block.content_id != _NO_CONTENT:
@@ -176,7 +176,7 @@ class BlockManager:
         block = self.blocks[block_id]
         if block.hash != -1:
             del self.hash_to_block_id[block.hash]
-            self.num_cached -= 1
+            self.num_reusable -= 1
         block.clear()
         block.ref_count = 1
         return block_id

@@ -1,13 +1,13 @@
 """How many blocks of KV cache there is memory for.
 
-    bytes of a token  = 2 (K and V) * layers * KV heads of this rank * head_dim * bytes of a number
-    bytes of a block  = block size * bytes of a token
-    GPU               = min(gpu_memory_utilization * total, GPU_SHARE_OF_FREE * free before loading)
-                        - weights - CUDA graphs - peak of the largest step
-    CPU               = CPU_SHARE * available once the weights are loaded / ranks
-    of either         = at most what max_num_seqs sequences of max_model_len can use
-    of several ranks  = what the smallest has: the block tables are the same on all
-    available         = what the machine, the cgroups around this process and its own limits (ulimit) have left, the least
+bytes of a token  = 2 (K and V) * layers * KV heads of this rank * head_dim * bytes of a number
+bytes of a block  = block size * bytes of a token
+GPU               = min(gpu_memory_utilization * total, GPU_SHARE_OF_FREE * free before loading)
+                    - weights - CUDA graphs - peak of the largest step
+CPU               = CPU_SHARE * available once the weights are loaded / ranks
+of either         = at most what max_num_seqs sequences of max_model_len can use
+of several ranks  = what the smallest has: the block tables are the same on all
+available         = what the machine, the cgroups around this process and its own limits (ulimit) have left, the least
 """
 
 from collections.abc import Callable, Iterator

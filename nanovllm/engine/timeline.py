@@ -111,7 +111,7 @@ class Timeline:
         num_free = len(blocks.free_block_ids)
         counters = {
             "sequences": f'"waiting":{len(scheduler.waiting)},"running":{len(scheduler.running)}',
-            "blocks": f'"used":{blocks.num_blocks - num_free},"cached":{blocks.num_cached},"free":{num_free - blocks.num_cached}',
+            "blocks": f'"used":{blocks.num_blocks - num_free},"cached":{blocks.num_reusable},"free":{num_free - blocks.num_reusable}',
         }
         counts = [f'{{"ph":"C","pid":1,"name":"{name}","ts":{end:.1f},"args":{{{args}}}}}' for name, args in counters.items()]
         self._write(["", step, *spans, *lanes, *counts])  # in this order they are read

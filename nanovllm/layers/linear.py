@@ -79,9 +79,7 @@ class ColumnParallelLinear(Linear):
 class RowParallelLinear(Linear):
     """The counterpart: takes divided inputs, and adds up the ranks' outputs. Rank 0 adds the bias."""
 
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, tp: TensorParallel = ALONE
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, tp: TensorParallel = ALONE) -> None:
         super().__init__(in_features // tp.size, out_features, bias, dtype, tp)
 
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:

@@ -16,9 +16,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return output
 
 
-def cos_and_sin(
-    positions: Tensor, inv_freq: Tensor, attention_factor: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def cos_and_sin(positions: Tensor, inv_freq: Tensor, attention_factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """rotary.RotaryEmbedding's, of `positions` [num_tokens]: float32, by the library of `dtype`."""
     assert positions.is_contiguous()
     cos, sin = inv_freq.new_empty(2, len(positions), 1, len(inv_freq))

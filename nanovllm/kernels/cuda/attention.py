@@ -267,9 +267,7 @@ def _join_splits_kernel(
         total, largest = 0.0, float("-inf")
         for split in range(0, num_splits):
             log_sum = tl.load(log_sums_ptr + row * num_splits + split)
-            partial = tl.load(
-                split_outputs_ptr + (row * num_splits + split) * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0
-            )
+            partial = tl.load(split_outputs_ptr + (row * num_splits + split) * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
             new_largest = tl.maximum(largest, log_sum)
             base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
             weight, rescale = tl.exp2(log_sum - base), tl.exp2(largest - base)
