@@ -146,7 +146,7 @@ def check_invariants(llm: LLM) -> None:
         assert len(seq.block_table) * manager.block_size >= seq.num_computed_tokens
     assert len(scheduler.running) <= llm.config.max_num_seqs
     lanes = [seq.lane for seq in scheduler.running]
-    assert sorted(lanes + scheduler.free_lanes) == list(range(llm.config.max_num_seqs))
+    assert sorted(lanes + scheduler.free_lanes) == list(range(llm.model_runner.num_lanes))
     ids = [seq.seq_id for seq in [*scheduler.running, *scheduler.waiting]]
     assert ids == sorted(ids) == list(llm.requests)
 

@@ -176,7 +176,7 @@ def test_the_largest_step_is_one(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPa
     runner._sample_all(runner.executor.run(batch))
     assert len(lengths) == 7 and max(lengths) == runner.executor.max_model_len, "of penalties, the longest sequence takes most"
     assert len(batch.input_ids) == 301 and len(batch.logits_indices) == 7 and batch.max_seqlen_q == 256
-    assert len(seen) == 1 and seen[0].shape == (7, VOCAB_SIZE) and seen[0].isinf().any() and runner.penalties.counts is None
+    assert len(seen) == 1 and seen[0].shape == (7, VOCAB_SIZE) and seen[0].isinf().any() and not len(runner.penalties.counts)
     prompt = random_prompt(0, 9)
     assert len(llm.generate(prompt, GREEDY, use_tqdm=False)[0]["token_ids"]) == 6
 

@@ -183,13 +183,23 @@ def test_penalties(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
 
 def test_penalties_change_a_sequences_own_tokens_only() -> None:
     """Whatever else is in the batch, and whoever had its lane before."""
-    penalties, logits = Penalties(2, 50, 20, torch.device("cpu")), torch.ones(2, 50)
+    penalties, logits = Penalties(50, 20, torch.device("cpu")), torch.ones(2, 50)
     for prompts in ([1, 2, 3, 4, 5, 6], [7, 8]), ([9], [10, 11, 12]):
         seqs = [Sequence(i, prompt, SamplingParams(repetition_penalty=1.5)) for i, prompt in enumerate(prompts)]
         for lane, seq in enumerate(seqs):
             seq.lane = lane
         changed = penalties.apply(logits, seqs) != logits
         assert [row.nonzero().flatten().tolist() for row in changed] == list(prompts)
+
+
+def test_penalties_cost_memory_where_they_are_asked_for(make_llm: MakeLLM) -> None:
+    """A row of counts for each lane that has asked, however many lanes there are."""
+    llm = make_llm()
+    params = [SamplingParams(temperature=0.0, max_tokens=6, frequency_penalty=float(i in (4, 6))) for i in range(7)]
+    outputs = llm.generate([[1 + i, 2] for i in range(7)], params, use_tqdm=False)
+    assert len(llm.model_runner.penalties.counts) == 2
+    params = SamplingParams(temperature=0.0, max_tokens=6, frequency_penalty=1.0)
+    assert llm.generate([[5, 2], [7, 2]], params, use_tqdm=False)[1]["token_ids"] == outputs[6]["token_ids"]
 
 
 def test_a_plain_batch_does_no_extra_work(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,6 +389,14 @@ def test_many_requests_cost_what_they_are(make_llm: MakeLLM) -> None:
             seen[output["request_id"]] = output
     assert sorted(seen) == ids
     assert [seen[i]["finish_reason"] for i in ids] == ["length"] * 20 + ["abort"] * 2980
+
+
+def test_lanes_are_as_many_as_can_run(make_llm: MakeLLM) -> None:
+    """A running sequence holds a block: more lanes than blocks would cost memory for nothing."""
+    llm = make_llm(max_num_seqs=10**9)
+    outputs = llm.generate([[1 + i, 2] for i in range(90)], SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)
+    assert [output["finish_reason"] for output in outputs] == ["length"] * 90
+    assert llm.model_runner.num_lanes == len(llm.scheduler.free_lanes) == llm.stats["num_blocks"] == 64
 
 
 def test_rules_are_the_sequences_own() -> None:

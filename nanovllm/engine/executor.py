@@ -107,7 +107,8 @@ class Executor:
         for kv_cache in self.kv_caches:
             kv_cache[:, :num_first].zero_()
         if not self.config.enforce_eager:
-            steps = self.model, self.backend, self.kv_caches, self.config.max_num_seqs, self.block_table_width
+            max_num_decodes = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+            steps = self.model, self.backend, self.kv_caches, max_num_decodes, self.block_table_width
             self.graphs = kernels.capture_decode_steps(*steps)
 
     def run(self, batch: Batch) -> Tensor:

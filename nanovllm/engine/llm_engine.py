@@ -81,7 +81,7 @@ class LLMEngine(Transactional):
         self.max_model_len = executor.max_model_len
         self.scheduler = Scheduler(
             BlockManager(executor.num_blocks, executor.block_size, config.enable_prefix_caching),
-            config.max_num_seqs,
+            self.model_runner.num_lanes,
             config.max_num_batched_tokens,
             config.enable_chunked_prefill,
         )

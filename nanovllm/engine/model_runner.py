@@ -56,11 +56,12 @@ class ModelRunner:
         self.vocab_size, self.device, self.block_size = spec.vocab_size, executor.device, executor.block_size
         self.sampler = Sampler(spec.vocab_size).to(self.device)
         self.sampler = kernels.kernelize(self.sampler, self.device, spec.dtype)
-        self.penalties = Penalties(config.max_num_seqs, spec.vocab_size, executor.max_model_len, self.device)
+        self.penalties = Penalties(spec.vocab_size, executor.max_model_len, self.device)
         self._allocate_kv_cache()
+        self.num_lanes = min(config.max_num_seqs, executor.num_blocks)  # a running sequence holds at least one block
         # Row: a lane's block table. Next to it, the list that it is a copy of and how much of that is copied.
-        self.block_tables = np.zeros((config.max_num_seqs, executor.block_table_width), dtype=np.int32)
-        self.copied_from: list[tuple[list[int], int]] = [([], 0)] * config.max_num_seqs
+        self.block_tables = np.zeros((self.num_lanes, executor.block_table_width), dtype=np.int32)
+        self.copied_from: list[tuple[list[int], int]] = [([], 0)] * self.num_lanes
 
     @undisturbed  # since CUDA graphs repeat what they are recorded with
     def _allocate_kv_cache(self) -> None:
@@ -156,7 +157,7 @@ class ModelRunner:
             for lane, seq in enumerate(seqs):
                 seq.lane = lane
             self.sample(logits, seqs)
-        self.penalties = Penalties(*self.penalties.sizes, self.device)
+        self.penalties = Penalties(self.vocab_size, self.executor.max_model_len, self.device)
 
     def _find_logprobs(self, logits: Tensor, tokens: Tensor, seqs: list[Sequence]) -> list[dict[int, float] | None] | None:
         """Log-softmax of the untouched logits, for the sequences that want it: the top k and the chosen token's."""

@@ -1,13 +1,14 @@
 """Changes to the logits that a sequence's own tokens ask for: penalties, and no stop token before min_tokens.
 
-Counts of the generated tokens live on the device, a row per lane, and each new token is added to them once. So do the tokens
-themselves: penalties change the logits of these, a few of the vocabulary. A row belongs to a sequence, so that one that was
-preempted is counted anew from its tokens, wherever it runs next: generated tokens stay generated. Nothing is allocated before
-the first sequence asks for a penalty.
+Counts of the generated tokens live on the device, a row for each lane whose sequences have asked for a penalty, and each new
+token is added to them once. So do the tokens themselves: penalties change the logits of these, a few of the vocabulary. A row
+belongs to a sequence, so that one that was preempted is counted anew from its tokens, wherever it runs next: generated tokens
+stay generated.
 """
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.batch import to_device
@@ -15,12 +16,14 @@ from nanovllm.engine.sequence import Sequence
 
 
 class Penalties:
-    def __init__(self, max_num_seqs: int, vocab_size: int, max_model_len: int, device: torch.device) -> None:
-        self.sizes = max_num_seqs, vocab_size, max_model_len
+    def __init__(self, vocab_size: int, max_model_len: int, device: torch.device) -> None:
         self.device = device
-        self.counts: Tensor | None = None  # int32 [max_num_seqs, vocab_size], of generated tokens
-        self.token_ids: Tensor | None = None  # int32 [max_num_seqs, max_model_len]; behind the last one, the first again
-        self.counted: list[tuple[Sequence | None, int]] = [(None, 0)] * max_num_seqs  # whose row, and up to which token
+        self.rows: dict[int, int] = {}  # lane -> row
+        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # [num_rows, vocab_size], of generated tokens
+        self.token_ids = self.counts.new_zeros(
+            0, max_model_len
+        )  # [num_rows, max_model_len]; behind the last one, the first again
+        self.counted: dict[int, tuple[Sequence, int]] = {}  # row -> its sequence, and up to which token
 
     def apply(self, logits: Tensor, seqs: list[Sequence]) -> Tensor:
         """`logits` [num_rows, vocab_size], a row for each of `seqs`, as their params want them; not changed in place."""
@@ -41,10 +44,9 @@ class Penalties:
 
     def _penalize(self, logits: Tensor, rows: Tensor, seqs: list[Sequence]) -> Tensor:
         """A token that occurs several times is computed, and written, as many times: always the same."""
-        self._count(seqs)
-        lanes = to_device(np.array([seq.lane for seq in seqs]), self.device)
-        token_ids = self.token_ids[lanes, : max(len(seq.token_ids) for seq in seqs)].long()  # [num_rows, longest]
-        counts = self.counts[lanes[:, None], token_ids]
+        counted = to_device(np.array(self._count(seqs)), self.device)
+        token_ids = self.token_ids[counted, : max(len(seq.token_ids) for seq in seqs)].long()  # [num_seqs, longest]
+        counts = self.counts[counted[:, None], token_ids]
         params = [seq.params for seq in seqs]
         penalties = [(p.presence_penalty, p.frequency_penalty, p.repetition_penalty) for p in params]
         numbers = to_device(np.array(penalties, np.float32), self.device)
@@ -53,26 +55,25 @@ class Penalties:
         scaled = torch.where(repeated > 0, repeated / repetition, repeated * repetition)
         return logits.index_put((rows, token_ids), scaled - counts * frequency - (counts > 0) * presence)
 
-    def _count(self, seqs: list[Sequence]) -> None:
-        """Bring the counts of `seqs` up to date."""
-        if self.counts is None:
-            max_num_seqs, vocab_size, max_model_len = self.sizes
-            self.token_ids = torch.zeros(max_num_seqs, max_model_len, dtype=torch.int32, device=self.device)
-            self.counts = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int32, device=self.device)
-        new: list[tuple[int, int, int]] = []  # lane, position, token id
-        for seq in seqs:
-            owner, num_counted = self.counted[seq.lane]
-            self.counted[seq.lane] = (None, 0)  # if this is interrupted, the row is counted anew
+    def _count(self, seqs: list[Sequence]) -> list[int]:
+        """Bring the counts of `seqs` up to date. Returns their rows."""
+        rows = [self.rows.setdefault(seq.lane, len(self.rows)) for seq in seqs]
+        if len(self.rows) > len(self.counts):
+            num_new = max(len(self.rows), 2 * len(self.counts)) - len(self.counts)  # doubled, so that growing costs O(1) a row
+            self.counts, self.token_ids = (F.pad(each, (0, 0, 0, num_new)) for each in (self.counts, self.token_ids))
+        new: list[tuple[int, int, int]] = []  # row, position, token id
+        for row, seq in zip(rows, seqs):
+            owner, num_counted = self.counted.pop(row, (None, 0))  # if this is interrupted, the row is counted anew
             if owner is not seq:
                 num_counted = seq.num_prompt_tokens
-                self.counts[seq.lane] = 0
-                self.token_ids[seq.lane] = seq.token_ids[0]
+                self.counts[row] = 0
+                self.token_ids[row] = seq.token_ids[0]
                 prompt = np.array(seq.token_ids[:num_counted], np.int32)
-                self.token_ids[seq.lane, :num_counted] = to_device(prompt, self.device)
-            new += [(seq.lane, i, seq.token_ids[i]) for i in range(num_counted, len(seq.token_ids))]
+                self.token_ids[row, :num_counted] = to_device(prompt, self.device)
+            new += [(row, i, seq.token_ids[i]) for i in range(num_counted, len(seq.token_ids))]
         if new:
-            lanes, positions, token_ids = to_device(np.array(new), self.device).T
-            self.token_ids.index_put_((lanes, positions), token_ids.int())
-            self.counts.index_put_((lanes, token_ids), torch.ones_like(lanes, dtype=torch.int32), accumulate=True)
-        for seq in seqs:
-            self.counted[seq.lane] = (seq, len(seq.token_ids))
+            new_rows, positions, token_ids = to_device(np.array(new), self.device).T
+            self.token_ids.index_put_((new_rows, positions), token_ids.int())
+            self.counts.index_put_((new_rows, token_ids), torch.ones_like(new_rows, dtype=torch.int32), accumulate=True)
+        self.counted.update({row: (seq, len(seq.token_ids)) for row, seq in zip(rows, seqs)})
+        return rows

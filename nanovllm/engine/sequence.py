@@ -50,7 +50,7 @@ class Sequence:
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # of the full blocks of token_ids, filled in as they are asked for
         self.may_hit = True  # False once its logits were NaN: it is computed again, without what others have computed
-        self.lane = -1  # while running: a number below max_num_seqs that no other running sequence has
+        self.lane = -1  # while running: a number below num_lanes that no other running sequence has
 
     @property
     def is_finished(self) -> bool:
