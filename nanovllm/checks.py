@@ -60,6 +60,16 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     return value
 
 
+def check_text(name: str, value: str) -> str:
+    """Require a str that can be written as UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # half of a pair of surrogates: a character that was cut in two
+        shown = value[max(0, error.start - 10) : error.end + 10]
+        raise ValueError(f"{name} holds half a character at position {error.start}, a lone surrogate: {shown!r}") from error
+    return value
+
+
 @contextmanager
 def naming(source: str | Path, *errors: type[Exception]) -> Iterator[None]:
     """Within it, `errors` become ValueErrors that name `source`, the file or directory that is to blame."""

@@ -7,11 +7,10 @@ from itertools import islice
 from numbers import Integral
 from typing import Any
 
-from jinja2 import TemplateError
 from tqdm import tqdm
 
 from nanovllm.beam_search import Beam, BeamSearch
-from nanovllm.checks import check_bool, check_int, check_number
+from nanovllm.checks import check_bool, check_int, check_number, check_text, naming
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.llm_engine import CheckedPrompt, LLMEngine, Prompt
 from nanovllm.engine.request import News, Request
@@ -22,7 +21,7 @@ from nanovllm.sampling_params import SamplingParams
 
 Prompts = Prompt | list[Prompt]
 Params = SamplingParams | list[SamplingParams] | None
-Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": ...}
+Message = dict[str, Any]  # {"role": "system" | "user" | "assistant", "content": a str, or [{"type": "text", "text": a str}, ...]}
 
 
 class LLM(LLMEngine):
@@ -55,7 +54,10 @@ class LLM(LLMEngine):
     def chat(
         self, messages: list[Message] | list[list[Message]], sampling_params: Params = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, written as the checkpoint's chat template says."""
+        """Answer one conversation or a list of them, written as the checkpoint's chat template says.
+
+        A message's content is a str or, as OpenAI's clients send it, a list of parts, of which those of type "text" are served.
+        """
         if self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer, so no chat template: use generate with token ids")
         if self.tokenizer.chat_template is None:
@@ -66,13 +68,12 @@ class LLM(LLMEngine):
         for conversation in conversations:
             if not isinstance(conversation, (list, tuple)) or not all(isinstance(message, dict) for message in conversation):
                 raise TypeError(f"a conversation must be a list of dicts with 'role' and 'content', not {conversation!r}")
-        try:
+        conversations = [[_join_parts(message) for message in conversation] for conversation in conversations]
+        with naming("the checkpoint's chat template refuses these messages", Exception):  # it is code of the checkpoint's
             prompts = [
                 self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
                 for conversation in conversations
             ]
-        except TemplateError as error:
-            raise ValueError(f"the checkpoint's chat template refuses these messages: {error}") from error
         return self.generate(prompts, sampling_params, use_tqdm)
 
     @for_one_thread
@@ -165,3 +166,17 @@ class LLM(LLMEngine):
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params")
         return [self._check_prompt(prompt, params) for prompt, params in zip(prompts, sampling_params)]
+
+
+def _join_parts(message: Message) -> Message:
+    """The message, its content a single text: parts are joined by newlines, as vLLM joins them."""
+    content = message.get("content")
+    if isinstance(content, (list, tuple)):
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(f"a part of a message must be {{'type': 'text', 'text': a str}}, not one of type {kind!r}")
+        content = "\n".join(part["text"] for part in content)
+    if isinstance(content, str):
+        check_text("a message", content)
+    return {**message, "content": content} if "content" in message else message

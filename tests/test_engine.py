@@ -499,6 +499,38 @@ def test_chat_wants_messages(demo: LLM) -> None:
             demo.chat(wrong)
 
 
+def test_chat_with_parts(demo: LLM) -> None:
+    """As OpenAI's clients send them: texts are joined, all else is refused by its type."""
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "12 + 30?"}]
+    (joined,) = demo.chat([{"role": "user", "content": "What is\n12 + 30?"}], GREEDY, use_tqdm=False)
+    (output,) = demo.chat([{"role": "user", "content": parts}], GREEDY, use_tqdm=False)
+    assert output["prompt_token_ids"] == joined["prompt_token_ids"] and output["text"] == joined["text"]
+    image = {"type": "image_url", "image_url": {"url": "data:" + "x" * 10000}}
+    for wrong, name in ((image, "'image_url'"), ("text", "'str'"), ({"type": "text"}, "'text'"), ({"text": "hi"}, "None")):
+        with pytest.raises(ValueError, match=name) as caught:
+            demo.chat([{"role": "user", "content": [parts[0], wrong]}])
+        assert len(str(caught.value)) < 200
+
+
+def test_chat_template_that_fails(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it raises."""
+    for template in ("{{ messages[0].content + 1 }}", "{{ messages[7].content.x.y }}", "{{ raise_exception('no') }}", "{{"):
+        monkeypatch.setattr(demo.tokenizer, "chat_template", template)
+        with pytest.raises(ValueError, match="chat template"):
+            demo.chat([{"role": "user", "content": "hi"}])
+    assert demo.is_finished()
+
+
+def test_half_a_character(demo: LLM) -> None:
+    """The error says what is wrong, and where."""
+    text = "x" * 50 + "\ud83d"  # of an emoji
+    for call in (demo.generate, demo.add_request, lambda text: demo.chat([{"role": "user", "content": text}])):
+        with pytest.raises(ValueError, match="lone surrogate"):
+            call(text)
+    with pytest.raises(ValueError, match="a message .* position 50"):
+        demo.chat([{"role": "user", "content": [{"type": "text", "text": text}]}])
+
+
 def test_chat_needs_a_tokenizer(make_llm: MakeLLM) -> None:
     with pytest.raises(ValueError, match="no tokenizer"):
         make_llm().chat([{"role": "user", "content": "hi"}])

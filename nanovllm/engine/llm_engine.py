@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import xxhash
 
+from nanovllm.checks import check_text
 from nanovllm.config import Config, takes
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.block_manager import BlockManager
@@ -276,7 +277,7 @@ class LLMEngine(Transactional):
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("the checkpoint has no tokenizer: a prompt must be a list of token ids, not a str")
-            prompt = self.tokenizer.encode(prompt)
+            prompt = self.tokenizer.encode(check_text("a prompt", prompt))
         if not isinstance(prompt, (list, tuple)):
             raise TypeError(f"a prompt must be a str or a list of token ids, not {prompt!r}")
         if not prompt:
