@@ -2,20 +2,16 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import islice
 from numbers import Integral
 from typing import Any
 
 from tqdm import tqdm
 
-from nanovllm.beam_search import Beam, BeamSearch
+from nanovllm.beam_search import Beam, BeamSearch, search_together
 from nanovllm.checks import check_bool, check_int, check_number, check_text, naming
 from nanovllm.detokenizer import Detokenizer
-from nanovllm.engine.llm_engine import CheckedPrompt, LLMEngine, Prompt
-from nanovllm.engine.request import News, Request
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.transaction import for_one_thread
+from nanovllm.engine.llm_engine import CheckedPrompt, LLMEngine, Prompt, Told
+from nanovllm.engine.request import Request
 from nanovllm.outputs import RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 
@@ -27,22 +23,13 @@ Message = dict[str, Any]  # {"role": "system" | "user" | "assistant", "content":
 class LLM(LLMEngine):
     """An engine for one model: LLM("Qwen/Qwen3-0.6B", max_model_len=2048). Its options are documented in `Config`."""
 
-    @for_one_thread
     def generate(self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
         """Answer one prompt (str or token ids) or a list of them, in their order, n samples of a prompt side by side.
 
         `sampling_params` is one for all or one each. Raises ValueError or TypeError, with nothing queued, if any
         prompt cannot be served. If it is interrupted, its requests are taken back.
         """
-        checked = self._check_all(prompts, sampling_params)
-        bar = tqdm(total=sum(params.n for _, params in checked), unit="seq", miniters=0, mininterval=0.5, disable=not use_tqdm)
-        with self._queued(checked) as (requests, news), bar:
-            before, start = self.stats, time.perf_counter()
-            for num_finished in self._finish(requests, news):
-                if use_tqdm:
-                    bar.set_postfix_str(self._rates(before, time.perf_counter() - start), refresh=False)
-                    bar.update(num_finished)
-            return self._tell(dict.fromkeys(requests))
+        return self._generate(self._check_all(prompts, sampling_params), use_tqdm)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[RequestOutput]:
         """Yield a request's output so far each time it gains a token; its `text` only ever grows.
@@ -76,14 +63,12 @@ class LLM(LLMEngine):
             ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    @for_one_thread
     def beam_search(
         self, prompts: Prompts, beam_width: int, max_tokens: int, length_penalty: float = 1.0, ignore_eos: bool = False
     ) -> list[list[RequestOutput]]:
         """For each prompt its `beam_width` best continuations, best first, by beam search as in transformers.
 
-        They are ranked by cumulative_logprob / number of tokens ** length_penalty. Every step sends the beams through the
-        engine as prompts of one token to generate; their common past is in the prefix cache.
+        They are ranked by cumulative_logprob / number of tokens ** length_penalty.
         """
         check_int("beam_width", beam_width, 1)
         check_int("max_tokens", max_tokens, 1)
@@ -94,67 +79,49 @@ class LLM(LLMEngine):
             BeamSearch(prompt, beam_width, min(max_tokens, self.max_model_len - len(prompt)), length_penalty, eos_token_ids)
             for prompt, _ in self._check_all(prompts, None)
         ]
-        num_cached_tokens: list[int] = []  # of the prompts, in the first step
-        while active := [search for search in searches if search.running]:
-            params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=active[0].num_candidates)
-            prefixes = [search.prompt + beam.token_ids for search in active for beam in search.running]
-            with self._queued([CheckedPrompt(prefix, params) for prefix in prefixes]) as (requests, news):
-                for _ in self._finish(requests, news):
-                    pass
-            num_cached_tokens = num_cached_tokens or [request.seq.num_cached_tokens or 0 for request in requests]
-            logprobs = iter([request.logprobs[0] if request.logprobs else {} for request in requests])
-            for search in active:
-                search.advance(list(islice(logprobs, len(search.running))))
-        return [
-            self._tell({self._beam_request(search, beam, num_cached): None for beam in search.finished})
-            for search, num_cached in zip(searches, num_cached_tokens)
-        ]
+        first = search_together(searches, self._generate)
+        return [[self._describe(beam, output) for beam in search.finished] for search, output in zip(searches, first)]
 
-    def _beam_request(self, search: BeamSearch, beam: Beam, num_cached_tokens: int) -> Request:
-        """A finished beam as a request of its own that has ended."""
-        seq = Sequence(next(self._ids), search.prompt, SamplingParams(logprobs=0))
-        seq.token_ids += beam.token_ids
-        seq.num_cached_tokens, seq.finish_reason = num_cached_tokens, search.finish_reason(beam) or "error"
-        detokenizer = Detokenizer(self.tokenizer, len(search.prompt)) if self.tokenizer is not None else None
-        request = Request(seq, seq.seq_id, 0, {}, detokenizer)
-        request.logprobs, request.cumulative_logprob = beam.logprobs, beam.cumulative_logprob
-        request.note(None)
-        return request
+    def _describe(self, beam: Beam, first: RequestOutput) -> RequestOutput:
+        """A finished beam as a request of its own. `first` is the output of the search's first step."""
+        text = Detokenizer(self.tokenizer, 0).read(beam.token_ids, is_last=True) if self.tokenizer is not None else ""
+        return RequestOutput({**first, **beam._asdict(), "request_id": next(self._ids), "text": text})
+
+    def _generate(self, prompts: list[CheckedPrompt], use_tqdm: bool = False) -> list[RequestOutput]:
+        requests: list[Request] = []
+        bar = tqdm(total=sum(params.n for _, params in prompts), unit="seq", miniters=0, mininterval=0.5, disable=not use_tqdm)
+        try:
+            self._alone(self._queue, prompts, requests, {})
+            before, start = self.stats, time.perf_counter()
+            with bar:
+                for request in requests:
+                    while not request.has_ended:
+                        self._alone(self._step)
+                        if use_tqdm:
+                            bar.set_postfix_str(self._rates(before, time.perf_counter() - start), refresh=False)
+                            bar.update(sum(each.has_ended for each in requests) - bar.n)
+            return self._alone(lambda: [request.output() for request in requests])
+        except BaseException:
+            self._aborted.extend(requests)  # first of all, since Ctrl-C may come a second time
+            self._abort([])
+            raise
+
+    def _stream(self, prompts: list[CheckedPrompt]) -> Iterator[RequestOutput]:
+        requests: list[Request] = []
+        try:
+            told: Told = {}
+            self._alone(self._queue, prompts, requests, told)
+            while told:
+                yield from self._alone(self._step_and_tell, told)
+        except BaseException:  # also GeneratorExit: the caller has left the loop
+            self._aborted.extend(requests)
+            self._abort([])
+            raise
 
     def _rates(self, before: Stats, seconds: float) -> str:
         now = self.stats
         prefill, decode = ((now[name] - before[name]) / seconds for name in ("num_prefill_tokens", "num_decode_tokens"))
         return f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s"
-
-    def _finish(self, requests: list[Request], news: News) -> Iterator[int]:
-        """Step until all of `requests` have ended; yield after each step how many just did."""
-        num_unfinished = len(requests)
-        while num_unfinished:
-            self._step()
-            num_finished = self._count_ends(news)
-            num_unfinished -= num_finished
-            yield num_finished
-
-    def _stream(self, prompts: list[CheckedPrompt]) -> Iterator[RequestOutput]:
-        with self._queued(prompts) as (requests, news):
-            num_unfinished = len(requests)
-            while num_unfinished:
-                self._step()
-                for output in self._tell(news):
-                    num_unfinished -= output["finish_reason"] is not None
-                    yield output
-
-    @contextmanager
-    def _queued(self, prompts: list[CheckedPrompt]) -> Iterator[tuple[list[Request], News]]:
-        """Queue prompts with a place of their own for news; however the block is left, take back what is unfinished."""
-        requests: list[Request] = []
-        news: News = {}
-        try:
-            self._queue(prompts, news, requests)
-            yield requests, news
-        finally:
-            if unfinished := [request for request in requests if not request.is_finished]:
-                self._abort(unfinished)
 
     def _check_all(self, prompts: Any, sampling_params: Params) -> list[CheckedPrompt]:
         if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and isinstance(prompts[0], Integral)):

@@ -31,6 +31,7 @@ def check(manager: BlockManager, seqs: list[Sequence]) -> None:
         assert block.hash == -1 or manager.hash_to_block_id[block.hash] == block.block_id
     for hash_, block_id in manager.hash_to_block_id.items():
         assert manager.blocks[block_id].hash == hash_
+    assert manager.num_reusable == sum(manager.blocks[block_id].hash != -1 for block_id in free)
     uncached = [manager.blocks[block_id].hash == -1 for block_id in free]
     assert isinstance(manager, Colliding) or uncached == sorted(uncached, reverse=True), "empty blocks are taken first"
 
@@ -130,41 +131,41 @@ def test_eviction_is_least_recently_used_and_tail_first() -> None:
     assert list(manager.free_block_ids)[-5:] == [new_table[1], new_table[0], old_table[2], old_table[1], old_table[0]]
 
 
-def test_twins_do_not_unmap_each_other() -> None:
+def test_duplicates_do_not_unmap_each_other() -> None:
     """Two sequences compute the same block before either could find the other's: one is findable until it is evicted."""
     manager = BlockManager(4, 2)
-    first, twin = Sequence(0, [1, 1, 2], PARAMS), Sequence(1, [1, 1, 2], PARAMS)
-    assert manager.allocate(first, []) and manager.allocate(twin, [])
+    first, duplicate = Sequence(0, [1, 1, 2], PARAMS), Sequence(1, [1, 1, 2], PARAMS)
+    assert manager.allocate(first, []) and manager.allocate(duplicate, [])
     manager.cache_full_blocks(first, 3)
-    manager.cache_full_blocks(twin, 3)
-    twin_table = twin.block_table
-    manager.free(twin)
-    assert manager.allocate(Sequence(2, [7, 7, 7], PARAMS), [])  # takes the twin's blocks
-    assert manager.blocks[twin_table[0]].hash == -1
+    manager.cache_full_blocks(duplicate, 3)
+    duplicate_table = duplicate.block_table
+    manager.free(duplicate)
+    assert manager.allocate(Sequence(2, [7, 7, 7], PARAMS), [])  # takes the duplicate's blocks
+    assert manager.blocks[duplicate_table[0]].hash == -1
     assert [block.block_id for block in manager.find_prefix(Sequence(3, [1, 1, 2], PARAMS))] == first.block_table[:1]
 
 
-def make_twins() -> tuple[BlockManager, Sequence, Sequence]:
+def make_duplicates() -> tuple[BlockManager, Sequence, Sequence]:
     """Two sequences that computed the same first block, each on its own, and only the second one a tail."""
     manager = BlockManager(6, 2)
-    first, twin = Sequence(0, [1, 1, 2], PARAMS), Sequence(1, [1, 1, 2, 2, 3], PARAMS)
-    assert manager.allocate(first, []) and manager.allocate(twin, [])
+    first, duplicate = Sequence(0, [1, 1, 2], PARAMS), Sequence(1, [1, 1, 2, 2, 3], PARAMS)
+    assert manager.allocate(first, []) and manager.allocate(duplicate, [])
     manager.cache_full_blocks(first, 3)
-    manager.cache_full_blocks(twin, 5)
-    return manager, first, twin
+    manager.cache_full_blocks(duplicate, 5)
+    return manager, first, duplicate
 
 
-def test_a_twin_can_be_a_parent() -> None:
-    manager, first, twin = make_twins()
+def test_a_duplicate_can_be_a_parent() -> None:
+    manager, first, duplicate = make_duplicates()
     hits = [block.block_id for block in manager.find_prefix(Sequence(2, [1, 1, 2, 2, 3], PARAMS))]
-    assert hits == [first.block_table[0], twin.block_table[1]]
+    assert hits == [first.block_table[0], duplicate.block_table[1]]
 
 
-def test_a_head_with_a_twin_is_not_evicted_before_its_tail() -> None:
-    manager, first, twin = make_twins()
-    head, tail = first.block_table[0], twin.block_table[1]
+def test_a_head_with_a_duplicate_is_not_evicted_before_its_tail() -> None:
+    manager, first, duplicate = make_duplicates()
+    head, tail = first.block_table[0], duplicate.block_table[1]
     manager.free(first)
-    manager.free(twin)
+    manager.free(duplicate)
     assert list(manager.free_block_ids)[-2:] == [tail, head]
 
 

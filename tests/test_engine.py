@@ -1,18 +1,16 @@
-"""What a caller can rely on: inputs, outputs, errors, interruptions, sharing, and a random life of the whole engine."""
+"""What a caller can rely on: inputs, outputs, errors, sharing, and a random life of the whole engine."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import CodeType
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import VOCAB_SIZE, LineInterrupts, Oracle, check_invariants, random_prompt
+from conftest import VOCAB_SIZE, Oracle, check_invariants, random_prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -298,7 +296,7 @@ def test_prefix_hits_are_reported(make_llm: MakeLLM) -> None:
     assert llm.stats["num_free_blocks"] == llm.stats["num_blocks"] == 64
 
 
-# --- sharing an engine, interruptions
+# --- sharing an engine
 
 
 def test_step_reports_what_others_gained_meanwhile(make_llm: MakeLLM) -> None:
@@ -358,78 +356,6 @@ def test_abort(make_llm: MakeLLM) -> None:
         (first, "abort", 1),
         (second, "abort", 0),
     ]
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize("where", ["prepare_batch", "prepare_sampling"])
-def test_interrupted_generate(
-    tiny: tuple[str, Oracle], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], where: str
-) -> None:
-    """Its requests are gone, other people's go on, and blocks that were published but never written are not believed."""
-    llm, prompts = make_llm(), [random_prompt(i, 9) for i in range(3)]
-    other = llm.add_request(prompts[0], GREEDY)
-    llm.step()
-    calls = []
-    with monkeypatch.context() as patch:
-        original = getattr(ModelRunner, where)
-
-        def fail_on_second_call(self: ModelRunner, seqs: list) -> object:
-            calls.append(1)
-            if len(calls) == 2:
-                raise error
-            return original(self, seqs)
-
-        patch.setattr(ModelRunner, where, fail_on_second_call)
-        with pytest.raises(error):
-            llm.generate(prompts, GREEDY, use_tqdm=False)
-    check_invariants(llm)
-    assert llm.stats["num_waiting"] == 1
-    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-    assert [o["token_ids"] for o in outputs] == [tiny[1](prompt, 6) for prompt in prompts]
-    (news,) = llm.step()
-    assert news["request_id"] == other and news["token_ids"] == tiny[1](prompts[0], 6)
-
-
-STOPS = 200  # of the thousands of lines that a call runs through
-
-
-def test_interrupted_anywhere(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
-    """Ctrl-C at any line of the engine, in queueing, planning, computing, accounting: the next call is served right."""
-    prompts = [random_prompt(i % 2, 9 + i) for i in range(4)]
-    params = SamplingParams(temperature=0.0, max_tokens=5, n=2)
-    expected = [tiny[1](prompt, 5) for prompt in prompts for _ in range(2)]
-
-    def is_the_engines(code: CodeType) -> bool:
-        return f"nanovllm{os.sep}" in code.co_filename and "_queued" not in code.co_name
-
-    llm = make_llm(num_kvcache_blocks=9)
-    with LineInterrupts(is_the_engines) as count:
-        llm.generate(prompts, params, use_tqdm=False)
-    for stop_at in range(5, count.num_lines, max(1, count.num_lines // STOPS)):
-        llm = make_llm(num_kvcache_blocks=9)
-        other = llm.add_request(prompts[0], GREEDY)
-        with pytest.raises(KeyboardInterrupt), LineInterrupts(is_the_engines, stop_at):
-            llm.generate(prompts, params, use_tqdm=False)
-        check_invariants(llm)
-        assert set(llm.requests) <= {other}, stop_at
-        assert [o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)] == expected, stop_at
-        news = llm.step()
-        assert [(o["request_id"], o["token_ids"]) for o in news] == [(other, tiny[1](prompts[0], 6))], stop_at
-        assert llm.is_finished()
-
-
-def test_news_survive_an_error_in_their_telling(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    request_id = demo.add_request("hello", SamplingParams(max_tokens=1))
-    with monkeypatch.context() as patch:
-
-        def interrupted(*_: object, **__: object) -> str:
-            raise KeyboardInterrupt
-
-        patch.setattr("nanovllm.detokenizer.Detokenizer.read", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            demo.step()
-    assert not demo.is_finished()
-    assert [o["request_id"] for o in demo.step()] == [request_id]
 
 
 def test_several_engines_and_exit(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, Oracle, check_invariants, make_checkpoint, random_prompt
+from conftest import VOCAB_SIZE, Oracle, check_invariants, edit_weights, make_checkpoint, random_prompt
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.engine.model_runner import ModelRunner
@@ -407,3 +407,45 @@ def test_rules_are_the_sequences_own() -> None:
         seq.token_ids.append(token_id)
         reasons.append(seq.check_end())
     assert reasons == [None, None, "stop", "length"]
+
+
+# --- numbers that are none
+
+
+@pytest.fixture
+def poisoned(tmp_path: Path) -> tuple[str, Oracle]:
+    """A checkpoint in which whoever reads token 96 computes NaN."""
+    oracle = Oracle(make_checkpoint(tmp_path, tie_word_embeddings=False))
+    edit_weights(tmp_path, lambda weights: weights["model.embed_tokens.weight"][VOCAB_SIZE - 1].fill_(torch.nan))
+    return str(tmp_path), oracle
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"logprobs": 2, "repetition_penalty": 1.2}], ids=str
+)
+def test_nan_logits_end_one_request(poisoned: tuple[str, Oracle], dtype: str, params: dict) -> None:
+    llm = LLM(poisoned[0], dtype=dtype, num_kvcache_blocks=64, kvcache_block_size=4)
+    healthy = [[token_id % 90 for token_id in prompt] for prompt in [random_prompt(i, 5 + i) for i in range(4)]]
+    shared = healthy[0] * 2
+    prompts = [healthy[0], [*shared, VOCAB_SIZE - 1, 3], healthy[1], [VOCAB_SIZE - 1], shared]
+    params = SamplingParams(max_tokens=6, seed=1, **params)
+    barred = {"stop_token_ids": [VOCAB_SIZE - 1]}  # healthy requests may come to draw the token, which ends them here
+    with pytest.warns(RuntimeWarning, match="request 1 ends with an error: its logits are NaN"):
+        outputs = llm.generate(prompts, [SamplingParams(**{**vars(params), **barred})] * 5, use_tqdm=False)
+    assert [o["finish_reason"] == "error" for o in outputs] == [False, True, False, True, False]
+    for output in (outputs[1], outputs[3]):
+        assert output["token_ids"] == [] and output["logprobs"] in (None, [])
+    if dtype == "float32" and params.temperature == 0.0:
+        for i in (0, 2, 4):
+            token_ids = outputs[i]["token_ids"]
+            assert token_ids == poisoned[1](prompts[i], len(token_ids))
+    check_invariants(llm)
+
+
+def test_beams_whose_logits_are_nan(poisoned: tuple[str, Oracle]) -> None:
+    llm = LLM(poisoned[0], num_kvcache_blocks=64)
+    with pytest.warns(RuntimeWarning, match="NaN"):
+        failed, found = llm.beam_search([[VOCAB_SIZE - 1], [3, 4]], 2, 1)
+    assert [(o["finish_reason"], o["token_ids"]) for o in failed] == [("error", [])]
+    assert [o["finish_reason"] for o in found] == ["length"] * 2

@@ -75,39 +75,6 @@ def test_random_loads(
         assert seq.finish_reason == "abort" or len(seq.token_ids) == seq.max_num_tokens
 
 
-@given(
-    loads=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9), st.integers(0, 1)), min_size=2, max_size=8),
-    num_blocks=st.integers(10, 14),
-)
-@settings(max_examples=200, deadline=None)
-def test_what_is_not_looked_up_again_would_be_refused(loads: list[tuple[int, int, int]], num_blocks: int) -> None:
-    """The same schedule as if the head of the queue were looked up at every step."""
-    logs: list[list[list[tuple[int, int]]]] = []
-    for always in (False, True):
-        scheduler = make_scheduler(num_blocks)
-        if always:
-            scheduler.block_manager.is_refused_still = lambda seq: False
-        for i, (prompt, tokens, shared) in enumerate(loads):
-            scheduler.add(make_sequence(i, prompt, tokens, shared))
-        logs.append([])
-        while scheduler.running or scheduler.waiting:
-            scheduled, _ = run_step(scheduler)
-            logs[-1].append([(seq.seq_id, seq.num_computed_tokens) for seq in scheduled])
-    assert logs[0] == logs[1]
-
-
-def test_a_blocked_head_of_the_queue_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It shares its whole prompt with a running sequence, and lacks one block."""
-    scheduler, lookups = make_scheduler(num_blocks=99, max_num_batched_tokens=400), []
-    scheduler.add(make_sequence(0, 393, 4, first_token=0))
-    scheduler.add(head := make_sequence(1, 393, 4, first_token=0))
-    find_prefix = scheduler.block_manager.find_prefix
-    monkeypatch.setattr(scheduler.block_manager, "find_prefix", lambda seq: lookups.append(seq) or find_prefix(seq))
-    while scheduler.running or scheduler.waiting:
-        run_step(scheduler)
-    assert lookups.count(head) == 2 and head.num_cached_tokens == 392, "when it came, and when the other one had gone"
-
-
 def test_the_two_policies() -> None:
     """A long prompt arrives while another sequence decodes: mixed steps serve both, prefill first makes one wait."""
     kinds = {}

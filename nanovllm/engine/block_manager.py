@@ -1,15 +1,21 @@
 """Hands out the blocks of the KV cache and finds prefixes that are already in it. Knows ids, never tensors.
 
-Every full block is known by a hash of its tokens and of the hash before it. Equal hashes promise equal prefixes, and
-since a promise is not a proof, tokens and parents are compared as well:
+Every full block is known by a hash of its tokens and of the hash before it, since K/V depend on everything before. Equal hashes
+promise equal prefixes, and since a promise is not a proof, tokens and parents are compared as well:
 
     tokens      | a b c d | e f g h | i j         block size 4; the last block is not full and has no hash
     hash        | h0=H(abcd) <- h1=H(h0, efgh)
     block_table |    7    |    2    |   5         logical block -> physical block
 
-A freed block keeps its content until somebody needs the space. `free_block_ids` is the eviction order: blocks without
-content first, then the least recently used ones, of one sequence the tail before the head, because a tail without its
-head can never be hit. (PagedAttention, Kwon et al. 2023; hash-chained prefix caching as in vLLM.)
+Two sequences that compute the same prefix at the same time make a duplicate. The cache lists one copy; both can have successors:
+
+    A's block_table | 7 | 2 | 5 ...    block 2: hash h1, content 12, parent 11
+    B's block_table | 7 | 4 | 9 ...    block 4: no hash, content 12: a duplicate of block 2
+                                       block 9: hash h2, content 13, parent 12, found behind block 2 as well as behind block 4
+
+A freed block keeps its content until somebody needs the space. `free_block_ids` is the eviction order: empty blocks first, then
+the least recently used, of one sequence the tail before the head, because a tail without its head can never be hit.
+(PagedAttention, Kwon et al. 2023; hash-chained prefix caching as in vLLM.)
 """
 
 from array import array
@@ -20,14 +26,14 @@ import xxhash
 
 from nanovllm.engine.sequence import Sequence
 
-_NO_CONTENT = 0  # content id of nothing: the parent of a sequence's first block
+_NO_CONTENT = 0  # the content id of an empty block, and the parent of a sequence's first block
 
 
 class Block:
     """One physical block. `hash` is -1 unless `hash_to_block_id` leads here.
 
-    `content_id` names the prefix that ends with this block, `parent_id` the one that ends before it. Ids are never used
-    twice, so a chain of them cannot be forged by a hash collision.
+    `content_id` names the prefix that ends with this block, `parent_id` the one that ends before it. Block ids could not name
+    them, for blocks are reused: the parent's id may stand for another prefix by now. Content ids are never used twice.
     """
 
     __slots__ = ("block_id", "ref_count", "hash", "token_ids", "content_id", "parent_id")
@@ -36,6 +42,10 @@ class Block:
         self.block_id = block_id
         self.ref_count = 0
         self.clear()
+
+    def __repr__(self) -> str:
+        known = "not cached" if self.hash == -1 else f"hash {self.hash:016x}, tokens {self.token_ids}"
+        return f"<block {self.block_id}: {self.ref_count} references, {known}>"
 
     def clear(self) -> None:
         self.hash = -1
@@ -47,19 +57,16 @@ class BlockManager:
     """`num_blocks` blocks of `block_size` tokens. Everything costs O(1) per block concerned, whatever the pool's size."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.reset()
 
     def reset(self) -> None:
         """Forget everything: all blocks free, nothing cached."""
         self.blocks = [Block(block_id) for block_id in range(self.num_blocks)]
-        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
+        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))  # the next to be taken first
         self.hash_to_block_id: dict[int, int] = {}
-        self.num_reusable = 0  # reusable: free, but a prefix can still hit it
-        self._num_freed = 0  # blocks that have become free, since the start
-        self._refused: tuple[Sequence | None, int, int | None] = None, 0, None  # see is_refused_still
+        self.num_reusable = 0  # blocks that are free, but a prefix can still hit them
         self._content_ids = count(_NO_CONTENT + 1)
 
     @classmethod
@@ -72,39 +79,24 @@ class BlockManager:
         """The longest chain of cached blocks that `seq` starts with; never its last token, whose logits are needed."""
         prefix: list[Block] = []
         if self.enable_prefix_caching and seq.may_hit:
-            parent_id = _NO_CONTENT
             for index in range((len(seq.token_ids) - 1) // self.block_size):
-                block = self._lookup(self._hash(seq, index), self._tokens(seq, index), parent_id)
+                block = self._find(seq, index, prefix[-1].content_id if prefix else _NO_CONTENT)
                 if block is None:
                     break
                 prefix.append(block)
-                parent_id = block.content_id
         return prefix
-
-    def is_refused_still(self, seq: Sequence) -> bool:
-        """True if `seq` was refused last and nothing has happened since that could change it: its prefix need not be looked up.
-
-        Every block that becomes free makes up for one that was missing, and so does every one that prolongs the prefix.
-        """
-        refused, num_freed_wanted, next_hash = self._refused
-        return refused is seq and self._num_freed < num_freed_wanted and next_hash not in self.hash_to_block_id
 
     def allocate(self, seq: Sequence, prefix: list[Block]) -> bool:
         """Give `seq` its block table: `prefix`, then fresh blocks for all its other tokens. False changes nothing."""
         num_fresh = -(-len(seq.token_ids) // self.block_size) - len(prefix)
         num_revived = sum(block.ref_count == 0 for block in prefix)
-        num_missing = num_fresh + num_revived - len(self.free_block_ids)
-        if num_missing > 0:
-            is_whole = len(prefix) == (len(seq.token_ids) - 1) // self.block_size
-            next_hash = None if is_whole else self._hash(seq, len(prefix))
-            self._refused = (seq, self._num_freed + num_missing, next_hash)
+        if num_fresh + num_revived > len(self.free_block_ids):
             return False
-        self._refused = None, 0, None
         for block in prefix:  # before any fresh block is taken: that could evict one of these
             if block.ref_count == 0:
                 del self.free_block_ids[block.block_id]
-                self.num_reusable -= 1
             block.ref_count += 1
+        self.num_reusable -= num_revived
         seq.block_table = [block.block_id for block in prefix] + [self._take() for _ in range(num_fresh)]
         seq.num_computed_tokens = len(prefix) * self.block_size
         return True
@@ -128,71 +120,67 @@ class BlockManager:
         for index in range(seq.num_computed_tokens // self.block_size, num_tokens // self.block_size):
             block = self.blocks[seq.block_table[index]]
             parent_id = self.blocks[seq.block_table[index - 1]].content_id if index else _NO_CONTENT
-            hash_, token_ids = self._hash(seq, index), self._tokens(seq, index)
-            if twin := self._lookup(hash_, token_ids, parent_id):
-                block.content_id = twin.content_id  # computed twice: one is found, both can be a parent
+            if original := self._find(seq, index, parent_id):
+                block.content_id = original.content_id  # a duplicate
                 continue
+            hash_ = self._hash(seq, index)
             if hash_ in self.hash_to_block_id:  # a collision, or what is left of an evicted parent: the newer one stays
-                displaced = self.blocks[self.hash_to_block_id[hash_]]
-                displaced.hash = -1
-                self.num_reusable -= displaced.ref_count == 0
+                self._forget(self.blocks[self.hash_to_block_id[hash_]])
             self.hash_to_block_id[hash_] = block.block_id
-            block.hash, block.token_ids = hash_, token_ids
-            block.content_id, block.parent_id = next(self._content_ids), parent_id
+            block.hash, block.token_ids, block.parent_id = hash_, self._tokens(seq, index), parent_id
+            block.content_id = next(self._content_ids)
 
     def forget(self, seq: Sequence) -> None:
         """Let nobody find the blocks of `seq` any more: what is in them cannot be trusted."""
         for block_id in seq.block_table:
-            block = self.blocks[block_id]
-            if block.hash != -1:
-                del self.hash_to_block_id[block.hash]
-                block.hash = -1
+            self._forget(self.blocks[block_id])
 
     def free(self, seq: Sequence) -> None:
-        """Take the block table back. What was cached stays findable until its block is taken."""
+        """Take the block table back. What was cached can be hit until its block is taken."""
         for index in reversed(range(len(seq.block_table))):  # the tail becomes the first to be evicted
             block = self.blocks[seq.block_table[index]]
             block.ref_count -= 1
             if block.ref_count == 0:
                 self.free_block_ids[block.block_id] = None
-                self._num_freed += 1
-                if block.hash != -1:
-                    self.num_reusable += 1
-                else:
-                    self.free_block_ids.move_to_end(block.block_id, last=False)
+                self.free_block_ids.move_to_end(block.block_id, last=block.hash != -1)
+                self.num_reusable += block.hash != -1
             if block.hash == -1 and block.content_id != _NO_CONTENT:
-                self._touch_twin(seq.block_hashes[index], block.content_id)
-        seq.block_table = []
-        seq.num_computed_tokens = 0
+                self._refresh_original(block, seq.block_hashes[index])
+        seq.block_table, seq.num_computed_tokens = [], 0
 
-    def _touch_twin(self, hash_: int, content_id: int) -> None:
-        """Use of a block that was computed twice is use of the twin that can be found: its tails must not outlive it."""
+    def _refresh_original(self, duplicate: Block, hash_: int) -> None:
+        """Using a duplicate also refreshes the cached copy, so that it is not evicted before its successors."""
         block_id = self.hash_to_block_id.get(hash_, -1)
-        if block_id in self.free_block_ids and self.blocks[block_id].content_id == content_id:
+        if block_id in self.free_block_ids and self.blocks[block_id].content_id == duplicate.content_id:
             self.free_block_ids.move_to_end(block_id)
 
     def _take(self) -> int:
         block_id, _ = self.free_block_ids.popitem(last=False)
         block = self.blocks[block_id]
-        if block.hash != -1:
-            del self.hash_to_block_id[block.hash]
-            self.num_reusable -= 1
+        self._forget(block)
         block.clear()
         block.ref_count = 1
         return block_id
 
-    def _lookup(self, hash_: int, token_ids: list[int], parent_id: int) -> Block | None:
-        block_id = self.hash_to_block_id.get(hash_)
+    def _forget(self, block: Block) -> None:
+        """Let nobody find it any more. To the sequences that hold it, it still is the same content."""
+        if block.hash != -1:
+            del self.hash_to_block_id[block.hash]
+            block.hash = -1
+            self.num_reusable -= block.ref_count == 0
+
+    def _find(self, seq: Sequence, index: int, parent_id: int) -> Block | None:
+        """The cached block of the same tokens behind the same prefix as block `index` of `seq`."""
+        block_id = self.hash_to_block_id.get(self._hash(seq, index))
         if block_id is None:
             return None
         block = self.blocks[block_id]
-        return block if block.parent_id == parent_id and block.token_ids == token_ids else None
+        return block if block.parent_id == parent_id and block.token_ids == self._tokens(seq, index) else None
 
     def _tokens(self, seq: Sequence, index: int) -> list[int]:
         return seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
 
     def _hash(self, seq: Sequence, index: int) -> int:
-        hashes = seq.block_hashes
-        for i in range(len(hashes), index + 1):
-            hashes.append(self.compute_hash(self._tokens(seq, i), hashes[-1] if hashes else -1))
-        return hashes[index]
+        for i in range(len(seq.block_hashes), index + 1):
+            seq.block_hashes.append(self.compute_hash(self._tokens(seq, i), seq.block_hashes[-1] if i else -1))
+        return seq.block_hashes[index]

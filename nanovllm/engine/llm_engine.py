@@ -1,23 +1,24 @@
 """The engine's front half: requests in, one step at a time, results to whoever waits for them.
 
-    add_request -> Request and Sequence -> [ Scheduler.schedule -> ModelRunner.run -> Scheduler.postprocess ] -> news -> step
+    add_request -> Request -> [ Scheduler.schedule -> ModelRunner.run, sample -> Scheduler.postprocess -> note ] -> step
 
-It alone knows text and callers. A request has a place for its news: the engine's own, emptied by `step`, or that of the
-`generate` or `stream` call that waits for it. So callers can share an engine and miss nothing.
+It alone knows text and callers. Callers, also in several threads, share its steps: each call waits for its turn (`_alone`) and
+looks at its own requests afterwards.
 
-Every change of its state is a transaction: one that is cut short is undone, down to the tokens that callers have been told
-of.
+A call that is cut short (Ctrl-C, an error, no memory) is not undone at once. The next one starts over before it does anything
+else: all unfinished requests wait, with the tokens that are noted, nothing is computed and no block is cached.
 """
 
 import operator
+import os
 import struct
-from bisect import bisect_left
+import time
+import warnings
 from collections import deque
-from collections.abc import Iterable
-from contextlib import suppress
-from itertools import count, islice, takewhile
-from threading import get_ident
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from itertools import count
+from threading import Lock, get_ident
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import xxhash
@@ -26,12 +27,10 @@ from nanovllm.checks import check_text
 from nanovllm.config import Config, takes
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.request import News, Request
+from nanovllm.engine.model_runner import Logprobs, ModelRunner
+from nanovllm.engine.request import Noted, Request
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.timeline import Timeline
-from nanovllm.engine.transaction import Busy, Transactional, for_one_thread, transaction
 from nanovllm.models.checkpoint import find_checkpoint, read_config, read_eos_token_ids, read_tokenizer
 from nanovllm.models.config import read_spec
 from nanovllm.models.weights import find_dtype
@@ -39,18 +38,14 @@ from nanovllm.outputs import RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | list[int]
+CheckedPrompt = tuple[list[int], SamplingParams]  # one that can be served; `params.n` sequences come of it
+Told = dict[Request, Noted]  # what a caller waits for, and what it has been told of it
 Engine = TypeVar("Engine", bound="LLMEngine")
+Result = TypeVar("Result")
 _SHUT_DOWN = "this engine has been shut down by exit()"
 
 
-class CheckedPrompt(NamedTuple):
-    """A prompt that can be served, and its params; `params.n` sequences come of it."""
-
-    token_ids: list[int]
-    params: SamplingParams
-
-
-class LLMEngine(Transactional):
+class LLMEngine:
     """Serves one model. The options are those of `Config`.
 
     Raises TypeError or ValueError for an option that is unknown or wrong, or cannot be had on this machine (device,
@@ -59,27 +54,25 @@ class LLMEngine(Transactional):
     does not start.
     """
 
+    _process: ClassVar[int | None] = None  # that made the first engine: OpenMP and CUDA do not survive a fork
+
     @takes(Config)
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.check_process()
+        self._check_process()
         self.config = config = Config.from_options(*args, **options)
         timeline = None if config.trace is None else Timeline(config.trace)
         directory = find_checkpoint(config.model)
         hf_config = read_config(directory)
-        if config.dtype != "auto":
-            dtype = getattr(torch, config.dtype)
-        elif config.load_format == "dummy":
-            dtype = hf_config.dtype or torch.float32
-        else:
-            dtype = hf_config.dtype or find_dtype(directory)
+        dtype = hf_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        if dtype is None:
+            dtype = torch.float32 if config.load_format == "dummy" else find_dtype(directory)
         spec = read_spec(hf_config, dtype, config.tensor_parallel_size)
         self.tokenizer = read_tokenizer(directory)
         self.eos_token_ids = read_eos_token_ids(directory, hf_config, self.tokenizer)
         self.model_runner: ModelRunner | None = ModelRunner(config, spec, directory)
-        super().__init__()
-        self.vocab_size = spec.vocab_size
+        LLMEngine._process = os.getpid()
         executor = self.model_runner.executor
-        self.max_model_len = executor.max_model_len
+        self.vocab_size, self.max_model_len = spec.vocab_size, executor.max_model_len
         self.scheduler = Scheduler(
             BlockManager(executor.num_blocks, executor.block_size, config.enable_prefix_caching),
             self.model_runner.num_lanes,
@@ -89,39 +82,43 @@ class LLMEngine(Transactional):
         if timeline is not None:
             timeline.watch(self.scheduler, self.model_runner)
         self.requests: dict[int, Request] = {}  # unfinished ones, oldest first
-        self.news: News = {}
+        self._told: Told = {}  # add_request's
         self._ids = count()
-        self._aborted: deque[int | Request] = deque()  # to be ended when no transaction runs; an id stands for all its samples
+        self._aborted: deque[int | Request] = deque()  # to be ended at the end of a call; an id stands for all its samples
+        self._lock = Lock()
+        self._owner: int | None = None  # the thread that has the lock
+        self._callers: set[int] = set()  # threads that have it or want it
+        self._is_cut_short = False  # a call has begun and has not come to its end
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a prompt and return its request id; with n > 1 that of the first sample, the others' follow.
 
         Raises ValueError or TypeError for a prompt that can never be served.
         """
-        params = SamplingParams() if sampling_params is None else sampling_params
+        prompts = [self._check_prompt(prompt, SamplingParams() if sampling_params is None else sampling_params)]
         requests: list[Request] = []
-        self._queue([self._check_prompt(prompt, params)], self.news, requests)
-        return requests[0].first_id
+        try:
+            self._alone(self._queue, prompts, requests, self._told)
+        except BaseException:
+            self._aborted.extend(requests)
+            raise
+        return requests[0].seq_id
 
-    @for_one_thread
     def step(self) -> list[RequestOutput]:
-        """Run one step; the requests that gained a token or ended since the last call, as they stand now."""
-        self._step()
-        outputs = self._tell(dict(self.news))
-        self.news.clear()  # not before: they are told again if a warning is an error
-        return outputs
+        """Run one step; the requests of `add_request` that gained a token or ended since the last call, as they stand now."""
+        return self._alone(self._step_and_tell, self._told)
 
     def abort(self, request_id: int) -> None:
         """End a request, with all its samples, with finish_reason "abort". An unknown or ended one is left alone.
 
-        May be called at any moment, by any thread. Within a step it takes effect after it; if another thread was served last,
-        with the next call.
+        May be called at any moment, by any thread. Within a step it takes effect after it.
         """
         self._abort([operator.index(request_id)])
 
     def is_finished(self) -> bool:
         """True if nothing waits, runs or is left for `step` to report, other than what the caller has aborted itself."""
-        return not self.requests and all(request.seq.finish_reason == "abort" for request in list(self.news))
+        news = [request.noted for request, noted in list(self._told.items()) if request.noted != noted]
+        return not self.requests and all(finish_reason == "abort" for _, finish_reason in news)
 
     @property
     def stats(self) -> Stats:
@@ -140,16 +137,110 @@ class LLMEngine(Transactional):
     def exit(self) -> None:
         """Give the model's and the cache's memory back and end the other ranks. The engine serves nothing afterwards; a second
         call does nothing."""
-        if self.model_runner is not None:
-            self.model_runner.ranks.stop(_SHUT_DOWN)
-        self.model_runner = None
-        torch.cuda.empty_cache()  # does nothing where there is no GPU
+        self._alone(self._shut_down)
 
     def __enter__(self: Engine) -> Engine:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.exit()
+
+    def _step(self) -> None:
+        """One step of whatever is queued."""
+        model_runner = self._find_model_runner()
+        if seqs := self.scheduler.schedule():
+            logits = model_runner.run(seqs)
+            token_ids, logprobs = model_runner.sample(logits, seqs)
+            caught_up = self.scheduler.postprocess(seqs, token_ids)
+            self._note([self.requests[seq.seq_id] for seq in caught_up], logprobs)
+
+    def _note(self, requests: list[Request], logprobs: Logprobs = None) -> None:
+        """Record their new tokens, or ends: from here on these exist."""
+        for row, request in enumerate(requests):
+            request.note(None if logprobs is None else logprobs[row])
+            if request.finish_reason is not None:
+                del self.requests[request.seq_id]
+                if request.finish_reason == "error":
+                    warnings.warn(f"request {request.seq_id} ends with an error: its logits are NaN", RuntimeWarning, stacklevel=6)
+
+    def _step_and_tell(self, told: Told) -> list[RequestOutput]:
+        """One step. Outputs of the requests in `told` that have since gained a token or ended; the ended ones leave it."""
+        self._step()
+        news = {request: request.noted for request, noted in told.items() if request.noted != noted}
+        outputs = [request.output() for request in news]
+        told.update(news)
+        for request in news:
+            if request.is_finished:
+                del told[request]
+        return outputs
+
+    def _alone(self, change: Callable[..., Result], *args: Any) -> Result:
+        """change(*args), one at a time: other threads wait for their turn. If the last one was cut short, start over first."""
+        self._check_process()
+        thread = get_ident()
+        if self._owner == thread and self._lock.locked():
+            raise RuntimeError("the engine was called from within its own step, where only abort may be")
+        self._callers.add(thread)
+        try:
+            with self._lock:  # Ctrl-C comes neither between its acquisition and this block, nor before the line in `finally`
+                self._owner = thread
+                try:
+                    if self._is_cut_short:
+                        self._start_over()
+                    self._is_cut_short = True
+                    result = change(*args)
+                    self._end_aborted()
+                    self._is_cut_short = False
+                finally:
+                    self._owner = None
+        finally:
+            self._callers.discard(thread)
+        if self._callers:  # locks are not fair: a thread that asked again at once would get it again
+            time.sleep(1e-5)
+        return result
+
+    def _start_over(self) -> None:
+        """The cache may list unwritten blocks; sequences may hold tokens that are not noted."""
+        for request in list(self.requests.values()):
+            request.rewind()
+            if request.finish_reason is not None:
+                del self.requests[request.seq_id]
+        self.scheduler.reset(list(self.requests.values()))
+
+    def _abort(self, requests: list[int] | list[Request]) -> None:
+        """End these now, or, if a call is under way, at its end."""
+        self._aborted.extend(requests)
+        if not self._lock.locked():
+            self._alone(self._end_aborted)
+
+    def _end_aborted(self) -> None:
+        for _ in range(len(self._aborted)):  # not what comes now: other threads may abort faster than this
+            wanted = self._aborted[0]
+            for request in [wanted] if isinstance(wanted, Request) else self._find_samples(wanted):
+                if request.seq_id in self.requests:
+                    self.scheduler.finish(request, "abort")
+                    self._note([request])
+            self._aborted.popleft()
+
+    def _find_samples(self, request_id: int) -> list[Request]:
+        """The unfinished sample of this id, or, if it is the first sample's, all unfinished ones of its request."""
+        request = self.requests.get(request_id)
+        if request is not None and request.params.n == 1:
+            return [request]
+        return [each for each in self.requests.values() if request_id in (each.seq_id, each.seq_id - each.sample_index)]
+
+    def _check_process(self) -> None:
+        if self._process not in (None, os.getpid()):
+            raise RuntimeError(
+                "this process was forked from one that had made an engine, where nothing can be computed any more:"
+                " start it with multiprocessing's 'spawn' method"
+            )
+
+    def _shut_down(self) -> None:
+        if self.model_runner is not None:
+            self.model_runner.ranks.stop(_SHUT_DOWN)
+        self.model_runner = None
+        torch.cuda.empty_cache()  # does nothing where there is no GPU
 
     def _find_model_runner(self) -> ModelRunner:
         """Raises RuntimeError if there is none any more, or none that can compute."""
@@ -158,118 +249,8 @@ class LLMEngine(Transactional):
         self.model_runner.ranks.check()
         return self.model_runner
 
-    @transaction
-    def _step(self) -> None:
-        """One step of whatever is queued, and word of it to those who wait."""
-        model_runner = self._find_model_runner()
-        if seqs := self.scheduler.schedule():
-            logits = model_runner.run(seqs)
-            token_ids, logprobs = model_runner.sample(logits, seqs)
-            caught_up = self.scheduler.postprocess(seqs, token_ids)
-            self._note(caught_up, token_ids, logprobs)
-
-    def _note(self, seqs: list[Sequence], token_ids: list[int], logprobs: list[dict[int, float] | None] | None) -> None:
-        """Count the tokens that `seqs` have gained, look for stop strings in them, and send word."""
-        requests = self.requests
-        for row, seq in enumerate(seqs):
-            request = requests[seq.seq_id]
-            if token_ids[row] < 0:
-                if not seq.is_finished:
-                    continue
-                self._warn(request, "its logits are NaN")
-            elif request.looks_for_stop_strings:
-                try:
-                    if request.meets_stop_string():  # which comes before "length"
-                        self.scheduler.finish(seq, "stop")
-                except Exception as error:  # whatever somebody's tokenizer raises
-                    self._fail(request, error)
-            request.note(logprobs and logprobs[row])
-            if seq.finish_reason is None:
-                request.news[request] = None
-            else:
-                self._close(request)
-
-    def _output(self, request: Request) -> RequestOutput:
-        """The request as it stands. If its tokens cannot be decoded, it ends here."""
-        text, detokenizer = "", request.detokenizer
-        if detokenizer is not None:
-            try:
-                text = detokenizer.read(request.seq.token_ids, is_last=request.is_finished)
-            except Exception as error:  # as above
-                text = detokenizer.shown
-                self._fail(request, error)
-                request.note(None)
-                self._close(request)
-        return request.output(text)
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        if request.seq.finish_reason != "error":
-            self._warn(request, f"its tokens cannot be decoded: {error!r}")
-            self.scheduler.finish(request.seq, "error")
-
-    def _warn(self, request: Request, reason: str) -> None:
-        self._warnings.append(f"request {request.seq.seq_id} ends with an error: {reason}")
-
-    def _close(self, request: Request) -> None:
-        """Send word of the end, and forget the request."""
-        request.news[request] = None
-        self.requests.pop(request.seq.seq_id, None)
-
-    def _roll_back(self) -> None:
-        """Start over from what callers know: blocks may be findable that were never written, tokens appended that nobody was
-        told of."""
-        for request in list(self.requests.values()):
-            if request.is_finished:
-                self._close(request)
-            else:
-                request.rewind()
-        self.scheduler.reset([request.seq for request in self.requests.values()])
-
-    def _catch_up(self) -> None:
-        """End what was aborted meanwhile."""
-        for _ in range(len(self._aborted)):  # not what comes now: other threads may abort faster than this
-            for request in self._samples(self._aborted[0]):
-                self.scheduler.finish(request.seq, "abort")
-                request.note(None)
-                self._close(request)
-            self._aborted.popleft()
-
-    def _abort(self, requests: Iterable[int | Request]) -> None:
-        self._aborted.extend(requests)
-        if self._thread == get_ident():  # else it would be in the way of the thread that is served
-            with suppress(Busy):  # with a step, which ends them when done
-                self._end_aborted()
-
-    @transaction
-    def _end_aborted(self) -> None:
-        """Nothing but to catch up."""
-
-    def _samples(self, wanted: int | Request) -> list[Request]:
-        """The unfinished sample of this id, or, if it is the first sample's, all unfinished ones of its request."""
-        request = wanted if isinstance(wanted, Request) else self.requests.get(wanted)
-        if request is not None and (request is wanted or request.seq.params.n == 1):
-            return [] if request.is_finished else [request]
-        requests = list(self.requests.values())  # in the order of their ids: samples stand side by side
-        first = bisect_left(requests, wanted, key=lambda request: request.seq.seq_id)
-        return list(takewhile(lambda request: wanted in (request.first_id, request.seq.seq_id), islice(requests, first, None)))
-
-    @transaction
-    def _tell(self, news: News) -> list[RequestOutput]:
-        """Outputs of the requests in `news`, which is emptied."""
-        outputs = [self._output(request) for request in news]
-        news.clear()
-        return outputs
-
-    @transaction
-    def _count_ends(self, news: News) -> int:
-        """How many of the requests in `news`, which is emptied, have ended."""
-        num_ends = sum(request.is_finished for request in news)
-        news.clear()
-        return num_ends
-
     def _check_prompt(self, prompt: Prompt, params: SamplingParams) -> CheckedPrompt:
         """The prompt as token ids, if this engine can serve it."""
-        self._find_model_runner()
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, not {params!r}")
         if params.stop_strings and self.tokenizer is None:
@@ -287,41 +268,41 @@ class LLMEngine(Transactional):
         except TypeError as error:
             wrong = next(token_id for token_id in prompt if not hasattr(token_id, "__index__"))
             raise TypeError(f"a prompt's token ids must be ints, not {wrong!r}") from error
-        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
-            wrong = min(prompt) if min(prompt) < 0 else max(prompt)
-            raise ValueError(f"token id {wrong} is outside the vocabulary of {self.vocab_size}")
+        for token_id in (min(prompt), max(prompt)):
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
         if len(prompt) >= self.max_model_len:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens leaves no room to generate within max_model_len={self.max_model_len}"
             )
-        if not self.config.enable_chunked_prefill and len(prompt) > self.config.max_num_batched_tokens:
+        budget = self.config.max_num_batched_tokens
+        if not self.config.enable_chunked_prefill and len(prompt) > budget:
             raise ValueError(
-                f"a prompt of {len(prompt)} tokens is above max_num_batched_tokens={self.config.max_num_batched_tokens}:"
-                " raise that, or set enable_chunked_prefill"
+                f"a prompt of {len(prompt)} tokens is above max_num_batched_tokens={budget}: raise that, or set"
+                " enable_chunked_prefill"
             )
-        return CheckedPrompt(prompt, params)
+        return prompt, params
 
-    @transaction
-    def _queue(self, prompts: list[CheckedPrompt], news: News, requests: list[Request]) -> None:
-        """Queue `prompts`, all or none. Their Requests, with `news`, are appended to `requests`."""
-        first = len(requests)
+    def _queue(self, prompts: list[CheckedPrompt], requests: list[Request], told: Told) -> None:
+        """Queue `prompts`, all or none. Their Requests are appended to `requests`, n samples of a prompt side by side."""
+        self._find_model_runner()
         for token_ids, params in prompts:
             stop_token_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)}
             stop_token_ids = frozenset(token_id for token_id in stop_token_ids if token_id < self.vocab_size)
             max_num_tokens = min(len(token_ids) + params.max_tokens, self.max_model_len)
-            seq_ids = [next(self._ids) for _ in range(params.n)]
-            for sample_index, seq_id in enumerate(seq_ids):
+            for sample_index in range(params.n):
+                seq_id = next(self._ids)
                 if params.seed is None:
                     seed = _derive_seed(self.config.seed, seq_id)
                 else:
                     seed = _derive_seed(params.seed, sample_index) if sample_index else params.seed
-                seq = Sequence(seq_id, token_ids, params, seed, stop_token_ids, max_num_tokens)
-                detokenizer = None
-                if self.tokenizer is not None:
-                    detokenizer = Detokenizer(self.tokenizer, len(token_ids), params.stop_strings)
-                requests.append(Request(seq, seq_ids[0], sample_index, news, detokenizer))
-                self.scheduler.add(seq)
-        self.requests.update({request.seq.seq_id: request for request in requests[first:]})  # from here on they are queued
+                detokenizer = self.tokenizer and Detokenizer(self.tokenizer, len(token_ids), params.stop_strings)
+                limits = stop_token_ids, max_num_tokens
+                requests.append(Request(seq_id, token_ids, params, seed, *limits, sample_index, detokenizer))
+        for request in requests:
+            self.scheduler.add(request)
+        self.requests.update({request.seq_id: request for request in requests})  # from here on they are queued
+        told.update({request: request.noted for request in requests})
 
 
 def _derive_seed(seed: int, index: int) -> int:

@@ -5,7 +5,7 @@ all contexts at every step.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,22 +26,17 @@ from nanovllm.models.decoder import ModelSpec
 from nanovllm.sampling_params import SamplingParams
 
 Result = TypeVar("Result")
+Logprobs = list[dict[int, float] | None] | None  # of each row that asks for them: token id -> log probability
 
 
 def undisturbed(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Have `function` compute without autograd and, whatever the caller has set, on this engine's GPU and in the dtypes that the
-    tensors have."""
+    """Have `function` compute on this engine's GPU, in the dtypes that the tensors have, and without autograd."""
 
     @wraps(function)
-    @torch.inference_mode()
     def call(self: "ModelRunner", *args: Any) -> Result:
-        with ExitStack() as stack:
-            stack.enter_context(use_device(self.device))
-            if torch.is_autocast_enabled(self.device.type):
-                stack.enter_context(torch.autocast(self.device.type, enabled=False))
-            if (precision := torch.get_float32_matmul_precision()) != "highest":
-                stack.callback(torch.set_float32_matmul_precision, precision)
-                torch.set_float32_matmul_precision("highest")
+        kind = self.device.type
+        autocast = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+        with torch.inference_mode(), use_device(self.device), autocast:
             return function(self, *args)
 
     return call
@@ -73,7 +68,7 @@ class ModelRunner:
         return self.ranks.call(self.executor.run, self.prepare_batch(seqs))
 
     @undisturbed
-    def sample(self, logits: Tensor, seqs: list[Sequence]) -> tuple[list[int], list[dict[int, float] | None] | None]:
+    def sample(self, logits: Tensor, seqs: list[Sequence]) -> tuple[list[int], Logprobs]:
         """For each of `seqs` that has caught up, in order: its next token (-1 if its logits are NaN) and, where any of them
         asks for it, the log probabilities of the most probable tokens and of that one."""
         if len(logits) < len(seqs):
@@ -159,7 +154,7 @@ class ModelRunner:
             self.sample(logits, seqs)
         self.penalties = Penalties(self.vocab_size, self.executor.max_model_len, self.device)
 
-    def _find_logprobs(self, logits: Tensor, tokens: Tensor, seqs: list[Sequence]) -> list[dict[int, float] | None] | None:
+    def _find_logprobs(self, logits: Tensor, tokens: Tensor, seqs: list[Sequence]) -> Logprobs:
         """Log-softmax of the untouched logits, for the sequences that want it: the top k and the chosen token's."""
         rows = [row for row, seq in enumerate(seqs) if seq.params.logprobs is not None]
         if not rows:

@@ -1,69 +1,76 @@
-"""What a caller is told of one sequence: its text, its log probabilities, and that it has ended.
+"""A sequence with a text: what a caller is told of one sample.
 
-A token counts once it is noted here (`note`): from then on callers may have seen it. A step that is cut short before is
-undone (`rewind`) and computed again, and since noise is a function of seed and position, with the same result.
+A token exists once it is noted (`note`). A step that is cut short before leaves tokens that are not; `rewind` cuts them off, and
+they come again, since noise is a function of seed and position.
 """
+
+from copy import copy
+from dataclasses import dataclass
 
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import RequestOutput
-
-News = dict["Request", None]  # requests of which somebody is still to be told, oldest news first
+from nanovllm.outputs import FinishReason, RequestOutput
 
 
-class Request:
-    """One of the n samples of a request. `first_id` is the id of sample 0, `news` where the engine leaves word."""
+Noted = tuple[int, FinishReason | None]  # what exists of a request: its tokens, and its end
 
-    def __init__(self, seq: Sequence, first_id: int, sample_index: int, news: News, detokenizer: Detokenizer | None) -> None:
-        self.seq = seq
-        self.first_id = first_id
-        self.sample_index = sample_index
-        self.news = news
-        self.detokenizer = detokenizer
-        self.looks_for_stop_strings = bool(seq.params.stop_strings)
-        self.num_tokens = len(seq.token_ids)  # that are noted
-        self.is_finished = False
-        self.text_state = detokenizer.state if self.looks_for_stop_strings else None
+
+@dataclass(eq=False)
+class Request(Sequence):
+    """One of the n samples of a request."""
+
+    sample_index: int = 0
+    detokenizer: Detokenizer | None = None  # up to the newest noted token
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.noted: Noted = self.num_prompt_tokens, None
         self.logprobs: list[dict[int, float]] = []  # per generated token, if they are asked for
-        self.cumulative_logprob = 0.0
+        self.has_stop_strings = bool(self.params.stop_strings)
+        self.newest_detokenizer = self.detokenizer  # up to the newest token
 
-    def note(self, logprobs: dict[int, float] | None) -> None:
-        """Count what the last step has done to the sequence: a token, with its `logprobs` if these are asked for, or an end."""
-        seq = self.seq
-        if logprobs is not None and len(seq.token_ids) > self.num_tokens:
+    @property
+    def has_ended(self) -> bool:
+        """Whether the end is noted. (`is_finished` may be undone.)"""
+        return self.noted[1] is not None
+
+    def check_end(self) -> FinishReason | None:
+        """As a Sequence, and first whether the newest token completes a stop string: the text then ends before that."""
+        if self.has_stop_strings and self.detokenizer is not None:
+            self.newest_detokenizer = copy(self.detokenizer)
+            if self.newest_detokenizer.meets_stop_string(self.token_ids, may_stop=len(self.token_ids) > self.min_num_tokens):
+                return "stop"
+        return super().check_end()
+
+    def note(self, logprobs: dict[int, float] | None = None) -> None:
+        """Record a new token, with its log probabilities if they are asked for, or the end."""
+        num_tokens = len(self.token_ids)
+        if logprobs is not None and num_tokens > self.noted[0]:  # there is no token if the logits are NaN
             self.logprobs.append(logprobs)
-            self.cumulative_logprob += logprobs[seq.token_ids[-1]]
-        text_state = self.detokenizer.state if self.looks_for_stop_strings else None
-        # All or none, even if Ctrl-C comes here.
-        self.num_tokens, self.is_finished, self.text_state = len(seq.token_ids), seq.finish_reason is not None, text_state
+        # Ctrl-C does not come between these two.
+        self.detokenizer, self.noted = self.newest_detokenizer, (num_tokens, self.finish_reason)
 
     def rewind(self) -> None:
-        """Forget what a step that was cut short has done."""
-        seq = self.seq
-        del seq.token_ids[self.num_tokens :]
-        if self.looks_for_stop_strings:  # in what is not noted yet
-            self.detokenizer.state = self.text_state
-        generated = seq.token_ids[seq.num_prompt_tokens :]
-        del self.logprobs[len(generated) :]
-        self.cumulative_logprob = sum((entry[token_id] for token_id, entry in zip(generated, self.logprobs)), 0.0)
+        """Cut off what is not noted."""
+        num_tokens, self.finish_reason = self.noted
+        del self.token_ids[num_tokens:]
+        del self.logprobs[num_tokens - self.num_prompt_tokens :]
+        self.newest_detokenizer = self.detokenizer
 
-    def meets_stop_string(self) -> bool:
-        """Whether the newest token completes a stop string. Raises what the tokenizer raises."""
-        seq = self.seq
-        return self.detokenizer.meets_stop_string(seq.token_ids, may_stop=len(seq.token_ids) > seq.min_num_tokens)
-
-    def output(self, text: str) -> RequestOutput:
+    def output(self) -> RequestOutput:
         """The request as it stands."""
-        seq = self.seq
-        wants_logprobs = seq.params.logprobs is not None
+        text, token_ids = "", self.token_ids[self.num_prompt_tokens :]
+        if self.detokenizer is not None:
+            text = self.detokenizer.read(self.token_ids, is_last=self.is_finished)
+        logprobs = None if self.params.logprobs is None else list(self.logprobs)
         return RequestOutput(
-            request_id=seq.seq_id,
+            request_id=self.seq_id,
             sample_index=self.sample_index,
-            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
-            token_ids=seq.token_ids[seq.num_prompt_tokens :],
+            prompt_token_ids=self.token_ids[: self.num_prompt_tokens],
+            token_ids=token_ids,
             text=text,
-            finish_reason=seq.finish_reason,
-            logprobs=list(self.logprobs) if wants_logprobs else None,
-            cumulative_logprob=self.cumulative_logprob if wants_logprobs else None,
-            num_cached_tokens=seq.num_cached_tokens or 0,
+            finish_reason=self.finish_reason,
+            logprobs=logprobs,
+            cumulative_logprob=None if logprobs is None else sum((e[t] for e, t in zip(logprobs, token_ids)), 0.0),
+            num_cached_tokens=self.num_cached_tokens or 0,
         )

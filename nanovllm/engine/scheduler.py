@@ -29,23 +29,17 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
-        self.num_prefill_tokens = 0
-        self.num_decode_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_preemptions = 0
-        self.waiting: OrderedDict[Sequence, None] = OrderedDict()  # a queue that can lose any member in O(1)
-        self.running: list[Sequence] = []  # oldest first
-        self.free_lanes = list(range(max_num_seqs))  # a heap
+        self.num_prefill_tokens = self.num_decode_tokens = self.num_cached_tokens = self.num_preemptions = 0
+        self.reset([])
 
     def reset(self, seqs: list[Sequence]) -> None:
-        """Start over with nothing computed: `seqs`, oldest first, wait. Of what they were, only their tokens stay."""
+        """Start over with nothing computed and nothing cached: `seqs`, oldest first, wait. Only their tokens stay."""
         self.block_manager.reset()
-        self.waiting = OrderedDict.fromkeys(seqs)
-        self.running = []
-        self.free_lanes = list(range(self.max_num_seqs))
+        self.waiting: OrderedDict[Sequence, None] = OrderedDict.fromkeys(seqs)  # a queue that can lose any member in O(1)
+        self.running: list[Sequence] = []  # oldest first
+        self.free_lanes = list(range(self.max_num_seqs))  # a heap
         for seq in seqs:
-            seq.lane, seq.block_table, seq.num_computed_tokens = -1, [], 0
-            seq.status, seq.finish_reason = SequenceStatus.WAITING, None
+            seq.status, seq.lane, seq.block_table, seq.num_computed_tokens = SequenceStatus.WAITING, -1, [], 0
             del seq.block_hashes[len(seq.token_ids) // self.block_manager.block_size :]
 
     def add(self, seq: Sequence) -> None:
@@ -53,15 +47,12 @@ class Scheduler:
 
     def schedule(self) -> list[Sequence]:
         """The sequences of the next step, each with `num_scheduled_tokens` set and blocks to put them in."""
-        budget = self.max_num_batched_tokens
         scheduled: list[Sequence] = []
-        if self.enable_chunked_prefill:
-            budget = self._schedule_running(self.running, budget, scheduled)
-            self._schedule_waiting(budget, scheduled)
-            return scheduled
-        # Only a recomputation can be longer than the budget, and then it is the newest. It alone is cut into pieces.
-        unfinished = [seq for seq in self.running[-1:] if len(seq.token_ids) - seq.num_computed_tokens > 1]
-        budget = self._schedule_running(unfinished, budget, scheduled)
+        first = self.running
+        if not self.enable_chunked_prefill:
+            # Only the newest can be amid its tokens: a recomputation longer than a step is cut, and goes on alone.
+            first = [seq for seq in self.running[-1:] if len(seq.token_ids) - seq.num_computed_tokens > 1]
+        budget = self._schedule_running(first, self.max_num_batched_tokens, scheduled)
         self._schedule_waiting(budget, scheduled)
         if not scheduled:
             self._schedule_running(self.running, budget, scheduled)
@@ -72,15 +63,14 @@ class Scheduler:
 
         Adds to `scheduled` and returns what is left of the budget.
         """
-        grow, schedule = self.block_manager.grow, self._schedule
         for seq in seqs[:budget]:  # a copy: preemption shortens `running`
             if seq.lane == -1 or budget == 0:  # preempted meanwhile, as are all that come after it
                 break
-            while not grow(seq):
+            while not self.block_manager.grow(seq):
                 self.preempt(victim := self.running[-1])
                 if victim is seq:
                     return budget
-            budget -= schedule(seq, budget)
+            budget -= self._plan_tokens(seq, budget)
             scheduled.append(seq)
         return budget
 
@@ -88,8 +78,6 @@ class Scheduler:
         """Admit from the head of `waiting` while there are tokens in the budget, lanes and blocks."""
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = next(iter(self.waiting))
-            if self.block_manager.is_refused_still(seq):
-                break
             prefix = self.block_manager.find_prefix(seq)
             num_cached_tokens = len(prefix) * self.block_manager.block_size
             is_whole = len(seq.token_ids) - num_cached_tokens <= budget
@@ -99,16 +87,16 @@ class Scheduler:
             if not self.block_manager.allocate(seq, prefix):
                 break
             del self.waiting[seq]
-            seq.status = SequenceStatus.RUNNING
-            seq.lane = heappop(self.free_lanes)
             self.running.append(seq)
+            seq.status, seq.lane = SequenceStatus.RUNNING, heappop(self.free_lanes)
             if seq.num_cached_tokens is None:  # not when a preempted one finds its own blocks again
                 seq.num_cached_tokens = num_cached_tokens
                 self.num_cached_tokens += num_cached_tokens
-            budget -= self._schedule(seq, budget)
+            budget -= self._plan_tokens(seq, budget)
             scheduled.append(seq)
 
-    def _schedule(self, seq: Sequence, budget: int) -> int:
+    def _plan_tokens(self, seq: Sequence, budget: int) -> int:
+        """How many tokens of `seq` this step computes."""
         num_computed_tokens, block_size = seq.num_computed_tokens, self.block_manager.block_size
         num_tokens = len(seq.token_ids) - num_computed_tokens
         if num_tokens > budget:
@@ -135,7 +123,7 @@ class Scheduler:
         """
         caught_up: list[Sequence] = []
         suspects: list[Sequence] = []
-        any_finished = False
+        any_left = False
         for seq in seqs:
             if seq.num_scheduled_tokens == 1 and seq.num_computed_tokens >= seq.num_prompt_tokens:
                 self.num_decode_tokens += 1
@@ -146,31 +134,34 @@ class Scheduler:
                 continue
             token_id = token_ids[len(caught_up)]
             caught_up.append(seq)
-            if token_id >= 0:
-                seq.token_ids.append(token_id)
-                finish_reason = seq.check_end()
-            else:
+            if token_id < 0:
                 self.block_manager.forget(seq)
-                finish_reason = None if seq.may_hit else "error"
-            if finish_reason is not None:
-                self._release(seq)
-                seq.status, seq.finish_reason = SequenceStatus.FINISHED, finish_reason
-                any_finished = True
-            elif token_id < 0:
                 suspects.append(seq)
+                continue
+            seq.token_ids.append(token_id)
+            if reason := seq.check_end():
+                self._end(seq, reason)
+                any_left = True
+        if any_left:
+            self.running = [seq for seq in self.running if seq.lane != -1]
         for seq in reversed(suspects):  # so that the oldest comes to stand first
-            seq.may_hit = False
-            self.preempt(seq)
-        if any_finished:
-            self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
+            if seq.may_hit:
+                seq.may_hit = False
+                self.preempt(seq)
+            else:
+                self.finish(seq, "error")
         return caught_up
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End `seq`, waiting or running, for a reason that is not found in its tokens. Not between the halves of a step."""
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
-            self._release(seq)
         self.waiting.pop(seq, None)
+        self._end(seq, reason)
+
+    def _end(self, seq: Sequence, reason: FinishReason) -> None:
+        if seq.status is SequenceStatus.RUNNING:
+            self._release(seq)
         seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
 
     def _release(self, seq: Sequence) -> None:

@@ -33,7 +33,7 @@ class Sequence:
     params: SamplingParams
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
-    max_num_tokens: int | None = None
+    max_num_tokens: int = 0  # prompt and generated tokens; 0: what params.max_tokens says
 
     def __post_init__(self) -> None:
         params, self.token_ids = self.params, list(self.token_ids)

@@ -1,0 +1,273 @@
+"""Calls that are cut short, by Ctrl-C or an error, anywhere: they take their requests back, and the next call is served right."""
+
+import random
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import FrameType
+
+import pytest
+import torch
+from conftest import Oracle, check_invariants, random_prompt
+
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.request import Request
+
+MakeLLM = Callable[..., LLM]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+PROMPTS = [random_prompt(i, 5 + i) for i in range(4)]
+ROUNDS = 30
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+class CtrlC:
+    """Ctrl-C at a chosen time, as a real signal: once, or twice within some 20 microseconds."""
+
+    def __init__(self) -> None:
+        self.is_awaited = self.comes_again = False
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if self.is_awaited:
+            self.is_awaited = False
+            signal.setitimer(signal.ITIMER_REAL, 20e-6 * self.comes_again)
+            raise KeyboardInterrupt
+        if self.comes_again:
+            self.comes_again = False
+            raise KeyboardInterrupt
+
+    def cuts_short(self, call: Callable[[], object], seconds: float, num: int = 1) -> bool:
+        """Whether Ctrl-C, which comes `num` times from `seconds` on, has come before the call's end."""
+        try:
+            return self._cuts_short(call, seconds, num)
+        except KeyboardInterrupt:  # the second one
+            return True
+
+    def _cuts_short(self, call: Callable[[], object], seconds: float, num: int) -> bool:
+        try:
+            self.is_awaited, self.comes_again = True, num == 2
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            call()
+            self.is_awaited = self.comes_again = False
+            return False
+        except KeyboardInterrupt:
+            self.comes_again = False
+            return True
+
+
+@pytest.fixture(scope="module")
+def ctrl_c() -> Iterator[CtrlC]:
+    ctrl_c = CtrlC()
+    before = signal.signal(signal.SIGALRM, ctrl_c.handle)
+    yield ctrl_c
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module")
+def demo() -> LLM:
+    return LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=26, kvcache_block_size=4, max_num_batched_tokens=24)
+
+
+KINDS = [{"temperature": 0.0}, {"frequency_penalty": 0.5}, {"logprobs": 1}, {"stop": ["zqzq"], "temperature": 0.0}, {"n": 2}]
+REQUESTS = [
+    ([5 + i] * (10 + 4 * i), SamplingParams(max_tokens=7, ignore_eos=True, seed=i, **kind)) for i, kind in enumerate(KINDS)
+]
+Told = list[tuple[list[int], str, str]]
+
+
+def tell(outputs: list[dict]) -> Told:
+    """What has become of the requests: token ids, text and end of each."""
+    last = {output["request_id"]: output for output in outputs}
+    return [(last[i]["token_ids"], last[i]["text"], last[i]["finish_reason"]) for i in sorted(last)]
+
+
+def by_generate(llm: LLM) -> Told:
+    return tell(llm.generate(*map(list, zip(*REQUESTS)), use_tqdm=False))
+
+
+def by_stream(llm: LLM) -> Told:
+    return tell(list(llm.stream(*map(list, zip(*REQUESTS)))))
+
+
+@pytest.mark.parametrize("call", [by_generate, by_stream])
+def test_ctrl_c_at_any_moment(demo: LLM, ctrl_c: CtrlC, call: Callable[[LLM], Told]) -> None:
+    """Another request, which is queued at the time, goes on."""
+    rng = random.Random(0)
+    expected = by_generate(demo)
+    demo.scheduler.num_preemptions = 0
+    start = time.perf_counter()
+    assert call(demo) == expected and demo.stats["num_preemptions"]
+    duration, num_cut_short = time.perf_counter() - start, 0
+    for _ in range(ROUNDS):
+        other = demo.add_request(*REQUESTS[0])
+        num_cut_short += ctrl_c.cuts_short(lambda: call(demo), rng.uniform(1e-4, 1.1 * duration), rng.choice([1, 2]))
+        assert call(demo) == expected
+        check_invariants(demo)
+        outputs: list[dict] = []
+        while not demo.is_finished():
+            outputs += demo.step()
+        outputs += demo.step()
+        assert outputs[-1]["request_id"] == other and tell(outputs[-1:]) == expected[:1]
+        assert demo.stats["num_free_blocks"] == 26 and demo.step() == []
+    assert num_cut_short > ROUNDS / 3
+
+
+def test_ctrl_c_in_a_servers_loop(demo: LLM, ctrl_c: CtrlC) -> None:
+    """Whoever goes on with it misses nothing but, rarely, the report that was on its way."""
+    rng = random.Random(1)
+    expected = by_generate(demo)
+    num_cut_short = num_lost = 0
+    for _ in range(ROUNDS // 2):
+        ids = [demo.add_request(*request) for request in REQUESTS]
+        last: dict[int, dict] = {}
+
+        def serve(last: dict[int, dict] = last) -> None:
+            while not demo.is_finished():
+                last.update((output["request_id"], output) for output in demo.step())
+
+        while ctrl_c.cuts_short(serve, rng.uniform(1e-4, 2e-2), rng.choice([1, 2])):
+            num_cut_short += 1
+        assert sorted(last) == [*ids, ids[-1] + 1]
+        told = tell(list(last.values()))
+        num_lost += sum(finish_reason is None for *_, finish_reason in told)
+        assert all(entry == known for entry, known in zip(told, expected, strict=True) if entry[2] is not None)
+    assert num_cut_short > ROUNDS / 3 and num_lost <= ROUNDS / 10
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("where", ["prepare_batch", "prepare_sampling"])
+def test_interrupted_generate(
+    tiny: tuple[str, Oracle], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], where: str
+) -> None:
+    """Its requests are gone, other people's go on, and blocks that were published but never written are not believed."""
+    llm, prompts = make_llm(), [random_prompt(i, 9) for i in range(3)]
+    other = llm.add_request(prompts[0], GREEDY)
+    llm.step()
+    calls = []
+    with monkeypatch.context() as patch:
+        original = getattr(ModelRunner, where)
+
+        def fail_on_second_call(self: ModelRunner, seqs: list) -> object:
+            calls.append(1)
+            if len(calls) == 2:
+                raise error
+            return original(self, seqs)
+
+        patch.setattr(ModelRunner, where, fail_on_second_call)
+        with pytest.raises(error):
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+    check_invariants(llm)
+    assert llm.stats["num_waiting"] == 1
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [o["token_ids"] for o in outputs] == [tiny[1](prompt, 6) for prompt in prompts]
+    (news,) = llm.step()
+    assert news["request_id"] == other and news["token_ids"] == tiny[1](prompts[0], 6)
+
+
+def test_ctrl_c_again_while_starting_over(tiny: tuple[str, Oracle], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm()
+    other = llm.add_request(PROMPTS[3], GREEDY)
+    llm.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "run", interrupt)
+        patch.setattr(BlockManager, "reset", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [o["token_ids"] for o in outputs] == [tiny[1](prompt, 6) for prompt in PROMPTS]
+    check_invariants(llm)
+    assert [(o["request_id"], o["token_ids"]) for o in llm.step()] == [(other, tiny[1](PROMPTS[3], 6))]
+
+
+def test_text_of_a_token_that_is_cut_off(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between the search for a stop string and the token's being noted, then an abort: no text without its token."""
+    request_id = demo.add_request("1, 2, 3", SamplingParams(temperature=0.0, stop="#"))
+    demo.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(Request, "note", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            demo.step()
+    demo.abort(request_id)
+    (output,) = demo.step()
+    assert output["text"] == demo.tokenizer.decode(output["token_ids"]) and len(output["token_ids"]) == 1
+
+
+def test_an_end_that_is_not_noted(tiny: tuple[str, Oracle], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C once a sequence has ended for the scheduler, and before the caller's request has: the end comes again."""
+    llm = make_llm()
+    request_id = llm.add_request(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=2))
+    llm.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(Request, "note", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.step()
+    assert not llm.is_finished() and not llm.requests[request_id].has_ended
+    (output,) = llm.step()
+    assert (output["token_ids"], output["finish_reason"]) == (tiny[1](PROMPTS[0], 2), "length")
+
+
+def test_a_report_that_fails_comes_again(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    request_id = demo.add_request("hello", SamplingParams(max_tokens=1))
+    with monkeypatch.context() as patch:
+        patch.setattr("nanovllm.detokenizer.Detokenizer.read", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            demo.step()
+    assert not demo.is_finished()
+    assert [o["request_id"] for o in demo.step()] == [request_id]
+
+
+def test_a_warning_that_is_an_error_harms_nobody(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
+    """It says of one request that its logits are NaN. All others are served right, and the end is told all the same."""
+    llm = make_llm()
+    sample = llm.model_runner.sample
+    bad, *good = (llm.add_request(prompt, GREEDY) for prompt in PROMPTS)
+
+    def poison(logits: torch.Tensor, seqs: list) -> object:
+        token_ids, logprobs = sample(logits, seqs)
+        return [-1 if seq.seq_id == bad else token_id for seq, token_id in zip(seqs, token_ids)], logprobs
+
+    llm.model_runner.sample = poison
+    outputs: list[dict] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match=f"request {bad} ends with an error: its logits are NaN"):
+            while True:
+                outputs += llm.step()
+    while not llm.is_finished():
+        outputs += llm.step()
+    last = {output["request_id"]: output for output in outputs}
+    assert [output["finish_reason"] for output in outputs if output["request_id"] == bad] == ["error"]
+    assert [last[i]["token_ids"] for i in good] == [tiny[1](prompt, 6) for prompt in PROMPTS[1:]]
+    check_invariants(llm)
+
+
+def test_penalties_interrupted_while_they_count(make_llm: MakeLLM, ctrl_c: CtrlC) -> None:
+    """What was not counted is counted the next time, and nothing twice."""
+    params = SamplingParams(temperature=0.0, max_tokens=12, frequency_penalty=1.0, repetition_penalty=1.3)
+    (expected,) = make_llm().generate(PROMPTS[0], params, use_tqdm=False)
+    llm = make_llm()
+    count, rng, num_cut_short = llm.model_runner.penalties._count, random.Random(2), 0
+
+    def count_and_be_interrupted(seqs: list) -> list[int]:
+        nonlocal num_cut_short
+        if ctrl_c.cuts_short(lambda: count(seqs), rng.uniform(1e-6, 2e-4)):
+            num_cut_short += 1
+            raise KeyboardInterrupt
+        return count(seqs)
+
+    llm.model_runner.penalties._count = count_and_be_interrupted
+    for _ in range(20):
+        request_id = llm.add_request(PROMPTS[0], params)
+        outputs: list[dict] = []
+        while not llm.is_finished():
+            with suppress(KeyboardInterrupt):
+                outputs += llm.step()
+        assert (outputs[-1]["request_id"], outputs[-1]["token_ids"]) == (request_id, expected["token_ids"])
+    assert num_cut_short > 20
