@@ -130,7 +130,7 @@ def test_near_ties(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kernelize
         assert not is_forced or next(layers, None) is None
         return logits.float().log_softmax(-1)
 
-    def lost(logprobs: Tensor) -> Tensor:
+    def regret(logprobs: Tensor) -> Tensor:
         """By how much, at most, the best token is more probable than the one that was generated."""
         return (logprobs.amax(-1) - logprobs[range(len(ours)), output["token_ids"]]).max()
 
@@ -140,7 +140,7 @@ def test_near_ties(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kernelize
     free, exact = compute_theirs(is_forced=False), compute_theirs(is_forced=True)
     rounding = (rounded - exact).square().mean().sqrt()
     assert (ours - exact).square().mean().sqrt() < 1.3 * rounding
-    assert lost(exact) < 10 * rounding < lost(free)
+    assert regret(exact) < 10 * rounding < regret(free)
     assert 0.0 < torch.cat(gaps).max() < 16 * torch.finfo(dtype).eps
 
 
