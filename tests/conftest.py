@@ -70,9 +70,10 @@ def make_checkpoint(
         num_key_value_heads=2, head_dim=16, max_position_embeddings=256, initializer_range=0.3, tie_word_embeddings=True,
         eos_token_id=None, bos_token_id=None, pad_token_id=None,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(family(**{**settings, **changes})).to(dtype).eval()
-    for name, parameter in model.named_parameters():  # transformers starts these at 1 and 0, where mistakes do not show
-        if parameter.dim() == 1:
+    model = AutoModelForCausalLM.from_config(family(**{**settings, **changes})).eval()
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtype)  # model.to(dtype) would round RoPE's frequencies, a buffer, as loading does not
+        if parameter.dim() == 1:  # transformers starts these at 1 and 0, where mistakes do not show
             torch.nn.init.normal_(parameter, float(name.endswith("norm.weight")), 0.3)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model
