@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -51,16 +51,16 @@ class LLM(LLMEngine):
             raise ValueError("the checkpoint's tokenizer has no chat template: use generate with prompts of your own")
         if not isinstance(messages, (list, tuple)):
             raise TypeError(f"messages must be a list of dicts, or a list of such lists, not {messages!r}")
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         for conversation in conversations:
             if not isinstance(conversation, (list, tuple)) or not all(isinstance(message, dict) for message in conversation):
                 raise TypeError(f"a conversation must be a list of dicts with 'role' and 'content', not {conversation!r}")
-        conversations = [[_join_parts(message) for message in conversation] for conversation in conversations]
-        with naming("the checkpoint's chat template refuses these messages", Exception):  # it is code of the checkpoint's
-            prompts = [
-                self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
-                for conversation in conversations
-            ]
+        prompts: list[Prompt] = []
+        for conversation in conversations:
+            joined = [_join_parts(message) for message in conversation]
+            with naming("the checkpoint's chat template refuses these messages", Exception):  # it is code of the checkpoint's
+                ids = self.tokenizer.apply_chat_template(joined, add_generation_prompt=True, return_dict=False)
+                prompts.append(cast(list[int], ids))  # as return_dict says
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def beam_search(
@@ -85,7 +85,15 @@ class LLM(LLMEngine):
     def _describe(self, beam: Beam, first: RequestOutput) -> RequestOutput:
         """A finished beam as a request of its own. `first` is the output of the search's first step."""
         text = Detokenizer(self.tokenizer, 0).read(beam.token_ids, is_last=True) if self.tokenizer is not None else ""
-        return RequestOutput({**first, **beam._asdict(), "request_id": next(self._ids), "text": text})
+        return {
+            **first,
+            "request_id": next(self._ids),
+            "token_ids": beam.token_ids,
+            "text": text,
+            "finish_reason": beam.finish_reason,
+            "logprobs": beam.logprobs,
+            "cumulative_logprob": beam.cumulative_logprob,
+        }
 
     def _generate(self, prompts: list[CheckedPrompt], use_tqdm: bool = False) -> list[RequestOutput]:
         requests: list[Request] = []

@@ -161,7 +161,9 @@ class LLMEngine:
             if request.finish_reason is not None:
                 del self.requests[request.seq_id]
                 if request.finish_reason == "error":
-                    warnings.warn(f"request {request.seq_id} ends with an error: its logits are NaN", RuntimeWarning, stacklevel=6)
+                    warnings.warn(
+                        f"request {request.seq_id} ends with an error: its logits are NaN", RuntimeWarning, stacklevel=6
+                    )
 
     def _step_and_tell(self, told: Told) -> list[RequestOutput]:
         """One step. Outputs of the requests in `told` that have since gained a token or ended; the ended ones leave it."""
@@ -287,8 +289,8 @@ class LLMEngine:
         """Queue `prompts`, all or none. Their Requests are appended to `requests`, n samples of a prompt side by side."""
         self._find_model_runner()
         for token_ids, params in prompts:
-            stop_token_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)}
-            stop_token_ids = frozenset(token_id for token_id in stop_token_ids if token_id < self.vocab_size)
+            ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)}
+            stop_token_ids = frozenset(token_id for token_id in ids if token_id < self.vocab_size)
             max_num_tokens = min(len(token_ids) + params.max_tokens, self.max_model_len)
             for sample_index in range(params.n):
                 seq_id = next(self._ids)
@@ -296,9 +298,11 @@ class LLMEngine:
                     seed = _derive_seed(self.config.seed, seq_id)
                 else:
                     seed = _derive_seed(params.seed, sample_index) if sample_index else params.seed
-                detokenizer = self.tokenizer and Detokenizer(self.tokenizer, len(token_ids), params.stop_strings)
-                limits = stop_token_ids, max_num_tokens
-                requests.append(Request(seq_id, token_ids, params, seed, *limits, sample_index, detokenizer))
+                detokenizer = None
+                if self.tokenizer is not None:
+                    detokenizer = Detokenizer(self.tokenizer, len(token_ids), params.stop_strings)
+                request = Request(seq_id, token_ids, params, seed, stop_token_ids, max_num_tokens, sample_index, detokenizer)
+                requests.append(request)
         for request in requests:
             self.scheduler.add(request)
         self.requests.update({request.seq_id: request for request in requests})  # from here on they are queued

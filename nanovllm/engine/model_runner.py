@@ -6,6 +6,7 @@ all contexts at every step.
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -127,14 +128,14 @@ class ModelRunner:
         tensor = partial(to_device, device=self.device)
         # The index that a row's next token will have in its sequence is the noise's position.
         keys = make_noise_keys([seq.seed for seq in seqs], [len(seq.token_ids) for seq in seqs])
-        noise = {"temperatures": tensor(np.array(temperatures, np.float32)), "noise_keys": tensor(keys)}
+        batch = SamplingBatch(temperatures=tensor(np.array(temperatures, np.float32)), noise_keys=tensor(keys))
         filtered = [i for i, p in enumerate(params) if p.temperature and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)]
         if not filtered:
-            return SamplingBatch(**noise)
+            return batch
         top_ks = [min(params[i].top_k, self.vocab_size) if params[i].top_k > 0 else self.vocab_size for i in filtered]
         top_ps = [params[i].top_p if params[i].top_p < 1.0 else 2.0 for i in filtered]  # a rounded sum may reach 1 too early
-        return SamplingBatch(
-            **noise,
+        return replace(
+            batch,
             filtered_rows=tensor(np.array(filtered)),
             filtered_temperatures=tensor(np.array([temperatures[i] for i in filtered], np.float32)),
             top_ks=tensor(np.array(top_ks)),
@@ -156,19 +157,18 @@ class ModelRunner:
 
     def _find_logprobs(self, logits: Tensor, tokens: Tensor, seqs: list[Sequence]) -> Logprobs:
         """Log-softmax of the untouched logits, for the sequences that want it: the top k and the chosen token's."""
-        rows = [row for row, seq in enumerate(seqs) if seq.params.logprobs is not None]
-        if not rows:
+        nums = {row: num for row, seq in enumerate(seqs) if (num := seq.params.logprobs) is not None}
+        if not nums:
             return None
-        wanted = to_device(np.array(rows), self.device)
+        wanted = to_device(np.array(list(nums)), self.device)
         logprobs = logits[wanted].float().log_softmax(-1)
-        top, top_ids = logprobs.topk(min(max(seqs[row].params.logprobs for row in rows), self.vocab_size))
+        top, top_ids = logprobs.topk(min(max(nums.values()), self.vocab_size))
         chosen_ids = tokens[wanted].clamp(min=0)  # -1: nobody will look
         chosen = logprobs.gather(-1, chosen_ids[:, None]).squeeze(-1)
         found: list[dict[int, float] | None] = [None] * len(seqs)
         columns = (top.tolist(), top_ids.tolist(), chosen.tolist(), chosen_ids.tolist())
-        for row, values, token_ids, chosen_logprob, chosen_id in zip(rows, *columns):
-            k = seqs[row].params.logprobs
-            found[row] = {**dict(zip(token_ids[:k], values[:k])), chosen_id: chosen_logprob}
+        for (row, num), values, token_ids, chosen_logprob, chosen_id in zip(nums.items(), *columns):
+            found[row] = {**dict(zip(token_ids[:num], values[:num])), chosen_id: chosen_logprob}
         return found
 
     def _copy_block_table(self, seq: Sequence) -> None:
