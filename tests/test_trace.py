@@ -1,10 +1,12 @@
 """The timeline: whole after every step, true to what the engine did, and shown as text and as a picture."""
 
 import json
+import resource
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,26 @@ while True:
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
     assert len(trace.read(path)) > 10
+
+
+def test_a_full_disk_ends_the_timeline_and_nothing_else(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    llm = LLM(tiny[0], trace=path, **SMALL)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)  # a write beyond it fails as one to a full disk does, after a part
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, limits[1]))
+    try:
+        with pytest.warns(RuntimeWarning, match=r"trace='.*trace.json': no steps are recorded .*File too large") as warned:
+            outputs = llm.generate(PROMPTS, greedy(8), use_tqdm=False)
+        assert len(warned) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [output["token_ids"] for output in outputs] == [tiny[1](prompt, 8) for prompt in PROMPTS]
+    content = path.read_bytes()
+    assert 1 < len(trace.read(path)) and len(content) <= 8000
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert llm.generate(PROMPTS[0], greedy(5), use_tqdm=False)[0]["token_ids"] == tiny[1](PROMPTS[0], 5)
+    assert path.read_bytes() == content
 
 
 def test_a_path_that_cannot_be_written(tiny: tuple[str, Oracle], tmp_path: Path) -> None:

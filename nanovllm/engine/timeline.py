@@ -12,6 +12,7 @@ their twins. After every step the file is a whole JSON array: each write begins 
 
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 
-_END = "\n]\n"
+_END = b"\n]\n"
 
 
 class Work(NamedTuple):
@@ -71,7 +72,9 @@ class Timeline:
         self.spans.append((name, (start - self.origin) * 1e6, (time.perf_counter() - start) * 1e6))
 
     def record(self, scheduler: Scheduler) -> None:
-        """Write down the step that has come to its end."""
+        """Write down the step that has come to its end. Once the file cannot be written, a warning says so and tracing ends."""
+        if self.file.closed:
+            return
         start = self.spans[0][1]
         end = (time.perf_counter() - self.origin) * 1e6
         where = f'"ts":{start:.1f},"dur":{end - start:.1f},"args":{{"step":{self.num_steps}'
@@ -111,18 +114,34 @@ class Timeline:
         num_free = len(blocks.free_block_ids)
         counters = {
             "sequences": f'"waiting":{len(scheduler.waiting)},"running":{len(scheduler.running)}',
-            "blocks": f'"used":{blocks.num_blocks - num_free},"cached":{blocks.num_reusable},"free":{num_free - blocks.num_reusable}',
+            "blocks": f'"used":{blocks.num_blocks - num_free},"cached":{blocks.num_reusable},'
+            f'"free":{num_free - blocks.num_reusable}',
         }
         counts = [f'{{"ph":"C","pid":1,"name":"{name}","ts":{end:.1f},"args":{{{args}}}}}' for name, args in counters.items()]
-        self._write(["", step, *spans, *lanes, *counts])  # in this order they are read
+        try:
+            self._write(["", step, *spans, *lanes, *counts])  # in this order they are read
+        except OSError as error:
+            self.file.close()
+            message = f"trace={self.file.name!r}: no steps are recorded from here on: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
         self.num_steps += 1
 
     def _write(self, events: list[str]) -> None:
+        """Append `events`. Raises OSError where the disk is full; the file is then what it was."""
         data = ",\n".join(events).encode()
-        self.file.seek(self.end)
-        self.file.write(data + _END.encode())
-        self.file.truncate()  # what a step that was interrupted here may have written
+        try:
+            self._replace_end(data)
+        except OSError:
+            self._replace_end(b"")  # in the place of bytes that are there, which takes no room
+            raise
         self.end += len(data)
+
+    def _replace_end(self, data: bytes) -> None:
+        self.file.seek(self.end)
+        rest = memoryview(data + _END)
+        while rest:  # a write may take only a part
+            rest = rest[self.file.write(rest) :]
+        self.file.truncate()  # what an interrupted step may have written
 
 
 class _Scheduler(Scheduler):
