@@ -1,6 +1,7 @@
 """The timeline: whole after every step, true to what the engine did, and shown as text and as a picture."""
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -8,6 +9,8 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,17 +117,23 @@ while True:
     assert len(trace.read(path)) > 10
 
 
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """A write beyond it fails as one to a full disk does: a first one may write a part, the next raises OSError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_a_full_disk_ends_the_timeline_and_nothing_else(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     llm = LLM(tiny[0], trace=path, **SMALL)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)  # a write beyond it fails as one to a full disk does, after a part
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, limits[1]))
-    try:
-        with pytest.warns(RuntimeWarning, match=r"trace='.*trace.json': no steps are recorded .*File too large") as warned:
-            outputs = llm.generate(PROMPTS, greedy(8), use_tqdm=False)
-        assert len(warned) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with file_size_limit(8000), pytest.warns(RuntimeWarning, match=r"trace='.*trace.json': .*File too large") as warned:
+        outputs = llm.generate(PROMPTS, greedy(8), use_tqdm=False)
+    assert len(warned) == 1
     assert [output["token_ids"] for output in outputs] == [tiny[1](prompt, 8) for prompt in PROMPTS]
     content = path.read_bytes()
     assert 1 < len(trace.read(path)) and len(content) <= 8000
@@ -134,9 +143,19 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(tiny: tuple[str, Oracle]
     assert path.read_bytes() == content
 
 
-def test_a_path_that_cannot_be_written(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"trace='.*nowhere/trace.json' cannot be written: .*No such file"):
-        LLM(tiny[0], trace=tmp_path / "nowhere" / "trace.json", **SMALL)
+def test_paths_that_cannot_be_written(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # without a reader: to open it would wait for one
+    paths = {tmp_path / "nowhere" / "trace.json": "No such file", "a\0b": "null"}
+    paths |= dict.fromkeys((pipe, tmp_path, "/dev/full", "/dev/null"), "must be a regular file")
+    for path, reason in paths.items():
+        with pytest.raises(ValueError, match=rf"trace='.*' cannot be written: .*{reason}"):
+            LLM(tiny[0], trace=path, **SMALL)
+
+
+def test_a_file_without_room_for_its_first_line(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
+    with file_size_limit(10), pytest.raises(ValueError, match=r"trace='.*' cannot be written: .*File too large"):
+        LLM(tiny[0], trace=tmp_path / "trace.json", **SMALL)
 
 
 @pytest.fixture(scope="module")

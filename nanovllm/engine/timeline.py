@@ -43,12 +43,14 @@ class Work(NamedTuple):
 class Timeline:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Raises ValueError if the file cannot be written."""
-        try:
-            self.file = open(path, "wb", buffering=0)
-        except OSError as error:
-            raise ValueError(f"trace={os.fspath(path)!r} cannot be written: {error}") from error
         self.end = 0  # of the last event in the file
-        self._write(['[\n{"ph":"M","pid":1,"tid":0,"name":"thread_name","args":{"name":"steps"}}'])
+        try:
+            if os.path.exists(path) and not os.path.isfile(path):  # not even opened: a pipe would wait for its reader
+                raise ValueError("it must be a regular file, whose end each step can replace")
+            self.file = open(path, "wb", buffering=0)
+            self._write(['[\n{"ph":"M","pid":1,"tid":0,"name":"thread_name","args":{"name":"steps"}}'])
+        except (OSError, ValueError) as error:
+            raise ValueError(f"trace={os.fspath(path)!r} cannot be written: {error}") from error
         self.origin = time.perf_counter()
         self.num_steps = 0
         self.tenants: list[list[int]] = []  # lane -> block table of the sequence that had it last
