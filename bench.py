@@ -43,6 +43,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.kernels.machine import ABOVE, Ceilings, describe_hardware, find_share, find_versions, measure_ceilings
 from nanovllm.models.checkpoint import LOCAL, find_checkpoint, read_config
+from nanovllm.trace import run_program
 
 # Models that run with random weights.
 _qwen3 = partial(Qwen3Config, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True, dtype="bfloat16")
@@ -381,4 +382,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.trace import read, render
+from nanovllm.trace import read, render, run_program
 
 QUESTIONS = [
     "introduce yourself",
@@ -110,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

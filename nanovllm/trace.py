@@ -8,14 +8,20 @@ small one where it decodes. Where there are more steps than columns, a column su
 """
 
 import argparse
+import codecs
+import io
 import json
+import os
 import shutil
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
 _BARS = " ▁▂▃▄▅▆▇█"
+_PLAIN = str.maketrans("│▁▂▃▄▅▆▇█", "|12345678")  # for terminals that do not have these characters
 _COUNTERS = ("waiting", "used", "cached", "free")
 _PHASES = ("schedule", "prepare", "forward", "sample")
 
@@ -179,5 +185,23 @@ def main(argv: list[str] | None = None) -> None:
         print(render(steps, shutil.get_terminal_size((100, 24)).columns))
 
 
+def run_program(main: Callable[[], None]) -> None:
+    """Run `main` for any terminal: characters that it lacks are replaced, and a reader who leaves early (`| head`) ends it."""
+    codecs.register_error("nanovllm", _replace)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="nanovllm")
+    try:
+        main()
+        print(end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own flush at the end
+        sys.exit(1)
+
+
+def _replace(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return error.object[error.start : error.end].translate(_PLAIN).encode("ascii", "replace").decode(), error.end
+
+
 if __name__ == "__main__":
-    main()
+    run_program(main)

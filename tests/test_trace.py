@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -180,6 +181,16 @@ def test_text(recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     ]
     assert "B: 22 prompt tokens, 20 of them cached, 13 decodes" in lines
     assert "27 steps, 82 prefill and 54 decode tokens, 3 preemptions" in lines
+
+
+def test_terminals_that_lack_characters_and_readers_that_leave(recorded: Path) -> None:
+    command = [sys.executable, "-m", "nanovllm.trace", str(recorded)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "20"}
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"^    used \|[1-8]{9}$", shown, flags=re.MULTILINE) and "?" not in shown  # digits in place of bars
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()  # as `| head` does
+        assert process.stderr.read() == b"" and process.wait() == 1
 
 
 @pytest.mark.parametrize("width", [20, 30, 60, 200])
