@@ -1,5 +1,6 @@
 """The timeline: whole after every step, true to what the engine did, and shown as text and as a picture."""
 
+import gc
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,7 +45,7 @@ def check_trace(path: Path, llm: LLM) -> list[dict[str, Any]]:
     assert sum(event["name"].startswith("preempted") for event in events) == llm.stats["num_preemptions"]
     admitted = {}  # the first time, which is what stats count
     for event in lanes:
-        admitted.setdefault(event["args"]["request_id"], event["args"]["num_cached_tokens"])
+        admitted.setdefault(event["args"]["request_id"], event["args"]["num_reused_tokens"])
     assert sum(admitted.values()) == llm.stats["num_cached_tokens"]
     for lane in {event["tid"] for event in lanes}:
         ends = 0.0
@@ -103,6 +105,20 @@ def test_nothing_is_paid_when_it_is_off(tiny: tuple[str, Oracle]) -> None:
     assert type(llm.scheduler) is Scheduler and not hasattr(llm.scheduler, "timeline")
 
 
+def test_exit_leaves_nothing_to_the_garbage_collector(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
+    """Neither the timeline nor the classes that take notes refer to the parts that they watch."""
+    llm = LLM(tiny[0], trace=tmp_path / "trace.json", **SMALL)
+    llm.generate(PROMPTS, greedy(3), use_tqdm=False)
+    left = [weakref.ref(kv_cache) for kv_cache in llm.model_runner.executor.kv_caches]
+    gc.collect()
+    gc.disable()
+    try:
+        llm.exit()
+        assert not any(ref() is not None for ref in left)
+    finally:
+        gc.enable()
+
+
 def test_a_killed_process_leaves_it_whole(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     script = f"""
@@ -132,7 +148,7 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
 def test_a_full_disk_ends_the_timeline_and_nothing_else(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     llm = LLM(tiny[0], trace=path, **SMALL)
-    with file_size_limit(8000), pytest.warns(RuntimeWarning, match=r"trace='.*trace.json': .*File too large") as warned:
+    with file_size_limit(8000), pytest.warns(RuntimeWarning, match=r"trace='.*' ends here: .*File too large") as warned:
         outputs = llm.generate(PROMPTS, greedy(8), use_tqdm=False)
     assert len(warned) == 1
     assert [output["token_ids"] for output in outputs] == [tiny[1](prompt, 8) for prompt in PROMPTS]
@@ -154,8 +170,8 @@ def test_paths_that_cannot_be_written(tiny: tuple[str, Oracle], tmp_path: Path) 
             LLM(tiny[0], trace=path, **SMALL)
 
 
-def test_a_file_without_room_for_its_first_line(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
-    with file_size_limit(10), pytest.raises(ValueError, match=r"trace='.*' cannot be written: .*File too large"):
+def test_a_file_without_room_for_its_first_byte(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
+    with file_size_limit(0), pytest.raises(ValueError, match=r"trace='.*' cannot be written: .*File too large"):
         LLM(tiny[0], trace=tmp_path / "trace.json", **SMALL)
 
 
@@ -179,7 +195,7 @@ def test_text(recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
         "  lane 2 │                           D  d  d  d  d  d  d  d  d  d  d  !D E+ e  e  e  e  e",
         "  lane 3 │                           E+ e  e  e  e  e  e  !E !E",
     ]
-    assert "B: 22 prompt tokens, 20 of them cached, 13 decodes" in lines
+    assert "B: 22 prompt tokens, 20 of them reused, 13 decodes" in lines
     assert "27 steps, 82 prefill and 54 decode tokens, 3 preemptions" in lines
 
 
