@@ -43,6 +43,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.kernels.machine import ABOVE, Ceilings, describe_hardware, find_share, find_versions, measure_ceilings
 from nanovllm.models.checkpoint import LOCAL, find_checkpoint, read_config
+from nanovllm.terminal import run_program
 
 # Models that run with random weights.
 _qwen3 = partial(Qwen3Config, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True, dtype="bfloat16")
@@ -64,7 +65,7 @@ SHAPES: dict[str, PretrainedConfig] = {
     "opt-125m": OPTConfig(architectures=["OPTForCausalLM"], dtype="bfloat16"),
     "qwen3-moe": Qwen3MoeConfig(  # a 25th of Qwen3-30B-A3B: 1.0 billion weights, of which a token meets 0.2 billion
         architectures=["Qwen3MoeForCausalLM"], tie_word_embeddings=True, dtype="bfloat16", vocab_size=32000, hidden_size=1024,
-        num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=4, head_dim=64, moe_intermediate_size=384,
+        num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=4, moe_intermediate_size=384,
         num_experts=64, num_experts_per_tok=8, norm_topk_prob=True,
     ),
 }  # fmt: skip
@@ -86,7 +87,7 @@ class Engine(Protocol):
     """What is timed."""
 
     description: str
-    stats: dict[str, int] = {}  # of the last run
+    stats: dict[str, int]  # of the last run
 
     def run(self, requests: list[Request]) -> list[list[int]]:
         """The generated token ids of each request."""
@@ -97,6 +98,7 @@ class NanoVLLM(Engine):
         self.llm = LLM(model, **args.options)
         atexit.register(self.llm.exit)
         self.temperature = args.temperature
+        assert self.llm.model_runner is not None  # before exit()
         backend = self.llm.model_runner.executor.backend
         self.description = f"{backend.NAME} attention, {self.llm.stats['num_blocks']} blocks of KV cache"
 
@@ -113,6 +115,7 @@ class Transformers(Engine):
 
     def __init__(self, model: str, args: argparse.Namespace) -> None:
         torch.manual_seed(args.seed % 2**64)
+        self.stats = {}
         self.device, self.batch_size = args.device, args.batch_size or args.num_seqs
         how = {"dtype": args.torch_dtype, "attn_implementation": "sdpa"}
         if args.options["load_format"] == "dummy":
@@ -152,6 +155,7 @@ class VLLM(Engine):
 
         options = {name: args.options[name] for name in OPTIONS_OF_VLLM if name in args.options}
         self.llm = vllm.LLM(model=model, skip_tokenizer_init=True, **options)
+        self.stats = {}
         self.make_params = partial(vllm.SamplingParams, temperature=args.temperature, ignore_eos=True, detokenize=False)
 
     def run(self, requests: list[Request]) -> list[list[int]]:
@@ -381,4 +385,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

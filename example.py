@@ -7,8 +7,13 @@ python example.py --model Qwen/Qwen3-0.6B      # any checkpoint that is served: 
 import argparse
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
+from unittest.mock import patch
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.batch import Batch
+from nanovllm.engine.sequence import Sequence
+from nanovllm.terminal import run_program
 from nanovllm.trace import read, render
 
 QUESTIONS = [
@@ -41,9 +46,10 @@ def tour(model: str, max_tokens: int) -> None:
 
         print("\n--- One answer, as it is written\n\n> count from 3 to 17")
         chat = [{"role": "user", "content": "count from 3 to 17"}]
-        prompt = llm.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert llm.tokenizer is not None  # or chat would have refused above
+        token_ids = llm.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         text = ""
-        for output in llm.stream(prompt, greedy):
+        for output in llm.stream(cast(list[int], token_ids), greedy):
             print(output["text"][len(text) :], end="", flush=True)
             text = output["text"]
 
@@ -54,10 +60,17 @@ def tour(model: str, max_tokens: int) -> None:
 
 def look_inside(trace: Path, enable_chunked_prefill: bool) -> None:
     """The timeline of four requests in a small pool: the demo model, blocks of 4 tokens, 24 of them, at most 32 tokens a step."""
-    options = {"kvcache_block_size": 4, "num_kvcache_blocks": 24, "max_num_batched_tokens": 32, "max_num_seqs": 4}
     prompts = [list(range(100, 122)), list(range(100, 116)), list(range(200, 230)), list(range(300, 309))]
     params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
-    with LLM(DEMO_MODEL, trace=trace, enable_chunked_prefill=enable_chunked_prefill, **options) as llm:
+    with LLM(
+        DEMO_MODEL,
+        kvcache_block_size=4,
+        num_kvcache_blocks=24,
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
+        enable_chunked_prefill=enable_chunked_prefill,
+        trace=trace,
+    ) as llm:
         llm.add_request(prompts[0], params)
         for _ in range(3):
             llm.step()
@@ -72,13 +85,18 @@ def look_inside(trace: Path, enable_chunked_prefill: bool) -> None:
 
 def show_step(llm: LLM) -> None:
     """Run one step, and show what the model got, and where it was put."""
-    batches = []
+    assert llm.model_runner is not None  # before exit()
     prepare_batch = llm.model_runner.prepare_batch
-    llm.model_runner.prepare_batch = lambda seqs: batches.append((seqs, prepare_batch(seqs))) or batches[-1][1]
+    prepared: list[tuple[list[Sequence], Batch]] = []
+
+    def keep_batch(seqs: list[Sequence]) -> Batch:
+        prepared.append((seqs, prepare_batch(seqs)))
+        return prepared[-1][1]
+
     computed = {seq.seq_id: seq.num_computed_tokens for seq in llm.scheduler.running}
-    llm.step()
-    llm.model_runner.prepare_batch = prepare_batch
-    ((seqs, batch),) = batches
+    with patch.object(llm.model_runner, "prepare_batch", keep_batch):
+        llm.step()
+    ((seqs, batch),) = prepared
     bounds = batch.cu_seqlens_q.tolist()
     print("\none step, as the model got it (block size 4: slot = block * 4 + position % 4)")
     for seq, start, end in zip(seqs, bounds, bounds[1:]):
@@ -110,4 +128,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

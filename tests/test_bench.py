@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import torch
@@ -40,6 +41,13 @@ def test_built_in_shape_and_shared_prefix() -> None:
     done = bench("--model", "small", *TINY, "--shared-prefix", "32", "--set", "num_kvcache_blocks=64")
     assert done.returncode == 0, done.stderr
     assert "num_cached_tokens 128" in done.stdout and "output tok/s" in done.stdout
+
+
+def test_it_ends_when_nobody_reads_on() -> None:
+    command = [sys.executable, "bench.py", "--model", DEMO_MODEL, *TINY]
+    with subprocess.Popen(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True) as process:
+        process.stdout.close()  # as `| head` does
+        assert "Traceback" not in process.stderr.read() and process.wait() == 1
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """The README's commands are the ones that work, and the example says something."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -14,17 +16,24 @@ README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^python3 -m venv .*$", README, flags=re.MULTILINE)
 
 
-def run(*command: str) -> str:
-    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+def run(*command: str, **environment: str) -> str:
+    env = {**os.environ, **environment}
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
 
 
 def test_first_command_is_the_example() -> None:
     assert COMMANDS[0].endswith("python example.py")
-    said = run("example.py")
+    said = run("example.py", PYTHONIOENCODING="ascii")  # a terminal without the characters that it prints
     assert (
         "nanovllm" in said and "2, 3, 5, 7, 11" in said and "85" in said and "t-e-n-a-l-p" in said and "num_decode_tokens" in said
     )
     assert re.search(r"[1-9]\d* of \d+ prompt tokens from the cache", said)
+
+
+def test_example_ends_when_nobody_reads_on() -> None:
+    with subprocess.Popen([sys.executable, "example.py"], cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True) as process:
+        process.stdout.close()  # as `| head` does
+        assert "Traceback" not in process.stderr.read() and process.wait() == 1
 
 
 @pytest.mark.parametrize(

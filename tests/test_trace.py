@@ -1,11 +1,19 @@
 """The timeline: whole after every step, true to what the engine did, and shown as text and as a picture."""
 
+import gc
 import json
+import os
+import re
+import resource
 import signal
 import subprocess
 import sys
 import time
+import warnings
+import weakref
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +45,7 @@ def check_trace(path: Path, llm: LLM) -> list[dict[str, Any]]:
     assert sum(event["name"].startswith("preempted") for event in events) == llm.stats["num_preemptions"]
     admitted = {}  # the first time, which is what stats count
     for event in lanes:
-        admitted.setdefault(event["args"]["request_id"], event["args"]["num_cached_tokens"])
+        admitted.setdefault(event["args"]["request_id"], event["args"]["num_reused_tokens"])
     assert sum(admitted.values()) == llm.stats["num_cached_tokens"]
     for lane in {event["tid"] for event in lanes}:
         ends = 0.0
@@ -97,6 +105,20 @@ def test_nothing_is_paid_when_it_is_off(tiny: tuple[str, Oracle]) -> None:
     assert type(llm.scheduler) is Scheduler and not hasattr(llm.scheduler, "timeline")
 
 
+def test_exit_leaves_nothing_to_the_garbage_collector(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
+    """Neither the timeline nor the classes that take notes refer to the parts that they watch."""
+    llm = LLM(tiny[0], trace=tmp_path / "trace.json", **SMALL)
+    llm.generate(PROMPTS, greedy(3), use_tqdm=False)
+    left = [weakref.ref(kv_cache) for kv_cache in llm.model_runner.executor.kv_caches]
+    gc.collect()
+    gc.disable()
+    try:
+        llm.exit()
+        assert not any(ref() is not None for ref in left)
+    finally:
+        gc.enable()
+
+
 def test_a_killed_process_leaves_it_whole(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     script = f"""
@@ -112,9 +134,45 @@ while True:
     assert len(trace.read(path)) > 10
 
 
-def test_a_path_that_cannot_be_written(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"trace='.*nowhere/trace.json' cannot be written: .*No such file"):
-        LLM(tiny[0], trace=tmp_path / "nowhere" / "trace.json", **SMALL)
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """A write beyond it fails as one to a full disk does: a first one may write a part, the next raises OSError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_ends_the_timeline_and_nothing_else(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    llm = LLM(tiny[0], trace=path, **SMALL)
+    with file_size_limit(8000), pytest.warns(RuntimeWarning, match=r"trace='.*' ends here: .*File too large") as warned:
+        outputs = llm.generate(PROMPTS, greedy(8), use_tqdm=False)
+    assert len(warned) == 1
+    assert [output["token_ids"] for output in outputs] == [tiny[1](prompt, 8) for prompt in PROMPTS]
+    content = path.read_bytes()
+    assert 1 < len(trace.read(path)) and len(content) <= 8000
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert llm.generate(PROMPTS[0], greedy(5), use_tqdm=False)[0]["token_ids"] == tiny[1](PROMPTS[0], 5)
+    assert path.read_bytes() == content
+
+
+def test_paths_that_cannot_be_written(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # without a reader: to open it would wait for one
+    paths = {tmp_path / "nowhere" / "trace.json": "No such file", "a\0b": "null"}
+    paths |= dict.fromkeys((pipe, tmp_path, "/dev/full", "/dev/null"), "must be a regular file")
+    for path, reason in paths.items():
+        with pytest.raises(ValueError, match=rf"trace='.*' cannot be written: .*{reason}"):
+            LLM(tiny[0], trace=path, **SMALL)
+
+
+def test_a_file_without_room_for_its_first_byte(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
+    with file_size_limit(0), pytest.raises(ValueError, match=r"trace='.*' cannot be written: .*File too large"):
+        LLM(tiny[0], trace=tmp_path / "trace.json", **SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +195,18 @@ def test_text(recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
         "  lane 2 │                           D  d  d  d  d  d  d  d  d  d  d  !D E+ e  e  e  e  e",
         "  lane 3 │                           E+ e  e  e  e  e  e  !E !E",
     ]
-    assert "B: 22 prompt tokens, 20 of them cached, 13 decodes" in lines
+    assert "B: 22 prompt tokens, 20 of them reused, 13 decodes" in lines
     assert "27 steps, 82 prefill and 54 decode tokens, 3 preemptions" in lines
+
+
+def test_terminals_that_lack_characters_and_readers_that_leave(recorded: Path) -> None:
+    command = [sys.executable, "-m", "nanovllm.trace", str(recorded)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "20"}
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"^    used \|[1-8]{9}$", shown, flags=re.MULTILINE) and "?" not in shown  # digits in place of bars
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()  # as `| head` does
+        assert process.stderr.read() == b"" and process.wait() == 1
 
 
 @pytest.mark.parametrize("width", [20, 30, 60, 200])

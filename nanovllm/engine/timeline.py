@@ -2,22 +2,20 @@
 
     steps     | mixed: 13 tokens     | decode: 2 tokens |    and within a step: schedule, prepare, forward, sample
     lane 0    | decode 0             | decode 0         |    a lane is one sequence's until it ends or is preempted
-    lane 1    | prefill 1            | decode 1         |    with what was cached, and what is computed
-    counters    waiting and running sequences; used, cached and free blocks
+    lane 1    | prefill 1            | decode 1         |    with what is computed, and what was reused
+    counters    waiting and running sequences; used, reusable and empty blocks
 
-The engine knows nothing of it: the parts of one that is watched become traced ones, by a change of class as layers become
-their twins. After every step the file is a whole JSON array: each write begins where the closing bracket of the last stands.
-`python -m nanovllm.trace` shows it as text or as a picture.
+The engine knows nothing of it: `watch` gives scheduler and executor a class that takes notes, as layers become their twins.
+A step is written down when it ends, and not at all if it is cut short. After every step the file is a whole JSON array, for
+each write replaces the closing bracket. `python -m nanovllm.trace` shows it as text or as a picture.
 """
 
+import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+import warnings
 
-import torch
-from torch import Tensor
+from torch import Tensor, cuda
 
 from nanovllm.batch import Batch
 from nanovllm.engine.executor import Executor
@@ -25,147 +23,126 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 
-_END = "\n]\n"
-
-
-class Work(NamedTuple):
-    """What a step computes of one sequence."""
-
-    lane: int
-    request_id: int
-    start: int  # the tokens before it are in the cache
-    num_tokens: int
-    num_prompt_tokens: int
-    block_table: list[int]
+_PHASES = ("schedule", "prepare", "forward", "sample")
+_WORK = (  # a sequence's share of a step: by hand, since there are hundreds of these in a step
+    '{"ph": "X", "pid": 1, "tid": %d, "name": "%s %d", "ts": %d, "dur": %d, "args": {"step": %d, "request_id": %d,'
+    ' "start": %d, "num_tokens": %d, "num_reused_tokens": %d, "num_prompt_tokens": %d}}'
+)
 
 
 class Timeline:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Raises ValueError if the file cannot be written."""
         try:
+            if os.path.exists(path) and not os.path.isfile(path):  # not even opened: a pipe would wait for its reader
+                raise ValueError("it must be a regular file, whose end each step can replace")
             self.file = open(path, "wb", buffering=0)
-        except OSError as error:
+            self.file.write(b"[")
+        except (OSError, ValueError) as error:
             raise ValueError(f"trace={os.fspath(path)!r} cannot be written: {error}") from error
-        self.end = 0  # of the last event in the file
-        self._write(['[\n{"ph":"M","pid":1,"tid":0,"name":"thread_name","args":{"name":"steps"}}'])
-        self.origin = time.perf_counter()
-        self.num_steps = 0
-        self.tenants: list[list[int]] = []  # lane -> block table of the sequence that had it last
-        self.clear()
-
-    def clear(self) -> None:
-        """Begin a step."""
-        self.work: list[Work] = []
-        self.spans: list[tuple[str, float, float]] = []  # name, start and duration in microseconds
-        self.preempted: list[tuple[int, int]] = []  # lane, request id
+        self.end, self.num_steps, self.origin = 1, 0, time.perf_counter_ns()  # end: of the last event
+        self.block_tables: dict[int, list[int]] = {}  # lane -> that of the sequence which had it last
+        self._write([_event("M", 0, "thread_name", {}, name="steps")])
 
     def watch(self, scheduler: Scheduler, model_runner: ModelRunner) -> None:
         """Record what these do from now on."""
-        for part, traced in ((scheduler, _Scheduler), (model_runner, _ModelRunner), (model_runner.executor, _Executor)):
-            part.__class__, part.timeline = traced, self
+        scheduler.__class__, model_runner.executor.__class__ = _Scheduler, _Executor
+        vars(scheduler)["timeline"] = vars(model_runner.executor)["timeline"] = self
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.spans.append((name, (start - self.origin) * 1e6, (time.perf_counter() - start) * 1e6))
+    def begin_step(self) -> None:
+        self.events: list[str] = []
+        self.times: list[int] = []  # microseconds: when schedule, prepare, forward and sample begin, when sample ends
+        self.note_time()
 
-    def record(self, scheduler: Scheduler) -> None:
-        """Write down the step that has come to its end."""
-        start = self.spans[0][1]
-        end = (time.perf_counter() - self.origin) * 1e6
-        where = f'"ts":{start:.1f},"dur":{end - start:.1f},"args":{{"step":{self.num_steps}'
-        lanes: list[str] = []
-        num_decodes = 0
-        for lane, request_id, position, num_tokens, num_prompt_tokens, block_table in self.work:
-            is_decode = num_tokens == 1 and position >= num_prompt_tokens
-            num_decodes += is_decode
-            while lane >= len(self.tenants):
-                self.tenants.append([])
-                name = f'"thread_name","args":{{"name":"lane {len(self.tenants) - 1}"}}'
-                lanes.append(f'{{"ph":"M","pid":1,"tid":{len(self.tenants)},"name":{name}}}')
-            num_cached = 0 if self.tenants[lane] is block_table else position
-            self.tenants[lane] = block_table
-            lanes.append(
-                f'{{"ph":"X","pid":1,"tid":{lane + 1},"name":"{"decode" if is_decode else "prefill"} {request_id}",{where},'
-                f'"request_id":{request_id},"start":{position},"num_tokens":{num_tokens},"num_cached_tokens":{num_cached},'
-                f'"num_prompt_tokens":{num_prompt_tokens}}}}}'
-            )
-        for lane, request_id in self.preempted:
-            lanes.append(
-                f'{{"ph":"i","s":"t","pid":1,"tid":{lane + 1},"name":"preempted {request_id}","ts":{start:.1f},'
-                f'"args":{{"step":{self.num_steps},"request_id":{request_id}}}}}'
-            )
-        num_tokens = sum(work.num_tokens for work in self.work)
-        kind = "decode" if num_decodes == len(self.work) else "mixed" if num_decodes else "prefill"
-        times = "".join(f',"{name}_ms":{duration / 1e3:.3f}' for name, _, duration in self.spans)
-        step = (
-            f'{{"ph":"X","pid":1,"tid":0,"name":"{kind}: {num_tokens} tokens",{where},"kind":"{kind}","num_tokens":{num_tokens},'
-            f'"num_decode_tokens":{num_decodes},"num_prefill_tokens":{num_tokens - num_decodes}{times}}}}}'
-        )
-        spans = [
-            f'{{"ph":"X","pid":1,"tid":0,"name":"{name}","ts":{since:.1f},"dur":{duration:.1f},"args":{{}}}}'
-            for name, since, duration in self.spans
-        ]
-        blocks = scheduler.block_manager
-        num_free = len(blocks.free_block_ids)
-        counters = {
-            "sequences": f'"waiting":{len(scheduler.waiting)},"running":{len(scheduler.running)}',
-            "blocks": f'"used":{blocks.num_blocks - num_free},"cached":{blocks.num_reusable},"free":{num_free - blocks.num_reusable}',
-        }
-        counts = [f'{{"ph":"C","pid":1,"name":"{name}","ts":{end:.1f},"args":{{{args}}}}}' for name, args in counters.items()]
-        self._write(["", step, *spans, *lanes, *counts])  # in this order they are read
+    def note_time(self) -> None:
+        self.times.append((time.perf_counter_ns() - self.origin) // 1000)
+
+    def describe(self, seqs: list[Sequence]) -> None:
+        """Note what the step has computed of `seqs`, before this counts as computed."""
+        self.note_time()
+        begin, duration = self.times[0], self.times[-1] - self.times[0]
+        num_tokens = {"prefill": 0, "decode": 0}
+        for seq in seqs:
+            start, count, track = seq.num_computed_tokens, seq.num_scheduled_tokens, seq.lane + 1
+            kind = "decode" if count == 1 and start >= seq.num_prompt_tokens else "prefill"
+            num_tokens[kind] += count
+            if seq.lane not in self.block_tables:
+                self.events.append(_event("M", track, "thread_name", {}, name=f"lane {seq.lane}"))
+            num_reused = 0 if self.block_tables.get(seq.lane) is seq.block_table else start
+            self.block_tables[seq.lane] = seq.block_table
+            args = self.num_steps, seq.seq_id, start, count, num_reused, seq.num_prompt_tokens
+            self.events.append(_WORK % (track, kind, seq.seq_id, begin, duration, *args))
+        kind = "mixed" if all(num_tokens.values()) else "decode" if num_tokens["decode"] else "prefill"
+        step = {"step": self.num_steps, "kind": kind, "num_tokens": sum(num_tokens.values())}
+        step |= {f"num_{kind}_tokens": count for kind, count in num_tokens.items()}
+        for name, start, end in zip(_PHASES, self.times, self.times[1:]):
+            step[f"{name}_ms"] = (end - start) / 1e3
+            self.events.append(_event("X", 0, name, {"ts": start, "dur": end - start}))
+        when = {"ts": begin, "dur": duration}
+        self.events.insert(0, _event("X", 0, f"{kind}: {step['num_tokens']} tokens", when, **step))
+
+    def end_step(self, scheduler: Scheduler) -> None:
+        """Count what the step has left behind, and write it all down."""
+        manager, when = scheduler.block_manager, {"ts": self.times[-1]}
+        num_free, num_reusable = len(manager.free_block_ids), manager.num_reusable
+        blocks = {"used": manager.num_blocks - num_free, "reusable": num_reusable, "empty": num_free - num_reusable}
+        seqs = {"waiting": len(scheduler.waiting), "running": len(scheduler.running)}
+        self._write([*self.events, _event("C", 0, "sequences", when, **seqs), _event("C", 0, "blocks", when, **blocks)])
         self.num_steps += 1
 
     def _write(self, events: list[str]) -> None:
-        data = ",\n".join(events).encode()
-        self.file.seek(self.end)
-        self.file.write(data + _END.encode())
-        self.file.truncate()  # what a step that was interrupted here may have written
+        """Add events. On a full disk the file stays as it was, a warning says so, and nothing more is written."""
+        if self.file.closed:
+            return
+        data = (("\n" if self.end == 1 else ",\n") + ",\n".join(events)).encode()
+        try:
+            self._replace_end(data)
+        except OSError as error:
+            with self.file:
+                self._replace_end(b"")
+            warnings.warn(f"trace={self.file.name!r} ends here: {error}", RuntimeWarning, stacklevel=2)
         self.end += len(data)
+
+    def _replace_end(self, data: bytes) -> None:
+        self.file.seek(self.end)
+        rest = data + b"\n]\n"
+        while rest:  # a write may take only a part
+            rest = rest[self.file.write(rest) :]
+        self.file.truncate()  # what an interrupted step may have written
+
+
+def _event(phase: str, track: int, title: str, when: dict[str, int], **args: object) -> str:
+    return json.dumps({"ph": phase, "pid": 1, "tid": track, "name": title, **when, "args": args})
 
 
 class _Scheduler(Scheduler):
     timeline: Timeline
 
     def schedule(self) -> list[Sequence]:
-        self.timeline.clear()
-        with self.timeline.span("schedule"):
-            seqs = super().schedule()
-        self.timeline.work = [
-            Work(seq.lane, seq.seq_id, seq.num_computed_tokens, seq.num_scheduled_tokens, seq.num_prompt_tokens, seq.block_table)
-            for seq in seqs
-        ]
+        self.timeline.begin_step()
+        seqs = super().schedule()
+        self.timeline.note_time()
         return seqs
 
     def preempt(self, seq: Sequence) -> None:
-        self.timeline.preempted.append((seq.lane, seq.seq_id))
+        when = {"ts": self.timeline.times[0]}
+        self.timeline.events.append(_event("i", seq.lane + 1, f"preempted {seq.seq_id}", when, request_id=seq.seq_id))
         super().preempt(seq)
 
     def postprocess(self, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
+        self.timeline.describe(seqs)
         caught_up = super().postprocess(seqs, token_ids)
-        self.timeline.record(self)
+        self.timeline.end_step(self)
         return caught_up
-
-
-class _ModelRunner(ModelRunner):
-    timeline: Timeline
-
-    def prepare_batch(self, seqs: list[Sequence]) -> Batch:
-        with self.timeline.span("prepare"):
-            return super().prepare_batch(seqs)
-
-    def sample(self, logits: Tensor, seqs: list[Sequence]) -> tuple[list[int], list[dict[int, float] | None] | None]:
-        with self.timeline.span("sample"):
-            return super().sample(logits, seqs)
 
 
 class _Executor(Executor):
     timeline: Timeline
 
     def run(self, batch: Batch) -> Tensor:
-        with self.timeline.span("forward"):
-            logits = super().run(batch)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # else it would be counted as the sampler's
-            return logits
+        self.timeline.note_time()
+        logits = super().run(batch)
+        if logits.is_cuda:
+            cuda.synchronize(logits.device)  # else the model's time would be counted as the sampler's
+        self.timeline.note_time()
+        return logits
