@@ -56,6 +56,22 @@ def test_tied_head_stored_twice(checkpoint: Path) -> None:
     load(checkpoint)
 
 
+def test_buffers_of_rope_are_passed_over(checkpoint: Path) -> None:
+    """transformers saved each layer's frequencies once (Llama 2 holds them), other trainers the cosines too."""
+    prompt, greedy = [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8)
+    expected = load(checkpoint).generate(prompt, greedy, use_tqdm=False)[0]["token_ids"]
+    buffers = {
+        f"model.layers.{layer}.self_attn.rotary_emb.{name}": torch.ones(8)
+        for layer in range(2)
+        for name in ("inv_freq", "cos_cached", "sin_cached")
+    }
+    edit_weights(checkpoint, lambda w: w.update(buffers))
+    assert load(checkpoint).generate(prompt, greedy, use_tqdm=False)[0]["token_ids"] == expected
+    edit_weights(checkpoint, lambda w: w.update({"model.layers.0.self_attn.rotary_emb.weight": torch.ones(8)}))
+    with pytest.raises(ValueError, match="without a parameter.*: model.layers.0.self_attn.rotary_emb.weight"):
+        load(checkpoint)
+
+
 def test_missing_shard(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, max_shard_size="10KB")
     sorted(tmp_path.glob("*.safetensors"))[1].unlink()
