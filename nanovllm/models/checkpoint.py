@@ -65,14 +65,15 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_eos_token_ids(directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """Every id that generation_config.json or config.json calls an end; where neither does, the tokenizer's.
 
-    Ids above the vocabulary stay, though none is ever drawn: cut-down checkpoints keep those of their originals.
+    A negative id means none, as null does. Ids above the vocabulary stay, though none is ever drawn: cut-down checkpoints
+    keep those of their originals.
     """
     path = directory / "generation_config.json"
     generation_config = _read_settings(path) if path.exists() else {}
     ids: set[int] = set()
     for given in (generation_config.get("eos_token_id"), getattr(config, "eos_token_id", None)):
         if given is not None:
-            ids.update(given if isinstance(given, list) else [given])
+            ids.update(token_id for token_id in (given if isinstance(given, list) else [given]) if token_id >= 0)
     if not ids and tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return frozenset(ids)
@@ -96,7 +97,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(_SWITCHES, check_bool),
     **dict.fromkeys(("dtype", "torch_dtype"), partial(check_choice, choices=DTYPES)),  # "torch_dtype" before transformers 5
     "mlp_only_layers": partial(check_ints, minimum=0),
-    "eos_token_id": lambda name, value: check_ints(name, value if isinstance(value, list) else [value], minimum=0),
+    "eos_token_id": lambda name, value: check_ints(name, value if isinstance(value, list) else [value], minimum=-MAX_SIZE),
     # RoPE's
     "rope_theta": partial(check_number, low=1.0, open_low=True),
     "factor": partial(check_number, low=1.0, high=1e6),
