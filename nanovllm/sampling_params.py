@@ -15,7 +15,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "min_p": partial(check_number, low=0.0, high=1.0),
     "presence_penalty": partial(check_number, low=-2.0, high=2.0),
     "frequency_penalty": partial(check_number, low=-2.0, high=2.0),
-    "repetition_penalty": partial(check_number, low=0.0, open_low=True),
+    "repetition_penalty": partial(check_number, low=1e-6, high=1e6),
     "max_tokens": partial(check_int, minimum=1),
     "min_tokens": partial(check_int, minimum=0),
     "stop_token_ids": partial(check_ints, minimum=0),
@@ -40,8 +40,8 @@ class SamplingParams:
         min_p: [0, 1]: tokens at least min_p times as probable as the most probable one.
         presence_penalty: [-2, 2], subtracted from the logit of every token that has been generated.
         frequency_penalty: [-2, 2], subtracted once for every time that the token has been generated.
-        repetition_penalty: > 0: positive logits of tokens in the prompt or the generated text are divided by it, negative
-            ones multiplied.
+        repetition_penalty: [1e-6, 1e6]: positive logits of tokens in the prompt or the generated text are divided by it,
+            negative ones multiplied. The bounds keep the results finite in float32 for logits up to 1e32.
         max_tokens: Generated tokens at most; a sequence that reaches the engine's max_model_len ends sooner.
         min_tokens: The first min_tokens tokens end nothing: stop tokens are not drawn, stop strings not looked for.
         stop: Texts that end the sequence; the first one found is cut off, with all that follows.

@@ -389,3 +389,13 @@ def test_rules_are_the_sequences_own() -> None:
         seq.token_ids.append(token_id)
         reasons.append(seq.check_end())
     assert reasons == [None, None, "stop", "length"]
+
+
+@pytest.mark.parametrize("bound", [1e-6, 1e6])
+def test_repetition_penalties_at_their_bounds_stay_finite(bound: float) -> None:
+    """For logits up to 1e32, which is what SamplingParams promises."""
+    penalties, seq = Penalties(1, 2, 20, torch.device("cpu")), Sequence(0, [0, 1], SamplingParams(repetition_penalty=bound))
+    seq.lane = 0
+    changed = penalties.apply(torch.tensor([[1e32, -1e32]]), [seq])
+    assert changed.isfinite().all()
+    torch.testing.assert_close(changed, torch.tensor([[1e32 / bound, -1e32 * bound]]))
