@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import edit_config, edit_weights, make_checkpoint
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear, Target
 from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.models.checkpoint import find_checkpoint
 
 LAYER = "model.layers.1.mlp.up_proj.weight"
 SIZES = (
@@ -257,6 +259,28 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
         LLM(__file__)
     with pytest.raises(ValueError, match="config.json"):
         LLM(str(tmp_path))
+
+
+def test_what_is_downloaded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a Hub repository's files those that are read: no copy of the weights in another program's format."""
+    read = [
+        "config.json", "generation_config.json", "model.safetensors.index.json", "model-00001-of-00003.safetensors",
+        "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "vocab.json", "merges.txt",
+        "additional_chat_templates/tool_use.jinja",
+    ]  # fmt: skip
+    copies = [
+        "consolidated.safetensors", "consolidated-00001-of-00011.safetensors", "consolidated.safetensors.index.json",
+        "original/params.json", "original/tokenizer.model", "original/consolidated.00.pth", "original/model.safetensors",
+        "onnx/model.safetensors", "pytorch_model.bin", "tf_model.h5", "README.md",
+    ]  # fmt: skip
+    downloaded: list[str] = []
+
+    def download(model: str, **patterns: list[str]) -> str:
+        downloaded.extend(filter_repo_objects([*read, *copies], **patterns))
+        return str(checkpoint)
+
+    monkeypatch.setattr("nanovllm.models.checkpoint.snapshot_download", download)
+    assert find_checkpoint("org/name") == checkpoint and downloaded == read
 
 
 def test_ranks_of_a_linear_layer_make_the_whole() -> None:

@@ -15,6 +15,7 @@ from nanovllm.config import DTYPES, MAX_SIZE
 
 LOCAL: dict[str, bool] = {"trust_remote_code": False, "local_files_only": True}  # of from_pretrained: no code, no network
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_COPIES = ["consolidated*", "original/*", "*/*.safetensors"]  # the same weights for other programs (Mistral's, Meta's)
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -27,7 +28,7 @@ def find_checkpoint(model: str) -> Path:
         if directory.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
             raise ValueError(f"model {model!r}: there is no such directory")
         try:
-            directory = Path(snapshot_download(model, allow_patterns=_FILES))
+            directory = Path(snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_COPIES))
         except (OSError, ValueError) as error:  # of the network and of the Hub, or for what is no id
             raise ValueError(f"model {model!r} is no directory and cannot be downloaded: {error}") from error
     if not (directory / "config.json").exists():
