@@ -1,10 +1,12 @@
 """What a caller can rely on: inputs, outputs, errors, interruptions, sharing, and a random life of the whole engine."""
 
+import inspect
 import os
+import pydoc
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import CodeType
 
@@ -64,6 +66,8 @@ def demo() -> LLM:
         ({"kvcache_memory_bytes": 100, "num_kvcache_blocks": None}, "kvcache_memory_bytes"),
         ({"enable_prefix_caching": "yes"}, "enable_prefix_caching"),
         ({"attention_backend": "fast"}, "attention_backend"),
+        ({"enable_kernels": 1}, "enable_kernels must be True or False"),
+        ({"enable_kernels": False, "attention_backend": "cpp"}, "attention_backend='cpp' needs enable_kernels=True"),
         ({"load_format": "gguf"}, "load_format"),
         ({"seed": -1}, "seed"),
         ({"trace": 3}, "trace must be"),
@@ -73,6 +77,19 @@ def demo() -> LLM:
 def test_wrong_options_are_named(make_llm: MakeLLM, options: dict, complaint: str) -> None:
     with pytest.raises((ValueError, TypeError), match=complaint):
         make_llm(**options)
+
+
+def test_every_option_is_seen_with_its_default() -> None:
+    """By `help` and `inspect`; an editor reads the annotations of Config."""
+    parameters = inspect.signature(LLM).parameters
+    assert list(parameters) == [field.name for field in fields(Config)] and parameters["model"].default is inspect.Parameter.empty
+    defaults = {name: parameter.default for name, parameter in parameters.items() if name != "model"}
+    config = Config("", **defaults)
+    assert all(getattr(config, name) == default for name, default in defaults.items()) and defaults["max_num_seqs"] == 256
+    assert "max_num_seqs: int = 256" in pydoc.render_doc(LLM) and all(
+        f"        {name}: " in Config.__doc__ for name in parameters
+    )
+    assert {f"        {field.name}: " in SamplingParams.__doc__ for field in fields(SamplingParams)} == {True}
 
 
 def test_options_hold_under_python_O(tiny: tuple[str, Oracle]) -> None:
