@@ -17,6 +17,10 @@ from transformers import (
 )
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.models.checkpoint import read_config
+from nanovllm.models.config import read_spec
+from nanovllm.models.decoder import DecoderSpec
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64,
@@ -70,6 +74,28 @@ def test_tokens(tmp_path: Path, name: str) -> None:
                 assert generate(llm, prompts, 20) == expected
                 check_invariants(llm)
             assert llm.stats["num_preemptions"] and llm.stats["num_cached_tokens"]
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 1e6},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+        {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64},
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "beta_fast": 16.0, "truncate": False, "mscale": 0.7, "mscale_all_dim": 0.3},
+        LLAMA3,
+    ],
+    ids=lambda rope: rope["rope_type"],
+)  # fmt: skip
+def test_frequencies_are_those_of_transformers(tmp_path: Path, rope: dict[str, Any]) -> None:
+    """To the last bit, on whatever device the caller computes."""
+    model = make_checkpoint(tmp_path, family=LlamaConfig, rope_parameters=rope)
+    with torch.device("meta"):
+        spec = read_spec(read_config(tmp_path), torch.float32, 1)
+    theirs = model.model.rotary_emb
+    assert isinstance(spec, DecoderSpec)
+    assert torch.equal(RotaryEmbedding(spec.rope).inv_freq, theirs.inv_freq)
+    assert spec.rope.attention_factor == theirs.attention_scaling
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -26,7 +26,7 @@ from nanovllm.models.weights import init_dummy_weights
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 SPEC = MoESpec(
     vocab_size=VOCAB_SIZE, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=48, max_len=64,
-    dtype=torch.float32, hidden_size=40, norm_eps=1e-6, rope=RopeSpec(1e4), tie_embeddings=True,
+    dtype=torch.float32, hidden_size=40, norm_eps=1e-6, rope=RopeSpec.from_base(1e4, 16), tie_embeddings=True,
     num_experts=16, num_experts_per_tok=3, expert_size=24, normalize_weights=True, dense_layers=frozenset({0}),
 )  # fmt: skip
 needs_bfloat16 = pytest.mark.skipif(not can_multiply(torch.bfloat16), reason="no compiler, or AMX that is not allowed")
@@ -151,7 +151,7 @@ def test_either_name_of_num_experts(tmp_path: Path, change_config: Callable[...,
         ({}, {"decoder_sparse_step": 0}, 1, "decoder_sparse_step must be at least 1"),
         ({}, {"mlp_only_layers": [-1]}, 1, "mlp_only_layers must be at least 0"),
         ({}, {"moe_intermediate_size": 0}, 1, "moe_intermediate_size must be at least 1"),
-        ({}, {"norm_topk_prob": 1}, 1, "norm_topk_prob must be True or False"),
+        ({}, {"norm_topk_prob": 1}, 1, "config.json: .*norm_topk_prob"),
         ({}, {"hidden_act": "gelu"}, 1, "hidden_act must be one of 'silu'"),
         ({}, {"use_sliding_window": True, "sliding_window": 8}, 1, "sliding-window"),
         ({}, {"quantization_config": {"quant_method": "fp8"}}, 1, "quantized"),
