@@ -4,6 +4,8 @@ A token counts once it is noted here (`note`): from then on callers may have see
 undone (`rewind`) and computed again, and since noise is a function of seed and position, with the same result.
 """
 
+from copy import copy
+
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import RequestOutput
@@ -23,7 +25,7 @@ class Request:
         self.looks_for_stop_strings = bool(seq.params.stop_strings)
         self.num_tokens = len(seq.token_ids)  # that are noted
         self.is_finished = False
-        self.text_state = detokenizer.state if self.looks_for_stop_strings else None
+        self.text_state = copy(detokenizer) if self.looks_for_stop_strings else None
         self.logprobs: list[dict[int, float]] = []  # per generated token, if they are asked for
         self.cumulative_logprob = 0.0
 
@@ -33,7 +35,7 @@ class Request:
         if logprobs is not None and len(seq.token_ids) > self.num_tokens:
             self.logprobs.append(logprobs)
             self.cumulative_logprob += logprobs[seq.token_ids[-1]]
-        text_state = self.detokenizer.state if self.looks_for_stop_strings else None
+        text_state = copy(self.detokenizer) if self.looks_for_stop_strings else None
         # All or none, even if Ctrl-C comes here.
         self.num_tokens, self.is_finished, self.text_state = len(seq.token_ids), seq.finish_reason is not None, text_state
 
@@ -42,7 +44,7 @@ class Request:
         seq = self.seq
         del seq.token_ids[self.num_tokens :]
         if self.looks_for_stop_strings:  # in what is not noted yet
-            self.detokenizer.state = self.text_state
+            self.detokenizer = copy(self.text_state)
         generated = seq.token_ids[seq.num_prompt_tokens :]
         del self.logprobs[len(generated) :]
         self.cumulative_logprob = sum((entry[token_id] for token_id, entry in zip(generated, self.logprobs)), 0.0)
