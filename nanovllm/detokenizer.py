@@ -70,7 +70,7 @@ class Detokenizer:
         while self.num_tokens < len(token_ids) and not self.is_stopped:
             fresh, held, window = self._take(token_ids[self.num_tokens])
             text, start = self.text + fresh, self.match_start
-            if start is None:
+            if self.stop_strings and start is None:
                 starts = [text.find(stop, max(0, len(self.text) - len(stop) + 1)) for stop in self.stop_strings]
                 start = min((each for each in starts if each >= 0), default=None)
             # All or none, wherever Ctrl-C comes.
