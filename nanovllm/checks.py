@@ -5,38 +5,52 @@ accepted too, but overflow where an int does not. (isinstance is asked for int a
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
-def check_int(name: str, value: Any, minimum: int, maximum: int | None = None, optional: bool = False) -> int | None:
-    """Require an int >= `minimum` and, where one is given, <= `maximum`, or None where `optional`."""
-    if optional and value is None:
-        return None
+def checked(default: T, check: Callable[..., object], **limits: object) -> T:
+    """A field of a `Checked` dataclass: `check` takes its name, its value and `limits`, and returns the value to keep."""
+    return field(default=default, metadata={"check": partial(check, **limits)})
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A dataclass whose fields are checked when it is made. None is right where it is the default."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if "check" in each.metadata and (value is not None or each.default is not None):
+                object.__setattr__(self, each.name, each.metadata["check"](each.name, value))
+
+
+def check_int(name: str, value: object, minimum: int, maximum: int | None = None) -> int:
+    """Require an int in [minimum, maximum]."""
     if not isinstance(value, (int, Integral)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int{' or None' if optional else ''}, not {value!r}")
-    if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, not {value}")
-    if maximum is not None and value > maximum:
-        raise ValueError(f"{name} must be at most {maximum}, not {value}")
-    return int(value)
+        raise TypeError(f"{name} must be an int, not {value!r}")
+    number = int(value)
+    if number < minimum or (maximum is not None and number > maximum):
+        raise ValueError(f"{name} must be at least {minimum}{f' and at most {maximum}' if maximum else ''}, not {value}")
+    return number
 
 
-def check_ints(name: str, values: Any, minimum: int) -> list[int] | None:
-    """Require a list of ints >= `minimum`, or a tuple, a set or an array of them, or None."""
-    if values is None:
-        return None
+def check_ints(name: str, values: Iterable[object], minimum: int) -> list[int]:
+    """Require a list of ints >= `minimum`, or a tuple, a set or an array of them."""
     try:
-        values = list(values)
+        return [check_int(name, value, minimum) for value in values]
     except TypeError as error:
         raise TypeError(f"{name} must be a list of ints, not {values!r}") from error
-    return [check_int(name, value, minimum) for value in values]
 
 
-def check_number(name: str, value: Any, low: float, high: float = sys.float_info.max, open_low: bool = False) -> float:
+def check_number(name: str, value: object, low: float, high: float = sys.float_info.max, open_low: bool = False) -> float:
     """Require a finite number in [low, high], or in (low, high] where `open_low`."""
     if not isinstance(value, (int, float, Real)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {value!r}")
@@ -46,14 +60,17 @@ def check_number(name: str, value: Any, low: float, high: float = sys.float_info
     return float(number)
 
 
-def check_bool(name: str, value: Any) -> bool:
-    """Require True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {value!r}")
+def check_type(name: str, value: T, types: tuple[type, ...], meaning: str) -> T:
+    """Require one of `types`."""
+    if not isinstance(value, types):
+        raise TypeError(f"{name} must be {meaning}, not {value!r}")
     return value
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+check_bool = partial(check_type, types=(bool,), meaning="True or False")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """Require one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")

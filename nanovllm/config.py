@@ -7,35 +7,19 @@ max_model_len) is settled where it becomes known: in engine/executor.py.
 import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, fields
-from functools import partial
 from inspect import Parameter, Signature, signature
-from typing import Any, Concatenate, Literal, ParamSpec
+from typing import Any, Concatenate, Literal, ParamSpec, get_args
 
-from nanovllm.checks import check_bool, check_choice, check_int, check_number
+from nanovllm.checks import Checked, check_bool, check_choice, check_int, check_number, check_type, checked
 
+AttentionBackend = Literal["auto", "flash_attn", "triton", "cpp", "torch"]
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_SIZE = 2**31 - 1  # of anything that is counted: beyond it arithmetic overflows before memory runs out
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "dtype": partial(check_choice, choices=("auto", *DTYPES)),
-    "tensor_parallel_size": partial(check_int, minimum=1),
-    "max_model_len": partial(check_int, minimum=2, optional=True),
-    "max_num_batched_tokens": partial(check_int, minimum=1, maximum=MAX_SIZE),
-    "max_num_seqs": partial(check_int, minimum=1, maximum=MAX_SIZE),
-    "kvcache_block_size": partial(check_int, minimum=2, maximum=MAX_SIZE, optional=True),
-    "num_kvcache_blocks": partial(check_int, minimum=1, maximum=MAX_SIZE, optional=True),
-    "gpu_memory_utilization": partial(check_number, low=0.0, high=1.0, open_low=True),
-    "kvcache_memory_bytes": partial(check_int, minimum=1, maximum=2**48, optional=True),
-    "enable_prefix_caching": check_bool,
-    "enable_chunked_prefill": check_bool,
-    "enforce_eager": check_bool,
-    "attention_backend": partial(check_choice, choices=("auto", "flash_attn", "triton", "cpp", "torch")),
-    "load_format": partial(check_choice, choices=("auto", "dummy")),
-    "seed": partial(check_int, minimum=0),
-}
+Options = ParamSpec("Options")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """The checkpoint and the options of `LLM`. Raises ValueError or TypeError, naming the option.
 
     Args:
@@ -57,6 +41,8 @@ class Config:
         enable_chunked_prefill: True: decodes and pieces of prompts share steps. False: whole prompts first, then decodes, as in
             vLLM 0.x.
         enforce_eager: No CUDA graphs.
+        enable_kernels: False: every token is computed by the plain torch of layers/ and models/, to read and to step through;
+            attention is then "torch".
         attention_backend: "auto": the fastest that works here. One asked for by name that cannot run here is an error.
         load_format: "dummy": random weights of config.json's shape.
         seed: Of the engine: the same calls give the same samples.
@@ -65,23 +51,24 @@ class Config:
 
     model: str | os.PathLike[str]
     _: KW_ONLY
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = "auto"
-    tensor_parallel_size: int = 1
-    max_model_len: int | None = None
-    max_num_batched_tokens: int = 8192
-    max_num_seqs: int = 256
-    kvcache_block_size: int | None = None
-    num_kvcache_blocks: int | None = None
-    gpu_memory_utilization: float = 0.9
-    kvcache_memory_bytes: int | None = None
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    enforce_eager: bool = False
-    attention_backend: Literal["auto", "flash_attn", "triton", "cpp", "torch"] = "auto"
-    load_format: Literal["auto", "dummy"] = "auto"
-    seed: int = 0
-    trace: str | os.PathLike[str] | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = checked("auto", check_choice, choices=("auto", *DTYPES))
+    device: str = checked("auto", check_type, types=(str,), meaning="a str such as 'auto', 'cpu' or 'cuda'")
+    tensor_parallel_size: int = checked(1, check_int, minimum=1)
+    max_model_len: int | None = checked(None, check_int, minimum=2)
+    max_num_batched_tokens: int = checked(8192, check_int, minimum=1, maximum=MAX_SIZE)
+    max_num_seqs: int = checked(256, check_int, minimum=1, maximum=MAX_SIZE)
+    kvcache_block_size: int | None = checked(None, check_int, minimum=2, maximum=MAX_SIZE)
+    num_kvcache_blocks: int | None = checked(None, check_int, minimum=1, maximum=MAX_SIZE)
+    gpu_memory_utilization: float = checked(0.9, check_number, low=0.0, high=1.0, open_low=True)
+    kvcache_memory_bytes: int | None = checked(None, check_int, minimum=1, maximum=2**48)
+    enable_prefix_caching: bool = checked(True, check_bool)
+    enable_chunked_prefill: bool = checked(True, check_bool)
+    enforce_eager: bool = checked(False, check_bool)
+    enable_kernels: bool = checked(True, check_bool)
+    attention_backend: AttentionBackend = checked("auto", check_choice, choices=get_args(AttentionBackend))
+    load_format: Literal["auto", "dummy"] = checked("auto", check_choice, choices=("auto", "dummy"))
+    seed: int = checked(0, check_int, minimum=0)
+    trace: str | os.PathLike[str] | None = checked(None, check_type, types=(str, os.PathLike), meaning="a file's path")
 
     @classmethod
     def from_options(cls, *args: Any, **options: Any) -> "Config":
@@ -93,28 +80,18 @@ class Config:
         return cls(*args, **options)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, (str, os.PathLike)):
-            raise TypeError(f"model must be a checkpoint directory or a Hub id, not {self.model!r}")
-        object.__setattr__(self, "model", os.fspath(self.model))
-        for name, check in _CHECKS.items():
-            object.__setattr__(self, name, check(name, getattr(self, name)))
-        if not isinstance(self.device, str):
-            raise TypeError(f"device must be a str such as 'auto', 'cpu' or 'cuda', not {self.device!r}")
-        if self.trace is not None and not isinstance(self.trace, (str, os.PathLike)):
-            raise TypeError(f"trace must be a file's path or None, not {self.trace!r}")
+        check_type("model", self.model, (str, os.PathLike), "a checkpoint directory or a Hub id")
+        super().__post_init__()
+        if not self.enable_kernels and self.attention_backend not in ("auto", "torch"):
+            raise ValueError(f"attention_backend={self.attention_backend!r} needs enable_kernels=True: without, it is 'torch'")
 
 
-Parameters = ParamSpec("Parameters")
-
-
-def takes(
-    options: Callable[Parameters, object],
-) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Parameters], None]]:
+def takes(options: Callable[Options, object]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Options], None]]:
     """Show editors and `help` that an __init__ has the parameters of `options`."""
+    parameters = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *signature(options).parameters.values()]
 
-    def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, Parameters], None]:
-        parameters = signature(options).parameters.values()
-        init.__signature__ = Signature([Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *parameters])
+    def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, Options], None]:
+        vars(init)["__signature__"] = Signature(parameters)
         return init
 
     return decorate

@@ -77,7 +77,7 @@ class FakeDriver:
 
 def make_spec(dtype: torch.dtype, head_dim: int, group_size: int, **options) -> DecoderSpec:
     sizes = dict(hidden_size=1024, intermediate_size=3072, vocab_size=4100, num_layers=2, max_len=4096, norm_eps=1e-6)
-    options = {"tie_embeddings": True, "rope": RopeSpec(1e4), **sizes, **options}
+    options = {"tie_embeddings": True, "rope": RopeSpec.from_base(1e4, head_dim), **sizes, **options}
     return DecoderSpec(num_heads=2 * group_size, num_kv_heads=2, head_dim=head_dim, dtype=dtype, **options)
 
 

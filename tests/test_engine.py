@@ -1,9 +1,11 @@
 """What a caller can rely on: inputs, outputs, errors, sharing, and a random life of the whole engine."""
 
+import inspect
+import pydoc
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +64,8 @@ def demo() -> LLM:
         ({"kvcache_memory_bytes": 100, "num_kvcache_blocks": None}, "kvcache_memory_bytes"),
         ({"enable_prefix_caching": "yes"}, "enable_prefix_caching"),
         ({"attention_backend": "fast"}, "attention_backend"),
+        ({"enable_kernels": 1}, "enable_kernels must be True or False"),
+        ({"enable_kernels": False, "attention_backend": "cpp"}, "attention_backend='cpp' needs enable_kernels=True"),
         ({"load_format": "gguf"}, "load_format"),
         ({"seed": -1}, "seed"),
         ({"trace": 3}, "trace must be"),
@@ -71,6 +75,19 @@ def demo() -> LLM:
 def test_wrong_options_are_named(make_llm: MakeLLM, options: dict, complaint: str) -> None:
     with pytest.raises((ValueError, TypeError), match=complaint):
         make_llm(**options)
+
+
+def test_every_option_is_seen_with_its_default() -> None:
+    """By `help` and `inspect`; an editor reads the annotations of Config."""
+    parameters = inspect.signature(LLM).parameters
+    assert list(parameters) == [field.name for field in fields(Config)] and parameters["model"].default is inspect.Parameter.empty
+    defaults = {name: parameter.default for name, parameter in parameters.items() if name != "model"}
+    config = Config("", **defaults)
+    assert all(getattr(config, name) == default for name, default in defaults.items()) and defaults["max_num_seqs"] == 256
+    assert "max_num_seqs: int = 256" in pydoc.render_doc(LLM) and all(
+        f"        {name}: " in Config.__doc__ for name in parameters
+    )
+    assert {f"        {field.name}: " in SamplingParams.__doc__ for field in fields(SamplingParams)} == {True}
 
 
 def test_options_hold_under_python_O(tiny: tuple[str, Oracle]) -> None:
@@ -185,7 +202,8 @@ def test_the_largest_step_is_one(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPa
         ("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")), ("temperature", 10**400), ("temperature", "hot"), ("top_p", 0.0), ("top_p", 1.1), ("top_k", 0),
         ("top_k", -2), ("top_k", 1.5), ("min_p", -0.1), ("min_p", 1.1), ("max_tokens", 0), ("max_tokens", None), ("seed", "x"),
         ("ignore_eos", 1), ("n", 0), ("presence_penalty", 2.1), ("presence_penalty", -2.1), ("frequency_penalty", 3.0),
-        ("repetition_penalty", 0.0), ("min_tokens", -1), ("min_tokens", 65), ("stop", ""), ("stop", ["a", 3]), ("stop", 5),
+        ("repetition_penalty", 0.0), ("repetition_penalty", 1e300), ("repetition_penalty", 1e-300), ("repetition_penalty", -1.0),
+        ("min_tokens", -1), ("min_tokens", 65), ("stop", ""), ("stop", ["a", 3]), ("stop", 5),
         ("stop_token_ids", [-1]), ("stop_token_ids", 3), ("stop_token_ids", ["x"]), ("logprobs", -1), ("logprobs", True),
         ("max_tokens", np.float64(3.0)), ("max_tokens", np.bool_(True)), ("stop_token_ids", np.array(3)),
         ("temperature", np.float32("nan")), ("temperature", np.bool_(True)),

@@ -1,11 +1,20 @@
-"""Each family that loads: transformers' tokens, cold, warm, in chunks, preempted, on two ranks; and what is refused by name."""
+"""Each family that loads: transformers' tokens, cold, warm, in chunks, preempted, on two ranks; and what is refused by name.
 
+Then what only OPT has (learned positions, names without a prefix) and what only Qwen3-MoE has (a router and its experts).
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, Oracle, check_invariants, make_checkpoint, random_prompt
+from conftest import VOCAB_SIZE, Oracle, check_invariants, edit_config, edit_weights, make_checkpoint, random_prompt
+from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
     MinistralConfig,
@@ -15,8 +24,19 @@ from transformers import (
     Qwen2Config,
     Qwen3MoeConfig,
 )
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.kernels import capture_decode_steps, kernelize
+from nanovllm.kernels.cpu.packed import PackedExperts, can_multiply
+from nanovllm.layers import attention
+from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
+from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.models.checkpoint import read_config
+from nanovllm.models.config import read_spec
+from nanovllm.models.decoder import DecoderSpec
+from nanovllm.models.moe import Experts, MoE, MoESpec
+from nanovllm.models.weights import init_dummy_weights
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64,
@@ -45,6 +65,8 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         dict(**EXPERTS, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3], tie_word_embeddings=False),
     ),
 }
+# What is divided among ranks differs between these; the others differ in what every rank has whole: RoPE, windows, norms.
+DIVIDED = {"qwen2", "llama-2", "llama-biases", "opt-350m", "opt-untied-narrow", "opt-no-biases", "qwen3-moe", "qwen3-moe-mixed"}
 
 
 def make_family(directory: Path, name: str, **changes: Any) -> Oracle:
@@ -63,13 +85,36 @@ def test_tokens(tmp_path: Path, name: str) -> None:
     prompts = [random_prompt(length, length) for length in (1, 3, 4, 5, 8, 9, 33, 100)]
     prompts.append(prompts[-1][:50] + random_prompt(0, 10))
     expected = [oracle(prompt, 20) for prompt in prompts]
-    for size in (1, 2):
+    for size in (1, 2) if name in DIVIDED else (1,):
         options = {"num_kvcache_blocks": 40, "kvcache_block_size": 4, "max_num_batched_tokens": 24, "tensor_parallel_size": size}
         with LLM(str(tmp_path), **options) as llm:
             for _ in range(2):
                 assert generate(llm, prompts, 20) == expected
                 check_invariants(llm)
             assert llm.stats["num_preemptions"] and llm.stats["num_cached_tokens"]
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 1e6},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+        {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64},
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "beta_fast": 16.0, "truncate": False,
+         "mscale": 0.7, "mscale_all_dim": 0.3},
+        LLAMA3,
+    ],
+    ids=lambda rope: rope["rope_type"],
+)  # fmt: skip
+def test_frequencies_are_those_of_transformers(tmp_path: Path, rope: dict[str, Any]) -> None:
+    """To the last bit, on whatever device the caller computes."""
+    model = make_checkpoint(tmp_path, family=LlamaConfig, rope_parameters=rope)
+    with torch.device("meta"):
+        spec = read_spec(read_config(tmp_path), torch.float32, 1)
+    theirs = model.model.rotary_emb
+    assert isinstance(spec, DecoderSpec)
+    assert torch.equal(RotaryEmbedding(spec.rope).inv_freq, theirs.inv_freq)
+    assert spec.rope.attention_factor == theirs.attention_scaling
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -110,3 +155,336 @@ def test_close_but_different(tmp_path: Path, family: type[PretrainedConfig], cha
     family(**settings, vocab_size=97, architectures=[architecture], **changes).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=complaint):
         LLM(str(tmp_path), load_format="dummy", num_kvcache_blocks=8)
+
+
+# --- OPT
+
+
+OPT_POSITIONS = "model.decoder.embed_positions.weight"
+OPT_PROJECTION = "model.decoder.project_in.weight"
+OPT_SURPLUS = "model.decoder.layers.0.fc3.bias"
+OPT_BIAS = "model.decoder.layers.1.self_attn.k_proj.bias"
+
+
+@pytest.fixture
+def opt(tmp_path: Path) -> Oracle:
+    """Of an OPT checkpoint in tmp_path, which has every kind of tensor."""
+    return make_family(tmp_path, "opt", word_embed_proj_dim=24)
+
+
+def load(directory: Path, **options: Any) -> LLM:
+    return LLM(str(directory), num_kvcache_blocks=32, **options)
+
+
+def test_opt_names_without_the_prefix(opt: Oracle, tmp_path: Path) -> None:
+    """The checkpoints of 350m, 6.7b, 13b and 30b were saved without a head: "decoder." instead of "model.decoder."."""
+    edit_weights(tmp_path, lambda w: [w.update({name.removeprefix("model."): w.pop(name)}) for name in list(w)])
+    prompt = random_prompt(0, 9)
+    assert generate(load(tmp_path), [prompt], 12) == [opt(prompt, 12)]
+
+
+@pytest.mark.parametrize(
+    "edit, complaint",
+    [
+        (lambda w: w.pop(OPT_POSITIONS), f"without a tensor: {OPT_POSITIONS}"),
+        (lambda w: w.pop(OPT_PROJECTION), f"without a tensor: {OPT_PROJECTION}"),
+        (lambda w: w.update({OPT_SURPLUS: torch.ones(2)}), f"without a parameter.*: {OPT_SURPLUS}"),
+        (lambda w: w.update({OPT_POSITIONS.removeprefix("model."): w[OPT_POSITIONS].clone()}), "repeated: .*embed_positions"),
+        (
+            lambda w: w.update({OPT_POSITIONS: w[OPT_POSITIONS][2:].clone()}),
+            r"embed_positions.* has shape \[256, 32\].* \[258, 32\]",
+        ),
+        (lambda w: w.update({OPT_BIAS: torch.ones(33)}), rf"{OPT_BIAS} has shape \[33\], the model needs \[32\]"),
+        (lambda w: w.update({"lm_head.weight": torch.ones(97, 24)}), "lm_head.weight differs"),
+    ],
+    ids=["no-positions", "no-projection", "surplus", "twice", "no-offset", "misshapen", "tied-but-different"],
+)
+def test_opt_tensors_that_do_not_fit(opt: Oracle, tmp_path: Path, edit: Callable, complaint: str) -> None:
+    edit_weights(tmp_path, edit)
+    with pytest.raises(ValueError, match=complaint):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes, complaint",
+    [
+        ({"num_attention_heads": 5}, "hidden_size must be a multiple of num_attention_heads"),
+        ({"ffn_dim": 0}, "ffn_dim"),
+        ({"word_embed_proj_dim": "24"}, "word_embed_proj_dim"),
+        *[({name: 1}, name) for name in ("enable_bias", "do_layer_norm_before", "layer_norm_elementwise_affine")],
+        ({"_remove_final_layer_norm": "no"}, "_remove_final_layer_norm"),
+        # what differs in the config but not in the weights
+        ({"enable_bias": False}, "without a parameter.*k_proj.bias"),
+        ({"layer_norm_elementwise_affine": False}, "without a parameter.*layer_norm.bias"),
+        ({"do_layer_norm_before": False}, "without a parameter.*model.decoder.final_layer_norm"),
+        ({"word_embed_proj_dim": None}, r"embed_tokens.weight has shape \[97, 24\]"),
+        ({"tie_word_embeddings": False}, "without a tensor: lm_head.weight"),
+    ],
+)
+def test_opt_configs_that_do_not_fit(opt: Oracle, tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=complaint):
+        load(tmp_path)
+
+
+def test_opt_sizes_that_do_not_divide(opt: Oracle, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 does not divide num_attention_heads=4"):
+        load(tmp_path, tensor_parallel_size=3)
+    edit_config(tmp_path, ffn_dim=41)
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 does not divide intermediate_size=41"):
+        load(tmp_path, tensor_parallel_size=2)
+
+
+def test_opt_every_position_that_was_learned(opt: Oracle, tmp_path: Path) -> None:
+    """The sequence ends where the matrix of positions does."""
+    prompt = random_prompt(1, 250)
+    (output,) = load(tmp_path).generate(prompt, SamplingParams(temperature=0.0, max_tokens=50), use_tqdm=False)
+    assert (output["token_ids"], output["finish_reason"]) == (opt(prompt, 6), "length")
+    with pytest.raises(ValueError, match="lower it to 256"):
+        load(tmp_path, max_model_len=257)
+
+
+def test_opt_dummy_weights(opt: Oracle, tmp_path: Path) -> None:
+    """Norms start at 1 and biases at 0, also those of norms; the same on any number of ranks."""
+    (tmp_path / "model.safetensors").unlink()
+    prompts, token_ids = [random_prompt(seed, 9) for seed in range(3)], []
+    for size in (1, 2):
+        with load(tmp_path, load_format="dummy", tensor_parallel_size=size) as llm:
+            token_ids.append(generate(llm, prompts, 12))
+            decoder = llm.model_runner.executor.model.model.decoder
+            for norm in (decoder.final_layer_norm, decoder.layers[1].self_attn_layer_norm):
+                assert norm.weight.eq(1).all() and norm.bias.eq(0).all()
+            assert decoder.layers[0].fc2.bias.eq(0).all()
+    assert token_ids[0] == token_ids[1] and len({tuple(ids) for ids in token_ids[0]}) > 1
+
+
+# --- Qwen3-MoE
+
+
+SIX_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+MOE_SPEC = MoESpec(
+    vocab_size=VOCAB_SIZE, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=48, max_len=64,
+    dtype=torch.float32, hidden_size=40, norm_eps=1e-6, rope=RopeSpec.from_base(1e4, 16), tie_embeddings=True,
+    num_experts=16, num_experts_per_tok=3, expert_size=24, normalize_weights=True, dense_layers=frozenset({0}),
+)  # fmt: skip
+needs_bfloat16 = pytest.mark.skipif(not can_multiply(torch.bfloat16), reason="no compiler, or AMX that is not allowed")
+
+
+def make_moe(dtype: torch.dtype = torch.float32) -> MoE:
+    torch.manual_seed(0)
+    moe = MoE(replace(MOE_SPEC, dtype=dtype), TensorParallel()).requires_grad_(False)
+    for parameter in moe.parameters():
+        parameter.normal_(0.0, 0.3)
+    return moe
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_moe_every_token_gets_its_experts(normalize: bool) -> None:
+    """Against the definition, one token and one expert at a time; the weights of the others are not even looked at."""
+    moe, x = make_moe(), torch.randn(5, MOE_SPEC.hidden_size)
+    moe.normalize_weights = normalize
+    probabilities = (x @ moe.gate.weight.T).softmax(-1)
+    expected = torch.zeros_like(x)
+    chosen: set[int] = set()
+    for token, each in enumerate(probabilities):
+        experts = each.argsort(descending=True)[: MOE_SPEC.num_experts_per_tok].tolist()
+        for expert in experts:
+            gate, up = (moe.experts.gate_up_proj[expert] @ x[token]).chunk(2)
+            output = moe.experts.down_proj[expert] @ (torch.nn.functional.silu(gate) * up)
+            expected[token] += output * each[expert] / (each[experts].sum() if normalize else 1)
+        chosen.update(experts)
+    others = sorted(set(range(MOE_SPEC.num_experts)) - chosen)
+    assert others
+    moe.experts.gate_up_proj[others] = torch.nan
+    moe.experts.down_proj[others] = torch.nan
+    torch.testing.assert_close(moe(x), expected)
+
+
+@pytest.mark.parametrize("is_packed", [False, pytest.param(True, marks=needs_bfloat16)])
+def test_moe_low_precision(is_packed: bool) -> None:
+    """Nearer to float32 than transformers' block, by a tenth, or a third: by the float32 weights and sums, and by SwiGLU's one
+    rounding. Packed, a token gets alone the same bits as among others."""
+    moe, x = make_moe(torch.bfloat16), torch.randn(50, MOE_SPEC.hidden_size).bfloat16()
+    config = Qwen3MoeConfig(
+        num_experts=16, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True, hidden_size=MOE_SPEC.hidden_size
+    )
+    theirs = Qwen3MoeSparseMoeBlock(config).bfloat16().requires_grad_(False)
+    theirs.load_state_dict(moe.state_dict())
+    logits, rounded = moe.gate(x), theirs(x[None])[0]
+    exact = make_moe()
+    exact.load_state_dict(moe.state_dict())
+    exact.gate.forward = lambda x: logits.float()  # whom a near tie chooses is not what this is about
+    if is_packed:
+        moe = kernelize(moe, torch.device("cpu"), torch.bfloat16)
+        assert type(moe.experts) is PackedExperts and not list(moe.parameters())
+    output = moe(x)
+    expected = exact(x.float())
+    assert (output - expected).norm() < (0.65 if is_packed else 0.9) * (rounded - expected).norm()
+    for rows in (slice(0, 1), slice(7, 8), slice(3, 40)) if is_packed else ():
+        assert torch.equal(moe(x[rows]), output[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_kernelized", [True, False])
+def test_moe_near_ties(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kernelized: bool, dtype: torch.dtype) -> None:
+    """In 16 bits rounding decides a router's near ties, and another expert changes tokens. Apart from that, only rounding does.
+
+    Experts come in pairs of almost equal probability, so a token's third expert is always half of a near tie. Given
+    nanovllm's choices, float32 is as near to nanovllm as to transformers, and chooses the same tokens within rounding.
+    """
+    if not is_kernelized:
+        monkeypatch.setattr("nanovllm.kernels.kernelize", lambda module, device, dtype: module)
+    model = make_checkpoint(
+        tmp_path, family=Qwen3MoeConfig, dtype=dtype, **{**SIX_EXPERTS, "num_experts": 16, "num_experts_per_tok": 3}
+    )
+    for layer in model.model.layers:
+        rows = layer.mlp.gate.weight.data
+        rows[8:] = rows[:8] * (1 + torch.finfo(dtype).eps * torch.randn(rows[:8].shape)).to(dtype)
+    model.save_pretrained(tmp_path)
+    prompt, chosen = random_prompt(1, 100), defaultdict[nn.Module, list[Tensor]](list)
+    params = SamplingParams(temperature=0.0, max_tokens=50, logprobs=VOCAB_SIZE)
+    with LLM(str(tmp_path), num_kvcache_blocks=16) as llm:
+        for module in llm.model_runner.executor.model.modules():
+            if isinstance(module, Experts):
+                module.register_forward_pre_hook(lambda module, args: chosen[module].append(args[1]))
+        output = llm.generate(prompt, params, use_tqdm=False)[0]
+    ours = torch.tensor([[logprobs[token_id] for token_id in range(VOCAB_SIZE)] for logprobs in output["logprobs"]])
+    topk, gaps = torch.topk, []  # of each choice: log(probability of the third best / of the least probable that is chosen)
+
+    def compute_theirs(*, is_forced: bool) -> Tensor:
+        """Log probabilities [num_generated, vocab_size] after the same tokens, with their choice of experts or with ours."""
+        layers = iter(chosen.values())
+
+        def choose(probabilities: Tensor, k: int, dim: int) -> tuple[Tensor, Tensor]:
+            experts = torch.cat(next(layers))
+            weights = probabilities.gather(dim, experts)
+            gaps.append((topk(probabilities, k).values[:, -1] / weights.amin(dim)).log())
+            return weights, experts
+
+        with monkeypatch.context() as patch, torch.inference_mode():
+            if is_forced:
+                patch.setattr(torch, "topk", choose)
+            logits = model(torch.tensor([prompt + output["token_ids"][:-1]])).logits[0, len(prompt) - 1 :]
+        assert not is_forced or next(layers, None) is None
+        return logits.float().log_softmax(-1)
+
+    def regret(logprobs: Tensor) -> Tensor:
+        """By how much, at most, the best token is more probable than the one that was generated."""
+        return (logprobs.amax(-1) - logprobs[range(len(ours)), output["token_ids"]]).max()
+
+    rounded = compute_theirs(is_forced=True)
+    model.float()
+    gaps.clear()
+    free, exact = compute_theirs(is_forced=False), compute_theirs(is_forced=True)
+    rounding = (rounded - exact).square().mean().sqrt()
+    assert (ours - exact).square().mean().sqrt() < 1.3 * rounding
+    assert regret(exact) < 10 * rounding < regret(free)
+    assert 0.0 < torch.cat(gaps).max() < 16 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_moe_the_width_is_divided(size: int) -> None:
+    """Dummy weights are the same on any number of ranks, and what the ranks compute adds up."""
+    whole = MoE(MOE_SPEC, TensorParallel()).requires_grad_(False)
+    init_dummy_weights(whole, seed=1)
+    x = torch.randn(7, MOE_SPEC.hidden_size)
+    total = torch.zeros_like(x)
+    for rank in range(size):
+        moe = MoE(MOE_SPEC, TensorParallel(rank, size)).requires_grad_(False)
+        init_dummy_weights(moe, seed=1)
+        assert moe.experts.down_proj.shape == (16, 40, 24 // size) and torch.equal(moe.gate.weight, whole.gate.weight)
+        total += moe(x)
+    torch.testing.assert_close(total, whole(x))
+
+
+def test_moe_low_precision_on_two_ranks(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family=Qwen3MoeConfig, dtype=torch.bfloat16, **SIX_EXPERTS, initializer_range=0.1)
+    params, values = SamplingParams(temperature=0.0, max_tokens=1, logprobs=VOCAB_SIZE), []
+    for size in (1, 2):
+        with LLM(str(tmp_path), tensor_parallel_size=size, num_kvcache_blocks=64) as llm:
+            outputs = llm.generate([random_prompt(seed, 20) for seed in range(8)], params, use_tqdm=False)
+        values.append(torch.tensor([[output["logprobs"][0][token_id] for token_id in range(VOCAB_SIZE)] for output in outputs]))
+    assert (values[0] - values[1]).abs().mean() < 0.02 * values[0].std()
+
+
+def test_moe_steps_run_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which shapes they have depends on the routing. A decoder whose layers are all dense is captured."""
+    monkeypatch.setattr("nanovllm.kernels.CudaGraphs", lambda *arguments: "captured")
+    backend, kv_caches = SimpleNamespace(SUPPORTS_CUDA_GRAPHS=True), [SimpleNamespace(device=torch.device("cuda"))]
+    for dense_layers, expected in (({0}, None), ({0, 1}, "captured")):
+        model = replace(MOE_SPEC, dense_layers=frozenset(dense_layers)).make_model(attention)
+        assert capture_decode_steps(model, backend, kv_caches, 8, 4) == expected
+
+
+@pytest.fixture
+def change_moe_config(tmp_path: Path) -> Callable[..., Oracle]:
+    """A checkpoint whose config.json is changed afterwards; None removes a field."""
+
+    def change(made_with: dict[str, Any], **changes: Any) -> Oracle:
+        oracle = Oracle(make_checkpoint(tmp_path, family=Qwen3MoeConfig, **{**SIX_EXPERTS, **made_with}))
+        content = {**json.loads((tmp_path / "config.json").read_text()), **changes}
+        content = {name: value for name, value in content.items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        return oracle
+
+    return change
+
+
+@pytest.mark.parametrize("name, other", [("num_experts", "num_local_experts"), ("num_local_experts", "num_experts")])
+def test_moe_either_name_of_num_experts(tmp_path: Path, change_moe_config: Callable[..., Oracle], name: str, other: str) -> None:
+    oracle, prompt = change_moe_config({}, **{name: 6, other: None}), random_prompt(1, 9)
+    with LLM(str(tmp_path), num_kvcache_blocks=16) as llm:
+        output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)[0]
+    assert output["token_ids"] == oracle(prompt, 8)
+
+
+@pytest.mark.parametrize(
+    "made_with, changes, num_ranks, complaint",
+    [
+        ({}, {"num_experts_per_tok": 7}, 1, "num_experts_per_tok=7 must be at least 1 and at most num_experts=6"),
+        ({}, {"num_experts_per_tok": 0}, 1, "num_experts_per_tok=0 must be"),
+        ({}, {"decoder_sparse_step": 0}, 1, "decoder_sparse_step must be at least 1"),
+        ({}, {"mlp_only_layers": [-1]}, 1, "mlp_only_layers must be at least 0"),
+        ({}, {"moe_intermediate_size": 0}, 1, "moe_intermediate_size must be at least 1"),
+        ({}, {"norm_topk_prob": 1}, 1, "config.json: .*norm_topk_prob"),
+        ({"moe_intermediate_size": 25}, {}, 2, "tensor_parallel_size=2 does not divide moe_intermediate_size=25"),
+        ({"mlp_only_layers": [1], "intermediate_size": 47}, {}, 2, "tensor_parallel_size=2 does not divide intermediate_size=47"),
+        ({}, {"num_local_experts": 5}, 1, r"mlp.gate.weight has shape \[6, 32\], the model needs \[5, 32\]"),
+        ({}, {"moe_intermediate_size": 16}, 1, r"has shape \[32, 24\], the model needs \[32, 16\]"),
+        ({}, {"mlp_only_layers": [0]}, 1, "parameters without a tensor: .*layers.0.mlp.gate_proj.weight"),
+    ],
+)  # fmt: skip
+def test_moe_refusals(
+    tmp_path: Path,
+    change_moe_config: Callable[..., Oracle],
+    made_with: dict[str, Any],
+    changes: dict[str, Any],
+    num_ranks: int,
+    complaint: str,
+) -> None:
+    change_moe_config(made_with, **changes)
+    with pytest.raises(ValueError, match=complaint):
+        LLM(str(tmp_path), num_kvcache_blocks=16, tensor_parallel_size=num_ranks)
+
+
+@pytest.mark.parametrize(
+    "old, new, complaint",
+    [
+        ("experts.3.up_proj", None, "parameters without a tensor: .*experts.3.up_proj.weight"),
+        ("experts.3.up_proj", "experts.6.up_proj", "repeated: .*experts.6.up_proj.weight; .*experts.3.up_proj.weight"),
+        ("gate", "gate.e_score_correction_bias", "repeated: .*gate.e_score_correction_bias"),
+    ],
+)
+def test_moe_tensors_that_do_not_fit(
+    tmp_path: Path, change_moe_config: Callable[..., Oracle], old: str, new: str | None, complaint: str
+) -> None:
+    change_moe_config({})
+
+    def edit(weights: dict[str, torch.Tensor]) -> None:
+        tensor = weights.pop(f"model.layers.1.mlp.{old}.weight")
+        if new is not None:
+            weights[f"model.layers.1.mlp.{new}.weight"] = tensor
+
+    edit_weights(tmp_path, edit)
+    with pytest.raises(ValueError, match=complaint):
+        LLM(str(tmp_path), num_kvcache_blocks=16)

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,7 +88,7 @@ def make_layers(dtype: torch.dtype, device: str) -> nn.ModuleDict:
     torch.manual_seed(0)
     spec = DecoderSpec(
         vocab_size=80, hidden_size=100, num_layers=1, num_heads=5, num_kv_heads=5, head_dim=20, intermediate_size=150,
-        norm_eps=1e-3, rope=RopeSpec(1e4), qk_norm=True, qkv_bias=False, o_bias=False, tie_embeddings=True, max_len=16,
+        norm_eps=1e-3, rope=RopeSpec.from_base(1e4, 20), qk_norm=True, qkv_bias=False, o_bias=False, tie_embeddings=True, max_len=16,
         dtype=dtype,
     )  # fmt: skip
     norm, attention, mlp = RMSNorm(300, 1e-3, dtype), Attention(spec, torch_backend, ALONE), MLP(spec, ALONE)
@@ -141,7 +142,7 @@ def test_layers(num_tokens: int, dtype: torch.dtype, tolerance: float, functions
 @pytest.mark.parametrize("num_tokens", [0, 1, 200])
 def test_angles(num_tokens: int, functions: str, device: str) -> None:
     positions = torch.randint(40_000, (num_tokens,), generator=torch.Generator().manual_seed(0)).to(device)
-    rotary = RotaryEmbedding(20, RopeSpec(1e4, attention_factor=1.5)).to(device)
+    rotary = RotaryEmbedding(replace(RopeSpec.from_base(1e4, 20), attention_factor=1.5)).to(device)
     expected = rotary(positions)
     for output, exact in zip(with_twins(rotary, functions)(positions), expected):
         assert output.dtype == torch.float32 and output.is_contiguous()
@@ -452,7 +453,7 @@ def test_which_layers_are_fused() -> None:
 
     spec = DecoderSpec(
         vocab_size=80, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=40,
-        norm_eps=1e-3, rope=RopeSpec(1e4), tie_embeddings=True, max_len=16, dtype=torch.float32,
+        norm_eps=1e-3, rope=RopeSpec.from_base(1e4, 16), tie_embeddings=True, max_len=16, dtype=torch.float32,
     )  # fmt: skip
     triton_backend = import_module("nanovllm.kernels.cuda.attention")
     for backend, kinds, expected in (

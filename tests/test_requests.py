@@ -106,7 +106,7 @@ def test_text_and_stop_strings_split_everywhere(demo: LLM, say: Callable, text: 
 def test_what_only_begins_like_a_stop_string_is_shown_in_the_end(demo: LLM, say: Callable) -> None:
     ids = [demo.tokenizer.convert_tokens_to_ids(letter) for letter in "abcabd"]
     texts = [o["text"] for o in say(ids, stop="abcx")]
-    assert texts == ["", "", "", "abc", "abc", "abcabd"]
+    assert texts == ["", "", "", "a", "ab", "abcabd"], "as many characters wait as may begin one"
     assert [o["text"] for o in say(ids[:5], stop="abcx")][-1] == "abcab"
 
 
@@ -407,6 +407,16 @@ def test_rules_are_the_sequences_own() -> None:
         seq.token_ids.append(token_id)
         reasons.append(seq.check_end())
     assert reasons == [None, None, "stop", "length"]
+
+
+@pytest.mark.parametrize("bound", [1e-6, 1e6])
+def test_repetition_penalties_at_their_bounds_stay_finite(bound: float) -> None:
+    """For logits up to 1e32, which is what SamplingParams promises."""
+    penalties, seq = Penalties(2, 20, torch.device("cpu")), Sequence(0, [0, 1], SamplingParams(repetition_penalty=bound))
+    seq.lane = 0
+    changed = penalties.apply(torch.tensor([[1e32, -1e32]]), [seq])
+    assert changed.isfinite().all()
+    torch.testing.assert_close(changed, torch.tensor([[1e32 / bound, -1e32 * bound]]))
 
 
 # --- numbers that are none

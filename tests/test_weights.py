@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import edit_config, edit_weights, make_checkpoint
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear, Target
 from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.models.checkpoint import find_checkpoint
 
 LAYER = "model.layers.1.mlp.up_proj.weight"
 SIZES = (
@@ -54,6 +56,22 @@ def test_tensors_that_do_not_fit(checkpoint: Path, edit: Callable, complaint: st
 def test_tied_head_stored_twice(checkpoint: Path) -> None:
     edit_weights(checkpoint, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()}))
     load(checkpoint)
+
+
+def test_buffers_of_rope_are_passed_over(checkpoint: Path) -> None:
+    """transformers saved each layer's frequencies once (Llama 2 holds them), other trainers the cosines too."""
+    prompt, greedy = [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8)
+    expected = load(checkpoint).generate(prompt, greedy, use_tqdm=False)[0]["token_ids"]
+    buffers = {
+        f"model.layers.{layer}.self_attn.rotary_emb.{name}": torch.ones(8)
+        for layer in range(2)
+        for name in ("inv_freq", "cos_cached", "sin_cached")
+    }
+    edit_weights(checkpoint, lambda w: w.update(buffers))
+    assert load(checkpoint).generate(prompt, greedy, use_tqdm=False)[0]["token_ids"] == expected
+    edit_weights(checkpoint, lambda w: w.update({"model.layers.0.self_attn.rotary_emb.weight": torch.ones(8)}))
+    with pytest.raises(ValueError, match="without a parameter.*: model.layers.0.self_attn.rotary_emb.weight"):
+        load(checkpoint)
 
 
 def test_missing_shard(tmp_path: Path) -> None:
@@ -111,7 +129,7 @@ def test_no_weights(checkpoint: Path) -> None:
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}}, "factor"),
         ({"rope_parameters": None, "rope_theta": 0}, "rope_theta"),
         ({"rope_parameters": [1]}, "rope_parameters"),
-        *[({"eos_token_id": value}, "config.json: .*eos_token_id") for value in ("2", 2.5, True, -1, [5, -1])],
+        *[({"eos_token_id": value}, "config.json: .*eos_token_id") for value in ("2", 2.5, True)],
     ],
     ids=lambda value: ", ".join(f"{name}={value}"[:40] for name, value in value.items()) if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -189,7 +207,7 @@ def test_tensor_in_two_shards(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("value", ["2", 2.5, True, -1, [5, "2"], [None], {"a": 1}], ids=str)
+@pytest.mark.parametrize("value", ["2", 2.5, True, [5, "2"], [None], {"a": 1}], ids=str)
 def test_eos_that_is_none(checkpoint: Path, value: object) -> None:
     (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(ValueError, match="generation_config.json: eos_token_id"):
@@ -215,6 +233,21 @@ def test_eos_is_every_one_that_is_named(checkpoint: Path) -> None:
     assert load(checkpoint).eos_token_ids == {5, 7, 9}
 
 
+@pytest.mark.parametrize(
+    "of_config, of_generation, expected",
+    [(-1, None, set()), (5, -1, {5}), (-1, [7, -1, 9], {7, 9}), ([5, -1], [-2], {5}), (None, [-1], set())],
+    ids=str,
+)
+def test_a_negative_eos_is_none(checkpoint: Path, of_config: object, of_generation: object, expected: set[int]) -> None:
+    edit_config(checkpoint, eos_token_id=of_config)
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": of_generation}))
+    assert load(checkpoint).eos_token_ids == expected
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(DEMO_MODEL) / name, checkpoint)
+    with_tokenizer = load(checkpoint)
+    assert with_tokenizer.eos_token_ids == (expected or {with_tokenizer.tokenizer.eos_token_id})
+
+
 def test_not_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such directory"):
         LLM(tmp_path / "nothing")
@@ -226,6 +259,28 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
         LLM(__file__)
     with pytest.raises(ValueError, match="config.json"):
         LLM(str(tmp_path))
+
+
+def test_what_is_downloaded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a Hub repository's files those that are read: no copy of the weights in another program's format."""
+    read = [
+        "config.json", "generation_config.json", "model.safetensors.index.json", "model-00001-of-00003.safetensors",
+        "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "vocab.json", "merges.txt",
+        "additional_chat_templates/tool_use.jinja",
+    ]  # fmt: skip
+    copies = [
+        "consolidated.safetensors", "consolidated-00001-of-00011.safetensors", "consolidated.safetensors.index.json",
+        "original/params.json", "original/tokenizer.model", "original/consolidated.00.pth", "original/model.safetensors",
+        "onnx/model.safetensors", "pytorch_model.bin", "tf_model.h5", "README.md",
+    ]  # fmt: skip
+    downloaded: list[str] = []
+
+    def download(model: str, **patterns: list[str]) -> str:
+        downloaded.extend(filter_repo_objects([*read, *copies], **patterns))
+        return str(checkpoint)
+
+    monkeypatch.setattr("nanovllm.models.checkpoint.snapshot_download", download)
+    assert find_checkpoint("org/name") == checkpoint and downloaded == read
 
 
 def test_ranks_of_a_linear_layer_make_the_whole() -> None:

@@ -1,12 +1,9 @@
-"""Rotary position embedding (RoPE, Su et al. 2021) and how contexts longer than the trained one are fitted in.
+"""Rotary position embedding (RoPE, Su et al. 2021): a query and a key meet at an angle that depends on their distance.
 
-Dimension pair i of a head turns by position * inv_freq[i]. "linear" slows all pairs down by a factor. "yarn" (Peng et
-al. 2023) slows only the pairs that turn too slowly to have seen a full circle in training, blends in between, and
-scales cos and sin to keep the attention's temperature. "llama3" (Llama 3.1, 2024) slows the same pairs, and blends by
-wavelength.
+Dimension pair i of a head turns by position * inv_freq[i], fast pairs first. How contexts longer than the trained one are
+fitted in ("linear", "yarn", "llama3") is only a matter of these frequencies, and of a factor on cos and sin.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -15,55 +12,28 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """`theta` is the base of the frequencies; what `rope_type` ignores keeps its default."""
+    inv_freq: tuple[float, ...]  # [head_dim / 2], radians per position, each a float32
+    attention_factor: float = 1.0  # of cos and sin: YaRN's, keeps the attention's temperature
 
-    theta: float
-    rope_type: str = "default"
-    factor: float = 1.0
-    original_max_len: int = 0  # positions seen in training
-    attention_factor: float = 1.0  # of cos and sin
-    beta_fast: float = 32.0  # circles in original_max_len above which a pair is left alone
-    beta_slow: float = 1.0  # and below which it is slowed down in full
-    truncate: bool = True  # round the pairs where the two happen outwards
-    low_freq_factor: float = 1.0  # llama3: circles in original_max_len below which a pair is slowed down in full
-    high_freq_factor: float = 4.0  # and above which it is left alone
+    @classmethod
+    def from_base(cls, theta: float, head_dim: int) -> "RopeSpec":
+        """The original frequencies. Computed on the CPU: one unit in a GPU's last place is 1.6e-3 rad at position 32k."""
+        pairs = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
+        return cls(tuple((1.0 / theta**pairs).tolist()))
 
 
 class RotaryEmbedding(nn.Module):
-    def __init__(self, head_dim: int, spec: RopeSpec) -> None:
+    inv_freq: Tensor
+
+    def __init__(self, spec: RopeSpec) -> None:
         super().__init__()
-        pairs = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-        inv_freq = 1.0 / spec.theta**pairs
-        if spec.rope_type == "linear":
-            inv_freq = inv_freq / spec.factor
-        elif spec.rope_type == "yarn":
-            kept = _share_kept(head_dim, spec).to(inv_freq.device)
-            inv_freq = inv_freq / spec.factor * (1 - kept) + inv_freq * kept
-        elif spec.rope_type == "llama3":
-            circles = spec.original_max_len * inv_freq / (2 * math.pi)
-            kept = ((circles - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0, 1)
-            inv_freq = inv_freq / spec.factor * (1 - kept) + inv_freq * kept
         self.attention_factor = spec.attention_factor
-        self.register_buffer("inv_freq", inv_freq, persistent=False)  # float32 [head_dim / 2]
+        self.register_buffer("inv_freq", torch.tensor(spec.inv_freq, dtype=torch.float32), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [num_tokens, 1, head_dim / 2], computed once per step for all layers."""
         angles = (positions.float()[:, None] * self.inv_freq).unsqueeze(1)
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
-
-
-def _share_kept(head_dim: int, spec: RopeSpec) -> Tensor:
-    """Per pair, how much of its own frequency YaRN leaves it: 1 for fast pairs, 0 for slow ones, a ramp between."""
-
-    def pair_that_turns(circles: float) -> float:
-        return head_dim * math.log(spec.original_max_len / (circles * 2 * math.pi)) / (2 * math.log(spec.theta))
-
-    low, high = pair_that_turns(spec.beta_fast), pair_that_turns(spec.beta_slow)
-    if spec.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    high += 0.001 * (low == high)  # no division by zero below
-    return 1 - ((torch.arange(head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

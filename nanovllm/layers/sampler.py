@@ -18,6 +18,8 @@ from nanovllm.batch import SamplingBatch
 class Sampler(nn.Module):
     """Holds what the noise of every step has in common: one mixed 32-bit number per token of the vocabulary."""
 
+    token_hashes: Tensor  # int32 [vocab_size]
+
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
         hashes = torch.from_numpy(_mix32(np.arange(vocab_size, dtype=np.uint32)).view(np.int32))
@@ -32,12 +34,13 @@ class Sampler(nn.Module):
 
     def filter(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """All rows in float32, the filtered ones as filter_logits leaves them."""
-        logits = logits.float()
-        return logits.index_copy(0, batch.filtered_rows, filter_logits(logits[batch.filtered_rows], batch))
+        logits, rows = logits.float(), batch.filtered_rows
+        assert rows is not None
+        return logits.index_copy(0, rows, filter_logits(logits[rows], batch))
 
     def draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """As forward, of all the tokens that `logits` leaves."""
-        if batch.temperatures is None:
+        if batch.temperatures is None or batch.noise_keys is None:
             return find_best(logits)
         noise = gumbel_noise(self.token_hashes, batch.noise_keys)
         return find_best(torch.addcmul(logits.float(), noise, batch.temperatures[:, None]))
@@ -54,11 +57,13 @@ def filter_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
     Equal logits stay or go together, so that a choice among them cannot depend on the batch.
     """
+    top_ks, top_ps, min_ps, temperatures = batch.top_ks, batch.top_ps, batch.min_ps, batch.filtered_temperatures
+    assert top_ks is not None and top_ps is not None and min_ps is not None and temperatures is not None
     kept = logits.topk(batch.max_top_k).values  # in descending order, NaN first
-    beyond = torch.arange(batch.max_top_k, device=logits.device) >= batch.top_ks[:, None]
-    probs = torch.softmax(kept.masked_fill(beyond, -torch.inf) / batch.filtered_temperatures[:, None], dim=-1)
+    beyond = torch.arange(batch.max_top_k, device=logits.device) >= top_ks[:, None]
+    probs = torch.softmax(kept.masked_fill(beyond, -torch.inf) / temperatures[:, None], dim=-1)
     before = probs.cumsum(-1) - probs  # what the more probable tokens have together: the one that crosses top_p stays
-    too_low = beyond | (before >= batch.top_ps[:, None]) | (probs < batch.min_ps[:, None] * probs[:, :1])
+    too_low = beyond | (before >= top_ps[:, None]) | (probs < min_ps[:, None] * probs[:, :1])
     too_low[:, 0] = False  # even if top_p is too small for a float32
     lowest = kept.masked_fill(too_low, torch.inf).amin(-1, keepdim=True)
     return logits.masked_fill(logits < lowest, -torch.inf)

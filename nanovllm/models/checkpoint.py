@@ -15,7 +15,18 @@ from nanovllm.config import DTYPES, MAX_SIZE
 
 LOCAL: dict[str, bool] = {"trust_remote_code": False, "local_files_only": True}  # of from_pretrained: no code, no network
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_COPIES = ["consolidated*", "original/*", "*/*.safetensors"]  # the same weights for other programs (Mistral's, Meta's)
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_POSITIVE_SIZE, _POSITIVE = partial(check_int, minimum=1, maximum=MAX_SIZE), partial(check_number, low=0.0, open_low=True)
+_CHECKS: dict[str, Callable[[str, Any], object]] = {  # of what transformers computes with, and does not check
+    **dict.fromkeys(("dtype", "torch_dtype"), partial(check_choice, choices=DTYPES)),  # "torch_dtype" before transformers 5
+    **dict.fromkeys(("num_hidden_layers", "original_max_position_embeddings"), _POSITIVE_SIZE),
+    **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"), _POSITIVE),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), partial(check_number, low=0.0)),
+    "rope_theta": partial(check_number, low=1.0, open_low=True),
+    "factor": partial(check_number, low=1.0, high=1e6),
+    "truncate": check_bool,
+}
 
 
 def find_checkpoint(model: str) -> Path:
@@ -27,7 +38,7 @@ def find_checkpoint(model: str) -> Path:
         if directory.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
             raise ValueError(f"model {model!r}: there is no such directory")
         try:
-            directory = Path(snapshot_download(model, allow_patterns=_FILES))
+            directory = Path(snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_COPIES))
         except (OSError, ValueError) as error:  # of the network and of the Hub, or for what is no id
             raise ValueError(f"model {model!r} is no directory and cannot be downloaded: {error}") from error
     if not (directory / "config.json").exists():
@@ -38,10 +49,15 @@ def find_checkpoint(model: str) -> Path:
 def read_config(directory: Path) -> PretrainedConfig:
     """config.json with its family's defaults filled in. Raises ValueError if a field is wrong or the family unknown."""
     path = directory / "config.json"
-    content = _read_settings(path)
+    content = read_json(path)
     with naming(path, Exception):
         if "auto_map" in content and content.get("model_type") not in CONFIG_MAPPING:
             raise ValueError("auto_map: no code is run that comes with a checkpoint")
+        sections = (content, content.get("rope_parameters"), content.get("rope_scaling"))
+        for settings in (section for section in sections if isinstance(section, dict)):
+            for name in _CHECKS.keys() & settings:
+                if settings[name] is not None:  # null stands for the default
+                    _CHECKS[name](name, settings[name])
         return AutoConfig.from_pretrained(directory, **LOCAL)
 
 
@@ -65,51 +81,16 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_eos_token_ids(directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """Every id that generation_config.json or config.json calls an end; where neither does, the tokenizer's.
 
-    Ids above the vocabulary stay, though none is ever drawn: cut-down checkpoints keep those of their originals.
+    A negative id means none, as null does. Ids above the vocabulary stay, though none is ever drawn: cut-down checkpoints
+    keep those of their originals.
     """
     path = directory / "generation_config.json"
-    generation_config = _read_settings(path) if path.exists() else {}
+    generation_config = read_json(path) if path.exists() else {}
     ids: set[int] = set()
-    for given in (generation_config.get("eos_token_id"), getattr(config, "eos_token_id", None)):
-        if given is not None:
-            ids.update(given if isinstance(given, list) else [given])
+    for source, given in ((path, generation_config.get("eos_token_id")), (directory / "config.json", config.eos_token_id)):
+        with naming(source, TypeError, ValueError):
+            given = [] if given is None else given if isinstance(given, list) else [given]
+            ids.update(token_id for token_id in check_ints("eos_token_id", given, minimum=-MAX_SIZE) if token_id >= 0)
     if not ids and tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return frozenset(ids)
-
-
-_SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "max_position_embeddings", "original_max_position_embeddings", "ffn_dim", "word_embed_proj_dim",
-    "moe_intermediate_size", "decoder_sparse_step",
-)  # fmt: skip
-_COUNTS = ("num_experts", "num_local_experts", "num_experts_per_tok")  # 0 of them: there are only MLPs
-_POSITIVE = ("rms_norm_eps", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
-_SWITCHES = (
-    "attention_bias", "mlp_bias", "tie_word_embeddings", "truncate", "enable_bias", "do_layer_norm_before",
-    "layer_norm_elementwise_affine", "_remove_final_layer_norm", "norm_topk_prob",
-)  # fmt: skip
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys(_SIZES, partial(check_int, minimum=1, maximum=MAX_SIZE)),
-    **dict.fromkeys(_POSITIVE, partial(check_number, low=0.0, open_low=True)),
-    **dict.fromkeys(_COUNTS, partial(check_int, minimum=0, maximum=MAX_SIZE)),
-    **dict.fromkeys(_SWITCHES, check_bool),
-    **dict.fromkeys(("dtype", "torch_dtype"), partial(check_choice, choices=DTYPES)),  # "torch_dtype" before transformers 5
-    "mlp_only_layers": partial(check_ints, minimum=0),
-    "eos_token_id": lambda name, value: check_ints(name, value if isinstance(value, list) else [value], minimum=0),
-    # RoPE's
-    "rope_theta": partial(check_number, low=1.0, open_low=True),
-    "factor": partial(check_number, low=1.0, high=1e6),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), partial(check_number, low=0.0)),
-}
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    """A JSON object whose fields are what they should be; null stands for the default."""
-    content = read_json(path)
-    with naming(path, TypeError, ValueError):
-        for settings in (content, content.get("rope_parameters"), content.get("rope_scaling")):
-            for name in _CHECKS.keys() & (settings if isinstance(settings, dict) else {}):
-                if settings[name] is not None:
-                    _CHECKS[name](name, settings[name])
-    return content

@@ -8,6 +8,7 @@ everything but attention is blind to which sequence a token belongs to.
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -132,7 +133,7 @@ class Decoder(nn.Module):
     def __init__(self, spec: DecoderSpec, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.dtype, tp)
-        self.rotary = RotaryEmbedding(spec.head_dim, spec.rope)
+        self.rotary = RotaryEmbedding(spec.rope)
         self.layers = DecoderLayers(DecoderLayer(spec, layer, backend, tp) for layer in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, spec.dtype)
 
@@ -156,5 +157,5 @@ class CausalLM(nn.Module):
         return self.model(batch, kv_caches)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        head = self.lm_head or self.model.embed_tokens
+        head = self.lm_head or cast(Embedding, self.model.embed_tokens)
         return head.logits(hidden)  # [num_logits, vocab_size]

@@ -1,7 +1,8 @@
 """Fills a model's parameters: from *.safetensors, strictly, or with random numbers.
 
 Every tensor of the checkpoint is used and every parameter is written exactly once; anything else is an error that names
-the tensors. Only this rank's share of a tensor is read from the file.
+the tensors. Only buffers of RoPE are passed over: old checkpoints hold them, and the model computes them from config.json.
+Only this rank's share of a tensor is read from the file.
 """
 
 from pathlib import Path
@@ -15,6 +16,7 @@ from nanovllm.layers.linear import Target
 from nanovllm.models.checkpoint import read_json
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 _DAMAGED = (SafetensorError, OSError)  # what safe_open raises
 
 
@@ -35,7 +37,7 @@ def load_checkpoint(model: nn.Module, directory: Path) -> None:
                     target.destination.copy_(_read_share(file, name, target))
                 elif tied and name == "lm_head.weight":  # many tied checkpoints hold the one matrix under two names
                     tied_copies.append(_read_share(file, name, embedding))
-                else:
+                elif not name.endswith(_ROPE_BUFFERS):
                     surplus.append(name)
     if surplus or missing:
         problems = {"tensors without a parameter or repeated: ": surplus, "parameters without a tensor: ": list(missing)}
@@ -88,11 +90,11 @@ def _weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
         weight_map = read_json(index).get("weight_map")
-        names = list(weight_map.values()) if isinstance(weight_map, dict) else [weight_map]
+        names: list[object] = list(weight_map.values()) if isinstance(weight_map, dict) else [weight_map]
         for name in names:  # none may lead out of the directory
             if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
                 raise ValueError(f"{index}: weight_map must name *.safetensors files beside it, not {name!r}")
-        paths = [directory / name for name in sorted(set(names))]
+        paths = sorted({directory / str(name) for name in names})
     elif (directory / "model.safetensors").exists():
         paths = [directory / "model.safetensors"]
     else:
