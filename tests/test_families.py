@@ -4,6 +4,7 @@ Then what only OPT has (learned positions, names without a prefix) and what only
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import VOCAB_SIZE, Oracle, check_invariants, edit_config, edit_weights, make_checkpoint, random_prompt
+from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
     MinistralConfig,
@@ -33,7 +35,7 @@ from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.checkpoint import read_config
 from nanovllm.models.config import read_spec
 from nanovllm.models.decoder import DecoderSpec
-from nanovllm.models.moe import MoE, MoESpec
+from nanovllm.models.moe import Experts, MoE, MoESpec
 from nanovllm.models.weights import init_dummy_weights
 
 LLAMA3 = {
@@ -320,6 +322,64 @@ def test_moe_low_precision(is_packed: bool) -> None:
     assert (output - expected).norm() < (0.65 if is_packed else 0.9) * (rounded - expected).norm()
     for rows in (slice(0, 1), slice(7, 8), slice(3, 40)) if is_packed else ():
         assert torch.equal(moe(x[rows]), output[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_kernelized", [True, False])
+def test_moe_near_ties(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kernelized: bool, dtype: torch.dtype) -> None:
+    """In 16 bits rounding decides a router's near ties, and another expert changes tokens. Apart from that, only rounding does.
+
+    Experts come in pairs of almost equal probability, so a token's third expert is always half of a near tie. Given
+    nanovllm's choices, float32 is as near to nanovllm as to transformers, and chooses the same tokens within rounding.
+    """
+    if not is_kernelized:
+        monkeypatch.setattr("nanovllm.kernels.kernelize", lambda module, device, dtype: module)
+    model = make_checkpoint(
+        tmp_path, family=Qwen3MoeConfig, dtype=dtype, **{**SIX_EXPERTS, "num_experts": 16, "num_experts_per_tok": 3}
+    )
+    for layer in model.model.layers:
+        rows = layer.mlp.gate.weight.data
+        rows[8:] = rows[:8] * (1 + torch.finfo(dtype).eps * torch.randn(rows[:8].shape)).to(dtype)
+    model.save_pretrained(tmp_path)
+    prompt, chosen = random_prompt(1, 100), defaultdict[nn.Module, list[Tensor]](list)
+    params = SamplingParams(temperature=0.0, max_tokens=50, logprobs=VOCAB_SIZE)
+    with LLM(str(tmp_path), num_kvcache_blocks=16) as llm:
+        for module in llm.model_runner.executor.model.modules():
+            if isinstance(module, Experts):
+                module.register_forward_pre_hook(lambda module, args: chosen[module].append(args[1]))
+        output = llm.generate(prompt, params, use_tqdm=False)[0]
+    ours = torch.tensor([[logprobs[token_id] for token_id in range(VOCAB_SIZE)] for logprobs in output["logprobs"]])
+    topk, gaps = torch.topk, []  # of each choice: log(probability of the third best / of the least probable that is chosen)
+
+    def compute_theirs(*, is_forced: bool) -> Tensor:
+        """Log probabilities [num_generated, vocab_size] after the same tokens, with their choice of experts or with ours."""
+        layers = iter(chosen.values())
+
+        def choose(probabilities: Tensor, k: int, dim: int) -> tuple[Tensor, Tensor]:
+            experts = torch.cat(next(layers))
+            weights = probabilities.gather(dim, experts)
+            gaps.append((topk(probabilities, k).values[:, -1] / weights.amin(dim)).log())
+            return weights, experts
+
+        with monkeypatch.context() as patch, torch.inference_mode():
+            if is_forced:
+                patch.setattr(torch, "topk", choose)
+            logits = model(torch.tensor([prompt + output["token_ids"][:-1]])).logits[0, len(prompt) - 1 :]
+        assert not is_forced or next(layers, None) is None
+        return logits.float().log_softmax(-1)
+
+    def regret(logprobs: Tensor) -> Tensor:
+        """By how much, at most, the best token is more probable than the one that was generated."""
+        return (logprobs.amax(-1) - logprobs[range(len(ours)), output["token_ids"]]).max()
+
+    rounded = compute_theirs(is_forced=True)
+    model.float()
+    gaps.clear()
+    free, exact = compute_theirs(is_forced=False), compute_theirs(is_forced=True)
+    rounding = (rounded - exact).square().mean().sqrt()
+    assert (ours - exact).square().mean().sqrt() < 1.3 * rounding
+    assert regret(exact) < 10 * rounding < regret(free)
+    assert 0.0 < torch.cat(gaps).max() < 16 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("size", [2, 3])
