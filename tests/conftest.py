@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from nanovllm import LLM
+from nanovllm.batch import Batch
 from nanovllm.config import Config
 
 VOCAB_SIZE = 97
@@ -126,6 +127,15 @@ def make_llm(tiny: tuple[str, Oracle]) -> Callable[..., LLM]:
 
 def random_prompt(seed: int, length: int) -> list[int]:
     return torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def make_batch(query_lens: list[int], context_lens: list[int], block_tables: torch.Tensor, device: torch.device | str = "cpu") -> Batch:
+    """A batch for attention: of its tokens, all 0 in slot 0, the last ones' logits are wanted."""
+    zeros = torch.zeros(sum(query_lens), dtype=torch.int32, device=device)
+    bounds = torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32)
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=device)
+    longest = max(query_lens), max(context_lens)
+    return Batch(zeros, zeros, zeros, bounds, lens, block_tables.to(device), *longest, bounds[1:] - 1)
 
 
 def check_invariants(llm: LLM) -> None:

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEVICE, ON_GPU, Oracle, make_checkpoint, random_prompt
+from conftest import DEVICE, ON_GPU, Oracle, make_batch, make_checkpoint, random_prompt
 from transformers import OPTConfig
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.batch import Batch
 from nanovllm.kernels.cuda import graphs
-from nanovllm.kernels.cuda.graphs import CudaGraphs, batch_sizes
+from nanovllm.kernels.cuda.graphs import CudaGraphs, batch_sizes, pack_padded
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -23,6 +24,23 @@ def test_batch_sizes(max_num_seqs: int) -> None:
     for num_seqs in range(1, max_num_seqs + 1):
         padding = min(size for size in sizes if size >= num_seqs) - num_seqs
         assert padding < 8 or padding < num_seqs / 8
+
+
+def test_a_batch_in_the_layout_of_a_larger_one() -> None:
+    """Its own rows first, then rows that write and read nothing."""
+    batch = make_batch([1] * 3, [5, 3, 8], torch.randint(99, (3, 2), dtype=torch.int32))
+    for name in ("input_ids", "positions", "slot_mapping"):
+        getattr(batch, name)[:] = torch.randint(99, (3,))
+    sizes = [8, 8, 8, 5, 1, 99, 1]
+    larger = Batch.unpack(pack_padded(batch, sizes), sizes)
+    for name in ("input_ids", "positions", "slot_mapping", "context_lens", "logits_indices"):
+        own = getattr(batch, name)
+        padding = getattr(larger, name)[len(own) :].tolist()
+        assert torch.equal(getattr(larger, name)[: len(own)], own)
+        assert padding == [-1 if name == "slot_mapping" else 0] * (8 - len(own))
+    assert larger.cu_seqlens_q.tolist() == list(range(9)) and larger.block_tables.shape == (8, 5)
+    assert torch.equal(larger.block_tables[:3, :2], batch.block_tables)
+    assert (larger.max_seqlen_q, larger.max_seqlen_k) == (1, 99)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from pathlib import Path
 from shutil import which
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,13 +29,11 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeCon
 
 from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.batch import SamplingBatch
-from nanovllm.kernels import exchange, kernelize
+from nanovllm.kernels import Twin, kernelize
 from nanovllm.kernels.cpu import attention as cpp_backend
-from nanovllm.kernels.cpu import functions, packed
 from nanovllm.kernels.cpu import library as cpu_library
-from nanovllm.kernels.cpu.fused_layers import FusedLayers
-from nanovllm.kernels.cpu.packed import PackedWeight
-from nanovllm.kernels.cpu.twins import make_cpu_twins
+from nanovllm.kernels.cpu import twins as cpu_twins
+from nanovllm.kernels.cpu.twins import FusedLayers, PackedWeight
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
@@ -45,7 +44,7 @@ from nanovllm.models.weights import load_checkpoint
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler")
-needs_products = pytest.mark.skipif(not packed.can_multiply(torch.bfloat16), reason="no compiler, or AMX that is not allowed")
+needs_products = pytest.mark.skipif(not cpu_library.can_multiply(torch.bfloat16), reason="no compiler, or AMX that is not allowed")
 in_16_bits = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 # For this machine's processor, and for lesser ones whose instructions it has too.
 PROCESSORS = {"AVX512": ["x86-64-v4", "x86-64-v3", "x86-64"], "AVX2": ["x86-64-v3", "x86-64"]}
@@ -59,11 +58,17 @@ all_kernels = pytest.mark.parametrize(
 )
 
 
+def exchange(module: nn.Module, twins: list[type[Twin]], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """kernelize, with these twins."""
+    with patch.object(kernels, "find_twins", lambda device_type, dtype: twins):
+        return kernelize(module, DEVICE, dtype)
+
+
 def with_twins(module: nn.Module, functions: str) -> nn.Module:
-    """`module`, its layers exchanged for twins that use kernels/cpu/functions.py or kernels/cuda/functions.py."""
-    twins = cuda_twins().TWINS if functions == "cuda" else make_cpu_twins(torch.float32)
+    """`module`, its layers exchanged for twins of kernels/cuda/twins.py, or those of kernels/cpu/twins.py without products."""
+    twins = cuda_twins().TWINS if functions == "cuda" else cpu_twins.SINGLE
     fast = exchange(module, twins)
-    left = twins.keys() & {type(layer) for layer in fast.modules()}
+    left = {base for twin in twins for base in twin.__bases__} & {type(layer) for layer in fast.modules()}
     assert left <= ({Attention} if functions == "cuda" else set()), "on a GPU, it has a twin only where Triton stores K/V"
     return fast
 
@@ -101,7 +106,7 @@ def make_layers(dtype: torch.dtype, device: str) -> nn.ModuleDict:
 @pytest.fixture
 def no_kernels_known() -> Iterator[None]:
     """Forget which kernels are loaded, before and after."""
-    cached = (kernels.find_twins, cpu_library.reason_unavailable, cpu_library.load, packed.can_multiply)
+    cached = (kernels.find_twins, cpu_library.reason_unavailable, cpu_library.load, cpu_library.can_multiply)
     for function in cached:
         function.cache_clear()
     yield
@@ -140,7 +145,7 @@ def test_layers(num_tokens: int, dtype: torch.dtype, tolerance: float, functions
 @all_kernels
 @pytest.mark.parametrize("num_tokens", [0, 1, 200])
 def test_angles(num_tokens: int, functions: str, device: str) -> None:
-    positions = torch.randint(40_000, (num_tokens,), generator=torch.Generator().manual_seed(0)).to(device)
+    positions = torch.randint(40_000, (num_tokens,), generator=torch.Generator().manual_seed(0)).to(device, torch.int32)
     rotary = RotaryEmbedding(20, RopeSpec(1e4, attention_factor=1.5)).to(device)
     expected = rotary(positions)
     for output, exact in zip(with_twins(rotary, functions)(positions), expected):
@@ -212,7 +217,7 @@ def test_surroundings_change_nothing(dtype: torch.dtype, has_twins: bool, functi
         outputs = [layers["norm"](wide), rotated, layers["mlp"](wide), *tokens]
         if PackedWeight.can_hold(logits):
             weight = PackedWeight(logits)
-            outputs += [weight.multiply(logits), weight.rows(torch.zeros_like(tokens[0]))]
+            outputs += [weight.multiply(logits), weight.rows(torch.zeros_like(tokens[0], dtype=torch.int32))]
         return outputs
 
     expected = compute()
@@ -245,7 +250,7 @@ def test_packed_weight(in_features: int, out_features: int, has_bias: bool, dtyp
         output = packed_weight.multiply(x, bias)
         torch.testing.assert_close(output.float(), expected, atol=atol, rtol=torch.finfo(dtype).eps)
         assert torch.equal(packed_weight.multiply(x[:1], bias), output[:1]), "a row's company changes it"
-    ids = torch.tensor([out_features - 1, 0, out_features // 2])
+    ids = torch.tensor([out_features - 1, 0, out_features // 2], dtype=torch.int32)
     assert torch.equal(packed_weight.rows(ids), weight[ids])
 
 
@@ -272,7 +277,8 @@ def test_every_float16(bits: int, processor: str) -> None:
     for num_rows in (1, 7):
         output = PackedWeight(rows).multiply(x[:num_rows])
         torch.testing.assert_close(output, numbers.expand(num_rows, -1), rtol=0, atol=0, equal_nan=True)
-    output = functions.silu_and_mul(torch.cat((torch.full_like(numbers, 20.0), numbers))[None])
+    mlp = with_twins(make_layers(torch.float16, "cpu")["mlp"], "cpu")
+    output = mlp(torch.cat((torch.full_like(numbers, 20.0), numbers))[None])
     torch.testing.assert_close(output[0], (F.silu(torch.tensor(20.0)) * numbers.float()).half(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -378,23 +384,21 @@ def test_sample_from_extreme_logits(vocab_size: int, dtype: torch.dtype, has_twi
 @pytest.mark.parametrize("size", [5, 100, 2048])
 def test_add_and_norm(size: int, dtype: torch.dtype) -> None:
     """Every bit as torch's sum and the kernel of the norm alone; what is added to is left as it was."""
-    functions = import_module("nanovllm.kernels.cuda.functions")
     torch.manual_seed(0)
     x, branch, weight = torch.randn(2, 7, size).to(DEVICE, dtype) * 3, torch.randn(7, size).to(DEVICE, dtype), torch.randn(size)
     x, before, weight = x[0], x[0].clone(), weight.to(DEVICE, dtype)
-    total, normed = functions.add_rms_norm(x, branch, weight, 1e-3)
-    assert torch.equal(total, x + branch) and torch.equal(normed, functions.rms_norm(total, weight, 1e-3))
+    add_rms_norm = cuda_twins().add_rms_norm
+    total, normed = add_rms_norm(x, branch, weight, 1e-3)
+    assert torch.equal(total, x + branch) and torch.equal(normed, add_rms_norm(total, None, weight, 1e-3)[1])
     assert torch.equal(x, before)
 
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("slot_dtype", [torch.int64, torch.int32], ids=str)
 @pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
 @pytest.mark.parametrize("heads", [(5, 5, 20), (4, 2, 16), (14, 2, 64), (3, 1, 128), (12, 4, 256)], ids=str)
-def test_rotate_and_store(heads: tuple[int, int, int], has_norm: bool, slot_dtype: torch.dtype, dtype: torch.dtype) -> None:
+def test_rotate_and_store(heads: tuple[int, int, int], has_norm: bool, dtype: torch.dtype) -> None:
     """What the layer and the torch backend compute of the same projections, and nothing written but the slots."""
-    functions = import_module("nanovllm.kernels.cuda.functions")
     num_heads, num_kv_heads, head_dim = heads
     torch.manual_seed(0)
     qkv = torch.randn(6, (num_heads + 2 * num_kv_heads) * head_dim).to(DEVICE, dtype)
@@ -403,12 +407,11 @@ def test_rotate_and_store(heads: tuple[int, int, int], has_norm: bool, slot_dtyp
     norms = [RMSNorm(head_dim, 1e-3, dtype).to(DEVICE) if has_norm else None for _ in "qk"]
     for norm in filter(None, norms):
         nn.init.normal_(norm.weight)
-    slots = torch.tensor([9, -1, 63, 0, -1, 17], device=DEVICE)
+    slots = torch.tensor([9, -1, 63, 0, -1, 17], dtype=torch.int32, device=DEVICE)
     caches = [torch.full((2, 4, 16, num_kv_heads, head_dim), 7.0, dtype=dtype, device=DEVICE) for _ in range(2)]
 
     with torch.inference_mode():
-        weights = [norm and norm.weight for norm in norms]
-        query = functions.rotate_and_store(qkv, *weights, 1e-3, angles.cos(), angles.sin(), caches[0], slots.to(slot_dtype))
+        query = cuda_twins().rotate_and_store(qkv, *norms, (angles.cos(), angles.sin()), caches[0], slots)
         parts = qkv.unflatten(1, (-1, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         rotated = [attention.norm_and_rotate(part, norm, (angles.cos(), angles.sin())) for part, norm in zip(parts, norms)]
         torch_backend.store_kvcache(rotated[1], parts[2], caches[1], slots)
@@ -485,7 +488,7 @@ def test_engine_with_twins_of_a_gpu(
     llm = LLM(str(tmp_path), device=DEVICE.type, attention_backend="triton", **options)
     kinds = {type(layer) for layer in llm.model_runner.executor.model.modules()}
     assert kinds >= {twins.FusedLayers, twins.FusedAttention} and not kinds & {Attention, DecoderLayers, RMSNorm, MLP}
-    assert type(llm.model_runner.sampler) is twins.TWINS[Sampler].args[0]
+    assert type(llm.model_runner.sampler) is twins.FastSampler
     prompts = [random_prompt(i, length) for i, length in enumerate((1, 15, 30))]
     for _ in range(2):
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=6), use_tqdm=False)
