@@ -41,7 +41,7 @@ from transformers import (
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.kernels.machine import ABOVE, Ceilings, describe_hardware, find_share, find_versions, measure_ceilings
+from nanovllm.kernels.bench import ABOVE, Ceilings, describe_hardware, find_share, find_versions, measure_ceilings
 from nanovllm.models.checkpoint import LOCAL, find_checkpoint, read_config
 
 # Models that run with random weights.

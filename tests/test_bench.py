@@ -12,7 +12,7 @@ from transformers import Qwen3Config
 
 from bench import NanoVLLM, Request, find_floor, main
 from nanovllm import DEMO_MODEL
-from nanovllm.kernels.machine import Ceilings, find_share
+from nanovllm.kernels.bench import Ceilings, find_share
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "3", "9"]
