@@ -147,7 +147,9 @@ def test_a_batch_survives_packing(num_seqs: int, width: int) -> None:
 def test_long_messages_arrive() -> None:
     """In two pieces; and short ones afterwards."""
     store, received = dist.HashStore(), []
-    messages = [torch.randint(2**31 - 1, (length,), dtype=torch.int32) for length in (FIRST_PART - 1, FIRST_PART, 3 * FIRST_PART, 5, 0)]
+    messages = [
+        torch.randint(2**31 - 1, (length,), dtype=torch.int32) for length in (FIRST_PART - 1, FIRST_PART, 3 * FIRST_PART, 5, 0)
+    ]
 
     def meet(rank: int) -> TensorParallel:
         return join(Config(model="", device="cpu", tensor_parallel_size=2), torch.float16, rank, rank, store)[0]

@@ -21,6 +21,7 @@ from contextlib import redirect_stdout
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,9 +91,9 @@ def time_call(call: Callable[[], object], device: torch.device) -> float:
     return statistics.median(seconds)
 
 
-def measure(num_seqs: int, context_len: int, prompt_len: int, dtype_name: str, device: torch.device) -> list[dict[str, object]]:
+def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, object]]:
     """Check and time all kernels and print a table. Returns its rows."""
-    dtype, backends = getattr(torch, dtype_name), dict[str, tuple[Backend, int]]()
+    dtype, backends = getattr(torch, args.dtype), dict[str, tuple[Backend, int]]()
     for name in reversed(BACKENDS):  # the torch backend first
         try:
             backends[name] = select_backend(name, device, dtype, HEAD_DIM, None)
@@ -103,19 +104,18 @@ def measure(num_seqs: int, context_len: int, prompt_len: int, dtype_name: str, d
     print(f"|{' --- |' * 7}", flush=True)
     token_bytes = 2 * NUM_KV_HEADS * HEAD_DIM * dtype.itemsize
     cases = [  # kernel, sequences, tokens of each; GB to move or TFLOP to do
-        ("store_kvcache", 1, prompt_len, 2 * prompt_len * token_bytes / 1e9, "GB/s"),  # read and written
-        ("decode", num_seqs, context_len, num_seqs * context_len * token_bytes / 1e9, "GB/s"),
-        ("prefill", 1, prompt_len, 2 * 2 * NUM_HEADS * HEAD_DIM * prompt_len**2 / 2 / 1e12, "TFLOP/s"),
+        ("store_kvcache", 1, args.prompt_len, 2 * args.prompt_len * token_bytes / 1e9, "GB/s"),  # read and written
+        ("decode", args.num_seqs, args.context_len, args.num_seqs * args.context_len * token_bytes / 1e9, "GB/s"),
+        ("prefill", 1, args.prompt_len, 2 * 2 * NUM_HEADS * HEAD_DIM * args.prompt_len**2 / 2 / 1e12, "TFLOP/s"),
     ]
     rows: list[dict[str, object]] = []
-    for kernel, seqs, tokens, work, unit in cases:
-        for name, (backend, block_size) in backends.items():
-            call, off = check(kernel, backend, seqs, tokens, block_size, dtype, device)
-            seconds = time_call(call, device)
-            row = {"kernel": kernel, "shape": f"{seqs} x {tokens}", "backend": name, "dtype": dtype_name}
-            figures = f"{seconds * 1e3:.4g} ms", f"{work / seconds:.4g} {unit}", f"{off:.2g}"
-            print(f"| {' | '.join([*row.values(), *figures])} |", flush=True)
-            rows.append({**row, "seconds": seconds, "rate": work / seconds, "unit": unit, "max_error": off})
+    for (kernel, seqs, tokens, work, unit), (name, (backend, block_size)) in product(cases, backends.items()):
+        call, off = check(kernel, backend, seqs, tokens, block_size, dtype, device)
+        seconds = time_call(call, device)
+        row = {"kernel": kernel, "shape": f"{seqs} x {tokens}", "backend": name, "dtype": args.dtype}
+        figures = f"{seconds * 1e3:.4g} ms", f"{work / seconds:.4g} {unit}", f"{off:.2g}"
+        print(f"| {' | '.join([*row.values(), *figures])} |", flush=True)
+        rows.append({**row, "seconds": seconds, "rate": work / seconds, "unit": unit, "max_error": off})
     return rows
 
 
@@ -166,19 +166,20 @@ def find_versions(packages: Iterable[str]) -> dict[str, str]:
 
 def main(argv: list[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    num_seqs, context_len, prompt_len = (256, 1024, 8192) if device.type == "cuda" else (32, 256, 2048)
+    sizes = {"num_seqs": 256, "context_len": 1024, "prompt_len": 8192}  # sequences that decode, and a prompt that is prefilled
+    if device.type == "cpu":
+        sizes = {"num_seqs": 32, "context_len": 256, "prompt_len": 2048}
     parser = argparse.ArgumentParser(description="Check and time the attention kernels that run here.")
-    parser.add_argument("--num-seqs", type=int, default=num_seqs, metavar="N", help="sequences that decode")
-    parser.add_argument("--context-len", type=int, default=context_len, metavar="N", help="tokens of each of them")
-    parser.add_argument("--prompt-len", type=int, default=prompt_len, metavar="N", help="tokens that are stored, and prefilled")
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size, metavar="N", help=f"at least 1 ({size})")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--json", action="store_true", help="print one line of JSON, and everything else on stderr")
     args = parser.parse_args(argv)
-    for name in ("num_seqs", "context_len", "prompt_len"):
+    for name in sizes:
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     with redirect_stdout(sys.stderr if args.json else sys.stdout):
-        rows = measure(args.num_seqs, args.context_len, args.prompt_len, args.dtype, device)
+        rows = measure(args, device)
     if args.json:
         print(json.dumps(rows))
 
