@@ -74,7 +74,7 @@ class FastMLP(Twin, MLP):
 
 
 class FastSampler(Twin, Sampler):
-    """Filters without sorting, as the kernel of kernels/cuda/functions.py."""
+    """Filters without sorting, as the kernel of kernels/cuda/twins.py."""
 
     def filter(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         output = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
