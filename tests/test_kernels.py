@@ -502,6 +502,18 @@ def test_engine_with_twins_of_a_gpu(
     assert llm.stats["num_cached_tokens"] and llm.stats["num_preemptions"]
 
 
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_trials_of_a_start(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They pass where the kernels are right, whatever the caller's default device is, and a wrong kernel is found."""
+    backend = import_module("nanovllm.kernels.cuda.attention")
+    with torch.device("meta"):
+        cuda_twins()._launch_all(DEVICE, dtype)
+        assert backend.try_out(lambda: backend._check(DEVICE, dtype, 64, 16)) is None
+    monkeypatch.setattr(backend, "attend", lambda query, *_: torch.zeros_like(query))
+    assert "results are off" in backend.try_out(lambda: backend._check(DEVICE, dtype, 64, 16))
+
+
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
 def test_without_a_compiler(
     tiny: tuple[str, Oracle],

@@ -87,12 +87,10 @@ def kernelize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn
 def find_twins(device_type: str, dtype: torch.dtype) -> list[type[Twin]]:
     """The twins that work here. If there are none, it is said on stderr why."""
     try:
-        twins, reason = import_module(f"nanovllm.kernels.{device_type}.twins").find_twins(dtype)
-    except ImportError as error:  # Triton is not installed
-        twins, reason = [], str(error)
-    if reason is not None:
-        print(f"nanovllm: slow layers, since {reason}", file=sys.stderr)
-    return twins
+        return import_module(f"nanovllm.kernels.{device_type}.twins").find_twins(dtype)
+    except (ImportError, RuntimeError) as error:  # Triton is not installed, or the kernels do not work here
+        print(f"nanovllm: slow layers, since {error}", file=sys.stderr)
+        return []
 
 
 @torch.inference_mode()

@@ -275,8 +275,8 @@ PACKED: list[type[Twin]] = [
 ]  # fmt: skip
 
 
-def find_twins(dtype: torch.dtype) -> tuple[list[type[Twin]], str | None]:
-    """The twins, or why there are none."""
+def find_twins(dtype: torch.dtype) -> list[type[Twin]]:
+    """Raises RuntimeError if there are none."""
     if reason := reason_unavailable(dtype):
-        return [], reason
-    return PACKED if can_multiply(dtype) else SINGLE, None
+        raise RuntimeError(reason)
+    return PACKED if can_multiply(dtype) else SINGLE

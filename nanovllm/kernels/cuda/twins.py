@@ -5,7 +5,7 @@ too long for one program: of every part of it the kernel keeps the best token, a
 """
 
 from collections.abc import Iterable
-from functools import cache, partial
+from functools import partial
 from typing import cast
 
 import torch
@@ -309,11 +309,11 @@ def _load_logits(logits_ptr, tokens, vocab_size):
 TWINS: list[type[Twin]] = [FusedLayers, FusedAttention, FastRMSNorm, FastMLP, FastSampler]
 
 
-@cache
-def find_twins(dtype: torch.dtype) -> tuple[list[type[Twin]], str | None]:
-    """The twins, or why there are none."""
-    reason = try_out(partial(_launch_all, torch.device("cuda"), dtype))
-    return ([], reason) if reason else (TWINS, None)
+def find_twins(dtype: torch.dtype) -> list[type[Twin]]:
+    """Raises RuntimeError if they do not work here."""
+    if reason := try_out(partial(_launch_all, torch.device("cuda"), dtype)):
+        raise RuntimeError(reason)
+    return TWINS
 
 
 def _launch_all(device: torch.device, dtype: torch.dtype) -> None:
