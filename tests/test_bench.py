@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
-from bench import NanoVLLM, Request, find_floor, main
+from bench import Ceilings, NanoVLLM, Request, find_floor, find_share, main
 from nanovllm import DEMO_MODEL
 from nanovllm.kernels import bench as kernels_bench
-from nanovllm.kernels.bench import Ceilings, check, find_share, oracle
+from nanovllm.kernels.bench import check, oracle
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "3", "9"]

@@ -4,30 +4,20 @@
 
 They work on random numbers in blocks of random order, in a KV cache that holds NaN everywhere else: what is read too much
 shows. They are timed with nothing of their data in a cache, as in a model, whose weights have passed through in between.
-
-bench.py at the root sets whole runs against the ceilings of the roofline (Williams et al. 2009), which are measured here: the
-bandwidth of the memory and the rate of a large matrix product.
 """
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils.benchmark import Timer
 
 from nanovllm.batch import Batch
 from nanovllm.kernels import BACKENDS, select_backend
@@ -37,7 +27,6 @@ from nanovllm.layers.attention import Backend
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128  # of Qwen3-0.6B
 # The largest error that rounding explains, in units of the root mean square of a head's numbers.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
-ABOVE = "a share above 100% (null in JSON) means that caches or kernels outrun the measured ceilings"
 
 
 def make_batch(num_seqs: int, context_len: int, query_len: int, block_size: int, device: torch.device) -> Batch:
@@ -99,7 +88,8 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, ob
             backends[name] = select_backend(name, device, dtype, HEAD_DIM, None)
         except ValueError as error:
             print(error)
-    print(f"\n{describe_hardware(device)}; {find_versions(['torch', 'triton', 'flash_attn'])}\n")
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    print(f"\n{hardware}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
     print("| kernel | sequences x tokens | backend | dtype | time | rate | max error |")
     print(f"|{' --- |' * 7}", flush=True)
     token_bytes = 2 * NUM_KV_HEADS * HEAD_DIM * dtype.itemsize
@@ -117,51 +107,6 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, ob
         print(f"| {' | '.join([*row.values(), *figures])} |", flush=True)
         rows.append({**row, "seconds": seconds, "rate": work / seconds, "unit": unit, "max_error": off})
     return rows
-
-
-class Ceilings(NamedTuple):
-    bytes_per_second: float
-    flops_per_second: float
-
-    def __str__(self) -> str:
-        return f"{self.bytes_per_second / 1e9:.4g} GB/s, {self.flops_per_second / 1e12:.4g} TFLOP/s"
-
-
-def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """The best of some large copies (GPU: read, write) or reductions (CPU: read), and of matrix products in `dtype`."""
-
-    def best(statement: str, **tensors: Tensor) -> float:
-        timer = Timer(statement, globals=tensors, num_threads=torch.get_num_threads())
-        return min(timer.blocked_autorange(min_run_time=0.3).times)
-
-    on_gpu = device.type == "cuda"
-    source = torch.rand(1 << 26, device=device)  # 256 MiB, more than a cache holds
-    read = best("target.copy_(source)", source=source, target=source.clone()) if on_gpu else best("source.max()", source=source)
-    if device.type == "cpu" and dtype == torch.float16:
-        dtype = torch.float32  # most CPUs multiply it a hundred times as fast
-    side = 8192 if on_gpu else 1024
-    left, right = torch.randn(2, side, side, device=device).to(dtype)
-    return Ceilings(source.nbytes * (1 + on_gpu) / read, 2 * side**3 / best("left @ right", left=left, right=right))
-
-
-def find_share(least: float, seconds: float) -> float | None:
-    """The share of the roofline of work that could take `least` seconds; None where it would be above 1."""
-    return least / seconds if least <= seconds else None
-
-
-def describe_hardware(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, {torch.cuda.get_device_properties(device).total_memory / 2**30:.0f} GiB"
-    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    names = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-
-
-def find_versions(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of Python and of those of `packages` that are installed."""
-    versions = {name: getattr(import_module(name), "__version__", "of this directory") for name in packages if find_spec(name)}
-    return {"python": platform.python_version(), **versions}
 
 
 def main(argv: list[str] | None = None) -> None:
