@@ -100,11 +100,9 @@ def launch(spec: DecoderSpec) -> None:
 def inspect(kernel: triton.compiler.CompiledKernel) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
-        usage, code = (
-            subprocess.run([TOOLS / "cuobjdump", option, file.name], capture_output=True, text=True, check=True).stdout
-            for option in ("--dump-resource-usage", "--dump-sass")
-        )
-    used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+        command = [TOOLS / "cuobjdump", "--dump-resource-usage", "--dump-sass", file.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", code)}
     constants = {kernel.src.fn.arg_names[path[0]]: value for path, value in kernel.src.constants.items()}
     return {
         "kernel": kernel.metadata.name,
