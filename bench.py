@@ -6,7 +6,8 @@
 
 A run is one batch of requests, all there from the start, timed until the last has its last token. Loading and warming up
 are not timed. Every run has token ids of its own, so that no prefix cache can remember an earlier one. The seconds are set
-against this machine's roofline. `python -m nanovllm.kernels.bench` does the same for single kernels.
+against this machine's roofline (Williams et al. 2009): the least time in which it can move the bytes and do the operations.
+Its ceilings are measured, not taken from a data sheet. `python -m nanovllm.kernels.bench` times single kernels.
 """
 
 import argparse
@@ -15,20 +16,23 @@ import atexit
 import json
 import math
 import os
+import platform
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, redirect_stdout
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -41,7 +45,6 @@ from transformers import (
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.kernels.machine import ABOVE, Ceilings, describe_hardware, find_share, find_versions, measure_ceilings
 from nanovllm.models.checkpoint import LOCAL, find_checkpoint, read_config
 from nanovllm.terminal import run_program
 
@@ -76,6 +79,9 @@ OPTIONS_OF_VLLM = (  # those of nanovllm's that mean the same there
     "dtype", "seed", "load_format", "tensor_parallel_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
     "gpu_memory_utilization", "enable_prefix_caching", "enable_chunked_prefill", "enforce_eager",
 )  # fmt: skip
+
+
+ABOVE = "a share above 100% (null in JSON) means that caches or kernels outrun the measured ceilings"
 
 
 class Request(NamedTuple):
@@ -248,6 +254,51 @@ def compare(engines: dict[str, Engine], args: argparse.Namespace) -> dict[str, A
         "share_of_roofline": {name: find_share(floor, seconds) for name, seconds in medians.items()},
         "stats_of_last_run": {name: engine.stats for name, engine in engines.items()},
     }
+
+
+class Ceilings(NamedTuple):
+    bytes_per_second: float
+    flops_per_second: float
+
+    def __str__(self) -> str:
+        return f"{self.bytes_per_second / 1e9:.4g} GB/s, {self.flops_per_second / 1e12:.4g} TFLOP/s"
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """The best of some large copies (GPU: read, write) or reductions (CPU: read), and of matrix products in `dtype`."""
+
+    def best(statement: str, **tensors: Tensor) -> float:
+        timer = Timer(statement, globals=tensors, num_threads=torch.get_num_threads())
+        return min(timer.blocked_autorange(min_run_time=0.3).times)
+
+    on_gpu = device.type == "cuda"
+    source = torch.rand(1 << 26, device=device)  # 256 MiB, more than a cache holds
+    read = best("target.copy_(source)", source=source, target=source.clone()) if on_gpu else best("source.max()", source=source)
+    if device.type == "cpu" and dtype == torch.float16:
+        dtype = torch.float32  # most CPUs multiply it a hundred times as fast
+    side = 8192 if on_gpu else 1024
+    left, right = torch.randn(2, side, side, device=device).to(dtype)
+    return Ceilings(source.nbytes * (1 + on_gpu) / read, 2 * side**3 / best("left @ right", left=left, right=right))
+
+
+def find_share(least: float, seconds: float) -> float | None:
+    """The share of the roofline of work that could take `least` seconds; None where it would be above 1."""
+    return least / seconds if least <= seconds else None
+
+
+def describe_hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, {torch.cuda.get_device_properties(device).total_memory / 2**30:.0f} GiB"
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+
+
+def find_versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of Python and of those of `packages` that are installed."""
+    versions = {name: getattr(import_module(name), "__version__", "of this directory") for name in packages if find_spec(name)}
+    return {"python": platform.python_version(), **versions}
 
 
 def find_floor(

@@ -22,13 +22,14 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.pop("TRITON_INTERPRET", None)
+os.environ["TRITON_INTERPRET"] = "0"
 os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="triton")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import triton
+from conftest import make_batch
 from transformers import Qwen3Config
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -37,9 +38,7 @@ from triton.runtime.jit import JITFunction
 from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.kernels import exchange
-from nanovllm.kernels.cuda import attention, functions, graphs
-from nanovllm.kernels.cuda.twins import find_twins
+from nanovllm.kernels.cuda import attention, graphs, twins
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import DecoderSpec
@@ -81,25 +80,18 @@ def make_spec(dtype: torch.dtype, head_dim: int, group_size: int, **options) -> 
     return DecoderSpec(num_heads=2 * group_size, num_kv_heads=2, head_dim=head_dim, dtype=dtype, **options)
 
 
-def make_batch(query_lens: list[int], context_lens: list[int]) -> Batch:
-    zeros = torch.zeros(sum(query_lens), dtype=torch.int64)
-    bounds = torch.tensor([0, *query_lens]).cumsum(0).int()
-    tables = torch.zeros(len(query_lens), -(-max(context_lens) // BLOCK_SIZE), dtype=torch.int32)
-    lens = torch.tensor(context_lens, dtype=torch.int32)
-    return Batch(zeros, zeros, zeros, bounds, lens, tables, max(query_lens), max(context_lens), bounds[1:].long() - 1)
-
-
 @torch.inference_mode()
 def launch(spec: DecoderSpec) -> None:
     """A mixed step, and sampling from its logits in all ways."""
-    twins, _ = find_twins(spec.dtype)
-    model = exchange(spec.make_model(attention), twins)
+    device = torch.device("cuda")
+    model = kernels.kernelize(spec.make_model(attention), device, spec.dtype)
     kv_caches = [torch.empty(2, 8, BLOCK_SIZE, 2, spec.head_dim, dtype=spec.dtype) for _ in range(spec.num_layers)]
-    logits = model.compute_logits(model(make_batch([1, 5, 33], [300, 5, 133]), kv_caches))
+    batch = make_batch([1, 5, 33], [300, 5, 133], torch.zeros(3, 19, dtype=torch.int32)).to(device)
+    logits = model.compute_logits(model(batch, kv_caches))
     rows = torch.arange(3)
     noise = {"temperatures": torch.ones(3), "noise_keys": torch.ones(3, 2, dtype=torch.int32)}
     filters = {"filtered_rows": rows, "filtered_temperatures": torch.ones(3), "top_ks": rows + 1, "top_ps": torch.ones(3)}
-    sampler = exchange(Sampler(spec.vocab_size), twins)
+    sampler = kernels.kernelize(Sampler(spec.vocab_size), device, spec.dtype)
     launch_sampler(sampler, logits, SamplingBatch(**noise))
     filters["min_ps"] = torch.ones(3)
     launch_sampler(sampler, logits, SamplingBatch(**noise, **filters, max_top_k=spec.vocab_size))
@@ -108,11 +100,9 @@ def launch(spec: DecoderSpec) -> None:
 def inspect(kernel: triton.compiler.CompiledKernel) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
-        usage, code = (
-            subprocess.run([TOOLS / "cuobjdump", option, file.name], capture_output=True, text=True, check=True).stdout
-            for option in ("--dump-resource-usage", "--dump-sass")
-        )
-    used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+        command = [TOOLS / "cuobjdump", "--dump-resource-usage", "--dump-sass", file.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", code)}
     constants = {kernel.src.fn.arg_names[path[0]]: value for path, value in kernel.src.constants.items()}
     return {
         "kernel": kernel.metadata.name,
@@ -140,7 +130,7 @@ def find_loops(code: str) -> Iterator[int]:
 
 
 def find_compiled() -> Iterator[triton.compiler.CompiledKernel]:
-    for module in (attention, functions):
+    for module in (attention, twins):
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):
                 for cache, *_ in kernel.device_caches.values():
@@ -180,7 +170,6 @@ LIFE = {  # lengths of prompts, and what their sampling params say
 
 def serve(num_heads: int, num_kv_heads: int, vocab_size: int, enforce_eager: bool) -> None:
     """A life of an engine on CPU tensors, whose kernels do nothing: all tokens are 0."""
-    kernels.find_twins = lambda device_type, dtype: find_twins(dtype)[0]
     attention.reason_unavailable = lambda *_: None
     graphs.make_recorder = lambda device: lambda function: (lambda: None, function())
     ModelRunner._find_logprobs = lambda self, logits, tokens, seqs: None
@@ -225,7 +214,8 @@ if __name__ == "__main__":
     parser.add_argument("--serving", action="store_true")
     args = parser.parse_args()
     driver.set_active(FakeDriver(args.arch))
-    functions.reason_unavailable = lambda dtype: None
+    kernels.find_twins = lambda device_type, dtype: twins.TWINS
+    Batch.to = lambda self, device: Batch.unpack(self.pack())  # its tensors lie in one, as on a GPU
     attention._describe_gpu = lambda device: (args.arch // 10, 132)
     if args.serving:
         serve(16, 8, 20_000, enforce_eager=False)

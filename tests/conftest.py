@@ -1,12 +1,14 @@
 """Tiny random checkpoints and transformers' own greedy tokens for them, the authority that the engine is held against."""
 
 import gc
+import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from nanovllm import LLM
+from nanovllm.batch import Batch
 from nanovllm.config import Config
 
 VOCAB_SIZE = 97
@@ -127,6 +130,28 @@ def make_llm(tiny: tuple[str, Oracle]) -> Callable[..., LLM]:
 
 def random_prompt(seed: int, length: int) -> list[int]:
     return torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def cover_pairs(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """A covering array, found greedily: few of all combinations, in which any two values of different factors meet."""
+    combinations = list(itertools.product(*factors))
+    pairs = [set(itertools.combinations(enumerate(map(repr, combination)), 2)) for combination in combinations]
+    left, chosen = set().union(*pairs), []
+    while left:
+        chosen.append(max(range(len(combinations)), key=lambda i: len(pairs[i] & left)))
+        left -= pairs[chosen[-1]]
+    return [combinations[i] for i in chosen]
+
+
+def make_batch(
+    query_lens: list[int], context_lens: list[int], block_tables: torch.Tensor, device: torch.device | str = "cpu"
+) -> Batch:
+    """A batch for attention: of its tokens, all 0 in slot 0, the last ones' logits are wanted."""
+    zeros = torch.zeros(sum(query_lens), dtype=torch.int32, device=device)
+    bounds = torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32)
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=device)
+    longest = max(query_lens), max(context_lens)
+    return Batch(zeros, zeros, zeros, bounds, lens, block_tables.to(device), *longest, bounds[1:] - 1)
 
 
 def check_invariants(llm: LLM) -> None:

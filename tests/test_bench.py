@@ -1,31 +1,45 @@
-"""bench.py runs, says what it ran, compares engines on the same work, and refuses what cannot run."""
+"""bench.py runs, says what it ran, compares engines on the same work, and refuses what cannot run; so does the benchmark of the
+kernels, which also tells right kernels from wrong ones."""
 
 import json
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import Qwen3Config
 
-from bench import NanoVLLM, Request, find_floor, main
+from bench import Ceilings, NanoVLLM, Request, find_floor, find_share, main
 from nanovllm import DEMO_MODEL
-from nanovllm.kernels.machine import Ceilings, find_share
+from nanovllm.kernels import bench as kernels_bench
+from nanovllm.kernels.bench import check, oracle
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "3", "9"]
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess:
+def bench(*command: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}  # its kernels, interpreted, are too slow to time
-    return subprocess.run([sys.executable, "bench.py", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def refuse(main: Callable[[list[str]], None], arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What is said of bad arguments."""
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    return capsys.readouterr().err
 
 
 def test_engines_side_by_side() -> None:
-    done = bench("--model", DEMO_MODEL, *TINY, "--engine", "nanovllm", "transformers", "--repeat", "2", "--json")
+    done = bench("bench.py", "--model", DEMO_MODEL, *TINY, "--engine", "nanovllm", "transformers", "--repeat", "2", "--json")
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     report = json.loads(line)
@@ -37,10 +51,10 @@ def test_engines_side_by_side() -> None:
     assert report["transformers"].endswith("static batches of 5") and "of roofline" in done.stderr
 
 
-def test_built_in_shape_and_shared_prefix() -> None:
-    done = bench("--model", "small", *TINY, "--shared-prefix", "32", "--set", "num_kvcache_blocks=64")
-    assert done.returncode == 0, done.stderr
-    assert "num_cached_tokens 128" in done.stdout and "output tok/s" in done.stdout
+def test_built_in_shape_and_shared_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--model", "small", *TINY, "--shared-prefix", "32", "--set", "num_kvcache_blocks=64", "--set", "device=cpu"])
+    output = capsys.readouterr().out
+    assert "num_cached_tokens 128" in output and "output tok/s" in output
 
 
 def test_it_ends_when_nobody_reads_on() -> None:
@@ -64,7 +78,7 @@ def test_it_ends_when_nobody_reads_on() -> None:
         (["--output-len", "1", "99999", "--model", "small"], "max_model_len"),
         (["--set", "max_model_len=4"], "max_model_len"),
         (["--set", "max_model_len=None"], "max_model_len"),
-        (["--set", "num_kvcache_blocks=1", "--model", "small"], "num_kvcache_blocks"),
+        (["--set", "num_kvcache_blocks=1", "--model", "small", "--set", "device=cpu"], "num_kvcache_blocks"),
         (["--set", "enable_chunked_prefill=False", "--set", "max_num_batched_tokens=16"], "enable_chunked_prefill"),
         (["--model", "bench.py"], "is a file"),
         (["--set", "max_num_seq=3"], "max_num_seq"),
@@ -72,9 +86,8 @@ def test_it_ends_when_nobody_reads_on() -> None:
         (["--model", "./nowhere"], "no such directory"),
     ],
 )
-def test_bad_options(arguments: list[str], complaint: str) -> None:
-    done = bench(*arguments)
-    assert done.returncode == 2 and complaint in done.stderr
+def test_bad_options(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint in refuse(main, arguments, capsys)
 
 
 def test_floor() -> None:
@@ -105,3 +118,80 @@ def test_error_of_a_run_is_no_bad_option(error: type[Exception], monkeypatch: py
     monkeypatch.setattr(NanoVLLM, "run", run)
     with pytest.raises(error, match="while it is timed"):
         main(["--model", DEMO_MODEL, *TINY, "--set", "device=cpu"])
+
+
+# --- Single kernels
+
+
+def test_table_and_json() -> None:
+    done = bench(
+        "-m",
+        "nanovllm.kernels.bench",
+        "--num-seqs",
+        "3",
+        "--context-len",
+        "20",
+        "--prompt-len",
+        "50",
+        "--dtype",
+        "float32",
+        "--json",
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {(row["kernel"], row["backend"]): row for row in json.loads(done.stdout)}
+    assert rows.keys() >= {(kernel, "torch") for kernel in ("store_kvcache", "decode", "prefill")}
+    for row in rows.values():
+        assert all(0 < row[figure] < math.inf for figure in ("seconds", "rate")) and row["max_error"] < 1e-4
+    assert "| decode | 3 x 20 | torch | float32 |" in done.stderr and "flash_attn" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--num-seqs", "--context-len", "--prompt-len", "--dtype"])
+def test_bad_options_of_the_kernels(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert option in refuse(kernels_bench.main, [option, "0"], capsys)
+
+
+def skip_a_row(query: Tensor, *arguments) -> Tensor:
+    output = torch.full_like(query, torch.nan)  # as memory may be
+    output[:-1] = oracle.attend(query, *arguments)[:-1]
+    return output
+
+
+def zero_a_row(query: Tensor, *arguments) -> Tensor:
+    output = oracle.attend(query, *arguments)
+    output[-1, -1] = 0.0
+    return output
+
+
+def shift_blocks(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    oracle.store_kvcache(key, value, kv_cache, slot_mapping.roll(1))
+
+
+def store_too_much(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    oracle.store_kvcache(key, value, kv_cache, slot_mapping)
+    slots = kv_cache.flatten(1, 2)  # [2, num_slots, num_kv_heads, head_dim]
+    foreign = set(range(slots.shape[1])) - set(slot_mapping.tolist())
+    slots[:, foreign.pop()] = 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "kernel, changes, complaint",
+    [
+        ("decode", {"attend": skip_a_row}, "off by nan"),
+        ("decode", {"attend": zero_a_row}, "off by"),
+        ("prefill", {"attend": skip_a_row}, "off by nan"),
+        ("prefill", {"attend": zero_a_row}, "off by"),
+        ("prefill", {"store_kvcache": shift_blocks}, "other slots"),
+        ("store_kvcache", {"store_kvcache": shift_blocks}, "other slots"),
+        ("store_kvcache", {"store_kvcache": store_too_much}, "other slots"),
+    ],
+)
+def test_wrong_kernels_are_refused(
+    kernel: str, changes: dict[str, Callable[..., object]], complaint: str, dtype: torch.dtype
+) -> None:
+    device = torch.device("cpu")
+    check(kernel, oracle, 2, 40, 16, dtype, device)
+    wrong = SimpleNamespace(NAME="wrong", store_kvcache=oracle.store_kvcache, attend=oracle.attend)
+    vars(wrong).update(changes)
+    with pytest.raises(RuntimeError, match=f"wrong: .*{complaint}"):
+        check(kernel, wrong, 2, 40, 16, dtype, device)

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEVICE, ON_GPU, Oracle, make_checkpoint, random_prompt
+from conftest import DEVICE, ON_GPU, Oracle, make_batch, make_checkpoint, random_prompt
 from transformers import OPTConfig
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.batch import Batch
 from nanovllm.kernels.cuda import graphs
-from nanovllm.kernels.cuda.graphs import CudaGraphs, batch_sizes
+from nanovllm.kernels.cuda.graphs import CudaGraphs, batch_sizes, pack_padded
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -23,6 +24,23 @@ def test_batch_sizes(max_num_seqs: int) -> None:
     for num_seqs in range(1, max_num_seqs + 1):
         padding = min(size for size in sizes if size >= num_seqs) - num_seqs
         assert padding < 8 or padding < num_seqs / 8
+
+
+def test_a_batch_in_the_layout_of_a_larger_one() -> None:
+    """Its own rows first, then rows that write and read nothing."""
+    batch = make_batch([1] * 3, [5, 3, 8], torch.randint(99, (3, 2), dtype=torch.int32))
+    for name in ("input_ids", "positions", "slot_mapping"):
+        getattr(batch, name)[:] = torch.randint(99, (3,))
+    sizes = [8, 8, 8, 5, 1, 99, 1]
+    larger = Batch.unpack(pack_padded(batch, sizes), sizes)
+    for name in ("input_ids", "positions", "slot_mapping", "context_lens", "logits_indices"):
+        own = getattr(batch, name)
+        padding = getattr(larger, name)[len(own) :].tolist()
+        assert torch.equal(getattr(larger, name)[: len(own)], own)
+        assert padding == [-1 if name == "slot_mapping" else 0] * (8 - len(own))
+    assert larger.cu_seqlens_q.tolist() == list(range(9)) and larger.block_tables.shape == (8, 5)
+    assert torch.equal(larger.block_tables[:3, :2], batch.block_tables)
+    assert (larger.max_seqlen_q, larger.max_seqlen_k) == (1, 99)
 
 
 @pytest.fixture
@@ -67,11 +85,12 @@ def test_tokens_of_opt_are_the_same(tmp_path: Path, make_llm_with_graphs: Callab
 
 
 def test_every_batch_size(make_llm_with_graphs: Callable[..., LLM]) -> None:
-    """1 to 40 sequences, pieces of one token among them: the hidden states of an eager step, and nothing written but their own
-    slots."""
-    llm = make_llm_with_graphs(num_kvcache_blocks=90, max_num_seqs=40, max_model_len=32)
+    """1 to 40 sequences (12 where the kernels are interpreted), pieces of one token among them: the hidden states of an eager
+    step, and nothing written but their own slots."""
+    max_num_seqs = 40 if ON_GPU else 12
+    llm = make_llm_with_graphs(num_kvcache_blocks=90, max_num_seqs=max_num_seqs, max_model_len=32)
     executor = llm.model_runner.executor
-    for i in range(40):
+    for i in range(max_num_seqs):
         llm.add_request(random_prompt(i, 1 + i % 20), SamplingParams(temperature=0.0, max_tokens=8))
     llm.step()
     running = list(llm.scheduler.running)
@@ -81,17 +100,17 @@ def test_every_batch_size(make_llm_with_graphs: Callable[..., LLM]) -> None:
         seq.block_table += [seq.lane + 45] * (2 - len(seq.block_table))
     before = [torch.randn_like(kv_cache) for kv_cache in executor.kv_caches]
 
-    def run(step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    def run(step: Callable[[Batch], torch.Tensor], batch: Batch) -> list[torch.Tensor]:
         """The hidden states and what the caches are then."""
         for kv_cache, saved in zip(executor.kv_caches, before):
             kv_cache.copy_(saved)
-        return [step(), *[kv_cache.clone() for kv_cache in executor.kv_caches]]
+        return [step(batch), *[kv_cache.clone() for kv_cache in executor.kv_caches]]
 
-    for num_seqs in range(40, 0, -1) if ON_GPU else (40, 39, 33, 32, 9, 8, 5, 3, 1):
+    for num_seqs in range(max_num_seqs, 0, -1) if ON_GPU else (12, 11, 9, 8, 5, 3, 1):
         with torch.inference_mode():
             batch = llm.model_runner.prepare_batch(running[-num_seqs:])
-            eager = run(lambda: executor.model(batch.to(executor.device), executor.kv_caches))
-            replayed = run(lambda: executor.graphs.run(batch))
+            eager = run(lambda batch: executor.model(batch.to(executor.device), executor.kv_caches), batch)
+            replayed = run(executor.graphs.run, batch)
         assert len(eager[0]) == sum(seq.lane % 3 != 1 for seq in running[-num_seqs:])
         torch.testing.assert_close(replayed, eager, atol=1e-4, rtol=1e-4)
 

@@ -28,7 +28,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels import capture_decode_steps, kernelize
-from nanovllm.kernels.cpu.packed import PackedExperts, can_multiply
+from nanovllm.kernels.cpu.library import can_multiply
+from nanovllm.kernels.cpu.twins import PackedExperts
 from nanovllm.layers import attention
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
 from nanovllm.layers.tensor_parallel import TensorParallel

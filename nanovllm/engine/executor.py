@@ -151,9 +151,9 @@ def _make_batch(query_lens: list[int], block_table_width: int, max_seqlen_k: int
     with torch.device("cpu"):
         lens = torch.tensor(query_lens, dtype=torch.int32)
         bounds = F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-        zeros = torch.zeros(sum(query_lens), dtype=torch.int64)
+        zeros = torch.zeros(sum(query_lens), dtype=torch.int32)
         tables = torch.zeros(len(query_lens), block_table_width, dtype=torch.int32)
-    return Batch(zeros, zeros, zeros, bounds, lens, tables, max(query_lens), max_seqlen_k, bounds[1:].long() - 1)
+    return Batch(zeros, zeros, zeros, bounds, lens, tables, max(query_lens), max_seqlen_k, bounds[1:] - 1)
 
 
 def join(
@@ -168,7 +168,7 @@ def join(
         group = dist.ProcessGroupNCCL(store, rank, size, options)
     else:
         group = dist.ProcessGroupGloo(store, rank, size, _FOREVER)
-    tp = TensorParallel(rank, size, group, torch.empty(FIRST_PART, dtype=torch.int64, device=device))
+    tp = TensorParallel(rank, size, group, torch.empty(FIRST_PART, dtype=torch.int32, device=device))
     tp = kernels.share_memory(tp, device, dtype)
     return tp, device
 

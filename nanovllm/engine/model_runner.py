@@ -92,26 +92,26 @@ class ModelRunner:
             start = seq.num_computed_tokens
             input_ids += seq.token_ids[start : start + seq.num_scheduled_tokens]
             self._copy_block_table(seq)
-        starts = np.array([seq.num_computed_tokens for seq in seqs])
-        query_lens = np.array([seq.num_scheduled_tokens for seq in seqs])
+        starts = np.array([seq.num_computed_tokens for seq in seqs], np.int32)
+        query_lens = np.array([seq.num_scheduled_tokens for seq in seqs], np.int32)
         num_tokens = np.array([len(seq.token_ids) for seq in seqs])
         context_lens = starts + query_lens
-        cu_seqlens_q = np.concatenate(([0], query_lens.cumsum()))
+        cu_seqlens_q = np.concatenate(([0], query_lens.cumsum()), dtype=np.int32)
         max_seqlen_k = int(context_lens.max())
         lanes = [seq.lane for seq in seqs]
         block_tables = self.block_tables[lanes, : -(-max_seqlen_k // self.block_size)]
 
         row = np.repeat(np.arange(len(seqs)), query_lens)  # of each token
-        positions = np.arange(len(input_ids)) + (starts - cu_seqlens_q[:-1])[row]
+        positions = np.arange(len(input_ids), dtype=np.int32) + (starts - cu_seqlens_q[:-1])[row]
         blocks, offsets = np.divmod(positions, self.block_size)
-        slot_mapping = block_tables[row, blocks].astype(np.int64) * self.block_size + offsets
+        slot_mapping = block_tables[row, blocks] * self.block_size + offsets
         tensor = torch.from_numpy
         return Batch(
-            input_ids=tensor(np.array(input_ids)),
+            input_ids=tensor(np.array(input_ids, np.int32)),
             positions=tensor(positions),
             slot_mapping=tensor(slot_mapping),
-            cu_seqlens_q=tensor(cu_seqlens_q.astype(np.int32)),
-            context_lens=tensor(context_lens.astype(np.int32)),
+            cu_seqlens_q=tensor(cu_seqlens_q),
+            context_lens=tensor(context_lens),
             block_tables=tensor(block_tables),
             max_seqlen_q=int(query_lens.max()),
             max_seqlen_k=max_seqlen_k,

@@ -1,24 +1,24 @@
 """The one door to all that is faster than plain torch: twins of layers, attention backends, CUDA graphs.
 
 layers/ and models/ say what is computed, and know nothing of this. When an engine starts, `select_backend` chooses how K/V
-are stored and attended to, and once the weights are loaded, `kernelize` exchanges layers for their twins. Nothing is left
-to decide at a call. Without this package, and the lines that call it, an engine is complete and slower.
+are stored and attended to, and once the weights are loaded, `kernelize` exchanges layers for their twins. All choices are
+made at start-up. Without this package, and the lines that call it, an engine is complete and slower.
 
 In float32 a twin differs from its layer by the order of sums. In 16 bits it rounds less often: SwiGLU once, where the layer
-rounds silu(gate) and the product; on a CPU with packed weights, bias, residual and gate meet the sums of a product before
-these are rounded. Each is a difference of about one unit in the last place.
+rounds silu(gate) and the product; on a CPU with packed weights, bias, residual and gate are applied in float32, before
+rounding. Each is a difference of about one unit in the last place.
 """
 
 import sys
 from functools import cache
 from importlib import import_module
+from typing import cast
 
 import torch
 from torch import nn
 
 from nanovllm.kernels.cpu import shared_memory
 from nanovllm.kernels.cuda.graphs import CudaGraphs
-from nanovllm.kernels.twins import Twins
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import TensorParallel
 
@@ -58,21 +58,39 @@ def share_memory(tp: TensorParallel, device: torch.device, dtype: torch.dtype) -
     return shared_memory.share_memory(tp, dtype)
 
 
+class Twin(nn.Module):
+    """Stands before a layer among the bases of its twin: the layer becomes its twin by a change of class."""
+
+    def take_over(self, dtype: torch.dtype) -> bool:
+        """Prepare a layer, whose class has just been changed, in a model of `dtype`. False: it cannot be this twin."""
+        return True
+
+
 def kernelize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """`module` with every layer exchanged that has a faster twin for `device` and `dtype`."""
-    return exchange(module, find_twins(device.type, dtype))
+    """`module` with every layer exchanged that has a faster twin for `device` and `dtype`.
+
+    From the top down, so that a layer's twin can take its parts as they are.
+    """
+    layer = type(module)
+    for twin in find_twins(device.type, dtype):
+        if layer in twin.__bases__:
+            module.__class__ = twin
+            if twin.take_over(cast(Twin, module), dtype):
+                break
+            module.__class__ = layer
+    for child in module.children():
+        kernelize(child, device, dtype)
+    return module
 
 
 @cache
-def find_twins(device_type: str, dtype: torch.dtype) -> Twins:
-    """The table of twins. If it is empty, it is said on stderr why."""
+def find_twins(device_type: str, dtype: torch.dtype) -> list[type[Twin]]:
+    """The twins that work here. If there are none, it is said on stderr why."""
     try:
-        twins, reason = import_module(f"nanovllm.kernels.{device_type}.twins").find_twins(dtype)
-    except ImportError as error:  # Triton is not installed
-        twins, reason = {}, str(error)
-    if reason is not None:
-        print(f"nanovllm: slow layers, since {reason}", file=sys.stderr)
-    return twins
+        return import_module(f"nanovllm.kernels.{device_type}.twins").find_twins(dtype)
+    except (ImportError, RuntimeError) as error:  # Triton is not installed, or the kernels do not work here
+        print(f"nanovllm: slow layers, since {error}", file=sys.stderr)
+        return []
 
 
 @torch.inference_mode()
@@ -87,12 +105,3 @@ def capture_decode_steps(
     if kv_caches[0].device.type != "cuda" or not all(getattr(part, "SUPPORTS_CUDA_GRAPHS", True) for part in parts):
         return None
     return CudaGraphs(decoder, kv_caches, max_num_seqs, block_table_width)
-
-
-def exchange(module: nn.Module, twins: Twins) -> nn.Module:
-    """From the top down, so that a layer's twin can take its parts as they are."""
-    if make := twins.get(type(module)):
-        module = make(module) or module
-    for name, child in module.named_children():
-        setattr(module, name, exchange(child, twins))
-    return module

@@ -44,6 +44,7 @@ def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, 
 
 def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write `key` and `value` [num_tokens, num_kv_heads, head_dim] to their slots; slot -1 is padding, not written."""
+    slot_mapping = slot_mapping.long()  # as index_copy_ wants it
     written = slot_mapping >= 0
     if not written.all():
         key, value, slot_mapping = key[written], value[written], slot_mapping[written]

@@ -19,7 +19,7 @@ class TensorParallel:
     rank: int = 0
     size: int = 1
     group: Any = None  # torch.distributed's ProcessGroupGloo or ProcessGroupNCCL; None: there is only this rank
-    first: Tensor | None = None  # int64 [FIRST_PART] on the group's device: the size and the first part of a message
+    first: Tensor | None = None  # int32 [FIRST_PART] on the group's device: the size and the first part of a message
 
     def divide(self, num: int) -> tuple[int, int]:
         """How many of `num` heads or columns this rank has, and the first of them.
@@ -52,7 +52,7 @@ class TensorParallel:
         return least.tolist()
 
     def send(self, message: Tensor) -> None:
-        """To all ranks that `receive`, from rank 0: int64 [num_numbers] on the host. One broadcast, two if it is long."""
+        """To all ranks that `receive`, from rank 0: int32 [num_numbers] on the host. One broadcast, two if it is long."""
         self.first[0] = len(message)
         self.first[1 : len(message) + 1] = message[: FIRST_PART - 1]
         self.group.broadcast(self.first, 0).wait()

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.kernels.cpu import library
-from nanovllm.kernels.cpu.library import call, load
-from nanovllm.kernels.cpu.packed import can_multiply
+from nanovllm.kernels.cpu.library import call, can_multiply, load
 from nanovllm.layers.attention import attend_one
 
 NAME = "cpp"
@@ -24,6 +23,7 @@ def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, 
 def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write `key` and `value` [num_tokens, num_kv_heads, head_dim] to their slots; slot -1 is padding, not written."""
     assert key[:1].is_contiguous() and value[:1].is_contiguous() and kv_cache.is_contiguous()
+    assert slot_mapping.dtype == torch.int32
     num_tokens, num_kv_heads, head_dim = key.shape
     call(
         load(key.dtype).store_kvcache, key, value, key.stride(0), value.stride(0), slot_mapping, num_tokens,

@@ -160,7 +160,7 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
     }
 }
 
-extern "C" void store_kvcache(const T* key, const T* value, int64_t key_stride, int64_t value_stride, const int64_t* slot_mapping,
+extern "C" void store_kvcache(const T* key, const T* value, int64_t key_stride, int64_t value_stride, const int32_t* slot_mapping,
                               int64_t num_tokens, int64_t slot_size, T* keys, T* values) {
     parallel_for(num_tokens, slot_size, [=](int64_t token) {
         int64_t slot = slot_mapping[token];

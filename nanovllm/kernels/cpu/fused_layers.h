@@ -19,7 +19,7 @@ struct Layer {
 // Adds to x [num_tokens, hidden_size], in place. A kv_cache [2, num_slots, num_kv_heads, head_dim] per layer. Where there are
 // several ranks, this one is `member`; rank 0 adds biases and residuals to its share of a product, before the shares are added.
 extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t num_layers, int64_t num_slots, T* x, const float*
-                               cos, const float* sin, const int64_t* slot_mapping, const int32_t* cu_seqlens_q, const int32_t*
+                               cos, const float* sin, const int32_t* slot_mapping, const int32_t* cu_seqlens_q, const int32_t*
                                context_lens, const int32_t* block_tables, int64_t num_tokens, int64_t num_seqs, int64_t
                                table_width, int64_t block_size, Member* member) {
     // The pieces are one thread's each, as soon as there is ENOUGH for every thread: it finds in its own cache what it has

@@ -1,5 +1,5 @@
 // Kernels for a CPU: what torch has no single operation for. library.py compiles them, for T = float, bfloat16 or float16;
-// functions.py, attention.py, packed.py and fused_layers.py say what each computes.
+// twins.py and attention.py say what each computes.
 //
 // Plain loops, which the compiler turns into vector code, but for the matrix products. Numbers are widened to float where
 // they are read and rounded where they are written. The threads are torch's own: both use the OpenMP library that torch

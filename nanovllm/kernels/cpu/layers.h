@@ -22,7 +22,7 @@ extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tok
     });
 }
 
-extern "C" void cos_and_sin(const int64_t* positions, const float* inv_freq, float attention_factor, float* cos, float* sin,
+extern "C" void cos_and_sin(const int32_t* positions, const float* inv_freq, float attention_factor, float* cos, float* sin,
                             int64_t num_tokens, int64_t half) {
     constexpr int64_t COST = 16;  // of a pair, in numbers
     parallel_for(num_tokens, COST * half, [=](int64_t token) {

@@ -73,7 +73,7 @@ extern "C" void linear(const T* x, const T* panels, const T* bias, const T* resi
 }
 
 // The rows of a weight that `ids` names.
-extern "C" void gather_rows(const T* panels, const int64_t* ids, T* output, int64_t num_rows, int64_t in_features) {
+extern "C" void gather_rows(const T* panels, const int32_t* ids, T* output, int64_t num_rows, int64_t in_features) {
     int64_t depth = round_up(in_features, LINE);
     parallel_for(num_rows, in_features, [=](int64_t row) {
         const T* from = panels + ids[row] / WIDTH * WIDTH * depth + ids[row] % WIDTH * 2;

@@ -21,11 +21,11 @@ class Member(ctypes.Structure):
     _fields_ = [("shared", ctypes.c_void_p), *[(name, ctypes.c_int64) for name in ("rank", "size", "round", "is_lost")]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SharedMemoryRank(TensorParallel):
     """A rank whose layers meet the others' in shared memory."""
 
-    member: Member | None = None
+    member: Member
 
     def check(self) -> None:
         """Raises RuntimeError if another rank has ended, and with it what was to be computed together."""
@@ -78,4 +78,4 @@ def share_memory(tp: TensorParallel, dtype: torch.dtype) -> TensorParallel:
     tp.minimum([0])  # here all ranks' process ids are there
     member = Member(address, tp.rank, tp.size)
     member.memory = memory  # which lives as long
-    return SharedMemoryRank(tp.rank, tp.size, tp.group, tp.first, member)
+    return SharedMemoryRank(**vars(tp), member=member)

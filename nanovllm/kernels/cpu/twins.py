@@ -1,44 +1,282 @@
-"""Which layers have a faster twin on a CPU: with products in 16 bits, all decoder layers together are one."""
+"""The layers that are faster on a CPU, in C++.
 
-from functools import partial
+In float32 they are those that torch computes in several passes over the same numbers. In 16 bits there are matrix products
+too, with prepacked weights, and all decoder layers together are one call: between two kernels, Python would take longer than
+a small kernel does.
+"""
+
+import ctypes
+from typing import TypeGuard
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from nanovllm.kernels.cpu import functions
-from nanovllm.kernels.cpu.fused_layers import fuse
-from nanovllm.kernels.cpu.library import reason_unavailable
-from nanovllm.kernels.cpu.packed import can_multiply, pack, pack_experts, pack_mlp
-from nanovllm.kernels.twins import Twins, become, make_twins
+from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.kernels import Twin
+from nanovllm.kernels.cpu import attention
+from nanovllm.kernels.cpu.library import call, can_multiply, load, reason_unavailable
+from nanovllm.kernels.cpu.shared_memory import SharedMemoryRank
 from nanovllm.layers.embedding import Embedding
-from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
-from nanovllm.models.decoder import MLP, Attention, DecoderLayers
+from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.models.decoder import MLP, Attention, DecoderLayer, DecoderLayers
 from nanovllm.models.moe import Experts
 
-
-def make_cpu_twins(dtype: torch.dtype) -> Twins:
-    """Those that need no products. RoPE's angles come from the library of `dtype`, the model's, which is loaded anyway."""
-
-    class FastRotaryEmbedding(RotaryEmbedding):
-        def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-            return functions.cos_and_sin(positions, self.inv_freq, self.attention_factor, dtype)
-
-    class FastAttention(Attention):
-        def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-            return functions.rotary(heads, *cos_sin, *((None, 0.0) if norm is None else (norm.weight, norm.eps)))
-
-    twins = {RotaryEmbedding: FastRotaryEmbedding, Attention: FastAttention}
-    return {**make_twins(functions), **{layer: partial(become, twin) for layer, twin in twins.items()}}
+MANY_TOKENS = 512
 
 
-def find_twins(dtype: torch.dtype) -> tuple[Twins, str | None]:
-    """The twins, and why there are none."""
+class FastRMSNorm(Twin, RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous()
+        output = x.new_empty(x.shape)
+        call(load(x.dtype).rms_norm, x, self.weight, output, *x.shape, self.eps)
+        return output
+
+
+class FastRotaryEmbedding(Twin, RotaryEmbedding):
+    dtype: torch.dtype
+    inv_freq: Tensor
+
+    def take_over(self, dtype: torch.dtype) -> bool:
+        self.dtype = dtype  # its library, not the one of float32, which may not be compiled
+        return True
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        assert positions.is_contiguous() and positions.dtype == torch.int32
+        cos, sin = self.inv_freq.new_empty(2, len(positions), 1, len(self.inv_freq))
+        angles = positions, self.inv_freq, self.attention_factor
+        call(load(self.dtype).cos_and_sin, *angles, cos, sin, len(positions), len(self.inv_freq))
+        return cos, sin
+
+
+class FastAttention(Twin, Attention):
+    def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        assert all([tensor.is_contiguous() for tensor in (heads[:1], *cos_sin)])  # tokens may lie apart
+        output = heads.new_empty(heads.shape)
+        num_tokens, num_heads, head_dim = heads.shape
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        sizes = num_tokens, heads.stride(0), output.stride(0), num_heads, head_dim // 2
+        call(load(heads.dtype).rotary, heads, *cos_sin, weight, output, *sizes, eps)
+        return output
+
+
+class FastMLP(Twin, MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        gate_up = self.gate_up_proj(x)
+        assert gate_up.is_contiguous()
+        output = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        call(load(gate_up.dtype).silu_and_mul, gate_up, output, *output.shape)
+        return self.down_proj(output)
+
+
+class FastSampler(Twin, Sampler):
+    """Filters without sorting, as the kernel of kernels/cuda/twins.py."""
+
+    def filter(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        output = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        rows, temperatures = batch.filtered_rows, batch.filtered_temperatures
+        assert rows is not None
+        filters = rows, temperatures, batch.top_ks, batch.top_ps, batch.min_ps
+        call(load(output.dtype).filter_logits, output, *filters, len(rows), output.shape[1])
+        return output
+
+    def draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        logits = logits.contiguous()
+        tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        noise = self.token_hashes, batch.noise_keys, batch.temperatures
+        call(load(logits.dtype).sample, logits, *noise, tokens, *logits.shape)
+        return tokens
+
+
+class PackedWeight(nn.Module):
+    """A 16-bit matrix [out_features, in_features] in panels, as products.h describes them.
+
+    A `gated` one has gates in its upper half, and what they let pass in the lower; they alternate in memory, 16 by 16.
+    """
+
+    def __init__(self, weight: Tensor, gated: bool = False) -> None:
+        super().__init__()
+        num_rows, self.in_features = weight.shape
+        self.gated = gated
+        self.out_features = num_rows // 2 if gated else num_rows
+        parts = weight.detach().unflatten(0, (2, -1)) if gated else weight.detach()[None]
+        width = 32 // len(parts)
+        parts = F.pad(parts, (0, -self.in_features % 32, 0, -self.out_features % width))
+        rows = parts.unflatten(1, (-1, width)).transpose(0, 1)  # [num_panels, parts, width, depth]
+        panels = rows.reshape(rows.shape[0], 32, -1, 2)
+        self.panels = panels.transpose(1, 2).contiguous()  # [num_panels, depth / 2, 32, 2]
+
+    @staticmethod
+    def can_hold(weight: Tensor) -> bool:
+        return weight.device.type == "cpu" and weight.shape[-1] % 2 == 0 and can_multiply(weight.dtype)
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [num_rows, in_features] to [num_rows, out_features]; SwiGLU of that, if it is gated."""
+        assert x.is_contiguous() and (bias is None or not self.gated)
+        output = x.new_empty(x.shape[0], self.out_features)
+        sizes = *x.shape, self.in_features, self.out_features, self.out_features
+        call(load(x.dtype).linear, x, self.panels, bias, None, output, *sizes, self.gated)
+        return output
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The rows of the matrix that `ids` [num_rows] names, [num_rows, in_features]."""
+        assert ids.is_contiguous() and ids.dtype == torch.int32 and not self.gated
+        output = self.panels.new_empty(len(ids), self.in_features)
+        call(load(output.dtype).gather_rows, self.panels, ids, output, *output.shape)
+        return output
+
+
+class Packed(Twin):
+    """A layer that has traded its weight for a packed one."""
+
+    weight: nn.Parameter
+    packed: PackedWeight
+
+    def take_over(self, dtype: torch.dtype) -> bool:
+        if not PackedWeight.can_hold(self.weight):
+            return False
+        self.packed = PackedWeight(self.weight)
+        del self.weight
+        return True
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.packed.multiply(x, bias)
+
+
+class PackedColumnParallelLinear(Packed, ColumnParallelLinear):
+    pass
+
+
+class PackedRowParallelLinear(Packed, RowParallelLinear):
+    pass
+
+
+class PackedEmbedding(Packed, Embedding):
+    def look_up(self, rows: Tensor) -> Tensor:
+        return self.packed.rows(rows)
+
+
+class PackedMLP(Twin, MLP):
+    gate_up: PackedWeight
+
+    def take_over(self, dtype: torch.dtype) -> bool:
+        if self.gate_up_proj.bias is not None or not PackedWeight.can_hold(self.gate_up_proj.weight):
+            return False
+        self.gate_up = PackedWeight(self.gate_up_proj.weight, gated=True)
+        del self.gate_up_proj
+        return True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.gate_up.multiply(x))  # with SwiGLU as its epilogue
+
+
+class PackedExperts(Twin, Experts):
+    gate_up: list[PackedWeight]
+    down: list[PackedWeight]
+
+    def take_over(self, dtype: torch.dtype) -> bool:
+        if not (PackedWeight.can_hold(self.gate_up_proj) and PackedWeight.can_hold(self.down_proj)):
+            return False
+        self.gate_up = [PackedWeight(weight, gated=True) for weight in self.gate_up_proj]
+        del self.gate_up_proj
+        self.down = [PackedWeight(weight) for weight in self.down_proj]
+        del self.down_proj
+        return True
+
+    def compute(self, expert: int, x: Tensor) -> Tensor:
+        return self.down[expert].multiply(self.gate_up[expert].multiply(x))
+
+
+class _Layer(ctypes.Structure):
+    """Layer of fused_layers.h."""
+
+    _fields_ = [("weights", ctypes.c_void_p * 10), ("sizes", ctypes.c_int64 * 5), ("eps_and_scale", ctypes.c_float * 2)]
+
+
+class FusedLayers(Twin, DecoderLayers):
+    """Holds the layers' weights, prepacked, in place of the layers."""
+
+    tensors: list[Tensor | None]  # that the pointers of `structs` lead to
+    structs: "ctypes.Array[_Layer]"
+    tp: TensorParallel
+
+    def take_over(self, dtype: torch.dtype) -> bool:
+        layers = [layer for layer in self if can_fuse(layer)]
+        if len(layers) < len(self):
+            return False
+        self.tensors, self.tp = [], layers[0].self_attn.o_proj.tp
+        self.structs = (_Layer * len(layers))(*[self._take(layer) for layer in layers])
+        del self[:]
+        return True
+
+    def _take(self, layer: DecoderLayer) -> _Layer:
+        attn, mlp = layer.self_attn, layer.mlp
+        assert isinstance(mlp, MLP)
+        head_dim = attn.head_dim
+        num_heads, num_kv_heads, _ = (size // head_dim for size in attn.qkv_proj.parts.values())
+        hidden_size, intermediate_size = mlp.down_proj.weight.shape
+
+        def pack(linear: Linear, gated: bool = False) -> Tensor:
+            panels = PackedWeight(linear.weight, gated).panels
+            del linear.weight  # now, not with the layer: two copies of one matrix are in memory, never of the model
+            return panels
+
+        tensors: list[Tensor | None] = [
+            layer.input_layernorm.weight, layer.post_attention_layernorm.weight,
+            None if attn.q_norm is None else attn.q_norm.weight, None if attn.k_norm is None else attn.k_norm.weight,
+            pack(attn.qkv_proj), attn.qkv_proj.bias, pack(attn.o_proj), attn.o_proj.bias,
+            pack(mlp.gate_up_proj, gated=True), pack(mlp.down_proj),
+        ]  # fmt: skip
+        self.tensors += tensors
+        sizes = hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size
+        pointers = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        return _Layer(pointers, sizes, (layer.input_layernorm.eps, head_dim**-0.5))
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_caches: list[Tensor], batch: Batch) -> Tensor:
+        """Adds to x [num_tokens, hidden_size], in place."""
+        assert all([tensor.is_contiguous() for tensor in (x, *cos_sin, *kv_caches, batch.block_tables)])
+        assert batch.slot_mapping.dtype == torch.int32
+        pointers = (ctypes.c_void_p * len(kv_caches))(*[kv_cache.data_ptr() for kv_cache in kv_caches])
+        num_blocks, block_size = kv_caches[0].shape[1:3]
+        member = ctypes.byref(self.tp.member) if isinstance(self.tp, SharedMemoryRank) else None
+        numbers = batch.slot_mapping, batch.cu_seqlens_q, batch.context_lens, batch.block_tables
+        sizes = len(x), *batch.block_tables.shape, block_size
+        # A long step one by one: Python hears of Ctrl-C only in between.
+        num_layers = len(kv_caches) if len(x) <= MANY_TOKENS else 1
+        for first in range(0, len(kv_caches), num_layers):
+            layers = ctypes.byref(self.structs, first * ctypes.sizeof(_Layer))
+            caches = ctypes.byref(pointers, first * ctypes.sizeof(ctypes.c_void_p))
+            arguments = layers, caches, num_layers, num_blocks * block_size, x, *cos_sin, *numbers, *sizes, member
+            call(load(x.dtype).decoder_layers, *arguments)
+        if isinstance(self.tp, SharedMemoryRank):
+            self.tp.check()
+        return x
+
+
+def can_fuse(layer: nn.Module) -> TypeGuard[DecoderLayer]:
+    """Whether a layer attends with the C++ kernels, shares memory with other ranks if there are any, and has an MLP without
+    biases and weights that can be packed."""
+    if type(layer) is not DecoderLayer or type(layer.mlp) is not MLP or layer.mlp.down_proj.bias is not None:
+        return False
+    attn, mlp, tp = layer.self_attn, layer.mlp, layer.self_attn.o_proj.tp
+    linears = [attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj]
+    can_meet = tp.size == 1 or isinstance(tp, SharedMemoryRank)
+    return can_meet and attn.backend is attention and all([PackedWeight.can_hold(linear.weight) for linear in linears])
+
+
+# Without products, and with: of a layer that has several twins, the first that can be takes over.
+SINGLE: list[type[Twin]] = [FastRMSNorm, FastRotaryEmbedding, FastAttention, FastMLP, FastSampler]
+PACKED: list[type[Twin]] = [
+    FusedLayers, PackedColumnParallelLinear, PackedRowParallelLinear, PackedEmbedding, PackedMLP, PackedExperts, *SINGLE,
+]  # fmt: skip
+
+
+def find_twins(dtype: torch.dtype) -> list[type[Twin]]:
+    """Raises RuntimeError if there are none."""
     if reason := reason_unavailable(dtype):
-        return {}, reason
-    twins = make_cpu_twins(dtype)
-    if not can_multiply(dtype):
-        return twins, None
-    packed = {ColumnParallelLinear: pack, RowParallelLinear: pack, Embedding: pack, Experts: pack_experts}
-    return {**twins, **packed, MLP: lambda mlp: pack_mlp(mlp) or twins[MLP](mlp), DecoderLayers: fuse}, None
+        raise RuntimeError(reason)
+    return PACKED if can_multiply(dtype) else SINGLE

@@ -17,16 +17,16 @@ Legend: M rows of queries (TOKENS query tokens of GROUP heads), N tokens of the 
 a power of two (masked).
 """
 
+from collections.abc import Callable
 from functools import cache, partial
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from nanovllm.batch import Batch
-from nanovllm.kernels.cuda.functions import try_out
 from nanovllm.layers import attention as torch_backend
 
 NAME = "triton"
@@ -50,20 +50,30 @@ def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, 
     return try_out(partial(_check, device, dtype, head_dim, block_size)) if device.type == "cuda" else None
 
 
+def try_out(trial: Callable[[], None]) -> str | None:
+    """Why `trial` of some kernels fails; None: they work. Triton compiles for the GPU at hand with the help of the host's
+    C compiler: only a trial tells whether that works."""
+    try:
+        trial()
+    except Exception as error:  # of the compiler, the driver or the launch: all of them mean that it does not work
+        return f"the kernels fail on this GPU: {error!r}"
+    return None
+
+
 def _check(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> None:
     """Raises RuntimeError if the kernels compute something else than the torch backend."""
-    generator = torch.Generator(device).manual_seed(0)
+    randn = partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))
     kv_cache = torch.full((2, 4, block_size, 2, head_dim), torch.nan, dtype=dtype, device=device)
     tables = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32, device=device)
     context_lens = torch.tensor([block_size + 1, 2 * block_size - 1], dtype=torch.int32, device=device)
-    positions = torch.arange(2 * block_size, device=device)
-    slots = tables[:, positions // block_size].long() * block_size + positions % block_size  # [2, 2 * block_size]
+    positions = torch.arange(2 * block_size, dtype=torch.int32, device=device)
+    slots = tables[:, positions // block_size] * block_size + positions % block_size  # [2, 2 * block_size]
     slots = slots.masked_fill(positions >= context_lens[:, None], -1).flatten()
-    key, value = torch.randn(2, len(slots), 2, head_dim, device=device, generator=generator).to(dtype)
+    key, value = randn(2, len(slots), 2, head_dim).to(dtype)
     store_kvcache(key, value, kv_cache, slots)
     for query_len in (1, block_size):
-        query = torch.randn(2 * query_len, 4, head_dim, device=device, generator=generator).to(dtype)
-        bounds = torch.arange(3, dtype=torch.int32, device=device) * query_len
+        query = randn(2 * query_len, 4, head_dim).to(dtype)
+        bounds = positions[:3] * query_len
         batch = Batch(positions, positions, slots, bounds, context_lens, tables, query_len, 2 * block_size - 1, bounds)
         expected = torch_backend.attend(query.float(), kv_cache.float(), batch, head_dim**-0.5)
         error = (attend(query, kv_cache, batch, head_dim**-0.5).float() - expected).abs().max().item()
@@ -76,19 +86,17 @@ def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Te
     num_tokens, num_kv_heads, head_dim = key.shape
     row_size = num_kv_heads * head_dim
     assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1) and kv_cache.is_contiguous()
-    _store_kvcache_kernel[(num_tokens,)](
-        key, value, *kv_cache, slot_mapping, key.stride(0), value.stride(0), row_size,
-        BLOCK=min(1024, triton.next_power_of_2(row_size)),
-    )  # fmt: skip
+    block = min(1024, triton.next_power_of_2(row_size))
+    strides = key.stride(0), value.stride(0)
+    _store_kvcache_kernel[(num_tokens,)](key, value, *kv_cache, slot_mapping, *strides, row_size, BLOCK=block)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping_ptr"])  # it may lie anywhere in a packed batch
 def _store_kvcache_kernel(
-    key_ptr, value_ptr, key_cache_ptr, value_cache_ptr, slot_mapping_ptr, key_stride, value_stride, row_size,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+    key_ptr, value_ptr, key_cache_ptr, value_cache_ptr, slot_mapping_ptr, key_stride, value_stride, row_size, BLOCK: constexpr
+):
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping_ptr + token)  # int64: slot * row_size overflows 32 bits in large caches
+    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)  # slot * row_size overflows 32 bits in large caches
     if slot >= 0:
         for start in range(0, row_size, BLOCK):
             offsets = start + tl.arange(0, BLOCK)
@@ -116,29 +124,28 @@ def _attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output:
     block_size, num_kv_heads = kv_cache.shape[2:4]
     num_seqs, group_size, dim = len(batch.context_lens), num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
     capability, num_processors = _describe_gpu(query.device)
-    tile = _choose_tile(is_decode, dim, query.dtype, capability)
+    rows, piece, num_warps, num_stages = _choose_tile(is_decode, dim, query.dtype, capability)
     if is_decode:
         tokens, num_splits = 1, _count_splits(num_seqs * num_kv_heads, batch.max_seqlen_k, num_processors)
-        grid = (num_kv_heads, num_seqs, num_splits)  # KV heads first: programs that run together read neighbouring memory
+        grid = num_kv_heads, num_seqs, num_splits  # KV heads first: programs that run together read neighbouring memory
     else:
-        tokens, num_splits = max(1, tile.rows // group_size), 1
-        grid = ((num_tokens // tokens + num_seqs) * num_kv_heads,)
+        tokens, num_splits = max(1, rows // group_size), 1
+        grid = (num_tokens // tokens + num_seqs) * num_kv_heads, 1, 1
     # Per split: the normalized output, and log2 of its sum of exponentials, by which the splits are weighed.
-    num_rows = num_seqs if num_splits > 1 else 0
-    split_outputs = query.new_empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32)
-    log_sums = split_outputs.new_empty(num_rows, num_heads, num_splits)
+    num_split_seqs = num_seqs if num_splits > 1 else 0
+    split_outputs = query.new_empty(num_split_seqs, num_heads, num_splits, head_dim, dtype=torch.float32)
+    log_sums = split_outputs.new_empty(num_split_seqs, num_heads, num_splits)
     _attend_kernel[grid](
         query, *kv_cache, output, split_outputs, log_sums, batch.cu_seqlens_q, batch.context_lens, batch.block_tables,
         scale * _LOG2_E, batch.block_tables.stride(0), num_seqs, num_splits,
         IS_DECODE=is_decode, NUM_KV_HEADS=num_kv_heads, GROUP=group_size, TOKENS=tokens,
-        M=max(16, triton.next_power_of_2(tokens * group_size)), N=tile.pieces, D=dim, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        M=max(16, triton.next_power_of_2(tokens * group_size)), N=piece, D=dim, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # the second is ignored for 16-bit operands
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if num_splits > 1:
-        _join_splits_kernel[(num_seqs, num_heads)](
-            split_outputs, log_sums, batch.cu_seqlens_q, output, num_splits, NUM_HEADS=num_heads, D=dim, HEAD_DIM=head_dim
-        )
+        splits = split_outputs, log_sums, batch.cu_seqlens_q, output, num_splits
+        _join_splits_kernel[(num_seqs, num_heads)](*splits, NUM_HEADS=num_heads, D=dim, HEAD_DIM=head_dim)
 
 
 @triton.jit(
@@ -147,9 +154,8 @@ def _attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output:
 )
 def _attend_kernel(
     query_ptr, key_ptr, value_ptr, output_ptr, split_outputs_ptr, log_sums_ptr, cu_seqlens_ptr, context_lens_ptr, tables_ptr,
-    scale, table_stride, num_seqs, num_splits,
-    IS_DECODE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    scale, table_stride, num_seqs, num_splits, IS_DECODE: constexpr, NUM_KV_HEADS: constexpr, GROUP: constexpr, TOKENS: constexpr,
+    M: constexpr, N: constexpr, D: constexpr, HEAD_DIM: constexpr, BLOCK_SIZE: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
     if IS_DECODE:
         kv_head, seq, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2), 0
@@ -207,9 +213,8 @@ def _attend_kernel(
 
 @triton.jit
 def _attend_to_piece(
-    acc, row_sum, row_max, query, key_ptr, value_ptr, table_ptr, start, end, last_visible, scale,
-    IS_MASKED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, N: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    acc, row_sum, row_max, query, key_ptr, value_ptr, table_ptr, start, end, last_visible, scale, IS_MASKED: constexpr,
+    NUM_KV_HEADS: constexpr, N: constexpr, D: constexpr, HEAD_DIM: constexpr, BLOCK_SIZE: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
     """acc, row_sum and row_max after N more tokens of the context, from `start` on."""
     positions, dims = start + tl.arange(0, N), tl.arange(0, D)
@@ -236,7 +241,7 @@ def _attend_to_piece(
 
 
 @triton.jit
-def _find_tile(cu_seqlens_ptr, num_seqs, NUM_KV_HEADS: tl.constexpr, TOKENS: tl.constexpr):
+def _find_tile(cu_seqlens_ptr, num_seqs, NUM_KV_HEADS: constexpr, TOKENS: constexpr):
     """This program's KV head, its sequence, and which of that sequence's tiles.
 
     The batch's last tiles come first: they see the most context, and a long program that starts late leaves the GPU waiting.
@@ -255,8 +260,8 @@ def _find_tile(cu_seqlens_ptr, num_seqs, NUM_KV_HEADS: tl.constexpr, TOKENS: tl.
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["cu_seqlens_ptr"])
 def _join_splits_kernel(
-    split_outputs_ptr, log_sums_ptr, cu_seqlens_ptr, output_ptr, num_splits,
-    NUM_HEADS: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+    split_outputs_ptr, log_sums_ptr, cu_seqlens_ptr, output_ptr, num_splits, NUM_HEADS: constexpr, D: constexpr,
+    HEAD_DIM: constexpr,
 ):  # fmt: skip
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     query_start = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
@@ -277,23 +282,17 @@ def _join_splits_kernel(
         tl.store(output_ptr + output_row * HEAD_DIM + dims, output.to(output_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-class _Tile(NamedTuple):
-    rows: int  # of queries
-    pieces: int  # tokens of the context
-    num_warps: int
-    num_stages: int
-
-
-def _choose_tile(is_decode: bool, dim: int, dtype: torch.dtype, major: int) -> _Tile:
-    """As large as the registers hold: the compiler spills none of them to memory."""
+def _choose_tile(is_decode: bool, dim: int, dtype: torch.dtype, major: int) -> tuple[int, int, int, int]:
+    """Rows of queries, tokens of a piece of the context, warps, stages: as many as the registers hold, so that the compiler
+    spills none of them to memory."""
     if dtype == torch.float32:  # no matrix instructions: a product of tiles is spelled out
-        return _Tile(16, 16, 4, 2)
+        return 16, 16, 4, 2
     if is_decode:
-        return _Tile(16, 64 if dim <= 128 else 16, 4, 3)
+        return 16, 64 if dim <= 128 else 16, 4, 3
     # Hopper and Blackwell (wgmma, tcgen05) multiply with K/V from shared memory, others from registers. 5 stages are the
     # fewest with which the next piece is fetched ahead, as it waits for its entries of the block table.
     numbers_per_piece = 8192 if major in (9, 10) else 4096
-    return _Tile(128 if dim <= 128 else 64, min(64, numbers_per_piece // dim), 8, 5)
+    return 128 if dim <= 128 else 64, min(64, numbers_per_piece // dim), 8, 5
 
 
 def _count_splits(num_programs: int, max_context_len: int, num_processors: int) -> int:

@@ -12,10 +12,11 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache, partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nanovllm.batch import Batch, Sizes
+from nanovllm.batch import Batch, find_lengths
 
 Replay = Callable[[], None]
 
@@ -25,9 +26,9 @@ class CudaGraphs:
         """Record `decoder`(batch, kv_caches), which returns hidden states [num_logits, hidden_size], for all batch sizes."""
         device, max_seqlen_k = kv_caches[0].device, block_table_width * kv_caches[0].shape[2]
         self.sizes = batch_sizes(max_num_seqs)
-        self.layouts = {size: Sizes(size, size, size, block_table_width, 1, max_seqlen_k, 1) for size in self.sizes}
+        self.layouts = {size: [size, size, size, block_table_width, 1, max_seqlen_k, 1] for size in self.sizes}
         # Recorded are rows of zeros: token 0, whose K/V go to slot 0, where nothing is yet, and contexts of no tokens.
-        self.packed = torch.zeros(self.layouts[self.sizes[-1]].find_starts()[-1], dtype=torch.int64, device=device)
+        self.packed = torch.zeros(sum(find_lengths(self.layouts[self.sizes[-1]])), dtype=torch.int32, device=device)
         self.recorded: dict[int, tuple[Replay, Tensor]] = {}
         record = make_recorder(device)
         for size in reversed(self.sizes):  # the largest first: the smaller ones find all their memory in its pool
@@ -37,11 +38,28 @@ class CudaGraphs:
         """The hidden states [num_logits, hidden_size] of a batch on the host with one query token per sequence. Valid until
         the next."""
         size = self.sizes[bisect_left(self.sizes, len(batch.context_lens))]
-        packed = batch.pack(self.layouts[size], pin_memory=self.packed.is_cuda)
+        packed = pack_padded(batch, self.layouts[size], pin_memory=self.packed.is_cuda)
         self.packed[: len(packed)].copy_(packed, non_blocking=True)
         replay, hidden = self.recorded[size]
         replay()
         return hidden[: len(batch.logits_indices)]
+
+
+def pack_padded(batch: Batch, sizes: list[int], pin_memory: bool = False) -> Tensor:
+    """A decode, packed on the host in the layout of a larger one of these `sizes`.
+
+    The surplus rows write nothing (slot -1) and read nothing (context 0); the surplus of the block tables, which nobody reads,
+    is left as it comes.
+    """
+    packed = torch.empty(sum(find_lengths(sizes)), dtype=torch.int32, device="cpu", pin_memory=pin_memory)
+    padded = Batch.unpack(packed, sizes)
+    for name in ("input_ids", "positions", "slot_mapping", "context_lens", "logits_indices"):
+        own, place = getattr(batch, name).numpy(), getattr(padded, name).numpy()
+        place[: len(own)], place[len(own) :] = own, -1 if name == "slot_mapping" else 0
+    padded.cu_seqlens_q.numpy()[:] = np.arange(sizes[2] + 1)
+    num_seqs, width = batch.block_tables.shape
+    padded.block_tables.numpy()[:num_seqs, :width] = batch.block_tables.numpy()
+    return packed
 
 
 def make_recorder(device: torch.device) -> Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]:
