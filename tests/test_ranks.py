@@ -530,6 +530,21 @@ def test_torchrun_of_another_size(tmp_path: Path, tiny: tuple[str, Oracle]) -> N
     assert status != 0 and "tensor_parallel_size=4, but torchrun has started 2 processes" in err
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_launcher_that_sets_too_little(
+    tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch, rank: str, missing: str
+) -> None:
+    """Such as srun and mpirun: every rank names the variable, and waits for nobody."""
+    environment = {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_: pytest.fail("a rendezvous"))
+    with pytest.raises(ValueError, match=f" {missing} is not set"):
+        LLM(tiny[0], tensor_parallel_size=2, **POOL)
+
+
 def test_a_rank_of_torchrun_fails(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
     """torchrun may end rank 0 before it can tell: the rank shows its traceback itself."""
     ((status, _, err),) = run_torchrun(

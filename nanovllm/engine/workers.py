@@ -62,6 +62,7 @@ class Ranks:
                 self.executor = Executor(*model, TensorParallel(), device)
             return
         if is_torchrun := int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            _check_environment()
             store, rank, world_size = next(dist.rendezvous("env://"))
             if world_size != self.size:
                 raise ValueError(f"tensor_parallel_size={self.size}, but torchrun has started {world_size} processes")
@@ -171,6 +172,15 @@ class Ranks:
         if reason is not None:
             self.stop(reason)
             raise ValueError(reason) if is_value_error else RuntimeError(reason)
+
+
+def _check_environment() -> None:
+    """Raises ValueError if a launcher has left out a variable, on every rank, before any of them waits for another."""
+    if missing := [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise ValueError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} says that ranks have been started, but {', '.join(missing)} is not set:"
+            " use torchrun, or export what your launcher knows (LOCAL_RANK: SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK)"
+        )
 
 
 def _compute(tasks: Tasks) -> None:
