@@ -94,7 +94,7 @@ def test_imports_point_down() -> None:
         ("kernels.cpu.twins", "from nanovllm.config import Config", "nanovllm.config"),
         ("kernels.cuda.graphs", "from nanovllm.engine import executor", "nanovllm.engine.executor"),
         ("engine.llm_engine", "from nanovllm.kernels import kernelize", "nanovllm.kernels"),
-        ("engine.kv_cache", "import_module('nanovllm.kernels.cpu.library')", "nanovllm.kernels.cpu.library"),
+        ("engine.memory", "import_module('nanovllm.kernels.cpu.library')", "nanovllm.kernels.cpu.library"),
         ("llm", "from nanovllm import kernels", "nanovllm.kernels"),
         ("engine.request", "from nanovllm.llm import LLM", "nanovllm.llm"),
         ("engine.request", "from nanovllm import LLM", "nanovllm"),

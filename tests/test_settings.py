@@ -10,7 +10,7 @@ import torch
 from conftest import Oracle, random_prompt
 
 from nanovllm import LLM, SamplingParams, kernels
-from nanovllm.engine import executor, model_runner, workers
+from nanovllm.engine import executor, model_runner
 from nanovllm.engine.executor import Executor, find_device, find_rank_device
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.penalties import Penalties
@@ -102,7 +102,7 @@ def test_the_engines_gpu_is_the_current_one(make_llm: MakeLLM, monkeypatch: pyte
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, **options: seen.add((name, current[-1])) or original(*args, **options))
 
-    for module in (workers, model_runner):
+    for module in (executor, model_runner):
         monkeypatch.setattr(module, "use_device", use_device)
     steps = [(ModelRunner, "prepare_batch"), (Executor, "compute"), (ModelRunner, "prepare_sampling"), (Penalties, "apply")]
     parts = [(kernels, "select_backend"), (Executor, "_allocate"), (kernels, "capture_decode_steps"), *steps]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,42 +20,43 @@ from torch import Tensor
 from nanovllm import kernels
 from nanovllm.batch import Batch
 from nanovllm.config import Config
-from nanovllm.engine.kv_cache import MemoryMeter, count_blocks
+from nanovllm.engine.memory import MemoryMeter, count_blocks
 from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import FIRST_PART, TensorParallel
-from nanovllm.models.decoder import ModelSpec
+from nanovllm.models.decoder import CausalLM, ModelSpec
 from nanovllm.models.weights import init_dummy_weights, load_checkpoint
 
 _DEFAULT_MAX_MODEL_LEN = 4096
 _FOREVER = timedelta(days=365)  # that an engine may have nothing to do
+Place = tuple[int, int, dist.Store]  # rank, how many ranks come before it on its machine, and where all of them meet
 
 
 class Executor:
     """Raises ValueError for options and checkpoints that do not go together or not with this machine."""
 
-    def __init__(self, config: Config, spec: ModelSpec, directory: Path, tp: TensorParallel, device: torch.device) -> None:
-        self.config = config
-        self.spec = spec
-        self.tp = tp
-        self.device = device
+    def __init__(self, config: Config, spec: ModelSpec, directory: Path, place: Place | None = None) -> None:
+        """`place`: this rank's, if there are several."""
+        if (config.max_model_len or 0) > spec.max_len:
+            raise ValueError(f"max_model_len={config.max_model_len} is above the model's own limit: lower it to {spec.max_len}")
+        self.config, self.spec = config, spec
+        self.max_model_len = config.max_model_len or min(spec.max_len, _DEFAULT_MAX_MODEL_LEN)
+        self.tp, self.device = join(config, place) if place else (TensorParallel(), find_device(config.device))
+        self.tp = kernels.share_memory(self.tp, self.device, spec.dtype)
         self.backend: Backend = attention
         self.block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
         wishes = config.attention_backend, self.device, spec.dtype, spec.head_dim, config.kvcache_block_size
-        self.backend, self.block_size = kernels.select_backend(*wishes)
-        if (config.max_model_len or 0) > spec.max_len:
-            raise ValueError(f"max_model_len={config.max_model_len} is above the model's own limit: lower it to {spec.max_len}")
-        self.max_model_len = config.max_model_len or min(spec.max_len, _DEFAULT_MAX_MODEL_LEN)
-
-        self.meter = MemoryMeter(self.device)
-        with torch.device(self.device):
-            self.model = spec.make_model(self.backend, self.tp)
-        with torch.device("cpu"):  # where safetensors reads, whatever the caller's default device is
-            if config.load_format == "dummy":
-                init_dummy_weights(self.model, config.seed)
-            else:
-                load_checkpoint(self.model, directory)
-        self.model = kernels.kernelize(self.model, self.device, spec.dtype)
+        with use_device(self.device):
+            self.backend, self.block_size = kernels.select_backend(*wishes)
+            self.meter = MemoryMeter(self.device)
+            with torch.device(self.device):
+                self.model = spec.make_model(self.backend, self.tp)
+            with torch.device("cpu"):  # where safetensors reads, whatever the caller's default device is
+                if config.load_format == "dummy":
+                    init_dummy_weights(self.model, config.seed)
+                else:
+                    load_checkpoint(self.model, directory)
+            self.model = cast(CausalLM, kernels.kernelize(self.model, self.device, spec.dtype))
 
     def allocate_kv_cache(self, sample: Callable[[Tensor], object] = lambda logits: None) -> None:
         """Size the KV cache, on a GPU by a profile run, and allocate it. `sample` takes the logits of each trial step."""
@@ -63,14 +65,12 @@ class Executor:
             self._allocate(num_blocks=1)
             sample(self.compute(self.largest_batch()))
 
-        config = self.config
-        sizes = self.spec, self.block_size, self.max_model_len
-        self.num_blocks, arithmetic = count_blocks(config, *sizes, self.meter, profile_run, self.tp)
-        capacity = self.num_blocks * self.block_size
-        if (config.max_model_len or 0) > capacity:
+        limit, sizes = self.config.max_model_len or 0, (self.block_size, self.max_model_len)
+        self.num_blocks, arithmetic = count_blocks(self.config, self.spec, *sizes, self.meter, profile_run, self.tp)
+        if limit > (capacity := self.num_blocks * self.block_size):
             raise ValueError(
-                f"max_model_len={config.max_model_len} is more than the KV cache holds: lower it to {capacity},"
-                f" or give the cache more memory (num_kvcache_blocks, kvcache_memory_bytes, gpu_memory_utilization)"
+                f"max_model_len={limit} is more than the KV cache holds: lower it to {capacity},"
+                " or give the cache more memory (num_kvcache_blocks, kvcache_memory_bytes, gpu_memory_utilization)"
             )
         self.max_model_len = min(self.max_model_len, capacity)
         self._allocate(self.num_blocks)
@@ -82,7 +82,7 @@ class Executor:
     def warm_up(self, sample: Callable[[Tensor], object]) -> None:
         """Steps of each kind, so that what they compile is compiled before the first request."""
         for query_lens in ([2, 1], [1]):
-            sample(self.compute(_make_batch(query_lens, self.block_table_width, self.max_model_len)))
+            sample(self.compute(self._make_batch(query_lens)))
 
     @property
     def block_table_width(self) -> int:
@@ -94,15 +94,14 @@ class Executor:
         shape = (2, num_blocks, self.block_size, self.tp.divide(spec.num_kv_heads)[0], spec.head_dim)
         self.graphs = None  # first of all let go of the old ones
         self.kv_caches: list[Tensor] = []
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # does nothing where there is no GPU
         try:
             self.kv_caches = [torch.empty(shape, dtype=spec.dtype, device=self.device) for _ in range(spec.num_layers)]
         except RuntimeError as error:  # torch's own for any device that is out of memory
             raise ValueError(
                 f"no memory for {num_blocks} blocks of {self.block_size} tokens: lower num_kvcache_blocks or kvcache_block_size"
             ) from error
-        # Linux finds memory when it is written first: for the blocks used first, now. And a profile run reads numbers.
+        # Linux allocates pages on first write: touch the first blocks now. And a profile run must not read NaN.
         num_first = -(-self.config.max_num_batched_tokens // self.block_size)
         for kv_cache in self.kv_caches:
             kv_cache[:, :num_first].zero_()
@@ -137,66 +136,57 @@ class Executor:
 
     def largest_batch(self) -> Batch:
         """One of max_num_batched_tokens and max_num_seqs rows of logits, all of it on block 0."""
-        num_tokens, num_seqs = self.config.max_num_batched_tokens, self.config.max_num_seqs
-        query_lens: list[int] = []
-        for seq in range(min(num_tokens, num_seqs)):
-            longest = num_tokens - (num_seqs - seq - 1)  # the others get a token each
-            query_lens.append(max(1, min(self.max_model_len, longest)))
-            num_tokens -= query_lens[-1]
-        return _make_batch(query_lens, self.block_table_width, self.max_model_len)
+        num_seqs = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        surplus = self.config.max_num_batched_tokens - num_seqs  # over a token each
+        num_longest, rest = divmod(surplus, self.max_model_len - 1)
+        query_lens = [self.max_model_len] * min(num_longest, num_seqs) + [1 + rest] + [1] * num_seqs
+        return self._make_batch(query_lens[:num_seqs])
+
+    def _make_batch(self, query_lens: list[int]) -> Batch:
+        """A dummy batch with these query lengths and no context, in block 0, launched for the longest context."""
+        with torch.device("cpu"):
+            lens = torch.tensor(query_lens, dtype=torch.int32)
+            bounds = F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+            zeros = torch.zeros(sum(query_lens), dtype=torch.int32)
+            tables = torch.zeros(len(query_lens), self.block_table_width, dtype=torch.int32)
+        return Batch(zeros, zeros, zeros, bounds, lens, tables, max(query_lens), self.max_model_len, bounds[1:] - 1)
 
 
-def _make_batch(query_lens: list[int], block_table_width: int, max_seqlen_k: int) -> Batch:
-    """A trial step: sequences of as many new tokens, and none before them, all on block 0, launched as for long contexts."""
-    with torch.device("cpu"):
-        lens = torch.tensor(query_lens, dtype=torch.int32)
-        bounds = F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-        zeros = torch.zeros(sum(query_lens), dtype=torch.int32)
-        tables = torch.zeros(len(query_lens), block_table_width, dtype=torch.int32)
-    return Batch(zeros, zeros, zeros, bounds, lens, tables, max(query_lens), max_seqlen_k, bounds[1:] - 1)
-
-
-def join(
-    config: Config, dtype: torch.dtype, rank: int, local_rank: int, store: dist.Store
-) -> tuple[TensorParallel, torch.device]:
-    """Meet the other ranks, of which `local_rank` come before this one on its machine."""
+def join(config: Config, place: Place) -> tuple[TensorParallel, torch.device]:
+    """Meet the other ranks."""
+    rank, local_rank, store = place
     size, device = config.tensor_parallel_size, find_rank_device(config.device, local_rank)
+    store.set_timeout(_FOREVER)  # NCCL waits there for rank 0, which may still load its weights
     if device.type == "cuda":
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _FOREVER
-        group = dist.ProcessGroupNCCL(store, rank, size, options)
+        group: Any = dist.ProcessGroupNCCL(store, rank, size, options)  # see TensorParallel
     else:
         group = dist.ProcessGroupGloo(store, rank, size, _FOREVER)
-    tp = TensorParallel(rank, size, group, torch.empty(FIRST_PART, dtype=torch.int32, device=device))
-    tp = kernels.share_memory(tp, device, dtype)
-    return tp, device
+    return TensorParallel(rank, size, group, torch.empty(FIRST_PART, dtype=torch.int32, device=device)), device
 
 
 def find_rank_device(name: str, local_rank: int) -> torch.device:
     """The device of a machine's rank. Raises ValueError if there is none for it."""
     device = find_device(name)
-    if device.type == "cuda":
-        if name not in ("auto", "cuda"):
-            raise ValueError(f"device={name!r} is one GPU, but every rank needs its own: use 'cuda'")
-        device = find_device(f"cuda:{local_rank}")
-    return device
+    if device.type == "cuda" and name not in ("auto", "cuda"):
+        raise ValueError(f"device={name!r} is one GPU, but every rank needs its own: use 'cuda'")
+    return find_device(f"cuda:{local_rank}") if device.type == "cuda" else device
 
 
 def find_device(name: str) -> torch.device:
     """The device of that name, of several GPUs the current one. Raises ValueError if it is not known or not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device {name!r} is not known: use 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {name!r} is not supported: use 'auto', 'cpu', 'cuda' or 'cuda:N'")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or not (index or "0").isdecimal():
+        raise ValueError(f"device {name!r} is not known: use 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if int(index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
-    is_current = device.type == "cuda" and device.index is None  # which the caller may change
-    return torch.device("cuda", torch.cuda.current_device()) if is_current else device
+    return torch.device("cuda", int(index) if index else torch.cuda.current_device())
 
 
 def use_device(device: torch.device) -> AbstractContextManager[object]:

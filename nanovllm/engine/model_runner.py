@@ -20,8 +20,8 @@ from nanovllm.batch import Batch, SamplingBatch, to_device
 from nanovllm.config import Config
 from nanovllm.engine.executor import use_device
 from nanovllm.engine.penalties import Penalties
+from nanovllm.engine.ranks import Ranks
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.workers import CACHE_TIMEOUT, Ranks
 from nanovllm.layers.sampler import Sampler, make_noise_keys
 from nanovllm.models.decoder import ModelSpec
 from nanovllm.sampling_params import SamplingParams
@@ -61,7 +61,7 @@ class ModelRunner:
 
     @undisturbed  # since CUDA graphs repeat what they are recorded with
     def _allocate_kv_cache(self) -> None:
-        self.ranks.call(self.executor.allocate_kv_cache, self._sample_all, timeout=CACHE_TIMEOUT)
+        self.ranks.call(self.executor.allocate_kv_cache, self._sample_all)
 
     @undisturbed
     def run(self, seqs: list[Sequence]) -> Tensor:

@@ -4,7 +4,8 @@ A layer takes its rank as a value: nothing global says which rank a process is, 
 models. A single rank has no process group, and then nothing happens here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ FIRST_PART = 8192  # numbers of a message that travel with its size: most steps 
 class TensorParallel:
     rank: int = 0
     size: int = 1
-    group: Any = None  # torch.distributed's ProcessGroupGloo or ProcessGroupNCCL; None: there is only this rank
-    first: Tensor | None = None  # int32 [FIRST_PART] on the group's device: the size and the first part of a message
+    # A ProcessGroupGloo or ProcessGroupNCCL, whose methods torch does not annotate. None: there is only this rank.
+    group: Any = None
+    # The size and the first part of a message: int32 [FIRST_PART] on the group's device.
+    first: Tensor = field(default_factory=partial(torch.empty, 0))
 
     def divide(self, num: int) -> tuple[int, int]:
         """How many of `num` heads or columns this rank has, and the first of them.
