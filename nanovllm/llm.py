@@ -1,7 +1,7 @@
 """What most callers use: prompts in, answers out. `LLM` is the engine plus the loops that drive it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from numbers import Integral
 from typing import Any, cast
 
@@ -15,8 +15,8 @@ from nanovllm.engine.request import Request
 from nanovllm.outputs import RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 
-Prompts = Prompt | list[Prompt]
-Params = SamplingParams | list[SamplingParams] | None
+Prompts = Prompt | Sequence[Prompt]
+Params = SamplingParams | Sequence[SamplingParams] | None
 Message = dict[str, Any]  # {"role": "system" | "user" | "assistant", "content": a str, or [{"type": "text", "text": a str}, ...]}
 
 
@@ -131,7 +131,7 @@ class LLM(LLMEngine):
         prefill, decode = ((now[name] - before[name]) / seconds for name in ("num_prefill_tokens", "num_decode_tokens"))
         return f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s"
 
-    def _check_all(self, prompts: Any, sampling_params: Params) -> list[CheckedPrompt]:
+    def _check_all(self, prompts: Any, sampling_params: Any) -> list[CheckedPrompt]:
         if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and isinstance(prompts[0], Integral)):
             prompts = [prompts]
         if not isinstance(prompts, (list, tuple)):

@@ -84,14 +84,16 @@ def make_spec(dtype: torch.dtype, head_dim: int, group_size: int, **options) -> 
 def launch(spec: DecoderSpec) -> None:
     """A mixed step, and sampling from its logits in all ways."""
     device = torch.device("cuda")
-    model = kernels.kernelize(spec.make_model(attention), device, spec.dtype)
+    model = spec.make_model(attention)
+    kernels.kernelize(model, device, spec.dtype)
     kv_caches = [torch.empty(2, 8, BLOCK_SIZE, 2, spec.head_dim, dtype=spec.dtype) for _ in range(spec.num_layers)]
     batch = make_batch([1, 5, 33], [300, 5, 133], torch.zeros(3, 19, dtype=torch.int32)).to(device)
     logits = model.compute_logits(model(batch, kv_caches))
     rows = torch.arange(3)
     noise = {"temperatures": torch.ones(3), "noise_keys": torch.ones(3, 2, dtype=torch.int32)}
     filters = {"filtered_rows": rows, "filtered_temperatures": torch.ones(3), "top_ks": rows + 1, "top_ps": torch.ones(3)}
-    sampler = kernels.kernelize(Sampler(spec.vocab_size), device, spec.dtype)
+    sampler = Sampler(spec.vocab_size)
+    kernels.kernelize(sampler, device, spec.dtype)
     launch_sampler(sampler, logits, SamplingBatch(**noise))
     filters["min_ps"] = torch.ones(3)
     launch_sampler(sampler, logits, SamplingBatch(**noise, **filters, max_top_k=spec.vocab_size))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -184,7 +185,8 @@ def test_the_largest_step_is_one(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")), ("temperature", 10**400), ("temperature", "hot"), ("top_p", 0.0), ("top_p", 1.1), ("top_k", 0),
+        ("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")), ("temperature", 10**400),
+        ("temperature", "hot"), ("top_p", 0.0), ("top_p", 1.1), ("top_k", 0),
         ("top_k", -2), ("top_k", 1.5), ("min_p", -0.1), ("min_p", 1.1), ("max_tokens", 0), ("max_tokens", None), ("seed", "x"),
         ("ignore_eos", 1), ("n", 0), ("presence_penalty", 2.1), ("presence_penalty", -2.1), ("frequency_penalty", 3.0),
         ("repetition_penalty", 0.0), ("repetition_penalty", 1e300), ("repetition_penalty", 1e-300), ("repetition_penalty", -1.0),
@@ -320,7 +322,7 @@ def test_stream(demo: LLM) -> None:
         seen.setdefault(output["request_id"], []).append(output)
     for outputs, expected in zip(seen.values(), whole):
         assert [len(o["token_ids"]) for o in outputs] == list(range(1, len(expected["token_ids"]) + 1))
-        assert all(later["text"].startswith(earlier["text"]) for earlier, later in zip(outputs, outputs[1:]))
+        assert all(later["text"].startswith(earlier["text"]) for earlier, later in pairwise(outputs))
         assert outputs[-1]["text"] == expected["text"] and outputs[-1]["finish_reason"] == expected["finish_reason"]
 
 

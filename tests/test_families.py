@@ -316,7 +316,7 @@ def test_moe_low_precision(is_packed: bool) -> None:
     exact.load_state_dict(moe.state_dict())
     exact.gate.forward = lambda x: logits.float()  # whom a near tie chooses is not what this is about
     if is_packed:
-        moe = kernelize(moe, torch.device("cpu"), torch.bfloat16)
+        kernelize(moe, torch.device("cpu"), torch.bfloat16)
         assert type(moe.experts) is PackedExperts and not list(moe.parameters())
     output = moe(x)
     expected = exact(x.float())
@@ -333,8 +333,6 @@ def test_moe_near_ties(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kerne
     Experts come in pairs of almost equal probability, so a token's third expert is always half of a near tie. Given
     nanovllm's choices, float32 is as near to nanovllm as to transformers, and chooses the same tokens within rounding.
     """
-    if not is_kernelized:
-        monkeypatch.setattr("nanovllm.kernels.kernelize", lambda module, device, dtype: module)
     model = make_checkpoint(
         tmp_path, family=Qwen3MoeConfig, dtype=dtype, **{**SIX_EXPERTS, "num_experts": 16, "num_experts_per_tok": 3}
     )
@@ -344,7 +342,7 @@ def test_moe_near_ties(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kerne
     model.save_pretrained(tmp_path)
     prompt, chosen = random_prompt(1, 100), defaultdict[nn.Module, list[Tensor]](list)
     params = SamplingParams(temperature=0.0, max_tokens=50, logprobs=VOCAB_SIZE)
-    with LLM(str(tmp_path), num_kvcache_blocks=16) as llm:
+    with LLM(str(tmp_path), num_kvcache_blocks=16, enable_kernels=is_kernelized) as llm:
         for module in llm.model_runner.executor.model.modules():
             if isinstance(module, Experts):
                 module.register_forward_pre_hook(lambda module, args: chosen[module].append(args[1]))

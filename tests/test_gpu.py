@@ -231,7 +231,7 @@ def test_memory_stays_within_its_share(tmp_path: Path, enforce_eager: bool) -> N
 
 def test_no_more_blocks_than_sequences_can_use() -> None:
     llm = LLM(DEMO_MODEL, max_num_seqs=8, max_model_len=100, kvcache_block_size=16)
-    assert llm.stats["num_blocks"] == 8 * 7 and llm.model_not len(runner.penalties.counts)
+    assert llm.stats["num_blocks"] == 8 * 7 and not len(llm.model_runner.penalties.counts)
 
 
 def test_exit_gives_the_memory_back(make_llm: MakeLLM) -> None:

@@ -20,6 +20,10 @@ import torch
 from conftest import VOCAB_SIZE, Oracle, make_checkpoint, random_prompt
 
 import nanovllm
+from nanovllm import LLM, SamplingParams
+from nanovllm.layers import attention, sampler
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.models import decoder
 
 PACKAGE = Path(nanovllm.__file__).parent
 
@@ -183,6 +187,38 @@ def test_bfloat16_without_kernels(plain_package: Path, tmp_path: Path) -> None:
     for output in outputs:
         assert output["finish_reason"] == "length" and len(output["token_ids"]) == 12
         assert all(0 <= token_id < VOCAB_SIZE for token_id in output["token_ids"])
+
+
+def test_enable_kernels(tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off: the files of the tour are those that run, in float32 and in 16 bits, on one rank and on two."""
+    met: set[str] = set()
+    parts = [
+        (decoder.DecoderLayer, "forward"), (decoder.Attention, "forward"), (decoder.MLP, "forward"), (RMSNorm, "forward"),
+        (decoder, "apply_rotary"), (attention, "store_kvcache"), (attention, "attend"), (sampler, "gumbel_noise"),
+        (sampler, "filter_logits"),
+    ]  # fmt: skip
+    for owner, name in parts:
+        original = getattr(owner, name)
+        part = f"{owner.__name__}.{name}"
+        monkeypatch.setattr(
+            owner, name, lambda *args, part=part, original=original, **options: (met.add(part), original(*args, **options))[1]
+        )
+    prompts = [random_prompt(i, 5 + 9 * i) for i in range(3)]
+    for options in ({}, {"dtype": "bfloat16"}, {"tensor_parallel_size": 2}):
+        with LLM(tiny[0], num_kvcache_blocks=64, enable_kernels=False, **options) as llm:
+            outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+            llm.generate(prompts, SamplingParams(max_tokens=2, top_p=0.9), use_tqdm=False)
+        assert met == {f"{owner.__name__}.{name}" for owner, name in parts}, options
+        met.clear()
+        if "dtype" not in options:
+            assert [output["token_ids"] for output in outputs] == [tiny[1](prompt, 8) for prompt in prompts]
+
+
+@pytest.mark.parametrize("backend", ["cpp", "triton", "flash_attn"])
+def test_enable_kernels_and_a_backend_of_theirs(tiny: tuple[str, Oracle], backend: str) -> None:
+    with pytest.raises(ValueError, match=f"attention_backend='{backend}' needs enable_kernels=True"):
+        LLM(tiny[0], enable_kernels=False, attention_backend=backend)
+    LLM(tiny[0], enable_kernels=False, attention_backend="torch", num_kvcache_blocks=8).exit()
 
 
 # --- Annotations

@@ -102,16 +102,12 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernelized, backend", [(True, "auto"), (True, "torch"), (False, "auto"), (False, "torch")])
-def test_low_precision_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kernelized: bool, backend: str
-) -> None:
-    """As far from float32 as transformers' own logits in that dtype are, give or take half. With and without kernelize."""
-    if not kernelized:
-        monkeypatch.setattr("nanovllm.kernels.kernelize", lambda module, device, dtype: module)
+@pytest.mark.parametrize("options", [{}, {"attention_backend": "torch"}, {"enable_kernels": False}], ids=str)
+def test_low_precision_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict) -> None:
+    """As far from float32 as transformers' own logits in that dtype are, give or take half. With and without kernels."""
     reference = make_checkpoint(tmp_path, dtype=dtype)
     seen: list[torch.Tensor] = []
-    llm = LLM(str(tmp_path), num_kvcache_blocks=64, attention_backend=backend)
+    llm = LLM(str(tmp_path), num_kvcache_blocks=64, **options)
     compute_logits = llm.model_runner.executor.model.compute_logits
     monkeypatch.setattr(
         llm.model_runner.executor.model, "compute_logits", lambda hidden: seen.append(compute_logits(hidden)) or seen[-1]

@@ -1,7 +1,7 @@
 """The request surface: when a text ends, penalties, logprobs, n samples, beam search."""
 
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -98,7 +98,7 @@ def test_text_and_stop_strings_split_everywhere(demo: LLM, say: Callable, text: 
         outputs = say(ids, stop=stop)
         expected = text[: text.index(stop)]
         assert outputs[-1]["text"] == expected and outputs[-1]["finish_reason"] == "stop"
-        for before, after in zip(outputs, outputs[1:]):
+        for before, after in pairwise(outputs):
             assert after["text"].startswith(before["text"])
         needed = len((expected + stop).encode())
         num_bytes = [len(demo.tokenizer.decode(ids[:n]).rstrip("\ufffd").encode()) for n in range(1, len(ids) + 1)]
@@ -219,7 +219,8 @@ def test_logprobs_are_the_models_own(tiny: tuple[str, Oracle], make_llm: MakeLLM
     prompts = [random_prompt(i, 6) for i in range(4)]
     params = [
         SamplingParams(seed=1, logprobs=3, max_tokens=8), SamplingParams(temperature=0.0, logprobs=0, max_tokens=8),
-        SamplingParams(seed=2, max_tokens=8), SamplingParams(seed=3, logprobs=1000, repetition_penalty=1.5, top_k=4, max_tokens=8),
+        SamplingParams(seed=2, max_tokens=8),
+        SamplingParams(seed=3, logprobs=1000, repetition_penalty=1.5, top_k=4, max_tokens=8),
     ]  # fmt: skip
     for options in ({}, {"num_kvcache_blocks": 5, "max_model_len": 16}):
         outputs = make_llm(**options).generate(prompts, params, use_tqdm=False)

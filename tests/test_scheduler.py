@@ -1,6 +1,5 @@
 """The scheduler alone, under random loads: its bounds, its order, and that everybody ends."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -98,14 +98,17 @@ def test_no_weights(checkpoint: Path) -> None:
     assert [len(o["token_ids"]) for o in outputs] == [4, 4]
 
 
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
+
+
 @pytest.mark.parametrize(
     "changes, complaint",
     [
         ({"architectures": ["GPT7ForCausalLM"]}, "GPT7ForCausalLM is not supported"),
         ({"architectures": None}, "not supported"),
         ({"model_type": "gpt7"}, "gpt7"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "factor": 2.0}}, "longrope"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}}, "longrope"),
+        ({"rope_parameters": LONGROPE | {"factor": 2.0}}, "longrope"),
+        ({"rope_parameters": LONGROPE | {"long_factor": [2.0] * 8}}, "longrope"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4}}}, "rope_parameters"),
         ({"num_attention_heads": 5}, "num_key_value_heads"),
         ({"num_hidden_layers": 3}, "config.json|layer"),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from nanovllm.engine.memory import MemoryMeter, count_blocks
 from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import FIRST_PART, TensorParallel
-from nanovllm.models.decoder import CausalLM, ModelSpec
+from nanovllm.models.decoder import ModelSpec
 from nanovllm.models.weights import init_dummy_weights, load_checkpoint
 
 _DEFAULT_MAX_MODEL_LEN = 4096
@@ -42,12 +42,13 @@ class Executor:
         self.config, self.spec = config, spec
         self.max_model_len = config.max_model_len or min(spec.max_len, _DEFAULT_MAX_MODEL_LEN)
         self.tp, self.device = join(config, place) if place else (TensorParallel(), find_device(config.device))
-        self.tp = kernels.share_memory(self.tp, self.device, spec.dtype)
         self.backend: Backend = attention
         self.block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
         wishes = config.attention_backend, self.device, spec.dtype, spec.head_dim, config.kvcache_block_size
         with use_device(self.device):
-            self.backend, self.block_size = kernels.select_backend(*wishes)
+            if config.enable_kernels:
+                self.tp = kernels.share_memory(self.tp, self.device, spec.dtype)
+                self.backend, self.block_size = kernels.select_backend(*wishes)
             self.meter = MemoryMeter(self.device)
             with torch.device(self.device):
                 self.model = spec.make_model(self.backend, self.tp)
@@ -56,7 +57,8 @@ class Executor:
                     init_dummy_weights(self.model, config.seed)
                 else:
                     load_checkpoint(self.model, directory)
-            self.model = cast(CausalLM, kernels.kernelize(self.model, self.device, spec.dtype))
+            if config.enable_kernels:
+                kernels.kernelize(self.model, self.device, spec.dtype)
 
     def allocate_kv_cache(self, sample: Callable[[Tensor], object] = lambda logits: None) -> None:
         """Size the KV cache, on a GPU by a profile run, and allocate it. `sample` takes the logits of each trial step."""
@@ -105,9 +107,9 @@ class Executor:
         num_first = -(-self.config.max_num_batched_tokens // self.block_size)
         for kv_cache in self.kv_caches:
             kv_cache[:, :num_first].zero_()
-        if not self.config.enforce_eager:
-            max_num_decodes = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-            steps = self.model, self.backend, self.kv_caches, max_num_decodes, self.block_table_width
+        max_num_decodes = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        steps = self.model, self.backend, self.kv_caches, max_num_decodes, self.block_table_width
+        if self.config.enable_kernels and not self.config.enforce_eager:
             self.graphs = kernels.capture_decode_steps(*steps)
 
     def run(self, batch: Batch) -> Tensor:

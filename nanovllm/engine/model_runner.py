@@ -51,7 +51,8 @@ class ModelRunner:
         self.executor = executor = self.ranks.executor
         self.vocab_size, self.device, self.block_size = spec.vocab_size, executor.device, executor.block_size
         self.sampler = Sampler(spec.vocab_size).to(self.device)
-        self.sampler = kernels.kernelize(self.sampler, self.device, spec.dtype)
+        if config.enable_kernels:
+            kernels.kernelize(self.sampler, self.device, spec.dtype)
         self.penalties = Penalties(spec.vocab_size, executor.max_model_len, self.device)
         self._allocate_kv_cache()
         self.num_lanes = min(config.max_num_seqs, executor.num_blocks)  # a running sequence holds at least one block

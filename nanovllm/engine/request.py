@@ -11,7 +11,6 @@ from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import FinishReason, RequestOutput
 
-
 Noted = tuple[int, FinishReason | None]  # what exists of a request: its tokens, and its end
 
 

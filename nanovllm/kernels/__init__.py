@@ -66,8 +66,8 @@ class Twin(nn.Module):
         return True
 
 
-def kernelize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """`module` with every layer exchanged that has a faster twin for `device` and `dtype`.
+def kernelize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Have every layer in `module` become its faster twin, if it has one for `device` and `dtype`.
 
     From the top down, so that a layer's twin can take its parts as they are.
     """
@@ -80,7 +80,6 @@ def kernelize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn
             module.__class__ = layer
     for child in module.children():
         kernelize(child, device, dtype)
-    return module
 
 
 @cache

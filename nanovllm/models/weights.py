@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from nanovllm.checks import naming
+from nanovllm.config import Config
 from nanovllm.layers.linear import Target
 from nanovllm.models.checkpoint import read_json
 
@@ -47,9 +49,12 @@ def load_checkpoint(model: nn.Module, directory: Path) -> None:
         raise ValueError("tie_word_embeddings is set, but lm_head.weight differs from embed_tokens.weight")
 
 
-def find_dtype(directory: Path) -> torch.dtype:
-    """What the first weight is stored in: the checkpoint's dtype where config.json has none. float32 if none is stored."""
-    for path in _weight_files(directory)[:1]:
+def find_dtype(config: Config, hf_config: PretrainedConfig, directory: Path) -> torch.dtype:
+    """What `config` asks for, or else config.json, or else the first weight is stored in. float32 if none says it."""
+    given = hf_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    if isinstance(given, torch.dtype):
+        return given
+    for path in [] if config.load_format == "dummy" else _weight_files(directory)[:1]:
         with naming(path, *_DAMAGED), safe_open(path, framework="pt") as file:
             for name in file.keys():
                 return _DTYPES.get(file.get_slice(name).get_dtype(), torch.float32)
