@@ -134,7 +134,8 @@ class LLMEngine:
     def exit(self) -> None:
         """Give the model's and the cache's memory back and end the other ranks. The engine serves nothing afterwards; a second
         call does nothing."""
-        self._alone(self._shut_down)
+        if self._process == os.getpid():  # a forked process has nothing of its own to end
+            self._alone(self._shut_down)
 
     def __enter__(self: Engine) -> Engine:
         return self
