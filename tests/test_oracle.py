@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, Oracle, check_invariants, make_checkpoint, random_prompt
+from conftest import VOCAB_SIZE, Oracle, check_invariants, cover_pairs, make_checkpoint, random_prompt
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.model_runner import ModelRunner
@@ -16,12 +16,12 @@ def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens)
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
-@pytest.mark.parametrize("chunked", [True, False], ids=["mixed", "prefill-first"])
-@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
-@pytest.mark.parametrize("backend", ["auto", "torch"])
+HOW = [{}, {"attention_backend": "torch"}, {"enable_kernels": False}]
+
+
+@pytest.mark.parametrize("how, block_size, chunked, caching", cover_pairs(HOW, [4, 16], [True, False], [True, False]), ids=str)
 def test_grid(
-    tiny: tuple[str, Oracle], make_llm: Callable[..., LLM], backend: str, block_size: int, chunked: bool, caching: bool
+    tiny: tuple[str, Oracle], make_llm: Callable[..., LLM], how: dict, block_size: int, chunked: bool, caching: bool
 ) -> None:
     b, oracle = block_size, tiny[1]
     lengths = [1, b - 1, b, b + 1, 2 * b, 2 * b + 1]
@@ -36,7 +36,7 @@ def test_grid(
     for budget, num_blocks in product(budgets, [tight, 64]):
         llm = make_llm(
             kvcache_block_size=b, num_kvcache_blocks=num_blocks, max_num_batched_tokens=budget, max_model_len=longest,
-            enable_chunked_prefill=chunked, enable_prefix_caching=caching, attention_backend=backend,
+            enable_chunked_prefill=chunked, enable_prefix_caching=caching, **how,
         )  # fmt: skip
         for temperature in ("cold", "warm"):
             outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -102,7 +102,7 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("options", [{}, {"attention_backend": "torch"}, {"enable_kernels": False}], ids=str)
+@pytest.mark.parametrize("options", HOW, ids=str)
 def test_low_precision_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict) -> None:
     """As far from float32 as transformers' own logits in that dtype are, give or take half. With and without kernels."""
     reference = make_checkpoint(tmp_path, dtype=dtype)
