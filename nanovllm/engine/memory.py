@@ -87,14 +87,10 @@ def count_blocks(
         origin = f"min({origin}, {_gb(useful)} for max_num_seqs)"
     num_blocks, least, minus_most = tp.minimum([budget // block_bytes, block_size, -block_size])
     if least != -minus_most:
-        raise ValueError(
-            f"the ranks' attention backends prefer blocks of {least} and {-minus_most} tokens: set kvcache_block_size"
-        )
+        raise ValueError(f"the ranks' backends prefer blocks of {least} and {-minus_most} tokens: set kvcache_block_size")
     arithmetic = f"({origin} = {_gb(budget)}) / {block_bytes} B" + f", the smallest of {tp.size} ranks" * (tp.size > 1)
     if num_blocks < 1:
-        raise ValueError(
-            f"no memory for a single block of KV cache: {arithmetic}; raise kvcache_memory_bytes or gpu_memory_utilization"
-        )
+        raise ValueError(f"no memory for a KV cache: {arithmetic}; raise kvcache_memory_bytes or gpu_memory_utilization")
     return num_blocks, f"KV cache: {arithmetic} = {num_blocks} blocks of {block_size} = {num_blocks * block_size} tokens"
 
 
