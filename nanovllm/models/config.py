@@ -36,11 +36,9 @@ def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> M
         for name, num in spec.divided_sizes.items():
             if num % num_ranks:
                 raise ValueError(f"tensor_parallel_size={num_ranks} does not divide {name}={num}")
-        kv_heads = spec.num_kv_heads
-        if max(kv_heads, num_ranks) % min(kv_heads, num_ranks):
-            raise ValueError(
-                f"tensor_parallel_size={num_ranks} and num_key_value_heads={num_kv_heads}: neither divides the other"
-            )
+        heads = spec.num_kv_heads
+        if max(heads, num_ranks) % min(heads, num_ranks):
+            raise ValueError(f"tensor_parallel_size={num_ranks} neither divides num_key_value_heads={heads} nor is its multiple")
         return spec
 
 
