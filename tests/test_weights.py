@@ -207,7 +207,7 @@ def test_tensor_in_two_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["2", 2.5, True, [5, "2"], [None], {"a": 1}], ids=str)
 def test_eos_that_is_none(checkpoint: Path, value: object) -> None:
     (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(ValueError, match="generation_config.json: eos_token_id"):
+    with pytest.raises(ValueError, match="generation_config.json: each of eos_token_id"):
         load(checkpoint)
 
 
