@@ -41,11 +41,13 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {  # before transformers comp
 def find_checkpoint(model: str) -> Path:
     """The directory of `model`, which is one or else a Hub id to download. Raises ValueError if it can be neither."""
     directory = Path(os.path.expanduser(model))
+    if directory.is_file():
+        raise ValueError(f"model {model!r} is a file: give the directory of a checkpoint")
     if not directory.is_dir():
         try:
             directory = Path(snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_COPIES))
         except (OSError, ValueError) as error:  # of the network and of the Hub, or for what is no id
-            raise ValueError(f"model {model!r} is no directory and cannot be downloaded: {error}") from error
+            raise ValueError(f"model {model!r}: there is no such directory, and it cannot be downloaded: {error}") from error
     if not (directory / "config.json").exists():
         raise ValueError(f"model {model!r}: {directory} holds no config.json")
     return directory

@@ -2,7 +2,7 @@
 
 A family that differs by values is a row of ARCHITECTURES; one that differs by structure has a reader here, and its spec in a
 file of its own. What is not computed is refused by name, never ignored: a checkpoint that loads is one that is computed right.
-That each field by itself is a size, a switch or a number has been checked when config.json was read (checkpoint.py).
+checkpoint.py has checked each field by itself (a size, a number, a switch); here it is judged what they mean together.
 """
 
 from collections.abc import Callable
