@@ -31,12 +31,14 @@ Event = dict[str, Any]
 
 class Timeline:
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raises ValueError if the file cannot be written, or has no end that each step could replace (a pipe)."""
+        """Raises ValueError if the file cannot be written."""
         self.end, self.num_steps, self.origin = 0, 0, time.perf_counter_ns()  # end: of the last event in the file
         self.events: list[Event] = []  # this step's
         self.times: list[int] = []  # microseconds: when schedule, prepare, forward and sample begin, when sample ends
         self.block_tables: dict[int, list[int]] = {}  # lane -> that of the sequence which had it last
         try:
+            if os.path.exists(path) and not os.path.isfile(path):  # not even opened: a pipe would wait for its reader
+                raise ValueError("it must be a regular file, whose end each step can replace")
             self.file = open(path, "wb", buffering=0)
             self._append("[\n", [_event("M", 0, "thread_name", {}, name="steps")])
         except (OSError, ValueError) as error:
@@ -65,13 +67,13 @@ class Timeline:
             work = {"step": self.num_steps, "request_id": seq.seq_id, "start": start, "num_tokens": count}
             work |= {"num_reused_tokens": num_reused, "num_prompt_tokens": seq.num_prompt_tokens}
             self.events.append(_event("X", seq.lane + 1, f"{kind} {seq.seq_id}", span, **work))
-        kind, total = "mixed" if len(num_tokens) > 1 else next(iter(num_tokens)), num_tokens.total()
-        step = {"step": self.num_steps, "kind": kind, "num_tokens": total}
+        kind = "mixed" if len(num_tokens) > 1 else next(iter(num_tokens))
+        step = {"step": self.num_steps, "kind": kind, "num_tokens": num_tokens.total()}
         step |= {"num_prefill_tokens": num_tokens["prefill"], "num_decode_tokens": num_tokens["decode"]}
         for name, begin, end in zip(_PHASES, self.times, self.times[1:]):
             step[f"{name}_ms"] = (end - begin) / 1e3
             self.events.append(_event("X", 0, name, {"ts": begin, "dur": end - begin}))
-        self.events.insert(0, _event("X", 0, f"{kind}: {total} tokens", span, **step))
+        self.events.insert(0, _event("X", 0, f"{kind}: {num_tokens.total()} tokens", span, **step))
 
     def write_step(self, scheduler: Scheduler) -> None:
         """Count what the step has left behind, and write it all down. On a full disk the file ends with the step before."""
@@ -80,7 +82,6 @@ class Timeline:
         blocks = {"used": manager.num_blocks - num_free, "reusable": num_reusable, "empty": num_free - num_reusable}
         seqs = {"waiting": len(scheduler.waiting), "running": len(scheduler.running)}
         self.events += [_event("C", 0, "sequences", when, **seqs), _event("C", 0, "blocks", when, **blocks)]
-        self.num_steps += 1
         if not self.file.closed:
             try:
                 self._append(",\n", self.events)
@@ -88,6 +89,7 @@ class Timeline:
                 with self.file:
                     self._append("", [])
                 warnings.warn(f"trace={self.file.name!r} ends here: {error}", RuntimeWarning, stacklevel=2)
+        self.num_steps += 1
 
     def _append(self, separator: str, events: list[Event]) -> None:
         """Replace the closing bracket, and what a write that was cut short has left behind it."""
