@@ -23,12 +23,12 @@ def checked(default: T, check: Callable[..., object], **limits: object) -> T:
 
 @dataclass(frozen=True)
 class Checked:
-    """A dataclass whose fields are checked when it is made. None is right where it is the default."""
+    """A dataclass whose fields are checked when it is made. A default, often None, is right."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if "check" in each.metadata and (value is not None or each.default is not None):
+            if "check" in each.metadata and value is not each.default:
                 object.__setattr__(self, each.name, each.metadata["check"](each.name, value))
 
 
@@ -44,10 +44,7 @@ def check_int(name: str, value: object, minimum: int, maximum: int | None = None
 
 def check_ints(name: str, values: Iterable[object], minimum: int) -> list[int]:
     """Require a list of ints >= `minimum`, or a tuple, a set or an array of them."""
-    try:
-        return [check_int(name, value, minimum) for value in values]
-    except TypeError as error:
-        raise TypeError(f"{name} must be a list of ints, not {values!r}") from error
+    return [check_int(f"each of {name}", value, minimum) for value in check_type(name, values, (Iterable,), "a list of ints")]
 
 
 def check_number(name: str, value: object, low: float, high: float = sys.float_info.max, open_low: bool = False) -> float:
@@ -78,12 +75,9 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
 
 
 def check_text(name: str, value: str) -> str:
-    """Require a str that can be written as UTF-8."""
-    try:
+    """Require a str without a lone surrogate, half of a character that was cut in two: no UTF-8 can be written of it."""
+    with naming(f"{name} holds a lone surrogate", UnicodeEncodeError):
         value.encode()
-    except UnicodeEncodeError as error:  # half of a pair of surrogates: a character that was cut in two
-        shown = value[max(0, error.start - 10) : error.end + 10]
-        raise ValueError(f"{name} holds half a character at position {error.start}, a lone surrogate: {shown!r}") from error
     return value
 
 

@@ -7,7 +7,7 @@ max_model_len) is settled where it becomes known: in engine/executor.py.
 import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, fields
-from inspect import Parameter, Signature, signature
+from inspect import signature
 from typing import Any, Concatenate, Literal, ParamSpec, get_args
 
 from nanovllm.checks import Checked, check_bool, check_choice, check_int, check_number, check_type, checked
@@ -74,9 +74,8 @@ class Config(Checked):
     def from_options(cls, *args: Any, **options: Any) -> "Config":
         """Config(*args, **options), where an unknown option is answered with those that there are."""
         names = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in names:
-                raise TypeError(f"LLM has no option {name!r}; it has {', '.join(names[1:])}")
+        if unknown := [name for name in options if name not in names]:
+            raise TypeError(f"LLM has no option {unknown[0]!r}; it has {', '.join(names[1:])}")
         return cls(*args, **options)
 
     def __post_init__(self) -> None:
@@ -88,10 +87,9 @@ class Config(Checked):
 
 def takes(options: Callable[Options, object]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Options], None]]:
     """Show editors and `help` that an __init__ has the parameters of `options`."""
-    parameters = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *signature(options).parameters.values()]
 
     def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, Options], None]:
-        vars(init)["__signature__"] = Signature(parameters)
+        vars(init)["__signature__"] = signature(vars(options)["__init__"])
         return init
 
     return decorate

@@ -36,45 +36,40 @@ class Detokenizer:
         # Context: tokens whose text is complete, enough to decode what follows as in its place; and what they are decoded alone.
         # Pending: tokens that end within a character or have no text; and how many of their characters are in `text`.
         self.window: tuple[tuple[int, ...], str, tuple[int, ...], int] = ((), "", (), 0)
-        self.match_start: int | None = None  # where in `text` a stop string starts that nobody has asked about, or
-        self.is_stopped = False  # that ended the text
+        self.end: int | None = None  # where in `text` a stop string starts that ended it
 
     def read(self, token_ids: list[int], is_last: bool) -> str:
-        """What a caller may see: unless `token_ids` are the last ones, without what could still become something else."""
-        if self.is_stopped:
-            return self.text[: self.match_start]
-        is_unread = self.num_tokens == self.num_prompt_tokens
-        if not (is_last and is_unread):
-            self._advance(token_ids)
-        if is_last and (is_unread or "\ufffd" in self.text + self.held):  # else the whole cannot differ
+        """What a caller may see: unless `token_ids` are the last ones, without what could still become something else.
+
+        With stop strings, these are only looked for in `meets_stop_string`; until then new tokens are not shown.
+        """
+        if self.end is not None:
+            return self.text[: self.end]
+        if is_last:
             whole = self._decode(token_ids[self.num_prompt_tokens :])
             if whole is not None and whole.startswith(self.shown):
                 return whole
+        if is_last or not self.stop_strings:
             self._advance(token_ids)
         if is_last:
             return self.text + self.held
-        end = max(0, len(self.text) - self.num_unsafe)
-        self.shown = self.text[: end if self.match_start is None else min(end, self.match_start)]
+        self.shown = self.text[: max(0, len(self.text) - self.num_unsafe)]
         return self.shown
 
     def meets_stop_string(self, token_ids: list[int], may_stop: bool) -> bool:
         """Whether a token since the last call completes a stop string; the text then ends before it, and stays so."""
-        self._advance(token_ids)
-        self.is_stopped = self.is_stopped or (may_stop and self.match_start is not None)
-        if not self.is_stopped:
-            self.match_start = None
-        return self.is_stopped
+        self._advance(token_ids, self.stop_strings if may_stop else ())
+        return self.end is not None
 
-    def _advance(self, token_ids: list[int]) -> None:
+    def _advance(self, token_ids: list[int], stop_strings: tuple[str, ...] = ()) -> None:
         """Take the tokens that are new, one by one, until a stop string has ended the text."""
-        while self.num_tokens < len(token_ids) and not self.is_stopped:
+        while self.num_tokens < len(token_ids) and self.end is None:
             fresh, held, window = self._take(token_ids[self.num_tokens])
-            text, start = self.text + fresh, self.match_start
-            if self.stop_strings and start is None:
-                starts = [text.find(stop, max(0, len(self.text) - len(stop) + 1)) for stop in self.stop_strings]
-                start = min((each for each in starts if each >= 0), default=None)
+            text = self.text + fresh
+            starts = [text.find(stop, max(0, len(self.text) - len(stop) + 1)) for stop in stop_strings]
+            end = min((start for start in starts if start >= 0), default=None)
             # All or none, wherever Ctrl-C comes.
-            self.num_tokens, self.text, self.held, self.window, self.match_start = self.num_tokens + 1, text, held, window, start
+            self.num_tokens, self.text, self.held, self.window, self.end = self.num_tokens + 1, text, held, window, end
 
     def _take(self, token_id: int) -> tuple[str, str, tuple[tuple[int, ...], str, tuple[int, ...], int]]:
         """The characters that one more token completes, what is then held, and the window."""

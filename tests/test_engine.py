@@ -192,7 +192,7 @@ def test_the_largest_step_is_one(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPa
         ("repetition_penalty", 0.0), ("repetition_penalty", 1e300), ("repetition_penalty", 1e-300), ("repetition_penalty", -1.0),
         ("min_tokens", -1), ("min_tokens", 65), ("stop", ""), ("stop", ["a", 3]), ("stop", 5),
         ("stop_token_ids", [-1]), ("stop_token_ids", 3), ("stop_token_ids", ["x"]), ("logprobs", -1), ("logprobs", True),
-        ("max_tokens", np.float64(3.0)), ("max_tokens", np.bool_(True)), ("stop_token_ids", np.array(3)),
+        ("max_tokens", np.float64(3.0)), ("max_tokens", np.bool_(True)),
         ("temperature", np.float32("nan")), ("temperature", np.bool_(True)),
     ],
 )  # fmt: skip

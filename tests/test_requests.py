@@ -126,7 +126,7 @@ def test_detokenisation_is_linear(demo: LLM, say: Callable, monkeypatch: pytest.
     decode = type(demo.tokenizer).decode
     monkeypatch.setattr(type(demo.tokenizer), "decode", lambda self, ids, **k: decoded.append(len(ids)) or decode(self, ids, **k))
     say(demo.tokenizer.encode("你好" * 100), stop="!")
-    assert max(decoded) <= 40
+    assert sorted(decoded)[-2] <= 40, "but for the whole, once, in the end"
 
 
 def test_min_tokens_bars_eos_in_the_model(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:

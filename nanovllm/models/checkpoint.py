@@ -17,30 +17,37 @@ LOCAL: dict[str, bool] = {"trust_remote_code": False, "local_files_only": True} 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _COPIES = ["consolidated*", "original/*", "*/*.safetensors"]  # the same weights for other programs (Mistral's, Meta's)
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_POSITIVE_SIZE, _POSITIVE = partial(check_int, minimum=1, maximum=MAX_SIZE), partial(check_number, low=0.0, open_low=True)
-_CHECKS: dict[str, Callable[[str, Any], object]] = {  # of what transformers computes with, and does not check
+_SIZES = """
+    vocab_size hidden_size head_dim intermediate_size moe_intermediate_size ffn_dim word_embed_proj_dim decoder_sparse_step
+    num_hidden_layers num_attention_heads num_key_value_heads max_position_embeddings original_max_position_embeddings
+"""
+_COUNTS = "num_experts num_local_experts num_experts_per_tok"  # 0 of them: there are only MLPs
+_POSITIVE = "rms_norm_eps rope_theta factor attention_factor beta_fast beta_slow low_freq_factor high_freq_factor"
+_SWITCHES = """
+    attention_bias mlp_bias enable_bias tie_word_embeddings norm_topk_prob do_layer_norm_before _remove_final_layer_norm
+    layer_norm_elementwise_affine
+"""
+_CHECKS: dict[str, Callable[[str, Any], object]] = {  # before transformers computes with these fields
+    **dict.fromkeys(_SIZES.split(), partial(check_int, minimum=1, maximum=MAX_SIZE)),
+    **dict.fromkeys(_COUNTS.split(), partial(check_int, minimum=0, maximum=MAX_SIZE)),
+    **dict.fromkeys(_POSITIVE.split(), partial(check_number, low=0.0, open_low=True)),
+    **dict.fromkeys(_SWITCHES.split(), check_bool),
     **dict.fromkeys(("dtype", "torch_dtype"), partial(check_choice, choices=DTYPES)),  # "torch_dtype" before transformers 5
-    **dict.fromkeys(("num_hidden_layers", "original_max_position_embeddings"), _POSITIVE_SIZE),
-    **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"), _POSITIVE),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), partial(check_number, low=0.0)),
-    "rope_theta": partial(check_number, low=1.0, open_low=True),
-    "factor": partial(check_number, low=1.0, high=1e6),
-    "truncate": check_bool,
+    "mlp_only_layers": partial(check_ints, minimum=0),
+    "eos_token_id": lambda name, value: check_ints(name, value if isinstance(value, list) else [value], minimum=-MAX_SIZE),
 }
 
 
 def find_checkpoint(model: str) -> Path:
     """The directory of `model`, which is one or else a Hub id to download. Raises ValueError if it can be neither."""
     directory = Path(os.path.expanduser(model))
+    if directory.is_file():
+        raise ValueError(f"model {model!r} is a file: give the directory of a checkpoint")
     if not directory.is_dir():
-        if directory.exists():
-            raise ValueError(f"model {model!r} is a file: give the directory of a checkpoint")
-        if directory.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-            raise ValueError(f"model {model!r}: there is no such directory")
         try:
             directory = Path(snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_COPIES))
         except (OSError, ValueError) as error:  # of the network and of the Hub, or for what is no id
-            raise ValueError(f"model {model!r} is no directory and cannot be downloaded: {error}") from error
+            raise ValueError(f"model {model!r}: there is no such directory, and it cannot be downloaded: {error}") from error
     if not (directory / "config.json").exists():
         raise ValueError(f"model {model!r}: {directory} holds no config.json")
     return directory
@@ -49,15 +56,10 @@ def find_checkpoint(model: str) -> Path:
 def read_config(directory: Path) -> PretrainedConfig:
     """config.json with its family's defaults filled in. Raises ValueError if a field is wrong or the family unknown."""
     path = directory / "config.json"
-    content = read_json(path)
+    content = _read_settings(path)
     with naming(path, Exception):
         if "auto_map" in content and content.get("model_type") not in CONFIG_MAPPING:
             raise ValueError("auto_map: no code is run that comes with a checkpoint")
-        sections = (content, content.get("rope_parameters"), content.get("rope_scaling"))
-        for settings in (section for section in sections if isinstance(section, dict)):
-            for name in _CHECKS.keys() & settings:
-                if settings[name] is not None:  # null stands for the default
-                    _CHECKS[name](name, settings[name])
         return AutoConfig.from_pretrained(directory, **LOCAL)
 
 
@@ -85,12 +87,19 @@ def read_eos_token_ids(directory: Path, config: PretrainedConfig, tokenizer: Pre
     keep those of their originals.
     """
     path = directory / "generation_config.json"
-    generation_config = read_json(path) if path.exists() else {}
-    ids: set[int] = set()
-    for source, given in ((path, generation_config.get("eos_token_id")), (directory / "config.json", config.eos_token_id)):
-        with naming(source, TypeError, ValueError):
-            given = [] if given is None else given if isinstance(given, list) else [given]
-            ids.update(token_id for token_id in check_ints("eos_token_id", given, minimum=-MAX_SIZE) if token_id >= 0)
-    if not ids and tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return frozenset(ids)
+    generation_config = _read_settings(path) if path.exists() else {}
+    given = (generation_config.get("eos_token_id"), config.eos_token_id)
+    ids = {token_id for each in given for token_id in (each if isinstance(each, list) else [each])}
+    found = frozenset(token_id for token_id in ids if token_id is not None and token_id >= 0)
+    return found if found or tokenizer is None else frozenset([tokenizer.eos_token_id]) - {None}
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """A JSON object whose fields, and those of RoPE in it, pass _CHECKS. null stands for the default."""
+    content = read_json(path)
+    with naming(path, TypeError, ValueError):
+        for settings in (content, content.get("rope_parameters"), content.get("rope_scaling")):
+            for name, value in settings.items() if isinstance(settings, dict) else ():
+                if name in _CHECKS and value is not None:
+                    _CHECKS[name](name, value)
+    return content

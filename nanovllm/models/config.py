@@ -1,8 +1,8 @@
 """From a Hugging Face checkpoint's config to a ModelSpec: the one place that reads foreign field names.
 
 A family that differs by values is a row of ARCHITECTURES; one that differs by structure has a reader here, and its spec in a
-file of its own. A field is judged where it is read. What is not computed is refused by name, never ignored: a checkpoint that
-loads is one that is computed right.
+file of its own. What is not computed is refused by name, never ignored: a checkpoint that loads is one that is computed right.
+checkpoint.py has checked each field by itself (a size, a number, a switch); here it is judged what they mean together.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanovllm.checks import check_bool, check_choice, check_int, check_ints, check_number, naming
-from nanovllm.config import MAX_SIZE
+from nanovllm.checks import check_choice, naming
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.models.decoder import DecoderSpec, ModelSpec
 from nanovllm.models.moe import MoESpec
@@ -27,7 +26,7 @@ def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> M
 
     Raises ValueError for what cannot be computed, or not divided among that many ranks.
     """
-    with naming(Path(config.name_or_path or "", "config.json"), AttributeError, TypeError, ValueError):
+    with naming(Path(config.name_or_path or "", "config.json"), AttributeError, KeyError, TypeError, ValueError):
         architecture = next(iter(config.architectures or ()), "(none)")
         if architecture not in ARCHITECTURES:
             raise ValueError(f"architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}")
@@ -37,53 +36,42 @@ def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> M
         for name, num in spec.divided_sizes.items():
             if num % num_ranks:
                 raise ValueError(f"tensor_parallel_size={num_ranks} does not divide {name}={num}")
-        if max(spec.num_kv_heads, num_ranks) % min(spec.num_kv_heads, num_ranks):
-            raise ValueError(
-                f"tensor_parallel_size={num_ranks} neither divides num_key_value_heads={spec.num_kv_heads}"
-                " nor is a multiple of it"
-            )
+        heads = spec.num_kv_heads
+        if max(heads, num_ranks) % min(heads, num_ranks):
+            raise ValueError(f"tensor_parallel_size={num_ranks} neither divides num_key_value_heads={heads} nor is its multiple")
         return spec
-
-
-def _size(config: PretrainedConfig, name: str, minimum: int = 1) -> int:
-    return check_int(name, getattr(config, name), minimum, MAX_SIZE)
-
-
-def _switch(config: PretrainedConfig, name: str) -> bool:
-    return check_bool(name, getattr(config, name, False))
 
 
 def _read_decoder(
     config: PretrainedConfig, dtype: torch.dtype, make_spec: type[DecoderSpec] = DecoderSpec, **of_family: Any
 ) -> DecoderSpec:
     """A decoder. `of_family` is what its family decides, whatever config.json says."""
-    size, max_len = partial(_size, config), _size(config, "max_position_embeddings")
+    check_choice("hidden_act", config.hidden_act, ("silu",))
+    max_len = config.max_position_embeddings
     window = getattr(config, "sliding_window", None) or max_len
     kinds = getattr(config, "layer_types", None) or ["full_attention" if window >= max_len else "sliding"]
     if any(kind != "full_attention" for kind in kinds):
         raise ValueError("sliding-window attention (sliding_window, layer_types, use_sliding_window) is not supported")
-    check_choice("hidden_act", config.hidden_act, ("silu",))
-    num_heads, num_kv_heads, hidden_size = size("num_attention_heads"), size("num_key_value_heads"), size("hidden_size")
-    if num_heads % num_kv_heads:
+    if config.num_attention_heads % config.num_key_value_heads:
         raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
-    head_dim = hidden_size // num_heads if getattr(config, "head_dim", None) is None else size("head_dim")
-    if head_dim < 2 or head_dim % 2:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_dim % 2:
         raise ValueError(f"head_dim must be even, for RoPE turns pairs of dimensions, not {head_dim}")
-    rope, max_len = _read_rope(config, head_dim, max_len)
+    rope, max_len = _read_rope(config, head_dim)
     fields: dict[str, Any] = {
-        "vocab_size": size("vocab_size"),
-        "hidden_size": hidden_size,
-        "num_layers": size("num_hidden_layers"),
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_hidden_layers,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads,
         "head_dim": head_dim,
-        "intermediate_size": size("intermediate_size"),
-        "norm_eps": check_number("rms_norm_eps", config.rms_norm_eps, low=0.0, open_low=True),
+        "intermediate_size": config.intermediate_size,
+        "norm_eps": config.rms_norm_eps,
         "rope": rope,
-        "qkv_bias": _switch(config, "attention_bias"),
-        "o_bias": _switch(config, "attention_bias"),
-        "mlp_bias": _switch(config, "mlp_bias"),
-        "tie_embeddings": _switch(config, "tie_word_embeddings"),
+        "qkv_bias": getattr(config, "attention_bias", False),
+        "o_bias": getattr(config, "attention_bias", False),
+        "mlp_bias": getattr(config, "mlp_bias", False),
+        "tie_embeddings": config.tie_word_embeddings,
         "max_len": max_len,
         "dtype": dtype,
     }
@@ -91,10 +79,9 @@ def _read_decoder(
 
 
 def _read_qwen3_moe(config: PretrainedConfig, dtype: torch.dtype) -> DecoderSpec:
-    num_layers, step = _size(config, "num_hidden_layers"), _size(config, "decoder_sparse_step")
-    num_experts, num_chosen = _size(config, "num_experts", 0), _size(config, "num_experts_per_tok", 0)
-    sparse_layers = {layer for layer in range(num_layers) if num_experts and (layer + 1) % step == 0}
-    sparse_layers -= set(check_ints("mlp_only_layers", config.mlp_only_layers, minimum=0))
+    layers, step = range(config.num_hidden_layers), config.decoder_sparse_step
+    num_experts, num_chosen = config.num_experts, config.num_experts_per_tok
+    sparse_layers = {layer for layer in layers if num_experts and (layer + 1) % step == 0} - set(config.mlp_only_layers)
     if sparse_layers and not 1 <= num_chosen <= num_experts:
         raise ValueError(f"num_experts_per_tok={num_chosen} must be at least 1 and at most num_experts={num_experts}")
     return _read_decoder(
@@ -105,62 +92,49 @@ def _read_qwen3_moe(config: PretrainedConfig, dtype: torch.dtype) -> DecoderSpec
         mlp_bias=False,
         num_experts=num_experts,
         num_experts_per_tok=num_chosen,
-        expert_size=_size(config, "moe_intermediate_size"),
-        normalize_weights=_switch(config, "norm_topk_prob"),
-        dense_layers=frozenset(range(num_layers)) - sparse_layers,
+        expert_size=config.moe_intermediate_size,
+        normalize_weights=config.norm_topk_prob,
+        dense_layers=frozenset(layers) - sparse_layers,
     )
 
 
-_ROPE_NEEDS = {  # types other than the original one -> what they cannot do without
-    "linear": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-}
-
-
-def _read_rope(config: PretrainedConfig, head_dim: int, max_len: int) -> tuple[RopeSpec, int]:
+def _read_rope(config: PretrainedConfig, head_dim: int) -> tuple[RopeSpec, int]:
     """RoPE's frequencies, which transformers computes, and how many positions they serve."""
     rope = {name: value for name, value in config.rope_parameters.items() if value is not None}  # null: the default
     if rope.get("partial_rotary_factor", 1.0) != 1.0 or any(isinstance(value, dict) for value in rope.values()):
         raise ValueError("partial_rotary_factor and rope_parameters by layer type are not supported")
-    rope_type = rope["rope_type"]
+    rope_type, max_len = rope["rope_type"], config.max_position_embeddings
+    check_choice("rope_type", rope_type, ("default", "dynamic", "linear", "yarn", "llama3"))
     if rope_type in ("default", "dynamic"):  # the second stretches only what is longer than max_len
         return RopeSpec.from_base(rope["rope_theta"], head_dim), max_len
-    if rope_type not in _ROPE_NEEDS:
-        raise ValueError(f"rope type {rope_type!r} is not supported; 'default', 'dynamic', {', '.join(_ROPE_NEEDS)} are")
-    if missing := [name for name in _ROPE_NEEDS[rope_type] if name not in rope]:
-        raise ValueError(f"rope type {rope_type!r} needs {', '.join(missing)}")
-    if rope_type == "llama3" and not rope["low_freq_factor"] < rope["high_freq_factor"]:
-        raise ValueError("low_freq_factor={low_freq_factor} must be below high_freq_factor={high_freq_factor}".format(**rope))
     with torch.device("cpu"):
         inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+    if rope_type == "yarn":
+        max_len = rope.get("original_max_position_embeddings", max_len)
     if rope_type != "llama3":  # whose max_position_embeddings is the stretched one
-        trained = rope.get("original_max_position_embeddings", max_len) if rope_type == "yarn" else max_len
-        max_len = int(trained * rope["factor"])
+        max_len = int(max_len * rope["factor"])
     return RopeSpec(tuple(inv_freq.tolist()), attention_factor), max_len
 
 
 def _read_opt(config: PretrainedConfig, dtype: torch.dtype) -> OPTSpec:
     check_choice("activation_function", config.activation_function, ("relu",))
-    size, switch = partial(_size, config), partial(_switch, config)
-    hidden_size, num_heads = size("hidden_size"), size("num_attention_heads")
-    if hidden_size % num_heads:
+    if config.hidden_size % config.num_attention_heads:
         raise ValueError("hidden_size must be a multiple of num_attention_heads")
     return OPTSpec(
-        vocab_size=size("vocab_size"),
-        hidden_size=hidden_size,
-        embedding_size=size("word_embed_proj_dim"),
-        num_layers=size("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
-        intermediate_size=size("ffn_dim"),
-        norm_first=switch("do_layer_norm_before"),
-        final_norm=switch("do_layer_norm_before") and not switch("_remove_final_layer_norm"),
-        norm_has_weights=switch("layer_norm_elementwise_affine"),
-        bias=switch("enable_bias"),
-        tie_embeddings=switch("tie_word_embeddings"),
-        max_len=size("max_position_embeddings"),
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        embedding_size=config.word_embed_proj_dim,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_attention_heads,
+        head_dim=config.hidden_size // config.num_attention_heads,
+        intermediate_size=config.ffn_dim,
+        norm_first=config.do_layer_norm_before,
+        final_norm=config.do_layer_norm_before and not config._remove_final_layer_norm,
+        norm_has_weights=config.layer_norm_elementwise_affine,
+        bias=config.enable_bias,
+        tie_embeddings=config.tie_word_embeddings,
+        max_len=config.max_position_embeddings,
         dtype=dtype,
     )
 
