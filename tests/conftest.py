@@ -4,10 +4,8 @@ import gc
 import itertools
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ if not ON_GPU:
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Batch
 from nanovllm.config import Config
 
@@ -128,6 +126,10 @@ def make_llm(tiny: tuple[str, Oracle]) -> Callable[..., LLM]:
     return make
 
 
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens)
+
+
 def random_prompt(seed: int, length: int) -> list[int]:
     return torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -175,28 +177,3 @@ def check_invariants(llm: LLM) -> None:
     assert sorted(lanes + scheduler.free_lanes) == list(range(llm.model_runner.num_lanes))
     ids = [seq.seq_id for seq in [*scheduler.running, *scheduler.waiting]]
     assert ids == sorted(ids) == list(llm.requests)
-
-
-class LineInterrupts:
-    """A context in which Ctrl-C comes at the lines numbered `targets`, counted over the functions whose code `covers` accepts."""
-
-    def __init__(self, covers: Callable[[CodeType], bool], *targets: int) -> None:
-        self.covers = covers
-        self.targets = targets
-        self.num_lines = 0
-
-    def __enter__(self) -> "LineInterrupts":
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: FrameType, event: str, argument: object) -> Callable | None:
-        if not self.covers(frame.f_code):
-            return None
-        if event == "line":
-            self.num_lines += 1
-            if self.num_lines in self.targets:
-                raise KeyboardInterrupt
-        return self._trace

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
+from conftest import greedy
 
-from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm import DEMO_MODEL, LLM
 from nanovllm.demo_model.train import SKILLS, UNSEEN_SYSTEM_PROMPTS, held_out
 
 PRIMES = "2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97"
-GREEDY = SamplingParams(temperature=0.0, max_tokens=600)
+GREEDY = greedy(600)
 
 
 def ask(llm: LLM, questions: list[str], system: str = "") -> list[str]:

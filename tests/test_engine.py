@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB_SIZE, Oracle, check_invariants, random_prompt
+from conftest import VOCAB_SIZE, Oracle, check_invariants, greedy, random_prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +22,7 @@ from nanovllm.engine.memory import count_blocks, find_available_memory
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.penalties import Penalties
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+GREEDY = greedy(6)
 MakeLLM = Callable[..., LLM]
 
 

@@ -145,6 +145,7 @@ def test_low_precision_logits(tmp_path: Path, name: str) -> None:
             dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
             "partial_rotary",
         ),
+        (LlamaConfig, dict(rope_parameters={**LLAMA3, "low_freq_factor": 4.0}), "low_freq_factor=4.0 must be below"),
         (OPTConfig, dict(activation_function="gelu"), "activation_function must be one of 'relu'"),
         (LlamaConfig, dict(quantization_config={"quant_method": "gptq", "bits": 4}), "quantized"),
     ],

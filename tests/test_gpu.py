@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, Oracle, check_invariants, make_batch, make_checkpoint, random_prompt
+from conftest import VOCAB_SIZE, Oracle, check_invariants, greedy, make_batch, make_checkpoint, random_prompt
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 
 pytestmark = pytest.mark.gpu
 MakeLLM = Callable[..., LLM]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
+GREEDY = greedy(40)
 POOL = {"num_kvcache_blocks": 64, "kvcache_block_size": 16}
 PROMPTS = [random_prompt(i, 1 + 7 * i) for i in range(8)]
 SAMPLED = [

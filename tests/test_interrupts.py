@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 import torch
-from conftest import Oracle, check_invariants, random_prompt
+from conftest import Oracle, check_invariants, greedy, random_prompt
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.engine.block_manager import BlockManager
@@ -18,7 +18,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Request
 
 MakeLLM = Callable[..., LLM]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+GREEDY = greedy(6)
 PROMPTS = [random_prompt(i, 5 + i) for i in range(4)]
 ROUNDS = 30
 

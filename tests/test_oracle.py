@@ -6,15 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, Oracle, check_invariants, cover_pairs, make_checkpoint, random_prompt
+from conftest import VOCAB_SIZE, Oracle, check_invariants, cover_pairs, greedy, make_checkpoint, random_prompt
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.engine.model_runner import ModelRunner
-
-
-def greedy(num_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=num_tokens)
-
 
 HOW = [{}, {"attention_backend": "torch"}, {"enable_kernels": False}]
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Oracle, check_invariants, make_checkpoint, random_prompt
+from conftest import Oracle, check_invariants, greedy, make_checkpoint, random_prompt
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Batch
@@ -46,10 +46,6 @@ def nothing_is_left() -> Iterator[None]:
     assert find_ranks() == []
     if before:
         assert {name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.")} == set()
-
-
-def greedy(num_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=num_tokens)
 
 
 # --- One rank's tokens

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import pytest
 import torch
-from conftest import Oracle, random_prompt
+from conftest import Oracle, greedy, random_prompt
 
 from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.engine import executor, model_runner
@@ -16,7 +16,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.penalties import Penalties
 
 MakeLLM = Callable[..., LLM]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+GREEDY = greedy(6)
 PROMPTS = [random_prompt(i, 5 + i) for i in range(4)]
 
 

@@ -1,13 +1,14 @@
 """From tokens to text, for each kind of tokenizer: what is shown while tokens come, what in the end, where a stop string cuts."""
 
 import random
+import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-from conftest import LineInterrupts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -351,6 +352,31 @@ def test_tokens_that_cannot_be_decoded(name: str, monkeypatch: pytest.MonkeyPatc
     half = encode(tokenizer, "é")[:1]
     if decode(tokenizer, half) == "\ufffd":
         assert stream(tokenizer, [*half, bad])[-1] == "\ufffd" * 2, "a character that is cut by it stays incomplete"
+
+
+class LineInterrupts:
+    """A context in which Ctrl-C comes at the lines numbered `targets`, counted over the functions whose code `covers` accepts."""
+
+    def __init__(self, covers: Callable[[CodeType], bool], *targets: int) -> None:
+        self.covers = covers
+        self.targets = targets
+        self.num_lines = 0
+
+    def __enter__(self) -> "LineInterrupts":
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> Callable | None:
+        if not self.covers(frame.f_code):
+            return None
+        if event == "line":
+            self.num_lines += 1
+            if self.num_lines in self.targets:
+                raise KeyboardInterrupt
+        return self._trace
 
 
 @pytest.mark.parametrize("name, text, stops", LIVES)

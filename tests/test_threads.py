@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 
 import pytest
-from conftest import Oracle, check_invariants, random_prompt
+from conftest import Oracle, check_invariants, greedy, random_prompt
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.model_runner import ModelRunner
 
 MakeLLM = Callable[..., LLM]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+GREEDY = greedy(6)
 PROMPTS = [random_prompt(i, 5 + i) for i in range(4)]
 
 

@@ -19,17 +19,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Oracle, check_invariants, random_prompt
+from conftest import Oracle, check_invariants, greedy, random_prompt
 
-from nanovllm import LLM, SamplingParams, trace
+from nanovllm import LLM, trace
 from nanovllm.engine.scheduler import Scheduler
 
 SMALL = {"kvcache_block_size": 4, "num_kvcache_blocks": 24, "max_num_batched_tokens": 16, "max_num_seqs": 4}
 PROMPTS = [random_prompt(1, 22), random_prompt(2, 30), random_prompt(3, 9), random_prompt(1, 22)[:16]]
-
-
-def greedy(num_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=num_tokens)
 
 
 def check_trace(path: Path, llm: LLM) -> list[dict[str, Any]]:

@@ -188,11 +188,17 @@ def test_damaged_tokenizer_is_named(checkpoint: Path) -> None:
             load(checkpoint)
 
 
-@pytest.mark.parametrize("weight_map", [None, "x", ["x"], {"x": 5}], ids=str)
-def test_index_that_names_no_files(checkpoint: Path, weight_map: object) -> None:
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+@pytest.mark.parametrize(
+    "weight_map",
+    [None, "x", ["x"], {"x": 5}, {"x": "../model.safetensors"}, {"x": "/model.safetensors"}, {"x": ".."}, {"x": "model.bin"}],
+    ids=str,
+)
+def test_index_names_files_beside_it(tmp_path: Path, weight_map: object) -> None:
+    make_checkpoint(tmp_path / "inner")
+    shutil.copy(tmp_path / "inner" / "model.safetensors", tmp_path)
+    (tmp_path / "inner" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ValueError, match="index.json: weight_map"):
-        load(checkpoint)
+        load(tmp_path / "inner")
 
 
 def test_tensor_in_two_shards(tmp_path: Path) -> None:

@@ -14,8 +14,6 @@ import json
 import os
 import time
 import warnings
-from collections import Counter
-from typing import Any
 
 from torch import Tensor, cuda
 
@@ -26,92 +24,102 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 
 _PHASES = ("schedule", "prepare", "forward", "sample")
-Event = dict[str, Any]
+_WORK = (  # a sequence's share of a step: by hand, since there are hundreds of these in a step
+    '{"ph": "X", "pid": 1, "tid": %d, "name": "%s %d", "ts": %d, "dur": %d, "args": {"step": %d, "request_id": %d,'
+    ' "start": %d, "num_tokens": %d, "num_reused_tokens": %d, "num_prompt_tokens": %d}}'
+)
 
 
 class Timeline:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Raises ValueError if the file cannot be written."""
-        self.end, self.num_steps, self.origin = 0, 0, time.perf_counter_ns()  # end: of the last event in the file
-        self.events: list[Event] = []  # this step's
-        self.times: list[int] = []  # microseconds: when schedule, prepare, forward and sample begin, when sample ends
-        self.block_tables: dict[int, list[int]] = {}  # lane -> that of the sequence which had it last
         try:
             if os.path.exists(path) and not os.path.isfile(path):  # not even opened: a pipe would wait for its reader
                 raise ValueError("it must be a regular file, whose end each step can replace")
             self.file = open(path, "wb", buffering=0)
-            self._append("[\n", [_event("M", 0, "thread_name", {}, name="steps")])
+            self.file.write(b"[")
         except (OSError, ValueError) as error:
             raise ValueError(f"trace={os.fspath(path)!r} cannot be written: {error}") from error
+        self.end, self.num_steps, self.origin = 1, 0, time.perf_counter_ns()  # end: of the last event
+        self.block_tables: dict[int, list[int]] = {}  # lane -> that of the sequence which had it last
+        self._write([_event("M", 0, "thread_name", {}, name="steps")])
 
     def watch(self, scheduler: Scheduler, model_runner: ModelRunner) -> None:
         """Record what these do from now on."""
         scheduler.__class__, model_runner.executor.__class__ = _Scheduler, _Executor
         vars(scheduler)["timeline"] = vars(model_runner.executor)["timeline"] = self
 
+    def begin_step(self) -> None:
+        self.events: list[str] = []
+        self.times: list[int] = []  # microseconds: when schedule, prepare, forward and sample begin, when sample ends
+        self.note_time()
+
     def note_time(self) -> None:
         self.times.append((time.perf_counter_ns() - self.origin) // 1000)
 
-    def note_work(self, seqs: list[Sequence]) -> None:
-        """What the step has computed of `seqs`, before this counts as computed."""
-        span = {"ts": self.times[0], "dur": self.times[-1] - self.times[0]}
-        num_tokens: Counter[str] = Counter()
+    def describe(self, seqs: list[Sequence]) -> None:
+        """Note what the step has computed of `seqs`, before this counts as computed."""
+        self.note_time()
+        begin, duration = self.times[0], self.times[-1] - self.times[0]
+        num_tokens = {"prefill": 0, "decode": 0}
         for seq in seqs:
-            start, count = seq.num_computed_tokens, seq.num_scheduled_tokens
+            start, count, track = seq.num_computed_tokens, seq.num_scheduled_tokens, seq.lane + 1
             kind = "decode" if count == 1 and start >= seq.num_prompt_tokens else "prefill"
             num_tokens[kind] += count
             if seq.lane not in self.block_tables:
-                self.events.append(_event("M", seq.lane + 1, "thread_name", {}, name=f"lane {seq.lane}"))
+                self.events.append(_event("M", track, "thread_name", {}, name=f"lane {seq.lane}"))
             num_reused = 0 if self.block_tables.get(seq.lane) is seq.block_table else start
             self.block_tables[seq.lane] = seq.block_table
-            work = {"step": self.num_steps, "request_id": seq.seq_id, "start": start, "num_tokens": count}
-            work |= {"num_reused_tokens": num_reused, "num_prompt_tokens": seq.num_prompt_tokens}
-            self.events.append(_event("X", seq.lane + 1, f"{kind} {seq.seq_id}", span, **work))
-        kind = "mixed" if len(num_tokens) > 1 else next(iter(num_tokens))
-        step = {"step": self.num_steps, "kind": kind, "num_tokens": num_tokens.total()}
-        step |= {"num_prefill_tokens": num_tokens["prefill"], "num_decode_tokens": num_tokens["decode"]}
-        for name, begin, end in zip(_PHASES, self.times, self.times[1:]):
-            step[f"{name}_ms"] = (end - begin) / 1e3
-            self.events.append(_event("X", 0, name, {"ts": begin, "dur": end - begin}))
-        self.events.insert(0, _event("X", 0, f"{kind}: {num_tokens.total()} tokens", span, **step))
+            args = self.num_steps, seq.seq_id, start, count, num_reused, seq.num_prompt_tokens
+            self.events.append(_WORK % (track, kind, seq.seq_id, begin, duration, *args))
+        kind = "mixed" if all(num_tokens.values()) else "decode" if num_tokens["decode"] else "prefill"
+        step = {"step": self.num_steps, "kind": kind, "num_tokens": sum(num_tokens.values())}
+        step |= {f"num_{kind}_tokens": count for kind, count in num_tokens.items()}
+        for name, start, end in zip(_PHASES, self.times, self.times[1:]):
+            step[f"{name}_ms"] = (end - start) / 1e3
+            self.events.append(_event("X", 0, name, {"ts": start, "dur": end - start}))
+        when = {"ts": begin, "dur": duration}
+        self.events.insert(0, _event("X", 0, f"{kind}: {step['num_tokens']} tokens", when, **step))
 
-    def write_step(self, scheduler: Scheduler) -> None:
-        """Count what the step has left behind, and write it all down. On a full disk the file ends with the step before."""
+    def end_step(self, scheduler: Scheduler) -> None:
+        """Count what the step has left behind, and write it all down."""
         manager, when = scheduler.block_manager, {"ts": self.times[-1]}
         num_free, num_reusable = len(manager.free_block_ids), manager.num_reusable
         blocks = {"used": manager.num_blocks - num_free, "reusable": num_reusable, "empty": num_free - num_reusable}
         seqs = {"waiting": len(scheduler.waiting), "running": len(scheduler.running)}
-        self.events += [_event("C", 0, "sequences", when, **seqs), _event("C", 0, "blocks", when, **blocks)]
-        if not self.file.closed:
-            try:
-                self._append(",\n", self.events)
-            except OSError as error:
-                with self.file:
-                    self._append("", [])
-                warnings.warn(f"trace={self.file.name!r} ends here: {error}", RuntimeWarning, stacklevel=2)
+        self._write([*self.events, _event("C", 0, "sequences", when, **seqs), _event("C", 0, "blocks", when, **blocks)])
         self.num_steps += 1
 
-    def _append(self, separator: str, events: list[Event]) -> None:
-        """Replace the closing bracket, and what a write that was cut short has left behind it."""
-        data = (separator + json.dumps(events)[1:-1]).encode()
+    def _write(self, events: list[str]) -> None:
+        """Add events. On a full disk the file stays as it was, a warning says so, and nothing more is written."""
+        if self.file.closed:
+            return
+        data = (("\n" if self.end == 1 else ",\n") + ",\n".join(events)).encode()
+        try:
+            self._replace_end(data)
+        except OSError as error:
+            with self.file:
+                self._replace_end(b"")
+            warnings.warn(f"trace={self.file.name!r} ends here: {error}", RuntimeWarning, stacklevel=2)
+        self.end += len(data)
+
+    def _replace_end(self, data: bytes) -> None:
         self.file.seek(self.end)
         rest = data + b"\n]\n"
         while rest:  # a write may take only a part
             rest = rest[self.file.write(rest) :]
-        self.file.truncate()
-        self.end += len(data)
+        self.file.truncate()  # what an interrupted step may have written
 
 
-def _event(phase: str, track: int, title: str, when: dict[str, int], **args: object) -> Event:
-    return {"ph": phase, "pid": 1, "tid": track, "name": title, **when, "args": args}
+def _event(phase: str, track: int, title: str, when: dict[str, int], **args: object) -> str:
+    return json.dumps({"ph": phase, "pid": 1, "tid": track, "name": title, **when, "args": args})
 
 
 class _Scheduler(Scheduler):
     timeline: Timeline
 
     def schedule(self) -> list[Sequence]:
-        self.timeline.events, self.timeline.times = [], []
-        self.timeline.note_time()
+        self.timeline.begin_step()
         seqs = super().schedule()
         self.timeline.note_time()
         return seqs
@@ -122,10 +130,9 @@ class _Scheduler(Scheduler):
         super().preempt(seq)
 
     def postprocess(self, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
-        self.timeline.note_time()
-        self.timeline.note_work(seqs)
+        self.timeline.describe(seqs)
         caught_up = super().postprocess(seqs, token_ids)
-        self.timeline.write_step(self)
+        self.timeline.end_step(self)
         return caught_up
 
 

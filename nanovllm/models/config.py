@@ -107,6 +107,8 @@ def _read_rope(config: PretrainedConfig, head_dim: int) -> tuple[RopeSpec, int]:
     check_choice("rope_type", rope_type, ("default", "dynamic", "linear", "yarn", "llama3"))
     if rope_type in ("default", "dynamic"):  # the second stretches only what is longer than max_len
         return RopeSpec.from_base(rope["rope_theta"], head_dim), max_len
+    if rope_type == "llama3" and not rope["low_freq_factor"] < rope["high_freq_factor"]:
+        raise ValueError(f"low_freq_factor={rope['low_freq_factor']} must be below high_freq_factor={rope['high_freq_factor']}")
     with torch.device("cpu"):
         inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
     if rope_type == "yarn":

@@ -91,8 +91,12 @@ def _targets(model: nn.Module) -> dict[str, Target]:
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        with naming(f"{index}: weight_map", AttributeError, KeyError, TypeError):
-            paths = sorted({directory / name for name in read_json(index)["weight_map"].values()})
+        weight_map = read_json(index).get("weight_map")
+        names: list[object] = list(weight_map.values()) if isinstance(weight_map, dict) else [weight_map]
+        for name in names:  # none may lead out of the directory
+            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                raise ValueError(f"{index}: weight_map must name *.safetensors files beside it, not {name!r}")
+        paths = sorted({directory / str(name) for name in names})
     elif (directory / "model.safetensors").exists():
         paths = [directory / "model.safetensors"]
     else:
