@@ -72,7 +72,7 @@ class LLM(LLMEngine):
         """
         check_int("beam_width", beam_width, 1)
         check_int("max_tokens", max_tokens, 1)
-        check_number("length_penalty", length_penalty, -100.0, 100.0)
+        check_number("length_penalty", length_penalty, -50.0, 50.0)
         check_bool("ignore_eos", ignore_eos)
         eos_token_ids = frozenset() if ignore_eos else self.eos_token_ids
         searches = [
@@ -111,7 +111,7 @@ class LLM(LLMEngine):
             return self._alone(lambda: [request.output() for request in requests])
         except BaseException:
             self._aborted.extend(requests)  # first of all, since Ctrl-C may come a second time
-            self._abort([])
+            self._abort_soon()
             raise
 
     def _stream(self, prompts: list[CheckedPrompt]) -> Iterator[RequestOutput]:
@@ -123,7 +123,7 @@ class LLM(LLMEngine):
                 yield from self._alone(self._step_and_tell, told)
         except BaseException:  # also GeneratorExit: the caller has left the loop
             self._aborted.extend(requests)
-            self._abort([])
+            self._abort_soon()
             raise
 
     def _rates(self, before: Stats, seconds: float) -> str:

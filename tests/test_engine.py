@@ -257,6 +257,14 @@ def test_a_refused_call_queues_nothing(make_llm: MakeLLM, prompts: object, compl
             llm.generate([[1]], params, use_tqdm=False)
 
 
+@pytest.mark.parametrize("wrong", [torch.tensor(1.5), np.array([1, 2])], ids=str)
+def test_numbers_that_look_like_an_index(make_llm: MakeLLM, wrong: object) -> None:
+    """They have __index__, and refuse it. In `map`, a StopIteration would end the answers silently."""
+    llm = make_llm()
+    with pytest.raises(TypeError, match="token ids must be ints, not (tensor|array)"):
+        list(map(lambda prompt: llm.generate([prompt], GREEDY, use_tqdm=False), [[1], [2, wrong], [3]]))
+
+
 def test_numbers_that_are_not_int_serve_as_token_ids(make_llm: MakeLLM) -> None:
     llm = make_llm()
     expected = llm.generate([3, 4], GREEDY, use_tqdm=False)[0]["token_ids"]

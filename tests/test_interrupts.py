@@ -213,6 +213,18 @@ def test_an_end_that_is_not_noted(tiny: tuple[str, Oracle], make_llm: MakeLLM, m
     assert (output["token_ids"], output["finish_reason"]) == (tiny[1](PROMPTS[0], 2), "length")
 
 
+def test_a_request_whose_id_nobody_got(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C once add_request has queued it: it is taken back, and nobody is told of it."""
+    llm = make_llm()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.scheduler, "add", lambda seq, add=llm.scheduler.add: (add(seq), llm.abort(10**9)))
+        end_aborted = llm._end_aborted
+        patch.setattr(llm, "_end_aborted", lambda: (end_aborted(), interrupt() if llm.requests else None))
+        with pytest.raises(KeyboardInterrupt):
+            llm.add_request(PROMPTS[0], GREEDY)
+    assert llm.step() == [] and llm.is_finished() and not llm._told and llm.stats["num_free_blocks"] == 64
+
+
 def test_a_report_that_fails_comes_again(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     request_id = demo.add_request("hello", SamplingParams(max_tokens=1))
     with monkeypatch.context() as patch:

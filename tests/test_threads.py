@@ -184,6 +184,30 @@ def test_another_thread_waits_for_the_step(make_llm: MakeLLM, within_a_step: Cal
     assert done == ["abort", "step"] and llm.is_finished() and llm.step() == [], "the thread's step has told of it"
 
 
+def test_an_abort_after_the_last_look(make_llm: MakeLLM) -> None:
+    """While a call gives the lock back: it is not left to some later call."""
+    llm = make_llm()
+    request_id = llm.add_request(PROMPTS[0], GREEDY)
+    callers = llm._callers
+    llm._aborted_late = False
+
+    class Owner:
+        """Aborts when the owner of the lock is cleared."""
+
+        def __set__(self, engine: LLM, thread: int | None) -> None:
+            vars(engine)["_owner"] = thread
+            if thread is None and engine._callers is callers and not engine._aborted_late:
+                engine._aborted_late = True
+                engine.abort(request_id)
+
+        def __get__(self, engine: LLM, kind: type) -> int | None:
+            return vars(engine)["_owner"]
+
+    llm.__class__ = type("Watched", (LLM,), {"_owner": Owner()})
+    assert [output["finish_reason"] for output in llm.step()] == [None]
+    assert llm._aborted_late and not llm.requests and llm.is_finished() and llm.stats["num_free_blocks"] == 64
+
+
 def test_aborts_from_another_thread_are_in_nobodys_way(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
     llm, stop = make_llm(), threading.Event()
 
@@ -231,7 +255,10 @@ def test_after_a_fork(tiny: tuple[str, Oracle]) -> None:
         llm = LLM({tiny[0]!r}, num_kvcache_blocks=64)
         llm.generate([1, 2, 3], use_tqdm=False)
         if os.fork() == 0:
-            for call in (lambda: llm.generate([1, 2], use_tqdm=False), llm.step, lambda: LLM({tiny[0]!r}, num_kvcache_blocks=64)):
+            for call in (
+                lambda: llm.generate([1, 2], use_tqdm=False), llm.step, lambda: llm.abort(0),
+                lambda: LLM({tiny[0]!r}, num_kvcache_blocks=64),
+            ):
                 try:
                     call()
                 except RuntimeError as error:
@@ -240,4 +267,4 @@ def test_after_a_fork(tiny: tuple[str, Oracle]) -> None:
         os.wait()
         print(len(llm.generate([1, 2, 3], use_tqdm=False)[0]["token_ids"]))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
-    assert done.stdout.count("refused: this process was forked") == 3 and done.stdout.endswith("64\n")
+    assert done.stdout.count("refused: this process was forked") == 4 and done.stdout.endswith("64\n")

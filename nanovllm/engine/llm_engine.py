@@ -17,6 +17,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from itertools import count
+from numbers import Integral
 from threading import Lock, get_ident
 from typing import Any, ClassVar, TypeVar
 
@@ -60,12 +61,12 @@ class LLMEngine:
     def __init__(self, *args: Any, **options: Any) -> None:
         self._check_process()
         self.config = config = Config.from_options(*args, **options)
-        timeline = None if config.trace is None else Timeline(config.trace)
         directory = find_checkpoint(os.fspath(config.model))
         hf_config = read_config(directory)
         spec = read_spec(hf_config, find_dtype(config, hf_config, directory), config.tensor_parallel_size)
         self.tokenizer = read_tokenizer(directory)
         self.eos_token_ids = read_eos_token_ids(directory, hf_config, self.tokenizer)
+        timeline = None if config.trace is None else Timeline(config.trace)
         self.model_runner: ModelRunner | None = ModelRunner(config, spec, directory)
         LLMEngine._process = os.getpid()
         executor = self.model_runner.executor
@@ -85,7 +86,7 @@ class LLMEngine:
         self._lock = Lock()
         self._owner: int | None = None  # the thread that has the lock
         self._callers: set[int] = set()  # threads that have it or want it
-        self._is_cut_short = False  # a call has begun and has not come to its end
+        self._is_under_way = False  # a call has begun and has not ended; if the next one sees it, it was cut short
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a prompt and return its request id; with n > 1 that of the first sample, the others' follow.
@@ -98,6 +99,7 @@ class LLMEngine:
             self._alone(self._queue, prompts, requests, self._told)
         except BaseException:
             self._aborted.extend(requests)
+            self._abort_soon()
             raise
         return requests[0].seq_id
 
@@ -110,7 +112,9 @@ class LLMEngine:
 
         May be called at any moment, by any thread. Within a step it takes effect after it.
         """
-        self._abort([operator.index(request_id)])
+        self._check_process()
+        self._aborted.append(operator.index(request_id))
+        self._abort_soon()
 
     def is_finished(self) -> bool:
         """True if nothing waits, runs or is left for `step` to report, other than what the caller has aborted itself."""
@@ -180,23 +184,26 @@ class LLMEngine:
         thread = get_ident()
         if self._owner == thread and self._lock.locked():
             raise RuntimeError("the engine was called from within its own step, where only abort may be")
-        self._callers.add(thread)
+        if self._callers:  # locks are not fair: without a pause, a thread that asks again at once would get it again
+            time.sleep(1e-5)
         try:
-            with self._lock:  # Ctrl-C comes neither between its acquisition and this block, nor before the line in `finally`
+            self._callers.add(thread)
+            with self._lock:  # Ctrl-C cannot come between taking the lock and `try`, so `finally` always runs
                 self._owner = thread
                 try:
-                    if self._is_cut_short:
+                    if self._is_under_way:
                         self._start_over()
-                    self._is_cut_short = True
+                    self._is_under_way = True
+                    self._end_aborted()
                     result = change(*args)
                     self._end_aborted()
-                    self._is_cut_short = False
+                    self._is_under_way = False
                 finally:
                     self._owner = None
         finally:
             self._callers.discard(thread)
-        if self._callers:  # locks are not fair: a thread that asked again at once would get it again
-            time.sleep(1e-5)
+        if change != self._end_aborted:
+            self._abort_soon()  # what came between the last look and the release of the lock
         return result
 
     def _start_over(self) -> None:
@@ -207,10 +214,9 @@ class LLMEngine:
                 del self.requests[request.seq_id]
         self.scheduler.reset(list(self.requests.values()))
 
-    def _abort(self, requests: list[int] | list[Request]) -> None:
-        """End these now, or, if a call is under way, at its end."""
-        self._aborted.extend(requests)
-        if not self._lock.locked():
+    def _abort_soon(self) -> None:
+        """End what is in `_aborted`: now, or, if a call is under way, at its end. A forked process leaves it alone."""
+        while self._aborted and self._process == os.getpid() and not self._lock.locked():
             self._alone(self._end_aborted)
 
     def _end_aborted(self) -> None:
@@ -220,6 +226,8 @@ class LLMEngine:
                 if request.seq_id in self.requests:
                     self.scheduler.finish(request, "abort")
                     self._note([request])
+            if isinstance(wanted, Request):  # its call was cut short: nobody waits for it
+                self._told.pop(wanted, None)
             self._aborted.popleft()
 
     def _find_samples(self, request_id: int) -> list[Request]:
@@ -266,8 +274,8 @@ class LLMEngine:
         try:
             prompt = list(map(operator.index, prompt))
         except TypeError as error:
-            wrong = next(token_id for token_id in prompt if not hasattr(token_id, "__index__"))
-            raise TypeError(f"a prompt's token ids must be ints, not {wrong!r}") from error
+            wrong = next((token_id for token_id in prompt if not isinstance(token_id, Integral)), None)
+            raise TypeError(f"a prompt's token ids must be ints, not {wrong!r}: {error}") from error
         for token_id in (min(prompt), max(prompt)):
             if not 0 <= token_id < self.vocab_size:
                 raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")

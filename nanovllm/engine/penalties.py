@@ -1,9 +1,9 @@
 """Changes to the logits that a sequence's own tokens ask for: penalties, and no stop token before min_tokens.
 
 Counts of the generated tokens live on the device, a row for each lane whose sequences have asked for a penalty, and each new
-token is added to them once. So do the tokens themselves: penalties change the logits of these, a few of the vocabulary. A row
-belongs to a sequence, so that one that was preempted is counted anew from its tokens, wherever it runs next: generated tokens
-stay generated.
+token is added to them once. So do the tokens themselves: penalties change the logits of these, a few of the vocabulary.
+`counted` says whose tokens are in a row: the lane's next sequence starts it afresh, and so does one that was preempted, wherever
+it runs next. Generated tokens stay generated.
 """
 
 import numpy as np
@@ -19,10 +19,9 @@ class Penalties:
     def __init__(self, vocab_size: int, max_model_len: int, device: torch.device) -> None:
         self.device = device
         self.rows: dict[int, int] = {}  # lane -> row
-        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # [num_rows, vocab_size], of generated tokens
-        self.token_ids = self.counts.new_zeros(
-            0, max_model_len
-        )  # [num_rows, max_model_len]; behind the last one, the first again
+        # [num_rows, vocab_size] of generated tokens; [num_rows, max_model_len] of all, and behind the last one the first again.
+        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self.token_ids = self.counts.new_zeros(0, max_model_len)
         self.counted: dict[int, tuple[Sequence, int]] = {}  # row -> its sequence, and up to which token
 
     def apply(self, logits: Tensor, seqs: list[Sequence]) -> Tensor:

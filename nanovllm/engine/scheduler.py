@@ -36,7 +36,7 @@ class Scheduler:
         """Start over with nothing computed and nothing cached: `seqs`, oldest first, wait. Only their tokens stay."""
         self.block_manager.reset()
         self.waiting: OrderedDict[Sequence, None] = OrderedDict.fromkeys(seqs)  # a queue that can lose any member in O(1)
-        self.running: list[Sequence] = []  # oldest first
+        self.running: list[Sequence] = []  # in the order of their admission: the newest is preempted
         self.free_lanes = list(range(self.max_num_seqs))  # a heap
         for seq in seqs:
             seq.status, seq.lane, seq.block_table, seq.num_computed_tokens = SequenceStatus.WAITING, -1, [], 0

@@ -54,13 +54,15 @@ class Timeline:
         self.times: list[int] = []  # microseconds: when schedule, prepare, forward and sample begin, when sample ends
         self.note_time()
 
-    def note_time(self) -> None:
-        self.times.append((time.perf_counter_ns() - self.origin) // 1000)
+    def note_time(self, times: list[int] | None = None) -> None:
+        """In this step's `times`, or in those of the step that the caller belongs to: it may have been cut short meanwhile."""
+        (self.times if times is None else times).append((time.perf_counter_ns() - self.origin) // 1000)
 
     def describe(self, seqs: list[Sequence]) -> None:
         """Note what the step has computed of `seqs`, before this counts as computed."""
         self.note_time()
         begin, duration = self.times[0], self.times[-1] - self.times[0]
+        self.new_block_tables = {seq.lane: seq.block_table for seq in seqs}
         num_tokens = {"prefill": 0, "decode": 0}
         for seq in seqs:
             start, count, track = seq.num_computed_tokens, seq.num_scheduled_tokens, seq.lane + 1
@@ -69,7 +71,6 @@ class Timeline:
             if seq.lane not in self.block_tables:
                 self.events.append(_event("M", track, "thread_name", {}, name=f"lane {seq.lane}"))
             num_reused = 0 if self.block_tables.get(seq.lane) is seq.block_table else start
-            self.block_tables[seq.lane] = seq.block_table
             args = self.num_steps, seq.seq_id, start, count, num_reused, seq.num_prompt_tokens
             self.events.append(_WORK % (track, kind, seq.seq_id, begin, duration, *args))
         kind = "mixed" if all(num_tokens.values()) else "decode" if num_tokens["decode"] else "prefill"
@@ -89,6 +90,7 @@ class Timeline:
         seqs = {"waiting": len(scheduler.waiting), "running": len(scheduler.running)}
         self._write([*self.events, _event("C", 0, "sequences", when, **seqs), _event("C", 0, "blocks", when, **blocks)])
         self.num_steps += 1
+        self.block_tables |= self.new_block_tables
 
     def _write(self, events: list[str]) -> None:
         """Add events. On a full disk the file stays as it was, a warning says so, and nothing more is written."""
@@ -140,9 +142,10 @@ class _Executor(Executor):
     timeline: Timeline
 
     def run(self, batch: Batch) -> Tensor:
-        self.timeline.note_time()
+        timeline, times = self.timeline, self.timeline.times
+        timeline.note_time(times)
         logits = super().run(batch)
         if logits.is_cuda:
             cuda.synchronize(logits.device)  # else the model's time would be counted as the sampler's
-        self.timeline.note_time()
+        timeline.note_time(times)
         return logits
