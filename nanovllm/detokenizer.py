@@ -66,8 +66,10 @@ class Detokenizer:
         while self.num_tokens < len(token_ids) and self.end is None:
             fresh, held, window = self._take(token_ids[self.num_tokens])
             text = self.text + fresh
-            starts = [text.find(stop, max(0, len(self.text) - len(stop) + 1)) for stop in stop_strings]
-            end = min((start for start in starts if start >= 0), default=None)
+            end = None
+            if stop_strings:
+                starts = [text.find(stop, max(0, len(self.text) - len(stop) + 1)) for stop in stop_strings]
+                end = min((start for start in starts if start >= 0), default=None)
             # All or none, wherever Ctrl-C comes.
             self.num_tokens, self.text, self.held, self.window, self.end = self.num_tokens + 1, text, held, window, end
 
