@@ -20,6 +20,7 @@ the least recently used, of one sequence the tail before the head, because a tai
 
 from array import array
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from itertools import count
 
 import xxhash
@@ -29,6 +30,7 @@ from nanovllm.engine.sequence import Sequence
 _NO_CONTENT = 0  # the content id of an empty block, and the parent of a sequence's first block
 
 
+@dataclass(eq=False, slots=True)
 class Block:
     """One physical block. `hash` is -1 unless `hash_to_block_id` leads here.
 
@@ -36,21 +38,12 @@ class Block:
     them, for blocks are reused: the parent's id may stand for another prefix by now. Content ids are never used twice.
     """
 
-    __slots__ = ("block_id", "ref_count", "hash", "token_ids", "content_id", "parent_id")
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
-        self.clear()
-
-    def __repr__(self) -> str:
-        known = "not cached" if self.hash == -1 else f"hash {self.hash:016x}, tokens {self.token_ids}"
-        return f"<block {self.block_id}: {self.ref_count} references, {known}>"
-
-    def clear(self) -> None:
-        self.hash = -1
-        self.token_ids: list[int] = []
-        self.content_id = self.parent_id = _NO_CONTENT
+    block_id: int
+    ref_count: int = 0
+    hash: int = -1
+    token_ids: list[int] = field(default_factory=list)
+    content_id: int = _NO_CONTENT
+    parent_id: int = _NO_CONTENT
 
 
 class BlockManager:
@@ -156,10 +149,8 @@ class BlockManager:
 
     def _take(self) -> int:
         block_id, _ = self.free_block_ids.popitem(last=False)
-        block = self.blocks[block_id]
-        self._forget(block)
-        block.clear()
-        block.ref_count = 1
+        self._forget(self.blocks[block_id])
+        self.blocks[block_id] = Block(block_id, ref_count=1)
         return block_id
 
     def _forget(self, block: Block) -> None:
@@ -172,10 +163,8 @@ class BlockManager:
     def _find(self, seq: Sequence, index: int, parent_id: int) -> Block | None:
         """The cached block of the same tokens behind the same prefix as block `index` of `seq`."""
         block_id = self.hash_to_block_id.get(self._hash(seq, index))
-        if block_id is None:
-            return None
-        block = self.blocks[block_id]
-        return block if block.parent_id == parent_id and block.token_ids == self._tokens(seq, index) else None
+        block = None if block_id is None else self.blocks[block_id]
+        return block if block and block.parent_id == parent_id and block.token_ids == self._tokens(seq, index) else None
 
     def _tokens(self, seq: Sequence, index: int) -> list[int]:
         return seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
