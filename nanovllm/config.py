@@ -46,6 +46,7 @@ class Config(Checked):
         attention_backend: "auto": the fastest that works here. One asked for by name that cannot run here is an error.
         load_format: "dummy": random weights of config.json's shape.
         seed: Of the engine: the same calls give the same samples.
+        num_speculative_tokens: Draft tokens of a sequence in a step at most, found by prompt lookup. They change no token.
         trace: A file for the engine's timeline, which ui.perfetto.dev and `python -m nanovllm.trace` show.
     """
 
@@ -68,6 +69,7 @@ class Config(Checked):
     attention_backend: AttentionBackend = checked("auto", check_choice, choices=get_args(AttentionBackend))
     load_format: Literal["auto", "dummy"] = checked("auto", check_choice, choices=("auto", "dummy"))
     seed: int = checked(0, check_int, minimum=0)
+    num_speculative_tokens: int = checked(0, check_int, minimum=0, maximum=MAX_SIZE)
     trace: str | os.PathLike[str] | None = checked(None, check_type, types=(str, os.PathLike), meaning="a file's path")
 
     @classmethod

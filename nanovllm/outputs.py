@@ -3,6 +3,7 @@
 from typing import Literal, TypedDict
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Logprobs = list[dict[int, float] | None] | None  # of each row of logits that asks for them: token id -> log probability
 
 
 class RequestOutput(TypedDict):
@@ -30,3 +31,5 @@ class Stats(TypedDict):
     num_running: int
     num_free_blocks: int
     num_blocks: int
+    num_draft_tokens: int  # guessed, and computed to see which are right
+    num_accepted_tokens: int  # of these, the right ones: they are decode tokens

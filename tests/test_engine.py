@@ -21,6 +21,7 @@ from nanovllm.config import Config
 from nanovllm.engine.memory import count_blocks, find_available_memory
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.penalties import Penalties
+from nanovllm.engine.speculation import MAX_DRAFT_STEP
 
 GREEDY = greedy(6)
 MakeLLM = Callable[..., LLM]
@@ -180,6 +181,8 @@ def test_the_largest_step_is_one(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPa
     assert len(seen) == 1 and seen[0].shape == (7, VOCAB_SIZE) and seen[0].isinf().any() and not len(runner.penalties.counts)
     prompt = random_prompt(0, 9)
     assert len(llm.generate(prompt, GREEDY, use_tqdm=False)[0]["token_ids"]) == 6
+    drafts = make_llm(max_num_batched_tokens=301, max_num_seqs=7, num_speculative_tokens=2).model_runner.executor.largest_batch()
+    assert len(drafts.logits_indices) == MAX_DRAFT_STEP, "a draft has logits, too"
 
 
 @pytest.mark.parametrize(
@@ -491,6 +494,7 @@ def test_random_life(tiny: tuple[str, Oracle], data: st.DataObject) -> None:
         max_num_seqs=draw(st.integers(1, 5)),
         enable_chunked_prefill=draw(st.booleans()),
         enable_prefix_caching=draw(st.booleans()),
+        num_speculative_tokens=draw(st.sampled_from([0, 3])),
     )
     prompts: dict[int, list[int]] = {}
     outputs: dict[int, dict] = {}

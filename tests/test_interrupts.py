@@ -154,11 +154,11 @@ def test_interrupted_generate(
     with monkeypatch.context() as patch:
         original = getattr(ModelRunner, where)
 
-        def fail_on_second_call(self: ModelRunner, seqs: list) -> object:
+        def fail_on_second_call(self: ModelRunner, *args: object) -> object:
             calls.append(1)
             if len(calls) == 2:
                 raise error
-            return original(self, seqs)
+            return original(self, *args)
 
         patch.setattr(ModelRunner, where, fail_on_second_call)
         with pytest.raises(error):

@@ -20,8 +20,8 @@ def make_sampling_batch(
 ) -> SamplingBatch:
     """What the model runner prepares for sequences that are as long as `positions` says."""
     runner = SimpleNamespace(vocab_size=vocab_size, device=torch.device(device))
-    rows = zip(params, seeds, positions, strict=True)
-    return ModelRunner.prepare_sampling(runner, [SimpleNamespace(params=p, seed=s, token_ids=range(n)) for p, s, n in rows])
+    rows = zip(params, seeds, strict=True)
+    return ModelRunner.prepare_sampling(runner, [SimpleNamespace(params=p, seed=s) for p, s in rows], positions)
 
 
 def sample(logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]) -> list[int]:

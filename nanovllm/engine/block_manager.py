@@ -94,12 +94,13 @@ class BlockManager:
         seq.num_computed_tokens = len(prefix) * self.block_size
         return True
 
-    def grow(self, seq: Sequence) -> bool:
-        """Make room for the token that `seq` gained last. False changes nothing."""
-        if len(seq.token_ids) > len(seq.block_table) * self.block_size:
-            if not self.free_block_ids:
-                return False
-            seq.block_table.append(self._take())
+    def grow(self, seq: Sequence, draft_len: int = 0) -> bool:
+        """Make room for the token that `seq` gained last and for a draft behind it. False changes nothing."""
+        num_missing = -(-(len(seq.token_ids) + draft_len) // self.block_size) - len(seq.block_table)
+        if num_missing > len(self.free_block_ids):
+            return False
+        if num_missing > 0:
+            seq.block_table += [self._take() for _ in range(num_missing)]
         return True
 
     def cache_full_blocks(self, seq: Sequence, num_tokens: int) -> None:
@@ -128,9 +129,19 @@ class BlockManager:
         for block_id in seq.block_table:
             self._forget(self.blocks[block_id])
 
+    def shrink(self, seq: Sequence) -> None:
+        """Take back the blocks behind its computed tokens: only a refused draft needed them."""
+        num_kept = -(-seq.num_computed_tokens // self.block_size)
+        self._free(seq, num_kept)
+        del seq.block_table[num_kept:]
+
     def free(self, seq: Sequence) -> None:
         """Take the block table back. What was cached can be hit until its block is taken."""
-        for index in reversed(range(len(seq.block_table))):  # the tail becomes the first to be evicted
+        self._free(seq, 0)
+        seq.block_table, seq.num_computed_tokens = [], 0
+
+    def _free(self, seq: Sequence, num_kept: int) -> None:
+        for index in reversed(range(num_kept, len(seq.block_table))):  # the tail becomes the first to be evicted
             block = self.blocks[seq.block_table[index]]
             block.ref_count -= 1
             if block.ref_count == 0:
@@ -139,7 +150,6 @@ class BlockManager:
                 self.num_reusable += block.hash != -1
             if block.hash == -1 and block.content_id != _NO_CONTENT:
                 self._refresh_original(block, seq.block_hashes[index])
-        seq.block_table, seq.num_computed_tokens = [], 0
 
     def _refresh_original(self, duplicate: Block, hash_: int) -> None:
         """Using a duplicate also refreshes the cached copy, so that it is not evicted before its successors."""

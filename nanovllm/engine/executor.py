@@ -21,6 +21,7 @@ from nanovllm import kernels
 from nanovllm.batch import Batch
 from nanovllm.config import Config
 from nanovllm.engine.memory import MemoryMeter, count_blocks
+from nanovllm.engine.speculation import MAX_DRAFT_STEP
 from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import FIRST_PART, TensorParallel
@@ -137,8 +138,9 @@ class Executor:
         return self.model.compute_logits(hidden)
 
     def largest_batch(self) -> Batch:
-        """One of max_num_batched_tokens and max_num_seqs rows of logits, all of it on block 0."""
-        num_seqs = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        """One of max_num_batched_tokens and as many rows of logits as a step can have, all of it on block 0."""
+        num_drafted = MAX_DRAFT_STEP if self.config.num_speculative_tokens else 0
+        num_seqs = min(max(self.config.max_num_seqs, num_drafted), self.config.max_num_batched_tokens)
         surplus = self.config.max_num_batched_tokens - num_seqs  # over a token each
         num_longest, rest = divmod(surplus, self.max_model_len - 1)
         query_lens = [self.max_model_len] * min(num_longest, num_seqs) + [1 + rest] + [1] * num_seqs

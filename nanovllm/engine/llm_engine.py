@@ -28,14 +28,15 @@ from nanovllm.checks import check_text
 from nanovllm.config import Config, takes
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.model_runner import Logprobs, ModelRunner
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Noted, Request
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.speculation import Speculator
 from nanovllm.engine.timeline import Timeline
 from nanovllm.models.checkpoint import find_checkpoint, read_config, read_eos_token_ids, read_tokenizer
 from nanovllm.models.config import read_spec
 from nanovllm.models.weights import find_dtype
-from nanovllm.outputs import RequestOutput, Stats
+from nanovllm.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | list[int]
@@ -77,6 +78,8 @@ class LLMEngine:
             config.max_num_batched_tokens,
             config.enable_chunked_prefill,
         )
+        if draft_len := min(config.num_speculative_tokens, self.max_model_len - 1):
+            self.scheduler.speculator = Speculator(draft_len, *self.model_runner.measure_steps(draft_len))
         if timeline is not None:
             timeline.watch(self.scheduler, self.model_runner)
         self.requests: dict[int, Request] = {}  # unfinished ones, oldest first
@@ -133,6 +136,8 @@ class LLMEngine:
             num_running=len(scheduler.running),
             num_free_blocks=len(block_manager.free_block_ids),
             num_blocks=block_manager.num_blocks,
+            num_draft_tokens=scheduler.num_draft_tokens,
+            num_accepted_tokens=scheduler.num_accepted_tokens,
         )
 
     def exit(self) -> None:
@@ -158,8 +163,10 @@ class LLMEngine:
 
     def _note(self, requests: list[Request], logprobs: Logprobs = None) -> None:
         """Record their new tokens, or ends: from here on these exist."""
-        for row, request in enumerate(requests):
-            request.note(None if logprobs is None else logprobs[row])
+        end = 0
+        for request in requests:
+            start, end = end, end + 1 + len(request.draft)  # its rows of logits
+            request.note(None if logprobs is None else logprobs[start:end])
             if request.finish_reason is not None:
                 del self.requests[request.seq_id]
                 if request.finish_reason == "error":

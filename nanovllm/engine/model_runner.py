@@ -22,12 +22,13 @@ from nanovllm.engine.executor import use_device
 from nanovllm.engine.penalties import Penalties
 from nanovllm.engine.ranks import Ranks
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.speculation import measure_steps
 from nanovllm.layers.sampler import Sampler, make_noise_keys
 from nanovllm.models.decoder import ModelSpec
+from nanovllm.outputs import Logprobs
 from nanovllm.sampling_params import SamplingParams
 
 Result = TypeVar("Result")
-Logprobs = list[dict[int, float] | None] | None  # of each row that asks for them: token id -> log probability
 
 
 def undisturbed(function: Callable[..., Result]) -> Callable[..., Result]:
@@ -71,15 +72,28 @@ class ModelRunner:
 
     @undisturbed
     def sample(self, logits: Tensor, seqs: list[Sequence]) -> tuple[list[int], Logprobs]:
-        """For each of `seqs` that has caught up, in order: its next token (-1 if its logits are NaN) and, where any of them
-        asks for it, the log probabilities of the most probable tokens and of that one."""
-        if len(logits) < len(seqs):
+        """For each row of logits: the token that comes next (-1 if they are NaN) and, where any of `seqs` asks for it, the log
+        probabilities of the most probable tokens and of that one. A sequence that has caught up has 1 + len(draft) rows."""
+        if len(logits) < len(seqs):  # nobody has a draft
             seqs = [seq for seq in seqs if seq.num_computed_tokens + seq.num_scheduled_tokens == len(seq.token_ids)]
-        sampling_batch = self.prepare_sampling(seqs)
+        positions = [len(seq.token_ids) for seq in seqs]  # of the tokens that come next
+        if len(logits) > len(seqs):
+            positions = [len(seq.token_ids) + i for seq in seqs for i in range(1 + len(seq.draft))]
+            seqs = [seq for seq in seqs for _ in range(1 + len(seq.draft))]
+        sampling_batch = self.prepare_sampling(seqs, positions)
         if not any([seq.needs_logits_processing for seq in seqs]):
             return self.sampler(logits, sampling_batch).tolist(), None
         tokens = self.sampler(self.penalties.apply(logits, seqs), sampling_batch)
         return tokens.tolist(), self._find_logprobs(logits, tokens, seqs)
+
+    def measure_steps(self, draft_len: int) -> tuple[list[float], list[float]]:
+        """Seconds of a decode step of n tokens, by n: without drafts, and with drafts of that length."""
+
+        def step(seqs: list[Sequence]) -> None:
+            self.sample(self.run(seqs), seqs)
+
+        limits = self.num_lanes, self.executor.config.max_num_batched_tokens, self.block_size
+        return measure_steps(step, 0, *limits), measure_steps(step, draft_len, *limits)
 
     def prepare_batch(self, seqs: list[Sequence]) -> Batch:
         """Flatten the sequences' scheduled tokens, on the host; batch.py draws the result.
@@ -92,9 +106,10 @@ class ModelRunner:
         for seq in seqs:
             start = seq.num_computed_tokens
             input_ids += seq.token_ids[start : start + seq.num_scheduled_tokens]
+            input_ids += seq.draft
             self._copy_block_table(seq)
         starts = np.array([seq.num_computed_tokens for seq in seqs], np.int32)
-        query_lens = np.array([seq.num_scheduled_tokens for seq in seqs], np.int32)
+        query_lens = np.array([seq.num_scheduled_tokens + len(seq.draft) for seq in seqs], np.int32)
         num_tokens = np.array([len(seq.token_ids) for seq in seqs])
         context_lens = starts + query_lens
         cu_seqlens_q = np.concatenate(([0], query_lens.cumsum()), dtype=np.int32)
@@ -116,19 +131,18 @@ class ModelRunner:
             block_tables=tensor(block_tables),
             max_seqlen_q=int(query_lens.max()),
             max_seqlen_k=max_seqlen_k,
-            logits_indices=tensor(cu_seqlens_q[1:][context_lens == num_tokens] - 1),
+            logits_indices=tensor(np.flatnonzero(positions >= num_tokens[row] - 1).astype(np.int32)),  # the newest, its draft
             min_seqlen_q=int(query_lens.min()),
         )
 
-    def prepare_sampling(self, seqs: list[Sequence]) -> SamplingBatch:
-        """What the sequences' params ask for, as tensors of a row each."""
+    def prepare_sampling(self, seqs: list[Sequence], positions: list[int]) -> SamplingBatch:
+        """What the params of `seqs` ask for, as tensors of a row each. `positions`: those of the tokens to be drawn."""
         params = [seq.params for seq in seqs]
         temperatures = [p.temperature for p in params]
         if not any(temperatures):
             return SamplingBatch()
         tensor = partial(to_device, device=self.device)
-        # The index that a row's next token will have in its sequence is the noise's position.
-        keys = make_noise_keys([seq.seed for seq in seqs], [len(seq.token_ids) for seq in seqs])
+        keys = make_noise_keys([seq.seed for seq in seqs], positions)
         batch = SamplingBatch(temperatures=tensor(np.array(temperatures, np.float32)), noise_keys=tensor(keys))
         filtered = [i for i, p in enumerate(params) if p.temperature and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)]
         if not filtered:
@@ -173,11 +187,12 @@ class ModelRunner:
         return found
 
     def _copy_block_table(self, seq: Sequence) -> None:
-        """Bring the lane's row up to date. A block table only grows; a lane's next tenant has another list."""
+        """Bring the lane's row up to date. A block table grows, and shrinks only behind its tokens; a lane's next tenant has
+        another list."""
         table = seq.block_table
         source, num_copied = self.copied_from[seq.lane]
         if source is not table:
             num_copied = 0
         if num_copied < len(table):
             self.block_tables[seq.lane, num_copied : len(table)] = table[num_copied:]
-            self.copied_from[seq.lane] = (table, len(table))
+            self.copied_from[seq.lane] = (table, -(-len(seq.token_ids) // self.block_size))

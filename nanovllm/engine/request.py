@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import FinishReason, RequestOutput
+from nanovllm.outputs import FinishReason, Logprobs, RequestOutput
 
 Noted = tuple[int, FinishReason | None]  # what exists of a request: its tokens, and its end
 
@@ -41,11 +41,12 @@ class Request(Sequence):
                 return "stop"
         return super().check_end()
 
-    def note(self, logprobs: dict[int, float] | None = None) -> None:
-        """Record a new token, with its log probabilities if they are asked for, or the end."""
+    def note(self, logprobs: Logprobs = None) -> None:
+        """Record the new tokens, or the end. `logprobs` may go on behind the newest token: those of a refused draft."""
         num_tokens = len(self.token_ids)
-        if logprobs is not None and num_tokens > self.noted[0]:  # there is no token if the logits are NaN
-            self.logprobs.append(logprobs)
+        if logprobs is not None:
+            new = logprobs[: num_tokens - self.noted[0]]  # no token if the logits are NaN
+            self.logprobs += [entry for entry in new if entry is not None]
         # Ctrl-C does not come between these two.
         self.detokenizer, self.noted = self.newest_detokenizer, (num_tokens, self.finish_reason)
 

@@ -16,6 +16,7 @@ from heapq import heappop, heappush
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.speculation import Speculator, learn
 from nanovllm.outputs import FinishReason
 
 
@@ -29,7 +30,9 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
+        self.speculator: Speculator | None = None
         self.num_prefill_tokens = self.num_decode_tokens = self.num_cached_tokens = self.num_preemptions = 0
+        self.num_draft_tokens = self.num_accepted_tokens = 0
         self.reset([])
 
     def reset(self, seqs: list[Sequence]) -> None:
@@ -40,6 +43,7 @@ class Scheduler:
         self.free_lanes = list(range(self.max_num_seqs))  # a heap
         for seq in seqs:
             seq.status, seq.lane, seq.block_table, seq.num_computed_tokens = SequenceStatus.WAITING, -1, [], 0
+            seq.drafter = None
             del seq.block_hashes[len(seq.token_ids) // self.block_manager.block_size :]
 
     def add(self, seq: Sequence) -> None:
@@ -53,9 +57,11 @@ class Scheduler:
             # Only the newest can be amid its tokens: a recomputation longer than a step is cut, and goes on alone.
             first = [seq for seq in self.running[-1:] if len(seq.token_ids) - seq.num_computed_tokens > 1]
         budget = self._schedule_running(first, self.max_num_batched_tokens, scheduled)
-        self._schedule_waiting(budget, scheduled)
+        budget = self._schedule_waiting(budget, scheduled)
         if not scheduled:
-            self._schedule_running(self.running, budget, scheduled)
+            budget = self._schedule_running(self.running, budget, scheduled)
+        if self.speculator is not None and scheduled:
+            self._schedule_drafts(self.speculator, budget, scheduled)
         return scheduled
 
     def _schedule_running(self, seqs: list[Sequence], budget: int, scheduled: list[Sequence]) -> int:
@@ -74,8 +80,8 @@ class Scheduler:
             scheduled.append(seq)
         return budget
 
-    def _schedule_waiting(self, budget: int, scheduled: list[Sequence]) -> None:
-        """Admit from the head of `waiting` while there are tokens in the budget, lanes and blocks."""
+    def _schedule_waiting(self, budget: int, scheduled: list[Sequence]) -> int:
+        """Admit from the head of `waiting` while there are tokens in the budget, lanes and blocks. Returns as above."""
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = next(iter(self.waiting))
             prefix = self.block_manager.find_prefix(seq)
@@ -94,6 +100,15 @@ class Scheduler:
                 self.num_cached_tokens += num_cached_tokens
             budget -= self._plan_tokens(seq, budget)
             scheduled.append(seq)
+        return budget
+
+    def _schedule_drafts(self, speculator: Speculator, budget: int, scheduled: list[Sequence]) -> None:
+        """Last of all: what is left of the budget and of the blocks. Whoever does not catch up has left nothing."""
+        speculator.draft(scheduled, budget)
+        for seq in scheduled:
+            while not self.block_manager.grow(seq, len(seq.draft)):
+                seq.draft.pop()
+            self.num_draft_tokens += len(seq.draft)
 
     def _plan_tokens(self, seq: Sequence, budget: int) -> int:
         """How many tokens of `seq` this step computes."""
@@ -116,7 +131,8 @@ class Scheduler:
         self.num_preemptions += 1
 
     def postprocess(self, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
-        """Account for a step that computed `seqs`; `token_ids` are for those that caught up, in order. Returns these.
+        """Account for a step that computed `seqs`; `token_ids` are for those that caught up, in order, for each that behind
+        its newest token and those behind each token of its draft. Returns these sequences.
 
         Token -1: the logits are NaN. Since NaN spreads to all that a sequence computes, and from there to whoever shares
         its blocks, they are no longer found, and it is computed again on its own. If that fails too, it ends.
@@ -124,6 +140,7 @@ class Scheduler:
         caught_up: list[Sequence] = []
         suspects: list[Sequence] = []
         any_left = False
+        row = 0
         for seq in seqs:
             if seq.num_scheduled_tokens == 1 and seq.num_computed_tokens >= seq.num_prompt_tokens:
                 self.num_decode_tokens += 1
@@ -132,14 +149,17 @@ class Scheduler:
             seq.num_computed_tokens += seq.num_scheduled_tokens
             if seq.num_computed_tokens < len(seq.token_ids):
                 continue
-            token_id = token_ids[len(caught_up)]
+            token_id, row = token_ids[row], row + 1 + len(seq.draft)
             caught_up.append(seq)
             if token_id < 0:
                 self.block_manager.forget(seq)
                 suspects.append(seq)
                 continue
             seq.token_ids.append(token_id)
-            if reason := seq.check_end():
+            reason = seq.check_end()
+            if seq.guess:
+                reason = self._accept(seq, token_ids[row - len(seq.draft) : row], reason)
+            if reason is not None:
                 self._end(seq, reason)
                 any_left = True
         if any_left:
@@ -151,6 +171,27 @@ class Scheduler:
             else:
                 self.finish(seq, "error")
         return caught_up
+
+    def _accept(self, seq: Sequence, token_ids: list[int], reason: FinishReason | None) -> FinishReason | None:
+        """Append `token_ids`, drawn behind each token of the draft, as long as the draft was right and `reason` is no end.
+
+        Accepted tokens have their K/V in the cache, and only now can others find their blocks. What only refused ones needed is
+        given back. Returns the reason if an accepted token is the last one.
+        """
+        for guessed, token_id in zip(seq.draft, token_ids):
+            if reason is not None or guessed != seq.token_ids[-1] or token_id < 0:  # NaN: it comes again, without a draft
+                break
+            seq.token_ids.append(token_id)
+            reason = seq.check_end()
+        num_computed_tokens, block_manager = len(seq.token_ids) - 1, self.block_manager
+        num_accepted = num_computed_tokens - seq.num_computed_tokens
+        learn(seq, num_accepted + 1)
+        self.num_accepted_tokens += num_accepted
+        self.num_decode_tokens += num_accepted
+        block_manager.cache_full_blocks(seq, num_computed_tokens)
+        seq.num_computed_tokens = num_computed_tokens
+        block_manager.shrink(seq)
+        return reason
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End `seq`, waiting or running, for a reason that is not found in its tokens. Not between the halves of a step."""
@@ -167,4 +208,4 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         self.block_manager.free(seq)
         heappush(self.free_lanes, seq.lane)
-        seq.lane = -1
+        seq.lane, seq.drafter = -1, None

@@ -7,13 +7,15 @@ cache; every step moves the second number towards the first:
     K/V in the cache | num_computed_tokens ........ | num_scheduled_tokens |
                                                       `-- computed by this step
 
-A decode is a sequence that is one token behind. The newest token's K/V is never in the cache: its logits come next.
+A decode is a sequence that is one token behind. The newest token's K/V is never in the cache: its logits come next. Behind it
+a step may compute a `draft`: guesses that become tokens only if they are what is drawn (speculation.py).
 Text, log probabilities and callers are not known here: they are engine/request.py's.
 """
 
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from nanovllm.engine.drafter import Drafter
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
@@ -50,6 +52,10 @@ class Sequence:
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # of the full blocks of token_ids, filled in as they are asked for
         self.may_hit = True  # False once its logits were NaN: it is computed again, without what others have computed
+        self.drafter: Drafter | None = None  # while running, if there is speculation
+        self.guess: list[int] = []  # what it thinks comes next
+        self.draft: list[int] = []  # the first of these, which this step computes besides num_scheduled_tokens
+        self.acceptance = 0.5  # how likely a guess is right
         self.lane = -1  # while running: a number below num_lanes that no other running sequence has
 
     @property

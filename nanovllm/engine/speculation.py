@@ -1,0 +1,101 @@
+"""Speculative decoding that changes no token: which guesses a step computes, and what became of them.
+
+    token_ids | ... a b c |              c is the newest token: this step computes it and draws what comes after it
+    draft     |           | d e f        guesses, computed in the same step
+    drawn     |         d | e x y        d and e were right, so e and x are drawn as in steps of their own; y is worthless
+
+A token is a function of the tokens before it, also a sampled one, since noise is a function of seed and position. So a guess is
+right exactly if it equals the token drawn in its place (as in Leviathan et al. 2023, but without their rejection sampling).
+
+A draft costs time. The costs of steps are measured when the engine starts; a step computes those guesses that raise its expected
+tokens per second. How likely a guess is right is learnt from the sequence's earlier ones, computed or not. Nobody waits for a
+draft or is preempted for one: drafts get the tokens and the blocks that are left.
+"""
+
+import time
+from collections.abc import Callable
+from operator import itemgetter
+
+import numpy as np
+
+from nanovllm.engine.drafter import Drafter, PromptLookup
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+MAX_DRAFT_STEP = 256  # tokens of a step with drafts, whatever it costs
+_LEARNING_RATE = 0.25
+_NUM_TRIALS = 3
+Run = Callable[[list[Sequence]], object]
+
+
+class Speculator:
+    """Hands out drafts of at most `max_draft_len` tokens. `plain_costs` and `draft_costs`: seconds of a step of n tokens, by n,
+    without drafts and with; a step that is longer than the latter gets none."""
+
+    make_drafter: Callable[[list[int]], Drafter] = PromptLookup
+
+    def __init__(self, max_draft_len: int, plain_costs: list[float], draft_costs: list[float]) -> None:
+        self.max_draft_len = max_draft_len
+        self.plain_costs, self.draft_costs = plain_costs, draft_costs
+
+    def draft(self, seqs: list[Sequence], budget: int) -> None:
+        """Set `draft` of the sequences of a step, of which `budget` tokens are left."""
+        for seq in seqs:
+            seq.guess, seq.draft = [], []
+        num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
+        budget = min(budget, len(self.draft_costs) - 1 - num_tokens)
+        if budget <= 0:
+            return
+        candidates: list[tuple[float, Sequence]] = []  # a guess: how likely it and those before it are right
+        for seq in seqs:
+            if self._may_draft(seq):
+                if seq.drafter is None:
+                    seq.drafter = self.make_drafter(seq.token_ids)
+                seq.guess = seq.drafter.guess(self.max_draft_len)
+                length = min(len(seq.guess), seq.max_num_tokens - len(seq.token_ids) - 1)
+                candidates += [(seq.acceptance**i, seq) for i in range(1, length + 1)]
+        candidates.sort(key=itemgetter(0), reverse=True)
+        expected, num_drafted = float(len(seqs)), 0
+        best = expected / self.plain_costs[min(num_tokens, len(self.plain_costs) - 1)]
+        for count, (probability, _) in enumerate(candidates[:budget], 1):
+            expected += probability
+            if expected / self.draft_costs[num_tokens + count] > best:
+                best, num_drafted = expected / self.draft_costs[num_tokens + count], count
+        for _, seq in candidates[:num_drafted]:
+            seq.draft = seq.guess[: len(seq.draft) + 1]
+
+    def _may_draft(self, seq: Sequence) -> bool:
+        """A decode whose logits depend on nothing but the tokens before them, and that has met no NaN, not even in a guess."""
+        is_decode = seq.num_scheduled_tokens == 1 and seq.num_computed_tokens >= seq.num_prompt_tokens
+        return is_decode and seq.may_hit and not seq.params.penalizes and len(seq.token_ids) >= seq.min_num_tokens
+
+
+def learn(seq: Sequence, num_drawn: int) -> None:
+    """Compare the guess with the newest `num_drawn` tokens: also with one more than the draft had, so probing costs nothing."""
+    for guessed, token_id in zip(seq.guess, seq.token_ids[-num_drawn:]):
+        seq.acceptance += _LEARNING_RATE * ((guessed == token_id) - seq.acceptance)
+        if guessed != token_id:
+            break
+
+
+def measure_steps(run: Run, draft_len: int, max_num_seqs: int, max_num_tokens: int, block_size: int) -> list[float]:
+    """Seconds of a decode step of 0, 1, 2 ... tokens, with `draft_len` of them behind every newest one.
+
+    The list ends where twice as many tokens take nearly twice as long: computation is the bound there, and no draft pays.
+    """
+    limit = min(max_num_seqs * (1 + draft_len), max_num_tokens, MAX_DRAFT_STEP)
+    sizes, seconds = [0], [0.0]
+    for size in sorted({min(2**i, limit) for i in range(MAX_DRAFT_STEP.bit_length())}):
+        seqs = [Sequence(lane, [0], SamplingParams()) for lane in range(-(-size // (1 + draft_len)))]
+        for seq in seqs:
+            seq.lane, seq.num_scheduled_tokens, seq.block_table = seq.seq_id, 1, [0] * -(-(1 + draft_len) // block_size)
+            seq.draft = [0] * min(draft_len, size - 1 - seq.lane * (1 + draft_len))
+        trials: list[float] = []
+        for _ in range(_NUM_TRIALS):
+            start = time.perf_counter()
+            run(seqs)
+            trials.append(time.perf_counter() - start)
+        sizes, seconds = [*sizes, size], [*seconds, min(trials)]
+        if size > 16 and seconds[-1] > 1.8 * seconds[-2]:
+            break
+    return [float(each) for each in np.interp(range(sizes[-1] + 1), sizes, seconds)]

@@ -1,0 +1,305 @@
+"""Drafts change no token: whatever the drafter guesses, and however often it is right."""
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB_SIZE, Oracle, check_invariants, edit_weights, greedy, make_checkpoint, random_prompt
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, OPTConfig, Qwen3MoeConfig
+
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.engine.drafter import PromptLookup
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.speculation import Speculator, learn, measure_steps
+from nanovllm.outputs import RequestOutput
+
+MakeLLM = Callable[..., LLM]
+FREE = [0.0, *[1.0] * 256]  # costs of steps where drafts cost nothing
+
+
+class Clairvoyant:
+    """Guesses from what an engine without drafts has answered, and wrongly as often as `share_right` says."""
+
+    def __init__(self, outputs: list[RequestOutput], share_right: float) -> None:
+        self.answers = [output["prompt_token_ids"] + output["token_ids"] for output in outputs]
+        self.share_right, self.random = share_right, random.Random(0)
+
+    def __call__(self, token_ids: list[int]) -> "Clairvoyant":
+        drafter = Clairvoyant([], self.share_right)
+        drafter.answers, drafter.random, drafter.token_ids = self.answers, self.random, token_ids
+        return drafter
+
+    def guess(self, num_tokens: int) -> list[int]:
+        length = len(self.token_ids)
+        answer = next((answer for answer in self.answers if answer[:length] == self.token_ids), [])
+        rights = answer[length : length + num_tokens]
+        return [token if self.random.random() < self.share_right else self.random.randrange(VOCAB_SIZE) for token in rights]
+
+
+def make_guess(llm: LLM, drafter: Any) -> None:
+    """Have `llm` draft with it, and whatever it costs."""
+    speculator = llm.scheduler.speculator
+    assert speculator is not None
+    speculator.make_drafter, speculator.plain_costs, speculator.draft_costs = drafter, FREE, FREE
+
+
+def watch(llm: LLM) -> None:
+    """After every step: the invariants, and no block that can be found holds what is not a sequence's own."""
+    postprocess = llm.scheduler.postprocess
+
+    def check(seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
+        caught_up = postprocess(seqs, token_ids)
+        manager = llm.scheduler.block_manager
+        for seq in llm.scheduler.running:
+            told = [seq.token_ids[i : i + manager.block_size] for i in range(0, seq.num_computed_tokens, manager.block_size)]
+            for block_id, tokens in zip(seq.block_table, told):
+                assert manager.blocks[block_id].hash == -1 or manager.blocks[block_id].token_ids == tokens
+        return caught_up
+
+    llm.scheduler.postprocess = check  # type: ignore[method-assign]
+
+
+def same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        for key in ("token_ids", "text", "finish_reason"):
+            assert one[key] == other[key]
+        for entry, expected in zip(one["logprobs"] or [], other["logprobs"] or [], strict=True):
+            assert entry == pytest.approx(expected, abs=1e-4)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_drafts_change_no_token(tiny: tuple[str, Oracle], data: st.DataObject) -> None:
+    """Any load, pool, policy and drafter, in float32: tokens, ends and log probabilities as without drafts."""
+    draw = data.draw
+    options = dict(
+        kvcache_block_size=draw(st.sampled_from([2, 4, 5])),
+        num_kvcache_blocks=draw(st.integers(16, 40)),
+        max_num_batched_tokens=draw(st.sampled_from([24, 30, 64])),
+        max_num_seqs=draw(st.integers(1, 5)),
+        enable_chunked_prefill=draw(st.booleans()),
+        enable_prefix_caching=draw(st.booleans()),
+    )
+    params = st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.0, 0.3, 1.0]),
+        top_p=st.sampled_from([1.0, 0.9]),
+        top_k=st.sampled_from([-1, 5]),
+        max_tokens=st.integers(1, 12),
+        logprobs=st.sampled_from([None, 2]),
+        seed=st.integers(0, 2),
+        n=st.integers(1, 2),
+        stop_token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=8),
+        presence_penalty=st.sampled_from([0.0, 0.0, 1.0]),
+        min_tokens=st.integers(0, 1),
+    )
+    load = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 15), params), min_size=1, max_size=6))
+    prompts, wishes = [random_prompt(seed, length) for seed, length, _ in load], [params for *_, params in load]
+    expected = LLM(tiny[0], **options).generate(prompts, wishes, use_tqdm=False)
+    llm = LLM(tiny[0], num_speculative_tokens=draw(st.sampled_from([1, 3, 8])), **options)
+    make_guess(llm, Clairvoyant(expected, draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]))))
+    watch(llm)
+    for _ in range(2):  # with a cold cache, then with a warm one
+        same(llm.generate(prompts, wishes, use_tqdm=False), expected)
+        check_invariants(llm)
+    stats = llm.stats
+    assert stats["num_accepted_tokens"] <= stats["num_draft_tokens"] and stats["num_free_blocks"] == stats["num_blocks"]
+
+
+@pytest.mark.parametrize("share_right", [0.0, 0.5, 1.0])
+def test_a_right_guess_saves_a_step(tiny: tuple[str, Oracle], make_llm: MakeLLM, share_right: float) -> None:
+    prompt = random_prompt(1, 9)
+    expected = make_llm().generate(prompt, greedy(41), use_tqdm=False)
+    assert expected[0]["token_ids"] == tiny[1](prompt, 41)
+    llm = make_llm(num_speculative_tokens=4)
+    make_guess(llm, Clairvoyant(expected, share_right))
+    num_steps = 0
+    llm.add_request(prompt, greedy(41))
+    while not llm.is_finished():
+        (output,) = llm.step()
+        num_steps += 1
+    same([output], expected)
+    stats = llm.stats
+    assert stats["num_decode_tokens"] == 40 and stats["num_accepted_tokens"] == 41 - num_steps
+    assert {0.0: num_steps == 41, 0.5: 12 < num_steps < 40, 1.0: num_steps == 9}[share_right]
+
+
+@pytest.mark.parametrize("family", [LlamaConfig, OPTConfig, Qwen3MoeConfig])
+@pytest.mark.parametrize("enable_kernels", [True, False])
+def test_families(tmp_path: Any, family: Any, enable_kernels: bool) -> None:
+    of_family: dict[str, Any] = {}
+    if family is OPTConfig:
+        of_family = dict(ffn_dim=48, word_embed_proj_dim=32)
+    if family is Qwen3MoeConfig:
+        of_family = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    make_checkpoint(tmp_path, family=family, **of_family)
+    options = dict(num_kvcache_blocks=64, kvcache_block_size=4, enable_kernels=enable_kernels)
+    prompts = [random_prompt(seed, 5 + seed) for seed in range(4)]
+    params = SamplingParams(temperature=0.5, max_tokens=20, seed=3, logprobs=1)
+    expected = LLM(str(tmp_path), **options).generate(prompts, params, use_tqdm=False)
+    llm = LLM(str(tmp_path), num_speculative_tokens=3, **options)
+    make_guess(llm, Clairvoyant(expected, 0.7))
+    same(llm.generate(prompts, params, use_tqdm=False), expected)
+    assert 0 < llm.stats["num_accepted_tokens"] < llm.stats["num_draft_tokens"]
+
+
+def test_two_ranks(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
+    prompts = [random_prompt(seed, 7) for seed in range(3)]
+    with make_llm(num_speculative_tokens=3, tensor_parallel_size=2) as llm:
+        expected = make_llm().generate(prompts, greedy(20), use_tqdm=False)
+        make_guess(llm, Clairvoyant(expected, 0.7))
+        same(llm.generate(prompts, greedy(20), use_tqdm=False), expected)
+        assert llm.stats["num_accepted_tokens"] > 0
+
+
+def test_ends_within_an_accepted_draft() -> None:
+    """Of a stop string, of EOS and of the number of tokens: nothing behind the end is told, and streamed text only grows."""
+    make = lambda **options: LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64, **options)  # noqa: E731
+    plain, llm = make(), make(num_speculative_tokens=6)
+    prompt = plain.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Count from 3 to 9."}], add_generation_prompt=True, return_dict=False
+    )
+    free = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    whole = plain.generate(prompt, free, use_tqdm=False)
+    text = whole[0]["text"]
+    make_guess(llm, Clairvoyant(whole, 1.0))
+    cases = [
+        SamplingParams(temperature=0.0, max_tokens=40, stop=[text[9:12]]),
+        SamplingParams(temperature=0.0, max_tokens=40, stop=[text[4:6], text[8:10]], min_tokens=4),
+        SamplingParams(temperature=0.0, max_tokens=40),
+        SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True),
+    ]
+    for params in cases:
+        same(llm.generate(prompt, params, use_tqdm=False), plain.generate(prompt, params, use_tqdm=False))
+        texts = [output["text"] for output in llm.stream(prompt, params)]
+        assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+    assert llm.stats["num_accepted_tokens"] > 20
+    beams = [engine.beam_search([prompt], 2, 6)[0] for engine in (plain, llm)]
+    same(*beams)
+
+
+def test_a_guess_may_have_nan(tmp_path: Any, make_llm: MakeLLM) -> None:
+    """A token whose embedding is NaN, guessed and never drawn, ends nothing."""
+    make_checkpoint(tmp_path, tie_word_embeddings=False)
+    edit_weights(tmp_path, lambda weights: weights["model.embed_tokens.weight"][VOCAB_SIZE - 1].fill_(torch.nan))
+
+    class Poisoner:
+        def __init__(self, token_ids: list[int]) -> None: ...
+
+        def guess(self, num_tokens: int) -> list[int]:
+            return [VOCAB_SIZE - 1] * num_tokens
+
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    prompts = [random_prompt(seed, 6) for seed in range(3)]
+    prompts = [[token_id % (VOCAB_SIZE - 1) for token_id in prompt] for prompt in prompts]
+    expected = make_llm(str(tmp_path)).generate(prompts, params, use_tqdm=False)
+    assert not any(VOCAB_SIZE - 1 in output["token_ids"][:-1] for output in expected)
+    llm = make_llm(str(tmp_path), num_speculative_tokens=2)
+    make_guess(llm, Poisoner)
+    same(llm.generate(prompts, params, use_tqdm=False), expected)
+    assert llm.stats["num_draft_tokens"] > 0
+
+
+def test_drafts_take_what_is_left(make_llm: MakeLLM) -> None:
+    """Nobody waits for a draft or is preempted for one."""
+    prompts = [random_prompt(seed, 6) for seed in range(5)]
+    options = dict(num_kvcache_blocks=17, kvcache_block_size=2, max_num_batched_tokens=9)
+    plain = make_llm(**options)
+    expected = plain.generate(prompts, greedy(14), use_tqdm=False)
+    llm = make_llm(num_speculative_tokens=8, **options)
+    make_guess(llm, Clairvoyant(expected, 0.0))
+    same(llm.generate(prompts, greedy(14), use_tqdm=False), expected)
+    stats = llm.stats
+    assert stats["num_draft_tokens"] > 0 and stats["num_accepted_tokens"] < 5
+    assert stats["num_preemptions"] <= plain.stats["num_preemptions"] > 0
+
+
+# --- its parts
+
+
+def test_prompt_lookup() -> None:
+    token_ids = [1, 2, 3, 4, 5, 2, 3]
+    drafter = PromptLookup(token_ids)
+    assert drafter.guess(3) == [4, 5, 2], "what followed 2 3"
+    token_ids += [9, 1, 2, 3]
+    assert drafter.guess(3) == [4, 5, 2], "1 2 3 rather than 2 3, which 9 followed the last time"
+    token_ids += [7, 7, 7]
+    assert drafter.guess(4) == [7, 7, 7, 7], "an occurrence that overlaps the end"
+    token_ids.append(8)
+    assert drafter.guess(4) == [] and PromptLookup([1]).guess(4) == []
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 5))
+def test_prompt_lookup_as_a_search(token_ids: list[int], num_tokens: int) -> None:
+    """Grown token by token, it finds what a search through the whole text finds."""
+    grown: list[int] = []
+    drafter = PromptLookup(grown)
+    for token_id in token_ids:
+        grown.append(token_id)
+        guess = drafter.guess(num_tokens)
+    expected: list[int] = []
+    for size in (3, 2):
+        ends = [end for end in range(size, len(grown)) if grown[end - size : end] == grown[-size:] and len(grown) > size]
+        if ends:
+            found = grown[ends[-1] : ends[-1] + num_tokens]
+            expected = (found * num_tokens)[:num_tokens]
+            break
+    assert guess == expected
+
+
+def make_decode(acceptance: float, num_tokens: int = 8, **params: Any) -> Sequence:
+    seq = Sequence(0, [1, 2, 3] * 3, SamplingParams(max_tokens=num_tokens, **params))
+    seq.token_ids.append(1)
+    seq.num_computed_tokens, seq.num_scheduled_tokens, seq.acceptance = 9, 1, acceptance
+    return seq
+
+
+def test_drafts_that_pay() -> None:
+    """The likeliest guesses first, while they raise the tokens per second."""
+    linear = [float(n) for n in range(65)]  # bound by computation
+    sure, unsure = make_decode(0.9), make_decode(0.1)
+    Speculator(4, FREE, FREE).draft([sure, unsure], 100)
+    assert (sure.draft, unsure.draft) == ([2, 3, 1, 2], [2, 3, 1, 2]), "free, so all of them"
+    Speculator(4, linear, linear).draft([sure, unsure], 100)
+    assert sure.draft == unsure.draft == [] and sure.guess == [2, 3, 1, 2], "none, but the guess is made, to learn from"
+    by_half = [1.0 + n / 4 for n in range(65)]
+    Speculator(4, by_half, by_half).draft([sure, unsure], 100)
+    assert len(sure.draft) == 4 and unsure.draft == []
+    Speculator(4, FREE, FREE).draft([sure, unsure], 3)
+    assert len(sure.draft) == 3 and unsure.draft == [], "the budget"
+    Speculator(4, FREE, FREE[:4]).draft([sure, unsure], 100)
+    assert len(sure.draft) == 1, "a step of 3 tokens is the longest with a known cost"
+    last = make_decode(0.9, num_tokens=3)
+    Speculator(4, FREE, FREE).draft([last], 100)
+    assert last.draft == [2], "one token is drawn, and one behind the draft: that is all"
+
+
+@pytest.mark.parametrize("params", [{"presence_penalty": 1.0}, {"repetition_penalty": 1.1}, {"min_tokens": 3}])
+def test_who_gets_no_drafts(params: dict[str, Any]) -> None:
+    seq = make_decode(0.9, **params)
+    Speculator(4, FREE, FREE).draft([seq], 100)
+    assert seq.draft == []
+
+
+def test_learning() -> None:
+    seq = make_decode(0.5)
+    seq.guess = [1, 2, 3]
+    seq.token_ids += [1, 2, 7]
+    learn(seq, 3)
+    assert seq.acceptance == pytest.approx(((0.5 * 0.75 + 0.25) * 0.75 + 0.25) * 0.75)
+    for _ in range(50):
+        learn(seq, 1)  # 7 is not what was guessed
+    assert seq.acceptance < 1e-6
+
+
+def test_steps_are_measured() -> None:
+    """Every size is run, in sequences of one token and its draft; what lies between is interpolated."""
+    seen: list[list[int]] = []
+    costs = measure_steps(lambda seqs: seen.append([1 + len(seq.draft) for seq in seqs]), 4, 3, 100, 4)
+    assert len(costs) == 16 and costs[0] == 0.0
+    assert seen[::3] == [[1], [2], [4], [5, 3], [5, 5, 5]]
