@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, Oracle, check_invariants, edit_weights, greedy, make_checkpoint, random_prompt
+from conftest import VOCAB_SIZE, Oracle, check_invariants, edit_weights, greedy, make_batch, make_checkpoint, random_prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, OPTConfig, Qwen3MoeConfig
@@ -16,6 +16,7 @@ from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.engine.drafter import PromptLookup
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.speculation import Speculator, learn, measure_steps
+from nanovllm.kernels.cpu import attention as cpp
 from nanovllm.outputs import RequestOutput
 
 MakeLLM = Callable[..., LLM]
@@ -255,7 +256,8 @@ def test_prompt_lookup_as_a_search(token_ids: list[int], num_tokens: int) -> Non
 def make_decode(acceptance: float, num_tokens: int = 8, **params: Any) -> Sequence:
     seq = Sequence(0, [1, 2, 3] * 3, SamplingParams(max_tokens=num_tokens, **params))
     seq.token_ids.append(1)
-    seq.num_computed_tokens, seq.num_scheduled_tokens, seq.acceptance = 9, 1, acceptance
+    seq.num_computed_tokens, seq.num_scheduled_tokens = 9, 1
+    seq.num_judged, seq.num_right = 1e6, 1e6 * acceptance
     return seq
 
 
@@ -287,14 +289,15 @@ def test_who_gets_no_drafts(params: dict[str, Any]) -> None:
 
 
 def test_learning() -> None:
-    seq = make_decode(0.5)
-    seq.guess = [1, 2, 3]
-    seq.token_ids += [1, 2, 7]
-    learn(seq, 3)
-    assert seq.acceptance == pytest.approx(((0.5 * 0.75 + 0.25) * 0.75 + 0.25) * 0.75)
-    for _ in range(50):
-        learn(seq, 1)  # 7 is not what was guessed
-    assert seq.acceptance < 1e-6
+    seq = make_decode(0.0)
+    seq.num_judged = 0.0
+    seq.guess = [1, 2, 3, 4]
+    seq.token_ids += [1, 2, 7, 4]
+    learn(seq, 4)
+    assert 2.8 < seq.num_judged < 3 and 1.8 < seq.num_right < 2, "what follows a wrong guess is not judged"
+    for _ in range(100):
+        learn(seq, 1)  # 4 is not what was guessed
+    assert seq.num_right < 0.02 and seq.num_judged == pytest.approx(20, abs=0.2)
 
 
 def test_steps_are_measured() -> None:
@@ -303,3 +306,33 @@ def test_steps_are_measured() -> None:
     costs = measure_steps(lambda seqs: seen.append([1 + len(seq.draft) for seq in seqs]), 4, 3, 100, 4)
     assert len(costs) == 16 and costs[0] == 0.0
     assert seen[::3] == [[1], [2], [4], [5, 3], [5, 5, 5]]
+
+
+# --- in 16 bits
+
+
+@pytest.mark.skipif(cpp.reason_unavailable(torch.device("cpu"), torch.bfloat16, 16, 4) is not None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_short_query_is_so_many_decodes(dtype: torch.dtype) -> None:
+    """To the bit, across the parts that a context is cut into."""
+    torch.manual_seed(0)
+    contexts, query_lens = [700, 258, 5, 90], [5, 3, 5, 1]
+    kv_cache = torch.randn(2, 300, 4, 2, 32).to(dtype)
+    tables = torch.randperm(300)[: 4 * 60].view(4, 60).repeat(1, 3).int().contiguous()
+    query = torch.randn(sum(query_lens), 4, 32).to(dtype)
+    together = cpp.attend(query, kv_cache, make_batch(query_lens, contexts, tables), 0.2)
+    rows = [(seq, i) for seq, length in enumerate(query_lens) for i in range(length)]
+    seen = [contexts[seq] - query_lens[seq] + 1 + i for seq, i in rows]
+    alone = make_batch([1] * len(rows), seen, tables[[seq for seq, _ in rows]].contiguous())
+    assert torch.equal(together, cpp.attend(query, kv_cache, alone, 0.2))
+
+
+@pytest.mark.skipif(cpp.reason_unavailable(torch.device("cpu"), torch.bfloat16, 16, 4) is not None, reason="needs a C++ compiler")
+def test_drafts_change_no_token_in_16_bits(make_llm: MakeLLM) -> None:
+    prompts = [random_prompt(seed, 9) for seed in range(6)]
+    params = SamplingParams(temperature=0.7, max_tokens=60, seed=1)
+    expected = make_llm(dtype="bfloat16", num_kvcache_blocks=200).generate(prompts, params, use_tqdm=False)
+    llm = make_llm(dtype="bfloat16", num_kvcache_blocks=200, num_speculative_tokens=7)
+    make_guess(llm, Clairvoyant(expected, 0.8))
+    same(llm.generate(prompts, params, use_tqdm=False), expected)
+    assert llm.stats["num_accepted_tokens"] > 100

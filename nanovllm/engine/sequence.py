@@ -55,7 +55,7 @@ class Sequence:
         self.drafter: Drafter | None = None  # while running, if there is speculation
         self.guess: list[int] = []  # what it thinks comes next
         self.draft: list[int] = []  # the first of these, which this step computes besides num_scheduled_tokens
-        self.acceptance = 0.5  # how likely a guess is right
+        self.num_judged = self.num_right = 0.0  # earlier guesses, and the right ones among them; older ones count less
         self.lane = -1  # while running: a number below num_lanes that no other running sequence has
 
     @property

@@ -23,7 +23,8 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 MAX_DRAFT_STEP = 256  # tokens of a step with drafts, whatever it costs
-_LEARNING_RATE = 0.25
+_LEAST_GAIN = 1.05  # in tokens per second: less is lost again where sequences end at different times
+_MEMORY = 0.95  # weight of a guess when the next one is judged
 _NUM_TRIALS = 3
 Run = Callable[[list[Sequence]], object]
 
@@ -53,10 +54,11 @@ class Speculator:
                     seq.drafter = self.make_drafter(seq.token_ids)
                 seq.guess = seq.drafter.guess(self.max_draft_len)
                 length = min(len(seq.guess), seq.max_num_tokens - len(seq.token_ids) - 1)
-                candidates += [(seq.acceptance**i, seq) for i in range(1, length + 1)]
+                likelihood = (1 + seq.num_right) / (2 + seq.num_judged)  # Laplace's rule of succession
+                candidates += [(likelihood**i, seq) for i in range(1, length + 1)]
         candidates.sort(key=itemgetter(0), reverse=True)
         expected, num_drafted = float(len(seqs)), 0
-        best = expected / self.plain_costs[min(num_tokens, len(self.plain_costs) - 1)]
+        best = _LEAST_GAIN * expected / self.plain_costs[min(num_tokens, len(self.plain_costs) - 1)]
         for count, (probability, _) in enumerate(candidates[:budget], 1):
             expected += probability
             if expected / self.draft_costs[num_tokens + count] > best:
@@ -73,7 +75,8 @@ class Speculator:
 def learn(seq: Sequence, num_drawn: int) -> None:
     """Compare the guess with the newest `num_drawn` tokens: also with one more than the draft had, so probing costs nothing."""
     for guessed, token_id in zip(seq.guess, seq.token_ids[-num_drawn:]):
-        seq.acceptance += _LEARNING_RATE * ((guessed == token_id) - seq.acceptance)
+        seq.num_judged = _MEMORY * seq.num_judged + 1
+        seq.num_right = _MEMORY * seq.num_right + (guessed == token_id)
         if guessed != token_id:
             break
 

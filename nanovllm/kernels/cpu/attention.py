@@ -1,6 +1,7 @@
 """Paged attention on a CPU, in C++ (decode.h, prefill.h): K/V are read where they lie.
 
-A decode is bound by that reading. A longer query is bound by matrix products; in float32 it is left to plain torch.
+A decode is bound by that reading. A longer query is bound by matrix products; in float32 it is left to plain torch. A short one
+is computed as so many decodes, to the bit: so a draft's tokens are those of steps without drafts, in 16 bits as well.
 """
 
 import torch
@@ -14,6 +15,7 @@ from nanovllm.layers.attention import attend_one
 NAME = "cpp"
 PREFERRED_BLOCK_SIZE = 16
 SUPPORTS_CUDA_GRAPHS = False
+_SHORT_QUERY = 8  # tokens, as in decode.h
 
 
 def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
@@ -40,14 +42,14 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
         query, *kv_cache, output, batch.cu_seqlens_q, batch.context_lens, batch.block_tables, *batch.block_tables.shape,
         block_size, num_kv_heads, query.shape[1] // num_kv_heads, head_dim, scale,
     )  # fmt: skip
-    call(kernels.decode_attention, *arguments)  # writes the rows of sequences with one query token
-    if batch.max_seqlen_q == 1:
+    call(kernels.decode_attention, *arguments)  # writes the rows of short queries
+    if batch.max_seqlen_q <= _SHORT_QUERY:
         return output
     if can_multiply(query.dtype) and head_dim % 2 == 0:
         call(kernels.prefill_attention, *arguments)  # writes the others
         return output
     bounds = batch.cu_seqlens_q.tolist()
     for start, end, context_len, block_table in zip(bounds, bounds[1:], batch.context_lens.tolist(), batch.block_tables):
-        if end - start > 1:
+        if end - start > _SHORT_QUERY:
             output[start:end] = attend_one(query[start:end], kv_cache, context_len, block_table, scale)
     return output

@@ -1,4 +1,4 @@
-// Writing K/V to the paged cache, and attention of one query token per sequence.
+// Writing K/V to the paged cache, and attention of short queries: each of their tokens is a decode of its own.
 //
 // A context is cut into parts of SPLIT tokens, tasks for the threads, and their results are joined (as in the Triton
 // backend). The keys, and then the values, of TOKENS tokens are read at a time, all heads of them, in the order of memory.
@@ -7,7 +7,7 @@
 #pragma once
 #include "team.h"
 
-constexpr int64_t SPLIT = 256, TOKENS = 8;
+constexpr int64_t SPLIT = 256, TOKENS = 8, SHORT_QUERY = 8;
 
 // The products of a group's queries [group_size, size] with the keys of TOKENS tokens: products [group_size, SPLIT].
 template <class Number>
@@ -175,12 +175,15 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
                                  int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim, float scale) {
     int64_t num_heads = num_kv_heads * group_size, size = num_heads * head_dim;
     struct Part {
-        int64_t seq, first_token;
+        int64_t seq, row, first_token, num_tokens;
     };
-    std::vector<Part> parts;
-    for (int64_t seq = 0; seq < num_seqs; seq++)
-        if (cu_seqlens_q[seq + 1] - cu_seqlens_q[seq] == 1)
-            for (int64_t token = 0; token < context_lens[seq]; token += SPLIT) parts.push_back({seq, token});
+    std::vector<Part> parts;  // those of a query's tokens that read the same K/V side by side
+    for (int64_t seq = 0; seq < num_seqs; seq++) {
+        int64_t start = cu_seqlens_q[seq], query_len = cu_seqlens_q[seq + 1] - start;
+        for (int64_t first = 0; first < context_lens[seq] && query_len <= SHORT_QUERY; first += SPLIT)
+            for (int64_t i = 0, seen = context_lens[seq] - query_len + 1; i < query_len; i++, seen++)
+                if (first < seen) parts.push_back({seq, start + i, first, std::min(SPLIT, seen - first)});
+    }
 
     auto attend = head_dim == 64 ? attend_to_part<64> : head_dim == 128 ? attend_to_part<128> : attend_to_part<0>;
     Team::form(parts.size() > 1, [&] {
@@ -190,24 +193,23 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
         team.share(1, [&](int64_t) { team.memory.get(parts.size() * stride); });
         float* results = team.memory.get(0);
         team.share(parts.size(), [&](int64_t i) {
-            auto [seq, first_token] = parts[i];
+            auto [seq, row, first_token, num_tokens] = parts[i];
             float *sums = results + i * stride, *highest = sums + size;
-            attend(query + cu_seqlens_q[seq] * size, keys, values, block_tables + seq * table_width, first_token,
-                   std::min(SPLIT, context_lens[seq] - first_token), block_size, num_kv_heads, group_size, head_dim, scale,
-                   sums, highest, highest + num_heads);
+            attend(query + row * size, keys, values, block_tables + seq * table_width, first_token, num_tokens, block_size,
+                   num_kv_heads, group_size, head_dim, scale, sums, highest, highest + num_heads);
         });
         // Joined, each part's weights shrink by exp(its highest score - the highest of all).
         parallel_for(parts.size(), size, [&](size_t i) {
             if (parts[i].first_token > 0) return;
-            size_t end = i + 1;
-            while (end < parts.size() && parts[end].first_token > 0) end++;
-            T* out = output + cu_seqlens_q[parts[i].seq] * size;
+            std::vector<const float*> of_row;
+            for (size_t part = i; part < parts.size() && parts[part].seq == parts[i].seq; part++)
+                if (parts[part].row == parts[i].row) of_row.push_back(results + part * stride);
+            T* out = output + parts[i].row * size;
             for (int64_t head = 0; head < num_heads; head++) {
                 float highest = -FLT_MAX, total = 0, sum[head_dim];
                 std::fill_n(sum, head_dim, 0);
-                for (size_t part = i; part < end; part++) highest = std::max(highest, results[part * stride + size + head]);
-                for (size_t part = i; part < end; part++) {
-                    const float* from = results + part * stride;
+                for (const float* from : of_row) highest = std::max(highest, from[size + head]);
+                for (const float* from : of_row) {
                     float factor = exponential(from[size + head] - highest);
                     total += factor * from[size + num_heads + head];
                     for (int64_t d = 0; d < head_dim; d++) sum[d] += factor * from[head * head_dim + d];

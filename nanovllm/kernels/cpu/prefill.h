@@ -150,7 +150,7 @@ extern "C" void prefill_attention(const T* query, const T* keys, const T* values
                                   int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim, float scale) {
     std::vector<std::array<int64_t, 3>> parts;  // sequence, first query token, KV head
     for (int64_t seq = 0; seq < num_seqs; seq++)
-        if (int64_t query_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]; query_len > 1)
+        if (int64_t query_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]; query_len > SHORT_QUERY)
             for (int64_t first = (query_len - 1) / QUERIES * QUERIES; first >= 0; first -= QUERIES)  // the longest first
                 for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++) parts.push_back({seq, first, kv_head});
     if (parts.empty()) return;
