@@ -19,7 +19,8 @@ from transformers import Qwen3Config
 from bench import Ceilings, NanoVLLM, Request, find_floor, find_share, main
 from nanovllm import DEMO_MODEL
 from nanovllm.kernels import bench as kernels_bench
-from nanovllm.kernels.bench import check, oracle
+from nanovllm.kernels.bench import HEADS, TOLERANCE
+from nanovllm.kernels.trial import check, make_batch, oracle
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "3", "9"]
@@ -123,26 +124,16 @@ def test_error_of_a_run_is_no_bad_option(error: type[Exception], monkeypatch: py
 # --- Single kernels
 
 
-def test_table_and_json() -> None:
-    done = bench(
-        "-m",
-        "nanovllm.kernels.bench",
-        "--num-seqs",
-        "3",
-        "--context-len",
-        "20",
-        "--prompt-len",
-        "50",
-        "--dtype",
-        "float32",
-        "--json",
-    )
+def test_table() -> None:
+    sizes = ["--num-seqs", "3", "--context-len", "20", "--prompt-len", "50", "--dtype", "float32"]
+    done = bench("-m", "nanovllm.kernels.bench", *sizes)
     assert done.returncode == 0, done.stderr
-    rows = {(row["kernel"], row["backend"]): row for row in json.loads(done.stdout)}
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line.startswith("|")]
+    rows = {(row[0], row[2]): row for row in cells[2:]}
     assert rows.keys() >= {(kernel, "torch") for kernel in ("store_kvcache", "decode", "prefill")}
     for row in rows.values():
-        assert all(0 < row[figure] < math.inf for figure in ("seconds", "rate")) and row["max_error"] < 1e-4
-    assert "| decode | 3 x 20 | torch | float32 |" in done.stderr and "flash_attn" in done.stderr
+        assert all(0 < float(figure.split()[0]) < math.inf for figure in row[4:6]) and float(row[6]) < 1e-4
+    assert rows["decode", "torch"][1] == "3 x 20" and "'flash_attn' cannot run here" in done.stdout
 
 
 @pytest.mark.parametrize("option", ["--num-seqs", "--context-len", "--prompt-len", "--dtype"])
@@ -175,23 +166,29 @@ def store_too_much(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: T
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "kernel, changes, complaint",
+    "query_len, changes, complaint",
     [
-        ("decode", {"attend": skip_a_row}, "off by nan"),
-        ("decode", {"attend": zero_a_row}, "off by"),
-        ("prefill", {"attend": skip_a_row}, "off by nan"),
-        ("prefill", {"attend": zero_a_row}, "off by"),
-        ("prefill", {"store_kvcache": shift_blocks}, "other slots"),
-        ("store_kvcache", {"store_kvcache": shift_blocks}, "other slots"),
-        ("store_kvcache", {"store_kvcache": store_too_much}, "other slots"),
+        (1, {"attend": skip_a_row}, "off by nan"),
+        (1, {"attend": zero_a_row}, "off by"),
+        (40, {"attend": skip_a_row}, "off by nan"),
+        (40, {"attend": zero_a_row}, "off by"),
+        (40, {"store_kvcache": shift_blocks}, "other slots"),
+        (1, {"store_kvcache": store_too_much}, "other slots"),
     ],
 )
 def test_wrong_kernels_are_refused(
-    kernel: str, changes: dict[str, Callable[..., object]], complaint: str, dtype: torch.dtype
+    query_len: int, changes: dict[str, Callable[..., object]], complaint: str, dtype: torch.dtype
 ) -> None:
-    device = torch.device("cpu")
-    check(kernel, oracle, 2, 40, 16, dtype, device)
+    settings = 2, 40, query_len, 16, dtype, torch.device("cpu"), HEADS, TOLERANCE[str(dtype).removeprefix("torch.")]
+    check(oracle, *settings)
     wrong = SimpleNamespace(NAME="wrong", store_kvcache=oracle.store_kvcache, attend=oracle.attend)
     vars(wrong).update(changes)
     with pytest.raises(RuntimeError, match=f"wrong: .*{complaint}"):
-        check(kernel, wrong, 2, 40, 16, dtype, device)
+        check(wrong, *settings)
+
+
+@pytest.mark.parametrize("query_len", [1, 40])
+def test_either_kernel_is_timed_alone(query_len: int) -> None:
+    """Of Triton's two, a batch that has no decodes launches the one, and a batch of decodes the other."""
+    batch = make_batch(2, 40, query_len, 16, torch.Generator())
+    assert batch.min_seqlen_q == batch.max_seqlen_q == query_len

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -29,12 +30,13 @@ from torch import nn
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from nanovllm import LLM, SamplingParams, kernels
-from nanovllm.batch import SamplingBatch
+from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.kernels import Twin, kernelize
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.cpu import library as cpu_library
 from nanovllm.kernels.cpu import twins as cpu_twins
 from nanovllm.kernels.cpu.twins import FusedLayers, PackedWeight
+from nanovllm.kernels.trial import try_backend, try_out
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
@@ -507,13 +509,45 @@ def test_engine_with_twins_of_a_gpu(
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_the_trials_of_a_start(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They pass where the kernels are right, whatever the caller's default device is, and a wrong kernel is found."""
-    backend = import_module("nanovllm.kernels.cuda.attention")
+    """They pass where the kernels are right, whatever the caller's default device is, and a wrong kernel is found: also one that
+    is wrong from a context's second piece on, or joins splits wrongly. They leave the caller's random numbers alone."""
+    backend, state = import_module("nanovllm.kernels.cuda.attention"), torch.get_rng_state()
+    trial = partial(try_backend, backend, DEVICE, dtype, 64, 16)
     with torch.device("meta"):
         cuda_twins()._launch_all(DEVICE, dtype)
-        assert backend.try_out(lambda: backend._check(DEVICE, dtype, 64, 16)) is None
-    monkeypatch.setattr(backend, "attend", lambda query, *_: torch.zeros_like(query))
-    assert "results are off" in backend.try_out(lambda: backend._check(DEVICE, dtype, 64, 16))
+        assert try_out(trial) is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+    def attend_to_64(query: torch.Tensor, kv_cache: torch.Tensor, batch: Batch, scale: float) -> torch.Tensor:
+        return torch_backend.attend(query, kv_cache, replace(batch, context_lens=batch.context_lens.clamp(max=64)), scale)
+
+    wrong: list[tuple[str, object]] = [
+        ("attend", lambda query, *_: torch.zeros_like(query)),
+        ("_join_splits_kernel", MagicMock()),
+    ]
+    for name, function in (*wrong, ("attend", attend_to_64)):
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, name, function)
+            assert "are off by" in try_out(trial)
+
+
+@pytest.mark.parametrize("name", ["triton", "flash_attn"])
+def test_a_backend_that_fails_its_trial(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Such as a wheel of flash-attn that was not built for this GPU: auto takes the next, and who asks for it is told."""
+
+    def fail(*_: object) -> torch.Tensor:
+        raise RuntimeError("no kernel image is available for execution on the device")
+
+    gpu = torch.device("cuda")
+    backend = SimpleNamespace(NAME=name, PREFERRED_BLOCK_SIZE=256, reason_unavailable=lambda *_: None, store_kvcache=fail)
+    modules = {kernels.BACKENDS[name]: backend, kernels.BACKENDS["torch"]: torch_backend}
+    monkeypatch.setattr(kernels, "import_module", modules.__getitem__)
+    monkeypatch.setattr(kernels, "AUTO", {"cuda": (name, "torch")})
+    monkeypatch.setattr(kernels, "try_backend", lambda backend, device, *rest: try_backend(backend, CPU, *rest))
+    assert kernels.select_backend("auto", gpu, torch.bfloat16, 64, None) == (torch_backend, 16)
+    assert f"{name!r} cannot run here: the kernels fail on this GPU: RuntimeError('no kernel image" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="no kernel image"):
+        kernels.select_backend(name, gpu, torch.bfloat16, 64, None)
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])

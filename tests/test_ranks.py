@@ -23,7 +23,6 @@ from conftest import Oracle, check_invariants, greedy, make_checkpoint, random_p
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Batch
-from nanovllm.config import Config
 from nanovllm.engine import ranks
 from nanovllm.engine.executor import join
 from nanovllm.layers.tensor_parallel import FIRST_PART, TensorParallel
@@ -150,7 +149,7 @@ def test_long_messages_arrive() -> None:
     ]
 
     def meet(rank: int) -> TensorParallel:
-        return join(Config(model="", device="cpu", tensor_parallel_size=2), (rank, rank, store))[0]
+        return join(torch.device("cpu"), 2, (rank, rank, store))
 
     def receive() -> None:
         tp = meet(1)
@@ -270,12 +269,14 @@ def test_a_rank_fails(tmp_path: Path, tiny: tuple[str, Oracle], monkeypatch: pyt
 def test_the_first_failure_is_the_cause() -> None:
     """Also if it is seen together with others, whatever the rank."""
     seen = object.__new__(ranks.Ranks)
-    seen.ended, seen.tasks, seen.processes = None, None, {}
+    seen.ended, seen.rank_0 = None, ranks._Rank0(seen)
+    seen.rank_0.stop_once.detach()  # there is no process to end
+    seen.rank_0.tasks.put(None)
     others = []
     for when in (7.0, 5.0, 6.0):
         pipe, other = Pipe()
         other.send((when, when == 5.0, f"failed at {when}"))
-        seen.processes[pipe] = others.append(other)
+        seen.rank_0.processes[pipe] = others.append(other)
     with pytest.raises(ValueError, match=r"failed at 5\.0"):
         seen.check()
     with pytest.raises(RuntimeError, match=r"failed at 5\.0"):

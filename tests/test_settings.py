@@ -11,7 +11,7 @@ from conftest import Oracle, greedy, random_prompt
 
 from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.engine import executor, model_runner
-from nanovllm.engine.executor import Executor, find_device, find_rank_device
+from nanovllm.engine.executor import Executor, find_device
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.penalties import Penalties
 
@@ -152,12 +152,12 @@ def test_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", entered.append)
     names = "auto", "cuda", "cuda:1", "cpu"
     assert [str(find_device(name)) for name in names] == ["cuda:2", "cuda:2", "cuda:1", "cpu"]
-    assert [str(find_rank_device(name, 3)) for name in ("auto", "cuda", "cpu")] == ["cuda:3", "cuda:3", "cpu"]
+    assert [str(find_device(name, local_rank=3)) for name in ("auto", "cuda", "cpu")] == ["cuda:3", "cuda:3", "cpu"]
     with pytest.raises(ValueError, match="every rank needs its own"):
-        find_rank_device("cuda:1", 0)
+        find_device("cuda:1", local_rank=0)
     executor.use_device(find_device("cuda"))
-    with executor.use_device(find_device("cpu")):
-        assert entered == [torch.device("cuda:2")]
+    executor.use_device(find_device("cpu"))
+    assert entered == [torch.device("cuda:2"), -1], "-1 is none at all: on a CPU, the caller's GPU stays the current one"
 
 
 def test_exit_leaves_nothing_to_the_garbage_collector(make_llm: MakeLLM) -> None:

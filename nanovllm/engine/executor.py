@@ -7,14 +7,13 @@ size, number of blocks, max_model_len.
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm import kernels
@@ -42,7 +41,8 @@ class Executor:
             raise ValueError(f"max_model_len={config.max_model_len} is above the model's own limit: lower it to {spec.max_len}")
         self.config, self.spec = config, spec
         self.max_model_len = config.max_model_len or min(spec.max_len, _DEFAULT_MAX_MODEL_LEN)
-        self.tp, self.device = join(config, place) if place else (TensorParallel(), find_device(config.device))
+        self.device = find_device(config.device, place and place[1])
+        self.tp = join(self.device, config.tensor_parallel_size, place) if place else TensorParallel()
         self.backend: Backend = attention
         self.block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
         wishes = config.attention_backend, self.device, spec.dtype, spec.head_dim, config.kvcache_block_size
@@ -68,14 +68,14 @@ class Executor:
             self._allocate(num_blocks=1)
             sample(self.compute(self.largest_batch()))
 
-        limit, sizes = self.config.max_model_len or 0, (self.block_size, self.max_model_len)
+        sizes = self.block_size, self.max_model_len
         self.num_blocks, arithmetic = count_blocks(self.config, self.spec, *sizes, self.meter, profile_run, self.tp)
-        if limit > (capacity := self.num_blocks * self.block_size):
+        self.max_model_len = min(self.max_model_len, capacity := self.num_blocks * self.block_size)
+        if (limit := self.config.max_model_len or 0) > capacity:
             raise ValueError(
                 f"max_model_len={limit} is more than the KV cache holds: lower it to {capacity},"
                 " or give the cache more memory (num_kvcache_blocks, kvcache_memory_bytes, gpu_memory_utilization)"
             )
-        self.max_model_len = min(self.max_model_len, capacity)
         self._allocate(self.num_blocks)
         if self.device.type == "cuda":
             self.warm_up(sample)
@@ -95,8 +95,7 @@ class Executor:
     def _allocate(self, num_blocks: int) -> None:
         spec = self.spec
         shape = (2, num_blocks, self.block_size, self.tp.divide(spec.num_kv_heads)[0], spec.head_dim)
-        self.graphs = None  # first of all let go of the old ones
-        self.kv_caches: list[Tensor] = []
+        self.graphs, self.kv_caches = None, list[Tensor]()  # first of all let go of the old ones
         torch.cuda.empty_cache()  # does nothing where there is no GPU
         try:
             self.kv_caches = [torch.empty(shape, dtype=spec.dtype, device=self.device) for _ in range(spec.num_layers)]
@@ -105,9 +104,8 @@ class Executor:
                 f"no memory for {num_blocks} blocks of {self.block_size} tokens: lower num_kvcache_blocks or kvcache_block_size"
             ) from error
         # Linux allocates pages on first write: touch the first blocks now. And a profile run must not read NaN.
-        num_first = -(-self.config.max_num_batched_tokens // self.block_size)
         for kv_cache in self.kv_caches:
-            kv_cache[:, :num_first].zero_()
+            kv_cache[:, : -(-self.config.max_num_batched_tokens // self.block_size)].zero_()
         max_num_decodes = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         steps = self.model, self.backend, self.kv_caches, max_num_decodes, self.block_table_width
         if self.config.enable_kernels and not self.config.enforce_eager:
@@ -125,6 +123,7 @@ class Executor:
 
     def serve(self) -> None:
         """Compute this rank's share of the batches that rank 0 runs, until it sends an empty one."""
+        self.allocate_kv_cache()
         while len(message := self.tp.receive()):
             self.compute(Batch.unpack(message))
 
@@ -148,39 +147,33 @@ class Executor:
 
     def _make_batch(self, query_lens: list[int]) -> Batch:
         """A dummy batch with these query lengths and no context, in block 0, launched for the longest context."""
-        with torch.device("cpu"):
-            lens = torch.tensor(query_lens, dtype=torch.int32)
-            bounds = F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-            zeros = torch.zeros(sum(query_lens), dtype=torch.int32)
-            tables = torch.zeros(len(query_lens), self.block_table_width, dtype=torch.int32)
-        return Batch(zeros, zeros, zeros, bounds, lens, tables, max(query_lens), self.max_model_len, bounds[1:] - 1)
+        bounds = torch.from_numpy(np.cumsum([0, *query_lens], dtype=np.int32))
+        tables = torch.from_numpy(np.zeros((len(query_lens), self.block_table_width), np.int32))
+        zeros = torch.from_numpy(np.zeros(sum(query_lens), np.int32))
+        longest = max(query_lens), self.max_model_len
+        return Batch(zeros, zeros, zeros, bounds, bounds.diff(), tables, *longest, bounds[1:] - 1)
 
 
-def join(config: Config, place: Place) -> tuple[TensorParallel, torch.device]:
+def join(device: torch.device, size: int, place: Place) -> TensorParallel:
     """Meet the other ranks."""
-    rank, local_rank, store = place
-    size, device = config.tensor_parallel_size, find_rank_device(config.device, local_rank)
+    rank, _, store = place
     store.set_timeout(_FOREVER)  # NCCL waits there for rank 0, which may still load its weights
+    group: Any  # see TensorParallel
     if device.type == "cuda":
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _FOREVER
-        group: Any = dist.ProcessGroupNCCL(store, rank, size, options)  # see TensorParallel
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
     else:
         group = dist.ProcessGroupGloo(store, rank, size, _FOREVER)
-    return TensorParallel(rank, size, group, torch.empty(FIRST_PART, dtype=torch.int32, device=device)), device
+    return TensorParallel(rank, size, group, torch.empty(FIRST_PART, dtype=torch.int32, device=device))
 
 
-def find_rank_device(name: str, local_rank: int) -> torch.device:
-    """The device of a machine's rank. Raises ValueError if there is none for it."""
-    device = find_device(name)
-    if device.type == "cuda" and name not in ("auto", "cuda"):
-        raise ValueError(f"device={name!r} is one GPU, but every rank needs its own: use 'cuda'")
-    return find_device(f"cuda:{local_rank}") if device.type == "cuda" else device
+def find_device(name: str, local_rank: int | None = None) -> torch.device:
+    """The device of that name: of several GPUs the current one, or that of a machine's rank.
 
-
-def find_device(name: str) -> torch.device:
-    """The device of that name, of several GPUs the current one. Raises ValueError if it is not known or not there."""
+    Raises ValueError if it is not known or not there.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")
@@ -188,11 +181,15 @@ def find_device(name: str) -> torch.device:
         raise ValueError(f"device {name!r} is not known: use 'auto', 'cpu', 'cuda' or 'cuda:N'")
     if kind == "cpu":
         return torch.device("cpu")
+    if local_rank is not None:
+        if index:
+            raise ValueError(f"device={name!r} is one GPU, but every rank needs its own: use 'cuda'")
+        index = str(local_rank)
     if int(index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
+        raise ValueError(f"device 'cuda:{index or 0}' is not there: this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", int(index) if index else torch.cuda.current_device())
 
 
-def use_device(device: torch.device) -> AbstractContextManager[object]:
+def use_device(device: torch.device) -> torch.cuda.device:
     """Makes a GPU the current one meanwhile, since Triton, CUDA graphs and trials of kernels take that one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return torch.cuda.device(device if device.type == "cuda" else -1)  # -1: nothing happens

@@ -41,10 +41,9 @@ class MemoryMeter:
 
         Count reserved memory: a CUDA graph's pool keeps what it freed.
         """
-        reserved = torch.cuda.max_memory_reserved(self.device) - self.reserved_before
         taken = self.free_before - torch.cuda.mem_get_info(self.device)[0]
-        torch_has = torch.cuda.memory_reserved(self.device) - self.reserved_before
-        return reserved + max(0, taken - torch_has)
+        drivers = taken - (torch.cuda.memory_reserved(self.device) - self.reserved_before)
+        return torch.cuda.max_memory_reserved(self.device) - self.reserved_before + max(0, drivers)
 
 
 def find_available_memory(root: Path = Path("/")) -> int:
@@ -56,8 +55,8 @@ def find_available_memory(root: Path = Path("/")) -> int:
         for limit in (group / "memory.max", group / "memory.high"):
             if limit.exists() and (num_bytes := limit.read_text().strip()) != "max":
                 counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                used = int((group / "memory.current").read_text()) - int(counts["inactive_file"])  # a cache: can be reclaimed
-                left.append(int(num_bytes) - used)
+                cached = int(counts["inactive_file"])  # which can be reclaimed
+                left.append(int(num_bytes) - int((group / "memory.current").read_text()) + cached)
     return max(0, min(left))
 
 
@@ -66,8 +65,7 @@ def count_blocks(
     profile_run: Callable[[], object], tp: TensorParallel = ALONE,
 ) -> tuple[int, str]:  # fmt: skip
     """The number of blocks and a line that shows how it was found. Raises ValueError if there is memory for none."""
-    num_kv_heads, _ = tp.divide(spec.num_kv_heads)
-    block_bytes = block_size * 2 * spec.num_layers * num_kv_heads * spec.head_dim * spec.dtype.itemsize
+    block_bytes = block_size * 2 * spec.num_layers * tp.divide(spec.num_kv_heads)[0] * spec.head_dim * spec.dtype.itemsize
     useful = config.max_num_seqs * -(-max_model_len // block_size) * block_bytes
     tp.minimum([0])  # here all ranks have loaded their weights
     if config.num_kvcache_blocks is not None:

@@ -9,8 +9,8 @@ either side, the death of the other. If a rank is lost, so is the engine.
 A step's collective operations need all ranks to the end. So rank 0's share is computed by a thread of its own, which Ctrl-C
 does not reach: it only ends the waiting.
 
-Where there is a fork server (multiprocessing's, one for the whole program), the processes come from there: it imports torch
-once, and each of them starts in 0.1 s instead of 4. If the program itself has started it before, they import it each.
+The processes come from multiprocessing's fork server, one for the whole program: it imports torch once, and each of them
+starts in 0.1 s instead of 4. If the program itself has started it before, they import it each.
 """
 
 import ctypes
@@ -20,14 +20,12 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
-from multiprocessing import current_process, get_all_start_methods, get_context
+from concurrent import futures
+from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess, _children  # type: ignore[attr-defined]  # typeshed leaves it out
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import Thread, current_thread
 from typing import Any, TypeVar
 
@@ -35,14 +33,12 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.config import Config
-from nanovllm.engine.executor import Executor, Place, find_rank_device
+from nanovllm.engine.executor import Executor, find_device
 from nanovllm.models.decoder import ModelSpec
 
 Result = TypeVar("Result")
 Model = tuple[Config, ModelSpec, Path]  # what an executor is made from
-Processes = dict[Connection, BaseProcess]  # by their pipes
-Tasks = SimpleQueue[Callable[[], None] | None]
-
+Task = tuple[futures.Future[Any], Callable[..., Any], tuple[Any, ...]]  # where the result goes, function, arguments
 _PRELOAD = ["torch", "transformers.models.auto.tokenization_auto"]  # slow to import; they initialise no CUDA
 _GRACE = 0.5  # seconds
 _EXIT_TIMEOUT = 5.0
@@ -57,24 +53,15 @@ class Ranks:
     def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
         model = config, spec, directory
         self.ended: str | None = None  # why nothing can be computed any more
-        self.processes: Processes = {}  # of ranks 1 and up; none under torchrun
-        self.tasks: Tasks | None = None  # for rank 0's thread
+        self.rank_0: _Rank0 | None = None
         if config.tensor_parallel_size == 1:
             self.executor = Executor(*model)
             return
-        is_torchrun = int(os.environ.get("WORLD_SIZE", 1)) > 1
-        store = _join_torchrun(model) if is_torchrun else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.parts: list[Any] = [store]  # and rank 0's executor, once it is made
-        self.tasks = SimpleQueue()
-        thread = Thread(target=_compute, args=(self.tasks,), daemon=True)
-        self._finalizer = weakref.finalize(self, _stop, self.processes, self.tasks, thread, self.parts)
-        _engines.add(self)
-        thread.start()
+        store = _join_torchrun(model)
+        self.rank_0 = _Rank0(self)
         try:
-            if not is_torchrun:
-                self._start_processes(model, self.parts[0])
-            self.executor = self.call(Executor, *model, (0, 0, store))
-            self.parts.append(self.executor)
+            store = store or self._start_processes(model, self.rank_0.processes)
+            self.executor = self.rank_0.executor = self.call(Executor, *model, (0, 0, store))
         except BaseException:
             self.stop("the engine has not started")
             raise
@@ -84,24 +71,14 @@ class Ranks:
 
         Raises RuntimeError if a rank is lost.
         """
-        if self.tasks is None:
+        if self.rank_0 is None:
             return function(*args)
-        answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-
-        def compute() -> None:
-            try:
-                answers.put((function(*args), None))
-            except BaseException as error:
-                answers.put((None, error))
-
-        self.tasks.put(compute)
-        while True:
-            with suppress(Empty):
-                result, error = answers.get(timeout=_GRACE)
-                break
+        answer: futures.Future[Result] = futures.Future()
+        self.rank_0.tasks.put((answer, function, args))
+        while not futures.wait([answer], _GRACE).done:
             self.check()
-        if error is None:
-            return result
+        if (error := answer.exception()) is None:
+            return answer.result()
         if not isinstance(error, ValueError):  # which is its own; another error may come from the end of another rank
             self.check(_GRACE)
         self.stop(f"rank 0 has failed: {error!r}")
@@ -112,20 +89,10 @@ class Ranks:
 
         Of several, the first one is the cause: the others fail after it has sent its message, or died.
         """
-        failures: list[tuple[float, bool, str]] = []  # when, whether it is a ValueError, what
-        lost: list[Any] = wait(self.processes, timeout) if self.ended is None else []  # pipes: `wait` returns what it was given
-        for pipe in lost:
-            process = self.processes[pipe]
-            try:
-                failures.append(pipe.recv())
-            except EOFError:
-                process.join(_EXIT_TIMEOUT)
-                reason = f"{process.name} has ended with exit code {process.exitcode}"
-                if process.exitcode == 1:  # an error, but before `_work`, which sends what it meets
-                    reason += "; does the script make the engine under `if __name__ == '__main__':`, as it must?"
-                failures.append((0.0, False, reason))
-        if failures:
-            _, is_value_error, reason = min(failures)
+        processes = self.rank_0.processes if self.rank_0 and self.ended is None else {}
+        lost: list[Any] = wait(processes, timeout)  # pipes: `wait` returns what it was given
+        if lost:
+            _, is_value_error, reason = min(_read_failure(pipe, processes[pipe]) for pipe in lost)
             self.stop(reason)
             raise ValueError(reason) if is_value_error else RuntimeError(reason)
         if self.ended is not None:
@@ -134,17 +101,17 @@ class Ranks:
     def stop(self, reason: str) -> None:
         """End the other ranks. A second call does nothing."""
         self.ended = self.ended or reason
-        if self.tasks is not None:
-            self._finalizer()
+        if self.rank_0 is not None:
+            self.rank_0.stop_once()
 
-    def _start_processes(self, model: Model, store: dist.TCPStore) -> None:
+    def _start_processes(self, model: Model, processes: dict[Connection, BaseProcess]) -> dist.Store:
         size, num_threads = model[0].tensor_parallel_size, torch.get_num_threads()
-        find_rank_device(model[0].device, size - 1)  # is there one for every rank?
+        find_device(model[0].device, size - 1)  # is there one for every rank?
         share = max(1, num_threads // size)
         self.call(torch.set_num_threads, share)  # of rank 0's thread
         torch.set_num_threads(num_threads)  # and as it was for all others
-        has_fork_server = "forkserver" in get_all_start_methods()
-        context: ForkServerContext | SpawnContext = get_context("forkserver") if has_fork_server else get_context("spawn")
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         for rank in range(1, size):
             pipe, rank_0 = context.Pipe()
@@ -152,65 +119,80 @@ class Ranks:
             process = context.Process(target=_work, args=args, name=f"rank {rank} of {size}")
             process.start()
             rank_0.close()  # the process has it now
-            self.processes[pipe] = process
+            processes[pipe] = process
             _children.discard(process)  # or a forked process would try to join it at its own exit
         while not store.check([f"{rank} has started" for rank in range(1, size)]):
             self.check(timeout=0.02)
+        return store
 
 
-_engines: weakref.WeakSet[Ranks] = weakref.WeakSet()
+class _Rank0(Thread):
+    """Computes rank 0's share, and ends all ranks: when told so, when `ranks` is garbage, or at the interpreter's end."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(daemon=True)
+        self.processes: dict[Connection, BaseProcess] = {}  # of ranks 1 and up, by their pipes; none under torchrun
+        self.executor: Executor | None = None
+        self.tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self.stop_once = weakref.finalize(ranks, self.stop)
+        _all.add(self)
+        self.start()
+
+    def run(self) -> None:
+        while (task := self.tasks.get()) is not None:
+            answer, function, args = task
+            try:
+                answer.set_result(function(*args))
+            except BaseException as error:
+                answer.set_exception(error)
+            del task, answer, function, args  # which may be all that keeps an engine alive
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.join(_EXIT_TIMEOUT)
+        if self.executor and not self.processes:
+            self.tasks.put((futures.Future(), self.executor.tp.send, (torch.empty(0),)))  # which ends their `serve`
+        elif self.executor and self.executor.device.type == "cuda":
+            self.executor.graphs = None  # for whose end the abort would wait
+            self.executor.tp.group.abort()  # or what the GPU computes waits for the others for ever
+        self.tasks.put(None)
+        if self is not current_thread():
+            self.join(_EXIT_TIMEOUT)
+        if not self.processes:
+            time.sleep(_GRACE)  # gloo's threads still hold the message: if the interpreter ends meanwhile, they abort the process
+
+
+_all: weakref.WeakSet[_Rank0] = weakref.WeakSet()
 
 
 def _leave_alone() -> None:
     """In a forked process: nothing here is its own to end, and the threads that an end would wait for do not exist there."""
-    for ranks in _engines:
-        ranks._finalizer.detach()
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(ranks.parts))  # never to be freed
-        ranks.processes.clear()  # with the pipes, or their other side would not see the end of rank 0
+    for rank_0 in _all:
+        rank_0.stop_once.detach()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(rank_0))  # its executor must never be freed
+        rank_0.processes.clear()  # with the pipes, or their other side would not see the end of rank 0
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_alone)
 
 
-def _join_torchrun(model: Model) -> dist.Store:
-    """The store of the ranks that torchrun has started. All but rank 0 serve in here, and exit."""
+def _join_torchrun(model: Model) -> dist.Store | None:
+    """The store of the ranks that torchrun has started, if it has. All but rank 0 serve in here, and exit."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return None
     if missing := [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise ValueError(f"WORLD_SIZE is set, but {', '.join(missing)} is not: use torchrun, or export what your launcher knows")
     store, rank, world_size = next(dist.rendezvous("env://"))
     if world_size != (size := model[0].tensor_parallel_size):
         raise ValueError(f"tensor_parallel_size={size}, but torchrun has started {world_size} processes")
     if rank > 0:
-        _serve(model, (rank, int(os.environ["LOCAL_RANK"]), store))
+        Executor(*model, (rank, int(os.environ["LOCAL_RANK"]), store)).serve()
         raise SystemExit
     if store.add("engines", 1) > 1:
         raise RuntimeError("torchrun's ranks serve one engine, and leave with it: there has been one")
     return store
-
-
-def _compute(tasks: Tasks) -> None:
-    """Rank 0's thread."""
-    while (task := tasks.get()) is not None:
-        task()
-        del task  # which may be all that keeps an engine alive
-
-
-def _stop(processes: Processes, tasks: Tasks, thread: Thread, parts: list[Any]) -> None:
-    for process in processes.values():
-        process.kill()
-    for process in processes.values():
-        process.join(_EXIT_TIMEOUT)
-    for executor in parts[1:]:
-        if not processes:
-            tasks.put(partial(executor.tp.send, torch.empty(0)))  # which ends their `serve`
-        elif executor.device.type == "cuda":
-            executor.graphs = None  # for whose end the abort would wait
-            executor.tp.group.abort()  # or what the GPU computes waits for the others for ever
-    tasks.put(None)
-    if thread is not current_thread():
-        thread.join(_EXIT_TIMEOUT)
-    if not processes:
-        time.sleep(_GRACE)  # gloo's threads still hold the message: if the interpreter ends meanwhile, they abort the process
 
 
 def _work(model: Model, rank: int, port: int, num_threads: int, environment: dict[str, str], rank_0: Connection) -> None:
@@ -223,14 +205,19 @@ def _work(model: Model, rank: int, port: int, num_threads: int, environment: dic
     store = dist.TCPStore("127.0.0.1", port)
     store.set(f"{rank} has started", "")
     try:
-        _serve(model, (rank, rank, store))
+        Executor(*model, (rank, rank, store)).serve()
     except Exception as error:
         reason = f"{current_process().name} has failed:\n{traceback.format_exc()}"
         rank_0.send((time.monotonic(), isinstance(error, ValueError), reason))
 
 
-def _serve(model: Model, place: Place) -> None:
-    """Compute the batches that rank 0 sends, until it sends none."""
-    executor = Executor(*model, place)
-    executor.allocate_kv_cache()
-    executor.serve()
+def _read_failure(pipe: Connection, process: BaseProcess) -> tuple[float, bool, str]:
+    """When, whether it is a ValueError, and what: what the process has sent, or that it is dead."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        process.join(_EXIT_TIMEOUT)
+        reason = f"{process.name} has ended with exit code {process.exitcode}"
+        if process.exitcode == 1:  # an error, but before `_work`, which sends what it meets
+            reason += "; does the script make the engine under `if __name__ == '__main__':`, as it must?"
+        return 0.0, False, reason

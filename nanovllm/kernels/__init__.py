@@ -10,17 +10,17 @@ rounding. Each is a difference of about one unit in the last place.
 """
 
 import sys
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import cast
 
 import torch
 from torch import nn
 
-from nanovllm.kernels.cpu import shared_memory
+from nanovllm.kernels.cpu.shared_memory import share_memory as share_memory
 from nanovllm.kernels.cuda.graphs import CudaGraphs
+from nanovllm.kernels.trial import try_backend, try_out
 from nanovllm.layers.attention import Backend
-from nanovllm.layers.tensor_parallel import TensorParallel
 
 BACKENDS = {
     "flash_attn": "nanovllm.kernels.cuda.flash_attn",
@@ -41,6 +41,8 @@ def select_backend(
             backend = import_module(BACKENDS[candidate])
             size = block_size or backend.PREFERRED_BLOCK_SIZE
             reason = backend.reason_unavailable(device, dtype, head_dim, size)
+            if reason is None and device.type == "cuda":
+                reason = try_out(partial(try_backend, backend, device, dtype, head_dim, size))
         except ImportError as error:
             reason = str(error)
         if reason is None:
@@ -49,13 +51,6 @@ def select_backend(
             return backend, size
         reasons.append(f"attention_backend {candidate!r} cannot run here: {reason}")
     raise ValueError("; ".join(reasons))
-
-
-def share_memory(tp: TensorParallel, device: torch.device, dtype: torch.dtype) -> TensorParallel:
-    """The rank with faster collective operations, where there are any."""
-    if tp.size == 1 or device.type != "cpu":
-        return tp
-    return shared_memory.share_memory(tp, dtype)
 
 
 class Twin(nn.Module):

@@ -32,14 +32,9 @@ SIGNATURES = {  # of the functions of kernels.cpp: pointers, int64_t and float
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ["-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC"]
 FLAGS += ["-mcpu=native" if platform.machine() == "arm64" else "-march=native"]  # arm64: a Mac, whose clang knows no other
-LINK_FLAGS = ["-shared"]
-if platform.machine() == "x86_64":
-    FLAGS += ["-mprefer-vector-width=512"]
-if sys.platform == "darwin":  # Apple's clang has OpenMP, but not its driver; its linker must be told of functions to come
-    FLAGS += ["-Xclang", "-fopenmp"]
-    LINK_FLAGS += ["-undefined", "dynamic_lookup"]
-else:
-    FLAGS += ["-fopenmp"]
+FLAGS += ["-mprefer-vector-width=512"] * (platform.machine() == "x86_64")
+FLAGS += ["-Xclang", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp"]  # Apple's clang has OpenMP, but not its driver
+LINK_FLAGS = ["-shared", *["-undefined", "dynamic_lookup"] * (sys.platform == "darwin")]  # its linker asks for what is to come
 DEFINES = {
     torch.float32: ["-DT=float"],
     torch.bfloat16: ["-DT=bfloat16", "-DT_IS_16_BITS", "-DT_IS_BFLOAT16"],

@@ -46,11 +46,13 @@ class SharedMemoryRank(TensorParallel):
         return output
 
 
-def share_memory(tp: TensorParallel, dtype: torch.dtype) -> TensorParallel:
-    """The rank with shared memory, if all ranks are on one machine and have these kernels.
+def share_memory(tp: TensorParallel, device: torch.device, dtype: torch.dtype) -> TensorParallel:
+    """The rank with shared memory, if there are several, all ranks are on one machine, and have these kernels.
 
     The memory has no name, so that nothing is left of it when the ranks have ended.
     """
+    if tp.size == 1 or device.type != "cpu":
+        return tp
     num_bytes = _MAX_RANKS * _RANK_BYTES + 2 * tp.size * _PART_BYTES
     file = -1
     if tp.rank == 0:

@@ -16,7 +16,8 @@ from triton.language import constexpr
 
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.kernels import Twin
-from nanovllm.kernels.cuda.attention import store_kvcache, try_out
+from nanovllm.kernels.cuda.attention import store_kvcache
+from nanovllm.kernels.trial import try_out
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.sampler import Sampler, find_best
 from nanovllm.models.decoder import MLP, Attention, DecoderLayer, DecoderLayers
@@ -113,15 +114,16 @@ def rotate_and_store(
     heads_per_program = min(triton.next_power_of_2(num_parts), max(1, _ROTATED_PART // (2 * half)))
     weights = [None if norm is None else norm.weight for norm in (q_norm, k_norm)]
     _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_parts, heads_per_program))](
-        qkv, *weights, *cos_sin, query, *kv_cache, slots, 0.0 if q_norm is None else q_norm.eps, NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2, HAS_NORM=q_norm is not None, HEADS=heads_per_program, BLOCK=half,
+        qkv, *weights, *cos_sin, query, kv_cache, slots, kv_cache.stride(0), 0.0 if q_norm is None else q_norm.eps,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2, HAS_NORM=q_norm is not None,
+        HEADS=heads_per_program, BLOCK=half,
     )  # fmt: skip
     return query
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # it may lie anywhere in a packed batch
 def _rotate_and_store_kernel(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, query_ptr, key_cache_ptr, value_cache_ptr, slots_ptr, eps,
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, query_ptr, cache_ptr, slots_ptr, values_offset, eps,
     NUM_HEADS: constexpr, NUM_KV_HEADS: constexpr, HALF: constexpr, HAS_NORM: constexpr, HEADS: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -148,14 +150,13 @@ def _rotate_and_store_kernel(
     tl.store(target, x, mask=is_dim & (heads < NUM_HEADS))
     tl.store(target + HALF, y, mask=is_dim & (heads < NUM_HEADS))
     if slot >= 0:
-        heads -= NUM_HEADS
-        target = key_cache_ptr + (slot * NUM_KV_HEADS + heads) * 2 * HALF + dims
-        tl.store(target, x, mask=is_dim & (heads >= 0) & (heads < NUM_KV_HEADS))
-        tl.store(target + HALF, y, mask=is_dim & (heads >= 0) & (heads < NUM_KV_HEADS))
-        heads -= NUM_KV_HEADS
-        target = value_cache_ptr + (slot * NUM_KV_HEADS + heads) * 2 * HALF + dims
-        tl.store(target, first, mask=is_dim & (heads >= 0) & (heads < NUM_KV_HEADS))
-        tl.store(target + HALF, second, mask=is_dim & (heads >= 0) & (heads < NUM_KV_HEADS))
+        heads -= NUM_HEADS  # of the cache: its keys, then its values
+        is_value = heads >= NUM_KV_HEADS
+        rows = slot * NUM_KV_HEADS + tl.where(is_value, heads - NUM_KV_HEADS, heads)
+        target = cache_ptr + rows * 2 * HALF + tl.where(is_value, values_offset, 0) + dims
+        is_cached = is_dim & (heads >= 0) & (heads < 2 * NUM_KV_HEADS)
+        tl.store(target, tl.where(is_value, first, x), mask=is_cached)
+        tl.store(target + HALF, tl.where(is_value, second, y), mask=is_cached)
 
 
 class FastMLP(Twin, MLP):
