@@ -50,6 +50,7 @@ def demo() -> LLM:
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_num_seqs": 2.5}, "max_num_seqs"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
         ({"max_num_seqs": True}, "max_num_seqs"),
         ({"kvcache_block_size": 1}, "kvcache_block_size"),
         ({"num_kvcache_blocks": 0}, "num_kvcache_blocks"),

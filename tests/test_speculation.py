@@ -50,13 +50,15 @@ def make_guess(llm: LLM, drafter: Any) -> None:
 
 
 def watch(llm: LLM) -> None:
-    """After every step: the invariants, and no block that can be found holds what is not a sequence's own."""
+    """After every step: no block more than without drafts, and none that can be found holds what is not a sequence's own."""
     postprocess = llm.scheduler.postprocess
 
     def check(seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
         caught_up = postprocess(seqs, token_ids)
         manager = llm.scheduler.block_manager
         for seq in llm.scheduler.running:
+            if seq.num_computed_tokens == len(seq.token_ids) - 1:
+                assert len(seq.block_table) == -(-seq.num_computed_tokens // manager.block_size), "what a draft took is back"
             told = [seq.token_ids[i : i + manager.block_size] for i in range(0, seq.num_computed_tokens, manager.block_size)]
             for block_id, tokens in zip(seq.block_table, told):
                 assert manager.blocks[block_id].hash == -1 or manager.blocks[block_id].token_ids == tokens
