@@ -8,7 +8,7 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from nanovllm.beam_search import Beam, BeamSearch, search_together
-from nanovllm.checks import check_bool, check_int, check_number, check_text, naming
+from nanovllm.checks import check_bool, check_int, check_number, check_text, check_type, naming
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.llm_engine import CheckedPrompt, LLMEngine, Prompt, Told
 from nanovllm.engine.request import Request
@@ -47,20 +47,16 @@ class LLM(LLMEngine):
         """
         if self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer, so no chat template: use generate with token ids")
-        if self.tokenizer.chat_template is None:
-            raise ValueError("the checkpoint's tokenizer has no chat template: use generate with prompts of your own")
-        if not isinstance(messages, (list, tuple)):
-            raise TypeError(f"messages must be a list of dicts, or a list of such lists, not {messages!r}")
+        check_type("messages", messages, (list, tuple), "a list of dicts, or a list of such lists")
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        prompts: list[Prompt] = []
         for conversation in conversations:
             if not isinstance(conversation, (list, tuple)) or not all(isinstance(message, dict) for message in conversation):
                 raise TypeError(f"a conversation must be a list of dicts with 'role' and 'content', not {conversation!r}")
-        prompts: list[Prompt] = []
-        for conversation in conversations:
-            joined = [_join_parts(message) for message in conversation]
-            with naming("the checkpoint's chat template refuses these messages", Exception):  # it is code of the checkpoint's
-                ids = self.tokenizer.apply_chat_template(joined, add_generation_prompt=True, return_dict=False)
-                prompts.append(cast(list[int], ids))  # as return_dict says
+            with naming("these messages do not fit the checkpoint's chat template", Exception):  # it is code of the checkpoint's
+                joined = [_join_parts(message) for message in conversation]
+                text = str(self.tokenizer.apply_chat_template(joined, add_generation_prompt=True, tokenize=False))
+            prompts.append(self.tokenizer.encode(check_text("a conversation", text), add_special_tokens=False))
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def beam_search(
@@ -85,15 +81,7 @@ class LLM(LLMEngine):
     def _describe(self, beam: Beam, first: RequestOutput) -> RequestOutput:
         """A finished beam as a request of its own. `first` is the output of the search's first step."""
         text = Detokenizer(self.tokenizer, 0).read(beam.token_ids, is_last=True) if self.tokenizer is not None else ""
-        return {
-            **first,
-            "request_id": next(self._ids),
-            "token_ids": beam.token_ids,
-            "text": text,
-            "finish_reason": beam.finish_reason,
-            "logprobs": beam.logprobs,
-            "cumulative_logprob": beam.cumulative_logprob,
-        }
+        return cast(RequestOutput, {**first, **beam._asdict(), "request_id": next(self._ids), "text": text})
 
     def _generate(self, prompts: list[CheckedPrompt], use_tqdm: bool = False) -> list[RequestOutput]:
         requests: list[Request] = []
@@ -134,8 +122,7 @@ class LLM(LLMEngine):
     def _check_all(self, prompts: Any, sampling_params: Any) -> list[CheckedPrompt]:
         if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and isinstance(prompts[0], Integral)):
             prompts = [prompts]
-        if not isinstance(prompts, (list, tuple)):
-            raise TypeError(f"prompts must be a str, a list of token ids, or a list of these, not {prompts!r}")
+        check_type("prompts", prompts, (list, tuple), "a str, a list of token ids, or a list of these")
         if not isinstance(sampling_params, (list, tuple)):
             sampling_params = [SamplingParams() if sampling_params is None else sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
@@ -146,12 +133,9 @@ class LLM(LLMEngine):
 def _join_parts(message: Message) -> Message:
     """The message, its content a single text: parts are joined by newlines, as vLLM joins them."""
     content = message.get("content")
-    if isinstance(content, (list, tuple)):
-        for part in content:
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"a part of a message must be {{'type': 'text', 'text': a str}}, not one of type {kind!r}")
-        content = "\n".join(part["text"] for part in content)
-    if isinstance(content, str):
-        check_text("a message", content)
-    return {**message, "content": content} if "content" in message else message
+    if not isinstance(content, list):
+        return message
+    for part in content:
+        if part.get("type") != "text":
+            raise ValueError(f"a part of a message must be of type 'text', not {part.get('type')!r}")
+    return {**message, "content": "\n".join(part["text"] for part in content)}

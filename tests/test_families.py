@@ -145,7 +145,6 @@ def test_low_precision_logits(tmp_path: Path, name: str) -> None:
             dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
             "partial_rotary",
         ),
-        (LlamaConfig, dict(rope_parameters={**LLAMA3, "low_freq_factor": 4.0}), "low_freq_factor=4.0 must be below"),
         (OPTConfig, dict(activation_function="gelu"), "activation_function must be one of 'relu'"),
         (LlamaConfig, dict(quantization_config={"quant_method": "gptq", "bits": 4}), "quantized"),
     ],
@@ -212,8 +211,6 @@ def test_opt_tensors_that_do_not_fit(opt: Oracle, tmp_path: Path, edit: Callable
         ({"num_attention_heads": 5}, "hidden_size must be a multiple of num_attention_heads"),
         ({"ffn_dim": 0}, "ffn_dim"),
         ({"word_embed_proj_dim": "24"}, "word_embed_proj_dim"),
-        *[({name: 1}, name) for name in ("enable_bias", "do_layer_norm_before", "layer_norm_elementwise_affine")],
-        ({"_remove_final_layer_norm": "no"}, "_remove_final_layer_norm"),
         # what differs in the config but not in the weights
         ({"enable_bias": False}, "without a parameter.*k_proj.bias"),
         ({"layer_norm_elementwise_affine": False}, "without a parameter.*layer_norm.bias"),
@@ -440,12 +437,11 @@ def test_moe_either_name_of_num_experts(tmp_path: Path, change_moe_config: Calla
 @pytest.mark.parametrize(
     "made_with, changes, num_ranks, complaint",
     [
-        ({}, {"num_experts_per_tok": 7}, 1, "num_experts_per_tok=7 must be at least 1 and at most num_experts=6"),
-        ({}, {"num_experts_per_tok": 0}, 1, "num_experts_per_tok=0 must be"),
+        ({}, {"num_experts_per_tok": 7}, 1, "num_experts_per_tok must be at least 1 and at most 6, not 7"),
+        ({}, {"num_experts_per_tok": 0}, 1, "num_experts_per_tok must be at least 1"),
         ({}, {"decoder_sparse_step": 0}, 1, "decoder_sparse_step must be at least 1"),
-        ({}, {"mlp_only_layers": [-1]}, 1, "mlp_only_layers must be at least 0"),
         ({}, {"moe_intermediate_size": 0}, 1, "moe_intermediate_size must be at least 1"),
-        ({}, {"norm_topk_prob": 1}, 1, "config.json: .*norm_topk_prob"),
+        ({}, {"num_experts": 0, "num_local_experts": 0}, 1, "num_experts must be at least 1"),
         ({"moe_intermediate_size": 25}, {}, 2, "tensor_parallel_size=2 does not divide moe_intermediate_size=25"),
         ({"mlp_only_layers": [1], "intermediate_size": 47}, {}, 2, "tensor_parallel_size=2 does not divide intermediate_size=47"),
         ({}, {"num_local_experts": 5}, 1, r"mlp.gate.weight has shape \[6, 32\], the model needs \[5, 32\]"),

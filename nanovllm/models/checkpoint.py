@@ -2,40 +2,19 @@
 
 import json
 import os
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from nanovllm.checks import check_bool, check_choice, check_int, check_ints, check_number, naming
-from nanovllm.config import DTYPES, MAX_SIZE
+from nanovllm.checks import check_ints, naming
+from nanovllm.config import MAX_SIZE
 
 LOCAL: dict[str, bool] = {"trust_remote_code": False, "local_files_only": True}  # of from_pretrained: no code, no network
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _COPIES = ["consolidated*", "original/*", "*/*.safetensors"]  # the same weights for other programs (Mistral's, Meta's)
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_SIZES = """
-    vocab_size hidden_size head_dim intermediate_size moe_intermediate_size ffn_dim word_embed_proj_dim decoder_sparse_step
-    num_hidden_layers num_attention_heads num_key_value_heads max_position_embeddings original_max_position_embeddings
-"""
-_COUNTS = "num_experts num_local_experts num_experts_per_tok"  # 0 of them: there are only MLPs
-_POSITIVE = "rms_norm_eps rope_theta factor attention_factor beta_fast beta_slow low_freq_factor high_freq_factor"
-_SWITCHES = """
-    attention_bias mlp_bias enable_bias tie_word_embeddings norm_topk_prob do_layer_norm_before _remove_final_layer_norm
-    layer_norm_elementwise_affine
-"""
-_CHECKS: dict[str, Callable[[str, Any], object]] = {  # before transformers computes with these fields
-    **dict.fromkeys(_SIZES.split(), partial(check_int, minimum=1, maximum=MAX_SIZE)),
-    **dict.fromkeys(_COUNTS.split(), partial(check_int, minimum=0, maximum=MAX_SIZE)),
-    **dict.fromkeys(_POSITIVE.split(), partial(check_number, low=0.0, open_low=True)),
-    **dict.fromkeys(_SWITCHES.split(), check_bool),
-    **dict.fromkeys(("dtype", "torch_dtype"), partial(check_choice, choices=DTYPES)),  # "torch_dtype" before transformers 5
-    "mlp_only_layers": partial(check_ints, minimum=0),
-    "eos_token_id": lambda name, value: check_ints(name, value if isinstance(value, list) else [value], minimum=-MAX_SIZE),
-}
 
 
 def find_checkpoint(model: str) -> Path:
@@ -54,9 +33,9 @@ def find_checkpoint(model: str) -> Path:
 
 
 def read_config(directory: Path) -> PretrainedConfig:
-    """config.json with its family's defaults filled in. Raises ValueError if a field is wrong or the family unknown."""
+    """config.json with its family's defaults filled in. Raises ValueError for what transformers refuses."""
     path = directory / "config.json"
-    content = _read_settings(path)
+    content = read_json(path)
     with naming(path, Exception):
         if "auto_map" in content and content.get("model_type") not in CONFIG_MAPPING:
             raise ValueError("auto_map: no code is run that comes with a checkpoint")
@@ -87,19 +66,9 @@ def read_eos_token_ids(directory: Path, config: PretrainedConfig, tokenizer: Pre
     keep those of their originals.
     """
     path = directory / "generation_config.json"
-    generation_config = _read_settings(path) if path.exists() else {}
-    given = (generation_config.get("eos_token_id"), config.eos_token_id)
-    ids = {token_id for each in given for token_id in (each if isinstance(each, list) else [each])}
-    found = frozenset(token_id for token_id in ids if token_id is not None and token_id >= 0)
+    generation_config = read_json(path) if path.exists() else {}
+    given = generation_config.get("eos_token_id"), config.eos_token_id
+    ids = [token_id for each in given if each is not None for token_id in (each if isinstance(each, list) else [each])]
+    with naming(path, TypeError):  # transformers has checked those of config.json
+        found = frozenset(token_id for token_id in check_ints("eos_token_id", ids, minimum=-MAX_SIZE) if token_id >= 0)
     return found if found or tokenizer is None else frozenset([tokenizer.eos_token_id]) - {None}
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    """A JSON object whose fields, and those of RoPE in it, pass _CHECKS. null stands for the default."""
-    content = read_json(path)
-    with naming(path, TypeError, ValueError):
-        for settings in (content, content.get("rope_parameters"), content.get("rope_scaling")):
-            for name, value in settings.items() if isinstance(settings, dict) else ():
-                if name in _CHECKS and value is not None:
-                    _CHECKS[name](name, value)
-    return content

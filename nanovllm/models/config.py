@@ -2,9 +2,9 @@
 
 A family that differs by values is a row of ARCHITECTURES; one that differs by structure has a reader here, and its spec in a
 file of its own. What is not computed is refused by name, never ignored: a checkpoint that loads is one that is computed right.
-checkpoint.py has checked each field by itself (a size, a number, a switch); here it is judged what they mean together.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,15 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanovllm.checks import check_choice, naming
+from nanovllm.checks import check_choice, check_int, check_number, naming
+from nanovllm.config import DTYPES, MAX_SIZE
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.models.decoder import DecoderSpec, ModelSpec
 from nanovllm.models.moe import MoESpec
 from nanovllm.models.opt import OPTSpec
+
+Fields = dict[str, Any]
+_FAULTS = (ArithmeticError, AttributeError, KeyError, TypeError, ValueError)  # what a wrong value may lead to
 
 
 def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> ModelSpec:
@@ -26,13 +30,23 @@ def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> M
 
     Raises ValueError for what cannot be computed, or not divided among that many ranks.
     """
-    with naming(Path(config.name_or_path or "", "config.json"), AttributeError, KeyError, TypeError, ValueError):
+    with naming(Path(config.name_or_path or "", "config.json"), *_FAULTS):
         architecture = next(iter(config.architectures or ()), "(none)")
         if architecture not in ARCHITECTURES:
             raise ValueError(f"architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}")
         if getattr(config, "quantization_config", None):
             raise ValueError("quantized checkpoints (quantization_config) are not supported")
-        spec = ARCHITECTURES[architecture](config, dtype)
+        check_choice("dtype", str(dtype).removeprefix("torch."), DTYPES)
+        common = {
+            "vocab_size": _read_size(config, "vocab_size"),
+            "hidden_size": _read_size(config, "hidden_size"),
+            "num_layers": _read_size(config, "num_hidden_layers"),
+            "num_heads": _read_size(config, "num_attention_heads"),
+            "tie_embeddings": config.tie_word_embeddings,
+            "max_len": _read_size(config, "max_position_embeddings"),
+            "dtype": dtype,
+        }
+        spec = ARCHITECTURES[architecture](config, common)
         for name, num in spec.divided_sizes.items():
             if num % num_ranks:
                 raise ValueError(f"tensor_parallel_size={num_ranks} does not divide {name}={num}")
@@ -42,57 +56,50 @@ def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> M
         return spec
 
 
-def _read_decoder(
-    config: PretrainedConfig, dtype: torch.dtype, make_spec: type[DecoderSpec] = DecoderSpec, **of_family: Any
-) -> DecoderSpec:
-    """A decoder. `of_family` is what its family decides, whatever config.json says."""
+def _read_size(config: PretrainedConfig, name: str) -> int:
+    return check_int(name, getattr(config, name), 1, MAX_SIZE)
+
+
+def _read_decoder(config: PretrainedConfig, common: Fields, make: type[DecoderSpec] = DecoderSpec, **family: Any) -> DecoderSpec:
+    """A decoder. `family` is what its family decides, whatever config.json says."""
     check_choice("hidden_act", config.hidden_act, ("silu",))
-    max_len = config.max_position_embeddings
-    window = getattr(config, "sliding_window", None) or max_len
-    kinds = getattr(config, "layer_types", None) or ["full_attention" if window >= max_len else "sliding"]
-    if any(kind != "full_attention" for kind in kinds):
+    window = getattr(config, "sliding_window", None) or common["max_len"]
+    kinds = getattr(config, "layer_types", None) or ["full_attention" if window >= common["max_len"] else "sliding"]
+    if set(kinds) != {"full_attention"}:
         raise ValueError("sliding-window attention (sliding_window, layer_types, use_sliding_window) is not supported")
-    if config.num_attention_heads % config.num_key_value_heads:
+    num_heads, num_kv_heads = common["num_heads"], _read_size(config, "num_key_value_heads")
+    if num_heads % num_kv_heads:
         raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if head_dim % 2:
-        raise ValueError(f"head_dim must be even, for RoPE turns pairs of dimensions, not {head_dim}")
+    head_dim = check_int("head_dim", getattr(config, "head_dim", None) or common["hidden_size"] // num_heads, 1, MAX_SIZE)
     rope, max_len = _read_rope(config, head_dim)
-    fields: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_layers": config.num_hidden_layers,
-        "num_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads,
+    fields = {
+        **common,
+        "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": config.intermediate_size,
-        "norm_eps": config.rms_norm_eps,
+        "intermediate_size": _read_size(config, "intermediate_size"),
+        "norm_eps": check_number("rms_norm_eps", config.rms_norm_eps, low=0.0, open_low=True),
         "rope": rope,
         "qkv_bias": getattr(config, "attention_bias", False),
         "o_bias": getattr(config, "attention_bias", False),
         "mlp_bias": getattr(config, "mlp_bias", False),
-        "tie_embeddings": config.tie_word_embeddings,
         "max_len": max_len,
-        "dtype": dtype,
     }
-    return make_spec(**{**fields, **of_family})
+    return make(**{**fields, **family})
 
 
-def _read_qwen3_moe(config: PretrainedConfig, dtype: torch.dtype) -> DecoderSpec:
-    layers, step = range(config.num_hidden_layers), config.decoder_sparse_step
-    num_experts, num_chosen = config.num_experts, config.num_experts_per_tok
-    sparse_layers = {layer for layer in layers if num_experts and (layer + 1) % step == 0} - set(config.mlp_only_layers)
-    if sparse_layers and not 1 <= num_chosen <= num_experts:
-        raise ValueError(f"num_experts_per_tok={num_chosen} must be at least 1 and at most num_experts={num_experts}")
+def _read_qwen3_moe(config: PretrainedConfig, common: Fields) -> DecoderSpec:
+    layers, step = range(common["num_layers"]), _read_size(config, "decoder_sparse_step")
+    num_experts = _read_size(config, "num_experts")
+    sparse_layers = {layer for layer in layers if (layer + 1) % step == 0} - set(config.mlp_only_layers)
     return _read_decoder(
         config,
-        dtype,
+        common,
         MoESpec,
         qk_norm=True,
         mlp_bias=False,
         num_experts=num_experts,
-        num_experts_per_tok=num_chosen,
-        expert_size=config.moe_intermediate_size,
+        num_experts_per_tok=check_int("num_experts_per_tok", config.num_experts_per_tok, 1, num_experts),
+        expert_size=_read_size(config, "moe_intermediate_size"),
         normalize_weights=config.norm_topk_prob,
         dense_layers=frozenset(layers) - sparse_layers,
     )
@@ -106,42 +113,38 @@ def _read_rope(config: PretrainedConfig, head_dim: int) -> tuple[RopeSpec, int]:
     rope_type, max_len = rope["rope_type"], config.max_position_embeddings
     check_choice("rope_type", rope_type, ("default", "dynamic", "linear", "yarn", "llama3"))
     if rope_type in ("default", "dynamic"):  # the second stretches only what is longer than max_len
-        return RopeSpec.from_base(rope["rope_theta"], head_dim), max_len
-    if rope_type == "llama3" and not rope["low_freq_factor"] < rope["high_freq_factor"]:
-        raise ValueError(f"low_freq_factor={rope['low_freq_factor']} must be below high_freq_factor={rope['high_freq_factor']}")
-    with torch.device("cpu"):
-        inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+        spec = RopeSpec.from_base(rope["rope_theta"], head_dim)
+    else:
+        with torch.device("cpu"):
+            inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+        spec = RopeSpec(tuple(inv_freq.tolist()), attention_factor)
     if rope_type == "yarn":
         max_len = rope.get("original_max_position_embeddings", max_len)
-    if rope_type != "llama3":  # whose max_position_embeddings is the stretched one
+    if rope_type in ("linear", "yarn"):  # max_position_embeddings of llama3 is the stretched one
         max_len = int(max_len * rope["factor"])
-    return RopeSpec(tuple(inv_freq.tolist()), attention_factor), max_len
+    if not all(0.0 < value < math.inf for value in (*spec.inv_freq, spec.attention_factor, max_len)):
+        raise ValueError(f"frequencies, attention_factor and positions must be positive and finite: rope_parameters={rope}")
+    return spec, max_len
 
 
-def _read_opt(config: PretrainedConfig, dtype: torch.dtype) -> OPTSpec:
+def _read_opt(config: PretrainedConfig, common: Fields) -> OPTSpec:
     check_choice("activation_function", config.activation_function, ("relu",))
-    if config.hidden_size % config.num_attention_heads:
+    if common["hidden_size"] % common["num_heads"]:
         raise ValueError("hidden_size must be a multiple of num_attention_heads")
     return OPTSpec(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        embedding_size=config.word_embed_proj_dim,
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_attention_heads,
-        head_dim=config.hidden_size // config.num_attention_heads,
-        intermediate_size=config.ffn_dim,
+        **common,
+        embedding_size=_read_size(config, "word_embed_proj_dim"),
+        num_kv_heads=common["num_heads"],
+        head_dim=common["hidden_size"] // common["num_heads"],
+        intermediate_size=_read_size(config, "ffn_dim"),
         norm_first=config.do_layer_norm_before,
         final_norm=config.do_layer_norm_before and not config._remove_final_layer_norm,
         norm_has_weights=config.layer_norm_elementwise_affine,
         bias=config.enable_bias,
-        tie_embeddings=config.tie_word_embeddings,
-        max_len=config.max_position_embeddings,
-        dtype=dtype,
     )
 
 
-ARCHITECTURES: dict[str, Callable[[PretrainedConfig, torch.dtype], ModelSpec]] = {
+ARCHITECTURES: dict[str, Callable[[PretrainedConfig, Fields], ModelSpec]] = {
     "LlamaForCausalLM": _read_decoder,
     "MistralForCausalLM": partial(_read_decoder, qkv_bias=False, o_bias=False, mlp_bias=False),
     "MinistralForCausalLM": partial(_read_decoder, qkv_bias=False, o_bias=False, mlp_bias=False),

@@ -91,19 +91,15 @@ def _targets(model: nn.Module) -> dict[str, Target]:
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        weight_map = read_json(index).get("weight_map")
-        names: list[object] = list(weight_map.values()) if isinstance(weight_map, dict) else [weight_map]
-        for name in names:  # none may lead out of the directory
-            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-                raise ValueError(f"{index}: weight_map must name *.safetensors files beside it, not {name!r}")
-        paths = sorted({directory / str(name) for name in names})
+        with naming(index, AttributeError, KeyError, TypeError):
+            paths = {directory / name for name in read_json(index)["weight_map"].values()}
     elif (directory / "model.safetensors").exists():
-        paths = [directory / "model.safetensors"]
+        paths = {directory / "model.safetensors"}
     else:
-        paths = sorted(directory.glob("*.safetensors"))
+        paths = set(directory.glob("*.safetensors"))
     if not paths:
         raise ValueError(f"{directory} holds no *.safetensors (load_format='dummy' needs none)")
-    return paths
+    return sorted(paths)
 
 
 def _read_share(file: safe_open, name: str, target: Target) -> Tensor:
