@@ -186,8 +186,9 @@ def test_ends_within_an_accepted_draft() -> None:
     same(*beams)
 
 
-def test_a_guess_may_have_nan(tmp_path: Any, make_llm: MakeLLM) -> None:
-    """A token whose embedding is NaN, guessed and never drawn, ends nothing."""
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_a_guess_may_have_nan(tmp_path: Any, make_llm: MakeLLM, backend: str) -> None:
+    """A token whose embedding is NaN, guessed and never drawn, ends nothing, even where NaN reaches the tokens before it."""
     make_checkpoint(tmp_path, tie_word_embeddings=False)
     edit_weights(tmp_path, lambda weights: weights["model.embed_tokens.weight"][VOCAB_SIZE - 1].fill_(torch.nan))
 
@@ -202,7 +203,7 @@ def test_a_guess_may_have_nan(tmp_path: Any, make_llm: MakeLLM) -> None:
     prompts = [[token_id % (VOCAB_SIZE - 1) for token_id in prompt] for prompt in prompts]
     expected = make_llm(str(tmp_path)).generate(prompts, params, use_tqdm=False)
     assert not any(VOCAB_SIZE - 1 in output["token_ids"][:-1] for output in expected)
-    llm = make_llm(str(tmp_path), num_speculative_tokens=2)
+    llm = make_llm(str(tmp_path), num_speculative_tokens=2, attention_backend=backend)
     make_guess(llm, Poisoner)
     same(llm.generate(prompts, params, use_tqdm=False), expected)
     assert llm.stats["num_draft_tokens"] > 0
