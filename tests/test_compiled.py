@@ -43,6 +43,7 @@ def check(arch: int, kernels: list[dict]) -> None:
     }
     assert not [kernel for kernel in kernels if kernel["spilled"] > (16 if kernel["dtype"] == "float32" else 0)]
     assert not [kernel for kernel in kernels if kernel["shared"] > LARGEST_BLOCK[arch]]
+    assert all(kernel["fuses"] for kernel in kernels)
     prefill = [kernel for kernel in kernels if kernel["is_decode"] is False and kernel["dtype"] != "float32"]
     assert prefill and all(kernel["matrix"] == [MATRIX[arch]] for kernel in prefill)
 

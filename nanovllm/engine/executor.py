@@ -122,9 +122,21 @@ class Executor:
 
     def serve(self) -> None:
         """Compute this rank's share of the batches that rank 0 runs, until it sends an empty one."""
-        self.allocate_kv_cache()
-        while len(message := self.tp.receive()):
-            self.compute(Batch.unpack(message))
+        try:
+            self.allocate_kv_cache()
+            while len(message := self.tp.receive()):
+                self.compute(Batch.unpack(message))
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Part from the other ranks. CUDA graphs first: NCCL's abort waits until none is left that has a collective operation.
+
+        Not left to the garbage collector: attributes die in the order in which they were made, the group before the graphs.
+        """
+        self.graphs = None
+        if self.device.type == "cuda":
+            self.tp.group.abort()  # or what the GPU computes waits for the others for ever
 
     @torch.inference_mode()
     def compute(self, batch: Batch) -> Tensor:

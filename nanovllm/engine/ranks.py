@@ -151,11 +151,13 @@ class _Rank0(Thread):
         for process in self.processes.values():
             process.kill()
             process.join(_EXIT_TIMEOUT)
-        if self.executor and not self.processes:
+        if self.executor and self.processes:  # not here: NCCL's abort, too, may be stuck
+            leaving = Thread(target=self.executor.leave, daemon=True)
+            leaving.start()
+            leaving.join(_EXIT_TIMEOUT)
+        elif self.executor:
             self.tasks.put((futures.Future(), self.executor.tp.send, (torch.empty(0),)))  # which ends their `serve`
-        elif self.executor and self.executor.device.type == "cuda":
-            self.executor.graphs = None  # for whose end the abort would wait
-            self.executor.tp.group.abort()  # or what the GPU computes waits for the others for ever
+            self.tasks.put((futures.Future(), self.executor.leave, ()))
         self.tasks.put(None)
         if self is not current_thread():
             self.join(_EXIT_TIMEOUT)
