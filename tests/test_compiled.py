@@ -68,6 +68,15 @@ def test_attention_loops(kernels: dict[int, list[dict]]) -> None:
     assert found[False] <= 400 and found[True] <= 380
 
 
+def test_what_is_known_is_launched_directly() -> None:
+    """The same launches, argument for argument, without Triton's search for the compiled kernel; but for the sampler's two, which
+    a step launches once."""
+    first, second = finish(start(90, "--twice"))
+    assert first["launched"] == second["launched"] and len(first["launched"]) > 12
+    assert set(first["searched"]) >= {"_attend_kernel", "_join_splits_kernel", "_rotate_and_store_kernel"}
+    assert set(second["searched"]) == {"_sample_kernel", "_filter_kernel"}
+
+
 def test_nothing_is_compiled_while_serving() -> None:
     """With graphs and without: the trial steps of an engine's start have met every kernel in every form."""
     compiled = finish(start(90, "--serving"))
