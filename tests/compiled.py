@@ -211,7 +211,8 @@ def serve(num_heads: int, num_kv_heads: int, vocab_size: int, enforce_eager: boo
     runner, executor = llm.model_runner, llm.model_runner.executor
     if not enforce_eager:
         with torch.inference_mode():
-            executor.graphs = graphs.CudaGraphs(executor.model, executor.kv_caches, 40, executor.block_table_width)
+            sizes = graphs.batch_sizes(40)
+            executor.graphs = graphs.CudaGraphs(executor.model, executor.kv_caches, sizes, executor.block_table_width)
     executor.warm_up(runner._sample_all)
     for part, (lengths, params) in LIFE.items():
         parts.append(part)

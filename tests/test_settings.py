@@ -160,6 +160,11 @@ def test_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [str(find_device(name, local_rank=3)) for name in ("auto", "cuda", "cpu")] == ["cuda:3", "cuda:3", "cpu"]
     with pytest.raises(ValueError, match="every rank needs its own"):
         find_device("cuda:1", local_rank=0)
+    with pytest.raises(ValueError, match="'cuda:4' is not there"):
+        find_device("cuda", local_rank=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 1)  # as a launcher such as Slurm shows each rank its own
+        assert str(find_device("cuda", local_rank=3)) == "cuda:0"
     executor.use_device(find_device("cuda"))
     executor.use_device(find_device("cpu"))
     assert entered == [torch.device("cuda:2"), -1], "-1 is none at all: on a CPU, the caller's GPU stays the current one"

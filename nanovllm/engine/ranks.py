@@ -106,7 +106,8 @@ class Ranks:
 
     def _start_processes(self, model: Model, processes: dict[Connection, BaseProcess]) -> dist.Store:
         size, num_threads = model[0].tensor_parallel_size, torch.get_num_threads()
-        find_device(model[0].device, size - 1)  # is there one for every rank?
+        if find_device(model[0].device, 0).type == "cuda":
+            find_device(f"cuda:{size - 1}")  # is there one for every rank?
         share = max(1, num_threads // size)
         self.call(torch.set_num_threads, share)  # of rank 0's thread
         torch.set_num_threads(num_threads)  # and as it was for all others
