@@ -144,15 +144,18 @@ def test_a_batch_survives_packing(num_seqs: int, width: int) -> None:
                 assert value == other
 
 
-def test_long_messages_arrive() -> None:
-    """In two pieces; and short ones afterwards."""
-    store, received = dist.HashStore(), []
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_long_messages_arrive(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two pieces; and short ones afterwards. From host to host: NCCL, played by a mock, has no part in it."""
+    store, received, nccl = dist.HashStore(), [], MagicMock()
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     messages = [
         torch.randint(2**31 - 1, (length,), dtype=torch.int32) for length in (FIRST_PART - 1, FIRST_PART, 3 * FIRST_PART, 5, 0)
     ]
 
     def meet(rank: int) -> TensorParallel:
-        return join(torch.device("cpu"), 2, (rank, rank, store))
+        return join(torch.device(kind), 2, (rank, rank, store))
 
     def receive() -> None:
         tp = meet(1)
@@ -165,6 +168,7 @@ def test_long_messages_arrive() -> None:
         tp.send(message)
     thread.join(60)
     assert [message.tolist() for message in received] == [message.tolist() for message in messages]
+    assert not nccl.return_value.mock_calls
 
 
 def test_sizes_that_do_not_divide(tmp_path: Path) -> None:

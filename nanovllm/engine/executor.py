@@ -168,15 +168,14 @@ def join(device: torch.device, size: int, place: Place) -> TensorParallel:
     """Meet the other ranks."""
     rank, _, store = place
     store.set_timeout(_FOREVER)  # NCCL waits there for rank 0, which may still load its weights
-    group: Any  # see TensorParallel
+    host_group = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, _FOREVER)
+    group: Any = host_group  # see TensorParallel
     if device.type == "cuda":
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _FOREVER
         group = dist.ProcessGroupNCCL(store, rank, size, options)
-    else:
-        group = dist.ProcessGroupGloo(store, rank, size, _FOREVER)
-    return TensorParallel(rank, size, group, torch.empty(FIRST_PART, dtype=torch.int32, device=device))
+    return TensorParallel(rank, size, group, host_group, torch.empty(FIRST_PART, dtype=torch.int32, device="cpu"))
 
 
 def find_device(name: str, local_rank: int | None = None) -> torch.device:
