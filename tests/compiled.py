@@ -3,6 +3,7 @@
     python tests/compiled.py 90              the kernels of a few models on sm_90, a line of JSON each
     python tests/compiled.py 90 --all        of many models: all numbers of heads, sizes and dtypes that matter to a kernel
     python tests/compiled.py 90 --serving    what an engine compiles at its start and while it serves
+    python tests/compiled.py 90 --twice      what a step launches, and what it launches when it has all been compiled
 
 Triton gets a driver that claims to drive such a GPU, and whose launches do nothing. Layers and launchers are the engine's
 own, on CPU tensors: so tiles, warps, stages and the specialisation of arguments are those of real launches. The compiler
@@ -24,7 +25,7 @@ from types import SimpleNamespace
 
 os.environ["TRITON_INTERPRET"] = "0"
 os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="triton")
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+os.environ["TRITON_DEFAULT_FP_FUSION"] = "0"  # as of Triton 3.10: the kernels must ask for it themselves
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
@@ -52,6 +53,7 @@ BLOCK_SIZE = 16
 class FakeDriver:
     def __init__(self, arch: int) -> None:
         self.arch = arch
+        self.launched: list[list[str]] = []
         self.utils = SimpleNamespace(
             load_binary=lambda *_: (1, 1, 0, 0, 1024),  # module, function, registers, spills, threads at most
             unload_module=lambda *_: None,
@@ -71,7 +73,13 @@ class FakeDriver:
         return torch.device("cpu")
 
     def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
-        return lambda *arguments, **options: None
+        return lambda *arguments, **options: self.launched.append([source.fn.__name__, *map(describe, arguments)])
+
+
+def describe(argument: object) -> str:
+    if isinstance(argument, torch.Tensor):
+        return f"{argument.dtype} {list(argument.shape)}"
+    return repr(argument) if isinstance(argument, (int, float, tuple)) else type(argument).__name__
 
 
 def make_spec(dtype: torch.dtype, head_dim: int, group_size: int, **options) -> DecoderSpec:
@@ -112,6 +120,7 @@ def inspect(kernel: triton.compiler.CompiledKernel) -> dict:
         "registers": used["REG"],
         "spilled": used["STACK"] + used["LOCAL"],  # bytes of a thread
         "shared": kernel.metadata.shared,
+        "fuses": kernel.metadata.enable_fp_fusion,  # a product and a sum in one instruction, rounded once
         "loops": sorted(find_loops(code)),
         "matrix": [name for name, pattern in MATRIX.items() if re.search(pattern, kernel.asm["ptx"])],
     }
@@ -155,6 +164,17 @@ def compile_all(models: list[tuple[torch.dtype, int, int]]) -> None:
                 print(json.dumps({**setting, **inspect(kernel)}), flush=True)
 
 
+def launch_twice(arch: int) -> None:
+    """What is launched, and by Triton's own way or directly."""
+    fake, run, ways = FakeDriver(arch), JITFunction.run, []
+    driver.set_active(fake)
+    JITFunction.run = lambda self, *args, **options: (ways.append(self.__name__), run(self, *args, **options))[1]
+    for _ in range(2):
+        fake.launched, ways[:] = [], []
+        launch(make_spec(torch.bfloat16, 128, 2, qk_norm=True))
+        print(json.dumps({"launched": fake.launched, "searched": ways}))
+
+
 LIFE = {  # lengths of prompts, and what their sampling params say
     "greedy": ([20], {"temperature": 0.0}),
     "lengths of 1 to 33": ([1, 2, 15, 16, 17, 31, 32, 33], {"temperature": 0.0}),
@@ -191,7 +211,8 @@ def serve(num_heads: int, num_kv_heads: int, vocab_size: int, enforce_eager: boo
     runner, executor = llm.model_runner, llm.model_runner.executor
     if not enforce_eager:
         with torch.inference_mode():
-            executor.graphs = graphs.CudaGraphs(executor.model, executor.kv_caches, 40, executor.block_table_width)
+            sizes = graphs.batch_sizes(40)
+            executor.graphs = graphs.CudaGraphs(executor.model, executor.kv_caches, sizes, executor.block_table_width)
     executor.warm_up(runner._sample_all)
     for part, (lengths, params) in LIFE.items():
         parts.append(part)
@@ -214,12 +235,15 @@ if __name__ == "__main__":
     parser.add_argument("arch", type=int, choices=SHARED_LIMIT)
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--serving", action="store_true")
+    parser.add_argument("--twice", action="store_true")
     args = parser.parse_args()
     driver.set_active(FakeDriver(args.arch))
     kernels.find_twins = lambda device_type, dtype: twins.TWINS
     Batch.to = lambda self, device: Batch.unpack(self.pack())  # its tensors lie in one, as on a GPU
     attention._describe_gpu = lambda device: (args.arch // 10, 132)
-    if args.serving:
+    if args.twice:
+        launch_twice(args.arch)
+    elif args.serving:
         serve(16, 8, 20_000, enforce_eager=False)
         serve(14, 2, 1009, enforce_eager=True)
     else:

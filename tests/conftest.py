@@ -12,6 +12,10 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # of pytest-xdist: started by a process that has come through here before
+if IS_WORKER and (visible := os.environ.pop("NANOVLLM_TESTS_SEE", None)) is not None:
+    del os.environ["CUDA_VISIBLE_DEVICES"]
+    os.environ.update({} if visible == "all" else {"CUDA_VISIBLE_DEVICES": visible})
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")  # of the kernels for GPUs
 if not ON_GPU:
@@ -31,6 +35,8 @@ if ON_GPU:  # what a test does not mark `gpu` is meant for the CPU, also in proc
     torch.cuda.init()
     torch.cuda.device_count()  # remembered from here on
     VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not IS_WORKER:
+        os.environ["NANOVLLM_TESTS_SEE"] = "all" if VISIBLE is None else VISIBLE
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     DEFAULTS["device"] = "cpu"
 

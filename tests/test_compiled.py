@@ -43,6 +43,7 @@ def check(arch: int, kernels: list[dict]) -> None:
     }
     assert not [kernel for kernel in kernels if kernel["spilled"] > (16 if kernel["dtype"] == "float32" else 0)]
     assert not [kernel for kernel in kernels if kernel["shared"] > LARGEST_BLOCK[arch]]
+    assert all(kernel["fuses"] for kernel in kernels)
     prefill = [kernel for kernel in kernels if kernel["is_decode"] is False and kernel["dtype"] != "float32"]
     assert prefill and all(kernel["matrix"] == [MATRIX[arch]] for kernel in prefill)
 
@@ -65,6 +66,15 @@ def test_attention_loops(kernels: dict[int, list[dict]]) -> None:
         if kernel["kernel"] == "_attend_kernel" and (kernel["dtype"], kernel["head_dim"]) == ("bfloat16", 128):
             found[kernel["is_decode"]] = kernel["loops"][-2]  # of the two over pieces the shorter one
     assert found[False] <= 400 and found[True] <= 380
+
+
+def test_what_is_known_is_launched_directly() -> None:
+    """The same launches, argument for argument, without Triton's search for the compiled kernel; but for the sampler's two, which
+    a step launches once."""
+    first, second = finish(start(90, "--twice"))
+    assert first["launched"] == second["launched"] and len(first["launched"]) > 12
+    assert set(first["searched"]) >= {"_attend_kernel", "_join_splits_kernel", "_rotate_and_store_kernel"}
+    assert set(second["searched"]) == {"_sample_kernel", "_filter_kernel"}
 
 
 def test_nothing_is_compiled_while_serving() -> None:

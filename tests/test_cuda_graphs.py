@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import DEVICE, ON_GPU, Oracle, make_batch, make_checkpoint, random_prompt
 from transformers import OPTConfig
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.batch import Batch
 from nanovllm.kernels.cuda import graphs
 from nanovllm.kernels.cuda.graphs import CudaGraphs, batch_sizes, pack_padded
@@ -54,9 +55,8 @@ def make_llm_with_graphs(make_llm: Callable[..., LLM], monkeypatch: pytest.Monke
         executor = llm.model_runner.executor
         if not ON_GPU:
             with torch.inference_mode():
-                executor.graphs = CudaGraphs(
-                    executor.model, executor.kv_caches, llm.config.max_num_seqs, executor.block_table_width
-                )
+                sizes = batch_sizes(llm.config.max_num_seqs)
+                executor.graphs = CudaGraphs(executor.model, executor.kv_caches, sizes, executor.block_table_width)
         return llm
 
     if not ON_GPU:
@@ -113,6 +113,17 @@ def test_every_batch_size(make_llm_with_graphs: Callable[..., LLM]) -> None:
             replayed = run(executor.graphs.run, batch)
         assert len(eager[0]) == sum(seq.lane % 3 != 1 for seq in running[-num_seqs:])
         torch.testing.assert_close(replayed, eager, atol=1e-4, rtol=1e-4)
+
+
+def test_the_profile_run_records_the_largest_alone(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Played on the CPU: a start with a GPU whose memory is to be measured."""
+    executor, recorded, capture = make_llm(max_num_seqs=20).model_runner.executor, [], kernels.capture_decode_steps
+    on_gpu = torch.nn.Module(), None, [SimpleNamespace(device=torch.device("cuda"))]
+    monkeypatch.setattr(kernels, "capture_decode_steps", lambda decoder, backend, caches, *sizes: capture(*on_gpu, *sizes))
+    monkeypatch.setattr(kernels, "CudaGraphs", lambda decoder, kv_caches, sizes, width: recorded.append(sizes))
+    monkeypatch.setattr("nanovllm.engine.executor.count_blocks", lambda *args: (args[5](), (9, "arithmetic"))[1])
+    executor.allocate_kv_cache()
+    assert recorded == [[20], batch_sizes(20)]
 
 
 def test_enforce_eager(make_llm: Callable[..., LLM]) -> None:

@@ -523,12 +523,14 @@ def test_the_trials_of_a_start(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
 
     wrong: list[tuple[str, object]] = [
         ("attend", lambda query, *_: torch.zeros_like(query)),
-        ("_join_splits_kernel", MagicMock()),
+        ("_join_splits_kernel", MagicMock(arg_names=[])),
     ]
     for name, function in (*wrong, ("attend", attend_to_64)):
         with monkeypatch.context() as patch:
             patch.setattr(backend, name, function)
+            backend._prepare.cache_clear()
             assert "are off by" in try_out(trial)
+    backend._prepare.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["triton", "flash_attn"])

@@ -10,10 +10,13 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
 from multiprocessing import Pipe
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -24,7 +27,7 @@ from conftest import Oracle, check_invariants, greedy, make_checkpoint, random_p
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Batch
 from nanovllm.engine import ranks
-from nanovllm.engine.executor import join
+from nanovllm.engine.executor import Executor, join
 from nanovllm.layers.tensor_parallel import FIRST_PART, TensorParallel
 
 POOL = {"num_kvcache_blocks": 64, "kvcache_block_size": 4}
@@ -141,15 +144,18 @@ def test_a_batch_survives_packing(num_seqs: int, width: int) -> None:
                 assert value == other
 
 
-def test_long_messages_arrive() -> None:
-    """In two pieces; and short ones afterwards."""
-    store, received = dist.HashStore(), []
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_long_messages_arrive(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two pieces; and short ones afterwards. From host to host: NCCL, played by a mock, has no part in it."""
+    store, received, nccl = dist.HashStore(), [], MagicMock()
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     messages = [
         torch.randint(2**31 - 1, (length,), dtype=torch.int32) for length in (FIRST_PART - 1, FIRST_PART, 3 * FIRST_PART, 5, 0)
     ]
 
     def meet(rank: int) -> TensorParallel:
-        return join(torch.device("cpu"), 2, (rank, rank, store))
+        return join(torch.device(kind), 2, (rank, rank, store))
 
     def receive() -> None:
         tp = meet(1)
@@ -162,6 +168,7 @@ def test_long_messages_arrive() -> None:
         tp.send(message)
     thread.join(60)
     assert [message.tolist() for message in received] == [message.tolist() for message in messages]
+    assert not nccl.return_value.mock_calls
 
 
 def test_sizes_that_do_not_divide(tmp_path: Path) -> None:
@@ -318,6 +325,74 @@ def test_exit_in_a_step(tiny: tuple[str, Oracle]) -> None:
             llm.generate([[1, 2]] * 8, greedy(100), use_tqdm=False)
     timer.join()
     assert seconds[0] < 3
+
+
+class GroupOfGraphs:
+    """As of NCCL: its abort waits until nobody holds the CUDA graphs that have a collective operation in them."""
+
+    def __init__(self) -> None:
+        graphs = threading.Event()  # any object that can be referred to weakly
+        self.graphs, self.is_aborted = weakref.ref(graphs), False
+        self.executor = object.__new__(Executor)
+        vars(self.executor).update(device=torch.device("cuda"), graphs=graphs, tp=TensorParallel(0, 2, self))
+
+    def abort(self) -> None:
+        deadline = time.monotonic() + 60
+        while self.graphs() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.is_aborted = self.graphs() is None
+
+
+class FakeProcess:
+    def kill(self) -> None: ...
+    def join(self, timeout: float) -> None: ...
+
+
+@pytest.mark.parametrize("is_torchrun", [False, True])
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_graphs_end_before_the_group(is_torchrun: bool, is_stuck: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On rank 0, whether or not its thread waits for a lost rank; under torchrun, the others are told first."""
+    monkeypatch.setattr(ranks, "_EXIT_TIMEOUT", 1.0)
+    seen, group, done, sent = object.__new__(ranks.Ranks), GroupOfGraphs(), threading.Event(), []
+    monkeypatch.setattr(TensorParallel, "send", lambda self, message: sent.append((len(message), group.is_aborted)))
+    seen.ended, seen.rank_0 = None, ranks._Rank0(seen)
+    seen.rank_0.executor = group.executor
+    seen.rank_0.processes = {} if is_torchrun else {None: FakeProcess()}
+    if is_stuck:
+        seen.rank_0.tasks.put((Future(), done.wait, (30,)))
+    start = time.monotonic()
+    seen.stop("of the test")
+    assert time.monotonic() - start < 5
+    assert (is_torchrun and is_stuck) or group.is_aborted  # torchrun itself ends rank 0 then
+    done.set()
+    seen.rank_0.join()
+    assert sent == [(0, False)] * is_torchrun and group.is_aborted
+
+
+def test_an_abort_that_does_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else holds the graphs, such as the traceback of an error: the engine's end does not wait for that."""
+    monkeypatch.setattr(ranks, "_EXIT_TIMEOUT", 0.5)
+    seen, group = object.__new__(ranks.Ranks), GroupOfGraphs()
+    held = group.executor.graphs
+    seen.ended, seen.rank_0 = None, ranks._Rank0(seen)
+    seen.rank_0.executor, seen.rank_0.processes = group.executor, {None: FakeProcess()}
+    start = time.monotonic()
+    seen.stop("of the test")
+    assert time.monotonic() - start < 5 and not group.is_aborted
+    del held
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError("on purpose")])
+def test_graphs_end_before_the_group_of_a_serving_rank(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is told to end, and when it fails."""
+    group, messages = GroupOfGraphs(), [torch.zeros(1), torch.zeros(0)]
+    monkeypatch.setattr(TensorParallel, "receive", lambda self: messages.pop(0))
+    monkeypatch.setattr(Executor, "allocate_kv_cache", lambda self: None)
+    monkeypatch.setattr(Batch, "unpack", lambda message: message)
+    monkeypatch.setattr(Executor, "compute", MagicMock(side_effect=error))
+    with nullcontext() if error is None else pytest.raises(type(error)):
+        group.executor.serve()
+    assert group.is_aborted and len(messages) == (error is not None)
 
 
 def test_interrupted_calls_are_undone(tiny: tuple[str, Oracle]) -> None:

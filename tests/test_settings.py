@@ -1,9 +1,14 @@
 """What surrounds an engine: the caller's torch settings, the GPU that is current, and the memory that is left behind."""
 
 import gc
+import json
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -155,6 +160,11 @@ def test_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [str(find_device(name, local_rank=3)) for name in ("auto", "cuda", "cpu")] == ["cuda:3", "cuda:3", "cpu"]
     with pytest.raises(ValueError, match="every rank needs its own"):
         find_device("cuda:1", local_rank=0)
+    with pytest.raises(ValueError, match="'cuda:4' is not there"):
+        find_device("cuda", local_rank=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 1)  # as a launcher such as Slurm shows each rank its own
+        assert str(find_device("cuda", local_rank=3)) == "cuda:0"
     executor.use_device(find_device("cuda"))
     executor.use_device(find_device("cpu"))
     assert entered == [torch.device("cuda:2"), -1], "-1 is none at all: on a CPU, the caller's GPU stays the current one"
@@ -175,3 +185,32 @@ def test_exit_leaves_nothing_to_the_garbage_collector(make_llm: MakeLLM) -> None
         assert not any(ref() is not None for ref in left)
     finally:
         gc.enable()
+
+
+CLAIMS_A_GPU = """
+import json, os, subprocess, sys, torch
+
+torch.cuda.is_available = lambda: os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+torch.cuda.init, torch.cuda.device_count = lambda: None, lambda: 1
+import conftest
+
+script, name = sys.argv[1:]
+print(json.dumps([name, getattr(conftest, "VISIBLE", "nothing")]), flush=True)
+children = {"first": {"worker": {"PYTEST_XDIST_WORKER": "gw0"}, "child": {}}, "worker": {"worker's child": {}}}
+for child, environment in children.get(name, {}).items():
+    subprocess.run([sys.executable, "-c", script, script, child], env={**os.environ, **environment}, check=True)
+"""
+
+
+@pytest.mark.parametrize("visible", ["3", None])
+def test_workers_of_xdist_see_the_gpu(visible: str | None) -> None:
+    """They are started, as any process that a test starts, by one that has hidden its GPUs; a stand-in's driver claims one."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    for name in ("CUDA_VISIBLE_DEVICES", "NANOVLLM_TESTS_SEE", "PYTEST_XDIST_WORKER"):
+        environment.pop(name, None)
+    environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    command = [sys.executable, "-c", CLAIMS_A_GPU, CLAIMS_A_GPU, "first"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    seen = dict(json.loads(line) for line in done.stdout.splitlines())
+    assert seen == {"first": visible, "worker": visible, "worker's child": "nothing", "child": "nothing"}

@@ -65,7 +65,7 @@ class Executor:
         """Size the KV cache, on a GPU by a profile run, and allocate it. `sample` takes the logits of each trial step."""
 
         def profile_run() -> None:
-            self._allocate(num_blocks=1)
+            self._allocate(num_blocks=1, is_profile=True)
             sample(self.compute(self.largest_batch()))
 
         sizes = self.block_size, self.max_model_len
@@ -92,7 +92,7 @@ class Executor:
         """Blocks of the longest sequence."""
         return -(-self.max_model_len // self.block_size)
 
-    def _allocate(self, num_blocks: int) -> None:
+    def _allocate(self, num_blocks: int, is_profile: bool = False) -> None:
         spec = self.spec
         shape = (2, num_blocks, self.block_size, self.tp.divide(spec.num_kv_heads)[0], spec.head_dim)
         self.graphs, self.kv_caches = None, list[Tensor]()  # first of all let go of the old ones
@@ -107,7 +107,7 @@ class Executor:
         for kv_cache in self.kv_caches:
             kv_cache[:, : -(-self.config.max_num_batched_tokens // self.block_size)].zero_()
         max_num_decodes = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        steps = self.model, self.backend, self.kv_caches, max_num_decodes, self.block_table_width
+        steps = self.model, self.backend, self.kv_caches, max_num_decodes, self.block_table_width, is_profile
         if self.config.enable_kernels and not self.config.enforce_eager:
             self.graphs = kernels.capture_decode_steps(*steps)
 
@@ -123,9 +123,21 @@ class Executor:
 
     def serve(self) -> None:
         """Compute this rank's share of the batches that rank 0 runs, until it sends an empty one."""
-        self.allocate_kv_cache()
-        while len(message := self.tp.receive()):
-            self.compute(Batch.unpack(message))
+        try:
+            self.allocate_kv_cache()
+            while len(message := self.tp.receive()):
+                self.compute(Batch.unpack(message))
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Part from the other ranks. CUDA graphs first: NCCL's abort waits until none is left that has a collective operation.
+
+        Not left to the garbage collector: attributes die in the order in which they were made, the group before the graphs.
+        """
+        self.graphs = None
+        if self.device.type == "cuda":
+            self.tp.group.abort()  # or what the GPU computes waits for the others for ever
 
     @torch.inference_mode()
     def compute(self, batch: Batch) -> Tensor:
@@ -158,19 +170,18 @@ def join(device: torch.device, size: int, place: Place) -> TensorParallel:
     """Meet the other ranks."""
     rank, _, store = place
     store.set_timeout(_FOREVER)  # NCCL waits there for rank 0, which may still load its weights
-    group: Any  # see TensorParallel
+    host_group = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, _FOREVER)
+    group: Any = host_group  # see TensorParallel
     if device.type == "cuda":
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _FOREVER
         group = dist.ProcessGroupNCCL(store, rank, size, options)
-    else:
-        group = dist.ProcessGroupGloo(store, rank, size, _FOREVER)
-    return TensorParallel(rank, size, group, torch.empty(FIRST_PART, dtype=torch.int32, device=device))
+    return TensorParallel(rank, size, group, host_group, torch.empty(FIRST_PART, dtype=torch.int32, device="cpu"))
 
 
 def find_device(name: str, local_rank: int | None = None) -> torch.device:
-    """The device of that name: of several GPUs the current one, or that of a machine's rank.
+    """The device of that name: of several GPUs the current one, or that of a machine's rank, which may see no other.
 
     Raises ValueError if it is not known or not there.
     """
@@ -184,7 +195,7 @@ def find_device(name: str, local_rank: int | None = None) -> torch.device:
     if local_rank is not None:
         if index:
             raise ValueError(f"device={name!r} is one GPU, but every rank needs its own: use 'cuda'")
-        index = str(local_rank)
+        index = str(local_rank if torch.cuda.device_count() > 1 else 0)  # launchers such as Slurm may show each rank its own
     if int(index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device 'cuda:{index or 0}' is not there: this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", int(index) if index else torch.cuda.current_device())

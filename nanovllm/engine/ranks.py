@@ -106,7 +106,8 @@ class Ranks:
 
     def _start_processes(self, model: Model, processes: dict[Connection, BaseProcess]) -> dist.Store:
         size, num_threads = model[0].tensor_parallel_size, torch.get_num_threads()
-        find_device(model[0].device, size - 1)  # is there one for every rank?
+        if find_device(model[0].device, 0).type == "cuda":
+            find_device(f"cuda:{size - 1}")  # is there one for every rank?
         share = max(1, num_threads // size)
         self.call(torch.set_num_threads, share)  # of rank 0's thread
         torch.set_num_threads(num_threads)  # and as it was for all others
@@ -151,11 +152,13 @@ class _Rank0(Thread):
         for process in self.processes.values():
             process.kill()
             process.join(_EXIT_TIMEOUT)
-        if self.executor and not self.processes:
+        if self.executor and self.processes:  # not here: NCCL's abort, too, may be stuck
+            leaving = Thread(target=self.executor.leave, daemon=True)
+            leaving.start()
+            leaving.join(_EXIT_TIMEOUT)
+        elif self.executor:
             self.tasks.put((futures.Future(), self.executor.tp.send, (torch.empty(0),)))  # which ends their `serve`
-        elif self.executor and self.executor.device.type == "cuda":
-            self.executor.graphs = None  # for whose end the abort would wait
-            self.executor.tp.group.abort()  # or what the GPU computes waits for the others for ever
+            self.tasks.put((futures.Future(), self.executor.leave, ()))
         self.tasks.put(None)
         if self is not current_thread():
             self.join(_EXIT_TIMEOUT)

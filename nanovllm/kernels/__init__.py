@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.cpu.shared_memory import share_memory as share_memory
-from nanovllm.kernels.cuda.graphs import CudaGraphs
+from nanovllm.kernels.cuda.graphs import CudaGraphs, batch_sizes
 from nanovllm.kernels.trial import try_backend, try_out
 from nanovllm.layers.attention import Backend
 
@@ -89,13 +89,15 @@ def find_twins(device_type: str, dtype: torch.dtype) -> list[type[Twin]]:
 
 @torch.inference_mode()
 def capture_decode_steps(
-    decoder: nn.Module, backend: Backend, kv_caches: list[torch.Tensor], max_num_seqs: int, block_table_width: int
-) -> CudaGraphs | None:
-    """CUDA graphs of `decoder` over these caches; None where a step cannot be captured.
+    decoder: nn.Module, backend: Backend, kv_caches: list[torch.Tensor], max_num_seqs: int, block_table_width: int,
+    only_largest: bool = False,
+) -> CudaGraphs | None:  # fmt: skip
+    """CUDA graphs of `decoder` over these caches; None where a step cannot be captured. The largest takes most of the memory.
 
     A module whose shapes depend on the numbers in its input (which experts are chosen) says SUPPORTS_CUDA_GRAPHS = False.
     """
     parts = (backend, *decoder.modules())
     if kv_caches[0].device.type != "cuda" or not all(getattr(part, "SUPPORTS_CUDA_GRAPHS", True) for part in parts):
         return None
-    return CudaGraphs(decoder, kv_caches, max_num_seqs, block_table_width)
+    sizes = batch_sizes(max_num_seqs)
+    return CudaGraphs(decoder, kv_caches, sizes[-1:] if only_largest else sizes, block_table_width)

@@ -21,7 +21,10 @@ class TensorParallel:
     size: int = 1
     # A ProcessGroupGloo or ProcessGroupNCCL, whose methods torch does not annotate. None: there is only this rank.
     group: Any = None
-    # The size and the first part of a message: int32 [FIRST_PART] on the group's device.
+    # A ProcessGroupGloo for what the hosts tell each other: an idle rank waits there for a message without spinning, and no GPU
+    # has to be waited for. On a CPU the same as `group`.
+    host_group: Any = None
+    # The size and the first part of a message: int32 [FIRST_PART] on the host.
     first: Tensor = field(default_factory=partial(torch.empty, 0))
 
     def divide(self, num: int) -> tuple[int, int]:
@@ -50,28 +53,27 @@ class TensorParallel:
         """Of each number the least on any rank. Nobody goes on before all are here."""
         if self.group is None:
             return numbers
-        least = torch.tensor(numbers, device=self.first.device)
-        self.group.allreduce(least, dist.ReduceOp.MIN).wait()
+        least = torch.tensor(numbers, device="cpu")
+        self.host_group.allreduce(least, dist.ReduceOp.MIN).wait()
         return least.tolist()
 
     def send(self, message: Tensor) -> None:
         """To all ranks that `receive`, from rank 0: int32 [num_numbers] on the host. One broadcast, two if it is long."""
         self.first[0] = len(message)
         self.first[1 : len(message) + 1] = message[: FIRST_PART - 1]
-        self.group.broadcast(self.first, 0).wait()
+        self.host_group.broadcast(self.first, 0).wait()
         if len(message) >= FIRST_PART:
-            self.group.broadcast(message[FIRST_PART - 1 :].to(self.first.device), 0).wait()
+            self.host_group.broadcast(message[FIRST_PART - 1 :], 0).wait()
 
     def receive(self) -> Tensor:
         """What rank 0 sends next, on the host. Valid until the message after it."""
-        self.group.broadcast(self.first, 0).wait()
-        first = self.first.cpu()
-        num_numbers = int(first[0])
+        self.host_group.broadcast(self.first, 0).wait()
+        num_numbers = int(self.first[0])
         if num_numbers < FIRST_PART:
-            return first[1 : num_numbers + 1]
+            return self.first[1 : num_numbers + 1]
         rest = self.first.new_empty(num_numbers + 1 - FIRST_PART)
-        self.group.broadcast(rest, 0).wait()
-        return torch.cat((first[1:], rest.cpu()))
+        self.host_group.broadcast(rest, 0).wait()
+        return torch.cat((self.first[1:], rest))
 
 
 ALONE = TensorParallel()

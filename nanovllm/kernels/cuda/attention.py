@@ -18,6 +18,7 @@ a power of two (masked).
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,6 +27,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from nanovllm.batch import Batch
+from nanovllm.kernels.cuda.launch import Launch, is_aligned
 
 NAME = "triton"
 PREFERRED_BLOCK_SIZE = 16
@@ -53,9 +55,16 @@ def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Te
     num_tokens, num_kv_heads, head_dim = key.shape
     row_size = num_kv_heads * head_dim
     assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1) and kv_cache.is_contiguous()
-    block = min(1024, triton.next_power_of_2(row_size))
-    strides = key.stride(0), value.stride(0)
-    _store_kvcache_kernel[(num_tokens,)](key, value, *kv_cache, slot_mapping, *strides, row_size, BLOCK=block)
+    sizes = key.stride(0), value.stride(0), row_size
+    store = _prepare_store(key.device, key.dtype, *sizes, is_aligned(key), is_aligned(value))
+    store((num_tokens, 1, 1), key, value, *kv_cache, slot_mapping, *sizes)
+
+
+@cache
+def _prepare_store(
+    device: torch.device, dtype: torch.dtype, key_stride: int, value_stride: int, row_size: int, *aligned: bool
+) -> Launch:
+    return Launch(_store_kvcache_kernel, BLOCK=min(1024, triton.next_power_of_2(row_size)))
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping_ptr"])  # it may lie anywhere in a packed batch
@@ -89,31 +98,51 @@ def _attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output:
     """The rows of `output` that belong to decodes, or the others."""
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = kv_cache.shape[2:4]
-    num_seqs, group_size, dim = len(batch.context_lens), num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
-    capability, num_processors = _describe_gpu(query.device)
-    rows, piece, num_warps, num_stages = _choose_tile(is_decode, dim, query.dtype, capability)
+    num_seqs, sizes = len(batch.context_lens), (num_heads, num_kv_heads, head_dim, block_size)
+    kernels = _prepare(is_decode, query.device, query.dtype, *sizes, is_aligned(query))
+    # Per split: the normalized output, and log2 of its sum of exponentials, by which the splits are weighed.
+    num_splits, split_outputs, log_sums = 1, kernels.no_splits, kernels.no_splits
     if is_decode:
-        tokens, num_splits = 1, _count_splits(num_seqs * num_kv_heads, batch.max_seqlen_k, num_processors)
+        num_splits = _count_splits(num_seqs * num_kv_heads, batch.max_seqlen_k, kernels.num_processors)
         grid = num_kv_heads, num_seqs, num_splits  # KV heads first: programs that run together read neighbouring memory
     else:
-        tokens, num_splits = max(1, rows // group_size), 1
-        grid = (num_tokens // tokens + num_seqs) * num_kv_heads, 1, 1
-    # Per split: the normalized output, and log2 of its sum of exponentials, by which the splits are weighed.
-    num_split_seqs = num_seqs if num_splits > 1 else 0
-    split_outputs = query.new_empty(num_split_seqs, num_heads, num_splits, head_dim, dtype=torch.float32)
-    log_sums = split_outputs.new_empty(num_split_seqs, num_heads, num_splits)
-    _attend_kernel[grid](
-        query, *kv_cache, output, split_outputs, log_sums, batch.cu_seqlens_q, batch.context_lens, batch.block_tables,
+        grid = (num_tokens // kernels.tokens + num_seqs) * num_kv_heads, 1, 1
+    if num_splits > 1:
+        split_outputs = query.new_empty(num_seqs, num_heads, num_splits, head_dim, dtype=torch.float32)
+        log_sums = split_outputs.new_empty(num_seqs, num_heads, num_splits)
+    kernels.attend(
+        grid, query, *kv_cache, output, split_outputs, log_sums, batch.cu_seqlens_q, batch.context_lens, batch.block_tables,
         scale * _LOG2_E, batch.block_tables.stride(0), num_seqs, num_splits,
-        IS_DECODE=is_decode, NUM_KV_HEADS=num_kv_heads, GROUP=group_size, TOKENS=tokens,
-        M=max(16, triton.next_power_of_2(tokens * group_size)), N=piece, D=dim, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # the second is ignored for 16-bit operands
-        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if num_splits > 1:
-        splits = split_outputs, log_sums, batch.cu_seqlens_q, output, num_splits
-        sizes = {"NUM_HEADS": num_heads, "D": dim, "HEAD_DIM": head_dim, "MAX_SPLITS": _MAX_SPLITS}
-        _join_splits_kernel[(num_seqs, num_heads)](*splits, **sizes)
+        kernels.join((num_seqs, num_heads, 1), split_outputs, log_sums, batch.cu_seqlens_q, output, num_splits)
+
+
+class _Kernels(NamedTuple):
+    attend: Launch
+    join: Launch
+    tokens: int  # query tokens of a program
+    num_processors: int
+    no_splits: Tensor  # stands for the buffers where there is one split
+
+
+@cache
+def _prepare(
+    is_decode: bool, device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
+    aligned: bool,
+) -> _Kernels:  # fmt: skip
+    group_size, dim = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
+    capability, num_processors = _describe_gpu(device)
+    rows, piece, num_warps, num_stages = _choose_tile(is_decode, dim, dtype, capability)
+    tokens = 1 if is_decode else max(1, rows // group_size)
+    attend = Launch(
+        _attend_kernel, IS_DECODE=is_decode, NUM_KV_HEADS=num_kv_heads, GROUP=group_size, TOKENS=tokens,
+        M=max(16, triton.next_power_of_2(tokens * group_size)), N=piece, D=dim, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        PRECISION="ieee" if dtype == torch.float32 else "tf32",  # the second is ignored for 16-bit operands
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    join = Launch(_join_splits_kernel, NUM_HEADS=num_heads, D=dim, HEAD_DIM=head_dim, MAX_SPLITS=_MAX_SPLITS)
+    return _Kernels(attend, join, tokens, num_processors, torch.empty(0, dtype=torch.float32, device=device))
 
 
 @triton.jit(

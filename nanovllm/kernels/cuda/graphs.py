@@ -22,16 +22,16 @@ Replay = Callable[[], None]
 
 
 class CudaGraphs:
-    def __init__(self, decoder: nn.Module, kv_caches: list[Tensor], max_num_seqs: int, block_table_width: int) -> None:
-        """Record `decoder`(batch, kv_caches), which returns hidden states [num_logits, hidden_size], for all batch sizes."""
+    def __init__(self, decoder: nn.Module, kv_caches: list[Tensor], sizes: list[int], block_table_width: int) -> None:
+        """Record `decoder`(batch, kv_caches), which returns hidden states [num_logits, hidden_size], for these batch sizes."""
         device, max_seqlen_k = kv_caches[0].device, block_table_width * kv_caches[0].shape[2]
-        self.sizes = batch_sizes(max_num_seqs)
-        self.layouts = {size: [size, size, size, block_table_width, 1, max_seqlen_k, 1] for size in self.sizes}
+        self.sizes = sizes
+        self.layouts = {size: [size, size, size, block_table_width, 1, max_seqlen_k, 1] for size in sizes}
         # Recorded are rows of zeros: token 0, whose K/V go to slot 0, where nothing is yet, and contexts of no tokens.
-        self.packed = torch.zeros(sum(find_lengths(self.layouts[self.sizes[-1]])), dtype=torch.int32, device=device)
+        self.packed = torch.zeros(sum(find_lengths(self.layouts[sizes[-1]])), dtype=torch.int32, device=device)
         self.recorded: dict[int, tuple[Replay, Tensor]] = {}
         record = make_recorder(device)
-        for size in reversed(self.sizes):  # the largest first: the smaller ones find all their memory in its pool
+        for size in reversed(sizes):  # the largest first: the smaller ones find all their memory in its pool
             self.recorded[size] = record(partial(decoder, Batch.unpack(self.packed, self.layouts[size]), kv_caches))
 
     def run(self, batch: Batch) -> Tensor:

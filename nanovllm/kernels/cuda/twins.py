@@ -5,7 +5,7 @@ too long for one program: of every part of it the kernel keeps the best token, a
 """
 
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 from typing import cast
 
 import torch
@@ -17,6 +17,7 @@ from triton.language import constexpr
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.kernels import Twin
 from nanovllm.kernels.cuda.attention import store_kvcache
+from nanovllm.kernels.cuda.launch import Launch, is_aligned
 from nanovllm.kernels.trial import try_out
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.sampler import Sampler, find_best
@@ -54,12 +55,15 @@ def add_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -
     assert x.is_contiguous() and (branch is None or branch.is_contiguous())
     size = x.shape[-1]
     total, normed = x if branch is None else torch.empty_like(x), torch.empty_like(x)
-    block = triton.next_power_of_2(size)
-    _add_rms_norm_kernel[(x.numel() // size,)](
-        x, branch, weight, total, normed, size, eps,
-        HAS_BRANCH=branch is not None, BLOCK=block, num_warps=min(max(4, block // 512), 16),
-    )  # fmt: skip
+    kernel = _prepare_norm(x.device, x.dtype, size, branch is not None, is_aligned(x))
+    kernel((x.numel() // size, 1, 1), x, branch, weight, total, normed, size, eps)
     return total, normed
+
+
+@cache
+def _prepare_norm(device: torch.device, dtype: torch.dtype, size: int, has_branch: bool, aligned: bool) -> Launch:
+    block = triton.next_power_of_2(size)
+    return Launch(_add_rms_norm_kernel, HAS_BRANCH=has_branch, BLOCK=block, num_warps=min(max(4, block // 512), 16))
 
 
 @triton.jit
@@ -109,21 +113,29 @@ def rotate_and_store(
     assert all([tensor.is_contiguous() for tensor in (qkv, *cos_sin, kv_cache)])
     num_kv_heads, head_dim = kv_cache.shape[3:]
     num_tokens, num_heads = len(qkv), qkv.shape[1] // head_dim - 2 * num_kv_heads
-    query = qkv.new_empty(num_tokens, num_heads, head_dim)
-    num_parts, half = num_heads + 2 * num_kv_heads, triton.next_power_of_2(head_dim // 2)
-    heads_per_program = min(triton.next_power_of_2(num_parts), max(1, _ROTATED_PART // (2 * half)))
-    weights = [None if norm is None else norm.weight for norm in (q_norm, k_norm)]
-    _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_parts, heads_per_program))](
-        qkv, *weights, *cos_sin, query, kv_cache, slots, kv_cache.stride(0), 0.0 if q_norm is None else q_norm.eps,
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2, HAS_NORM=q_norm is not None,
-        HEADS=heads_per_program, BLOCK=half,
-    )  # fmt: skip
+    query, values_offset = qkv.new_empty(num_tokens, num_heads, head_dim), kv_cache.stride(0)
+    weights = (None, None, 0.0) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
+    sizes = num_heads, num_kv_heads, head_dim, values_offset
+    kernel, programs = _prepare_rotation(qkv.device, qkv.dtype, *sizes, q_norm is not None, is_aligned(qkv))
+    kernel((num_tokens, programs, 1), qkv, *weights, *cos_sin, query, kv_cache, slots, values_offset)
     return query
+
+
+@cache
+def _prepare_rotation(
+    device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, values_offset: int,
+    has_norm: bool, aligned: bool,
+) -> tuple[Launch, int]:  # fmt: skip
+    """The kernel, and how many programs take a token's heads."""
+    num_parts, block = num_heads + 2 * num_kv_heads, triton.next_power_of_2(head_dim // 2)
+    heads = min(triton.next_power_of_2(num_parts), max(1, _ROTATED_PART // (2 * block)))
+    sizes = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HALF": head_dim // 2, "HEADS": heads, "BLOCK": block}
+    return Launch(_rotate_and_store_kernel, **sizes, HAS_NORM=has_norm), triton.cdiv(num_parts, heads)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # it may lie anywhere in a packed batch
 def _rotate_and_store_kernel(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, query_ptr, cache_ptr, slots_ptr, values_offset, eps,
+    qkv_ptr, q_weight_ptr, k_weight_ptr, eps, cos_ptr, sin_ptr, query_ptr, cache_ptr, slots_ptr, values_offset,
     NUM_HEADS: constexpr, NUM_KV_HEADS: constexpr, HALF: constexpr, HAS_NORM: constexpr, HEADS: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -169,8 +181,14 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     assert gate_up.is_contiguous()
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty(num_tokens, size)
-    _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, 1024))](gate_up, output, size, BLOCK=1024)
+    kernel = _prepare_gates(gate_up.device, gate_up.dtype, size, is_aligned(gate_up))
+    kernel((num_tokens, triton.cdiv(size, 1024), 1), gate_up, output, size)
     return output
+
+
+@cache
+def _prepare_gates(device: torch.device, dtype: torch.dtype, size: int, aligned: bool) -> Launch:
+    return Launch(_silu_and_mul_kernel, BLOCK=1024)
 
 
 @triton.jit
@@ -195,7 +213,7 @@ class FastSampler(Twin, Sampler):
         scores = torch.empty(grid, dtype=torch.float32, device=logits.device)
         tokens = torch.empty(grid, dtype=torch.int64, device=logits.device)
         noise, sizes = (self.token_hashes, batch.noise_keys, batch.temperatures), (logits.stride(0), vocab_size)
-        _sample_kernel[grid](logits, *noise, scores, tokens, *sizes, BLOCK=_SAMPLE_PART)
+        _sample_kernel[grid](logits, *noise, scores, tokens, *sizes, BLOCK=_SAMPLE_PART, enable_fp_fusion=True)
         return tokens.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)
 
     def filter(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -207,7 +225,8 @@ class FastSampler(Twin, Sampler):
         output, rows = logits.to(torch.float32, copy=True), batch.filtered_rows
         assert rows is not None
         filters = rows, batch.filtered_temperatures, batch.top_ks, batch.top_ps, batch.min_ps
-        _filter_kernel[(len(rows),)](logits, output, *filters, logits.stride(0), logits.shape[1], BLOCK=4096, num_warps=32)
+        options = {"BLOCK": 4096, "num_warps": 32, "enable_fp_fusion": True}
+        _filter_kernel[(len(rows),)](logits, output, *filters, logits.stride(0), logits.shape[1], **options)
         return output
 
 
