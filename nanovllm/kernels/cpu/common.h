@@ -129,6 +129,14 @@ struct float16 {
     }
 };
 
+// What is multiplied: pairs of bfloat16 where the processor has an instruction for that, or floats.
+#if defined(T_IS_BFLOAT16) && defined(__AVX512BF16__)
+#define IN_PAIRS
+using Factor = bfloat16;
+#else
+using Factor = float;
+#endif
+
 static Vector load(const float* from) {
     Vector vector;
     memcpy(&vector, from, sizeof vector);
@@ -155,7 +163,7 @@ static Vector widen(const T* from) {
 }
 
 static void narrow(Vector wide, T* to) {
-#if defined(T_IS_BFLOAT16) && defined(__AVX512BF16__)
+#ifdef IN_PAIRS
     _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)wide));
 #else
     for (int64_t i = 0; i < LANES; i++) to[i] = wide[i];
@@ -165,7 +173,7 @@ static void narrow(Vector wide, T* to) {
 // Two vectors at once: of 16 floats each, they fill a line of the cache, which is written faster than its halves.
 template <class Number>
 static void narrow(Vector first, Vector second, Number* to) {
-#if defined(T_IS_BFLOAT16) && defined(__AVX512BF16__)
+#ifdef IN_PAIRS
     if (std::is_same_v<Number, bfloat16>)
         return _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
 #endif

@@ -38,10 +38,8 @@ static void add_values(const Number* const* values, const T* const* next, const 
         }
 }
 
-#if defined(T_IS_BFLOAT16) && defined(__AVX512BF16__)
+#ifdef IN_PAIRS
 // The same with instructions that multiply pairs of bfloat16 as they are.
-using Number = bfloat16;
-
 // Numbers 0 to 15 (half 0) or 16 to 31 (half 1) of two registers, alternating: pairs, as products take them.
 static __m512i interleave(__m512i left, __m512i right, int half) {
     alignas(64) static constexpr uint16_t order[64] = {  // 32 and above: of `right`
@@ -98,8 +96,6 @@ static void add_values(const bfloat16* const* values, const bfloat16* const* nex
             }
     }
 }
-#else
-using Number = float;
 #endif
 
 // One query token of all heads against `num_tokens` tokens of its context: what their values, weighted, add up to, and
@@ -112,7 +108,7 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
     int64_t head_dim = HEAD_DIM ? HEAD_DIM : any_dim;
     int64_t num_heads = num_kv_heads * group_size;
     float scores[num_heads][SPLIT];
-    Number weights[num_heads][SPLIT], queries[num_heads * head_dim], memory[TOKENS * head_dim];
+    Factor weights[num_heads][SPLIT], queries[num_heads * head_dim], memory[TOKENS * head_dim];
     std::copy_n(query, num_heads * head_dim, queries);
     // The keys or values of TOKENS tokens, from `token` on. In place of those behind the end, the last one again.
     auto find = [&](const T* cache, int64_t token, const T** found) {
@@ -124,10 +120,10 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
         }
     };
     const T *now[TOKENS], *next[TOKENS];  // these tokens' keys or values, and those that are read after them
-    const Number* wide[TOKENS];           // a head's of `now`
+    const Factor* wide[TOKENS];           // a head's of `now`
     auto widen_now = [&] {
         for (int64_t i = 0; i < TOKENS; i++)
-            if (std::is_same_v<T, Number>) wide[i] = (const Number*)now[i];
+            if (std::is_same_v<T, Factor>) wide[i] = (const Factor*)now[i];
             else wide[i] = std::copy_n(now[i], head_dim, memory + i * head_dim) - head_dim;
     };
     auto go_on = [&] {
@@ -146,7 +142,7 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
     for (int64_t head = 0; head < num_heads; head++) {
         totals[head] = exponentiate(scores[head], num_tokens, scale, highest[head]);
         std::copy_n(scores[head], num_tokens, weights[head]);
-        std::fill(weights[head] + num_tokens, weights[head] + round_up(num_tokens, TOKENS), Number{});
+        std::fill(weights[head] + num_tokens, weights[head] + round_up(num_tokens, TOKENS), Factor{});
     }
     std::fill_n(sums, num_heads * head_dim, 0);
     for (int64_t token = 0; token < num_tokens; token += TOKENS) {

@@ -1,41 +1,66 @@
-// Rows of x times a panel with vectors of floats, on any processor: a vector of the panel is widened and multiplied with a
-// pair of inputs, which gives sums of even and of odd inputs side by side; in the end they are added to each other. For a
-// sum this order is the same whatever the number of rows is.
+// Rows of x times a panel with vectors, on any processor. For a sum the order is the same whatever the number of rows is.
 //
-// Several rows share BLOCK inputs of the panel, which are widened once, into the first-level cache, and put in the order
-// in which they are read: [2 * WIDTH / TILE, BLOCK / 2, TILE], for the TILE numbers that VECTORS vectors hold.
+// Where the processor multiplies pairs of bfloat16, one instruction adds the products of two inputs and two weights to each
+// sum of a vector. Elsewhere numbers are widened to float, and a vector of weights is multiplied with a pair of inputs, which
+// gives sums of even and of odd inputs side by side; in the end they are added to each other. Few rows widen the weights as
+// they read them. Many share BLOCK inputs of the panel, widened once, into the first-level cache, and put in the order in which
+// they are read: [2 * WIDTH / TILE, BLOCK / 2, TILE], for the TILE numbers that VECTORS vectors hold.
 #pragma once
 #include "common.h"
 
+#ifdef IN_PAIRS
+using Pair = int32_t;
+constexpr int64_t ROWS = 12, VECTORS = 2;  // of 32 registers, 24 hold sums, 2 weights and one a pair
+
+static Vector load_factors(const bfloat16* from) { return (Vector)_mm512_loadu_si512(from); }
+
+static Vector add_products(Vector sum, Pair pair, Vector weights) {
+    return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)weights);
+}
+#else
+using Pair = int64_t;
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int64_t ROWS = 6, VECTORS = 4;  // of 32 registers, 24 hold sums, 4 weights and one a pair
 #else
 constexpr int64_t ROWS = 6, VECTORS = 2;  // of 16 registers, 15
 #endif
-constexpr int64_t MAX_ROWS = 42 * ROWS, CACHED_BYTES = 1 << 19, BLOCK = 256;
-constexpr int64_t ALL_VECTORS = 2 * WIDTH / LANES, TILE = VECTORS * LANES;
+
+template <class Weight>
+static Vector load_factors(const Weight* from) {
+    return widen(from);
+}
+
+static Vector add_products(Vector sum, Pair pair, Vector weights) {
+    typedef Pair Pairs __attribute__((vector_size(sizeof(Vector))));
+    return sum + (Vector)(Pairs{} + pair) * weights;
+}
+#endif
+constexpr int64_t MAX_ROWS = 42 * ROWS, CACHED_BYTES = 1 << 19, BLOCK = 256, FEW_TILES = 2;
+constexpr int64_t PER_VECTOR = sizeof(Vector) / sizeof(Factor), ALL_VECTORS = 2 * WIDTH / PER_VECTOR;
+constexpr int64_t TILE = VECTORS * PER_VECTOR, NUM_SUMS = ALL_VECTORS * LANES;  // of a row: WIDTH, or of even and odd inputs
 
 struct Tiles {
     static constexpr bool allowed = true;
 };
 
 class Rows {
-    using MultiplyTile = void(const float*, const float*, int64_t, Vector*);
-    Buffer<float> memory;
-    float* numbers;
+    template <class Weight>
+    using MultiplyTile = void(const Factor*, const Weight*, int64_t, float*, int64_t, bool, const T*, int64_t);
+    Buffer<Factor> memory;
+    Factor* numbers;
     int64_t num_rows, depth;
-    Vector sums[MAX_ROWS][ALL_VECTORS];
-    alignas(64) float block[BLOCK * WIDTH];
+    alignas(64) float sums[MAX_ROWS * NUM_SUMS];
+    alignas(64) Factor widened[BLOCK * WIDTH];
 
   public:
     static constexpr int64_t NEXT_LINE = LINE;  // from a LINE of a row to its next one, within a block
 
     void shape(int64_t num_rows_, int64_t in_features) {
-        num_rows = num_rows_, depth = in_features, numbers = memory.get(num_rows * depth);
+        num_rows = num_rows_, depth = in_features, numbers = memory.get(num_rows * round_up(depth, BLOCK));
     }
 
     // A row's inputs from `start` on, the first of a BLOCK.
-    float* find(int64_t row, int64_t start) { return numbers + start * num_rows + row * std::min(BLOCK, depth - start); }
+    Factor* find(int64_t row, int64_t start) { return numbers + start * num_rows + row * BLOCK; }
 
     // find_row(i): where row i lies.
     template <class FindRow>
@@ -47,10 +72,10 @@ class Rows {
     }
 
     void multiply(const T* panel, const Epilogue& epilogue, T* output, int64_t output_stride) {
-        sum_up(panel, 0, num_rows);
+        sum_up(panel, 0, num_rows, sums, NUM_SUMS, false);
         for (int64_t row = 0; row < num_rows; row++) {
             float joined[WIDTH];
-            join(row, joined);
+            join(row, joined, false);
             epilogue.store(joined, output, row * output_stride);
         }
     }
@@ -58,77 +83,87 @@ class Rows {
     void finish(int64_t) {}  // multiply() has done it
 
     // The sums of the rows from `first`, a multiple of ROWS, to `end`; with `is_added`, added to what is there.
-    void multiply(const T* panel, int64_t first, int64_t end, float* output, int64_t output_stride, bool is_added) {
-        sum_up(panel, first, end - first);
-        for (int64_t row = 0; row < end - first; row++, output += output_stride) {
-            float joined[WIDTH];
-            join(row, joined);
-            for (int64_t i = 0; i < WIDTH; i++) output[i] = is_added ? output[i] + joined[i] : joined[i];
-        }
+    void multiply(const T* panel, int64_t first, int64_t end, float* output, int64_t stride, bool is_added) {
+        if (NUM_SUMS == WIDTH) return sum_up(panel, first, end - first, output, stride, is_added);
+        sum_up(panel, first, end - first, sums, NUM_SUMS, false);
+        for (int64_t row = 0; row < end - first; row++) join(row, output + row * stride, is_added);
     }
 
   private:
     // While a block of the panel is multiplied, the next one is fetched.
-    void sum_up(const T* panel, int64_t first, int64_t num) {
-        memset(sums, 0, num * sizeof *sums);
-        for (int64_t start = 0; start < depth; start += BLOCK, panel += BLOCK * WIDTH) {
-            int64_t size = std::min(BLOCK, depth - start), num_tiles = round_up(num, ROWS) / ROWS;
-            const float* x = find(first, start);
-            if (num == 1) {
-                multiply_tile<1, ALL_VECTORS>(x, panel, size, sums[0]);
-                continue;
-            }
-            widen_block(panel, size);
+    void sum_up(const T* panel, int64_t first, int64_t num, float* output, int64_t stride, bool is_added) {
+        int64_t num_tiles = round_up(num, ROWS) / ROWS;
+        bool is_widened = !std::is_same_v<T, Factor> && num_tiles > FEW_TILES;
+        for (int64_t start = 0; start < depth; start += BLOCK, panel += BLOCK * WIDTH, is_added = true) {
+            int64_t size = std::min(BLOCK, depth - start);
+            if (is_widened) widen_block(panel, size);
             for (int64_t tile = 0; tile < num_tiles; tile++) {
-                int64_t row = num * tile / num_tiles, end = num * (tile + 1) / num_tiles;
-                for (int64_t i = size * tile / num_tiles; i < size * (tile + 1) / num_tiles; i++)
-                    __builtin_prefetch(panel + (size + i) * WIDTH, 0, 2);
-                for (int64_t i = 0; i < ALL_VECTORS / VECTORS; i++)
-                    find_tile<ROWS>(end - row)(x + row * size, block + i * TILE * size / 2, size, &sums[row][i * VECTORS]);
+                int64_t row = num * tile / num_tiles, past = num * (tile + 1) / num_tiles;
+                auto multiply = [&](const auto* weights) {
+                    find_tile<ROWS>(past - row, weights)(find(first + row, start), weights, size, output + row * stride, stride,
+                                                         is_added, panel + (size + size * tile / num_tiles) * WIDTH, num_tiles);
+                };
+                is_widened ? multiply(widened) : multiply(panel);
             }
         }
     }
 
-    void join(int64_t row, float* joined) const {
-        const float* from = (const float*)sums[row];
+    void join(int64_t row, float* output, bool is_added) const {
+        const float* from = &sums[row * NUM_SUMS];
 #pragma omp simd
-        for (int64_t i = 0; i < WIDTH; i++) joined[i] = from[2 * i] + from[2 * i + 1];
+        for (int64_t i = 0; i < WIDTH; i++) {
+            float sum = NUM_SUMS == WIDTH ? from[i] : from[2 * i] + from[2 * i + 1];
+            output[i] = is_added ? output[i] + sum : sum;
+        }
     }
 
     void widen_block(const T* panel, int64_t size) {
-        float* to = block;
+        Factor* to = widened;
         for (int64_t first = 0; first < 2 * WIDTH; first += TILE)
             for (int64_t pair = 0; pair < size / 2; pair++)
-                for (int64_t i = 0; i < TILE; i += LANES, to += LANES)
-                    *(Vector*)to = widen(panel + pair * 2 * WIDTH + first + i);
+                for (int64_t i = 0; i < TILE; i += PER_VECTOR, to += PER_VECTOR)
+                    *(Vector*)to = load_factors(panel + pair * 2 * WIDTH + first + i);
     }
 
-    // Adds M rows of x, times V vectors of each pair of inputs of the weights, to the sums.
-    template <int M, int V, class Weight>
-    static void multiply_tile(const float* x, const Weight* weights, int64_t size, Vector* sums) {
-        typedef int64_t Pairs __attribute__((vector_size(sizeof(Vector))));
-        Vector tile[M][V];
-        for (int row = 0; row < M; row++)
-            for (int column = 0; column < V; column++) tile[row][column] = sums[row * ALL_VECTORS + column];
-        for (int64_t i = 0; i < size; i += 2, weights += V * LANES) {
-            Vector columns[V];
-            for (int column = 0; column < V; column++) columns[column] = widen(weights + column * LANES);
-            for (int row = 0; row < M; row++) {
-                int64_t pair;
-                memcpy(&pair, x + row * size + i, sizeof pair);
+    // M rows of x times `size` inputs of a panel, or of a widened block. Meanwhile a tile of num_tiles fetches its share of as
+    // many inputs of the panel from `next` on, a few lines at a time: a core has few places for lines on their way.
+    template <int M, class Weight>
+    static void multiply_tile(const Factor* x, const Weight* weights, int64_t size, float* sums, int64_t stride, bool is_added,
+                              const T* next, int64_t num_tiles) {
+        constexpr bool IS_PANEL = std::is_same_v<Weight, T>;
+        constexpr int V = M == 1 ? ALL_VECTORS : M == 2 ? std::min(2 * VECTORS, ALL_VECTORS) : VECTORS;
+        int64_t due = 0;  // of the panel's lines, ALL_VECTORS * num_tiles each
+        for (int64_t first = 0; first < ALL_VECTORS; first += V) {
+            const Weight* from = weights + first * PER_VECTOR * (IS_PANEL ? 1 : size / 2);
+            Vector tile[M][V];
+            for (int row = 0; row < M; row++)
                 for (int column = 0; column < V; column++)
-                    tile[row][column] += (Vector)(Pairs{} + pair) * columns[column];
+                    tile[row][column] = is_added ? load(sums + row * stride + (first + column) * LANES) : Vector{};
+            for (int64_t start = 0; start < size; start += LINE) {
+                for (due += LINE * V; due > 0; due -= ALL_VECTORS * num_tiles, next += LINE)
+                    __builtin_prefetch(next, 0, IS_PANEL ? 3 : 2);
+                for (int64_t i = start; i < std::min(start + LINE, size); i += 2, from += IS_PANEL ? 2 * WIDTH : TILE) {
+                    Vector columns[V];
+                    for (int column = 0; column < V; column++) columns[column] = load_factors(from + column * PER_VECTOR);
+                    for (int row = 0; row < M; row++) {
+                        Pair pair;
+                        memcpy(&pair, x + row * BLOCK + i, sizeof pair);
+                        for (int column = 0; column < V; column++)
+                            tile[row][column] = add_products(tile[row][column], pair, columns[column]);
+                    }
+                }
             }
+            for (int row = 0; row < M; row++)
+                for (int column = 0; column < V; column++)
+                    memcpy(sums + row * stride + (first + column) * LANES, &tile[row][column], sizeof(Vector));
         }
-        for (int row = 0; row < M; row++)
-            for (int column = 0; column < V; column++) sums[row * ALL_VECTORS + column] = tile[row][column];
     }
 
     // multiply_tile of 1 to M rows.
-    template <int M>
-    static MultiplyTile* find_tile(int64_t num_rows) {
+    template <int M, class Weight>
+    static MultiplyTile<Weight>* find_tile(int64_t num_rows, const Weight* weights) {
         if constexpr (M > 1)
-            if (num_rows < M) return find_tile<M - 1>(num_rows);
-        return multiply_tile<M, VECTORS, float>;
+            if (num_rows < M) return find_tile<M - 1>(num_rows, weights);
+        return multiply_tile<M>;
     }
 };

@@ -1,4 +1,4 @@
-// Matrix products in 16 bits with prepacked weights, for AMX's instructions or, widened to float, for any processor's.
+// Matrix products in 16 bits with prepacked weights, with AMX's instructions or with any processor's vectors.
 //
 // A weight [out_features, in_features] is kept in panels of WIDTH outputs: [depth / 2, WIDTH, 2], the next pair of inputs
 // for all of them side by side, as AMX wants them. Depth is in_features, rounded up: the rest is zeros. A
