@@ -96,10 +96,11 @@ class BlockManager:
 
     def grow(self, seq: Sequence, draft_len: int = 0) -> bool:
         """Make room for the token that `seq` gained last and for a draft behind it. False changes nothing."""
-        num_missing = -(-(len(seq.token_ids) + draft_len) // self.block_size) - len(seq.block_table)
-        if num_missing > len(self.free_block_ids):
-            return False
-        if num_missing > 0:
+        num_tokens = len(seq.token_ids) + draft_len
+        if num_tokens > len(seq.block_table) * self.block_size:
+            num_missing = -(-num_tokens // self.block_size) - len(seq.block_table)
+            if num_missing > len(self.free_block_ids):
+                return False
             seq.block_table += [self._take() for _ in range(num_missing)]
         return True
 

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
-from itertools import count
+from itertools import count, islice
 from numbers import Integral
 from threading import Lock, get_ident
 from typing import Any, ClassVar, TypeVar
@@ -163,10 +163,9 @@ class LLMEngine:
 
     def _note(self, requests: list[Request], logprobs: Logprobs = None) -> None:
         """Record their new tokens, or ends: from here on these exist."""
-        end = 0
+        rows = iter(logprobs or ())
         for request in requests:
-            start, end = end, end + 1 + len(request.draft)  # its rows of logits
-            request.note(None if logprobs is None else logprobs[start:end])
+            request.note(None if logprobs is None else list(islice(rows, 1 + len(request.draft))))
             if request.finish_reason is not None:
                 del self.requests[request.seq_id]
                 if request.finish_reason == "error":

@@ -140,7 +140,7 @@ class Scheduler:
         caught_up: list[Sequence] = []
         suspects: list[Sequence] = []
         any_left = False
-        row = 0
+        drawn = iter(token_ids)
         for seq in seqs:
             if seq.num_scheduled_tokens == 1 and seq.num_computed_tokens >= seq.num_prompt_tokens:
                 self.num_decode_tokens += 1
@@ -149,16 +149,18 @@ class Scheduler:
             seq.num_computed_tokens += seq.num_scheduled_tokens
             if seq.num_computed_tokens < len(seq.token_ids):
                 continue
-            token_id, row = token_ids[row], row + 1 + len(seq.draft)
+            token_id = next(drawn)
             caught_up.append(seq)
             if token_id < 0:
                 self.block_manager.forget(seq)
                 suspects.append(seq)
+                for _ in seq.draft:  # what was drawn behind it is worthless
+                    next(drawn)
                 continue
             seq.token_ids.append(token_id)
             reason = seq.check_end()
             if seq.guess:
-                reason = self._accept(seq, token_ids[row - len(seq.draft) : row], reason)
+                reason = self._accept(seq, [next(drawn) for _ in seq.draft], reason)
             if reason is not None:
                 self._end(seq, reason)
                 any_left = True
