@@ -12,7 +12,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-constexpr int64_t ROWS = 32, MAX_ROWS = 512, BLOCK = 512, CACHED_BYTES = 1 << 20;
+constexpr int64_t ROWS = 32, MIN_ROWS = ROWS, MAX_ROWS = 512, BLOCK = 512, CACHED_BYTES = 1 << 20;
 
 struct Tiles {
     static const bool allowed;

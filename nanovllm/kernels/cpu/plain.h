@@ -35,7 +35,7 @@ static Vector add_products(Vector sum, Pair pair, Vector weights) {
     return sum + (Vector)(Pairs{} + pair) * weights;
 }
 #endif
-constexpr int64_t MAX_ROWS = 42 * ROWS, CACHED_BYTES = 1 << 19, BLOCK = 256, FEW_TILES = 2;
+constexpr int64_t MIN_ROWS = round_up(64, ROWS), MAX_ROWS = 42 * ROWS, CACHED_BYTES = 1 << 19, BLOCK = 256, FEW_TILES = 2;
 constexpr int64_t PER_VECTOR = sizeof(Vector) / sizeof(Factor), ALL_VECTORS = 2 * WIDTH / PER_VECTOR;
 constexpr int64_t TILE = VECTORS * PER_VECTOR, NUM_SUMS = ALL_VECTORS * LANES;  // of a row: WIDTH, or of even and odd inputs
 
@@ -75,8 +75,8 @@ class Rows {
         sum_up(panel, 0, num_rows, sums, NUM_SUMS, false);
         for (int64_t row = 0; row < num_rows; row++) {
             float joined[WIDTH];
-            join(row, joined, false);
-            epilogue.store(joined, output, row * output_stride);
+            if (NUM_SUMS > WIDTH) join(row, joined, false);
+            epilogue.store(NUM_SUMS > WIDTH ? joined : &sums[row * WIDTH], output, row * output_stride);
         }
     }
 

@@ -34,7 +34,8 @@ struct Epilogue {
 };
 
 // Rows: up to MAX_ROWS rows of x, ROWS of them multiplied at a time, of which CACHED_BYTES stay in a core's cache while all
-// panels pass by. Tiles: what a thread needs while it multiplies.
+// panels pass by, or MIN_ROWS, however deep: to read the weights once more would take longer. Tiles: what a thread needs while
+// it multiplies.
 #if defined(T_IS_BFLOAT16) && defined(__AMX_BF16__)
 #include "amx.h"
 #else
@@ -47,7 +48,7 @@ extern "C" int can_multiply() { return Tiles::allowed; }
 extern "C" void linear(const T* x, const T* panels, const T* bias, const T* residual, T* output, int64_t num_rows, int64_t
                        in_features, int64_t x_stride, int64_t out_features, int64_t output_stride, int64_t gated) {
     int64_t depth = round_up(in_features, LINE), outputs_per_panel = gated ? WIDTH / 2 : WIDTH;
-    int64_t at_most = std::clamp(CACHED_BYTES / (2 * depth) / ROWS * ROWS, ROWS, MAX_ROWS);
+    int64_t at_most = std::clamp(CACHED_BYTES / (2 * depth) / ROWS * ROWS, MIN_ROWS, MAX_ROWS);
     int64_t num_passes = (num_rows - 1) / at_most + 1, rows_at_once = round_up((num_rows - 1) / num_passes + 1, ROWS);
     int64_t num_panels = round_up(out_features, outputs_per_panel) / outputs_per_panel;
     Team::form(true, [&] {
