@@ -211,9 +211,8 @@ def compare(engines: dict[str, Engine], args: argparse.Namespace) -> dict[str, A
     for name, value in setting.items():
         print(f"{name}:", ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value)
     requests = make_requests(args, run=0)
-    ceilings = measure_ceilings(args.device, args.torch_dtype)
-    floor = find_floor(args.hf_config, args.torch_dtype, requests, args.shared_prefix, ceilings)
-    print(f"roofline: {ceilings}, so at least {floor:.3g} seconds; {ABOVE}", flush=True)
+    floor = find_floor(args.hf_config, args.torch_dtype, requests, args.shared_prefix, args.ceilings)
+    print(f"roofline: {args.ceilings}, so at least {floor:.3g} seconds; {ABOVE}", flush=True)
     for engine in engines.values():  # a few requests, to warm up
         engine.run([Request(prompt, min(num_tokens, 8)) for prompt, num_tokens in requests[:8]])
 
@@ -250,7 +249,7 @@ def compare(engines: dict[str, Engine], args: argparse.Namespace) -> dict[str, A
         "output_tokens_per_second": {name: num_output_tokens / seconds for name, seconds in medians.items()},
         "total_tokens_per_second": {name: num_tokens / seconds for name, seconds in medians.items()},
         "ratios": ratios,
-        "roofline": {**ceilings._asdict(), "seconds": floor, "note": ABOVE},
+        "roofline": {**args.ceilings._asdict(), "seconds": floor, "note": ABOVE},
         "share_of_roofline": {name: find_share(floor, seconds) for name, seconds in medians.items()},
         "stats_of_last_run": {name: engine.stats for name, engine in engines.items()},
     }
@@ -410,7 +409,8 @@ def find_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_engines(args: argparse.Namespace, scratch: str) -> dict[str, Engine]:
-    """Load the model, which is made in `scratch` for a shape. Settles dtype and device. May raise ValueError or OSError."""
+    """Load the model, which is made in `scratch` for a shape. Settles dtype, device and ceilings. May raise ValueError or
+    OSError."""
     if args.model in SHAPES:
         SHAPES[args.model].save_pretrained(scratch)
     model = scratch if args.model in SHAPES else str(find_checkpoint(args.model))
@@ -418,6 +418,7 @@ def make_engines(args: argparse.Namespace, scratch: str) -> dict[str, Engine]:
     if args.options["dtype"] == "auto":
         args.options["dtype"] = str(args.hf_config.dtype or torch.float32).removeprefix("torch.")
     args.device, args.torch_dtype = torch.device(args.options["device"]), getattr(torch, args.options["dtype"])
+    args.ceilings = measure_ceilings(args.device, args.torch_dtype)  # while there is memory for it
     return {name: ENGINES[name](model, args) for name in dict.fromkeys(args.engine)}
 
 

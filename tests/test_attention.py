@@ -271,6 +271,13 @@ def test_engine_with_triton(tiny: tuple[str, Oracle], make_llm: Callable[..., LL
     assert llm.stats["num_cached_tokens"] and llm.stats["num_preemptions"]
 
 
+def test_tiles_are_wide_enough_for_hopper() -> None:
+    """Of 16-bit numbers, whatever the head's size: some releases of Triton fault with tiles of 32."""
+    for head_dim, is_decode in ((16, False), (20, True), (32, False), (128, True)):
+        kernels = triton_backend._prepare(is_decode, DEVICE, torch.float16, 4, 2, head_dim, 16, True)
+        assert kernels.attend.constants["D"] >= 64 and kernels.join.constants["D"] >= 64
+
+
 @pytest.mark.parametrize("options", [{"kvcache_block_size": 4}, {"kvcache_block_size": 48}])
 def test_triton_refuses_what_it_cannot_do(make_llm: Callable[..., LLM], options: dict) -> None:
     with pytest.raises(ValueError, match="kvcache_block_size"):

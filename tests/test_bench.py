@@ -107,6 +107,15 @@ def test_floor() -> None:
     assert find_floor(config, torch.float32, requests, 2, slow_memory) == pytest.approx(0.014912 + 7.808 + 7.808)
 
 
+def test_ceilings_are_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the engines have not taken the memory that the copies and products need."""
+    seen, make = [], NanoVLLM.__init__
+    monkeypatch.setattr("bench.measure_ceilings", lambda *_: seen.append("ceilings") or Ceilings(1e12, 1e12))
+    monkeypatch.setattr(NanoVLLM, "__init__", lambda *args: seen.append("engine") or make(*args))
+    main(["--model", DEMO_MODEL, *TINY, "--set", "device=cpu"])
+    assert seen == ["ceilings", "engine"]
+
+
 def test_shares_are_of_a_whole() -> None:
     assert find_share(1.0, 4.0) == 0.25 and find_share(1.0, 1.0) == 1.0 and find_share(4.0, 1.0) is None
 

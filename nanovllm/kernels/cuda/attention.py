@@ -132,6 +132,8 @@ def _prepare(
     aligned: bool,
 ) -> _Kernels:  # fmt: skip
     group_size, dim = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
+    if dtype != torch.float32:
+        dim = max(dim, 64)  # on Hopper, Triton 3.6 and 3.7 fault with tiles of 32 (issues 10486, 10573 and 11366)
     capability, num_processors = _describe_gpu(device)
     rows, piece, num_warps, num_stages = _choose_tile(is_decode, dim, dtype, capability)
     tokens = 1 if is_decode else max(1, rows // group_size)

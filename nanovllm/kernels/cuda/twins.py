@@ -163,12 +163,12 @@ def _rotate_and_store_kernel(
     tl.store(target + HALF, y, mask=is_dim & (heads < NUM_HEADS))
     if slot >= 0:
         heads -= NUM_HEADS  # of the cache: its keys, then its values
-        is_value = heads >= NUM_KV_HEADS
-        rows = slot * NUM_KV_HEADS + tl.where(is_value, heads - NUM_KV_HEADS, heads)
-        target = cache_ptr + rows * 2 * HALF + tl.where(is_value, values_offset, 0) + dims
+        kind = heads // NUM_KV_HEADS  # 0: a key, 1: a value
+        rows = slot * NUM_KV_HEADS + heads % NUM_KV_HEADS
+        target = cache_ptr + kind * values_offset + rows * 2 * HALF + dims
         is_cached = is_dim & (heads >= 0) & (heads < 2 * NUM_KV_HEADS)
-        tl.store(target, tl.where(is_value, first, x), mask=is_cached)
-        tl.store(target + HALF, tl.where(is_value, second, y), mask=is_cached)
+        tl.store(target, tl.where(kind == 1, first, x), mask=is_cached)
+        tl.store(target + HALF, tl.where(kind == 1, second, y), mask=is_cached)
 
 
 class FastMLP(Twin, MLP):
