@@ -1,7 +1,9 @@
 """Shows an engine's timeline, the file of `LLM(..., trace="trace.json")`: lanes as rows, steps as columns.
 
-    python -m nanovllm.trace trace.json                    as text that fits the terminal
-    python -m nanovllm.trace trace.json -o timeline.svg    as a picture (needs matplotlib: pip install 'nanovllm[plot]')
+    python -m nanovllm.trace trace.json                                  as text that fits the terminal
+    python -m nanovllm.trace trace.json [second.json] -o timeline.html   as a page to walk through step by step; of two traces, say
+                                                                         of both policies, side by side
+    python -m nanovllm.trace trace.json -o timeline.svg                  as a picture (needs matplotlib: pip install 'nanovllm[plot]')
 
 Each request has a letter: a capital where a step computes a piece of its prompt, or again what a preemption has cost it, and a
 small one where it decodes. Where there are more steps than columns, a column sums up several.
@@ -25,22 +27,30 @@ _PHASES = ("schedule", "prepare", "forward", "sample")
 @dataclass
 class Step:
     info: dict[str, Any]  # kind, tokens, milliseconds; the counters after it
+    settings: dict[str, Any]  # of the engine
     lanes: dict[int, dict[str, Any]] = field(default_factory=dict)  # what each lane computed, with its "kind"
-    preempted: dict[int, int] = field(default_factory=dict)  # lane -> request id
+    preempted: dict[int, dict[str, int]] = field(default_factory=dict)  # lane -> request_id, num_reusable_blocks
 
 
 def read(path: str | Path) -> list[Step]:
     """The steps of a timeline. Raises ValueError if the file is not one, OSError if it cannot be read."""
     steps: list[Step] = []
+    settings: dict[str, Any] = {}
+    was_cut_short = False
     try:
         for event in json.loads(Path(path).read_bytes()):
             lane, args, kind = event["tid"] - 1, event["args"], event["name"].split()[0]
             if "kind" in args:
-                steps.append(Step(args))
+                steps.append(Step({"starts_over": was_cut_short, **args}, settings))
+                was_cut_short = False
+            elif "block_size" in args:
+                settings |= args
+            elif kind == "started":
+                was_cut_short = True
             elif event["ph"] == "C":
                 steps[-1].info |= args
             elif kind == "preempted":
-                steps[-1].preempted[lane] = args["request_id"]
+                steps[-1].preempted[lane] = args
             elif kind in ("prefill", "decode"):
                 steps[-1].lanes[lane] = {"kind": kind, **args}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -80,7 +90,7 @@ def _cell(column: list[Step], lane: int, size: int) -> str:
     """What a lane did in some steps: the most remarkable of it."""
     for step in column:
         if lane in step.preempted:
-            return "!" + _letter(step.preempted[lane])
+            return "!" + _letter(step.preempted[lane]["request_id"])
     done = [step.lanes[lane] for step in column if lane in step.lanes]
     if prefills := [work for work in done if work["kind"] == "prefill"]:
         name = _letter(prefills[0]["request_id"]) + "+" * any(work["num_reused_tokens"] for work in prefills)
@@ -136,20 +146,60 @@ def draw(steps: list[Step], path: str) -> None:
     figure.savefig(path, dpi=200)
 
 
+_PLAIN = {"kind": "decode", "num_tokens": 1, "num_new_tokens": 1, "num_reused_tokens": 0}  # what a page need not be told
+
+
+def make_page(timelines: list[list[Step]]) -> str:
+    """The timelines as one HTML page that needs nothing else."""
+    data = json.dumps([_shorten(steps) for steps in timelines], separators=(",", ":")).replace("</", "<\\/")
+    return Path(__file__).with_name("page.html").read_text().replace("TIMELINES", data)
+
+
+def _shorten(steps: list[Step]) -> dict[str, Any]:
+    """What page.html replays: tokens once for each sequence, and of its share of a step only what is out of the ordinary."""
+    tokens: dict[int, list[int]] = {}
+    ordinary: dict[int, dict[str, int]] = {}  # where a sequence's next share begins, unless it says otherwise
+    short, order = [], []
+    for step in steps:
+        rows = {}
+        for lane, work in step.lanes.items():
+            request_id, end, new = work["request_id"], work["start"] + work["num_tokens"], work.pop("new_token_ids", [])
+            if "token_ids" in work:
+                tokens[request_id] = work.pop("token_ids")
+                work["length"] = len(tokens[request_id])
+            if new:
+                tokens[request_id][end:] = new
+            row = {"lane": lane, **work, "num_new_tokens": len(new)}
+            known = {**_PLAIN, "step": work["step"], "request_id": request_id, **ordinary.get(request_id, {})}
+            if row := {name: value for name, value in row.items() if known.get(name) != value}:
+                rows[request_id] = row
+            prompt = {"num_prompt_tokens": work["num_prompt_tokens"]}
+            ordinary[request_id] = {"lane": lane, "start": end + work.get("num_accepted_tokens", 0), **prompt}
+        preempted = [list(args.values()) for args in step.preempted.values()]
+        short.append({**step.info, "rows": rows, "preempted": preempted})
+        if order != (order := [work["request_id"] for work in step.lanes.values()]):
+            short[-1]["order"] = order
+    return {"settings": steps[0].settings, "tokens": tokens, "steps": short}
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path, help="the file of LLM(..., trace=...)")
-    parser.add_argument("-o", "--output", metavar="PICTURE", help="draw it to a .png, .svg or .pdf instead")
+    parser.add_argument("trace", type=Path, nargs="+", help="the file of LLM(..., trace=...); two for a page")
+    parser.add_argument("-o", "--output", metavar="FILE", help="make a page, .html, or draw it to a .png, .svg or .pdf instead")
     args = parser.parse_args(argv)
     try:
-        steps = read(args.trace)
-        if args.output:
-            draw(steps, args.output)
+        timelines = [read(path) for path in args.trace]
+        if (args.output or "").endswith(".html"):
+            Path(args.output).write_text(make_page(timelines))
+        elif len(timelines) > 1:
+            raise ValueError("only a page (-o timeline.html) shows more than one trace")
+        elif args.output:
+            draw(timelines[0], args.output)
     except (ImportError, OSError, ValueError) as error:
         advice = ": -o needs matplotlib: pip install 'nanovllm[plot]'" if isinstance(error, ImportError) else ""
         parser.error(f"{error}{advice}")
     if not args.output:
-        print(render(steps, shutil.get_terminal_size((100, 24)).columns))
+        print(render(timelines[0], shutil.get_terminal_size((100, 24)).columns))
 
 
 if __name__ == "__main__":

@@ -194,8 +194,9 @@ class _Scheduler(Scheduler):
     def preempt(self, seq: Sequence) -> None:
         manager, step = self.block_manager, self.timeline.step
         num_reusable = sum(manager.blocks[block_id].hash != -1 for block_id in seq.block_table)
-        args = {"request_id": seq.seq_id, "num_reusable_blocks": num_reusable}
-        step.events.append(_event("i", seq.lane + 1, f"preempted {seq.seq_id}", {"ts": step.times[0]}, **args))
+        is_nan = len(step.times) > 1  # a step that is being planned preempts for blocks, one that has been computed for NaN
+        args = {"request_id": seq.seq_id, "num_reusable_blocks": num_reusable, "is_nan": is_nan}
+        step.events.append(_event("i", seq.lane + 1, f"preempted {seq.seq_id}", {"ts": step.times[-1]}, **args))
         super().preempt(seq)
 
     def postprocess(self, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
