@@ -148,6 +148,8 @@ def draw(steps: list[Step], path: str) -> None:
 
 _PLAIN = {"kind": "decode", "num_tokens": 1, "num_new_tokens": 1, "num_reused_tokens": 0}  # what a page need not be told
 
+_QUEUES = {"waiting": "waiting_requests", "running": "running_requests", "free": "next_free_blocks"}
+
 
 def make_page(timelines: list[list[Step]]) -> str:
     """The timelines as one HTML page that needs nothing else."""
@@ -159,7 +161,8 @@ def _shorten(steps: list[Step]) -> dict[str, Any]:
     """What page.html replays: tokens once for each sequence, and of its share of a step only what is out of the ordinary."""
     tokens: dict[int, list[int]] = {}
     ordinary: dict[int, dict[str, int]] = {}  # where a sequence's next share begins, unless it says otherwise
-    short, order = [], []
+    short: list[dict[str, Any]] = []
+    order: list[int] = []
     for step in steps:
         rows = {}
         for lane, work in step.lanes.items():
@@ -175,10 +178,11 @@ def _shorten(steps: list[Step]) -> dict[str, Any]:
                 rows[request_id] = row
             prompt = {"num_prompt_tokens": work["num_prompt_tokens"]}
             ordinary[request_id] = {"lane": lane, "start": end + work.get("num_accepted_tokens", 0), **prompt}
-        preempted = [list(args.values()) for args in step.preempted.values()]
-        short.append({**step.info, "rows": rows, "preempted": preempted})
+        queues = {name: step.info.pop(field) for name, field in _QUEUES.items() if field in step.info}
         if order != (order := [work["request_id"] for work in step.lanes.values()]):
-            short[-1]["order"] = order
+            queues["order"] = order
+        preempted = [list(args.values()) for args in step.preempted.values()]
+        short.append({**step.info, "rows": rows, "preempted": preempted, "queues": queues})
     return {"settings": steps[0].settings, "tokens": tokens, "steps": short}
 
 
