@@ -1,9 +1,8 @@
 """Shows an engine's timeline, the file of `LLM(..., trace="trace.json")`: lanes as rows, steps as columns.
 
-    python -m nanovllm.trace trace.json                                  as text that fits the terminal
-    python -m nanovllm.trace trace.json [second.json] -o timeline.html   as a page to walk through step by step; of two traces, say
-                                                                         of both policies, side by side
-    python -m nanovllm.trace trace.json -o timeline.svg                  as a picture (needs matplotlib: pip install 'nanovllm[plot]')
+    python -m nanovllm.trace trace.json                     as text that fits the terminal
+    python -m nanovllm.trace trace.json -o timeline.html    as a page to walk through; a second trace stands beside the first
+    python -m nanovllm.trace trace.json -o timeline.svg     as a picture (needs matplotlib: pip install 'nanovllm[plot]')
 
 Each request has a letter: a capital where a step computes a piece of its prompt, or again what a preemption has cost it, and a
 small one where it decodes. Where there are more steps than columns, a column sums up several.
@@ -146,9 +145,9 @@ def draw(steps: list[Step], path: str) -> None:
     figure.savefig(path, dpi=200)
 
 
-_PLAIN = {"kind": "decode", "num_tokens": 1, "num_new_tokens": 1, "num_reused_tokens": 0}  # what a page need not be told
-
-_QUEUES = {"waiting": "waiting_requests", "running": "running_requests", "free": "next_free_blocks"}
+_QUEUES = {"waiting_requests": "waiting", "running_requests": "running", "next_free_blocks": "free"}
+_ORDINARY = {"kind": "decode", "num_tokens": 1, "num_new_tokens": 1, "num_reused_tokens": 0}  # a sequence's share of most steps
+_KNOWN = ("step", "request_id", "token_ids", "new_token_ids")  # a page has these from elsewhere
 
 
 def make_page(timelines: list[list[Step]]) -> str:
@@ -158,31 +157,32 @@ def make_page(timelines: list[list[Step]]) -> str:
 
 
 def _shorten(steps: list[Step]) -> dict[str, Any]:
-    """What page.html replays: tokens once for each sequence, and of its share of a step only what is out of the ordinary."""
+    """What page.html replays: of each step only what is out of the ordinary, and the sequences' tokens once."""
     tokens: dict[int, list[int]] = {}
-    ordinary: dict[int, dict[str, int]] = {}  # where a sequence's next share begins, unless it says otherwise
-    short: list[dict[str, Any]] = []
+    expected: dict[int, dict[str, Any]] = {}  # of a sequence's next share
     order: list[int] = []
+    short: list[dict[str, Any]] = []
     for step in steps:
         rows = {}
         for lane, work in step.lanes.items():
-            request_id, end, new = work["request_id"], work["start"] + work["num_tokens"], work.pop("new_token_ids", [])
-            if "token_ids" in work:
-                tokens[request_id] = work.pop("token_ids")
-                work["length"] = len(tokens[request_id])
+            request_id, end, new = work["request_id"], work["start"] + work["num_tokens"], work.get("new_token_ids", [])
+            row = {name: value for name, value in work.items() if name not in _KNOWN} | {"lane": lane, "num_new_tokens": len(new)}
+            if "token_ids" in work:  # it is admitted
+                tokens[request_id], expected[request_id] = list(work["token_ids"]), _ORDINARY
+                row["length"] = len(work["token_ids"])
             if new:
                 tokens[request_id][end:] = new
-            row = {"lane": lane, **work, "num_new_tokens": len(new)}
-            known = {**_PLAIN, "step": work["step"], "request_id": request_id, **ordinary.get(request_id, {})}
-            if row := {name: value for name, value in row.items() if known.get(name) != value}:
-                rows[request_id] = row
-            prompt = {"num_prompt_tokens": work["num_prompt_tokens"]}
-            ordinary[request_id] = {"lane": lane, "start": end + work.get("num_accepted_tokens", 0), **prompt}
-        queues = {name: step.info.pop(field) for name, field in _QUEUES.items() if field in step.info}
+            if changes := {name: value for name, value in row.items() if expected[request_id].get(name) != value}:
+                rows[request_id] = changes
+            start = end + work.get("num_accepted_tokens", 0)
+            expected[request_id] = {**_ORDINARY, "start": start, "lane": lane, "num_prompt_tokens": work["num_prompt_tokens"]}
+        queues: dict[str, Any] = {_QUEUES[name]: queue for name, queue in step.info.items() if name in _QUEUES}
         if order != (order := [work["request_id"] for work in step.lanes.values()]):
             queues["order"] = order
-        preempted = [list(args.values()) for args in step.preempted.values()]
-        short.append({**step.info, "rows": rows, "preempted": preempted, "queues": queues})
+        info = {name: value for name, value in step.info.items() if name not in _QUEUES}
+        short.append(
+            {**info, "rows": rows, "preempted": [list(args.values()) for args in step.preempted.values()], "queues": queues}
+        )
     return {"settings": steps[0].settings, "tokens": tokens, "steps": short}
 
 
