@@ -93,7 +93,7 @@ def busy(llm: LLM) -> None:
         if num_steps == 30:
             raise KeyboardInterrupt
         if num_steps in (12, 14):
-            logits[-1] = torch.nan
+            logits = torch.cat((logits[:-1], torch.full_like(logits[-1:], torch.nan)))
         return sample(logits, seqs)
 
     llm.model_runner.sample = disturbed_sample
