@@ -115,7 +115,7 @@ def _legend(steps: list[Step]) -> list[str]:
     total = {name: sum(step.info[name] for step in steps) for name in steps[0].info if name.endswith(("_ms", "_tokens"))}
     milliseconds = sum(total[f"{phase}_ms"] for phase in _PHASES) or 1.0
     budget, drafted = steps[0].settings["max_num_batched_tokens"], total["num_draft_tokens"]
-    full = [step for step in steps if step.info["num_tokens"] == budget and len(step.lanes) < 9][:1]
+    full = [step for step in steps if step.info["num_tokens"] == budget and 1 < len(step.lanes) < 9][:1]
     sums = [f"step {step.info['step']}: {' + '.join(str(work['num_tokens']) for work in step.lanes.values())}" for step in full]
     return [
         "A22: 22 tokens of A's prompt (A+4: 4 behind reused ones); a: a decode, one token; !A: A is preempted",
