@@ -65,7 +65,7 @@ def render(steps: list[Step], width: int = 100) -> str:
     per_column = -(-len(steps) // room)
     columns = [steps[first : first + per_column] for first in range(0, len(steps), per_column)]
     lanes = sorted({lane for step in steps for lane in (*step.lanes, *step.preempted)})
-    names = {"tokens": "num_tokens", "waiting": "waiting"} | {name: name for name in _BLOCKS}
+    names = {"tokens": "num_batched_tokens", "waiting": "waiting"} | {name: name for name in _BLOCKS}
     counts = {name: [max(step.info[key] for step in column) for column in columns] for name, key in names.items()}
     for size in (5, 2, 1):  # the longest cell of a lane: tokens as well, or only how it goes on, or only who it is
         cells = {"step": [str(i * per_column) for i in range(len(columns))]}
@@ -185,11 +185,10 @@ def _shorten(steps: list[Step]) -> dict[str, Any]:
                 tokens[request_id], expected[request_id] = list(work["token_ids"]), _ORDINARY
                 row["length"] = len(work["token_ids"])
             if new:
-                tokens[request_id][end:] = new
+                tokens[request_id][end - work.get("num_accepted_tokens", 0) :] = new
             if changes := {name: value for name, value in row.items() if expected[request_id].get(name) != value}:
                 rows[request_id] = changes
-            start = end + work.get("num_accepted_tokens", 0)
-            expected[request_id] = {**_ORDINARY, "start": start, "lane": lane, "num_prompt_tokens": work["num_prompt_tokens"]}
+            expected[request_id] = {**_ORDINARY, "start": end, "lane": lane, "num_prompt_tokens": work["num_prompt_tokens"]}
         queues: dict[str, Any] = {_QUEUES[name]: queue for name, queue in step.info.items() if name in _QUEUES}
         if order != (order := [work["request_id"] for work in step.lanes.values()]):
             queues["order"] = order

@@ -261,7 +261,7 @@ def test_drafts(tmp_path: Path) -> None:
         (
             "decode",
             {
-                "start": 5, "num_tokens": 1, "new_blocks": [2], "draft_token_ids": [7, 6, 5], "num_draft_tokens": 3,
+                "start": 5, "num_tokens": 2, "new_blocks": [2], "draft_token_ids": [7, 6, 5], "num_draft_tokens": 3,
                 "num_accepted_tokens": 1, "new_token_ids": [7, 4], "num_returned_blocks": 1,
             },
         ),
@@ -277,7 +277,7 @@ def test_drafts(tmp_path: Path) -> None:
         }
         times = {f"{phase}_ms": 1.0 for phase in ("schedule", "prepare", "forward", "sample")}
         queues = {"running_requests": [0], "waiting_requests": [], "next_free_blocks": [3]} if step == 0 else {}
-        args = {"step": step, "kind": kind, "num_tokens": work["num_tokens"], **numbers, **times, **queues}
+        args = {"step": step, "kind": kind, "num_tokens": work["num_tokens"], "num_batched_tokens": 4, **numbers, **times, **queues}
         events.append({"ph": "X", "tid": 0, "name": "step", "args": args})
         events.append({"ph": "X", "tid": 1, "name": f"{kind} 0", "args": {**share, "step": step, **work}})
         events.append(

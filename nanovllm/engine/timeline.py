@@ -30,7 +30,7 @@ from nanovllm.engine.sequence import Sequence
 
 _PHASES = ("schedule", "prepare", "forward", "sample")
 _NUM_WAITING, _NUM_FREE = 10, 40  # written down of the queue and of the free blocks: the next ones
-Work = tuple[Sequence, int, int, int, list[int], int, int, list[int]]  # a sequence's share of a step, as it was planned
+Work = tuple[Sequence, int, int, int, list[int], list[int], int, list[int]]  # a sequence's share of a step, as it was planned
 
 
 class Step:
@@ -91,40 +91,41 @@ class Timeline:
         rest = f',"step":{self.num_steps}}},"ts":{begin},"dur":{end - begin}}}'
         num_tokens = num_decodes = num_drafts = num_accepted = 0
         for work in works:
-            seq, number, start, count, block_table, num_blocks, length, draft = work
+            seq, number, start, count, block_table, blocks, length, draft = work
             lane, new, is_decode = self.lanes.get(number), seq.token_ids[length:], count == 1 and start >= seq.num_prompt_tokens
-            num_tokens += count
-            num_decodes += is_decode
-            if draft:
-                num_drafts += len(draft)
-                num_accepted += max(0, len(new) - 1)
+            accepted = max(0, len(new) - 1) if draft else 0
+            num_tokens, num_decodes = num_tokens + count + accepted, num_decodes + (count + accepted) * is_decode
+            num_drafts, num_accepted = num_drafts + len(draft), num_accepted + accepted
             is_plain = is_decode and seq.lane == number and len(new) == 1 and not draft and length % manager.block_size
-            if is_plain and lane is not None and lane.block_table is block_table and lane.num_blocks == num_blocks:
+            if is_plain and lane is not None and lane.block_table is block_table and lane.num_blocks == len(blocks):
                 events.append(f'{lane.decode},"start":{start},"new_token_ids":[{new[0]}]{rest}')
             else:
-                self._describe(manager, work, new, is_decode, when)
+                self._describe(manager, work, new, count + accepted, is_decode, when)
         kind = "decode" if num_decodes == num_tokens else "mixed" if num_decodes else "prefill"
         step = {"step": self.num_steps, "kind": kind, "num_tokens": num_tokens, "num_prefill_tokens": num_tokens - num_decodes}
         step |= {"num_decode_tokens": num_decodes, "num_draft_tokens": num_drafts, "num_accepted_tokens": num_accepted}
+        step["num_batched_tokens"] = num_tokens - num_accepted + num_drafts
         step |= {name: queue for name, queue in queues.items() if queue != self.queues.get(name)}
         phases = list(zip(_PHASES, self.step.times, self.step.times[1:]))
         step |= {f"{name}_ms": (after - before) / 1e3 for name, before, after in phases}
         num_free, num_reusable = len(manager.free_block_ids), manager.num_reusable
-        blocks = {"used": manager.num_blocks - num_free, "reusable": num_reusable, "empty": num_free - num_reusable}
+        pool = {"used": manager.num_blocks - num_free, "reusable": num_reusable, "empty": num_free - num_reusable}
         seqs = {"waiting": len(scheduler.waiting), "running": len(scheduler.running)}
         self._write(
             [
                 _event("X", 0, f"{kind}: {num_tokens} tokens", when, **step),
                 *[_event("X", 0, name, {"ts": before, "dur": after - before}) for name, before, after in phases],
                 *events,
-                *[_event("C", 0, name, {"ts": end}, **counts) for name, counts in (("sequences", seqs), ("blocks", blocks))],
+                *[_event("C", 0, name, {"ts": end}, **counts) for name, counts in (("sequences", seqs), ("blocks", pool))],
             ]
         )
         self.num_steps, self.queues = self.num_steps + 1, queues
 
-    def _describe(self, manager: BlockManager, work: Work, new: list[int], is_decode: bool, when: dict[str, int]) -> None:
-        """The event of a sequence's share, with everything that has changed."""
-        seq, number, start, count, block_table, num_blocks, length, draft = work
+    def _describe(
+        self, manager: BlockManager, work: Work, new: list[int], count: int, is_decode: bool, when: dict[str, int]
+    ) -> None:
+        """The event of a sequence's share, which has left K/V of `count` more tokens, with everything that has changed."""
+        seq, number, start, planned, block_table, blocks, length, draft = work
         lane, size = self.lanes.get(number), manager.block_size
         args: dict[str, object] = {}
         if lane is None:
@@ -134,12 +135,12 @@ class Timeline:
             args["token_ids"] = seq.token_ids[:length]
         args |= {"step": self.num_steps, "request_id": seq.seq_id, "start": start, "num_tokens": count}
         args |= {"num_reused_tokens": start * is_new, "num_prompt_tokens": seq.num_prompt_tokens}
-        if num_blocks > lane.num_blocks:
-            args["new_blocks"] = block_table[lane.num_blocks : num_blocks]
+        if len(blocks) > lane.num_blocks:
+            args["new_blocks"] = blocks[lane.num_blocks :]
         lane.num_blocks = len(block_table)
-        if lane.num_blocks < num_blocks:  # by those of refused drafts
-            args["num_returned_blocks"] = num_blocks - lane.num_blocks
-        full = block_table[start // size : (start + count + max(0, len(new) - 1)) // size]
+        if lane.num_blocks < len(blocks):  # by those of refused drafts
+            args["num_returned_blocks"] = len(blocks) - lane.num_blocks
+        full = blocks[start // size : (start + count) // size]
         if full and manager.enable_prefix_caching:
             args["full_blocks"] = [
                 [block.block_id, "" if block.hash == -1 else f"{block.hash:016x}", block.content_id, block.parent_id]
@@ -148,7 +149,7 @@ class Timeline:
         if new:
             args["new_token_ids"] = new
         if draft:
-            args |= {"draft_token_ids": draft, "num_draft_tokens": len(draft), "num_accepted_tokens": max(0, len(new) - 1)}
+            args |= {"draft_token_ids": draft, "num_draft_tokens": len(draft), "num_accepted_tokens": count - planned}
         if seq.finish_reason is not None:
             args["finish_reason"] = seq.finish_reason
         self.step.events.append(_event("X", number + 1, f"{'decode' if is_decode else 'prefill'} {seq.seq_id}", when, **args))
@@ -201,10 +202,11 @@ class _Scheduler(Scheduler):
 
     def postprocess(self, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
         self.timeline.step.note_time()
+        drafts = [getattr(seq, "draft", []) for seq in seqs]
         works: list[Work] = [
-            (seq, seq.lane, seq.num_computed_tokens, seq.num_scheduled_tokens, seq.block_table, len(seq.block_table),
-             len(seq.token_ids), list(getattr(seq, "draft", ())))
-            for seq in seqs
+            (seq, seq.lane, seq.num_computed_tokens, seq.num_scheduled_tokens, seq.block_table,
+             seq.block_table[:] if draft else seq.block_table, len(seq.token_ids), draft)
+            for seq, draft in zip(seqs, drafts)
         ]  # fmt: skip
         queues = {
             "waiting_requests": [(seq.seq_id, len(seq.token_ids)) for seq in islice(self.waiting, _NUM_WAITING)],
