@@ -14,7 +14,7 @@ from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.batch import Batch
 from nanovllm.engine.sequence import Sequence
 from nanovllm.terminal import run_program
-from nanovllm.trace import read, render
+from nanovllm.trace import make_page, read, render
 
 QUESTIONS = [
     "introduce yourself",
@@ -24,6 +24,7 @@ QUESTIONS = [
     "Which day comes after Sunday?",
     "Who wrote Hamlet?",
 ]
+PROMPTS = {"A": list(range(100, 122)), "B": list(range(100, 116)), "C": list(range(200, 230)), "D": list(range(300, 309))}
 SYSTEM = (
     "You are a small and friendly assistant that runs inside nanovllm. Answer every question in as few words as you can,"
     " and if you do not know the answer, say so."
@@ -60,7 +61,6 @@ def tour(model: str, max_tokens: int) -> None:
 
 def look_inside(trace: Path, enable_chunked_prefill: bool) -> None:
     """The timeline of four requests in a small pool: the demo model, blocks of 4 tokens, 24 of them, at most 32 tokens a step."""
-    prompts = [list(range(100, 122)), list(range(100, 116)), list(range(200, 230)), list(range(300, 309))]
     params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
     with LLM(
         DEMO_MODEL,
@@ -71,20 +71,25 @@ def look_inside(trace: Path, enable_chunked_prefill: bool) -> None:
         enable_chunked_prefill=enable_chunked_prefill,
         trace=trace,
     ) as llm:
-        llm.add_request(prompts[0], params)
+        llm.add_request(PROMPTS["A"], params)
         for _ in range(3):
             llm.step()
-        for prompt in prompts[1:]:
-            llm.add_request(prompt, params)
+        for name in "BCD":
+            llm.add_request(PROMPTS[name], params)
         if enable_chunked_prefill:
-            show_step(llm)
+            show_step(llm, 3, block_ids=[3, 7, 14])
+            print(
+                "  B's tokens are all in blocks 0 to 3, but the logits of its last one are needed: block 3 is computed again, as block 7."
+            )
+            print("  Block 14 has 3 of its 4 tokens, the budget has no more: it is full in the next step, and gets a hash.")
+            show_step(llm, 4, block_ids=[14])
         while not llm.is_finished():
             llm.step()
     print(f"\n{'mixed steps' if enable_chunked_prefill else 'prefill first'}\n{render(read(trace))}")
 
 
-def show_step(llm: LLM) -> None:
-    """Run one step, and show what the model got, and where it was put."""
+def show_step(llm: LLM, number: int, block_ids: list[int]) -> None:
+    """Run one step, and show what the model got, where it was put, and what the cache then knows of some blocks."""
     assert llm.model_runner is not None  # before exit()
     prepare_batch = llm.model_runner.prepare_batch
     prepared: list[tuple[list[Sequence], Batch]] = []
@@ -93,23 +98,16 @@ def show_step(llm: LLM) -> None:
         prepared.append((seqs, prepare_batch(seqs)))
         return prepared[-1][1]
 
-    computed = {seq.seq_id: seq.num_computed_tokens for seq in llm.scheduler.running}
     with patch.object(llm.model_runner, "prepare_batch", keep_batch):
         llm.step()
     ((seqs, batch),) = prepared
     bounds = batch.cu_seqlens_q.tolist()
-    print("\none step, as the model got it (block size 4: slot = block * 4 + position % 4)")
+    print(f"\nstep {number}, as the model gets it (slot = block * 4 + position % 4)")
     for seq, start, end in zip(seqs, bounds, bounds[1:]):
-        num_computed = computed.get(seq.seq_id, seq.num_cached_tokens)
-        print(
-            f"  request {seq.seq_id}: {num_computed} tokens computed before ({seq.num_cached_tokens} cached), {end - start} new\n"
-            f"    block_table  {seq.block_table}\n    slot_mapping {batch.slot_mapping[start:end].tolist()}"
-        )
-    print("  the blocks of request 0, each known by the hash of its tokens and of the hash before it")
-    for block_id in seqs[0].block_table:
-        block = llm.scheduler.block_manager.blocks[block_id]
-        known = f"{block.hash:016x} of {block.token_ids}" if block.hash != -1 else "not full, so it has no hash"
-        print(f"    block {block_id:2} held by {block.ref_count}: {known}")
+        print(f"  {'ABCD'[seq.seq_id]}: {int(batch.positions[start])} tokens are in the cache, {end - start} new")
+        print(f"     block_table  {seq.block_table}\n     slot_mapping {batch.slot_mapping[start:end].tolist()}")
+    for block_id in block_ids:
+        print(f"  {llm.scheduler.block_manager.blocks[block_id]}")
 
 
 def main() -> None:
@@ -119,11 +117,18 @@ def main() -> None:
     args = parser.parse_args()
     try:
         tour(args.model, args.max_tokens)
-        print("\n--- Inside: a prefix hit, pieces of prompts beside decodes, and what happens when blocks run out")
+        print("\n--- Inside: four requests, 24 blocks of 4 tokens, at most 32 tokens a step\n")
+        for name, prompt in PROMPTS.items():
+            print(
+                f"{name}: the tokens {prompt[0]} to {prompt[-1]}{', as A begins' if name == 'B' else ''}; 14 more are generated"
+            )
         with TemporaryDirectory() as directory:
-            for enable_chunked_prefill in (True, False):
-                look_inside(Path(directory, "trace.json"), enable_chunked_prefill)
-    except ValueError as error:  # names what is wrong: the model, or the number
+            traces = [Path(directory, "mixed.json"), Path(directory, "prefill_first.json")]
+            look_inside(traces[0], enable_chunked_prefill=True)
+            look_inside(traces[1], enable_chunked_prefill=False)
+            Path("timeline.html").write_text(make_page([read(trace) for trace in traces]))
+        print("\n--- Every step of both: open timeline.html in a browser")
+    except (OSError, ValueError) as error:  # names what is wrong: the model, the number, a folder that cannot be written
         parser.error(str(error))
 
 

@@ -1,7 +1,8 @@
 """Shows an engine's timeline, the file of `LLM(..., trace="trace.json")`: lanes as rows, steps as columns.
 
-    python -m nanovllm.trace trace.json                    as text that fits the terminal
-    python -m nanovllm.trace trace.json -o timeline.svg    as a picture (needs matplotlib: pip install 'nanovllm[plot]')
+    python -m nanovllm.trace trace.json                     as text that fits the terminal
+    python -m nanovllm.trace trace.json -o timeline.html    as a page to walk through; a second trace stands beside the first
+    python -m nanovllm.trace trace.json -o timeline.svg     as a picture (needs matplotlib: pip install 'nanovllm[plot]')
 
 Each request has a letter: a capital where a step computes a piece of its prompt, or again what a preemption has cost it, and a
 small one where it decodes. Where there are more steps than columns, a column sums up several.
@@ -25,50 +26,61 @@ _PHASES = ("schedule", "prepare", "forward", "sample")
 @dataclass
 class Step:
     info: dict[str, Any]  # kind, tokens, milliseconds; the counters after it
+    settings: dict[str, Any]  # of the engine
     lanes: dict[int, dict[str, Any]] = field(default_factory=dict)  # what each lane computed, with its "kind"
-    preempted: dict[int, int] = field(default_factory=dict)  # lane -> request id
+    preempted: dict[int, dict[str, int]] = field(default_factory=dict)  # lane -> request_id, num_reusable_blocks
 
 
 def read(path: str | Path) -> list[Step]:
     """The steps of a timeline. Raises ValueError if the file is not one, OSError if it cannot be read."""
     steps: list[Step] = []
+    settings: dict[str, Any] = {}
+    was_cut_short = False
     try:
         for event in json.loads(Path(path).read_bytes()):
             lane, args, kind = event["tid"] - 1, event["args"], event["name"].split()[0]
             if "kind" in args:
-                steps.append(Step(args))
+                steps.append(Step({"starts_over": was_cut_short, **args}, settings))
+                was_cut_short = False
+            elif "block_size" in args:
+                settings |= args
+            elif kind == "started":
+                was_cut_short = True
             elif event["ph"] == "C":
                 steps[-1].info |= args
             elif kind == "preempted":
-                steps[-1].preempted[lane] = args["request_id"]
+                steps[-1].preempted[lane] = args
             elif kind in ("prefill", "decode"):
                 steps[-1].lanes[lane] = {"kind": kind, **args}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{path} is not a timeline of nanovllm, or only a piece of one: {error!r}") from error
-    if not steps:
+    if not steps or not settings:
         raise ValueError(f"{path} holds no steps")
     return steps
 
 
 def render(steps: list[Step], width: int = 100) -> str:
     """The timeline as text of at most `width` columns."""
-    per_column = -(-len(steps) // max(1, width - 10))
+    room = max(1, width - 10)
+    per_column = -(-len(steps) // room)
     columns = [steps[first : first + per_column] for first in range(0, len(steps), per_column)]
-    size = max(1, min(5, (width - 10) // len(columns)))  # of a column
-
-    def row(name: str, cells: list[Any]) -> str:
-        return f"{name:>8} │" + "".join(f"{str(cell)[:size]:<{size}}" for cell in cells).rstrip()
-
-    rows = [row("step", [i * per_column if i % max(1, 5 // size) == 0 else "" for i in range(len(columns))])]
     lanes = sorted({lane for step in steps for lane in (*step.lanes, *step.preempted)})
-    rows += [row(f"lane {lane}", [_cell(column, lane, size) for column in columns]) for lane in lanes]
-    highest = {name: max(step.info[name] for step in steps) for name in ("waiting", *_BLOCKS)}
-    for name, most in highest.items():
-        counts = [max(step.info[name] for step in column) for column in columns]
-        bars = [_BARS[-(-8 * count // max(1, most))] * size for count in counts]
-        rows.append(row(name, counts if size >= 3 else bars))
+    names = {"tokens": "num_batched_tokens", "waiting": "waiting"} | {name: name for name in _BLOCKS}
+    counts = {name: [max(step.info[key] for step in column) for column in columns] for name, key in names.items()}
+    for size in (5, 2, 1):  # the longest cell of a lane: tokens as well, or only how it goes on, or only who it is
+        cells = {"step": [str(i * per_column) for i in range(len(columns))]}
+        cells |= {f"lane {lane}": [_cell(column, lane, size) for column in columns] for lane in lanes}
+        cells |= {name: [str(number) for number in numbers] for name, numbers in counts.items()}
+        widths = [max(map(len, column)) + 1 for column in zip(*cells.values())]
+        if sum(widths) <= room:
+            break
+    else:
+        cells["step"] = list("".join(f"{i * per_column:<10}" for i in range(0, len(columns), 10))[: len(columns)])
+        cells |= {name: [_BARS[-(-8 * number // max(1, *numbers))] for number in numbers] for name, numbers in counts.items()}
+        widths = [1] * len(columns)
+    rows = [f"{name:>8} │" + "".join(map(str.ljust, row, widths)).rstrip() for name, row in cells.items()]
     legend = [f"a column is {per_column} steps"] * (per_column > 1)
-    legend += ["bars: " + ", ".join(f"{name} up to {most}" for name, most in highest.items())] * (size < 3)
+    legend += ["bars: " + ", ".join(f"{name} up to {max(numbers)}" for name, numbers in counts.items())] * (widths[0] == 1)
     return "\n".join([*rows, "", *[line[:width] for line in legend + _legend(steps)]])
 
 
@@ -77,35 +89,46 @@ def _letter(request_id: int) -> str:
 
 
 def _cell(column: list[Step], lane: int, size: int) -> str:
-    """What a lane did in some steps: the most remarkable of it."""
+    """What a lane did in some steps: the most remarkable of it, in at most `size` characters."""
     for step in column:
         if lane in step.preempted:
-            return "!" + _letter(step.preempted[lane])
+            return ("!" + _letter(step.preempted[lane]["request_id"]))[:size]
     done = [step.lanes[lane] for step in column if lane in step.lanes]
     if prefills := [work for work in done if work["kind"] == "prefill"]:
         name = _letter(prefills[0]["request_id"]) + "+" * any(work["num_reused_tokens"] for work in prefills)
-        with_tokens = name + str(sum(work["num_tokens"] for work in prefills))
-        return with_tokens if size >= 4 and len(with_tokens) < size else name
-    return _letter(done[0]["request_id"]).lower() if done else ""
+        return (name + str(sum(work["num_tokens"] for work in prefills)) * (size > 2))[:size]
+    drafts = [work for work in done if "num_draft_tokens" in work]
+    accepted = f"+{sum(work['num_accepted_tokens'] for work in drafts)}" if drafts and size > 2 else ""
+    return _letter(done[0]["request_id"]).lower() + accepted if done else ""
 
 
 def _legend(steps: list[Step]) -> list[str]:
     works = [work for step in steps for work in step.lanes.values()]
     first = {work["request_id"]: work for work in reversed(works)}
     decodes = Counter(work["request_id"] for work in works if work["kind"] == "decode")
+    tokens = Counter(work["request_id"] for work in works for _ in work.get("new_token_ids", ()))
     requests = [
-        f"{_letter(i)}: {seq['num_prompt_tokens']} prompt tokens, {seq['num_reused_tokens']} of them reused, {decodes[i]} decodes"
+        f"{_letter(i)}: {seq['num_prompt_tokens']} prompt tokens, {seq['num_reused_tokens']} of them reused;"
+        f" {tokens[i]} tokens generated, {decodes[i]} decodes"
         for i, seq in sorted(first.items())
     ]
     total = {name: sum(step.info[name] for step in steps) for name in steps[0].info if name.endswith(("_ms", "_tokens"))}
     milliseconds = sum(total[f"{phase}_ms"] for phase in _PHASES) or 1.0
+    budget, drafted = steps[0].settings["max_num_batched_tokens"], total["num_draft_tokens"]
+    full = [step for step in steps if step.info["num_tokens"] == budget and 1 < len(step.lanes) < 9][:1]
+    sums = [f"step {step.info['step']}: {' + '.join(str(work['num_tokens']) for work in step.lanes.values())}" for step in full]
     return [
-        "A: a piece of A's prompt (A+: what precedes it was reused); a: a decode; !A: A is preempted",
-        "used, reusable (free, but a prefix can still hit it), empty: blocks of the KV cache",
+        "A22: 22 tokens of A's prompt (A+4: 4 behind reused ones); a: a decode, one token; !A: A is preempted",
+        *["a+2: a decode with drafts, 2 of them right"] * (drafted > 0),
+        "tokens: of the step; waiting: requests; used, reusable (free, can be hit), empty: KV cache blocks",
+        *[f"{terms} = {budget}, the budget is full" for terms in sums],
         *requests[:8],
         *[f"... and {len(requests) - 8} more requests"] * (len(requests) > 8),
+        "a prompt's last step gives the first token, decodes give the others",
         f"{len(steps)} steps, {total['num_prefill_tokens']} prefill and {total['num_decode_tokens']} decode tokens,"
-        f" {sum(len(step.preempted) for step in steps)} preemptions",
+        f" {sum(len(step.preempted) for step in steps)} preemptions"
+        + f", {total['num_accepted_tokens']} of {drafted} draft tokens right"
+        * (drafted > 0),
         f"{milliseconds:.1f} ms: " + ", ".join(f"{phase} {total[f'{phase}_ms'] / milliseconds:.0%}" for phase in _PHASES),
     ]
 
@@ -136,20 +159,64 @@ def draw(steps: list[Step], path: str) -> None:
     figure.savefig(path, dpi=200)
 
 
+_QUEUES = {"waiting_requests": "waiting", "running_requests": "running", "next_free_blocks": "free"}
+_ORDINARY = {"kind": "decode", "num_tokens": 1, "num_new_tokens": 1, "num_reused_tokens": 0}  # a sequence's share of most steps
+_KNOWN = ("step", "request_id", "token_ids", "new_token_ids")  # a page has these from elsewhere
+
+
+def make_page(timelines: list[list[Step]]) -> str:
+    """The timelines as one HTML page that needs nothing else."""
+    data = json.dumps([_shorten(steps) for steps in timelines], separators=(",", ":")).replace("</", "<\\/")
+    return Path(__file__).with_name("page.html").read_text().replace("TIMELINES", data)
+
+
+def _shorten(steps: list[Step]) -> dict[str, Any]:
+    """What page.html replays: of each step only what is out of the ordinary, and the sequences' tokens once."""
+    tokens: dict[int, list[int]] = {}
+    expected: dict[int, dict[str, Any]] = {}  # of a sequence's next share
+    order: list[int] = []
+    short: list[dict[str, Any]] = []
+    for step in steps:
+        rows = {}
+        for lane, work in step.lanes.items():
+            request_id, end, new = work["request_id"], work["start"] + work["num_tokens"], work.get("new_token_ids", [])
+            row = {name: value for name, value in work.items() if name not in _KNOWN} | {"lane": lane, "num_new_tokens": len(new)}
+            if "token_ids" in work:  # it is admitted
+                tokens[request_id], expected[request_id] = list(work["token_ids"]), _ORDINARY
+                row["length"] = len(work["token_ids"])
+            if new:
+                tokens[request_id][end - work.get("num_accepted_tokens", 0) :] = new
+            if changes := {name: value for name, value in row.items() if expected[request_id].get(name) != value}:
+                rows[request_id] = changes
+            expected[request_id] = {**_ORDINARY, "start": end, "lane": lane, "num_prompt_tokens": work["num_prompt_tokens"]}
+        queues: dict[str, Any] = {_QUEUES[name]: queue for name, queue in step.info.items() if name in _QUEUES}
+        if order != (order := [work["request_id"] for work in step.lanes.values()]):
+            queues["order"] = order
+        info = {name: value for name, value in step.info.items() if name not in _QUEUES}
+        short.append(
+            {**info, "rows": rows, "preempted": [list(args.values()) for args in step.preempted.values()], "queues": queues}
+        )
+    return {"settings": steps[0].settings, "tokens": tokens, "steps": short}
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path, help="the file of LLM(..., trace=...)")
-    parser.add_argument("-o", "--output", metavar="PICTURE", help="draw it to a .png, .svg or .pdf instead")
+    parser.add_argument("trace", type=Path, nargs="+", help="the file of LLM(..., trace=...); two for a page")
+    parser.add_argument("-o", "--output", metavar="FILE", help="make a page, .html, or draw it to a .png, .svg or .pdf instead")
     args = parser.parse_args(argv)
     try:
-        steps = read(args.trace)
-        if args.output:
-            draw(steps, args.output)
+        timelines = [read(path) for path in args.trace]
+        if (args.output or "").endswith(".html"):
+            Path(args.output).write_text(make_page(timelines))
+        elif len(timelines) > 1:
+            raise ValueError("only a page (-o timeline.html) shows more than one trace")
+        elif args.output:
+            draw(timelines[0], args.output)
     except (ImportError, OSError, ValueError) as error:
         advice = ": -o needs matplotlib: pip install 'nanovllm[plot]'" if isinstance(error, ImportError) else ""
         parser.error(f"{error}{advice}")
     if not args.output:
-        print(render(steps, shutil.get_terminal_size((100, 24)).columns))
+        print(render(timelines[0], shutil.get_terminal_size((100, 24)).columns))
 
 
 if __name__ == "__main__":

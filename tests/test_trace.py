@@ -184,13 +184,15 @@ def test_text(recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     monkeypatch.setenv("COLUMNS", "100")
     trace.main([str(recorded)])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1:5] == [
-        "  lane 0 │A  A  a  a  a  a  a  B+ b  b  b  b  b  b  b  b  b  b  b  b  b  D+ d  d",
-        "  lane 1 │                     C  C  C  c  c  c  c  c  c  c  c  c  c  c  c  c",
-        "  lane 2 │                           D  d  d  d  d  d  d  d  d  d  d  !D E+ e  e  e  e  e",
-        "  lane 3 │                           E+ e  e  e  e  e  e  !E !E",
+    assert lines[1:6] == [
+        "  lane 0 │A16 A6 a  a  a  a  a  B+2 b   b   b  b  b  b  b  b  b  b  b  b  b  D+4 d  d",
+        "  lane 1 │                      C14 C15 C1  c  c  c  c  c  c  c  c  c  c  c  c   c",
+        "  lane 2 │                              D9  d  d  d  d  d  d  d  d  d  d  !D E+8 e  e  e  e  e",
+        "  lane 3 │                              E+4 e  e  e  e  e  e  !E !E",
+        "  tokens │16  6  1  1  1  1  1  16  16  15  4  4  4  4  4  4  6  3  3  3  2  13  3  2  1  1  1",
     ]
-    assert "B: 22 prompt tokens, 20 of them reused, 13 decodes" in lines
+    assert "step 7: 2 + 14 = 16, the budget is full" in lines
+    assert "B: 22 prompt tokens, 20 of them reused; 14 tokens generated, 13 decodes" in lines
     assert "27 steps, 82 prefill and 54 decode tokens, 3 preemptions" in lines
 
 

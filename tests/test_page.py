@@ -1,0 +1,321 @@
+"""The page of `python -m nanovllm.trace trace.json -o timeline.html`, in a browser, where there is one: what it shows is what
+the engine had, step for step."""
+
+import json
+import re
+import shutil
+import struct
+import subprocess
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Oracle, greedy, random_prompt
+
+from nanovllm import LLM, trace
+from nanovllm.engine import timeline
+
+TEMPLATE = Path(trace.__file__).with_name("page.html")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome is installed")
+
+State = dict[str, Any]
+
+
+def browse(page: Path, *options: str, fragment: str = "") -> subprocess.CompletedProcess[str]:
+    """Open `page` headless. Nothing may be on its console."""
+    assert BROWSER is not None
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr", *options]
+    done = subprocess.run([*command, page.as_uri() + fragment], capture_output=True, text=True, check=True, timeout=120)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    return done
+
+
+def run_script(page: Path, script: str) -> Any:
+    """What `script`, run in `page`, returns."""
+    probe = page.with_suffix(".probe.html")
+    probe.write_text(f"{page.read_text()}<script>document.body.textContent = JSON.stringify((() => {{{script}}})())</script>")
+    done = browse(probe, "--dump-dom")
+    found = re.search("<body>(.*?)</body>", done.stdout, flags=re.DOTALL)
+    assert found, done.stdout[-2000:]
+    return json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&nbsp;", " ").replace("&amp;", "&"))
+
+
+@pytest.fixture
+def record(tiny: tuple[str, Oracle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Path, list[State]]]:
+    """Serve a load; the page of its trace, and what the engine had when each step was planned."""
+    states: list[State] = []
+    postprocess = timeline._Scheduler.postprocess
+
+    def keep_state(self: Any, seqs: list[Any], token_ids: list[int]) -> list[Any]:
+        manager = self.block_manager
+        state = {
+            "waiting": [seq.seq_id for seq in self.waiting][:10],
+            "running": [seq.seq_id for seq in self.running],
+            "tables": [seq.block_table[:] for seq in self.running],
+            "computed": [seq.num_computed_tokens for seq in self.running],
+            "tokens": [seq.token_ids[:] for seq in self.running],
+            "scheduled": [[seq.seq_id, seq.num_scheduled_tokens] for seq in seqs],
+            "refs": [block.ref_count for block in manager.blocks],
+            "found": {str(block.block_id): f"{block.hash:016x}" for block in manager.blocks if block.hash != -1},
+            "free": list(manager.free_block_ids)[:40],
+        }
+        caught_up = postprocess(self, seqs, token_ids)
+        states.append(state)
+        return caught_up
+
+    monkeypatch.setattr(timeline._Scheduler, "postprocess", keep_state)
+
+    def serve(load: Callable[[LLM], None], **options: Any) -> tuple[Path, list[State]]:
+        path = tmp_path / "trace.json"
+        settings = {"kvcache_block_size": 4, "num_kvcache_blocks": 24, "max_num_batched_tokens": 16, "max_num_seqs": 4, **options}
+        states.clear()
+        with LLM(tiny[0], trace=path, **settings) as llm:
+            load(llm)
+        trace.main([str(path), "-o", str(tmp_path / "timeline.html")])
+        return tmp_path / "timeline.html", list(states)
+
+    return serve
+
+
+def busy(llm: LLM) -> None:
+    """Prefix hits, duplicates, pieces of prompts, preemptions, aborts, a step that is cut short, logits that are NaN."""
+    for seed, length in ((1, 22), (1, 16), (2, 30), (3, 9), (1, 22)) * 2:
+        llm.add_request(random_prompt(seed, length), greedy(14))
+    last = llm.add_request(random_prompt(9, 12), greedy(30))
+    assert llm.model_runner is not None
+    sample, num_steps = llm.model_runner.sample, 0
+
+    def disturbed_sample(logits: torch.Tensor, seqs: list[Any]) -> Any:
+        if num_steps == 30:
+            raise KeyboardInterrupt
+        if num_steps in (12, 14):
+            logits = torch.cat((logits[:-1], torch.full_like(logits[-1:], torch.nan)))
+        return sample(logits, seqs)
+
+    llm.model_runner.sample = disturbed_sample
+    while not llm.is_finished():
+        try:
+            llm.step()
+        except KeyboardInterrupt:
+            assert num_steps == 30
+        num_steps += 1
+        if num_steps == 45:
+            llm.abort(llm.scheduler.running[-1].seq_id)
+            llm.abort(last)
+    assert llm.stats["num_preemptions"]
+
+
+DUMP = """
+    const states = [], dump = () => ({
+        waiting: now.waiting.map(([id]) => id), running: now.running, free: now.free,
+        refs: now.holders.map((held) => held.length),
+        tables: now.running.map((id) => now.seqs.get(id).table), computed: now.running.map((id) => now.seqs.get(id).computed),
+        tokens: now.running.map((id) => run().tokens[id].slice(0, now.seqs.get(id).size)),
+        scheduled: now.work.map(({ id, num_tokens }) => [id, num_tokens]),
+        found: Object.fromEntries(now.blocks.flatMap(({ hash }, id) => isFound(now, id) ? [[id, hash]] : [])),
+    });
+    for (let step = 0; step <= last(); step++) { go({ step }); states.push(dump()); }
+    for (let step = last(); step >= 0; step--) {  // and back
+        go({ step });
+        if (JSON.stringify(dump()) !== JSON.stringify(states[step])) return `step ${step} is another one from behind`;
+    }
+    return states;
+"""
+
+
+@needs_browser
+@pytest.mark.filterwarnings("ignore:request .* ends with an error")
+@pytest.mark.parametrize(
+    "options", [{}, {"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, {"enable_prefix_caching": False}]
+)
+def test_it_shows_what_the_engine_had(record: Callable[..., tuple[Path, list[State]]], options: dict[str, Any]) -> None:
+    """Queues, block tables, reference counts, what a hash finds, the order of eviction: at every step, forwards and backwards."""
+    page, states = record(busy, **options)
+    page.write_text(page.read_text().replace("STRIDE = 400", "STRIDE = 20"))
+    shown = run_script(page, DUMP)
+    assert len(shown) == len(states) > 40, shown
+    for step, (seen, had) in enumerate(zip(shown, states)):
+        assert seen == had, f"step {step}"
+
+
+# --- What example.py's requests look like
+
+
+@pytest.fixture(scope="module")
+def example_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from example import look_inside
+
+    directory = tmp_path_factory.mktemp("page")
+    page = directory / "timeline.html"
+    traces = [directory / "mixed.json", directory / "prefill_first.json"]
+    for path, enable_chunked_prefill in zip(traces, (True, False)):
+        look_inside(path, enable_chunked_prefill)
+    trace.main([*map(str, traces), "-o", str(page)])
+    return page
+
+
+SENTENCES = {
+    (0, 3): [
+        "B starts and reuses blocks 0 to 2 but not 3, although its tokens agree too: the logits of the last one are needed.",
+        "Block 7 is a duplicate.",
+        "C starts with 27 of its 30 tokens",
+        "D waits: the step's budget is used up.",
+    ],
+    (0, 11): [
+        "A needs a block and none is free: D, the newest, is preempted and gives back blocks 23, 19, 18 and 17, the tail first",
+        "C overwrites block 19: what D had computed there can no longer be hit.",
+        "D waits: its 16 tokens need 4 blocks, and only 2 are free.",
+    ],
+    (0, 14): ["D comes back and reuses block 17: 4 of its 16 tokens need not be computed again."],
+    (1, 4): ["A and B must wait: this step is for prompts only.", "prompts are not cut here"],
+}
+
+
+@needs_browser
+def test_it_tells_what_happens(example_page: Path) -> None:
+    told = run_script(
+        example_page,
+        r"""
+        const text = (id) => $(id).textContent.replace(/\s+/g, " ");
+        return runs.map(({ steps }, run) => steps.map((_, step) => (go({ run, step }), ["words", "budget", "count"].map(text))));
+        """,
+    )
+    for (number, step), sentences in SENTENCES.items():
+        for sentence in sentences:
+            assert sentence in told[number][step][0]
+    assert told[0][3][1].startswith("1 + 4 + 27 = 32 of 32 tokens")
+    assert told[0][3][2] == "24 blocks of 4 slots: 16 used, 0 reusable, 8 empty"
+
+
+@needs_browser
+def test_it_can_be_walked_through(example_page: Path) -> None:
+    """By slider, keys, play and clicks; what is pointed at is explained."""
+    seen = run_script(
+        example_page,
+        r"""
+        const seen = {}, $$ = (selector) => document.querySelectorAll(selector), text = (id) => $(id).textContent.replace(/\s+/g, " ");
+        const press = (key) => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+        const over = (selector) => $$(selector)[0].dispatchEvent(new MouseEvent("mouseover", { bubbles: true }));
+        $("slider").value = 3;
+        $("slider").dispatchEvent(new Event("input"));
+        seen.slider = [view.step, text("place"), location.hash];
+        over('[data-block="7"]');
+        seen.block = [text("about"), $$("#blocks .near").length, $("links").children.length];
+        over('[data-position="13"]');
+        seen.slot = [text("slot"), $$("#blocks .read").length, $$("#blocks .own")[0].textContent];
+        $$('[data-seq="2"]')[0].click();
+        seen.chosen = text("sequence");
+        press("Escape"), press("ArrowRight"), press("ArrowRight"), press("p");
+        seen.keys = [view.step, view.run];
+        press("End"), press(" ");
+        seen.end = [view.step, timer];
+        $$("svg")[0].dispatchEvent(new MouseEvent("click", { clientX: 1 + $$(".timeline")[0].offsetLeft, bubbles: true }));
+        seen.timeline = [view.run, view.step];
+        return seen;
+        """,
+    )
+    assert seen["slider"] == [3, "3 / 20", "#run=0&step=3"]
+    about, num_marked, num_arrows = seen["block"]
+    assert "Block 7, slots 28 to 31: held by B as its block 3." in about and "duplicate of block 3, which is found" in about
+    assert num_marked == 5 and num_arrows == 8  # itself, its prefix of three, and block 3; an arrow is a line and a head
+    slot, num_read, own = seen["slot"]
+    assert "13 // 4 = 3, table[3] = 7" in slot and "slot = 7 * 4 + 1 = 29" in slot and "positions 0 to 13, in 4 blocks" in slot
+    assert num_read == 14 and own == "113"
+    assert "0 reused + 0 computed + 27 this step + 3 not yet" in seen["chosen"]
+    assert seen["keys"] == [5, 1] and seen["end"] == [23, None] and seen["timeline"] == [0, 0]
+
+
+def read_png(path: Path) -> list[bytes]:
+    """The rows of a picture."""
+    content, position, data = path.read_bytes(), 8, b""
+    _, height = struct.unpack(">II", content[16:24])
+    while position < len(content):
+        (length,) = struct.unpack(">I", content[position : position + 4])
+        data += content[position + 8 : position + 8 + length] * (content[position + 4 : position + 8] == b"IDAT")
+        position += length + 12
+    raw = zlib.decompress(data)
+    stride = len(raw) // height
+    return [raw[y * stride : (y + 1) * stride] for y in range(height)]
+
+
+@needs_browser
+@pytest.mark.parametrize("options", [[], ["--blink-settings=preferredColorScheme=0"]])
+def test_a_picture_of_it(example_page: Path, tmp_path: Path, options: list[str]) -> None:
+    picture = tmp_path / "page.png"
+    browse(example_page, "--window-size=1400,940", f"--screenshot={picture}", *options, fragment="#step=3&block=7")
+    rows = read_png(picture)
+    assert len(rows) == 940 and len(set(rows)) > 400
+
+
+@needs_browser
+def test_drafts(tmp_path: Path) -> None:
+    """Of three drafts one is right, so the step gives two tokens; the block table gives the third draft's block back."""
+    settings = {"num_blocks": 4, "block_size": 4, "max_num_seqs": 1, "max_num_batched_tokens": 8, "enable_chunked_prefill": True}
+    share = {"request_id": 0, "num_prompt_tokens": 5, "num_reused_tokens": 0}
+    works: list[tuple[str, dict[str, Any]]] = [
+        ("prefill", {"start": 0, "num_tokens": 5, "token_ids": [7, 8, 9, 7, 8], "new_blocks": [0, 1], "new_token_ids": [9]}),
+        (
+            "decode",
+            {
+                "start": 5, "num_tokens": 2, "new_blocks": [2], "draft_token_ids": [7, 6, 5], "num_draft_tokens": 3,
+                "num_accepted_tokens": 1, "new_token_ids": [7, 4], "num_returned_blocks": 1,
+            },
+        ),
+        ("decode", {"start": 7, "num_tokens": 1, "new_token_ids": [3], "finish_reason": "length"}),
+    ]  # fmt: skip
+    events: list[dict[str, Any]] = [{"ph": "M", "tid": 0, "name": "process_name", "args": settings}]
+    for step, (kind, work) in enumerate(works):
+        numbers = {
+            "num_draft_tokens": 3 * (step == 1),
+            "num_accepted_tokens": step == 1,
+            "num_prefill_tokens": 0,
+            "num_decode_tokens": 0,
+        }
+        times = {f"{phase}_ms": 1.0 for phase in ("schedule", "prepare", "forward", "sample")}
+        queues = {"running_requests": [0], "waiting_requests": [], "next_free_blocks": [3]} if step == 0 else {}
+        args = {"step": step, "kind": kind, "num_tokens": work["num_tokens"], "num_batched_tokens": 4, **numbers, **times, **queues}
+        events.append({"ph": "X", "tid": 0, "name": "step", "args": args})
+        events.append({"ph": "X", "tid": 1, "name": f"{kind} 0", "args": {**share, "step": step, **work}})
+        events.append(
+            {"ph": "C", "tid": 0, "name": "counters", "args": {"waiting": 0, "running": 1, "used": 2, "reusable": 0, "empty": 2}}
+        )
+    path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
+    path.write_text(json.dumps(events))
+    text = trace.render(trace.read(path))
+    assert "│A5 a+1 a" in text and "1 of 3 draft tokens right" in text
+    trace.main([str(path), "-o", str(page)])
+    words, cells, table, counts = run_script(
+        page,
+        """
+        go({ step: 1 });
+        const words = $("words").textContent, cells = [...document.querySelectorAll("[data-position]")].slice(5);
+        const looks = cells.map((cell) => [cell.className.trim(), cell.textContent, cell.title]);
+        go({ step: 2 });
+        return [words, looks, now.seqs.get(0).table, [now.seqs.get(0).computed, now.seqs.get(0).size]];
+        """,
+    )
+    assert "A has 3 draft tokens checked: 1 right." in words
+    assert cells == [
+        ["cell written", "9", "position 5"],
+        ["cell written sampled", "7", "position 6, chosen as drafted"],
+        ["cell written sampled", "4", "position 7, draft 6 is refused"],
+        ["cell written refused", "5", "position 8, draft 5 is refused"],
+    ]
+    assert table == [0, 1] and counts == [7, 8]
+
+
+def test_it_needs_nothing_else(record: Callable[..., tuple[Path, list[State]]], capsys: pytest.CaptureFixture[str]) -> None:
+    page, _ = record(lambda llm: llm.generate([random_prompt(1, 9)], greedy(3), use_tqdm=False))
+    content = page.read_text()
+    assert not re.search(r"https?:|src=|@import|url\(|<link|import\(|fetch\(", content)
+    assert len(TEMPLATE.read_text().splitlines()) <= 450 and len(content) < len(TEMPLATE.read_text()) + 4000
+    with pytest.raises(SystemExit):
+        trace.main([str(page.with_name("trace.json"))] * 2)
+    assert "only a page" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        trace.main([str(page.with_name("trace.json")), "-o", str(page.with_name("nowhere") / "timeline.html")])
+    assert "No such file" in capsys.readouterr().err
