@@ -306,9 +306,9 @@ def test_learning() -> None:
 def test_steps_are_measured() -> None:
     """Every size is run, in sequences of one token and its draft; what lies between is interpolated."""
     seen: list[list[int]] = []
-    costs = measure_steps(lambda seqs: seen.append([1 + len(seq.draft) for seq in seqs]), 4, 3, 100, 4)
-    assert len(costs) == 16 and costs[0] == 0.0
-    assert seen[::3] == [[1], [2], [4], [5, 3], [5, 5, 5]]
+    plain, draft = measure_steps(lambda seqs: seen.append([1 + len(seq.draft) for seq in seqs]), 4, 3, 100, 4)
+    assert len(plain) == 4 and len(draft) == 16 and plain[0] == draft[0] == 0.0
+    assert seen == 3 * [[1], [1, 1], [1, 1, 1], [1], [2], [4], [5, 3], [5, 5, 5]]
 
 
 # --- in 16 bits

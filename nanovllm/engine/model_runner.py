@@ -92,8 +92,7 @@ class ModelRunner:
         def step(seqs: list[Sequence]) -> None:
             self.sample(self.run(seqs), seqs)
 
-        limits = self.num_lanes, self.executor.config.max_num_batched_tokens, self.block_size
-        return measure_steps(step, 0, *limits), measure_steps(step, draft_len, *limits)
+        return measure_steps(step, draft_len, self.num_lanes, self.executor.config.max_num_batched_tokens, self.block_size)
 
     def prepare_batch(self, seqs: list[Sequence]) -> Batch:
         """Flatten the sequences' scheduled tokens, on the host; batch.py draws the result.

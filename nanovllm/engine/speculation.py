@@ -12,6 +12,7 @@ tokens per second. How likely a guess is right is learnt from the sequence's ear
 draft or is preempted for one: drafts get the tokens and the blocks that are left.
 """
 
+import math
 import time
 from collections.abc import Callable
 from operator import itemgetter
@@ -81,24 +82,34 @@ def learn(seq: Sequence, num_drawn: int) -> None:
             break
 
 
-def measure_steps(run: Run, draft_len: int, max_num_seqs: int, max_num_tokens: int, block_size: int) -> list[float]:
-    """Seconds of a decode step of 0, 1, 2 ... tokens, with `draft_len` of them behind every newest one.
+def measure_steps(
+    run: Run, draft_len: int, max_num_seqs: int, max_num_tokens: int, block_size: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of a decode step of 0, 1, 2 ... tokens: without drafts, and with `draft_len` tokens behind every newest one.
 
-    The list ends where twice as many tokens take nearly twice as long: computation is the bound there, and no draft pays.
+    A list ends where more tokens cost hardly less each: computation is the bound there, and no draft pays.
     """
-    limit = min(max_num_seqs * (1 + draft_len), max_num_tokens, MAX_DRAFT_STEP)
-    sizes, seconds = [0], [0.0]
-    for size in sorted({min(2**i, limit) for i in range(MAX_DRAFT_STEP.bit_length())}):
-        seqs = [Sequence(lane, [0], SamplingParams()) for lane in range(-(-size // (1 + draft_len)))]
-        for seq in seqs:
-            seq.lane, seq.num_scheduled_tokens, seq.block_table = seq.seq_id, 1, [0] * -(-(1 + draft_len) // block_size)
-            seq.draft = [0] * min(draft_len, size - 1 - seq.lane * (1 + draft_len))
-        trials: list[float] = []
-        for _ in range(_NUM_TRIALS):
-            start = time.perf_counter()
-            run(seqs)
-            trials.append(time.perf_counter() - start)
-        sizes, seconds = [*sizes, size], [*seconds, min(trials)]
-        if size > 16 and seconds[-1] > 1.8 * seconds[-2]:
-            break
-    return [float(each) for each in np.interp(range(sizes[-1] + 1), sizes, seconds)]
+    limits = {length: min(max_num_seqs * (1 + length), max_num_tokens, MAX_DRAFT_STEP) for length in (0, draft_len)}
+    seconds: dict[int, dict[int, float]] = {length: {0: 0.0} for length in limits}
+    for _ in range(_NUM_TRIALS):  # of all sizes, so that a short disturbance does not decide about one
+        for length, known in seconds.items():
+            for size in sorted({min(2**i, limits[length]) for i in range(MAX_DRAFT_STEP.bit_length())}):
+                seqs = _make_decodes(size, length, block_size)
+                start = time.perf_counter()
+                run(seqs)
+                known[size] = min(known.get(size, math.inf), time.perf_counter() - start)
+                smaller = 2 ** ((size - 1).bit_length() - 1)  # the size before
+                if size > 16 and known[size] / size > 0.9 * known[smaller] / smaller:
+                    limits[length] = size
+                    break
+    plain, draft = (np.interp(range(max(known) + 1), list(known), list(known.values())).tolist() for known in seconds.values())
+    return plain, draft
+
+
+def _make_decodes(num_tokens: int, draft_len: int, block_size: int) -> list[Sequence]:
+    """Sequences that compute their only token and a draft, all of it in block 0."""
+    seqs = [Sequence(lane, [0], SamplingParams()) for lane in range(-(-num_tokens // (1 + draft_len)))]
+    for seq in seqs:
+        seq.lane, seq.num_scheduled_tokens, seq.block_table = seq.seq_id, 1, [0] * -(-(1 + draft_len) // block_size)
+        seq.draft = [0] * min(draft_len, num_tokens - 1 - seq.lane * (1 + draft_len))
+    return seqs
