@@ -79,7 +79,7 @@ def look_inside(trace: Path, enable_chunked_prefill: bool) -> None:
         if enable_chunked_prefill:
             show_step(llm, 3, block_ids=[3, 7, 14])
             print(
-                "  B's tokens are all in blocks 0 to 3, but the logits of the last are needed: block 7 is computed, a duplicate of block 3."
+                "  Blocks 0 to 3 have all tokens of B, but the logits of its last are needed: block 7 is a duplicate of block 3."
             )
             print("  Block 14 has 3 of its 4 tokens, the budget has no more: it is full in the next step, and gets a hash.")
             show_step(llm, 4, block_ids=[14])
