@@ -107,7 +107,8 @@ def show_step(llm: LLM, number: int, block_ids: list[int]) -> None:
         print(f"  {'ABCD'[seq.seq_id]}: {int(batch.positions[start])} tokens are in the cache, {end - start} new")
         print(f"     block_table  {seq.block_table}\n     slot_mapping {batch.slot_mapping[start:end].tolist()}")
     for block_id in block_ids:
-        print(f"  {llm.scheduler.block_manager.blocks[block_id]}")
+        block = llm.scheduler.block_manager.blocks[block_id]
+        print(f"  block {block_id}: {'no hash' if block.hash == -1 else f'hash {block.hash:016x}, tokens {block.token_ids}'}")
 
 
 def main() -> None:

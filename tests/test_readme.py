@@ -30,7 +30,7 @@ def test_first_command_is_the_example() -> None:
         "nanovllm" in said and "2, 3, 5, 7, 11" in said and "85" in said and "t-e-n-a-l-p" in said and "num_decode_tokens" in said
     )
     assert re.search(r"[1-9]\d* of \d+ prompt tokens from the cache", said)
-    assert "<block 14: 1 references, hash" in said and said.rstrip().endswith("open timeline.html in a browser")
+    assert "block 14: no hash" in said and "block 14: hash" in said and said.rstrip().endswith("open timeline.html in a browser")
 
 
 def test_example_ends_when_nobody_reads_on() -> None:
