@@ -79,7 +79,7 @@ def look_inside(trace: Path, enable_chunked_prefill: bool) -> None:
         if enable_chunked_prefill:
             show_step(llm, 3, block_ids=[3, 7, 14])
             print(
-                "  B's tokens are all in blocks 0 to 3, but the logits of its last one are needed: block 3 is computed again, as block 7."
+                "  Blocks 0 to 3 have all tokens of B, but the logits of its last are needed: block 7 is a duplicate of block 3."
             )
             print("  Block 14 has 3 of its 4 tokens, the budget has no more: it is full in the next step, and gets a hash.")
             show_step(llm, 4, block_ids=[14])
@@ -107,7 +107,8 @@ def show_step(llm: LLM, number: int, block_ids: list[int]) -> None:
         print(f"  {'ABCD'[seq.seq_id]}: {int(batch.positions[start])} tokens are in the cache, {end - start} new")
         print(f"     block_table  {seq.block_table}\n     slot_mapping {batch.slot_mapping[start:end].tolist()}")
     for block_id in block_ids:
-        print(f"  {llm.scheduler.block_manager.blocks[block_id]}")
+        block = llm.scheduler.block_manager.blocks[block_id]
+        print(f"  block {block_id}: {'no hash' if block.hash == -1 else f'hash {block.hash:016x}, tokens {block.token_ids}'}")
 
 
 def main() -> None:
@@ -126,9 +127,13 @@ def main() -> None:
             traces = [Path(directory, "mixed.json"), Path(directory, "prefill_first.json")]
             look_inside(traces[0], enable_chunked_prefill=True)
             look_inside(traces[1], enable_chunked_prefill=False)
-            Path("timeline.html").write_text(make_page([read(trace) for trace in traces]))
+            page = make_page([read(trace) for trace in traces])
+        try:
+            Path("timeline.html").write_text(page)
+        except OSError as error:
+            raise ValueError(f"timeline.html cannot be written here: {error}") from error
         print("\n--- Every step of both: open timeline.html in a browser")
-    except (OSError, ValueError) as error:  # names what is wrong: the model, the number, a folder that cannot be written
+    except ValueError as error:  # names what is wrong: the model, the number, the folder
         parser.error(str(error))
 
 

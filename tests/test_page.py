@@ -197,7 +197,8 @@ def test_it_can_be_walked_through(example_page: Path) -> None:
     seen = run_script(
         example_page,
         r"""
-        const seen = {}, $$ = (selector) => document.querySelectorAll(selector), text = (id) => $(id).textContent.replace(/\s+/g, " ");
+        const seen = {}, $$ = (selector) => document.querySelectorAll(selector);
+        const text = (id) => $(id).textContent.replace(/\s+/g, " ");
         const press = (key) => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
         const over = (selector) => $$(selector)[0].dispatchEvent(new MouseEvent("mouseover", { bubbles: true }));
         $("slider").value = 3;
@@ -277,7 +278,15 @@ def test_drafts(tmp_path: Path) -> None:
         }
         times = {f"{phase}_ms": 1.0 for phase in ("schedule", "prepare", "forward", "sample")}
         queues = {"running_requests": [0], "waiting_requests": [], "next_free_blocks": [3]} if step == 0 else {}
-        args = {"step": step, "kind": kind, "num_tokens": work["num_tokens"], "num_batched_tokens": 4, **numbers, **times, **queues}
+        args = {
+            "step": step,
+            "kind": kind,
+            "num_tokens": work["num_tokens"],
+            "num_batched_tokens": 4,
+            **numbers,
+            **times,
+            **queues,
+        }
         events.append({"ph": "X", "tid": 0, "name": "step", "args": args})
         events.append({"ph": "X", "tid": 1, "name": f"{kind} 0", "args": {**share, "step": step, **work}})
         events.append(

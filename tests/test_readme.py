@@ -1,15 +1,17 @@
 """The README's commands are the ones that work, and the example says something."""
 
+import inspect
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from subprocess import PIPE
 
 import pytest
 
-from nanovllm.trace import read
+from nanovllm.engine.llm_engine import LLMEngine
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -28,6 +30,7 @@ def test_first_command_is_the_example() -> None:
         "nanovllm" in said and "2, 3, 5, 7, 11" in said and "85" in said and "t-e-n-a-l-p" in said and "num_decode_tokens" in said
     )
     assert re.search(r"[1-9]\d* of \d+ prompt tokens from the cache", said)
+    assert "block 14: no hash" in said and "block 14: hash" in said and said.rstrip().endswith("open timeline.html in a browser")
 
 
 def test_example_ends_when_nobody_reads_on() -> None:
@@ -57,12 +60,21 @@ def test_second_command_is_what_ci_runs() -> None:
 
 
 def test_readme_code_runs(tmp_path: Path) -> None:
-    *codes, with_ray = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(codes) == 2 and with_ray.startswith("import ray\n")  # which test_ray.py runs
-    for code in codes:
-        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
-    steps = read(tmp_path / "trace.json")  # of which the README's picture is
-    assert len(steps) == 90 and sum(len(step.preempted) for step in steps) == 1
+    code, with_ray = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert with_ray.startswith("import ray\n")  # which test_ray.py runs
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
+
+
+def test_readme_quotes_the_step() -> None:
+    (quoted,) = re.findall(r"```py\n(.*?)```", README, flags=re.DOTALL)
+    assert len(quoted.splitlines()) == 5
+    assert textwrap.indent(quoted, " " * 8) in inspect.getsource(LLMEngine._step)
+
+
+def test_readme_is_short_and_its_picture_is_there() -> None:
+    assert len(README.splitlines()) <= 240
+    (picture,) = re.findall(r"--screenshot=(\S+)", README)
+    assert f"]({picture})" in README and (ROOT / picture).exists()
 
 
 def test_readme_shows_what_is_printed() -> None:
