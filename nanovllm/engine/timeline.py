@@ -202,7 +202,7 @@ class _Scheduler(Scheduler):
 
     def postprocess(self, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
         self.timeline.step.note_time()
-        drafts = [getattr(seq, "draft", []) for seq in seqs]
+        drafts = [seq.draft for seq in seqs]
         works: list[Work] = [
             (seq, seq.lane, seq.num_computed_tokens, seq.num_scheduled_tokens, seq.block_table,
              seq.block_table[:] if draft else seq.block_table, len(seq.token_ids), draft)
