@@ -15,6 +15,8 @@ from nanovllm.checks import Checked, check_bool, check_choice, check_int, check_
 AttentionBackend = Literal["auto", "flash_attn", "triton", "cpp", "torch"]
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_SIZE = 2**31 - 1  # of anything that is counted: beyond it arithmetic overflows before memory runs out
+MAX_DRAFT_LEN = 7  # on a CPU, queries of up to 8 tokens are computed as decodes, to the bit: a longer draft could change one
+MAX_DRAFT_STEP = 256  # tokens of a step with drafts, whatever it costs
 Options = ParamSpec("Options")
 
 
@@ -46,7 +48,8 @@ class Config(Checked):
         attention_backend: "auto": the fastest that works here. One asked for by name that cannot run here is an error.
         load_format: "dummy": random weights of config.json's shape.
         seed: Of the engine: the same calls give the same samples.
-        num_speculative_tokens: Draft tokens of a sequence in a step at most, found by prompt lookup. They change no token.
+        num_speculative_tokens: Draft tokens of a sequence in a step at most, found by prompt lookup. They change no token. More
+            than 7 are not used.
         trace: A file for the engine's timeline, which ui.perfetto.dev and `python -m nanovllm.trace` show.
     """
 

@@ -17,11 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.config import Config
+from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.engine.memory import count_blocks, find_available_memory
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.penalties import Penalties
-from nanovllm.engine.speculation import MAX_DRAFT_STEP
 
 GREEDY = greedy(6)
 MakeLLM = Callable[..., LLM]

@@ -391,7 +391,7 @@ def test_graphs_end_before_the_group_of_a_serving_rank(error: Exception | None, 
     monkeypatch.setattr(Batch, "unpack", lambda message: message)
     monkeypatch.setattr(Executor, "compute", MagicMock(side_effect=error))
     with nullcontext() if error is None else pytest.raises(type(error)):
-        group.executor.serve()
+        ranks._serve(group.executor)
     assert group.is_aborted and len(messages) == (error is not None)
 
 

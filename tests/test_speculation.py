@@ -1,6 +1,7 @@
 """Drafts change no token: whatever the drafter guesses, and however often it is right."""
 
 import random
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -217,10 +218,27 @@ def test_drafts_take_what_is_left(make_llm: MakeLLM) -> None:
     expected = plain.generate(prompts, greedy(14), use_tqdm=False)
     llm = make_llm(num_speculative_tokens=8, **options)
     make_guess(llm, Clairvoyant(expected, 0.0))
-    same(llm.generate(prompts, greedy(14), use_tqdm=False), expected)
-    stats = llm.stats
-    assert stats["num_draft_tokens"] > 0 and stats["num_accepted_tokens"] < 5
-    assert stats["num_preemptions"] <= plain.stats["num_preemptions"] > 0
+    speculator, steps = llm.scheduler.speculator, []
+    assert speculator is not None
+    draft = speculator.draft
+
+    def watch_draft(seqs: list[Sequence], budget: int) -> None:
+        before = llm.stats
+        draft(seqs, budget)
+        steps.append((seqs, before))
+
+    speculator.draft = watch_draft  # type: ignore[method-assign]
+    for prompt in prompts:
+        llm.add_request(prompt, greedy(14))
+    outputs = {}
+    while not llm.is_finished():
+        num_preemptions = llm.stats["num_preemptions"]
+        outputs.update((output["request_id"], output) for output in llm.step())
+        seqs, before = steps[-1]
+        assert sum(seq.num_scheduled_tokens + len(seq.draft) for seq in seqs) <= 9
+        assert llm.stats["num_preemptions"] == before["num_preemptions"] >= num_preemptions, "all of it before the drafts"
+    same([outputs[i] for i in sorted(outputs)], expected)
+    assert llm.stats["num_draft_tokens"] > 0 and plain.stats["num_preemptions"] > 0
 
 
 # --- its parts
@@ -306,9 +324,27 @@ def test_learning() -> None:
 def test_steps_are_measured() -> None:
     """Every size is run, in sequences of one token and its draft; what lies between is interpolated."""
     seen: list[list[int]] = []
-    plain, draft = measure_steps(lambda seqs: seen.append([1 + len(seq.draft) for seq in seqs]), 4, 3, 100, 4)
+    plain, draft, _ = measure_steps(lambda seqs: seen.append([1 + len(seq.draft) for seq in seqs]), 4, 3, 100, 4, 64)
     assert len(plain) == 4 and len(draft) == 16 and plain[0] == draft[0] == 0.0
-    assert seen == 3 * [[1], [1, 1], [1, 1, 1], [1], [2], [4], [5, 3], [5, 5, 5]]
+    sizes = 2 * [[1], [1, 1], [1, 1, 1], [1], [2], [4], [5, 3], [5, 5, 5]] + [[5], [5]]
+    assert seen == [size for size in sizes for _ in range(2)]
+
+
+def test_long_contexts_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token of a draft attends to all of them."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def run(seqs: list[Sequence]) -> None:
+        clock[0] += sum((1 + len(seq.draft)) * (1.0 + 0.01 * len(seq.token_ids)) for seq in seqs)
+
+    _, _, context_cost = measure_steps(run, 1, 1, 100, 4, 64)
+    assert context_cost == pytest.approx(0.01, rel=0.05)
+    seq = make_decode(0.9)
+    Speculator(4, FREE, FREE, context_cost=1.0).draft([seq], 100)
+    assert seq.draft == []
+    Speculator(4, FREE, FREE, context_cost=0.001).draft([seq], 100)
+    assert len(seq.draft) == 4
 
 
 # --- in 16 bits

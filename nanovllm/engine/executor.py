@@ -18,9 +18,8 @@ from torch import Tensor
 
 from nanovllm import kernels
 from nanovllm.batch import Batch
-from nanovllm.config import Config
+from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.engine.memory import MemoryMeter, count_blocks
-from nanovllm.engine.speculation import MAX_DRAFT_STEP
 from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import FIRST_PART, TensorParallel
@@ -123,12 +122,9 @@ class Executor:
 
     def serve(self) -> None:
         """Compute this rank's share of the batches that rank 0 runs, until it sends an empty one."""
-        try:
-            self.allocate_kv_cache()
-            while len(message := self.tp.receive()):
-                self.compute(Batch.unpack(message))
-        finally:
-            self.leave()
+        self.allocate_kv_cache()
+        while len(message := self.tp.receive()):
+            self.compute(Batch.unpack(message))
 
     def leave(self) -> None:
         """Part from the other ranks. CUDA graphs first: NCCL's abort waits until none is left that has a collective operation.

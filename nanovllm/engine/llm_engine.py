@@ -25,7 +25,7 @@ import torch
 import xxhash
 
 from nanovllm.checks import check_text
-from nanovllm.config import Config, takes
+from nanovllm.config import MAX_DRAFT_LEN, Config, takes
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import ModelRunner
@@ -78,7 +78,7 @@ class LLMEngine:
             config.max_num_batched_tokens,
             config.enable_chunked_prefill,
         )
-        if draft_len := min(config.num_speculative_tokens, self.max_model_len - 1):
+        if draft_len := min(config.num_speculative_tokens, MAX_DRAFT_LEN, self.max_model_len - 1):
             self.scheduler.speculator = Speculator(draft_len, *self.model_runner.measure_steps(draft_len))
         if timeline is not None:
             timeline.watch(self.scheduler, self.model_runner)

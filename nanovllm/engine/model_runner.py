@@ -86,13 +86,15 @@ class ModelRunner:
         tokens = self.sampler(self.penalties.apply(logits, seqs), sampling_batch)
         return tokens.tolist(), self._find_logprobs(logits, tokens, seqs)
 
-    def measure_steps(self, draft_len: int) -> tuple[list[float], list[float]]:
-        """Seconds of a decode step of n tokens, by n: without drafts, and with drafts of that length."""
+    def measure_steps(self, draft_len: int) -> tuple[list[float], list[float], float]:
+        """What steps with and without drafts of that length cost, as speculation.py's function says."""
 
         def step(seqs: list[Sequence]) -> None:
             self.sample(self.run(seqs), seqs)
 
-        return measure_steps(step, draft_len, self.num_lanes, self.executor.config.max_num_batched_tokens, self.block_size)
+        executor = self.executor
+        limits = self.num_lanes, executor.config.max_num_batched_tokens, self.block_size, executor.max_model_len
+        return measure_steps(step, draft_len, *limits)
 
     def prepare_batch(self, seqs: list[Sequence]) -> Batch:
         """Flatten the sequences' scheduled tokens, on the host; batch.py draws the result.

@@ -191,11 +191,18 @@ def _join_torchrun(model: Model) -> dist.Store | None:
     if world_size != (size := model[0].tensor_parallel_size):
         raise ValueError(f"tensor_parallel_size={size}, but torchrun has started {world_size} processes")
     if rank > 0:
-        Executor(*model, (rank, int(os.environ["LOCAL_RANK"]), store)).serve()
+        _serve(Executor(*model, (rank, int(os.environ["LOCAL_RANK"]), store)))
         raise SystemExit
     if store.add("engines", 1) > 1:
         raise RuntimeError("torchrun's ranks serve one engine, and leave with it: there has been one")
     return store
+
+
+def _serve(executor: Executor) -> None:
+    try:
+        executor.serve()
+    finally:
+        executor.leave()
 
 
 def _work(model: Model, rank: int, port: int, num_threads: int, environment: dict[str, str], rank_0: Connection) -> None:
@@ -208,7 +215,7 @@ def _work(model: Model, rank: int, port: int, num_threads: int, environment: dic
     store = dist.TCPStore("127.0.0.1", port)
     store.set(f"{rank} has started", "")
     try:
-        Executor(*model, (rank, rank, store)).serve()
+        Executor(*model, (rank, rank, store)).serve()  # it does not leave: rank 0 ends this process once it knows
     except Exception as error:
         reason = f"{current_process().name} has failed:\n{traceback.format_exc()}"
         rank_0.send((time.monotonic(), isinstance(error, ValueError), reason))

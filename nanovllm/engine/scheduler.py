@@ -108,7 +108,6 @@ class Scheduler:
         for seq in scheduled:
             while not self.block_manager.grow(seq, len(seq.draft)):
                 seq.draft.pop()
-            self.num_draft_tokens += len(seq.draft)
 
     def _plan_tokens(self, seq: Sequence, budget: int) -> int:
         """How many tokens of `seq` this step computes."""
@@ -154,6 +153,7 @@ class Scheduler:
             if token_id < 0:
                 self.block_manager.forget(seq)
                 suspects.append(seq)
+                self.num_draft_tokens += len(seq.draft)
                 for _ in seq.draft:  # what was drawn behind it is worthless
                     next(drawn)
                 continue
@@ -181,13 +181,16 @@ class Scheduler:
         given back. Returns the reason if an accepted token is the last one.
         """
         for guessed, token_id in zip(seq.draft, token_ids):
-            if reason is not None or guessed != seq.token_ids[-1] or token_id < 0:  # NaN: it comes again, without a draft
+            if reason is not None or guessed != seq.token_ids[-1] or token_id < 0:  # NaN: it is computed and drawn again
                 break
             seq.token_ids.append(token_id)
             reason = seq.check_end()
         num_computed_tokens, block_manager = len(seq.token_ids) - 1, self.block_manager
         num_accepted = num_computed_tokens - seq.num_computed_tokens
         learn(seq, num_accepted + 1)
+        if not seq.draft:
+            return reason
+        self.num_draft_tokens += len(seq.draft)
         self.num_accepted_tokens += num_accepted
         self.num_decode_tokens += num_accepted
         block_manager.cache_full_blocks(seq, num_computed_tokens)

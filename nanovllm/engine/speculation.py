@@ -15,30 +15,31 @@ draft or is preempted for one: drafts get the tokens and the blocks that are lef
 import math
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from operator import itemgetter
 
 import numpy as np
 
+from nanovllm.config import MAX_DRAFT_STEP
 from nanovllm.engine.drafter import Drafter, PromptLookup
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
-MAX_DRAFT_STEP = 256  # tokens of a step with drafts, whatever it costs
 _LEAST_GAIN = 1.05  # in tokens per second: less is lost again where sequences end at different times
-_MEMORY = 0.95  # weight of a guess when the next one is judged
-_NUM_TRIALS = 3
+_DECAY = 0.95  # weight of a guess when the next one is judged
+_NUM_PASSES = 2
 Run = Callable[[list[Sequence]], object]
 
 
 class Speculator:
     """Hands out drafts of at most `max_draft_len` tokens. `plain_costs` and `draft_costs`: seconds of a step of n tokens, by n,
-    without drafts and with; a step that is longer than the latter gets none."""
+    without drafts and with, in short contexts; a step that is longer than the latter gets none. `context_cost`: seconds that a
+    token takes more for each token of its context."""
 
-    make_drafter: Callable[[list[int]], Drafter] = PromptLookup
-
-    def __init__(self, max_draft_len: int, plain_costs: list[float], draft_costs: list[float]) -> None:
+    def __init__(self, max_draft_len: int, plain_costs: list[float], draft_costs: list[float], context_cost: float = 0.0) -> None:
         self.max_draft_len = max_draft_len
-        self.plain_costs, self.draft_costs = plain_costs, draft_costs
+        self.plain_costs, self.draft_costs, self.context_cost = plain_costs, draft_costs, context_cost
+        self.make_drafter: Callable[[list[int]], Drafter] = PromptLookup
 
     def draft(self, seqs: list[Sequence], budget: int) -> None:
         """Set `draft` of the sequences of a step, of which `budget` tokens are left."""
@@ -59,16 +60,18 @@ class Speculator:
                 candidates += [(likelihood**i, seq) for i in range(1, length + 1)]
         candidates.sort(key=itemgetter(0), reverse=True)
         expected, num_drafted = float(len(seqs)), 0
-        best = _LEAST_GAIN * expected / self.plain_costs[min(num_tokens, len(self.plain_costs) - 1)]
-        for count, (probability, _) in enumerate(candidates[:budget], 1):
+        attention = self.context_cost * sum(len(seq.token_ids) for seq in seqs)
+        best = _LEAST_GAIN * expected / (self.plain_costs[min(num_tokens, len(self.plain_costs) - 1)] + attention)
+        for count, (probability, seq) in enumerate(candidates[:budget], 1):
             expected += probability
-            if expected / self.draft_costs[num_tokens + count] > best:
-                best, num_drafted = expected / self.draft_costs[num_tokens + count], count
+            attention += self.context_cost * len(seq.token_ids)
+            if expected > best * (cost := self.draft_costs[num_tokens + count] + attention):
+                best, num_drafted = expected / cost, count
         for _, seq in candidates[:num_drafted]:
             seq.draft = seq.guess[: len(seq.draft) + 1]
 
     def _may_draft(self, seq: Sequence) -> bool:
-        """A decode whose logits depend on nothing but the tokens before them, and that has met no NaN, not even in a guess."""
+        """A decode whose logits depend on nothing but the tokens before them, and were never NaN: a guess could be the reason."""
         is_decode = seq.num_scheduled_tokens == 1 and seq.num_computed_tokens >= seq.num_prompt_tokens
         return is_decode and seq.may_hit and not seq.params.penalizes and len(seq.token_ids) >= seq.min_num_tokens
 
@@ -76,40 +79,50 @@ class Speculator:
 def learn(seq: Sequence, num_drawn: int) -> None:
     """Compare the guess with the newest `num_drawn` tokens: also with one more than the draft had, so probing costs nothing."""
     for guessed, token_id in zip(seq.guess, seq.token_ids[-num_drawn:]):
-        seq.num_judged = _MEMORY * seq.num_judged + 1
-        seq.num_right = _MEMORY * seq.num_right + (guessed == token_id)
+        seq.num_judged = _DECAY * seq.num_judged + 1
+        seq.num_right = _DECAY * seq.num_right + (guessed == token_id)
         if guessed != token_id:
             break
 
 
 def measure_steps(
-    run: Run, draft_len: int, max_num_seqs: int, max_num_tokens: int, block_size: int
-) -> tuple[list[float], list[float]]:
-    """Seconds of a decode step of 0, 1, 2 ... tokens: without drafts, and with `draft_len` tokens behind every newest one.
+    run: Run, draft_len: int, max_num_seqs: int, max_num_tokens: int, block_size: int, max_model_len: int
+) -> tuple[list[float], list[float], float]:
+    """Seconds of a decode step of 0, 1, 2 ... tokens: without drafts, and with `draft_len` tokens behind every newest one. And
+    how many more a token takes for each token of its context.
 
     A list ends where more tokens cost hardly less each: computation is the bound there, and no draft pays.
     """
+
+    def measure(num_tokens: int, draft_len: int, context_len: int = 1) -> float:
+        seqs = _make_decodes(num_tokens, draft_len, context_len, block_size)
+        times = [time.perf_counter()]
+        for _ in range(2):  # the first of a size may have something to prepare
+            run(seqs)
+            times.append(time.perf_counter())
+        return min(after - before for before, after in pairwise(times))
+
     limits = {length: min(max_num_seqs * (1 + length), max_num_tokens, MAX_DRAFT_STEP) for length in (0, draft_len)}
     seconds: dict[int, dict[int, float]] = {length: {0: 0.0} for length in limits}
-    for _ in range(_NUM_TRIALS):  # of all sizes, so that a short disturbance does not decide about one
+    for _ in range(_NUM_PASSES):  # over all sizes, so that a short disturbance does not decide about one
         for length, known in seconds.items():
             for size in sorted({min(2**i, limits[length]) for i in range(MAX_DRAFT_STEP.bit_length())}):
-                seqs = _make_decodes(size, length, block_size)
-                start = time.perf_counter()
-                run(seqs)
-                known[size] = min(known.get(size, math.inf), time.perf_counter() - start)
+                known[size] = min(known.get(size, math.inf), measure(size, length))
                 smaller = 2 ** ((size - 1).bit_length() - 1)  # the size before
                 if size > 16 and known[size] / size > 0.9 * known[smaller] / smaller:
                     limits[length] = size
                     break
     plain, draft = (np.interp(range(max(known) + 1), list(known), list(known.values())).tolist() for known in seconds.values())
-    return plain, draft
+    num_tokens = min(1 + draft_len, len(draft) - 1)
+    slower = measure(num_tokens, draft_len, max_model_len - draft_len) - measure(num_tokens, draft_len)
+    return plain, draft, max(0.0, slower) / (num_tokens * max_model_len)
 
 
-def _make_decodes(num_tokens: int, draft_len: int, block_size: int) -> list[Sequence]:
-    """Sequences that compute their only token and a draft, all of it in block 0."""
-    seqs = [Sequence(lane, [0], SamplingParams()) for lane in range(-(-num_tokens // (1 + draft_len)))]
+def _make_decodes(num_tokens: int, draft_len: int, context_len: int, block_size: int) -> list[Sequence]:
+    """Sequences that compute the last of `context_len` tokens and a draft, all of it in block 0."""
+    seqs = [Sequence(lane, [0] * context_len, SamplingParams()) for lane in range(-(-num_tokens // (1 + draft_len)))]
     for seq in seqs:
-        seq.lane, seq.num_scheduled_tokens, seq.block_table = seq.seq_id, 1, [0] * -(-(1 + draft_len) // block_size)
+        seq.lane, seq.num_scheduled_tokens, seq.num_computed_tokens = seq.seq_id, 1, context_len - 1
+        seq.block_table = [0] * -(-(context_len + draft_len) // block_size)
         seq.draft = [0] * min(draft_len, num_tokens - 1 - seq.lane * (1 + draft_len))
     return seqs
