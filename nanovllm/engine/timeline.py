@@ -116,14 +116,10 @@ class Timeline:
         num_free, num_reusable = len(manager.free_block_ids), manager.num_reusable
         pool = {"used": manager.num_blocks - num_free, "reusable": num_reusable, "empty": num_free - num_reusable}
         seqs = {"waiting": len(scheduler.waiting), "running": len(scheduler.running)}
-        self._write(
-            [
-                _event("X", 0, f"{kind}: {num_tokens} tokens", when, **step),
-                *[_event("X", 0, name, {"ts": before, "dur": after - before}) for name, before, after in phases],
-                *events,
-                *[_event("C", 0, name, {"ts": end}, **counts) for name, counts in (("sequences", seqs), ("blocks", pool))],
-            ]
-        )
+        head = [_event("X", 0, f"{kind}: {num_tokens} tokens", when, **step)]
+        head += [_event("X", 0, name, {"ts": before, "dur": after - before}) for name, before, after in phases]
+        counters = [_event("C", 0, name, {"ts": end}, **counts) for name, counts in (("sequences", seqs), ("blocks", pool))]
+        self._write(head + events + counters)
         self.num_steps, self.queues = self.num_steps + 1, queues
 
     def _describe(
