@@ -90,17 +90,22 @@ class Timeline:
         when, events = {"ts": begin, "dur": end - begin}, self.step.events
         rest = f',"step":{self.num_steps}}},"ts":{begin},"dur":{end - begin}}}'
         num_tokens = num_decodes = num_drafts = num_accepted = 0
+        lanes, size = self.lanes, manager.block_size
         for work in works:
             seq, number, start, count, block_table, blocks, length, draft = work
-            lane, new, is_decode = self.lanes.get(number), seq.token_ids[length:], count == 1 and start >= seq.num_prompt_tokens
-            accepted = max(0, len(new) - 1) if draft else 0
-            num_tokens, num_decodes = num_tokens + count + accepted, num_decodes + (count + accepted) * is_decode
-            num_drafts, num_accepted = num_drafts + len(draft), num_accepted + accepted
-            is_plain = is_decode and seq.lane == number and len(new) == 1 and not draft and length % manager.block_size
+            lane, new = lanes.get(number), seq.token_ids[length:]
+            is_decode = count == 1 and start >= seq.num_prompt_tokens
+            is_plain = is_decode and len(new) == 1 and seq.lane == number and not draft and length % size
             if is_plain and lane is not None and lane.block_table is block_table and lane.num_blocks == len(blocks):
                 events.append(f'{lane.decode},"start":{start},"new_token_ids":[{new[0]}]{rest}')
-            else:
-                self._describe(manager, work, new, count + accepted, is_decode, when)
+                num_decodes += 1
+                continue
+            if draft:
+                num_drafts, num_accepted = num_drafts + len(draft), num_accepted + max(0, len(new) - 1)
+                count += max(0, len(new) - 1)
+            num_tokens, num_decodes = num_tokens + count * (not is_decode), num_decodes + count * is_decode
+            self._describe(manager, work, new, count, is_decode, when)
+        num_tokens += num_decodes
         kind = "decode" if num_decodes == num_tokens else "mixed" if num_decodes else "prefill"
         step = {"step": self.num_steps, "kind": kind, "num_tokens": num_tokens, "num_prefill_tokens": num_tokens - num_decodes}
         step |= {"num_decode_tokens": num_decodes, "num_draft_tokens": num_drafts, "num_accepted_tokens": num_accepted}
@@ -111,14 +116,10 @@ class Timeline:
         num_free, num_reusable = len(manager.free_block_ids), manager.num_reusable
         pool = {"used": manager.num_blocks - num_free, "reusable": num_reusable, "empty": num_free - num_reusable}
         seqs = {"waiting": len(scheduler.waiting), "running": len(scheduler.running)}
-        self._write(
-            [
-                _event("X", 0, f"{kind}: {num_tokens} tokens", when, **step),
-                *[_event("X", 0, name, {"ts": before, "dur": after - before}) for name, before, after in phases],
-                *events,
-                *[_event("C", 0, name, {"ts": end}, **counts) for name, counts in (("sequences", seqs), ("blocks", pool))],
-            ]
-        )
+        head = [_event("X", 0, f"{kind}: {num_tokens} tokens", when, **step)]
+        head += [_event("X", 0, name, {"ts": before, "dur": after - before}) for name, before, after in phases]
+        counters = [_event("C", 0, name, {"ts": end}, **counts) for name, counts in (("sequences", seqs), ("blocks", pool))]
+        self._write(head + events + counters)
         self.num_steps, self.queues = self.num_steps + 1, queues
 
     def _describe(
