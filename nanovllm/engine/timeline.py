@@ -203,11 +203,10 @@ class _Scheduler(Scheduler):
 
     def postprocess(self, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
         self.timeline.step.note_time()
-        drafts = [seq.draft for seq in seqs]
         works: list[Work] = [
             (seq, seq.lane, seq.num_computed_tokens, seq.num_scheduled_tokens, seq.block_table,
-             seq.block_table[:] if draft else seq.block_table, len(seq.token_ids), draft)
-            for seq, draft in zip(seqs, drafts)
+             seq.block_table[:] if seq.draft else seq.block_table, len(seq.token_ids), seq.draft)
+            for seq in seqs
         ]  # fmt: skip
         queues = {
             "waiting_requests": [(seq.seq_id, len(seq.token_ids)) for seq in islice(self.waiting, _NUM_WAITING)],
