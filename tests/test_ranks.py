@@ -225,6 +225,20 @@ def test_a_rank_dies_in_a_step(tiny: tuple[str, Oracle], dtype: str, max_tokens:
     lose_within(10, llm, "rank 1 of 2 has ended with exit code -9", max_tokens)
 
 
+def test_a_gpu_waits_for_a_lost_rank(tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which shows where the tokens are read: until NCCL is aborted, they never come. The call ends all the same."""
+    llm, aborted = LLM(tiny[0], tensor_parallel_size=2, **POOL), threading.Event()
+    executor, tokens = llm.model_runner.executor, MagicMock(tolist=lambda: [0] * aborted.wait(60))
+    monkeypatch.setattr(llm.model_runner.sampler, "forward", lambda logits, batch: tokens)
+    monkeypatch.setattr(executor, "leave", aborted.set)
+    monkeypatch.setattr(executor, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize := MagicMock())
+    monkeypatch.setattr(Batch, "to", lambda self, device: self)
+    threading.Timer(0.3, find_ranks()[0].kill).start()
+    lose_within(10, llm, "rank 1 of 2 has ended with exit code -9")
+    assert not synchronize.mock_calls, "the host waits before it has sampled"
+
+
 def test_a_rank_dies_at_the_start(tiny: tuple[str, Oracle]) -> None:
     def kill_when_it_comes() -> None:
         while not (ranks := find_ranks()):

@@ -112,13 +112,9 @@ class Executor:
 
     def run(self, batch: Batch) -> Tensor:
         """Write the K/V of the tokens of a batch on the host, and compute logits [num_logits, vocab_size], all ranks together."""
-        if self.tp.size == 1:
-            return self.compute(batch)
-        self.tp.send(batch.pack())
-        logits = self.compute(batch)
-        if self.device.type == "cuda":  # a GPU may wait for a lost rank: here, where the caller can give up, not when it samples
-            torch.cuda.synchronize(self.device)
-        return logits
+        if self.tp.size > 1:
+            self.tp.send(batch.pack())
+        return self.compute(batch)
 
     def serve(self) -> None:
         """Compute this rank's share of the batches that rank 0 runs, until it sends an empty one."""

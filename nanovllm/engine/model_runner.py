@@ -4,12 +4,11 @@ The block tables live here as one array with a row per lane, and only what is ne
 all contexts at every step.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,20 +27,14 @@ from nanovllm.models.decoder import ModelSpec
 from nanovllm.outputs import Logprobs
 from nanovllm.sampling_params import SamplingParams
 
-Result = TypeVar("Result")
 
-
-def undisturbed(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Have `function` compute on this engine's GPU, in the dtypes that the tensors have, and without autograd."""
-
-    @wraps(function)
-    def call(self: "ModelRunner", *args: Any) -> Result:
-        kind = self.device.type
-        autocast = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-        with torch.inference_mode(), use_device(self.device), autocast:
-            return function(self, *args)
-
-    return call
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Within it, compute on this engine's GPU, in the dtypes that the tensors have, and without autograd."""
+    is_cast = torch.is_autocast_enabled(device.type)
+    autocast = torch.autocast(device.type, enabled=False) if is_cast else nullcontext()
+    with torch.inference_mode(), use_device(device), autocast:
+        yield
 
 
 class ModelRunner:
@@ -55,22 +48,18 @@ class ModelRunner:
         if config.enable_kernels:
             kernels.kernelize(self.sampler, self.device, spec.dtype)
         self.penalties = Penalties(spec.vocab_size, executor.max_model_len, self.device)
-        self._allocate_kv_cache()
+        with undisturbed(self.device):  # since CUDA graphs repeat what they are recorded with
+            self.ranks.call(executor.allocate_kv_cache, self._sample_all)
         self.num_lanes = min(config.max_num_seqs, executor.num_blocks)  # a running sequence holds at least one block
         # Row: a lane's block table. Next to it, the list that it is a copy of and how much of that is copied.
         self.block_tables = np.zeros((self.num_lanes, executor.block_table_width), dtype=np.int32)
         self.copied_from: list[tuple[list[int], int]] = [([], 0)] * self.num_lanes
 
-    @undisturbed  # since CUDA graphs repeat what they are recorded with
-    def _allocate_kv_cache(self) -> None:
-        self.ranks.call(self.executor.allocate_kv_cache, self._sample_all)
-
-    @undisturbed
     def run(self, seqs: list[Sequence]) -> Tensor:
         """Compute the scheduled tokens of `seqs`; logits [num_caught_up, vocab_size] of those that have then caught up."""
-        return self.ranks.call(self.executor.run, self.prepare_batch(seqs))
+        with undisturbed(self.device):
+            return self.ranks.call(self.executor.run, self.prepare_batch(seqs))
 
-    @undisturbed
     def sample(self, logits: Tensor, seqs: list[Sequence]) -> tuple[list[int], Logprobs]:
         """For each row of logits: the token that comes next (-1 if they are NaN) and, where any of `seqs` asks for it, the log
         probabilities of the most probable tokens and of that one. A sequence that has caught up has 1 + len(draft) rows."""
@@ -80,11 +69,13 @@ class ModelRunner:
         if len(logits) > len(seqs):
             positions = [len(seq.token_ids) + i for seq in seqs for i in range(1 + len(seq.draft))]
             seqs = [seq for seq in seqs for _ in range(1 + len(seq.draft))]
-        sampling_batch = self.prepare_sampling(seqs, positions)
-        if not any([seq.needs_logits_processing for seq in seqs]):
-            return self.sampler(logits, sampling_batch).tolist(), None
-        tokens = self.sampler(self.penalties.apply(logits, seqs), sampling_batch)
-        return tokens.tolist(), self._find_logprobs(logits, tokens, seqs)
+        with undisturbed(self.device):
+            processed = logits
+            if processes := any([seq.needs_logits_processing for seq in seqs]):
+                processed = self.penalties.apply(logits, seqs)
+            tokens = self.sampler(processed, self.prepare_sampling(seqs, positions))
+            token_ids = self.ranks.call(tokens.tolist)  # here the host waits, and gives up if a rank is lost
+            return token_ids, self._find_logprobs(logits, tokens, seqs) if processes else None
 
     def measure_steps(self, draft_len: int) -> tuple[list[float], list[float], float]:
         """What steps with and without drafts of that length cost, as speculation.py's function says."""

@@ -71,7 +71,7 @@ class Ranks:
 
         Raises RuntimeError if a rank is lost.
         """
-        if self.rank_0 is None:
+        if self.rank_0 in (None, current_thread()):
             return function(*args)
         answer: futures.Future[Result] = futures.Future()
         self.rank_0.tasks.put((answer, function, args))
