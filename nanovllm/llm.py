@@ -98,7 +98,7 @@ class LLM(LLMEngine):
                             bar.update(sum(each.has_ended for each in requests) - bar.n)
             return self._alone(lambda: [request.output() for request in requests])
         except BaseException:
-            self._aborted.extend(requests)  # first of all, since Ctrl-C may come a second time
+            self._aborted.append(requests)  # first of all, since Ctrl-C may come a second time
             self._abort_soon()
             raise
 
@@ -110,7 +110,7 @@ class LLM(LLMEngine):
             while told:
                 yield from self._alone(self._step_and_tell, told)
         except BaseException:  # also GeneratorExit: the caller has left the loop
-            self._aborted.extend(requests)
+            self._aborted.append(requests)
             self._abort_soon()
             raise
 

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import xxhash
 
-from nanovllm.checks import check_text
+from nanovllm.checks import check_text, check_type
 from nanovllm.config import MAX_DRAFT_LEN, Config, takes
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.block_manager import BlockManager
@@ -72,12 +72,9 @@ class LLMEngine:
         LLMEngine._process = os.getpid()
         executor = self.model_runner.executor
         self.vocab_size, self.max_model_len = spec.vocab_size, executor.max_model_len
-        self.scheduler = Scheduler(
-            BlockManager(executor.num_blocks, executor.block_size, config.enable_prefix_caching),
-            self.model_runner.num_lanes,
-            config.max_num_batched_tokens,
-            config.enable_chunked_prefill,
-        )
+        block_manager = BlockManager(executor.num_blocks, executor.block_size, config.enable_prefix_caching)
+        limits = self.model_runner.num_lanes, config.max_num_batched_tokens
+        self.scheduler = Scheduler(block_manager, *limits, config.enable_chunked_prefill)
         if draft_len := min(config.num_speculative_tokens, MAX_DRAFT_LEN, self.max_model_len - 1):
             self.scheduler.speculator = Speculator(draft_len, *self.model_runner.measure_steps(draft_len))
         if timeline is not None:
@@ -85,7 +82,8 @@ class LLMEngine:
         self.requests: dict[int, Request] = {}  # unfinished ones, oldest first
         self._told: Told = {}  # add_request's
         self._ids = count()
-        self._aborted: deque[int | Request] = deque()  # to be ended at the end of a call; an id stands for all its samples
+        # To be ended at the end of a call: what an interrupted call has queued, or an id; the first sample's stands for all.
+        self._aborted: deque[list[Request] | int] = deque()
         self._lock = Lock()
         self._owner: int | None = None  # the thread that has the lock
         self._callers: set[int] = set()  # threads that have it or want it
@@ -101,7 +99,7 @@ class LLMEngine:
         try:
             self._alone(self._queue, prompts, requests, self._told)
         except BaseException:
-            self._aborted.extend(requests)
+            self._aborted.append(requests)
             self._abort_soon()
             raise
         return requests[0].seq_id
@@ -228,20 +226,17 @@ class LLMEngine:
     def _end_aborted(self) -> None:
         for _ in range(len(self._aborted)):  # not what comes now: other threads may abort faster than this
             wanted = self._aborted[0]
-            for request in [wanted] if isinstance(wanted, Request) else self._find_samples(wanted):
+            if isinstance(wanted, int):
+                requests = [r for r in self.requests.values() if wanted in (r.seq_id, r.seq_id - r.sample_index)]
+            else:
+                requests = wanted
+            for request in requests:
                 if request.seq_id in self.requests:
                     self.scheduler.finish(request, "abort")
                     self._note([request])
-            if isinstance(wanted, Request):  # its call was cut short: nobody waits for it
-                self._told.pop(wanted, None)
+                if requests is wanted:  # nobody waits for what an interrupted call has queued
+                    self._told.pop(request, None)
             self._aborted.popleft()
-
-    def _find_samples(self, request_id: int) -> list[Request]:
-        """The unfinished sample of this id, or, if it is the first sample's, all unfinished ones of its request."""
-        request = self.requests.get(request_id)
-        if request is not None and request.params.n == 1:
-            return [request]
-        return [each for each in self.requests.values() if request_id in (each.seq_id, each.seq_id - each.sample_index)]
 
     def _check_process(self) -> None:
         if self._process not in (None, os.getpid()):
@@ -265,8 +260,7 @@ class LLMEngine:
 
     def _check_prompt(self, prompt: Prompt, params: SamplingParams) -> CheckedPrompt:
         """The prompt as token ids, if this engine can serve it."""
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params must be SamplingParams, not {params!r}")
+        check_type("sampling_params", params, (SamplingParams,), "SamplingParams")
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer: use stop_token_ids instead of stop")
         if isinstance(prompt, str):
