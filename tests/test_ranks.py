@@ -398,12 +398,19 @@ def test_an_abort_that_does_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("error", [None, ZeroDivisionError("on purpose")])
 def test_graphs_end_before_the_group_of_a_serving_rank(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When it is told to end, and when it fails."""
+    """When it is told to end, and when it fails, also while it records them: then the error's traceback holds them."""
     group, messages = GroupOfGraphs(), [torch.zeros(1), torch.zeros(0)]
+
+    def compute(self: Executor, batch: torch.Tensor) -> None:
+        graphs = self.graphs
+        if error is not None:
+            raise error
+        del graphs
+
     monkeypatch.setattr(TensorParallel, "receive", lambda self: messages.pop(0))
     monkeypatch.setattr(Executor, "allocate_kv_cache", lambda self: None)
     monkeypatch.setattr(Batch, "unpack", lambda message: message)
-    monkeypatch.setattr(Executor, "compute", MagicMock(side_effect=error))
+    monkeypatch.setattr(Executor, "compute", compute)
     with nullcontext() if error is None else pytest.raises(type(error)):
         ranks._serve(group.executor)
     assert group.is_aborted and len(messages) == (error is not None)

@@ -201,6 +201,9 @@ def _join_torchrun(model: Model) -> dist.Store | None:
 def _serve(executor: Executor) -> None:
     try:
         executor.serve()
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # one of them may hold CUDA graphs, for whose end NCCL's abort waits
+        raise
     finally:
         executor.leave()
 
