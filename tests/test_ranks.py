@@ -27,7 +27,7 @@ from conftest import Oracle, check_invariants, greedy, make_checkpoint, random_p
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Batch
 from nanovllm.engine import ranks
-from nanovllm.engine.executor import Executor, join
+from nanovllm.engine.executor import Executor, Place, join
 from nanovllm.layers.tensor_parallel import FIRST_PART, TensorParallel
 
 POOL = {"num_kvcache_blocks": 64, "kvcache_block_size": 4}
@@ -155,7 +155,7 @@ def test_long_messages_arrive(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     ]
 
     def meet(rank: int) -> TensorParallel:
-        return join(torch.device(kind), 2, (rank, rank, store))
+        return join(torch.device(kind), 2, Place(rank, rank, store))
 
     def receive() -> None:
         tp = meet(1)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, OPTConfig, Qwen3MoeConfig
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.engine.drafter import PromptLookup
+from nanovllm.engine.drafter import Guesser, PromptLookup
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.speculation import Speculator, learn, measure_steps
+from nanovllm.engine.speculation import Speculator, measure_steps
 from nanovllm.kernels.cpu import attention as cpp
 from nanovllm.outputs import RequestOutput
 
@@ -278,7 +278,7 @@ def make_decode(acceptance: float, num_tokens: int = 8, **params: Any) -> Sequen
     seq = Sequence(0, [1, 2, 3] * 3, SamplingParams(max_tokens=num_tokens, **params))
     seq.token_ids.append(1)
     seq.num_computed_tokens, seq.num_scheduled_tokens = 9, 1
-    seq.num_judged, seq.num_right = 1e6, 1e6 * acceptance
+    seq.guesser = Guesser(PromptLookup(seq.token_ids), num_judged=1e6, num_right=1e6 * acceptance)
     return seq
 
 
@@ -289,7 +289,7 @@ def test_drafts_that_pay() -> None:
     Speculator(4, FREE, FREE).draft([sure, unsure], 100)
     assert (sure.draft, unsure.draft) == ([2, 3, 1, 2], [2, 3, 1, 2]), "free, so all of them"
     Speculator(4, linear, linear).draft([sure, unsure], 100)
-    assert sure.draft == unsure.draft == [] and sure.guess == [2, 3, 1, 2], "none, but the guess is made, to learn from"
+    assert sure.draft == unsure.draft == [] and sure.guesser.guess == [2, 3, 1, 2], "none, but the guess is made, to learn from"
     by_half = [1.0 + n / 4 for n in range(65)]
     Speculator(4, by_half, by_half).draft([sure, unsure], 100)
     assert len(sure.draft) == 4 and unsure.draft == []
@@ -310,15 +310,13 @@ def test_who_gets_no_drafts(params: dict[str, Any]) -> None:
 
 
 def test_learning() -> None:
-    seq = make_decode(0.0)
-    seq.num_judged = 0.0
-    seq.guess = [1, 2, 3, 4]
-    seq.token_ids += [1, 2, 7, 4]
-    learn(seq, 4)
-    assert 2.8 < seq.num_judged < 3 and 1.8 < seq.num_right < 2, "what follows a wrong guess is not judged"
+    guesser = Guesser(PromptLookup([1]), guess=[1, 2, 3, 4])
+    assert guesser.likelihood == 0.5
+    guesser.learn([1, 2, 7, 4])
+    assert 2.8 < guesser.num_judged < 3 and 1.8 < guesser.num_right < 2, "what follows a wrong guess is not judged"
     for _ in range(100):
-        learn(seq, 1)  # 4 is not what was guessed
-    assert seq.num_right < 0.02 and seq.num_judged == pytest.approx(20, abs=0.2)
+        guesser.learn([4])
+    assert guesser.num_right < 0.02 and guesser.num_judged == pytest.approx(20, abs=0.2)
 
 
 def test_steps_are_measured() -> None:

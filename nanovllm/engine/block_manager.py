@@ -71,7 +71,7 @@ class BlockManager:
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """The longest chain of cached blocks that `seq` starts with; never its last token, whose logits are needed."""
         prefix: list[Block] = []
-        if self.enable_prefix_caching and seq.may_hit:
+        if self.enable_prefix_caching and not seq.was_nan:
             for index in range((len(seq.token_ids) - 1) // self.block_size):
                 block = self._find(seq, index, prefix[-1].content_id if prefix else _NO_CONTENT)
                 if block is None:
@@ -119,7 +119,7 @@ class BlockManager:
                 block.content_id = original.content_id  # a duplicate
                 continue
             hash_ = self._hash(seq, index)
-            if hash_ in self.hash_to_block_id:  # a collision, or what is left of an evicted parent: the newer one stays
+            if hash_ in self.hash_to_block_id:  # a collision, or out of reach, since its parent was evicted: the newer one stays
                 self._forget(self.blocks[self.hash_to_block_id[hash_]])
             self.hash_to_block_id[hash_] = block.block_id
             block.hash, block.token_ids, block.parent_id = hash_, self._tokens(seq, index), parent_id
@@ -153,7 +153,7 @@ class BlockManager:
                 self._refresh_original(block, seq.block_hashes[index])
 
     def _refresh_original(self, duplicate: Block, hash_: int) -> None:
-        """Using a duplicate also refreshes the cached copy, so that it is not evicted before its successors."""
+        """Using a duplicate also refreshes the cached copy: if that were evicted first, its successors could not be hit."""
         block_id = self.hash_to_block_id.get(hash_, -1)
         if block_id in self.free_block_ids and self.blocks[block_id].content_id == duplicate.content_id:
             self.free_block_ids.move_to_end(block_id)

@@ -6,7 +6,10 @@ In code, in quotations, in answers that repeat the question, it often does. This
 Whatever has `guess`, such as a small model, can take the place of PromptLookup: `Speculator.make_drafter` makes one per sequence.
 """
 
+from dataclasses import dataclass, field
 from typing import Protocol
+
+_DECAY = 0.95  # weight of a guess when the next one is judged
 
 
 class Drafter(Protocol):
@@ -36,3 +39,26 @@ class PromptLookup:
                 found = token_ids[end : end + num_tokens]
                 return (found * num_tokens)[:num_tokens]  # an occurrence that overlaps the last tokens goes on as it began
         return []
+
+
+@dataclass
+class Guesser:
+    """A sequence's drafter, its newest guess, and how many guesses were judged and right; older ones count less."""
+
+    drafter: Drafter
+    guess: list[int] = field(default_factory=list)
+    num_judged: float = 0.0
+    num_right: float = 0.0
+
+    @property
+    def likelihood(self) -> float:
+        """That the next guess is right: Laplace's rule of succession."""
+        return (1 + self.num_right) / (2 + self.num_judged)
+
+    def learn(self, token_ids: list[int]) -> None:
+        """Compare the guess with what was drawn: also with one token more than the draft had, so probing costs nothing."""
+        for guessed, token_id in zip(self.guess, token_ids):
+            self.num_judged = _DECAY * self.num_judged + 1
+            self.num_right = _DECAY * self.num_right + (guessed == token_id)
+            if guessed != token_id:
+                break

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,12 @@ from nanovllm.models.weights import init_dummy_weights, load_checkpoint
 
 _DEFAULT_MAX_MODEL_LEN = 4096
 _FOREVER = timedelta(days=365)  # that an engine may have nothing to do
-Place = tuple[int, int, dist.Store]  # rank, how many ranks come before it on its machine, and where all of them meet
+
+
+class Place(NamedTuple):
+    rank: int
+    local_rank: int  # among the ranks of its machine
+    store: dist.Store  # where all ranks meet
 
 
 class Executor:
@@ -40,7 +45,7 @@ class Executor:
             raise ValueError(f"max_model_len={config.max_model_len} is above the model's own limit: lower it to {spec.max_len}")
         self.config, self.spec = config, spec
         self.max_model_len = config.max_model_len or min(spec.max_len, _DEFAULT_MAX_MODEL_LEN)
-        self.device = find_device(config.device, place and place[1])
+        self.device = find_device(config.device, place and place.local_rank)
         self.tp = join(self.device, config.tensor_parallel_size, place) if place else TensorParallel()
         self.backend: Backend = attention
         self.block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
@@ -150,7 +155,7 @@ class Executor:
         return self._make_batch(query_lens[:num_seqs])
 
     def _make_batch(self, query_lens: list[int]) -> Batch:
-        """A dummy batch with these query lengths and no context, in block 0, launched for the longest context."""
+        """A dummy batch with these query lengths and no context, in block 0, launched as if for a context of max_model_len."""
         bounds = torch.from_numpy(np.cumsum([0, *query_lens], dtype=np.int32))
         tables = torch.from_numpy(np.zeros((len(query_lens), self.block_table_width), np.int32))
         zeros = torch.from_numpy(np.zeros(sum(query_lens), np.int32))
@@ -160,7 +165,7 @@ class Executor:
 
 def join(device: torch.device, size: int, place: Place) -> TensorParallel:
     """Meet the other ranks."""
-    rank, _, store = place
+    rank, store = place.rank, place.store
     store.set_timeout(_FOREVER)  # NCCL waits there for rank 0, which may still load its weights
     host_group = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, _FOREVER)
     group: Any = host_group  # see TensorParallel

@@ -82,7 +82,7 @@ class LLMEngine:
         self.requests: dict[int, Request] = {}  # unfinished ones, oldest first
         self._told: Told = {}  # add_request's
         self._ids = count()
-        # To be ended at the end of a call: what an interrupted call has queued, or an id; the first sample's stands for all.
+        # Aborts to carry out at the end of a call: the requests of one that was interrupted, or an id (the first sample's: all).
         self._aborted: deque[list[Request] | int] = deque()
         self._lock = Lock()
         self._owner: int | None = None  # the thread that has the lock

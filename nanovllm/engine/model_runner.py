@@ -51,7 +51,7 @@ class ModelRunner:
         with undisturbed(self.device):  # since CUDA graphs repeat what they are recorded with
             self.ranks.call(executor.allocate_kv_cache, self._sample_all)
         self.num_lanes = min(config.max_num_seqs, executor.num_blocks)  # a running sequence holds at least one block
-        # Row: a lane's block table. Next to it, the list that it is a copy of and how much of that is copied.
+        # Row: a lane's block table. copied_from: by lane, the list that it is a copy of, and how many blocks are copied.
         self.block_tables = np.zeros((self.num_lanes, executor.block_table_width), dtype=np.int32)
         self.copied_from: list[tuple[list[int], int]] = [([], 0)] * self.num_lanes
 
@@ -63,7 +63,7 @@ class ModelRunner:
     def sample(self, logits: Tensor, seqs: list[Sequence]) -> tuple[list[int], Logprobs]:
         """For each row of logits: the token that comes next (-1 if they are NaN) and, where any of `seqs` asks for it, the log
         probabilities of the most probable tokens and of that one. A sequence that has caught up has 1 + len(draft) rows."""
-        if len(logits) < len(seqs):  # nobody has a draft
+        if len(logits) < len(seqs):  # nobody has a draft: there is budget for one only if all catch up
             seqs = [seq for seq in seqs if seq.num_computed_tokens + seq.num_scheduled_tokens == len(seq.token_ids)]
         positions = [len(seq.token_ids) for seq in seqs]  # of the tokens that come next
         if len(logits) > len(seqs):
@@ -71,11 +71,11 @@ class ModelRunner:
             seqs = [seq for seq in seqs for _ in range(1 + len(seq.draft))]
         with undisturbed(self.device):
             processed = logits
-            if processes := any([seq.needs_logits_processing for seq in seqs]):
+            if needs_processing := any([seq.needs_logits_processing for seq in seqs]):
                 processed = self.penalties.apply(logits, seqs)
             tokens = self.sampler(processed, self.prepare_sampling(seqs, positions))
             token_ids = self.ranks.call(tokens.tolist)  # here the host waits, and gives up if a rank is lost
-            return token_ids, self._find_logprobs(logits, tokens, seqs) if processes else None
+            return token_ids, self._find_logprobs(logits, tokens, seqs) if needs_processing else None
 
     def measure_steps(self, draft_len: int) -> tuple[list[float], list[float], float]:
         """What steps with and without drafts of that length cost, as speculation.py's function says."""
@@ -179,8 +179,7 @@ class ModelRunner:
         return found
 
     def _copy_block_table(self, seq: Sequence) -> None:
-        """Bring the lane's row up to date. A block table grows, and shrinks only behind its tokens; a lane's next tenant has
-        another list."""
+        """Bring the lane's row up to date. Blocks that hold tokens never change; the lane's next sequence has another list."""
         table = seq.block_table
         source, num_copied = self.copied_from[seq.lane]
         if source is not table:

@@ -19,7 +19,7 @@ class Penalties:
     def __init__(self, vocab_size: int, max_model_len: int, device: torch.device) -> None:
         self.device = device
         self.rows: dict[int, int] = {}  # lane -> row
-        # [num_rows, vocab_size] of generated tokens; [num_rows, max_model_len] of all, and behind the last one the first again.
+        # [num_rows, vocab_size] of generated tokens; [num_rows, max_model_len] of all, padded with the first.
         self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self.token_ids = self.counts.new_zeros(0, max_model_len)
         self.counted: dict[int, tuple[Sequence, int]] = {}  # row -> its sequence, and up to which token
@@ -42,7 +42,7 @@ class Penalties:
         return logits
 
     def _penalize(self, logits: Tensor, rows: Tensor, seqs: list[Sequence]) -> Tensor:
-        """A token that occurs several times is computed, and written, as many times: always the same."""
+        """A token that occurs several times is computed, and written, as many times: each writes the same value."""
         counted = to_device(np.array(self._count(seqs)), self.device)
         token_ids = self.token_ids[counted, : max(len(seq.token_ids) for seq in seqs)].long()  # [num_seqs, longest]
         counts = self.counts[counted[:, None], token_ids]

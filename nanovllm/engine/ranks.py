@@ -6,8 +6,8 @@
 A pipe connects rank 0 with each process that it has started. A message from there is a failure; the end of the pipe is, on
 either side, the death of the other. If a rank is lost, so is the engine.
 
-A step's collective operations need all ranks to the end. So rank 0's share is computed by a thread of its own, which Ctrl-C
-does not reach: it only ends the waiting.
+A rank must not leave a step half done, or the others wait for it. So rank 0's share is computed by a thread of its own: Ctrl-C
+interrupts only the caller who waits for it.
 
 The processes come from multiprocessing's fork server, one for the whole program: it imports torch once, and each of them
 starts in 0.1 s instead of 4. If the program itself has started it before, they import it each.
@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.config import Config
-from nanovllm.engine.executor import Executor, find_device
+from nanovllm.engine.executor import Executor, Place, find_device
 from nanovllm.models.decoder import ModelSpec
 
 Result = TypeVar("Result")
@@ -61,7 +61,7 @@ class Ranks:
         self.rank_0 = _Rank0(self)
         try:
             store = store or self._start_processes(model, self.rank_0.processes)
-            self.executor = self.rank_0.executor = self.call(Executor, *model, (0, 0, store))
+            self.executor = self.rank_0.executor = self.call(Executor, *model, Place(0, 0, store))
         except BaseException:
             self.stop("the engine has not started")
             raise
@@ -115,11 +115,11 @@ class Ranks:
         context = get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         for rank in range(1, size):
-            pipe, rank_0 = context.Pipe()
-            args = model, rank, store.port, share, dict(os.environ), rank_0
+            pipe, pipe_to_rank_0 = context.Pipe()
+            args = model, rank, store.port, share, dict(os.environ), pipe_to_rank_0
             process = context.Process(target=_work, args=args, name=f"rank {rank} of {size}")
             process.start()
-            rank_0.close()  # the process has it now
+            pipe_to_rank_0.close()  # the process has it now
             processes[pipe] = process
             _children.discard(process)  # or a forked process would try to join it at its own exit
         while not store.check([f"{rank} has started" for rank in range(1, size)]):
@@ -191,7 +191,7 @@ def _join_torchrun(model: Model) -> dist.Store | None:
     if world_size != (size := model[0].tensor_parallel_size):
         raise ValueError(f"tensor_parallel_size={size}, but torchrun has started {world_size} processes")
     if rank > 0:
-        _serve(Executor(*model, (rank, int(os.environ["LOCAL_RANK"]), store)))
+        _serve(Executor(*model, Place(rank, int(os.environ["LOCAL_RANK"]), store)))
         raise SystemExit
     if store.add("engines", 1) > 1:
         raise RuntimeError("torchrun's ranks serve one engine, and leave with it: there has been one")
@@ -208,20 +208,20 @@ def _serve(executor: Executor) -> None:
         executor.leave()
 
 
-def _work(model: Model, rank: int, port: int, num_threads: int, environment: dict[str, str], rank_0: Connection) -> None:
+def _work(model: Model, rank: int, port: int, num_threads: int, environment: dict[str, str], pipe: Connection) -> None:
     """The process of rank 1 or up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to all processes, and meant for rank 0
-    Thread(target=lambda: (wait([rank_0]), os._exit(1)), daemon=True).start()  # it sends nothing: this is its end
+    Thread(target=lambda: (wait([pipe]), os._exit(1)), daemon=True).start()  # it sends nothing: this is its end
     os.environ.clear()
     os.environ.update(environment)  # the fork server's is that of its start
     torch.set_num_threads(num_threads)
     store = dist.TCPStore("127.0.0.1", port)
     store.set(f"{rank} has started", "")
     try:
-        Executor(*model, (rank, rank, store)).serve()  # it does not leave: rank 0 ends this process once it knows
+        Executor(*model, Place(rank, rank, store)).serve()  # it does not leave: rank 0 ends this process once it knows
     except Exception as error:
         reason = f"{current_process().name} has failed:\n{traceback.format_exc()}"
-        rank_0.send((time.monotonic(), isinstance(error, ValueError), reason))
+        pipe.send((time.monotonic(), isinstance(error, ValueError), reason))
 
 
 def _read_failure(pipe: Connection, process: BaseProcess) -> tuple[float, bool, str]:

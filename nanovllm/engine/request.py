@@ -42,7 +42,7 @@ class Request(Sequence):
         return super().check_end()
 
     def note(self, logprobs: Logprobs = None) -> None:
-        """Record the new tokens, or the end. `logprobs` may go on behind the newest token: those of a refused draft."""
+        """Record the new tokens, or the end. `logprobs` may have more rows than new tokens: those of a refused draft."""
         num_tokens = len(self.token_ids)
         if logprobs is not None:
             new = logprobs[: num_tokens - self.noted[0]]  # no token if the logits are NaN

@@ -4,19 +4,20 @@ Two queues, first come first served: `waiting` (no blocks) and `running` (blocks
 
     mixed           everybody who runs gets its next token, oldest first, and what is left of the token budget goes to
                     pieces of prompts: a long prompt delays nobody (Sarathi-Serve, Agrawal et al. 2024; vLLM V1)
-    prefill first   a step is whole prompts if one is waiting and fits, else one token for everybody who runs
-                    (Orca's iterations, Yu et al. 2022; vLLM 0.x)
+    prefill first   a step is whole prompts if one is waiting and fits, else one token for those who run, oldest first:
+                    arriving prompts hold them up (Orca's iterations, Yu et al. 2022; vLLM 0.x)
 
 When blocks run out, the newest running sequence is preempted: it gives its blocks back and is computed again later,
-often from its own cached blocks. The oldest always advances, so everybody gets its turn and nothing hangs.
+often from its own cached blocks. The oldest is never preempted for another, so everybody gets its turn and nothing hangs.
 """
 
 from collections import OrderedDict
 from heapq import heappop, heappush
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.drafter import Guesser
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.speculation import Speculator, learn
+from nanovllm.engine.speculation import Speculator
 from nanovllm.outputs import FinishReason
 
 
@@ -43,7 +44,9 @@ class Scheduler:
         self.free_lanes = list(range(self.max_num_seqs))  # a heap
         for seq in seqs:
             seq.status, seq.lane, seq.block_table, seq.num_computed_tokens = SequenceStatus.WAITING, -1, [], 0
-            seq.drafter = None
+            seq.guesser = None  # which may have read tokens that are gone
+            if len(seq.token_ids) == seq.num_prompt_tokens:
+                seq.num_cached_tokens = None  # what it had found is computed after all
             del seq.block_hashes[len(seq.token_ids) // self.block_manager.block_size :]
 
     def add(self, seq: Sequence) -> None:
@@ -52,14 +55,17 @@ class Scheduler:
     def schedule(self) -> list[Sequence]:
         """The sequences of the next step, each with `num_scheduled_tokens` set and blocks to put them in."""
         scheduled: list[Sequence] = []
-        first = self.running
-        if not self.enable_chunked_prefill:
-            # Only the newest can be amid its tokens: a recomputation longer than a step is cut, and goes on alone.
-            first = [seq for seq in self.running[-1:] if len(seq.token_ids) - seq.num_computed_tokens > 1]
-        budget = self._schedule_running(first, self.max_num_batched_tokens, scheduled)
-        budget = self._schedule_waiting(budget, scheduled)
-        if not scheduled:
+        budget = self.max_num_batched_tokens
+        if self.enable_chunked_prefill:
             budget = self._schedule_running(self.running, budget, scheduled)
+            budget = self._schedule_waiting(budget, scheduled)
+        else:
+            # Only the newest can be amid its tokens: a recomputation longer than a step is cut, and its next piece comes first.
+            cut = [seq for seq in self.running[-1:] if len(seq.token_ids) - seq.num_computed_tokens > 1]
+            budget = self._schedule_running(cut, budget, scheduled)
+            budget = self._schedule_waiting(budget, scheduled)
+            if not scheduled:
+                budget = self._schedule_running(self.running, budget, scheduled)
         if self.speculator is not None and scheduled:
             self._schedule_drafts(self.speculator, budget, scheduled)
         return scheduled
@@ -70,7 +76,7 @@ class Scheduler:
         Adds to `scheduled` and returns what is left of the budget.
         """
         for seq in seqs[:budget]:  # a copy: preemption shortens `running`
-            if seq.lane == -1 or budget == 0:  # preempted meanwhile, as are all that come after it
+            if seq.lane == -1:  # preempted meanwhile, as are all that come after it
                 break
             while not self.block_manager.grow(seq):
                 self.preempt(victim := self.running[-1])
@@ -103,14 +109,15 @@ class Scheduler:
         return budget
 
     def _schedule_drafts(self, speculator: Speculator, budget: int, scheduled: list[Sequence]) -> None:
-        """Last of all: what is left of the budget and of the blocks. Whoever does not catch up has left nothing."""
+        """Last of all: what is left of the budget and of the blocks. If a sequence does not catch up, no budget is left."""
         speculator.draft(scheduled, budget)
         for seq in scheduled:
             while not self.block_manager.grow(seq, len(seq.draft)):
                 seq.draft.pop()
+            self.num_draft_tokens += len(seq.draft)
 
     def _plan_tokens(self, seq: Sequence, budget: int) -> int:
-        """How many tokens of `seq` this step computes."""
+        """How many tokens of `seq` this step computes. In short: most are decodes within a block, for which nothing is called."""
         num_computed_tokens, block_size = seq.num_computed_tokens, self.block_manager.block_size
         num_tokens = len(seq.token_ids) - num_computed_tokens
         if num_tokens > budget:
@@ -130,18 +137,17 @@ class Scheduler:
         self.num_preemptions += 1
 
     def postprocess(self, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
-        """Account for a step that computed `seqs`; `token_ids` are for those that caught up, in order, for each that behind
-        its newest token and those behind each token of its draft. Returns these sequences.
+        """Account for a step that computed `seqs`. `token_ids`: for each sequence that caught up, in order, the token after its
+        newest one, then one after each token of its draft. Returns these sequences.
 
         Token -1: the logits are NaN. Since NaN spreads to all that a sequence computes, and from there to whoever shares
         its blocks, they are no longer found, and it is computed again on its own. If that fails too, it ends.
         """
         caught_up: list[Sequence] = []
         suspects: list[Sequence] = []
-        any_left = False
         drawn = iter(token_ids)
         for seq in seqs:
-            if seq.num_scheduled_tokens == 1 and seq.num_computed_tokens >= seq.num_prompt_tokens:
+            if seq.is_decode:
                 self.num_decode_tokens += 1
             else:
                 self.num_prefill_tokens += seq.num_scheduled_tokens
@@ -153,28 +159,24 @@ class Scheduler:
             if token_id < 0:
                 self.block_manager.forget(seq)
                 suspects.append(seq)
-                self.num_draft_tokens += len(seq.draft)
                 for _ in seq.draft:  # what was drawn behind it is worthless
                     next(drawn)
                 continue
             seq.token_ids.append(token_id)
             reason = seq.check_end()
-            if seq.guess:
-                reason = self._accept(seq, [next(drawn) for _ in seq.draft], reason)
+            if seq.guesser is not None:
+                reason = self._accept(seq, seq.guesser, [next(drawn) for _ in seq.draft], reason)
             if reason is not None:
-                self._end(seq, reason)
-                any_left = True
-        if any_left:
-            self.running = [seq for seq in self.running if seq.lane != -1]
+                self.finish(seq, reason)
         for seq in reversed(suspects):  # so that the oldest comes to stand first
-            if seq.may_hit:
-                seq.may_hit = False
-                self.preempt(seq)
-            else:
+            if seq.was_nan:
                 self.finish(seq, "error")
+            else:
+                seq.was_nan = True
+                self.preempt(seq)
         return caught_up
 
-    def _accept(self, seq: Sequence, token_ids: list[int], reason: FinishReason | None) -> FinishReason | None:
+    def _accept(self, seq: Sequence, guesser: Guesser, token_ids: list[int], reason: FinishReason | None) -> FinishReason | None:
         """Append `token_ids`, drawn behind each token of the draft, as long as the draft was right and `reason` is no end.
 
         Accepted tokens have their K/V in the cache, and only now can others find their blocks. What only refused ones needed is
@@ -187,10 +189,9 @@ class Scheduler:
             reason = seq.check_end()
         num_computed_tokens, block_manager = len(seq.token_ids) - 1, self.block_manager
         num_accepted = num_computed_tokens - seq.num_computed_tokens
-        learn(seq, num_accepted + 1)
+        guesser.learn(seq.token_ids[-1 - num_accepted :])
         if not seq.draft:
             return reason
-        self.num_draft_tokens += len(seq.draft)
         self.num_accepted_tokens += num_accepted
         self.num_decode_tokens += num_accepted
         block_manager.cache_full_blocks(seq, num_computed_tokens)
@@ -199,18 +200,14 @@ class Scheduler:
         return reason
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """End `seq`, waiting or running, for a reason that is not found in its tokens. Not between the halves of a step."""
+        """End `seq`, waiting or running; not while a step computes it."""
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
-        self.waiting.pop(seq, None)
-        self._end(seq, reason)
-
-    def _end(self, seq: Sequence, reason: FinishReason) -> None:
-        if seq.status is SequenceStatus.RUNNING:
             self._release(seq)
+        self.waiting.pop(seq, None)
         seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
 
     def _release(self, seq: Sequence) -> None:
         self.block_manager.free(seq)
         heappush(self.free_lanes, seq.lane)
-        seq.lane, seq.drafter = -1, None
+        seq.lane = -1

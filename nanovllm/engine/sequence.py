@@ -15,7 +15,7 @@ Text, log probabilities and callers are not known here: they are engine/request.
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from nanovllm.engine.drafter import Drafter
+from nanovllm.engine.drafter import Guesser
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
@@ -48,19 +48,22 @@ class Sequence:
 
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
-        self.num_cached_tokens: int | None = None  # set when first admitted; prompt tokens only
+        self.num_cached_tokens: int | None = None  # the prefix hit when it was first admitted; prompt tokens only
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # of the full blocks of token_ids, filled in as they are asked for
-        self.may_hit = True  # False once its logits were NaN: it is computed again, without what others have computed
-        self.drafter: Drafter | None = None  # while running, if there is speculation
-        self.guess: list[int] = []  # what it thinks comes next
-        self.draft: list[int] = []  # the first of these, which this step computes besides num_scheduled_tokens
-        self.num_judged = self.num_right = 0.0  # earlier guesses, and the right ones among them; older ones count less
+        self.was_nan = False  # its logits were: it is computed again, without what others have computed
+        self.draft: list[int] = []  # guesses that this step computes besides num_scheduled_tokens
+        self.guesser: Guesser | None = None  # who makes them, if there is speculation
         self.lane = -1  # while running: a number below num_lanes that no other running sequence has
 
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether this step computes nothing but its newest generated token (and a draft)."""
+        return self.num_scheduled_tokens == 1 and self.num_computed_tokens >= self.num_prompt_tokens
 
     def check_end(self) -> FinishReason | None:
         """Whether the newest token is the last one, and why."""

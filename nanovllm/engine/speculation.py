@@ -21,20 +21,21 @@ from operator import itemgetter
 import numpy as np
 
 from nanovllm.config import MAX_DRAFT_STEP
-from nanovllm.engine.drafter import Drafter, PromptLookup
+from nanovllm.engine.drafter import Drafter, Guesser, PromptLookup
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 _LEAST_GAIN = 1.05  # in tokens per second: less is lost again where sequences end at different times
-_DECAY = 0.95  # weight of a guess when the next one is judged
 _NUM_PASSES = 2
 Run = Callable[[list[Sequence]], object]
 
 
 class Speculator:
-    """Hands out drafts of at most `max_draft_len` tokens. `plain_costs` and `draft_costs`: seconds of a step of n tokens, by n,
-    without drafts and with, in short contexts; a step that is longer than the latter gets none. `context_cost`: seconds that a
-    token takes more for each token of its context."""
+    """Hands out drafts of at most `max_draft_len` tokens.
+
+    `plain_costs[n]`, `draft_costs[n]`: seconds of a step of n tokens, without drafts and with, in short contexts; a step of more
+    tokens than `draft_costs` covers gets none. `context_cost`: seconds more for each token of a token's context.
+    """
 
     def __init__(self, max_draft_len: int, plain_costs: list[float], draft_costs: list[float], context_cost: float = 0.0) -> None:
         self.max_draft_len = max_draft_len
@@ -44,45 +45,35 @@ class Speculator:
     def draft(self, seqs: list[Sequence], budget: int) -> None:
         """Set `draft` of the sequences of a step, of which `budget` tokens are left."""
         for seq in seqs:
-            seq.guess, seq.draft = [], []
+            seq.draft = []
+            if seq.guesser is not None:
+                seq.guesser.guess = []
         num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
         budget = min(budget, len(self.draft_costs) - 1 - num_tokens)
         if budget <= 0:
             return
-        candidates: list[tuple[float, Sequence]] = []  # a guess: how likely it and those before it are right
+        candidates: list[tuple[float, Guesser, Sequence]] = []  # a guess: how likely it and those before it are right
         for seq in seqs:
             if self._may_draft(seq):
-                if seq.drafter is None:
-                    seq.drafter = self.make_drafter(seq.token_ids)
-                seq.guess = seq.drafter.guess(self.max_draft_len)
-                length = min(len(seq.guess), seq.max_num_tokens - len(seq.token_ids) - 1)
-                likelihood = (1 + seq.num_right) / (2 + seq.num_judged)  # Laplace's rule of succession
-                candidates += [(likelihood**i, seq) for i in range(1, length + 1)]
+                guesser = seq.guesser = seq.guesser or Guesser(self.make_drafter(seq.token_ids))
+                guesser.guess = guesser.drafter.guess(self.max_draft_len)
+                length = min(len(guesser.guess), seq.max_num_tokens - len(seq.token_ids) - 1)
+                candidates += [(guesser.likelihood**i, guesser, seq) for i in range(1, length + 1)]
         candidates.sort(key=itemgetter(0), reverse=True)
         expected, num_drafted = float(len(seqs)), 0
         attention = self.context_cost * sum(len(seq.token_ids) for seq in seqs)
         best = _LEAST_GAIN * expected / (self.plain_costs[min(num_tokens, len(self.plain_costs) - 1)] + attention)
-        for count, (probability, seq) in enumerate(candidates[:budget], 1):
+        for count, (probability, _, seq) in enumerate(candidates[:budget], 1):
             expected += probability
             attention += self.context_cost * len(seq.token_ids)
             if expected > best * (cost := self.draft_costs[num_tokens + count] + attention):
                 best, num_drafted = expected / cost, count
-        for _, seq in candidates[:num_drafted]:
-            seq.draft = seq.guess[: len(seq.draft) + 1]
+        for _, guesser, seq in candidates[:num_drafted]:
+            seq.draft = guesser.guess[: len(seq.draft) + 1]
 
     def _may_draft(self, seq: Sequence) -> bool:
         """A decode whose logits depend on nothing but the tokens before them, and were never NaN: a guess could be the reason."""
-        is_decode = seq.num_scheduled_tokens == 1 and seq.num_computed_tokens >= seq.num_prompt_tokens
-        return is_decode and seq.may_hit and not seq.params.penalizes and len(seq.token_ids) >= seq.min_num_tokens
-
-
-def learn(seq: Sequence, num_drawn: int) -> None:
-    """Compare the guess with the newest `num_drawn` tokens: also with one more than the draft had, so probing costs nothing."""
-    for guessed, token_id in zip(seq.guess, seq.token_ids[-num_drawn:]):
-        seq.num_judged = _DECAY * seq.num_judged + 1
-        seq.num_right = _DECAY * seq.num_right + (guessed == token_id)
-        if guessed != token_id:
-            break
+        return seq.is_decode and not seq.was_nan and not seq.params.penalizes and len(seq.token_ids) >= seq.min_num_tokens
 
 
 def measure_steps(
@@ -91,7 +82,7 @@ def measure_steps(
     """Seconds of a decode step of 0, 1, 2 ... tokens: without drafts, and with `draft_len` tokens behind every newest one. And
     how many more a token takes for each token of its context.
 
-    A list ends where more tokens cost hardly less each: computation is the bound there, and no draft pays.
+    A list ends where adding tokens makes a token hardly cheaper: computation is the bound there, and no draft pays.
     """
 
     def measure(num_tokens: int, draft_len: int, context_len: int = 1) -> float:

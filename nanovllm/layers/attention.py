@@ -72,13 +72,13 @@ def attend_one(query: Tensor, kv_cache: Tensor, context_len: int, block_table: T
     attend_to = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=True)
     if query_len in (1, context_len):
         return attend_to(rows, key, value, is_causal=query_len > 1)[0].transpose(0, 1)
-    # SDPA's own causal triangle stands at the top left, that of a context's last tokens at the bottom right: a mask. Some rows
-    # at a time, since SDPA makes a copy of it in the query's dtype.
+    # SDPA's is_causal aligns the first query with the first key, but these are the last tokens of the context: a mask of our own.
+    # Some rows at a time, since SDPA makes a copy of it in the query's dtype.
     pieces: list[Tensor] = []
-    last = context_len - query_len  # position of the piece's first token
+    start = context_len - query_len  # position of the piece's first token
     for piece in rows.split(max(1, _MASK_SIZE // context_len), dim=2):
-        visible = last + piece.shape[2]
-        mask = query.new_ones(piece.shape[2], visible, dtype=torch.bool).tril(last)
+        visible = start + piece.shape[2]
+        mask = query.new_ones(piece.shape[2], visible, dtype=torch.bool).tril(start)
         pieces.append(attend_to(piece, key[:, :, :visible], value[:, :, :visible], mask)[0])
-        last = visible
+        start = visible
     return torch.cat(pieces, dim=1).transpose(0, 1)
