@@ -199,6 +199,22 @@ def test_text_of_a_token_that_is_cut_off(demo: LLM, monkeypatch: pytest.MonkeyPa
     assert output["text"] == demo.tokenizer.decode(output["token_ids"]) and len(output["token_ids"]) == 1
 
 
+def test_a_hit_that_is_not_used(tiny: tuple[str, Oracle], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a request's first step: what was cached is computed again, and not reported as reused."""
+    llm = make_llm()
+    prompt = random_prompt(3, 14)
+    llm.generate(prompt, GREEDY, use_tqdm=False)
+    llm.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model_runner, "run", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.step()
+    num_prefill_tokens = llm.stats["num_prefill_tokens"]
+    (output,) = llm.step()
+    assert llm.stats["num_prefill_tokens"] - num_prefill_tokens == 14 and output["num_cached_tokens"] == 0
+    assert output["token_ids"] == tiny[1](prompt, 1)
+
+
 def test_an_end_that_is_not_noted(tiny: tuple[str, Oracle], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C once a sequence has ended for the scheduler, and before the caller's request has: the end comes again."""
     llm = make_llm()
