@@ -175,7 +175,15 @@ def draw(steps: list[Step], path: str) -> None:
 
 
 _QUEUES = {"waiting_requests": "waiting", "running_requests": "running", "next_free_blocks": "free"}
-_ORDINARY = {"kind": "decode", "num_tokens": 1, "num_new_tokens": 1}  # a sequence's share of most steps: else 0 or nothing
+_ORDINARY: dict[str, Any] = {
+    "kind": "decode",
+    "num_tokens": 1,
+    "num_new_tokens": 1,
+    "num_reused_tokens": 0,
+    "num_accepted_tokens": 0,
+}
+_ORDINARY |= {"accepted_blocks": [], "finish_reason": None}  # a sequence's share of most steps
+_KNOWN = ("request_id", "start", "token_ids", "new_token_ids")  # a page has these from elsewhere
 
 
 def make_page(timelines: list[list[Step]]) -> str:
@@ -193,23 +201,19 @@ def _shorten(steps: list[Step]) -> dict[str, Any]:
         rows = {}
         for lane, work in step.lanes.items():
             request_id, new = work["request_id"], work["new_token_ids"]
-            row = work | {"num_new_tokens": len(new)}
-            for name in ("request_id", "start", "token_ids", "new_token_ids"):  # the page has these from elsewhere
-                row.pop(name, None)
+            row = {**work, "num_new_tokens": len(new)}
             if "token_ids" in work:  # it is admitted
                 tokens[request_id] = list(work["token_ids"])
                 row |= {"lane": lane, "length": len(work["token_ids"])}
             tokens[request_id] += new
-            if row := {
-                name: value for name, value in row.items() if value != _ORDINARY.get(name) and (value or name in _ORDINARY)
-            }:
+            row = {name: value for name, value in row.items() if name not in _KNOWN and _ORDINARY.get(name, "") != value}
+            if row:
                 rows[request_id] = row
         queues = {short_name: step.info[name] for name, short_name in _QUEUES.items()}
         queues["order"] = [work["request_id"] for work in step.lanes.values()]
         info = {name: step.info[name] for name in ("starts_over", "waiting", "used", "reusable")}
-        preempted = [{"lane": lane, **args} for lane, args in step.preempted.items()]
-        changed = {name: queue for name, queue in queues.items() if queue != known.get(name)}
-        short.append({**info, "rows": rows, "preempted": preempted, "queues": changed})
+        info["queues"] = {name: queue for name, queue in queues.items() if queue != known.get(name)}
+        short.append({**info, "rows": rows, "preempted": [{"lane": lane, **args} for lane, args in step.preempted.items()]})
         known = queues
     return {"settings": steps[0].settings, "tokens": tokens, "steps": short}
 
