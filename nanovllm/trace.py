@@ -175,14 +175,8 @@ def draw(steps: list[Step], path: str) -> None:
 
 
 _QUEUES = {"waiting_requests": "waiting", "running_requests": "running", "next_free_blocks": "free"}
-_ORDINARY: dict[str, Any] = {
-    "kind": "decode",
-    "num_tokens": 1,
-    "num_new_tokens": 1,
-    "num_reused_tokens": 0,
-    "num_accepted_tokens": 0,
-}
-_ORDINARY |= {"accepted_blocks": [], "finish_reason": None}  # a sequence's share of most steps
+_ORDINARY: dict[str, Any] = {"kind": "decode", "num_tokens": 1, "num_new_tokens": 1, "num_reused_tokens": 0}  # most shares are
+_ORDINARY |= {"num_accepted_tokens": 0, "accepted_blocks": [], "finish_reason": None}
 _KNOWN = ("request_id", "start", "token_ids", "new_token_ids")  # a page has these from elsewhere
 
 
