@@ -13,6 +13,7 @@ import json
 import shutil
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +26,47 @@ _PHASES = ("schedule", "prepare", "forward", "sample")
 
 @dataclass
 class Step:
-    info: dict[str, Any]  # kind, tokens, milliseconds; the counters after it
+    info: dict[str, Any]  # kind, tokens, milliseconds, queues; the counters after it
     settings: dict[str, Any]  # of the engine
     lanes: dict[int, dict[str, Any]] = field(default_factory=dict)  # what each lane computed, with its "kind"
-    preempted: dict[int, dict[str, int]] = field(default_factory=dict)  # lane -> request_id, num_reusable_blocks
+    preempted: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> request_id, blocks, is_nan
 
 
 def read(path: str | Path) -> list[Step]:
     """The steps of a timeline. Raises ValueError if the file is not one, OSError if it cannot be read."""
     steps: list[Step] = []
     settings: dict[str, Any] = {}
-    was_cut_short = False
+    info: dict[str, Any] = {"starts_over": False}
+    sequences: dict[int, tuple[int, int]] = {}  # how many tokens are computed, and how many there are
     try:
         for event in json.loads(Path(path).read_bytes()):
             lane, args, kind = event["tid"] - 1, event["args"], event["name"].split()[0]
             if "kind" in args:
-                steps.append(Step({"starts_over": was_cut_short, **args}, settings))
-                was_cut_short = False
+                steps.append(Step(info | args, settings))
+                info = steps[-1].info | {"starts_over": False}  # what the next one does not tell is as it was
+                drawn, ends = iter(info["drawn_token_ids"]), dict(info["ended"])
+                drafts = {request_id: draft for request_id, *draft in info["accepted"]}
             elif "block_size" in args:
                 settings |= args
             elif kind == "started":
-                was_cut_short = True
+                info["starts_over"] = True
             elif event["ph"] == "C":
                 steps[-1].info |= args
             elif kind == "preempted":
                 steps[-1].preempted[lane] = args
             elif kind in ("prefill", "decode"):
-                steps[-1].lanes[lane] = {"kind": kind, **args}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+                request_id, num_drafts = args["request_id"], len(args.get("draft_token_ids", ()))
+                start, length = sequences.get(request_id, (0, 0))
+                if "token_ids" in args:
+                    start, length = args["num_reused_tokens"], len(args["token_ids"])
+                num_accepted, accepted_blocks = drafts.get(request_id, (0, []))
+                has_caught_up = start + args["num_tokens"] == length
+                new = list(islice(drawn, 1 + num_drafts))[: 1 + num_accepted] if has_caught_up else []
+                new = [token for token in new if token >= 0]  # not NaN
+                sequences[request_id] = start + args["num_tokens"] + num_accepted, length + len(new)
+                steps[-1].lanes[lane] = {"kind": kind, "start": start, "new_token_ids": new, "num_accepted_tokens": num_accepted}
+                steps[-1].lanes[lane] |= {"accepted_blocks": accepted_blocks, "finish_reason": ends.get(request_id), **args}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, UnboundLocalError) as error:
         raise ValueError(f"{path} is not a timeline of nanovllm, or only a piece of one: {error!r}") from error
     if not steps or not settings:
         raise ValueError(f"{path} holds no steps")
@@ -65,7 +79,7 @@ def render(steps: list[Step], width: int = 100) -> str:
     per_column = -(-len(steps) // room)
     columns = [steps[first : first + per_column] for first in range(0, len(steps), per_column)]
     lanes = sorted({lane for step in steps for lane in (*step.lanes, *step.preempted)})
-    names = {"tokens": "num_batched_tokens", "waiting": "waiting"} | {name: name for name in _BLOCKS}
+    names = {"tokens": "num_tokens", "waiting": "waiting"} | {name: name for name in _BLOCKS}
     counts = {name: [max(step.info[key] for step in column) for column in columns] for name, key in names.items()}
     for size in (5, 2, 1):  # the longest cell of a lane: tokens as well, or only how it goes on, or only who it is
         cells = {"step": [str(i * per_column) for i in range(len(columns))]}
@@ -97,7 +111,7 @@ def _cell(column: list[Step], lane: int, size: int) -> str:
     if prefills := [work for work in done if work["kind"] == "prefill"]:
         name = _letter(prefills[0]["request_id"]) + "+" * any(work["num_reused_tokens"] for work in prefills)
         return (name + str(sum(work["num_tokens"] for work in prefills)) * (size > 2))[:size]
-    drafts = [work for work in done if "num_draft_tokens" in work]
+    drafts = [work for work in done if "draft_token_ids" in work]
     accepted = f"+{sum(work['num_accepted_tokens'] for work in drafts)}" if drafts and size > 2 else ""
     return _letter(done[0]["request_id"]).lower() + accepted if done else ""
 
@@ -106,7 +120,7 @@ def _legend(steps: list[Step]) -> list[str]:
     works = [work for step in steps for work in step.lanes.values()]
     first = {work["request_id"]: work for work in reversed(works)}
     decodes = Counter(work["request_id"] for work in works if work["kind"] == "decode")
-    tokens = Counter(work["request_id"] for work in works for _ in work.get("new_token_ids", ()))
+    tokens = Counter(work["request_id"] for work in works for _ in work["new_token_ids"])
     requests = [
         f"{_letter(i)}: {seq['num_prompt_tokens']} prompt tokens, {seq['num_reused_tokens']} of them reused;"
         f" {tokens[i]} tokens generated, {decodes[i]} decodes"
@@ -116,12 +130,13 @@ def _legend(steps: list[Step]) -> list[str]:
     milliseconds = sum(total[f"{phase}_ms"] for phase in _PHASES) or 1.0
     budget, drafted = steps[0].settings["max_num_batched_tokens"], total["num_draft_tokens"]
     full = [step for step in steps if step.info["num_tokens"] == budget and 1 < len(step.lanes) < 9][:1]
-    sums = [f"step {step.info['step']}: {' + '.join(str(work['num_tokens']) for work in step.lanes.values())}" for step in full]
+    terms = [[str(work["num_tokens"] + len(work.get("draft_token_ids", ()))) for work in step.lanes.values()] for step in full]
+    sums = [f"step {step.info['step']}: {' + '.join(counts)}" for step, counts in zip(full, terms)]
     return [
         "A22: 22 tokens of A's prompt (A+4: 4 behind reused ones); a: a decode, one token; !A: A is preempted",
         *["a+2: a decode with drafts, 2 of them right"] * (drafted > 0),
         "tokens: of the step; waiting: requests; used, reusable (free, can be hit), empty: KV cache blocks",
-        *[f"{terms} = {budget}, the budget is full" for terms in sums],
+        *[f"{line} = {budget}, the budget is full" for line in sums],
         *requests[:8],
         *[f"... and {len(requests) - 8} more requests"] * (len(requests) > 8),
         "a prompt's last step gives the first token, decodes give the others",
@@ -160,8 +175,9 @@ def draw(steps: list[Step], path: str) -> None:
 
 
 _QUEUES = {"waiting_requests": "waiting", "running_requests": "running", "next_free_blocks": "free"}
-_ORDINARY = {"kind": "decode", "num_tokens": 1, "num_new_tokens": 1, "num_reused_tokens": 0}  # a sequence's share of most steps
-_KNOWN = ("step", "request_id", "token_ids", "new_token_ids")  # a page has these from elsewhere
+_ORDINARY: dict[str, Any] = {"kind": "decode", "num_tokens": 1, "num_new_tokens": 1, "num_reused_tokens": 0}  # most shares are
+_ORDINARY |= {"num_accepted_tokens": 0, "accepted_blocks": [], "finish_reason": None}
+_KNOWN = ("request_id", "start", "token_ids", "new_token_ids")  # a page has these from elsewhere
 
 
 def make_page(timelines: list[list[Step]]) -> str:
@@ -173,29 +189,26 @@ def make_page(timelines: list[list[Step]]) -> str:
 def _shorten(steps: list[Step]) -> dict[str, Any]:
     """What page.html replays: of each step only what is out of the ordinary, and the sequences' tokens once."""
     tokens: dict[int, list[int]] = {}
-    expected: dict[int, dict[str, Any]] = {}  # of a sequence's next share
-    order: list[int] = []
+    known: dict[str, Any] = {}  # queues, as last told
     short: list[dict[str, Any]] = []
     for step in steps:
         rows = {}
         for lane, work in step.lanes.items():
-            request_id, end, new = work["request_id"], work["start"] + work["num_tokens"], work.get("new_token_ids", [])
-            row = {name: value for name, value in work.items() if name not in _KNOWN} | {"lane": lane, "num_new_tokens": len(new)}
+            request_id, new = work["request_id"], work["new_token_ids"]
+            row = {**work, "num_new_tokens": len(new)}
             if "token_ids" in work:  # it is admitted
-                tokens[request_id], expected[request_id] = list(work["token_ids"]), _ORDINARY
-                row["length"] = len(work["token_ids"])
-            if new:
-                tokens[request_id][end - work.get("num_accepted_tokens", 0) :] = new
-            if changes := {name: value for name, value in row.items() if expected[request_id].get(name) != value}:
-                rows[request_id] = changes
-            expected[request_id] = {**_ORDINARY, "start": end, "lane": lane, "num_prompt_tokens": work["num_prompt_tokens"]}
-        queues: dict[str, Any] = {_QUEUES[name]: queue for name, queue in step.info.items() if name in _QUEUES}
-        if order != (order := [work["request_id"] for work in step.lanes.values()]):
-            queues["order"] = order
-        info = {name: value for name, value in step.info.items() if name not in _QUEUES}
-        short.append(
-            {**info, "rows": rows, "preempted": [list(args.values()) for args in step.preempted.values()], "queues": queues}
-        )
+                tokens[request_id] = list(work["token_ids"])
+                row |= {"lane": lane, "length": len(work["token_ids"])}
+            tokens[request_id] += new
+            row = {name: value for name, value in row.items() if name not in _KNOWN and _ORDINARY.get(name, "") != value}
+            if row:
+                rows[request_id] = row
+        queues = {short_name: step.info[name] for name, short_name in _QUEUES.items()}
+        queues["order"] = [work["request_id"] for work in step.lanes.values()]
+        info = {name: step.info[name] for name in ("starts_over", "waiting", "used", "reusable")}
+        info["queues"] = {name: queue for name, queue in queues.items() if queue != known.get(name)}
+        short.append({**info, "rows": rows, "preempted": [{"lane": lane, **args} for lane, args in step.preempted.items()]})
+        known = queues
     return {"settings": steps[0].settings, "tokens": tokens, "steps": short}
 
 

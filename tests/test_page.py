@@ -8,6 +8,7 @@ import struct
 import subprocess
 import zlib
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from conftest import Oracle, greedy, random_prompt
 
 from nanovllm import LLM, trace
 from nanovllm.engine import timeline
+from nanovllm.engine.scheduler import Scheduler
 
 TEMPLATE = Path(trace.__file__).with_name("page.html")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -104,7 +106,8 @@ def busy(llm: LLM) -> None:
             assert num_steps == 30
         num_steps += 1
         if num_steps == 45:
-            llm.abort(llm.scheduler.running[-1].seq_id)
+            for seq in llm.scheduler.running[-1:]:
+                llm.abort(seq.seq_id)
             llm.abort(last)
     assert llm.stats["num_preemptions"]
 
@@ -135,11 +138,47 @@ DUMP = """
 def test_it_shows_what_the_engine_had(record: Callable[..., tuple[Path, list[State]]], options: dict[str, Any]) -> None:
     """Queues, block tables, reference counts, what a hash finds, the order of eviction: at every step, forwards and backwards."""
     page, states = record(busy, **options)
-    page.write_text(page.read_text().replace("STRIDE = 400", "STRIDE = 20"))
+    page.write_text(page.read_text().replace("STRIDE = 400,", "STRIDE = 20,"))
     shown = run_script(page, DUMP)
     assert len(shown) == len(states) > 40, shown
     for step, (seen, had) in enumerate(zip(shown, states)):
         assert seen == had, f"step {step}"
+
+
+def preempt_the_oldest(scheduler: Scheduler, num_steps: int) -> None:
+    if num_steps % 5 == 4 and len(scheduler.running) > 1:
+        scheduler.preempt(scheduler.running[0])
+
+
+def admit_the_shortest(scheduler: Scheduler, num_steps: int) -> None:
+    for seq in sorted(scheduler.waiting, key=lambda seq: len(seq.token_ids)):
+        scheduler.waiting.move_to_end(seq)
+
+
+def evict_the_other_way_round(scheduler: Scheduler, num_steps: int) -> None:
+    for block_id in list(scheduler.block_manager.free_block_ids):
+        scheduler.block_manager.free_block_ids.move_to_end(block_id, last=False)
+
+
+@needs_browser
+@pytest.mark.filterwarnings("ignore:request .* ends with an error")
+@pytest.mark.parametrize("change", [preempt_the_oldest, admit_the_shortest, evict_the_other_way_round])
+def test_policies_that_it_does_not_know(
+    record: Callable[..., tuple[Path, list[State]]], change: Callable[[Scheduler, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule, num_steps = Scheduler.schedule, count()
+
+    def changed_schedule(self: Scheduler) -> list[Any]:
+        change(self, next(num_steps))
+        return schedule(self)
+
+    monkeypatch.setattr(Scheduler, "schedule", changed_schedule)
+    page, states = record(busy)
+    shown = run_script(page, DUMP)
+    assert shown == states
+    told = run_script(page, "return runs[0].steps.map((_, step) => (go({ step }), $('words').textContent));")
+    if change is preempt_the_oldest:
+        assert any("the oldest, is preempted" in words for words in told)
 
 
 # --- What example.py's requests look like
@@ -256,39 +295,27 @@ def test_a_picture_of_it(example_page: Path, tmp_path: Path, options: list[str])
 def test_drafts(tmp_path: Path) -> None:
     """Of three drafts one is right, so the step gives two tokens; the block table gives the third draft's block back."""
     settings = {"num_blocks": 4, "block_size": 4, "max_num_seqs": 1, "max_num_batched_tokens": 8, "enable_chunked_prefill": True}
-    share = {"request_id": 0, "num_prompt_tokens": 5, "num_reused_tokens": 0}
-    works: list[tuple[str, dict[str, Any]]] = [
-        ("prefill", {"start": 0, "num_tokens": 5, "token_ids": [7, 8, 9, 7, 8], "new_blocks": [0, 1], "new_token_ids": [9]}),
+    works: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # kind, what was planned, what came of it
+        (
+            "prefill",
+            {"num_tokens": 5, "num_prompt_tokens": 5, "token_ids": [7, 8, 9, 7, 8], "blocks": [0, 1]},
+            {"drawn_token_ids": [9]},
+        ),
         (
             "decode",
-            {
-                "start": 5, "num_tokens": 2, "new_blocks": [2], "draft_token_ids": [7, 6, 5], "num_draft_tokens": 3,
-                "num_accepted_tokens": 1, "new_token_ids": [7, 4], "num_returned_blocks": 1,
-            },
+            {"num_tokens": 1, "blocks": [1, 2], "draft_token_ids": [7, 6, 5]},
+            {"drawn_token_ids": [7, 4, 0, 0], "accepted": [[0, 1, []]], "num_draft_tokens": 3, "num_accepted_tokens": 1},
         ),
-        ("decode", {"start": 7, "num_tokens": 1, "new_token_ids": [3], "finish_reason": "length"}),
-    ]  # fmt: skip
+        ("decode", {"num_tokens": 1}, {"drawn_token_ids": [3], "ended": [[0, "length"]]}),
+    ]
     events: list[dict[str, Any]] = [{"ph": "M", "tid": 0, "name": "process_name", "args": settings}]
-    for step, (kind, work) in enumerate(works):
-        numbers = {
-            "num_draft_tokens": 3 * (step == 1),
-            "num_accepted_tokens": step == 1,
-            "num_prefill_tokens": 0,
-            "num_decode_tokens": 0,
-        }
+    for step, (kind, plan, result) in enumerate(works):
+        counts = {f"num_{name}_tokens": 0 for name in ("prefill", "decode", "draft", "accepted")}
         times = {f"{phase}_ms": 1.0 for phase in ("schedule", "prepare", "forward", "sample")}
         queues = {"running_requests": [0], "waiting_requests": [], "next_free_blocks": [3]} if step == 0 else {}
-        args = {
-            "step": step,
-            "kind": kind,
-            "num_tokens": work["num_tokens"],
-            "num_batched_tokens": 4,
-            **numbers,
-            **times,
-            **queues,
-        }
+        args = {"step": step, "kind": kind, "num_tokens": 4, **counts, **times, **queues, "accepted": [], "ended": [], **result}
         events.append({"ph": "X", "tid": 0, "name": "step", "args": args})
-        events.append({"ph": "X", "tid": 1, "name": f"{kind} 0", "args": {**share, "step": step, **work}})
+        events.append({"ph": "X", "tid": 1, "name": f"{kind} 0", "args": {"request_id": 0, "num_reused_tokens": 0, **plan}})
         events.append(
             {"ph": "C", "tid": 0, "name": "counters", "args": {"waiting": 0, "running": 1, "used": 2, "reusable": 0, "empty": 2}}
         )
