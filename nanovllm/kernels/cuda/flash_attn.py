@@ -9,9 +9,7 @@ from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kernels.cuda.attention import store_kvcache
-
-__all__ = ["NAME", "PREFERRED_BLOCK_SIZE", "SUPPORTS_CUDA_GRAPHS", "attend", "reason_unavailable", "store_kvcache"]
+from nanovllm.kernels.cuda.attention import store_kvcache as store_kvcache
 
 NAME = "flash_attn"
 PREFERRED_BLOCK_SIZE = 256
