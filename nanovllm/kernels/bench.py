@@ -67,11 +67,9 @@ def measure(num_seqs: int, context_len: int, prompt_len: int, dtype_name: str, d
 
 def main(argv: list[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sizes = {"num-seqs": 256, "context-len": 1024, "prompt-len": 8192}  # sequences that decode, and a prompt that is prefilled
-    if device.type == "cpu":
-        sizes = {"num-seqs": 32, "context-len": 256, "prompt-len": 2048}
+    sizes = (256, 1024, 8192) if device.type == "cuda" else (32, 256, 2048)
     parser = argparse.ArgumentParser(description="Check and time the attention kernels that run here.")
-    for name, size in sizes.items():
+    for name, size in zip(("num-seqs", "context-len", "prompt-len"), sizes):  # of the decodes; of the prefill
         parser.add_argument(f"--{name}", type=int, default=size, metavar="N", help=f"{size} if not given")
     parser.add_argument("--dtype", default="bfloat16", choices=TOLERANCE)
     args = parser.parse_args(argv)
