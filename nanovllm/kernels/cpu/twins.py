@@ -252,9 +252,7 @@ def can_fuse(layer: nn.Module) -> TypeGuard[DecoderLayer]:
 
 # Without products, and with: of a layer that has several twins, the first that can be takes over.
 SINGLE: list[type[Twin]] = [FastRMSNorm, FastRotaryEmbedding, FastAttention, FastMLP, FastSampler]
-PACKED: list[type[Twin]] = [
-    FusedLayers, PackedColumnParallelLinear, PackedRowParallelLinear, PackedEmbedding, PackedExperts, *SINGLE,
-]  # fmt: skip
+PACKED = [FusedLayers, PackedColumnParallelLinear, PackedRowParallelLinear, PackedEmbedding, PackedExperts, *SINGLE]
 
 
 def find_twins(dtype: torch.dtype) -> list[type[Twin]]:
