@@ -144,11 +144,11 @@ class Packed(Twin):
 
 
 class PackedColumnParallelLinear(Packed, ColumnParallelLinear):
-    pass
+    """A share of the outputs."""
 
 
 class PackedRowParallelLinear(Packed, RowParallelLinear):
-    pass
+    """A share of the inputs."""
 
 
 class PackedEmbedding(Packed, Embedding):
