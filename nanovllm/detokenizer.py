@@ -2,41 +2,38 @@
 
 A token's text can depend on the tokens before it (leading spaces) and on those after it (bytes of one character), in ways
 that only the tokenizer knows. So tokens are decoded together with a few that come before them, and what that adds is
-text as soon as it is complete. Every token is decoded a bounded number of times, however long the text is.
+text as soon as its last character is complete. Every token is decoded a bounded number of times, however long the text is.
 """
 
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-Window = tuple[tuple[int, ...], str, tuple[int, ...], int]
+Window = tuple[tuple[int, ...], str, tuple[int, ...]]
 
 
 class Detokenizer:
     """The text of one sequence's generated tokens, read as often as the caller likes.
 
-    While tokens come, the text only grows, by complete characters, each shown with the token that completes it, or later where
-    a stop string could still take it back. In the end it is `tokenizer.decode(generated token ids)`, unless that contradicts
-    what was shown. It can where bytes are not UTF-8: in a tokenizer that falls back to bytes, one wrong byte turns every
-    character of its run of byte tokens to U+FFFD. Then what was shown stays, and the tokens after it are decoded on their own.
-    A token that the tokenizer cannot decode is U+FFFD, too.
+    While tokens come, the text only grows: with the token that completes a character, or later where a stop string could still
+    take it back. In the end it is `tokenizer.decode(generated token ids)`, unless that contradicts what was shown. It can where
+    bytes are not UTF-8: in a tokenizer that falls back to bytes, one wrong byte turns every character of its run of byte tokens
+    to U+FFFD. Then what was shown stays. A token that the tokenizer cannot decode is U+FFFD, too.
 
-    token_ids | prompt | ........... | context ...... | pending ............. |
-    text      |        | ............................ | num_told .... | held: not in it
+    token_ids | prompt | ............ | context | pending |     `text` ends with the context's
     """
 
     MAX_CONTEXT = 8  # tokens; then only those that brought the newest text are kept
-    MAX_PENDING = 32  # tokens, far more than a character has; then the first and the last ones stand for all
+    MAX_PENDING = 32  # tokens, far more than a character has; then they are text as they are
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, num_prompt_tokens: int, stop_strings: tuple[str, ...] = ()) -> None:
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
         self.num_prompt_tokens = self.num_tokens = num_prompt_tokens  # the second: tokens taken so far
         self.num_unsafe = max(map(len, stop_strings), default=1) - 1  # last characters that may begin a stop string
-        self.text = ""  # complete characters
-        self.held = ""  # U+FFFD for each byte of the pending tokens that may still become part of a character
-        # Context: tokens whose text is complete, enough to decode what follows as in its place; and what they are decoded alone.
-        # Pending: tokens that end within a character or have no text; and how many of their characters are in `text`.
-        self.window: Window = ((), "", (), 0)
+        self.text = ""
+        # Context: the last tokens in `text`, enough to decode what follows as in its place; and what they are decoded alone.
+        # Pending: tokens that end within a character (with U+FFFD) or have no text.
+        self.window: Window = ((), "", ())
         self.end: int | None = None  # where in `text` a stop string starts that ended it
 
     def read(self, token_ids: list[int], is_last: bool) -> str:
@@ -51,7 +48,7 @@ class Detokenizer:
         if not self.stop_strings:
             self._advance(token_ids)
         if is_last or self.end is not None:
-            return (self.text + self.held)[: self.end]
+            return (self.text + self._find_new(*self.window))[: self.end]
         return self.text[: max(0, len(self.text) - self.num_unsafe)]
 
     def meets_stop_string(self, token_ids: list[int], may_stop: bool) -> bool:
@@ -69,34 +66,28 @@ class Detokenizer:
     def _advance(self, token_ids: list[int]) -> None:
         """Take the tokens that are new, one by one, each as a whole, wherever Ctrl-C comes."""
         for token_id in token_ids[self.num_tokens :]:
-            fresh, held, window = self._take(token_id)
-            self.num_tokens, self.text, self.held, self.window = self.num_tokens + 1, self.text + fresh, held, window
+            new, window = self._take(token_id, *self.window)
+            self.num_tokens, self.text, self.window = self.num_tokens + 1, self.text + new, window
 
-    def _take(self, token_id: int) -> tuple[str, str, Window]:
-        """The characters that one more token completes, what is then held, and the window."""
-        context, context_text, pending, num_told = self.window
-        window_text = self._decode((*context, *pending, token_id))
-        if window_text is None:  # what follows is decoded as if this token were not there; a character ends with it
-            return self.held + "\ufffd", "", (context, context_text, (), 0) if self.held else self.window
+    def _take(self, token_id: int, context: tuple[int, ...], context_text: str, pending: tuple[int, ...]) -> tuple[str, Window]:
+        """The text that one more token completes, and the window behind it."""
+        text = self._decode((*context, *pending, token_id))
+        if text is None:  # what follows is decoded as if this token were not there; a character ends with it
+            new = self._find_new(context, context_text, pending)
+            return new + "\ufffd", (context, context_text, () if new else pending)
         pending = (*pending, token_id)
-        new = window_text[len(context_text) :]
-        # The first bytes of a character turn the whole run of bytes that they continue to one U+FFFD for each.
-        if not window_text.startswith(context_text) or context_text[-1:] == new[-1:] == "\ufffd":
-            context, context_text = (), ""
-            new = window_text = self._decode(pending) or ""
-        end = max(len(new.rstrip("\ufffd")), len(new) - 3)  # more than three are not all the beginning of one character
-        if len(new) < num_told + len(self.held):  # three became one: the character U+FFFD itself
-            end = len(new)
-        fresh, held = new[num_told:end], new[end:]
-        if held or not new:
-            if len(pending) > self.MAX_PENDING:  # the first keep a run of bytes from being UTF-8, the last may begin a character
-                pending = tuple(each for each in pending if self._decode((each, each)))  # special tokens have no text, even twice
-                pending = pending[:4] + pending[4:][-12:]
-                end = len(self._decode(context + pending) or "") - len(context_text) - len(held)
-            return fresh, held, (context, context_text, pending, end)
+        if context and text.endswith("\ufffd"):  # a character's first bytes may turn those of the context to U+FFFD as well
+            context, context_text, text = (), "", self._decode(pending) or ""
+        new = text[len(context_text) :]
+        if len(pending) <= self.MAX_PENDING and (not new or new.endswith("\ufffd")):
+            return "", (context, context_text, pending)
         if len(context + pending) > self.MAX_CONTEXT:
-            return fresh, "", (pending, self._decode(pending) or "", (), 0)
-        return fresh, "", (context + pending, window_text, (), 0)
+            context, text = (), self._decode(pending) or ""
+        return new, (context + pending, text, ())
+
+    def _find_new(self, context: tuple[int, ...], context_text: str, pending: tuple[int, ...]) -> str:
+        """What `pending` adds."""
+        return (self._decode(context + pending) or "")[len(context_text) :]
 
     def _decode(self, token_ids: Sequence[int]) -> str | None:
         """None if the tokenizer cannot."""

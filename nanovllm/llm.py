@@ -12,7 +12,7 @@ from nanovllm.checks import check_bool, check_int, check_number, check_text, che
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.llm_engine import CheckedPrompt, LLMEngine, Prompt, Told
 from nanovllm.engine.request import Request
-from nanovllm.outputs import RequestOutput, Stats
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 Prompts = Prompt | Sequence[Prompt]
@@ -51,8 +51,6 @@ class LLM(LLMEngine):
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         prompts: list[Prompt] = []
         for conversation in conversations:
-            if not isinstance(conversation, (list, tuple)) or not all(isinstance(message, dict) for message in conversation):
-                raise TypeError(f"a conversation must be a list of dicts with 'role' and 'content', not {conversation!r}")
             with naming("these messages do not fit the checkpoint's chat template", Exception):  # it is code of the checkpoint's
                 joined = [_join_parts(message) for message in conversation]
                 text = str(self.tokenizer.apply_chat_template(joined, add_generation_prompt=True, tokenize=False))
@@ -88,13 +86,14 @@ class LLM(LLMEngine):
         bar = tqdm(total=sum(params.n for _, params in prompts), unit="seq", miniters=0, mininterval=0.5, disable=not use_tqdm)
         try:
             self._alone(self._queue, prompts, requests, {})
-            before, start = self.stats, time.perf_counter()
+            before, start = self.scheduler.num_decode_tokens, time.perf_counter()
             with bar:
                 for request in requests:
                     while not request.has_ended:
                         self._alone(self._step)
                         if use_tqdm:
-                            bar.set_postfix_str(self._rates(before, time.perf_counter() - start), refresh=False)
+                            rate = (self.scheduler.num_decode_tokens - before) / (time.perf_counter() - start)
+                            bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
                             bar.update(sum(each.has_ended for each in requests) - bar.n)
             return self._alone(lambda: [request.output() for request in requests])
         except BaseException:
@@ -113,11 +112,6 @@ class LLM(LLMEngine):
             self._aborted.append(requests)
             self._abort_soon()
             raise
-
-    def _rates(self, before: Stats, seconds: float) -> str:
-        now = self.stats
-        prefill, decode = ((now[name] - before[name]) / seconds for name in ("num_prefill_tokens", "num_decode_tokens"))
-        return f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s"
 
     def _check_all(self, prompts: Any, sampling_params: Any) -> list[CheckedPrompt]:
         if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and isinstance(prompts[0], Integral)):

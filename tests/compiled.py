@@ -193,7 +193,7 @@ LIFE = {  # lengths of prompts, and what their sampling params say
 def serve(num_heads: int, num_kv_heads: int, vocab_size: int, enforce_eager: bool) -> None:
     """A life of an engine on CPU tensors, whose kernels do nothing: all tokens are 0."""
     attention.reason_unavailable = lambda *_: None
-    graphs.make_recorder = lambda device: lambda function: (lambda: None, function())
+    graphs.record = lambda step, device, last: (SimpleNamespace(replay=lambda: None), step())
     ModelRunner._find_logprobs = lambda self, logits, tokens, seqs: None
     Sampler.forward = launch_sampler
     with tempfile.TemporaryDirectory() as directory:

@@ -352,13 +352,10 @@ def test_engine_with_flash_attn(
     assert [o["token_ids"] for o in outputs] == [tiny[1](prompt, 8) for prompt in prompts]
 
 
-def test_flash_attn_rules(flash_attn_backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+def test_flash_attn_rules(flash_attn_backend: ModuleType) -> None:
     gpu, bf16 = torch.device("cuda"), torch.bfloat16
     assert flash_attn_backend.reason_unavailable(gpu, bf16, 128, 256) is None
     assert "256" in flash_attn_backend.reason_unavailable(gpu, bf16, 128, 16)
-    assert "float32" in flash_attn_backend.reason_unavailable(gpu, torch.float32, 128, 256)
-    assert "head_dim" in flash_attn_backend.reason_unavailable(gpu, bf16, 257, 256)
 
 
 def test_a_missing_package_is_named(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,9 +46,9 @@ def test_a_batch_in_the_layout_of_a_larger_one() -> None:
 
 @pytest.fixture
 def make_llm_with_graphs(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
-    def record(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        output = function()
-        return lambda: output.copy_(function()), output
+    def record(step: Callable[[], torch.Tensor], device: torch.device, last: object) -> tuple[SimpleNamespace, torch.Tensor]:
+        output = step()
+        return SimpleNamespace(replay=lambda: output.copy_(step())), output
 
     def make(**options) -> LLM:
         llm = make_llm(attention_backend="triton", kvcache_block_size=16, device=DEVICE.type, **options)
@@ -60,7 +60,7 @@ def make_llm_with_graphs(make_llm: Callable[..., LLM], monkeypatch: pytest.Monke
         return llm
 
     if not ON_GPU:
-        monkeypatch.setattr(graphs, "make_recorder", lambda device: record)
+        monkeypatch.setattr(graphs, "record", record)
     return make
 
 

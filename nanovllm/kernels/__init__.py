@@ -10,7 +10,7 @@ rounding. Each is a difference of about one unit in the last place.
 """
 
 import sys
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from typing import cast
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from nanovllm.kernels.cpu.shared_memory import share_memory as share_memory
 from nanovllm.kernels.cuda.graphs import CudaGraphs, batch_sizes
-from nanovllm.kernels.trial import try_backend, try_out
+from nanovllm.kernels.trial import try_backend
 from nanovllm.layers.attention import Backend
 
 BACKENDS = {
@@ -42,9 +42,9 @@ def select_backend(
             size = block_size or backend.PREFERRED_BLOCK_SIZE
             reason = backend.reason_unavailable(device, dtype, head_dim, size)
             if reason is None and device.type == "cuda":
-                reason = try_out(partial(try_backend, backend, device, dtype, head_dim, size))
-        except ImportError as error:
-            reason = str(error)
+                try_backend(backend, device, dtype, head_dim, size)
+        except Exception as error:  # it is not installed; or its compiler, the driver or a launch fails: only a trial tells
+            reason = repr(error)
         if reason is None:
             if candidate == "torch" and reasons:
                 print("nanovllm: slow attention, since " + "; ".join(reasons), file=sys.stderr)
@@ -56,8 +56,10 @@ def select_backend(
 class Twin(nn.Module):
     """Stands before a layer among the bases of its twin: the layer becomes its twin by a change of class."""
 
-    def take_over(self, dtype: torch.dtype) -> bool:
-        """Prepare a layer, whose class has just been changed, in a model of `dtype`. False: it cannot be this twin."""
+    dtype: torch.dtype  # of the model
+
+    def take_over(self) -> bool:
+        """Prepare a layer whose class has just been changed. False: it cannot be this twin."""
         return True
 
 
@@ -70,7 +72,9 @@ def kernelize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> No
     for twin in find_twins(device.type, dtype):
         if layer in twin.__bases__:
             module.__class__ = twin
-            if twin.take_over(cast(Twin, module), dtype):
+            fast = cast(Twin, module)
+            fast.dtype = dtype
+            if fast.take_over():
                 break
             module.__class__ = layer
     for child in module.children():
@@ -82,8 +86,8 @@ def find_twins(device_type: str, dtype: torch.dtype) -> list[type[Twin]]:
     """The twins that work here. If there are none, it is said on stderr why."""
     try:
         return import_module(f"nanovllm.kernels.{device_type}.twins").find_twins(dtype)
-    except (ImportError, RuntimeError) as error:  # Triton is not installed, or the kernels do not work here
-        print(f"nanovllm: slow layers, since {error}", file=sys.stderr)
+    except Exception as error:  # Triton is not installed, or there is no compiler, or its kernels do not run here
+        print(f"nanovllm: slow layers, since {error!r}", file=sys.stderr)
         return []
 
 

@@ -9,6 +9,7 @@ through in between.
 import argparse
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -45,12 +46,11 @@ def measure(num_seqs: int, context_len: int, prompt_len: int, dtype_name: str, d
     print(f"|{' --- |' * 7}", flush=True)
     token_gb = 2 * NUM_KV_HEADS * HEAD_DIM * dtype.itemsize / 1e9
     prompt_tflop = 2 * 2 * NUM_HEADS * HEAD_DIM * prompt_len**2 / 2 / 1e12
-    unavailable: list[ValueError] = []
     for name in reversed(BACKENDS):  # the torch backend first
         try:
             backend, block_size = select_backend(name, device, dtype, HEAD_DIM, None)
         except ValueError as error:
-            unavailable.append(error)
+            print(error, file=sys.stderr)
             continue
         settings = block_size, dtype, device, HEADS, TOLERANCE[dtype_name]
         _, decode, decode_off = check(backend, num_seqs, context_len, 1, *settings)
@@ -63,22 +63,18 @@ def measure(num_seqs: int, context_len: int, prompt_len: int, dtype_name: str, d
             seconds = time_call(call, device)
             figures = f"{seconds * 1e3:.4g} ms | {work / seconds:.4g} {unit} | {off:.2g}"
             print(f"| {kernel} | {shape} | {name} | {dtype_name} | {figures} |", flush=True)
-    print(*unavailable, sep="\n")
 
 
 def main(argv: list[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sizes = {"num_seqs": 256, "context_len": 1024, "prompt_len": 8192}  # sequences that decode, and a prompt that is prefilled
-    if device.type == "cpu":
-        sizes = {"num_seqs": 32, "context_len": 256, "prompt_len": 2048}
+    sizes = (256, 1024, 8192) if device.type == "cuda" else (32, 256, 2048)
     parser = argparse.ArgumentParser(description="Check and time the attention kernels that run here.")
-    for name, size in sizes.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size, metavar="N", help=f"at least 1 ({size})")
+    for name, size in zip(("num-seqs", "context-len", "prompt-len"), sizes):  # of the decodes; of the prefill
+        parser.add_argument(f"--{name}", type=int, default=size, metavar="N", help=f"{size} if not given")
     parser.add_argument("--dtype", default="bfloat16", choices=TOLERANCE)
     args = parser.parse_args(argv)
-    for name in sizes:
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    if min(args.num_seqs, args.context_len, args.prompt_len) < 1:
+        parser.error("--num-seqs, --context-len and --prompt-len must be at least 1")
     measure(args.num_seqs, args.context_len, args.prompt_len, args.dtype, device)
 
 

@@ -72,19 +72,16 @@ def _read_decoder(config: PretrainedConfig, common: Fields, make: type[DecoderSp
         raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
     head_dim = check_int("head_dim", getattr(config, "head_dim", None) or common["hidden_size"] // num_heads, 1, MAX_SIZE)
     rope, max_len = _read_rope(config, head_dim)
-    fields = {
-        **common,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "intermediate_size": _read_size(config, "intermediate_size"),
-        "norm_eps": check_number("rms_norm_eps", config.rms_norm_eps, low=0.0, open_low=True),
-        "rope": rope,
-        "qkv_bias": getattr(config, "attention_bias", False),
-        "o_bias": getattr(config, "attention_bias", False),
-        "mlp_bias": getattr(config, "mlp_bias", False),
-        "max_len": max_len,
-    }
-    return make(**{**fields, **family})
+    has_bias = getattr(config, "attention_bias", False)
+    return make(
+        **{**common, "max_len": max_len},
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=_read_size(config, "intermediate_size"),
+        norm_eps=check_number("rms_norm_eps", config.rms_norm_eps, low=0.0, open_low=True),
+        rope=rope,
+        **{"qkv_bias": has_bias, "o_bias": has_bias, "mlp_bias": getattr(config, "mlp_bias", False), **family},
+    )
 
 
 def _read_qwen3_moe(config: PretrainedConfig, common: Fields) -> DecoderSpec:

@@ -93,10 +93,8 @@ def _weight_files(directory: Path) -> list[Path]:
     if index.exists():
         with naming(index, AttributeError, KeyError, TypeError):
             paths = {directory / name for name in read_json(index)["weight_map"].values()}
-    elif (directory / "model.safetensors").exists():
-        paths = {directory / "model.safetensors"}
     else:
-        paths = set(directory.glob("*.safetensors"))
+        paths = set(directory.glob("model.safetensors")) or set(directory.glob("*.safetensors"))
     if not paths:
         raise ValueError(f"{directory} holds no *.safetensors (load_format='dummy' needs none)")
     return sorted(paths)

@@ -44,8 +44,6 @@ DEFINES = {
 
 @cache
 def reason_unavailable(dtype: torch.dtype) -> str | None:
-    if dtype not in DEFINES:
-        return f"there are no CPU kernels for {dtype}"
     try:
         load(dtype)
     except (OSError, ValueError) as error:  # CXX is no command, or it fails, or what it makes cannot be loaded
@@ -65,39 +63,32 @@ def load(dtype: torch.dtype) -> ctypes.CDLL:
     compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]  # it may have several words: "ccache g++"
     target = _run(*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)  # version and processor features, as macros
     sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("*.[ch]*")))
-    name = f"cpu_kernels_{xxhash.xxh64_hexdigest(sources + target + repr((FLAGS, DEFINES[dtype])).encode())}.so"
+    digest = xxhash.xxh64_hexdigest(sources + target + repr((FLAGS, DEFINES[dtype])).encode())
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    path = Path(caches, "nanovllm", f"cpu_kernels_{digest}.so")
     try:
-        library = ctypes.CDLL(str(_cache_folder() / name))
+        library = ctypes.CDLL(str(path))
     except OSError:  # it is not there, or damaged
-        library = _build(compiler, dtype, name)
+        library = _build(compiler, dtype, path)
     for name, kinds in SIGNATURES.items():
         if function := getattr(library, name, None):  # products are for 16 bits: float32 is left to torch
             function.argtypes, function.restype = [KINDS[kind] for kind in kinds], None
     return library
 
 
-def _build(compiler: list[str], dtype: torch.dtype, name: str) -> ctypes.CDLL:
+def _build(compiler: list[str], dtype: torch.dtype, path: Path) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as scratch:
         unlinked, linked = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
         _run(*compiler, *FLAGS, *DEFINES[dtype], "-c", str(SOURCE), "-o", str(unlinked))
         # Linked without OpenMP: its functions are found in the copy that torch has loaded, with torch's threads.
         _run(*compiler, *LINK_FLAGS, str(unlinked), "-o", str(linked))
         try:
-            folder = _cache_folder()
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as place:  # other processes see the whole library or none
-                linked = Path(shutil.copy(linked, place)).replace(folder / name)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as place:  # other processes see the whole library or none
+                linked = Path(shutil.copy(linked, place)).replace(path)
         except OSError as error:  # no home, no permission, no space
             print(f"nanovllm: the CPU kernels will be compiled again next time: {error}", file=sys.stderr)
         return ctypes.CDLL(str(linked))  # once it is loaded, its file may go
-
-
-def _cache_folder() -> Path:
-    """Where the XDG base directory specification says: an empty or relative XDG_CACHE_HOME is ignored."""
-    for base in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
-        if os.path.isabs(base):
-            return Path(base, "nanovllm")
-    raise FileNotFoundError("there is no home directory: set HOME or XDG_CACHE_HOME to an absolute path")
 
 
 def _run(*command: str) -> bytes:

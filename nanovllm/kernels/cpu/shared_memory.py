@@ -56,19 +56,17 @@ def share_memory(tp: TensorParallel, device: torch.device, dtype: torch.dtype) -
     num_bytes = _MAX_RANKS * _RANK_BYTES + 2 * tp.size * _PART_BYTES
     file = -1
     if tp.rank == 0:
-        message = os.urandom(16)  # by which the others know that what they find is it
+        name = os.urandom(16).hex()  # by which the others know that what they find is it
         if hasattr(os, "memfd_create"):
-            file = os.memfd_create("nanovllm")
+            file = os.memfd_create(name)
             os.truncate(file, num_bytes)
-            os.pwrite(file, message, num_bytes - 16)
-        message += f"/proc/{os.getpid()}/fd/{file}".encode()
-        tp.send(torch.tensor(list(message), dtype=torch.int32))
+        message = f"/proc/{os.getpid()}/fd/{file} {name}"
+        tp.send(torch.tensor(list(message.encode()), dtype=torch.int32))
     else:
-        message = bytes(tp.receive().tolist())
+        path, name = bytes(tp.receive().tolist()).decode().split()
         with suppress(OSError):
-            file = os.open(message[16:], os.O_RDWR)
-    found = file >= 0 and os.fstat(file).st_size == num_bytes and os.pread(file, 16, num_bytes - 16) == message[:16]
-    can_share = found and tp.size <= _MAX_RANKS and reason_unavailable(dtype) is None
+            file = os.open(path, os.O_RDWR) if name in os.readlink(path) else -1
+    can_share = file >= 0 and tp.size <= _MAX_RANKS and reason_unavailable(dtype) is None
     all_can_share = tp.minimum([int(can_share)]) == [1]
     memory = mmap.mmap(file, num_bytes) if all_can_share else None
     if file >= 0:

@@ -38,17 +38,13 @@ class FastRMSNorm(Twin, RMSNorm):
 
 
 class FastRotaryEmbedding(Twin, RotaryEmbedding):
-    dtype: torch.dtype
     inv_freq: Tensor
-
-    def take_over(self, dtype: torch.dtype) -> bool:
-        self.dtype = dtype  # its library, not the one of float32, which may not be compiled
-        return True
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         assert positions.is_contiguous() and positions.dtype == torch.int32
         cos, sin = self.inv_freq.new_empty(2, len(positions), 1, len(self.inv_freq))
         angles = positions, self.inv_freq, self.attention_factor
+        # The model's library, though these are float32: the one of float32 may not be compiled.
         call(load(self.dtype).cos_and_sin, *angles, cos, sin, len(positions), len(self.inv_freq))
         return cos, sin
 
@@ -136,7 +132,7 @@ class Packed(Twin):
     weight: nn.Parameter
     packed: PackedWeight
 
-    def take_over(self, dtype: torch.dtype) -> bool:
+    def take_over(self) -> bool:
         if not PackedWeight.can_hold(self.weight):
             return False
         self.packed = PackedWeight(self.weight)
@@ -148,11 +144,11 @@ class Packed(Twin):
 
 
 class PackedColumnParallelLinear(Packed, ColumnParallelLinear):
-    pass
+    """A share of the outputs."""
 
 
 class PackedRowParallelLinear(Packed, RowParallelLinear):
-    pass
+    """A share of the inputs."""
 
 
 class PackedEmbedding(Packed, Embedding):
@@ -160,25 +156,11 @@ class PackedEmbedding(Packed, Embedding):
         return self.packed.rows(rows)
 
 
-class PackedMLP(Twin, MLP):
-    gate_up: PackedWeight
-
-    def take_over(self, dtype: torch.dtype) -> bool:
-        if self.gate_up_proj.bias is not None or not PackedWeight.can_hold(self.gate_up_proj.weight):
-            return False
-        self.gate_up = PackedWeight(self.gate_up_proj.weight, gated=True)
-        del self.gate_up_proj
-        return True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gate_up.multiply(x))  # with SwiGLU as its epilogue
-
-
 class PackedExperts(Twin, Experts):
     gate_up: list[PackedWeight]
     down: list[PackedWeight]
 
-    def take_over(self, dtype: torch.dtype) -> bool:
+    def take_over(self) -> bool:
         if not (PackedWeight.can_hold(self.gate_up_proj) and PackedWeight.can_hold(self.down_proj)):
             return False
         self.gate_up = [PackedWeight(weight, gated=True) for weight in self.gate_up_proj]
@@ -204,7 +186,7 @@ class FusedLayers(Twin, DecoderLayers):
     structs: "ctypes.Array[_Layer]"
     tp: TensorParallel
 
-    def take_over(self, dtype: torch.dtype) -> bool:
+    def take_over(self) -> bool:
         layers = [layer for layer in self if can_fuse(layer)]
         if len(layers) < len(self):
             return False
@@ -270,9 +252,7 @@ def can_fuse(layer: nn.Module) -> TypeGuard[DecoderLayer]:
 
 # Without products, and with: of a layer that has several twins, the first that can be takes over.
 SINGLE: list[type[Twin]] = [FastRMSNorm, FastRotaryEmbedding, FastAttention, FastMLP, FastSampler]
-PACKED: list[type[Twin]] = [
-    FusedLayers, PackedColumnParallelLinear, PackedRowParallelLinear, PackedEmbedding, PackedMLP, PackedExperts, *SINGLE,
-]  # fmt: skip
+PACKED = [FusedLayers, PackedColumnParallelLinear, PackedRowParallelLinear, PackedEmbedding, PackedExperts, *SINGLE]
 
 
 def find_twins(dtype: torch.dtype) -> list[type[Twin]]:

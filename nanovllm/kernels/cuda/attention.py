@@ -41,8 +41,6 @@ _PROGRAMS_PER_PROCESSOR = 4  # decode: split contexts until there are this many 
 def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         return "it needs a CUDA device, or TRITON_INTERPRET=1 for a slow run on the CPU"
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"it computes in float16, bfloat16 and float32, not {dtype}"
     if block_size < 16 or block_size & (block_size - 1):
         return f"kvcache_block_size must be a power of two and at least 16, not {block_size}"
     if not 16 <= head_dim <= 256:

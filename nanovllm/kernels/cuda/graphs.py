@@ -15,10 +15,9 @@ from functools import cache, partial
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.cuda import CUDAGraph
 
 from nanovllm.batch import Batch, find_lengths
-
-Replay = Callable[[], None]
 
 
 class CudaGraphs:
@@ -29,10 +28,11 @@ class CudaGraphs:
         self.layouts = {size: [size, size, size, block_table_width, 1, max_seqlen_k, 1] for size in sizes}
         # Recorded are rows of zeros: token 0, whose K/V go to slot 0, where nothing is yet, and contexts of no tokens.
         self.packed = torch.zeros(sum(find_lengths(self.layouts[sizes[-1]])), dtype=torch.int32, device=device)
-        self.recorded: dict[int, tuple[Replay, Tensor]] = {}
-        record = make_recorder(device)
+        self.recorded: dict[int, tuple[CUDAGraph, Tensor]] = {}
+        graph: CUDAGraph | None = None
         for size in reversed(sizes):  # the largest first: the smaller ones find all their memory in its pool
-            self.recorded[size] = record(partial(decoder, Batch.unpack(self.packed, self.layouts[size]), kv_caches))
+            graph, hidden = record(partial(decoder, Batch.unpack(self.packed, self.layouts[size]), kv_caches), device, graph)
+            self.recorded[size] = graph, hidden
 
     def run(self, batch: Batch) -> Tensor:
         """The hidden states [num_logits, hidden_size] of a batch on the host with one query token per sequence. Valid until
@@ -40,8 +40,8 @@ class CudaGraphs:
         size = self.sizes[bisect_left(self.sizes, len(batch.context_lens))]
         packed = pack_padded(batch, self.layouts[size], pin_memory=self.packed.is_cuda)
         self.packed[: len(packed)].copy_(packed, non_blocking=True)
-        replay, hidden = self.recorded[size]
-        replay()
+        graph, hidden = self.recorded[size]
+        graph.replay()
         return hidden[: len(batch.logits_indices)]
 
 
@@ -62,21 +62,14 @@ def pack_padded(batch: Batch, sizes: list[int], pin_memory: bool = False) -> Ten
     return packed
 
 
-def make_recorder(device: torch.device) -> Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]:
-    """What makes of a function a call that repeats it, and the tensor in which that leaves its result.
-
-    Functions are recorded in the memory that those before have left.
-    """
-    pool, stream = torch.cuda.graph_pool_handle(), find_stream(device)
-
-    def record(function: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        function()  # what is compiled or set up at a first call cannot be while recording
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            output = function()
-        return graph.replay, output
-
-    return record
+def record(step: Callable[[], Tensor], device: torch.device, last: CUDAGraph | None) -> tuple[CUDAGraph, Tensor]:
+    """A graph that repeats `step`, and the tensor in which it leaves the result. It has the memory that `last`, the one recorded
+    before it, and those before that have left."""
+    step()  # what is compiled or set up at a first call cannot be while recording
+    graph = CUDAGraph()
+    with torch.cuda.graph(graph, pool=None if last is None else last.pool(), stream=find_stream(device)):
+        output = step()
+    return graph, output
 
 
 @cache
@@ -88,7 +81,6 @@ def find_stream(device: torch.device) -> torch.cuda.Stream:
 def batch_sizes(max_num_seqs: int) -> list[int]:
     """1, 2, 4, 8, and on in steps of 8, of a sixteenth where that is more; the last one is max_num_seqs."""
     sizes = [1]
-    while sizes[-1] < max_num_seqs:
-        size = sizes[-1]
+    while (size := sizes[-1]) < max_num_seqs:
         sizes.append(min(max_num_seqs, 2 * size if size < 8 else size + max(8, size // 16)))
     return sizes
