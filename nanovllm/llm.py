@@ -51,6 +51,8 @@ class LLM(LLMEngine):
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         prompts: list[Prompt] = []
         for conversation in conversations:
+            if not isinstance(conversation, (list, tuple)) or not all(isinstance(message, dict) for message in conversation):
+                raise TypeError(f"a conversation must be a list of dicts with 'role' and 'content', not {conversation!r}")
             with naming("these messages do not fit the checkpoint's chat template", Exception):  # it is code of the checkpoint's
                 joined = [_join_parts(message) for message in conversation]
                 text = str(self.tokenizer.apply_chat_template(joined, add_generation_prompt=True, tokenize=False))
@@ -83,11 +85,10 @@ class LLM(LLMEngine):
 
     def _generate(self, prompts: list[CheckedPrompt], use_tqdm: bool = False) -> list[RequestOutput]:
         requests: list[Request] = []
-        bar = tqdm(total=sum(params.n for _, params in prompts), unit="seq", miniters=0, mininterval=0.5, disable=not use_tqdm)
         try:
             self._alone(self._queue, prompts, requests, {})
             before, start = self.scheduler.num_decode_tokens, time.perf_counter()
-            with bar:
+            with tqdm(total=len(requests), unit="seq", miniters=0, mininterval=0.5, disable=not use_tqdm) as bar:
                 for request in requests:
                     while not request.has_ended:
                         self._alone(self._step)

@@ -106,7 +106,8 @@ class Timeline:
         self.file.seek(self.end)
         while data:  # a write may take only a part
             data = data[self.file.write(data) :]
-        self.file.truncate()  # what an interrupted step may have written
+        if os.fstat(self.file.fileno()).st_size > self.file.tell():  # an interrupted step has written more
+            self.file.truncate()
 
 
 def _event(phase: str, track: int, name: str, args: Mapping[str, object], **when: int) -> str:
@@ -163,10 +164,9 @@ class _Scheduler(Scheduler):
     def _describe(self, seq: Sequence) -> str:
         """The event of its share of this step, but for the times. A decode within a block repeats its last one: all of them by
         json.dumps would take too long."""
-        table, size = seq.block_table, self.block_manager.block_size
-        start, count = seq.num_computed_tokens, seq.num_scheduled_tokens
+        table, start, size = seq.block_table, seq.num_computed_tokens, self.block_manager.block_size
         known_table, decode = self.timeline.lanes.get(seq.lane, (None, ""))
-        is_new, is_decode = table is not known_table, count == 1 and start >= seq.num_prompt_tokens
+        is_new, is_decode, count = table is not known_table, seq.is_decode, seq.num_scheduled_tokens
         if is_decode and not is_new and 0 < start % size < size - 1 and not seq.draft:
             return decode
         name = f'{{"ph":"X","pid":1,"tid":{seq.lane + 1},"name":"%s {seq.seq_id}"'
