@@ -12,7 +12,6 @@ tokens per second. How likely a guess is right is learnt from the sequence's ear
 draft or is preempted for one: drafts get the tokens and the blocks that are left.
 """
 
-import math
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -26,7 +25,6 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 _LEAST_GAIN = 1.05  # in tokens per second: less is lost again where sequences end at different times
-_NUM_PASSES = 2
 Run = Callable[[list[Sequence]], object]
 
 
@@ -93,17 +91,18 @@ def measure_steps(
             times.append(time.perf_counter())
         return min(after - before for before, after in pairwise(times))
 
-    limits = {length: min(max_num_seqs * (1 + length), max_num_tokens, MAX_DRAFT_STEP) for length in (0, draft_len)}
-    seconds: dict[int, dict[int, float]] = {length: {0: 0.0} for length in limits}
-    for _ in range(_NUM_PASSES):  # over all sizes, so that a short disturbance does not decide about one
-        for length, known in seconds.items():
-            for size in sorted({min(2**i, limits[length]) for i in range(MAX_DRAFT_STEP.bit_length())}):
-                known[size] = min(known.get(size, math.inf), measure(size, length))
-                smaller = 2 ** ((size - 1).bit_length() - 1)  # the size before
-                if size > 16 and known[size] / size > 0.9 * known[smaller] / smaller:
-                    limits[length] = size
-                    break
-    plain, draft = (np.interp(range(max(known) + 1), list(known), list(known.values())).tolist() for known in seconds.values())
+    def measure_sizes(draft_len: int) -> list[float]:
+        limit = min(max_num_seqs * (1 + draft_len), max_num_tokens, MAX_DRAFT_STEP)
+        sizes, seconds = [0], [0.0]
+        while sizes[-1] < limit:
+            sizes.append(min(max(1, 2 * sizes[-1]), limit))
+            seconds.append(measure(sizes[-1], draft_len))
+            if sizes[-1] > 16 and seconds[-1] / sizes[-1] > 0.9 * seconds[-2] / sizes[-2]:
+                break
+        return np.interp(range(sizes[-1] + 1), sizes, seconds).tolist()
+
+    passes = [(measure_sizes(0), measure_sizes(draft_len)) for _ in range(2)]  # a short disturbance does not decide
+    plain, draft = ([min(costs) for costs in zip(*lists)] for lists in zip(*passes))
     num_tokens = min(1 + draft_len, len(draft) - 1)
     slower = measure(num_tokens, draft_len, max_model_len - draft_len) - measure(num_tokens, draft_len)
     return plain, draft, max(0.0, slower) / (num_tokens * max_model_len)
