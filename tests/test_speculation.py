@@ -278,7 +278,8 @@ def make_decode(acceptance: float, num_tokens: int = 8, **params: Any) -> Sequen
     seq = Sequence(0, [1, 2, 3] * 3, SamplingParams(max_tokens=num_tokens, **params))
     seq.token_ids.append(1)
     seq.num_computed_tokens, seq.num_scheduled_tokens = 9, 1
-    seq.guesser = Guesser(PromptLookup(seq.token_ids), num_judged=1e6, num_right=1e6 * acceptance)
+    drafter = Speculator(4, FREE, FREE).make_drafter(seq.token_ids)
+    seq.guesser = Guesser(drafter, num_judged=1e6, num_right=1e6 * acceptance)
     return seq
 
 
