@@ -165,6 +165,7 @@ def test_layers_of_opt(num_tokens: int, has_weights: bool, dtype: torch.dtype, t
         nn.init.normal_(parameter)
     x = torch.randn(num_tokens, 100).to(dtype) * 3 + 1
     x[:1, 1] = torch.nan
+    x[1:2] *= 1e-3  # so that eps counts
     expected = layer.final_layer_norm(x), layer.mlp(x)
     fast = with_twins(layer, "cpu")
     assert type(fast) is cpu_twins.FastOPTLayer
