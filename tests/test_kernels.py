@@ -43,6 +43,7 @@ from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
 from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderLayer, DecoderLayers, DecoderSpec
+from nanovllm.models.opt import OPTLayer, OPTSpec
 from nanovllm.models.weights import load_checkpoint
 
 CPU = torch.device("cpu")
@@ -146,6 +147,30 @@ def test_layers(num_tokens: int, dtype: torch.dtype, tolerance: float, functions
     for output, expected in zip(outputs, compute(make_layers(dtype, device))):
         assert output.dtype == dtype and output.is_contiguous()
         torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)], ids=str)
+@pytest.mark.parametrize("has_weights", [True, False])
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 200])
+def test_layers_of_opt(num_tokens: int, has_weights: bool, dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    spec = OPTSpec(
+        vocab_size=80, hidden_size=100, embedding_size=100, num_layers=1, num_heads=5, num_kv_heads=5, head_dim=20,
+        intermediate_size=150, norm_first=True, final_norm=True, norm_has_weights=has_weights, bias=True, tie_embeddings=True,
+        max_len=16, dtype=dtype,
+    )  # fmt: skip
+    layer = OPTLayer(spec, torch_backend, ALONE).requires_grad_(False)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(num_tokens, 100).to(dtype) * 3 + 1
+    x[:1, 1] = torch.nan
+    x[1:2] *= 1e-3  # so that eps counts
+    expected = layer.final_layer_norm(x), layer.mlp(x)
+    fast = with_twins(layer, "cpu")
+    assert type(fast) is cpu_twins.FastOPTLayer
+    for output, exact in zip((fast.final_layer_norm(x), fast.mlp(x)), expected):
+        torch.testing.assert_close(output, exact, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
 @all_kernels

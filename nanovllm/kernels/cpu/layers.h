@@ -22,6 +22,25 @@ extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tok
     });
 }
 
+// Without weight and bias, where these are null.
+extern "C" void layer_norm(const T* x, const T* weight, const T* bias, T* output, int64_t num_tokens, int64_t size, float eps) {
+    parallel_for(num_tokens, size, [=](int64_t token) {
+        const T* in = x + token * size;
+        float sum = 0, squares = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < size; i++) sum += in[i];
+        float mean = sum / size;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < size; i++) squares += (in[i] - mean) * (in[i] - mean);
+        float factor = 1 / sqrtf(squares / size + eps);
+        for (int64_t i = 0; i < size; i += LANES) {
+            Vector normed = (widen(in + i, size - i) - mean) * factor;
+            if (weight) normed = normed * widen(weight + i, size - i) + widen(bias + i, size - i);
+            narrow(normed, output + token * size + i, size - i);
+        }
+    });
+}
+
 extern "C" void cos_and_sin(const int32_t* positions, const float* inv_freq, float attention_factor, float* cos, float* sin,
                             int64_t num_tokens, int64_t half) {
     constexpr int64_t COST = 16;  // of a pair, in numbers
@@ -66,6 +85,13 @@ extern "C" void silu_and_mul(const T* gate_up, T* output, int64_t num_tokens, in
     });
 }
 
+extern "C" void relu(T* x, int64_t num_tokens, int64_t size) {
+    parallel_for(num_tokens, size, [=](int64_t token) {
+        for (T* number = x + token * size; number < x + (token + 1) * size; number++)
+            *number = *number < 0 ? 0 : float(*number);  // NaN stays
+    });
+}
+
 struct Cut {
     float logit;     // the lowest that stays
     int64_t num;     // of the tokens from it on
@@ -94,12 +120,15 @@ static Cut find_cut(float* values, int64_t num, float highest, int64_t max_num, 
     return cut;
 }
 
-// -inf for the tokens of some rows that top-k, then top-p, then min-p take away.
-extern "C" void filter_logits(float* logits, const int64_t* rows, const float* temperatures, const int64_t* top_ks,
-                              const float* top_ps, const float* min_ps, int64_t num_rows, int64_t vocab_size) {
+// The logits in float, and -inf for the tokens of some rows that top-k, then top-p, then min-p take away.
+extern "C" void filter_logits(const T* logits, float* output, const int64_t* rows, const float* temperatures, const int64_t* top_ks,
+                              const float* top_ps, const float* min_ps, int64_t num_logits, int64_t vocab_size, int64_t num_rows) {
+    parallel_for(num_logits, vocab_size, [=](int64_t row) {
+        std::copy_n(logits + row * vocab_size, vocab_size, output + row * vocab_size);
+    });
     parallel_for(num_rows, vocab_size, [=](int64_t i) {
         static thread_local Buffer<float> buffer;
-        float *row = logits + rows[i] * vocab_size, *values = buffer.get(vocab_size + 1), highest = -INFINITY;
+        float *row = output + rows[i] * vocab_size, *values = buffer.get(vocab_size + 1), highest = -INFINITY;
 #pragma omp simd reduction(max : highest)
         for (int64_t token = 0; token < vocab_size; token++) {
             values[token] = row[token] == row[token] ? row[token] : -INFINITY;  // a NaN stays, and nothing is sorted by it

@@ -26,8 +26,9 @@ KINDS = {"P": ctypes.c_void_p, "I": ctypes.c_int64, "F": ctypes.c_float}
 SIGNATURES = {  # of the functions of kernels.cpp: pointers, int64_t and float
     "store_kvcache": "PPIIPIIPP", "decode_attention": "PPPPPPPIIIIIIF", "prefill_attention": "PPPPPPPIIIIIIF",
     "decoder_layers": "PPIIPPPPPPPIIIIP", "linear": "PPPPPIIIIII", "gather_rows": "PPPII",
-    "rms_norm": "PPPIIF", "cos_and_sin": "PPFPPII", "rotary": "PPPPPIIIIIF", "silu_and_mul": "PPII",
-    "filter_logits": "PPPPPPII", "sample": "PPPPPII", "all_reduce": "PPI", "gather": "PPPII",
+    "rms_norm": "PPPIIF", "layer_norm": "PPPPIIF", "cos_and_sin": "PPFPPII", "rotary": "PPPPPIIIIIF",
+    "silu_and_mul": "PPII", "relu": "PII", "filter_logits": "PPPPPPPIII", "sample": "PPPPPII",
+    "all_reduce": "PPI", "gather": "PPPII",
 }  # fmt: skip
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ["-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC"]

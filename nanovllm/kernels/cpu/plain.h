@@ -35,7 +35,7 @@ static Vector add_products(Vector sum, Pair pair, Vector weights) {
     return sum + (Vector)(Pairs{} + pair) * weights;
 }
 #endif
-constexpr int64_t MIN_ROWS = round_up(64, ROWS), MAX_ROWS = 42 * ROWS, CACHED_BYTES = 1 << 19, BLOCK = 256, FEW_TILES = 2;
+constexpr int64_t MIN_ROWS = round_up(64, ROWS), MAX_ROWS = 42 * ROWS, CACHED_BYTES = 1 << 19, BLOCK = 256, FEW_TILES = 4;
 constexpr int64_t PER_VECTOR = sizeof(Vector) / sizeof(Factor), ALL_VECTORS = 2 * WIDTH / PER_VECTOR;
 constexpr int64_t TILE = VECTORS * PER_VECTOR, NUM_SUMS = ALL_VECTORS * LANES;  // of a row: WIDTH, or of even and odd inputs
 

@@ -49,9 +49,10 @@ class Size {
         return num_threads;
     }
 
-    void begin() {
+    // A call of one thread tells nothing, and must not stand for the next one.
+    void begin(bool is_shared) {
         start = read(CLOCK_MONOTONIC);
-        is_sampled = most > 1 && start - end > SAMPLE;
+        is_sampled = is_shared && most > 1 && start - end > SAMPLE;
         if (is_sampled) cpu_time = -read(CLOCK_THREAD_CPUTIME_ID);
     }
 
@@ -97,7 +98,7 @@ class Team {
         Team& team = own();
         Size& size = Size::get();
         team.num_taken = team.num_done = 0;
-        size.begin();
+        size.begin(is_worth_it);
 #pragma omp parallel num_threads(is_worth_it ? size.find() : 1)
         {
             current = &team, end = 0, num_threads = omp_get_num_threads();

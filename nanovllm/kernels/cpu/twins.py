@@ -25,6 +25,7 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import MLP, Attention, DecoderLayer, DecoderLayers
 from nanovllm.models.moe import Experts
+from nanovllm.models.opt import OPTLayer
 
 MANY_TOKENS = 512
 
@@ -34,6 +35,14 @@ class FastRMSNorm(Twin, RMSNorm):
         assert x.is_contiguous()
         output = x.new_empty(x.shape)
         call(load(x.dtype).rms_norm, x, self.weight, output, *x.shape, self.eps)
+        return output
+
+
+class FastLayerNorm(Twin, nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous()
+        output = x.new_empty(x.shape)
+        call(load(x.dtype).layer_norm, x, self.weight, self.bias, output, *x.shape, self.eps)
         return output
 
 
@@ -69,15 +78,24 @@ class FastMLP(Twin, MLP):
         return self.down_proj(output)
 
 
+class FastOPTLayer(Twin, OPTLayer):
+    def mlp(self, x: Tensor) -> Tensor:
+        x = self.fc1(x)
+        assert x.is_contiguous()
+        call(load(x.dtype).relu, x, *x.shape)  # in place
+        return self.fc2(x)
+
+
 class FastSampler(Twin, Sampler):
     """Filters without sorting, as the kernel of kernels/cuda/twins.py."""
 
     def filter(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        output = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        logits = logits.contiguous()
+        output = torch.empty_like(logits, dtype=torch.float32)
         rows, temperatures = batch.filtered_rows, batch.filtered_temperatures
         assert rows is not None
         filters = rows, temperatures, batch.top_ks, batch.top_ps, batch.min_ps
-        call(load(output.dtype).filter_logits, output, *filters, len(rows), output.shape[1])
+        call(load(logits.dtype).filter_logits, logits, output, *filters, *logits.shape, len(rows))
         return output
 
     def draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -251,7 +269,9 @@ def can_fuse(layer: nn.Module) -> TypeGuard[DecoderLayer]:
 
 
 # Without products, and with: of a layer that has several twins, the first that can be takes over.
-SINGLE: list[type[Twin]] = [FastRMSNorm, FastRotaryEmbedding, FastAttention, FastMLP, FastSampler]
+SINGLE: list[type[Twin]] = [
+    FastRMSNorm, FastLayerNorm, FastRotaryEmbedding, FastAttention, FastMLP, FastOPTLayer, FastSampler,
+]  # fmt: skip
 PACKED = [FusedLayers, PackedColumnParallelLinear, PackedRowParallelLinear, PackedEmbedding, PackedExperts, *SINGLE]
 
 
