@@ -437,7 +437,7 @@ def test_chat_wants_messages(demo: LLM) -> None:
     with pytest.raises(TypeError, match="messages"):
         demo.chat("hi")
     for wrong in ([["a"]], [3], [{"role": "user", "content": "hi"}, "x"]):
-        with pytest.raises(ValueError, match="these messages"):
+        with pytest.raises(TypeError, match="conversation"):
             demo.chat(wrong)
 
 
