@@ -51,7 +51,8 @@ class Timeline:
         except (OSError, ValueError) as error:
             raise ValueError(f"trace={os.fspath(path)!r} cannot be written: {error}") from error
         self.num_steps, self.origin = 0, time.perf_counter_ns()
-        self.lanes: dict[int, tuple[list[int], str]] = {}  # who has it, by its block table, and the event of its decodes
+        # Who has a lane, by its block table; the event of its decodes; from which position on there is more to tell.
+        self.lanes: dict[int, tuple[list[int] | None, str, int]] = {}
         self.notes: dict[str, object] = {}  # of the last step
         self.times: list[int] = []  # when schedule, prepare, forward and sample began, and when sample ended
         self.events: list[str] = []
@@ -164,16 +165,17 @@ class _Scheduler(Scheduler):
     def _describe(self, seq: Sequence) -> str:
         """The event of its share of this step, but for the times. A decode within a block repeats its last one: all of them by
         json.dumps would take too long."""
-        table, start, size = seq.block_table, seq.num_computed_tokens, self.block_manager.block_size
-        known_table, decode = self.timeline.lanes.get(seq.lane, (None, ""))
-        is_new, is_decode, count = table is not known_table, seq.is_decode, seq.num_scheduled_tokens
-        if is_decode and not is_new and 0 < start % size < size - 1 and not seq.draft:
+        table, start, count = seq.block_table, seq.num_computed_tokens, seq.num_scheduled_tokens
+        known_table, decode, end = self.timeline.lanes.get(seq.lane, (None, "", 0))
+        if table is known_table and start < end and count == 1 and not seq.draft:
             return decode
+        is_new, is_decode, size = table is not known_table, seq.is_decode, self.block_manager.block_size
         name = f'{{"ph":"X","pid":1,"tid":{seq.lane + 1},"name":"%s {seq.seq_id}"'
         args = f',"args":{{"request_id":{seq.seq_id},"num_tokens":%d,"num_reused_tokens":%d'
         if is_new:
-            self.timeline.lanes[seq.lane] = table, (name + args) % ("decode", 1, 0) + "}"
+            decode = (name + args) % ("decode", 1, 0) + "}"
             args += f',"num_prompt_tokens":{seq.num_prompt_tokens},"token_ids":{seq.token_ids}'
+        self.timeline.lanes[seq.lane] = table, decode, (start // size + 1) * size - 1 if is_decode else 0
         args += f',"blocks":{table[0 if is_new else start // size :]}'
         if full := table[start // size : (start + count) // size]:
             args += f',"full_blocks":{_encode(self._list_contents(full))}'
