@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, OPTConfig, Qwen3MoeConfig
 
-from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
 from nanovllm.engine.drafter import Guesser, PromptLookup
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.speculation import Speculator, measure_steps
@@ -344,6 +345,22 @@ def test_long_contexts_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seq.draft == []
     Speculator(4, FREE, FREE, context_cost=0.001).draft([seq], 100)
     assert len(seq.draft) == 4
+
+
+def test_the_timeline_counts_drafts(make_llm: MakeLLM, tmp_path: Path) -> None:
+    """In the step that computes them: what the model gets is what was planned, and what becomes of it is what stats say."""
+    prompts = [random_prompt(seed, 9) for seed in range(3)]
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    expected = make_llm().generate(prompts, params, use_tqdm=False)
+    llm = make_llm(num_speculative_tokens=4, trace=tmp_path / "trace.json")
+    make_guess(llm, Clairvoyant(expected, 0.6))
+    run, computed = llm.model_runner.executor.compute, []
+    llm.model_runner.executor.compute = lambda batch: (computed.append(len(batch.input_ids)), run(batch))[1]
+    same(llm.generate(prompts, params, use_tqdm=False), expected)
+    infos = [step.info for step in trace.read(tmp_path / "trace.json")]
+    assert [info["num_tokens"] for info in infos] == computed
+    for name in ("num_prefill_tokens", "num_decode_tokens", "num_draft_tokens", "num_accepted_tokens"):
+        assert sum(info[name] for info in infos) == llm.stats[name] > 0
 
 
 # --- in 16 bits

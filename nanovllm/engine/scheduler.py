@@ -114,10 +114,9 @@ class Scheduler:
         for seq in scheduled:
             while not self.block_manager.grow(seq, len(seq.draft)):
                 seq.draft.pop()
-            self.num_draft_tokens += len(seq.draft)
 
     def _plan_tokens(self, seq: Sequence, budget: int) -> int:
-        """How many tokens of `seq` this step computes. In short: most are decodes within a block, for which nothing is called."""
+        """How many tokens of `seq` this step computes. Most are decodes within a block: nothing is called for these."""
         num_computed_tokens, block_size = seq.num_computed_tokens, self.block_manager.block_size
         num_tokens = len(seq.token_ids) - num_computed_tokens
         if num_tokens > budget:
@@ -159,6 +158,7 @@ class Scheduler:
             if token_id < 0:
                 self.block_manager.forget(seq)
                 suspects.append(seq)
+                self.num_draft_tokens += len(seq.draft)
                 for _ in seq.draft:  # what was drawn behind it is worthless
                     next(drawn)
                 continue
@@ -192,6 +192,7 @@ class Scheduler:
         guesser.learn(seq.token_ids[-1 - num_accepted :])
         if not seq.draft:
             return reason
+        self.num_draft_tokens += len(seq.draft)
         self.num_accepted_tokens += num_accepted
         self.num_decode_tokens += num_accepted
         block_manager.cache_full_blocks(seq, num_computed_tokens)
