@@ -572,7 +572,7 @@ def test_a_backend_that_fails_its_trial(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(kernels, "AUTO", {"cuda": (name, "torch")})
     monkeypatch.setattr(kernels, "try_backend", lambda backend, device, *rest: try_backend(backend, CPU, *rest))
     assert kernels.select_backend("auto", gpu, torch.bfloat16, 64, None) == (torch_backend, 16)
-    assert f"{name!r} cannot run here: RuntimeError('no kernel image" in capfd.readouterr().err
+    assert f"{name!r} cannot run here: the kernels fail on this GPU: RuntimeError('no kernel image" in capfd.readouterr().err
     with pytest.raises(ValueError, match="no kernel image"):
         kernels.select_backend(name, gpu, torch.bfloat16, 64, None)
 

@@ -10,7 +10,7 @@ rounding. Each is a difference of about one unit in the last place.
 """
 
 import sys
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import cast
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from nanovllm.kernels.cpu.shared_memory import share_memory as share_memory
 from nanovllm.kernels.cuda.graphs import CudaGraphs, batch_sizes
-from nanovllm.kernels.trial import try_backend
+from nanovllm.kernels.trial import try_backend, try_out
 from nanovllm.layers.attention import Backend
 
 BACKENDS = {
@@ -42,9 +42,9 @@ def select_backend(
             size = block_size or backend.PREFERRED_BLOCK_SIZE
             reason = backend.reason_unavailable(device, dtype, head_dim, size)
             if reason is None and device.type == "cuda":
-                try_backend(backend, device, dtype, head_dim, size)
-        except Exception as error:  # it is not installed; or its compiler, the driver or a launch fails: only a trial tells
-            reason = repr(error)
+                reason = try_out(partial(try_backend, backend, device, dtype, head_dim, size))
+        except ImportError as error:
+            reason = str(error)
         if reason is None:
             if candidate == "torch" and reasons:
                 print("nanovllm: slow attention, since " + "; ".join(reasons), file=sys.stderr)
@@ -86,8 +86,8 @@ def find_twins(device_type: str, dtype: torch.dtype) -> list[type[Twin]]:
     """The twins that work here. If there are none, it is said on stderr why."""
     try:
         return import_module(f"nanovllm.kernels.{device_type}.twins").find_twins(dtype)
-    except Exception as error:  # Triton is not installed, or there is no compiler, or its kernels do not run here
-        print(f"nanovllm: slow layers, since {error!r}", file=sys.stderr)
+    except (ImportError, RuntimeError) as error:  # Triton is not installed, or the kernels do not work here
+        print(f"nanovllm: slow layers, since {error}", file=sys.stderr)
         return []
 
 

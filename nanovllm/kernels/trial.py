@@ -13,6 +13,16 @@ from nanovllm.layers import attention as oracle
 from nanovllm.layers.attention import Backend
 
 
+def try_out(trial: Callable[[], object]) -> str | None:
+    """Why `trial` of some kernels fails; None: they work. Triton compiles for the GPU at hand with the help of the host's
+    C compiler, and a wheel may lack this GPU: only a trial tells."""
+    try:
+        trial()
+    except Exception as error:  # of the compiler, the driver or the launch: all of them mean that it does not work
+        return f"the kernels fail on this GPU: {error!r}"
+    return None
+
+
 def try_backend(backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> None:
     """Raises RuntimeError if what `backend` computes is far off. The contexts are long enough for several pieces and splits."""
     for query_len in (1, 300):

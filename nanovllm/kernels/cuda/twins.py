@@ -5,7 +5,7 @@ too long for one program: of every part of it the kernel keeps the best token, a
 """
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from typing import cast
 
 import torch
@@ -18,6 +18,7 @@ from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.kernels import Twin
 from nanovllm.kernels.cuda.attention import store_kvcache
 from nanovllm.kernels.cuda.launch import Launch, is_aligned
+from nanovllm.kernels.trial import try_out
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.sampler import Sampler, find_best
 from nanovllm.models.decoder import MLP, Attention, DecoderLayer, DecoderLayers
@@ -325,7 +326,8 @@ TWINS: list[type[Twin]] = [FusedLayers, FusedAttention, FastRMSNorm, FastMLP, Fa
 
 
 def find_twins(dtype: torch.dtype) -> list[type[Twin]]:
-    """Raises an error if Triton does not work here. It compiles with the help of the host's C compiler: only a launch tells."""
-    x = torch.ones(2, 64, dtype=dtype, device="cuda")
-    add_rms_norm(x, None, x[0], eps=1e-6)[1].tolist()  # waits until the kernel has ended
+    """Raises RuntimeError if Triton does not work here."""
+    ones = partial(torch.ones, dtype=dtype, device="cuda")
+    if reason := try_out(lambda: add_rms_norm(ones(2, 64), None, ones(64), eps=1e-6)[1].tolist()):  # waits for its end
+        raise RuntimeError(reason)
     return TWINS
