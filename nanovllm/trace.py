@@ -55,6 +55,7 @@ def read(path: str | Path) -> list[Step]:
             elif kind == "preempted":
                 steps[-1].preempted[lane] = args
             elif kind in ("prefill", "decode"):
+                lanes = steps[-1].lanes
                 request_id, num_drafts = args["request_id"], len(args.get("draft_token_ids", ()))
                 start, length = sequences.get(request_id, (0, 0))
                 if "token_ids" in args:
@@ -64,9 +65,9 @@ def read(path: str | Path) -> list[Step]:
                 new = list(islice(drawn, 1 + num_drafts))[: 1 + num_accepted] if has_caught_up else []
                 new = [token for token in new if token >= 0]  # not NaN
                 sequences[request_id] = start + args["num_tokens"] + num_accepted, length + len(new)
-                steps[-1].lanes[lane] = {"kind": kind, "start": start, "new_token_ids": new, "num_accepted_tokens": num_accepted}
-                steps[-1].lanes[lane] |= {"accepted_blocks": accepted_blocks, "finish_reason": ends.get(request_id), **args}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, UnboundLocalError) as error:
+                lanes[lane] = {"kind": kind, "start": start, "new_token_ids": new, "num_accepted_tokens": num_accepted}
+                lanes[lane] |= {"accepted_blocks": accepted_blocks, "finish_reason": ends.get(request_id), **args}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{path} is not a timeline of nanovllm, or only a piece of one: {error!r}") from error
     if not steps or not settings:
         raise ValueError(f"{path} holds no steps")
@@ -175,8 +176,10 @@ def draw(steps: list[Step], path: str) -> None:
 
 
 _QUEUES = {"waiting_requests": "waiting", "running_requests": "running", "next_free_blocks": "free"}
-_ORDINARY: dict[str, Any] = {"kind": "decode", "num_tokens": 1, "num_new_tokens": 1, "num_reused_tokens": 0}  # most shares are
-_ORDINARY |= {"num_accepted_tokens": 0, "accepted_blocks": [], "finish_reason": None}
+_ORDINARY: dict[str, Any] = {  # as most shares of a sequence are
+    "kind": "decode", "num_tokens": 1, "num_new_tokens": 1, "num_reused_tokens": 0,
+    "num_accepted_tokens": 0, "accepted_blocks": [], "finish_reason": None,
+}  # fmt: skip
 _KNOWN = ("request_id", "start", "token_ids", "new_token_ids")  # a page has these from elsewhere
 
 
