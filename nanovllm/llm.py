@@ -11,7 +11,6 @@ from nanovllm.beam_search import Beam, BeamSearch, search_together
 from nanovllm.checks import check_bool, check_int, check_number, check_text, check_type, naming
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.llm_engine import CheckedPrompt, LLMEngine, Prompt, Told
-from nanovllm.engine.request import Request
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -84,9 +83,7 @@ class LLM(LLMEngine):
         return cast(RequestOutput, {**first, **beam._asdict(), "request_id": next(self._ids), "text": text})
 
     def _generate(self, prompts: list[CheckedPrompt], use_tqdm: bool = False) -> list[RequestOutput]:
-        requests: list[Request] = []
-        try:
-            self._alone(self._queue, prompts, requests, {})
+        with self._queued(prompts, {}) as requests:
             before, start = self.scheduler.num_decode_tokens, time.perf_counter()
             with tqdm(total=len(requests), unit="seq", miniters=0, mininterval=0.5, disable=not use_tqdm) as bar:
                 for request in requests:
@@ -97,22 +94,12 @@ class LLM(LLMEngine):
                             bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
                             bar.update(sum(each.has_ended for each in requests) - bar.n)
             return self._alone(lambda: [request.output() for request in requests])
-        except BaseException:
-            self._aborted.append(requests)  # first of all, since Ctrl-C may come a second time
-            self._abort_soon()
-            raise
 
     def _stream(self, prompts: list[CheckedPrompt]) -> Iterator[RequestOutput]:
-        requests: list[Request] = []
-        try:
-            told: Told = {}
-            self._alone(self._queue, prompts, requests, told)
+        told: Told = {}
+        with self._queued(prompts, told):
             while told:
                 yield from self._alone(self._step_and_tell, told)
-        except BaseException:  # also GeneratorExit: the caller has left the loop
-            self._aborted.append(requests)
-            self._abort_soon()
-            raise
 
     def _check_all(self, prompts: Any, sampling_params: Any) -> list[CheckedPrompt]:
         if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and isinstance(prompts[0], Integral)):

@@ -88,7 +88,6 @@ def busy(llm: LLM) -> None:
     for seed, length in ((1, 22), (1, 16), (2, 30), (3, 9), (1, 22)) * 2:
         llm.add_request(random_prompt(seed, length), greedy(14))
     last = llm.add_request(random_prompt(9, 12), greedy(30))
-    assert llm.model_runner is not None
     sample, num_steps = llm.model_runner.sample, 0
 
     def disturbed_sample(logits: torch.Tensor, seqs: list[Any]) -> Any:

@@ -235,7 +235,6 @@ def test_exit_from_another_thread(make_llm: MakeLLM, within_a_step: Callable) ->
             threads.append(threading.Thread(target=llm.exit))
             threads[0].start()
             time.sleep(0.05)
-            assert llm.model_runner is not None
 
     within_a_step(exit_soon)
     with pytest.raises(RuntimeError, match="exit"):

@@ -15,7 +15,8 @@ import struct
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count, islice
 from numbers import Integral
 from threading import Lock, get_ident
@@ -44,7 +45,6 @@ CheckedPrompt = tuple[list[int], SamplingParams]  # one that can be served; `par
 Told = dict[Request, Noted]  # what a caller waits for, and what it has been told of it
 Engine = TypeVar("Engine", bound="LLMEngine")
 Result = TypeVar("Result")
-_SHUT_DOWN = "this engine has been shut down by exit()"
 
 
 class LLMEngine:
@@ -68,9 +68,9 @@ class LLMEngine:
         self.tokenizer = read_tokenizer(directory)
         self.eos_token_ids = read_eos_token_ids(directory, hf_config, self.tokenizer)
         timeline = None if config.trace is None else Timeline(config.trace)
-        self.model_runner: ModelRunner | None = ModelRunner(config, spec, directory)
+        self.model_runner = ModelRunner(config, spec, directory)
         LLMEngine._process = os.getpid()
-        executor = self.model_runner.executor
+        self.ranks, executor = self.model_runner.ranks, self.model_runner.executor
         self.vocab_size, self.max_model_len = spec.vocab_size, executor.max_model_len
         block_manager = BlockManager(executor.num_blocks, executor.block_size, config.enable_prefix_caching)
         limits = self.model_runner.num_lanes, config.max_num_batched_tokens
@@ -82,8 +82,7 @@ class LLMEngine:
         self.requests: dict[int, Request] = {}  # unfinished ones, oldest first
         self._told: Told = {}  # add_request's
         self._ids = count()
-        # Aborts to carry out at the end of a call: the requests of one that was interrupted, or an id (the first sample's: all).
-        self._aborted: deque[list[Request] | int] = deque()
+        self._aborted: deque[list[Request]] = deque()  # to be ended at the end of a call
         self._lock = Lock()
         self._owner: int | None = None  # the thread that has the lock
         self._callers: set[int] = set()  # threads that have it or want it
@@ -94,15 +93,9 @@ class LLMEngine:
 
         Raises ValueError or TypeError for a prompt that can never be served.
         """
-        prompts = [self._check_prompt(prompt, SamplingParams() if sampling_params is None else sampling_params)]
-        requests: list[Request] = []
-        try:
-            self._alone(self._queue, prompts, requests, self._told)
-        except BaseException:
-            self._aborted.append(requests)
-            self._abort_soon()
-            raise
-        return requests[0].seq_id
+        prompt_and_params = self._check_prompt(prompt, SamplingParams() if sampling_params is None else sampling_params)
+        with self._queued([prompt_and_params], self._told) as requests:
+            return requests[0].seq_id
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the requests of `add_request` that gained a token or ended since the last call, as they stand now."""
@@ -114,7 +107,8 @@ class LLMEngine:
         May be called at any moment, by any thread. Within a step it takes effect after it.
         """
         self._check_process()
-        self._aborted.append(operator.index(request_id))
+        wanted = operator.index(request_id)
+        self._aborted.append([r for r in list(self.requests.values()) if wanted in (r.seq_id, r.seq_id - r.sample_index)])
         self._abort_soon()
 
     def is_finished(self) -> bool:
@@ -152,10 +146,10 @@ class LLMEngine:
 
     def _step(self) -> None:
         """One step of whatever is queued."""
-        model_runner = self._find_model_runner()
+        self.ranks.check()
         if seqs := self.scheduler.schedule():
-            logits = model_runner.run(seqs)
-            token_ids, logprobs = model_runner.sample(logits, seqs)
+            logits = self.model_runner.run(seqs)
+            token_ids, logprobs = self.model_runner.sample(logits, seqs)
             caught_up = self.scheduler.postprocess(seqs, token_ids)
             self._note([self.requests[seq.seq_id] for seq in caught_up], logprobs)
 
@@ -174,7 +168,7 @@ class LLMEngine:
     def _step_and_tell(self, told: Told) -> list[RequestOutput]:
         """One step. Outputs of the requests in `told` that have since gained a token or ended; the ended ones leave it."""
         self._step()
-        news = {request: request.noted for request, noted in told.items() if request.noted != noted}
+        news = {request: request.noted for request, noted in list(told.items()) if request.noted != noted}
         outputs = [request.output() for request in news]
         told.update(news)
         for request in news:
@@ -218,6 +212,20 @@ class LLMEngine:
                 del self.requests[request.seq_id]
         self.scheduler.reset(list(self.requests.values()))
 
+    @contextmanager
+    def _queued(self, prompts: list[CheckedPrompt], told: Told) -> Iterator[list[Request]]:
+        """Queue `prompts`, all or none. Their Requests, n samples of a prompt side by side, which an exception takes back."""
+        requests: list[Request] = []
+        try:
+            self._alone(self._queue, prompts, requests, told)
+            yield requests
+        except BaseException:
+            self._aborted.append(requests)
+            for request in requests:
+                told.pop(request, None)  # nobody waits for it
+            self._abort_soon()
+            raise
+
     def _abort_soon(self) -> None:
         """End what is in `_aborted`: now, or, if a call is under way, at its end. A forked process leaves it alone."""
         while self._aborted and self._process == os.getpid() and not self._lock.locked():
@@ -225,17 +233,10 @@ class LLMEngine:
 
     def _end_aborted(self) -> None:
         for _ in range(len(self._aborted)):  # not what comes now: other threads may abort faster than this
-            wanted = self._aborted[0]
-            if isinstance(wanted, int):
-                requests = [r for r in self.requests.values() if wanted in (r.seq_id, r.seq_id - r.sample_index)]
-            else:
-                requests = wanted
-            for request in requests:
+            for request in self._aborted[0]:
                 if request.seq_id in self.requests:
                     self.scheduler.finish(request, "abort")
                     self._note([request])
-                if requests is wanted:  # nobody waits for what an interrupted call has queued
-                    self._told.pop(request, None)
             self._aborted.popleft()
 
     def _check_process(self) -> None:
@@ -246,17 +247,10 @@ class LLMEngine:
             )
 
     def _shut_down(self) -> None:
-        if self.model_runner is not None:
-            self.model_runner.ranks.stop(_SHUT_DOWN)
-        self.model_runner = None
+        self.ranks.stop("this engine has been shut down by exit()")
+        for owner, name in ((self, "model_runner"), (self.ranks, "executor")):  # which hold the model
+            vars(owner).pop(name, None)
         torch.cuda.empty_cache()  # does nothing where there is no GPU
-
-    def _find_model_runner(self) -> ModelRunner:
-        """Raises RuntimeError if there is none any more, or none that can compute."""
-        if self.model_runner is None:
-            raise RuntimeError(_SHUT_DOWN)
-        self.model_runner.ranks.check()
-        return self.model_runner
 
     def _check_prompt(self, prompt: Prompt, params: SamplingParams) -> CheckedPrompt:
         """The prompt as token ids, if this engine can serve it."""
@@ -292,8 +286,7 @@ class LLMEngine:
         return prompt, params
 
     def _queue(self, prompts: list[CheckedPrompt], requests: list[Request], told: Told) -> None:
-        """Queue `prompts`, all or none. Their Requests are appended to `requests`, n samples of a prompt side by side."""
-        self._find_model_runner()
+        self.ranks.check()
         for token_ids, params in prompts:
             ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)}
             stop_token_ids = frozenset(token_id for token_id in ids if token_id < self.vocab_size)

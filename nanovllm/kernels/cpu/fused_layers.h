@@ -18,10 +18,11 @@ struct Layer {
 
 // Adds to x [num_tokens, hidden_size], in place. A kv_cache [2, num_slots, num_kv_heads, head_dim] per layer. Where there are
 // several ranks, this one is `member`; rank 0 adds biases and residuals to its share of a product, before the shares are added.
+// With `only_kv`, the layers do nothing but write their K/V.
 extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t num_layers, int64_t num_slots, T* x, const float*
                                cos, const float* sin, const int32_t* slot_mapping, const int32_t* cu_seqlens_q, const int32_t*
                                context_lens, const int32_t* block_tables, int64_t num_tokens, int64_t num_seqs, int64_t
-                               table_width, int64_t block_size, Member* member) {
+                               table_width, int64_t block_size, Member* member, int64_t only_kv) {
     // The pieces are one thread's each, as soon as there is ENOUGH for every thread: it finds in its own cache what it has
     // written there. Else, and where ranks wait for each other, all threads share a piece.
     constexpr int64_t PIECE = 512, ENOUGH = 256;
@@ -59,6 +60,9 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
             int64_t num_heads = layer.num_heads, num_kv_heads = layer.num_kv_heads, half = head_dim / 2;
             int64_t q_size = num_heads * head_dim, kv_size = num_kv_heads * head_dim, qkv_size = q_size + 2 * kv_size;
             int64_t qkv_stride = find_stride(qkv_size), gated_stride = find_stride(intermediate_size);
+            int64_t skipped = only_kv ? q_size / WIDTH * WIDTH : 0;  // outputs, in whole panels
+            const T* panels = layer.qkv + skipped * round_up(hidden_size, LINE);
+            const T* bias = layer.qkv_bias ? layer.qkv_bias + skipped : nullptr;
             T *keys = kv_caches[i], *values = keys + num_slots * kv_size;
             T *query = memory, *attended = query + num_tokens * q_size;
 
@@ -66,12 +70,15 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
                 T *qkv = normed + piece * hidden_size, *key = qkv + q_size, *value = key + kv_size;
                 const float *c = cos + first * half, *s = sin + first * half;
                 rms_norm(x + first * hidden_size, layer.input_norm, normed, size, hidden_size, layer.eps);
-                linear(normed, layer.qkv, layer.qkv_bias, nullptr, qkv, size, hidden_size, hidden_size, qkv_size, qkv_stride,
-                       false);
-                rotary(qkv, c, s, layer.q_norm, query + first * q_size, size, qkv_stride, q_size, num_heads, half, layer.eps);
+                linear(normed, panels, bias, nullptr, qkv + skipped, size, hidden_size, hidden_size, qkv_size - skipped,
+                       qkv_stride, false);
+                if (!only_kv)
+                    rotary(qkv, c, s, layer.q_norm, query + first * q_size, size, qkv_stride, q_size, num_heads, half,
+                           layer.eps);
                 rotary(key, c, s, layer.k_norm, key, size, qkv_stride, qkv_stride, num_kv_heads, half, layer.eps);
                 store_kvcache(key, value, qkv_stride, qkv_stride, slot_mapping + first, size, kv_size, keys, values);
             });
+            if (only_kv) continue;
             // All tokens' K/V are written: now those of one step can see each other.
             for (auto attend : {decode_attention, prefill_attention})
                 attend(query, keys, values, attended, cu_seqlens_q, context_lens, block_tables, num_seqs, table_width,

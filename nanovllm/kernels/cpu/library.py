@@ -25,7 +25,7 @@ from torch import Tensor
 KINDS = {"P": ctypes.c_void_p, "I": ctypes.c_int64, "F": ctypes.c_float}
 SIGNATURES = {  # of the functions of kernels.cpp: pointers, int64_t and float
     "store_kvcache": "PPIIPIIPP", "decode_attention": "PPPPPPPIIIIIIF", "prefill_attention": "PPPPPPPIIIIIIF",
-    "decoder_layers": "PPIIPPPPPPPIIIIP", "linear": "PPPPPIIIIII", "gather_rows": "PPPII",
+    "decoder_layers": "PPIIPPPPPPPIIIIPI", "linear": "PPPPPIIIIII", "gather_rows": "PPPII",
     "rms_norm": "PPPIIF", "layer_norm": "PPPPIIF", "cos_and_sin": "PPFPPII", "rotary": "PPPPPIIIIIF",
     "silu_and_mul": "PPII", "relu": "PII", "filter_logits": "PPPPPPPIII", "sample": "PPPPPII",
     "all_reduce": "PPI", "gather": "PPPII",

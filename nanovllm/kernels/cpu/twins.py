@@ -6,6 +6,7 @@ a small kernel does.
 """
 
 import ctypes
+from dataclasses import replace
 from typing import TypeGuard
 
 import torch
@@ -237,24 +238,40 @@ class FusedLayers(Twin, DecoderLayers):
         return _Layer(pointers, sizes, (layer.input_layernorm.eps, head_dim**-0.5))
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_caches: list[Tensor], batch: Batch) -> Tensor:
-        """Adds to x [num_tokens, hidden_size], in place."""
-        assert all([tensor.is_contiguous() for tensor in (x, *cos_sin, *kv_caches, batch.block_tables)])
-        assert batch.slot_mapping.dtype == torch.int32
-        pointers = (ctypes.c_void_p * len(kv_caches))(*[kv_cache.data_ptr() for kv_cache in kv_caches])
-        num_blocks, block_size = kv_caches[0].shape[1:3]
-        member = ctypes.byref(self.tp.member) if isinstance(self.tp, SharedMemoryRank) else None
-        numbers = batch.slot_mapping, batch.cu_seqlens_q, batch.context_lens, batch.block_tables
-        sizes = len(x), *batch.block_tables.shape, block_size
+        """Adds to x [num_tokens, hidden_size], in place. Of the last layer, only K/V are computed for tokens without logits."""
+        rows = batch.logits_indices
+        num_whole = len(kv_caches) - (len(rows) < len(x))
         # A long step one by one: Python hears of Ctrl-C only in between.
-        num_layers = len(kv_caches) if len(x) <= MANY_TOKENS else 1
-        for first in range(0, len(kv_caches), num_layers):
-            layers = ctypes.byref(self.structs, first * ctypes.sizeof(_Layer))
-            caches = ctypes.byref(pointers, first * ctypes.sizeof(ctypes.c_void_p))
-            arguments = layers, caches, num_layers, num_blocks * block_size, x, *cos_sin, *numbers, *sizes, member
-            call(load(x.dtype).decoder_layers, *arguments)
+        num_layers = num_whole if len(x) <= MANY_TOKENS else 1
+        for first in range(0, num_whole, num_layers):
+            self._compute(kv_caches, first, num_layers, x, cos_sin, batch)
+        if num_whole < len(kv_caches):
+            self._compute(kv_caches, num_whole, 1, x, cos_sin, batch, only_kv=True)
+            bounds = torch.searchsorted(rows, batch.cu_seqlens_q, out_int32=True)
+            shorter = replace(batch, cu_seqlens_q=bounds, slot_mapping=batch.slot_mapping[rows])
+            chosen = x[rows]
+            self._compute(kv_caches, num_whole, 1, chosen, tuple(each[rows] for each in cos_sin), shorter)
+            x[rows] = chosen
         if isinstance(self.tp, SharedMemoryRank):
             self.tp.check()
         return x
+
+    def _compute(
+        self, kv_caches: list[Tensor], first: int, num_layers: int, x: Tensor, cos_sin: tuple[Tensor, ...], batch: Batch,
+        only_kv: bool = False,
+    ) -> None:  # fmt: skip
+        """Layers from `first` on."""
+        numbers = batch.slot_mapping, batch.cu_seqlens_q, batch.context_lens, batch.block_tables
+        assert all([tensor.is_contiguous() for tensor in (x, *cos_sin, *kv_caches, *numbers)])
+        assert batch.slot_mapping.dtype == torch.int32
+        pointers = (ctypes.c_void_p * num_layers)(*[kv_cache.data_ptr() for kv_cache in kv_caches[first : first + num_layers]])
+        num_blocks, block_size = kv_caches[0].shape[1:3]
+        member = ctypes.byref(self.tp.member) if isinstance(self.tp, SharedMemoryRank) else None
+        layers = ctypes.byref(self.structs, first * ctypes.sizeof(_Layer))
+        sizes = len(x), *batch.block_tables.shape, block_size
+        arguments = layers, pointers, num_layers, num_blocks * block_size, x, *cos_sin, *numbers, *sizes, member, only_kv
+        if len(x):
+            call(load(x.dtype).decoder_layers, *arguments)
 
 
 def can_fuse(layer: nn.Module) -> TypeGuard[DecoderLayer]:
