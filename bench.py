@@ -46,7 +46,6 @@ from transformers import (
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.models.checkpoint import LOCAL, find_checkpoint, read_config
-from nanovllm.terminal import run_program
 
 # Models that run with random weights.
 _qwen3 = partial(Qwen3Config, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True, dtype="bfloat16")
@@ -437,4 +436,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    main()

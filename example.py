@@ -13,7 +13,6 @@ from unittest.mock import patch
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.batch import Batch
 from nanovllm.engine.sequence import Sequence
-from nanovllm.terminal import run_program
 from nanovllm.trace import make_page, read, render
 
 QUESTIONS = [
@@ -129,7 +128,7 @@ def main() -> None:
             look_inside(traces[1], enable_chunked_prefill=False)
             page = make_page([read(trace) for trace in traces])
         try:
-            Path("timeline.html").write_text(page)
+            Path("timeline.html").write_text(page, "utf-8")
         except OSError as error:
             raise ValueError(f"timeline.html cannot be written here: {error}") from error
         print("\n--- Every step of both: open timeline.html in a browser")
@@ -138,4 +137,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    main()

@@ -5,8 +5,6 @@ that only the tokenizer knows. So tokens are decoded together with a few that co
 text as soon as its last character is complete. Every token is decoded a bounded number of times, however long the text is.
 """
 
-from collections.abc import Sequence
-
 from transformers import PreTrainedTokenizerBase
 
 Window = tuple[tuple[int, ...], str, tuple[int, ...]]
@@ -29,7 +27,6 @@ class Detokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, num_prompt_tokens: int, stop_strings: tuple[str, ...] = ()) -> None:
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
         self.num_prompt_tokens = self.num_tokens = num_prompt_tokens  # the second: tokens taken so far
-        self.num_unsafe = max(map(len, stop_strings), default=1) - 1  # last characters that may begin a stop string
         self.text = ""
         # Context: the last tokens in `text`, enough to decode what follows as in its place; and what they are decoded alone.
         # Pending: tokens that end within a character (with U+FFFD) or have no text.
@@ -49,7 +46,8 @@ class Detokenizer:
             self._advance(token_ids)
         if is_last or self.end is not None:
             return (self.text + self._find_new(*self.window))[: self.end]
-        return self.text[: max(0, len(self.text) - self.num_unsafe)]
+        num_unsafe = max(map(len, self.stop_strings), default=1) - 1  # last characters that may begin a stop string
+        return self.text[: max(0, len(self.text) - num_unsafe)]
 
     def meets_stop_string(self, token_ids: list[int], may_stop: bool) -> bool:
         """Whether a token since the last call completes a stop string; the text then ends before it, and stays so.
@@ -89,7 +87,7 @@ class Detokenizer:
         """What `pending` adds."""
         return (self._decode(context + pending) or "")[len(context_text) :]
 
-    def _decode(self, token_ids: Sequence[int]) -> str | None:
+    def _decode(self, token_ids: list[int] | tuple[int, ...]) -> str | None:
         """None if the tokenizer cannot."""
         try:
             return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -1,6 +1,5 @@
 """What most callers use: prompts in, answers out. `LLM` is the engine plus the loops that drive it."""
 
-import time
 from collections.abc import Iterator, Sequence
 from numbers import Integral
 from typing import Any, cast
@@ -8,7 +7,7 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from nanovllm.beam_search import Beam, BeamSearch, search_together
-from nanovllm.checks import check_bool, check_int, check_number, check_text, check_type, naming
+from nanovllm.checks import check_bool, check_choice, check_int, check_number, check_text, check_type, naming
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.llm_engine import CheckedPrompt, LLMEngine, Prompt, Told
 from nanovllm.engine.request import Request
@@ -87,15 +86,9 @@ class LLM(LLMEngine):
         requests: list[Request] = []
         try:
             self._alone(self._queue, prompts, requests, {})
-            before, start = self.scheduler.num_decode_tokens, time.perf_counter()
-            with tqdm(total=len(requests), unit="seq", miniters=0, mininterval=0.5, disable=not use_tqdm) as bar:
-                for request in requests:
-                    while not request.has_ended:
-                        self._alone(self._step)
-                        if use_tqdm:
-                            rate = (self.scheduler.num_decode_tokens - before) / (time.perf_counter() - start)
-                            bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
-                            bar.update(sum(each.has_ended for each in requests) - bar.n)
+            for request in tqdm(requests, unit="seq", disable=not use_tqdm):
+                while not request.has_ended:
+                    self._alone(self._step)
             return self._alone(lambda: [request.output() for request in requests])
         except BaseException:
             self._aborted.append(requests)  # first of all, since Ctrl-C may come a second time
@@ -131,6 +124,5 @@ def _join_parts(message: Message) -> Message:
     if not isinstance(content, list):
         return message
     for part in content:
-        if part.get("type") != "text":
-            raise ValueError(f"a part of a message must be of type 'text', not {part.get('type')!r}")
+        check_choice("the type of a message's part", part.get("type"), ("text",))
     return {**message, "content": "\n".join(part["text"] for part in content)}

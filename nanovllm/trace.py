@@ -48,7 +48,7 @@ def read(path: str | Path) -> list[Step]:
             elif kind in ("prefill", "decode"):
                 lanes, request_id = steps[-1].lanes, args["request_id"]
                 work = {"kind": kind, **args, **accepted.get(request_id, {}), **ended.get(request_id, {})}
-                num_drawn = 0 if "num_left" in args else 1 + len(args.get("draft_token_ids", ()))
+                num_drawn = 0 if work.get("num_left") else 1 + len(work.get("draft_token_ids", ()))
                 new = [*islice(drawn, num_drawn)][: 1 + work.get("num_accepted_tokens", 0)]
                 lanes[lane] = work | {"new_token_ids": [token for token in new if token >= 0]}  # not NaN
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -61,8 +61,8 @@ def read(path: str | Path) -> list[Step]:
 def render(steps: list[Step], width: int = 100) -> str:
     """The timeline as text of at most `width` columns."""
     lanes = sorted({lane for step in steps for lane in (*step.lanes, *step.preempted)})
-    names = {"tokens": "num_tokens", "waiting": "waiting"} | {name: name for name in _BLOCKS}
-    counts = {name: [step.info[key] for step in steps] for name, key in names.items()}
+    names = ("num_tokens", "waiting", *_BLOCKS)
+    counts = {name.removeprefix("num_"): [step.info[name] for step in steps] for name in names}
     cells = {"step": [str(i) for i in range(len(steps))]}
     cells |= {f"lane {lane}": [_cell(step, lane) for step in steps] for lane in lanes}
     cells |= {name: [str(number) for number in numbers] for name, numbers in counts.items()}
@@ -95,7 +95,7 @@ def _cell(step: Step, lane: int) -> str:
         return ""
     if work["kind"] == "prefill":
         return f"{_letter(work['request_id'])}{'+' if work['num_reused_tokens'] else ''}{work['num_tokens']}"
-    return _letter(work["request_id"]).lower() + (f"+{work['num_accepted_tokens']}" if "draft_token_ids" in work else "")
+    return _letter(work["request_id"]).lower() + (f"+{work['num_accepted_tokens']}" if work.get("draft_token_ids") else "")
 
 
 def _legend(steps: list[Step]) -> list[str]:
@@ -155,7 +155,8 @@ def draw(steps: list[Step], path: str) -> None:
     figure.savefig(path, dpi=200)
 
 
-_ORDINARY = {"kind": "decode", "num_tokens": 1, "num_reused_tokens": 0}  # of a sequence's share of a step
+# Of a sequence's share of a step.
+_ORDINARY = {"kind": "decode", "num_tokens": 1, "num_reused_tokens": 0, "num_left": 0, "draft_token_ids": [], "full_blocks": []}
 
 
 def make_page(timelines: list[list[Step]]) -> str:

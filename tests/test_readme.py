@@ -10,7 +10,6 @@ import sys
 import textwrap
 import tokenize
 from pathlib import Path
-from subprocess import PIPE
 
 import pytest
 
@@ -28,18 +27,12 @@ def run(*command: str, **environment: str) -> str:
 
 def test_first_command_is_the_example() -> None:
     assert COMMANDS[0].endswith("python example.py")
-    said = run("example.py", PYTHONIOENCODING="ascii")  # a terminal without the characters that it prints
+    said = run("example.py", PYTHONIOENCODING="ascii")  # any terminal can show it
     assert (
         "nanovllm" in said and "2, 3, 5, 7, 11" in said and "85" in said and "t-e-n-a-l-p" in said and "num_decode_tokens" in said
     )
     assert re.search(r"[1-9]\d* of \d+ prompt tokens from the cache", said)
     assert "block 14: no hash" in said and "block 14: hash" in said and said.rstrip().endswith("open timeline.html in a browser")
-
-
-def test_example_ends_when_nobody_reads_on() -> None:
-    with subprocess.Popen([sys.executable, "example.py"], cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True) as process:
-        process.stdout.close()  # as `| head` does
-        assert "Traceback" not in process.stderr.read() and process.wait() == 1
 
 
 @pytest.mark.parametrize(

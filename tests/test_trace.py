@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import re
 import resource
 import signal
 import subprocess
