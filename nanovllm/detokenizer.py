@@ -27,6 +27,7 @@ class Detokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, num_prompt_tokens: int, stop_strings: tuple[str, ...] = ()) -> None:
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
         self.num_prompt_tokens = self.num_tokens = num_prompt_tokens  # the second: tokens taken so far
+        self.num_unsafe = max(map(len, stop_strings), default=1) - 1  # last characters that may begin a stop string
         self.text = ""
         # Context: the last tokens in `text`, enough to decode what follows as in its place; and what they are decoded alone.
         # Pending: tokens that end within a character (with U+FFFD) or have no text.
@@ -46,8 +47,7 @@ class Detokenizer:
             self._advance(token_ids)
         if is_last or self.end is not None:
             return (self.text + self._find_new(*self.window))[: self.end]
-        num_unsafe = max(map(len, self.stop_strings), default=1) - 1  # last characters that may begin a stop string
-        return self.text[: max(0, len(self.text) - num_unsafe)]
+        return self.text[: max(0, len(self.text) - self.num_unsafe)]
 
     def meets_stop_string(self, token_ids: list[int], may_stop: bool) -> bool:
         """Whether a token since the last call completes a stop string; the text then ends before it, and stays so.

@@ -1,7 +1,6 @@
 """What most callers use: prompts in, answers out. `LLM` is the engine plus the loops that drive it."""
 
 from collections.abc import Iterator, Sequence
-from numbers import Integral
 from typing import Any, cast
 
 from tqdm import tqdm
@@ -108,9 +107,9 @@ class LLM(LLMEngine):
             raise
 
     def _check_all(self, prompts: Any, sampling_params: Any) -> list[CheckedPrompt]:
-        if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and isinstance(prompts[0], Integral)):
+        check_type("prompts", prompts, (str, list, tuple), "a str, a list of token ids, or a list of these")
+        if isinstance(prompts, str) or (prompts and not isinstance(prompts[0], (str, list, tuple))):
             prompts = [prompts]
-        check_type("prompts", prompts, (list, tuple), "a str, a list of token ids, or a list of these")
         if not isinstance(sampling_params, (list, tuple)):
             sampling_params = [SamplingParams() if sampling_params is None else sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):

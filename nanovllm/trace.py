@@ -139,15 +139,11 @@ def draw(steps: list[Step], path: str) -> None:
     lanes, pool = figure.subplots(2, sharex=True, height_ratios=[max(2, min(num_lanes, 32)), 3])
     for x, step in enumerate(steps):
         for lane, work in step.lanes.items():
-            is_prefill, hatch = work["kind"] == "prefill", "////" if work["num_reused_tokens"] else ""
-            looks = {"color": f"C{work['request_id'] % 10}", "alpha": 0.9 if is_prefill else 0.35, "hatch": hatch}
-            lanes.barh(lane, 1, left=x, edgecolor="white", **looks)
-            if is_prefill and len(steps) <= 60:
-                lanes.text(x + 0.5, lane, work["num_tokens"], ha="center", va="center", fontsize=7)
+            alpha, hatch = 0.9 if work["kind"] == "prefill" else 0.35, "////" if work["num_reused_tokens"] else ""
+            lanes.barh(lane, 1, left=x, color=f"C{work['request_id'] % 10}", alpha=alpha, hatch=hatch, edgecolor="white")
         lanes.plot([x] * len(step.preempted), list(step.preempted), "kx", markersize=7, markeredgewidth=2)
     lanes.set(xlim=(0, len(steps)), ylim=(num_lanes - 0.5, -0.5), ylabel="lane", yticks=range(0, num_lanes, -(-num_lanes // 16)))
-    title = "dark: prefill, with its tokens, hatched behind reused ones; light: decode; x: preempted; a color is a request"
-    figure.suptitle(title, size=9)
+    figure.suptitle("dark: prefill, hatched behind reused tokens; light: decode; x: preempted; a color is a request", size=9)
     counters = [[step.info[name] for step in (*steps, steps[-1])] for name in _BLOCKS]
     pool.stackplot(range(len(steps) + 1), counters, step="post", labels=_BLOCKS, colors=("#4c72b0", "#a9bfe0", "#eeeeee"))
     pool.set(xlabel="step", ylabel="blocks", ylim=(0, sum(series[0] for series in counters)))

@@ -17,7 +17,6 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Mapping
 from itertools import islice
 
 from torch import Tensor, cuda
@@ -32,7 +31,6 @@ _PHASES = ("schedule", "prepare", "forward", "sample")
 _COUNTS = ("num_prefill_tokens", "num_decode_tokens", "num_draft_tokens", "num_accepted_tokens")
 _NUM_WAITING, _NUM_FREE = 10, 40  # written down of the queue and of the free blocks: the next ones
 _END = b"\n]\n"
-_Content = tuple[int, str, int, int]  # of a full block: its id, its hash if that leads there, content_id, parent_id
 _Args = dict[str, object]
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -76,10 +74,8 @@ class Timeline:
         args = {"step": self.num_steps, "starts_over": not self.notes, **results}
         args |= {f"{name}_ms": (after - before) / 1e3 for name, before, after in phases}
         args |= {name: note for name, note in notes.items() if note != self.notes.get(name)}
-        events = [
-            _event("X", 0, f"{results['kind']}: {results['num_tokens']} tokens", args, ts=begin, dur=end - begin),
-            *self.events,
-        ]
+        title = f"{results['kind']}: {results['num_tokens']} tokens"
+        events = [_event("X", 0, title, args, ts=begin, dur=end - begin), *self.events]
         events += [_event("X", 0, name, {}, ts=before, dur=after - before) for name, before, after in phases]
         events += [_event("C", 0, name, numbers, ts=end) for name, numbers in counters.items()]
         times = f',"ts":{begin},"dur":{end - begin}}}'
@@ -102,7 +98,7 @@ class Timeline:
             warnings.warn(f"trace={self.file.name!r} ends here: {error}", RuntimeWarning, stacklevel=2)
 
 
-def _event(phase: str, track: int, name: str, args: Mapping[str, object], **when: int) -> _Args:
+def _event(phase: str, track: int, name: str, args: object, **when: int) -> _Args:
     return {"ph": phase, "pid": 1, "tid": track, "name": name, "args": args, **when}
 
 
@@ -181,7 +177,8 @@ class _Scheduler(Scheduler):
         blocks = self._list_contents(table[start // size : end // size])
         return seq.seq_id, {"num_accepted_tokens": end - start, "accepted_blocks": blocks}
 
-    def _list_contents(self, block_ids: list[int]) -> list[_Content]:
+    def _list_contents(self, block_ids: list[int]) -> list[tuple[int, str, int, int]]:
+        """Of full blocks: the id, the hash if that leads there, content_id, parent_id."""
         blocks = [self.block_manager.blocks[block_id] for block_id in block_ids]
         return [(b.block_id, f"{b.hash:016x}" if b.hash != -1 else "", b.content_id, b.parent_id) for b in blocks]
 
