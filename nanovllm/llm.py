@@ -85,7 +85,7 @@ class LLM(LLMEngine):
         requests: list[Request] = []
         try:
             self._alone(self._queue, prompts, requests, {})
-            for request in tqdm(requests, unit="seq", disable=not use_tqdm):
+            for request in tqdm(requests, unit="seq") if use_tqdm else requests:
                 while not request.has_ended:
                     self._alone(self._step)
             return self._alone(lambda: [request.output() for request in requests])

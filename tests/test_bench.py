@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import PIPE
 from types import SimpleNamespace
 
 import pytest
@@ -56,13 +55,6 @@ def test_built_in_shape_and_shared_prefix(capsys: pytest.CaptureFixture[str]) ->
     main(["--model", "small", *TINY, "--shared-prefix", "32", "--set", "num_kvcache_blocks=64", "--set", "device=cpu"])
     output = capsys.readouterr().out
     assert "num_cached_tokens 128" in output and "output tok/s" in output
-
-
-def test_it_ends_when_nobody_reads_on() -> None:
-    command = [sys.executable, "bench.py", "--model", DEMO_MODEL, *TINY]
-    with subprocess.Popen(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True) as process:
-        process.stdout.close()  # as `| head` does
-        assert "Traceback" not in process.stderr.read() and process.wait() == 1
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,31 @@ def test_an_interrupted_step_leaves_it_whole(tiny: tuple[str, Oracle], tmp_path:
     assert trace.read(path)
 
 
+def test_ctrl_c_once_a_step_is_written(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
+    """What comes behind it leaves the file whole, and says that everything starts over."""
+    path = tmp_path / "trace.json"
+    llm = LLM(tiny[0], trace=path, **SMALL)
+    timeline, file = llm.scheduler.timeline, llm.scheduler.timeline.file
+
+    class Interrupted:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(file, name)
+
+        def write(self, data: bytes) -> int:
+            timeline.file = file
+            file.write(data)
+            raise KeyboardInterrupt
+
+    llm.add_request(PROMPTS[0], greedy(5))
+    llm.step()
+    timeline.file = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        llm.step()
+    while not llm.is_finished():
+        llm.step()
+    assert [step.info["starts_over"] for step in trace.read(path)] == [True, False, True, *[False] * 5]
+
+
 def test_nothing_is_paid_when_it_is_off(tiny: tuple[str, Oracle]) -> None:
     llm = LLM(tiny[0], **SMALL)
     assert type(llm.scheduler) is Scheduler and not hasattr(llm.scheduler, "timeline")
@@ -193,6 +218,18 @@ def test_text(recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "step 7: 2 + 14 = 16, the budget is full" in lines
     assert "B: 22 prompt tokens, 20 of them reused; 14 tokens generated, 13 decodes" in lines
     assert "27 steps, 5 requests, 82 prefill and 54 decode tokens, 3 preemptions" in lines
+
+
+def test_text_of_a_character_per_column(recorded: Path) -> None:
+    """Of several steps the most remarkable: a preemption, then a prefill; numbers are bars, as high as the highest."""
+    assert trace.render(trace.read(recorded), 20).splitlines()[1:7] == [
+        "  lane 0 |AaBbbbbD",
+        "  lane 1 |  CCcccc",
+        "  lane 2 |   Ddd!Ee",
+        "  lane 3 |   Ee!",
+        "  tokens |@.@@-=:%.",
+        " waiting |  @  +@",
+    ]
 
 
 def test_text_is_ascii(recorded: Path) -> None:
