@@ -129,7 +129,7 @@ def main() -> None:
             look_inside(traces[1], enable_chunked_prefill=False)
             page = make_page([read(trace) for trace in traces])
         try:
-            Path("timeline.html").write_text(page)
+            Path("timeline.html").write_text(page, "utf-8")
         except OSError as error:
             raise ValueError(f"timeline.html cannot be written here: {error}") from error
         print("\n--- Every step of both: open timeline.html in a browser")

@@ -4,13 +4,12 @@ An error names the value and says what would be right. The checks of numbers ret
 accepted too, but overflow where an int does not. (isinstance is asked for int and float first: the abstract classes are slow.)
 """
 
-import sys
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from numbers import Integral, Real
-from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -32,14 +31,11 @@ class Checked:
                 object.__setattr__(self, each.name, each.metadata["check"](each.name, value))
 
 
-def check_int(name: str, value: object, minimum: int, maximum: int | None = None) -> int:
+def check_int(name: str, value: object, minimum: int, maximum: float = math.inf) -> int:
     """Require an int in [minimum, maximum]."""
     if not isinstance(value, (int, Integral)) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, not {value!r}")
-    number = int(value)
-    if number < minimum or (maximum is not None and number > maximum):
-        raise ValueError(f"{name} must be at least {minimum}{f' and at most {maximum}' if maximum else ''}, not {value}")
-    return number
+    return int(check_number(name, int(value), minimum, maximum))
 
 
 def check_ints(name: str, values: Iterable[object], minimum: int) -> list[int]:
@@ -47,14 +43,15 @@ def check_ints(name: str, values: Iterable[object], minimum: int) -> list[int]:
     return [check_int(f"each of {name}", value, minimum) for value in check_type(name, values, (Iterable,), "a list of ints")]
 
 
-def check_number(name: str, value: object, low: float, high: float = sys.float_info.max, open_low: bool = False) -> float:
-    """Require a finite number in [low, high], or in (low, high] where `open_low`."""
+def check_number(name: str, value: object, low: float, high: float = 1e300, open_low: bool = False) -> float:
+    """Require a finite number in [low, high], or in (low, high] where `open_low`. An int stays one, however large."""
     if not isinstance(value, (int, float, Real)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {value!r}")
     number = value if isinstance(value, int) else float(value)  # float16 cannot be compared with `high`
     if not low <= number <= high or (open_low and number == low):  # the first is false for NaN, too
-        raise ValueError(f"{name} must be {'above' if open_low else 'at least'} {low} and at most {high}, not {value}")
-    return float(number)
+        limits = f"{'above' if open_low else 'at least'} {low}" + f" and at most {high}" * (high < math.inf)
+        raise ValueError(f"{name} must be {limits}, not {value}")
+    return number
 
 
 def check_type(name: str, value: T, types: tuple[type, ...], meaning: str) -> T:
@@ -82,7 +79,7 @@ def check_text(name: str, value: str) -> str:
 
 
 @contextmanager
-def naming(source: str | Path, *errors: type[Exception]) -> Iterator[None]:
+def naming(source: object, *errors: type[Exception]) -> Iterator[None]:
     """Within it, `errors` become ValueErrors that name `source`, the file or directory that is to blame."""
     try:
         yield

@@ -6,8 +6,8 @@ max_model_len) is settled where it becomes known: in engine/executor.py.
 
 import os
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, fields
-from inspect import signature
+from dataclasses import dataclass, field, fields
+from functools import wraps
 from typing import Any, Concatenate, Literal, ParamSpec, get_args
 
 from nanovllm.checks import Checked, check_bool, check_choice, check_int, check_number, check_type, checked
@@ -20,7 +20,7 @@ MAX_DRAFT_STEP = 256  # tokens of a step with drafts, whatever it costs
 Options = ParamSpec("Options")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(Checked):
     """The checkpoint and the options of `LLM`. Raises ValueError or TypeError, naming the option.
 
@@ -53,8 +53,7 @@ class Config(Checked):
         trace: A file for the engine's timeline, which ui.perfetto.dev and `python -m nanovllm.trace` show.
     """
 
-    model: str | os.PathLike[str]
-    _: KW_ONLY
+    model: str | os.PathLike[str] = field(kw_only=False)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = checked("auto", check_choice, choices=("auto", *DTYPES))
     device: str = checked("auto", check_type, types=(str,), meaning="a str such as 'auto', 'cpu' or 'cuda'")
     tensor_parallel_size: int = checked(1, check_int, minimum=1)
@@ -78,9 +77,9 @@ class Config(Checked):
     @classmethod
     def from_options(cls, *args: Any, **options: Any) -> "Config":
         """Config(*args, **options), where an unknown option is answered with those that there are."""
-        names = [field.name for field in fields(cls)]
-        if unknown := [name for name in options if name not in names]:
-            raise TypeError(f"LLM has no option {unknown[0]!r}; it has {', '.join(names[1:])}")
+        model, *names = [each.name for each in fields(cls)]
+        if unknown := options.keys() - {model, *names}:
+            raise TypeError(f"LLM has no option {min(unknown)!r}; it has {', '.join(names)}")
         return cls(*args, **options)
 
     def __post_init__(self) -> None:
@@ -92,9 +91,4 @@ class Config(Checked):
 
 def takes(options: Callable[Options, object]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Options], None]]:
     """Show editors and `help` that an __init__ has the parameters of `options`."""
-
-    def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, Options], None]:
-        vars(init)["__signature__"] = signature(vars(options)["__init__"])
-        return init
-
-    return decorate
+    return wraps(vars(options)["__init__"])

@@ -5,8 +5,6 @@ that only the tokenizer knows. So tokens are decoded together with a few that co
 text as soon as its last character is complete. Every token is decoded a bounded number of times, however long the text is.
 """
 
-from collections.abc import Sequence
-
 from transformers import PreTrainedTokenizerBase
 
 Window = tuple[tuple[int, ...], str, tuple[int, ...]]
@@ -89,7 +87,7 @@ class Detokenizer:
         """What `pending` adds."""
         return (self._decode(context + pending) or "")[len(context_text) :]
 
-    def _decode(self, token_ids: Sequence[int]) -> str | None:
+    def _decode(self, token_ids: list[int] | tuple[int, ...]) -> str | None:
         """None if the tokenizer cannot."""
         try:
             return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))

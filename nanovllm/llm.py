@@ -2,13 +2,12 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from numbers import Integral
 from typing import Any, cast
 
 from tqdm import tqdm
 
 from nanovllm.beam_search import Beam, BeamSearch, search_together
-from nanovllm.checks import check_bool, check_int, check_number, check_text, check_type, naming
+from nanovllm.checks import check_bool, check_choice, check_int, check_number, check_text, check_type, naming
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.llm_engine import CheckedPrompt, LLMEngine, Prompt, Told
 from nanovllm.outputs import RequestOutput
@@ -102,9 +101,9 @@ class LLM(LLMEngine):
                 yield from self._alone(self._step_and_tell, told)
 
     def _check_all(self, prompts: Any, sampling_params: Any) -> list[CheckedPrompt]:
-        if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and isinstance(prompts[0], Integral)):
+        check_type("prompts", prompts, (str, list, tuple), "a str, a list of token ids, or a list of these")
+        if isinstance(prompts, str) or (prompts and not isinstance(prompts[0], (str, list, tuple))):
             prompts = [prompts]
-        check_type("prompts", prompts, (list, tuple), "a str, a list of token ids, or a list of these")
         if not isinstance(sampling_params, (list, tuple)):
             sampling_params = [SamplingParams() if sampling_params is None else sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
@@ -118,6 +117,5 @@ def _join_parts(message: Message) -> Message:
     if not isinstance(content, list):
         return message
     for part in content:
-        if part.get("type") != "text":
-            raise ValueError(f"a part of a message must be of type 'text', not {part.get('type')!r}")
+        check_choice("the type of a message's part", part.get("type"), ("text",))
     return {**message, "content": "\n".join(part["text"] for part in content)}

@@ -5,13 +5,12 @@
     python -m nanovllm.trace trace.json -o timeline.svg     as a picture (needs matplotlib: pip install 'nanovllm[plot]')
 
 Each request has a letter: a capital where a step computes a piece of its prompt, or again what a preemption has cost it, and a
-small one where it decodes. Where there are more steps than columns, a column sums up several.
+small one where it decodes. Where the columns would be too wide, each is one character, and may sum up several steps.
 """
 
 import argparse
 import json
 import shutil
-from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -19,16 +18,16 @@ from typing import Any
 
 from nanovllm.terminal import run_program
 
-_BARS = " ▁▂▃▄▅▆▇█"
+_BARS = " .:-=+*#%@"  # the text is ASCII, which every terminal has
 _BLOCKS = ("used", "reusable", "empty")
 _PHASES = ("schedule", "prepare", "forward", "sample")
 
 
 @dataclass
 class Step:
-    info: dict[str, Any]  # kind, tokens, milliseconds, queues; the counters after it
+    info: dict[str, Any]  # kind, tokens, milliseconds; the queues where they change; the counters after it
     settings: dict[str, Any]  # of the engine
-    lanes: dict[int, dict[str, Any]] = field(default_factory=dict)  # what each lane computed, with its "kind"
+    lanes: dict[int, dict[str, Any]] = field(default_factory=dict)  # "kind", what each lane computed, and what came of it
     preempted: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> request_id, blocks, is_nan
 
 
@@ -36,115 +35,99 @@ def read(path: str | Path) -> list[Step]:
     """The steps of a timeline. Raises ValueError if the file is not one, OSError if it cannot be read."""
     steps: list[Step] = []
     settings: dict[str, Any] = {}
-    info: dict[str, Any] = {"starts_over": False}
-    sequences: dict[int, tuple[int, int]] = {}  # how many tokens are computed, and how many there are
     try:
         for event in json.loads(Path(path).read_bytes()):
             lane, args, kind = event["tid"] - 1, event["args"], event["name"].split()[0]
             if "kind" in args:
-                steps.append(Step(info | args, settings))
-                info = steps[-1].info | {"starts_over": False}  # what the next one does not tell is as it was
-                drawn, ends = iter(info["drawn_token_ids"]), dict(info["ended"])
-                drafts = {request_id: draft for request_id, *draft in info["accepted"]}
+                drawn, accepted, ended = iter(args.pop("drawn_token_ids")), dict(args.pop("accepted")), dict(args.pop("ended"))
+                steps.append(Step(args, settings))
             elif "block_size" in args:
                 settings |= args
-            elif kind == "started":
-                info["starts_over"] = True
             elif event["ph"] == "C":
                 steps[-1].info |= args
             elif kind == "preempted":
                 steps[-1].preempted[lane] = args
             elif kind in ("prefill", "decode"):
-                lanes = steps[-1].lanes
-                request_id, num_drafts = args["request_id"], len(args.get("draft_token_ids", ()))
-                start, length = sequences.get(request_id, (0, 0))
-                if "token_ids" in args:
-                    start, length = args["num_reused_tokens"], len(args["token_ids"])
-                num_accepted, accepted_blocks = drafts.get(request_id, (0, []))
-                has_caught_up = start + args["num_tokens"] == length
-                new = list(islice(drawn, 1 + num_drafts))[: 1 + num_accepted] if has_caught_up else []
-                new = [token for token in new if token >= 0]  # not NaN
-                sequences[request_id] = start + args["num_tokens"] + num_accepted, length + len(new)
-                lanes[lane] = {"kind": kind, "start": start, "new_token_ids": new, "num_accepted_tokens": num_accepted}
-                lanes[lane] |= {"accepted_blocks": accepted_blocks, "finish_reason": ends.get(request_id), **args}
+                lanes, request_id = steps[-1].lanes, args["request_id"]
+                work = {"kind": kind, **args, **accepted.get(request_id, {}), **ended.get(request_id, {})}
+                num_drawn = 0 if work.get("num_left") else 1 + len(work.get("draft_token_ids", ()))
+                new = [*islice(drawn, num_drawn)][: 1 + work.get("num_accepted_tokens", 0)]
+                lanes[lane] = work | {"new_token_ids": [token for token in new if token >= 0]}  # not NaN
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{path} is not a timeline of nanovllm, or only a piece of one: {error!r}") from error
-    if not steps or not settings:
+    if not steps:
         raise ValueError(f"{path} holds no steps")
     return steps
 
 
 def render(steps: list[Step], width: int = 100) -> str:
     """The timeline as text of at most `width` columns."""
-    room = max(1, width - 10)
-    per_column = -(-len(steps) // room)
-    columns = [steps[first : first + per_column] for first in range(0, len(steps), per_column)]
     lanes = sorted({lane for step in steps for lane in (*step.lanes, *step.preempted)})
-    names = {"tokens": "num_tokens", "waiting": "waiting"} | {name: name for name in _BLOCKS}
-    counts = {name: [max(step.info[key] for step in column) for column in columns] for name, key in names.items()}
-    for size in (5, 2, 1):  # the longest cell of a lane: tokens as well, or only how it goes on, or only who it is
-        cells = {"step": [str(i * per_column) for i in range(len(columns))]}
-        cells |= {f"lane {lane}": [_cell(column, lane, size) for column in columns] for lane in lanes}
-        cells |= {name: [str(number) for number in numbers] for name, numbers in counts.items()}
-        widths = [max(map(len, column)) + 1 for column in zip(*cells.values())]
-        if sum(widths) <= room:
-            break
-    else:
-        cells["step"] = list("".join(f"{i * per_column:<10}" for i in range(0, len(columns), 10))[: len(columns)])
-        cells |= {name: [_BARS[-(-8 * number // max(1, *numbers))] for number in numbers] for name, numbers in counts.items()}
+    names = ("num_tokens", "waiting", *_BLOCKS)
+    counts = {name.removeprefix("num_"): [step.info[name] for step in steps] for name in names}
+    cells = {"step": [str(i) for i in range(len(steps))]}
+    cells |= {f"lane {lane}": [_cell(step, lane) for step in steps] for lane in lanes}
+    cells |= {name: [str(number) for number in numbers] for name, numbers in counts.items()}
+    widths = [max(map(len, column)) + 1 for column in zip(*cells.values())]
+    legend = _legend(steps)
+    if sum(widths) > (room := max(1, width - 10)):  # then a column is one character, which sums up `size` steps
+        size = -(-len(steps) // room)
+        columns = [slice(first, first + size) for first in range(0, len(steps), size)]
         widths = [1] * len(columns)
-    rows = [f"{name:>8} │" + "".join(map(str.ljust, row, widths)).rstrip() for name, row in cells.items()]
-    legend = [f"a column is {per_column} steps"] * (per_column > 1)
-    legend += ["bars: " + ", ".join(f"{name} up to {max(numbers)}" for name, numbers in counts.items())] * (widths[0] == 1)
-    return "\n".join([*rows, "", *[line[:width] for line in legend + _legend(steps)]])
+        cells["step"] = list("".join(f"{i * size:<10}" for i in range(0, len(columns), 10)))[: len(columns)]
+        for lane in lanes:  # what sorts first is the most remarkable: "!D", then "A22", then "a"
+            cells[f"lane {lane}"] = [min(filter(None, cells[f"lane {lane}"][column]), default="")[:1] for column in columns]
+        for name, numbers in counts.items():
+            cells[name] = [_BARS[-(-9 * max(numbers[column]) // max(1, *numbers))] for column in columns]
+        peaks = ", ".join(f"{name} up to {max(numbers)}" for name, numbers in counts.items())
+        legend = [f"a column is {size} steps" if size > 1 else "a column is a step", f"bars: {peaks}", *legend]
+    rows = [f"{name:>8} |" + "".join(map(str.ljust, row, widths)).rstrip() for name, row in cells.items()]
+    return "\n".join([*rows, "", *[line[:width] for line in legend]])
 
 
 def _letter(request_id: int) -> str:
     return chr(ord("A") + request_id % 26)
 
 
-def _cell(column: list[Step], lane: int, size: int) -> str:
-    """What a lane did in some steps: the most remarkable of it, in at most `size` characters."""
-    for step in column:
-        if lane in step.preempted:
-            return ("!" + _letter(step.preempted[lane]["request_id"]))[:size]
-    done = [step.lanes[lane] for step in column if lane in step.lanes]
-    if prefills := [work for work in done if work["kind"] == "prefill"]:
-        name = _letter(prefills[0]["request_id"]) + "+" * any(work["num_reused_tokens"] for work in prefills)
-        return (name + str(sum(work["num_tokens"] for work in prefills)) * (size > 2))[:size]
-    drafts = [work for work in done if "draft_token_ids" in work]
-    accepted = f"+{sum(work['num_accepted_tokens'] for work in drafts)}" if drafts and size > 2 else ""
-    return _letter(done[0]["request_id"]).lower() + accepted if done else ""
+def _cell(step: Step, lane: int) -> str:
+    """What a lane did in a step."""
+    if lane in step.preempted:
+        return "!" + _letter(step.preempted[lane]["request_id"])
+    if (work := step.lanes.get(lane)) is None:
+        return ""
+    if work["kind"] == "prefill":
+        return f"{_letter(work['request_id'])}{'+' if work['num_reused_tokens'] else ''}{work['num_tokens']}"
+    return _letter(work["request_id"]).lower() + (f"+{work['num_accepted_tokens']}" if work.get("draft_token_ids") else "")
 
 
 def _legend(steps: list[Step]) -> list[str]:
-    works = [work for step in steps for work in step.lanes.values()]
-    first = {work["request_id"]: work for work in reversed(works)}
-    decodes = Counter(work["request_id"] for work in works if work["kind"] == "decode")
-    tokens = Counter(work["request_id"] for work in works for _ in work["new_token_ids"])
-    requests = [
-        f"{_letter(i)}: {seq['num_prompt_tokens']} prompt tokens, {seq['num_reused_tokens']} of them reused;"
-        f" {tokens[i]} tokens generated, {decodes[i]} decodes"
-        for i, seq in sorted(first.items())
-    ]
+    requests: dict[int, list[dict[str, Any]]] = {}
+    sums: list[str] = []  # of steps with a full budget
+    budget = steps[0].settings["max_num_batched_tokens"]
+    for step in steps:
+        for work in step.lanes.values():
+            requests.setdefault(work["request_id"], []).append(work)
+        terms = [work["num_tokens"] + len(work.get("draft_token_ids", ())) for work in step.lanes.values()]
+        if sum(terms) == budget and 1 < len(terms) < 9:
+            sums.append(f"step {step.info['step']}: {' + '.join(map(str, terms))} = {budget}, the budget is full")
     total = {name: sum(step.info[name] for step in steps) for name in steps[0].info if name.endswith(("_ms", "_tokens"))}
+    num_right, num_drafts = total["num_accepted_tokens"], total["num_draft_tokens"]
     milliseconds = sum(total[f"{phase}_ms"] for phase in _PHASES) or 1.0
-    budget, drafted = steps[0].settings["max_num_batched_tokens"], total["num_draft_tokens"]
-    full = [step for step in steps if step.info["num_tokens"] == budget and 1 < len(step.lanes) < 9][:1]
-    terms = [[str(work["num_tokens"] + len(work.get("draft_token_ids", ()))) for work in step.lanes.values()] for step in full]
-    sums = [f"step {step.info['step']}: {' + '.join(counts)}" for step, counts in zip(full, terms)]
     return [
         "A22: 22 tokens of A's prompt (A+4: 4 behind reused ones); a: a decode, one token; !A: A is preempted",
-        *["a+2: a decode with drafts, 2 of them right"] * (drafted > 0),
+        *[f"a+2: a decode with drafts, 2 of them right; in all {num_right} of {num_drafts} draft tokens right"]
+        * (num_drafts > 0),
         "tokens: of the step; waiting: requests; used, reusable (free, can be hit), empty: KV cache blocks",
-        *[f"{line} = {budget}, the budget is full" for line in sums],
-        *requests[:8],
-        *[f"... and {len(requests) - 8} more requests"] * (len(requests) > 8),
+        *sums[:1],
+        *[
+            f"{_letter(i)}: {works[0]['num_prompt_tokens']} prompt tokens, {works[0]['num_reused_tokens']} of them reused;"
+            f" {sum(len(work['new_token_ids']) for work in works)} tokens generated,"
+            f" {sum(work['kind'] == 'decode' for work in works)} decodes"
+            for i, works in sorted(requests.items())[:8]
+        ],
         "a prompt's last step gives the first token, decodes give the others",
-        f"{len(steps)} steps, {total['num_prefill_tokens']} prefill and {total['num_decode_tokens']} decode tokens,"
-        f" {sum(len(step.preempted) for step in steps)} preemptions"
-        + f", {total['num_accepted_tokens']} of {drafted} draft tokens right"
-        * (drafted > 0),
+        f"{len(steps)} steps, {len(requests)} requests, {total['num_prefill_tokens']} prefill and"
+        f" {total['num_decode_tokens']} decode tokens, {sum(len(step.preempted) for step in steps)} preemptions",
         f"{milliseconds:.1f} ms: " + ", ".join(f"{phase} {total[f'{phase}_ms'] / milliseconds:.0%}" for phase in _PHASES),
     ]
 
@@ -158,16 +141,11 @@ def draw(steps: list[Step], path: str) -> None:
     lanes, pool = figure.subplots(2, sharex=True, height_ratios=[max(2, min(num_lanes, 32)), 3])
     for x, step in enumerate(steps):
         for lane, work in step.lanes.items():
-            is_prefill, color = work["kind"] == "prefill", f"C{work['request_id'] % 10}"
-            lanes.barh(lane, 1, left=x, color=color, alpha=0.9 if is_prefill else 0.35, edgecolor="white")
-            if num_reused := work["num_reused_tokens"]:  # hatched: the reused share of all tokens so far
-                share = num_reused / (num_reused + work["num_tokens"])
-                lanes.barh(lane, share, left=x, color="white", edgecolor=color, hatch="////", linewidth=0)
-            if is_prefill and len(steps) <= 60:
-                lanes.text(x + 0.5, lane, work["num_tokens"], ha="center", va="center", fontsize=7)
+            alpha, hatch = 0.9 if work["kind"] == "prefill" else 0.35, "////" if work["num_reused_tokens"] else ""
+            lanes.barh(lane, 1, left=x, color=f"C{work['request_id'] % 10}", alpha=alpha, hatch=hatch, edgecolor="white")
         lanes.plot([x] * len(step.preempted), list(step.preempted), "kx", markersize=7, markeredgewidth=2)
     lanes.set(xlim=(0, len(steps)), ylim=(num_lanes - 0.5, -0.5), ylabel="lane", yticks=range(0, num_lanes, -(-num_lanes // 16)))
-    figure.suptitle("dark: prefill, with its tokens; hatched: reused; light: decode; x: preempted; a color is a request", size=9)
+    figure.suptitle("dark: prefill, hatched behind reused tokens; light: decode; x: preempted; a color is a request", size=9)
     counters = [[step.info[name] for step in (*steps, steps[-1])] for name in _BLOCKS]
     pool.stackplot(range(len(steps) + 1), counters, step="post", labels=_BLOCKS, colors=("#4c72b0", "#a9bfe0", "#eeeeee"))
     pool.set(xlabel="step", ylabel="blocks", ylim=(0, sum(series[0] for series in counters)))
@@ -175,44 +153,25 @@ def draw(steps: list[Step], path: str) -> None:
     figure.savefig(path, dpi=200)
 
 
-_QUEUES = {"waiting_requests": "waiting", "running_requests": "running", "next_free_blocks": "free"}
-_ORDINARY: dict[str, Any] = {  # as most shares of a sequence are
-    "kind": "decode", "num_tokens": 1, "num_new_tokens": 1, "num_reused_tokens": 0,
-    "num_accepted_tokens": 0, "accepted_blocks": [], "finish_reason": None,
-}  # fmt: skip
-_KNOWN = ("request_id", "start", "token_ids", "new_token_ids")  # a page has these from elsewhere
+# Of a sequence's share of a step.
+_ORDINARY = {"kind": "decode", "num_tokens": 1, "num_reused_tokens": 0, "num_left": 0, "draft_token_ids": [], "full_blocks": []}
 
 
 def make_page(timelines: list[list[Step]]) -> str:
     """The timelines as one HTML page that needs nothing else."""
-    data = json.dumps([_shorten(steps) for steps in timelines], separators=(",", ":")).replace("</", "<\\/")
-    return Path(__file__).with_name("page.html").read_text().replace("TIMELINES", data)
+    runs = [{"settings": steps[0].settings, "steps": [_shorten(step) for step in steps]} for steps in timelines]
+    data = json.dumps(runs, separators=(",", ":")).replace("</", "<\\/")
+    return Path(__file__).with_name("page.html").read_text("utf-8").replace("TIMELINES", data)
 
 
-def _shorten(steps: list[Step]) -> dict[str, Any]:
-    """What page.html replays: of each step only what is out of the ordinary, and the sequences' tokens once."""
-    tokens: dict[int, list[int]] = {}
-    known: dict[str, Any] = {}  # queues, as last told
-    short: list[dict[str, Any]] = []
-    for step in steps:
-        rows = {}
-        for lane, work in step.lanes.items():
-            request_id, new = work["request_id"], work["new_token_ids"]
-            row = {**work, "num_new_tokens": len(new)}
-            if "token_ids" in work:  # it is admitted
-                tokens[request_id] = list(work["token_ids"])
-                row |= {"lane": lane, "length": len(work["token_ids"])}
-            tokens[request_id] += new
-            row = {name: value for name, value in row.items() if name not in _KNOWN and _ORDINARY.get(name, "") != value}
-            if row:
-                rows[request_id] = row
-        queues = {short_name: step.info[name] for name, short_name in _QUEUES.items()}
-        queues["order"] = [work["request_id"] for work in step.lanes.values()]
-        info = {name: step.info[name] for name in ("starts_over", "waiting", "used", "reusable")}
-        info["queues"] = {name: queue for name, queue in queues.items() if queue != known.get(name)}
-        short.append({**info, "rows": rows, "preempted": [{"lane": lane, **args} for lane, args in step.preempted.items()]})
-        known = queues
-    return {"settings": steps[0].settings, "tokens": tokens, "steps": short}
+def _shorten(step: Step) -> dict[str, Any]:
+    """As page.html has it: a row is a request's id, its new tokens, and what is out of the ordinary."""
+    rows = []
+    for lane, work in step.lanes.items():
+        rest = {name: value for name, value in work.items() if _ORDINARY.get(name) != value}
+        row = [rest.pop("request_id"), rest.pop("new_token_ids")]
+        rows.append([*row, {"lane": lane, **rest}] if rest else row)
+    return {**step.info, "rows": rows, "preempted": [{"lane": lane, **args} for lane, args in step.preempted.items()]}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -223,14 +182,13 @@ def main(argv: list[str] | None = None) -> None:
     try:
         timelines = [read(path) for path in args.trace]
         if (args.output or "").endswith(".html"):
-            Path(args.output).write_text(make_page(timelines))
+            Path(args.output).write_text(make_page(timelines), "utf-8")
         elif len(timelines) > 1:
             raise ValueError("only a page (-o timeline.html) shows more than one trace")
         elif args.output:
             draw(timelines[0], args.output)
     except (ImportError, OSError, ValueError) as error:
-        advice = ": -o needs matplotlib: pip install 'nanovllm[plot]'" if isinstance(error, ImportError) else ""
-        parser.error(f"{error}{advice}")
+        parser.error(str(error))
     if not args.output:
         print(render(timelines[0], shutil.get_terminal_size((100, 24)).columns))
 

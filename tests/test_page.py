@@ -303,9 +303,14 @@ def test_drafts(tmp_path: Path) -> None:
         (
             "decode",
             {"num_tokens": 1, "blocks": [1, 2], "draft_token_ids": [7, 6, 5]},
-            {"drawn_token_ids": [7, 4, 0, 0], "accepted": [[0, 1, []]], "num_draft_tokens": 3, "num_accepted_tokens": 1},
+            {
+                "drawn_token_ids": [7, 4, 0, 0],
+                "accepted": [[0, {"num_accepted_tokens": 1}]],
+                "num_draft_tokens": 3,
+                "num_accepted_tokens": 1,
+            },
         ),
-        ("decode", {"num_tokens": 1}, {"drawn_token_ids": [3], "ended": [[0, "length"]]}),
+        ("decode", {"num_tokens": 1}, {"drawn_token_ids": [3], "ended": [[0, {"finish_reason": "length"}]]}),
     ]
     events: list[dict[str, Any]] = [{"ph": "M", "tid": 0, "name": "process_name", "args": settings}]
     for step, (kind, plan, result) in enumerate(works):
@@ -321,7 +326,7 @@ def test_drafts(tmp_path: Path) -> None:
     path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
     path.write_text(json.dumps(events))
     text = trace.render(trace.read(path))
-    assert "│A5 a+1 a" in text and "1 of 3 draft tokens right" in text
+    assert "|A5 a+1 a" in text and "1 of 3 draft tokens right" in text
     trace.main([str(path), "-o", str(page)])
     words, cells, table, counts = run_script(
         page,

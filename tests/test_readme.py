@@ -28,7 +28,7 @@ def run(*command: str, **environment: str) -> str:
 
 def test_first_command_is_the_example() -> None:
     assert COMMANDS[0].endswith("python example.py")
-    said = run("example.py", PYTHONIOENCODING="ascii")  # a terminal without the characters that it prints
+    said = run("example.py", PYTHONIOENCODING="ascii")  # every terminal can show it
     assert (
         "nanovllm" in said and "2, 3, 5, 7, 11" in said and "85" in said and "t-e-n-a-l-p" in said and "num_decode_tokens" in said
     )
