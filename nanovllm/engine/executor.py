@@ -6,10 +6,10 @@ size, number of blocks, max_model_len.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,22 +18,18 @@ from torch import Tensor
 
 from nanovllm import kernels
 from nanovllm.batch import Batch
+from nanovllm.checks import naming
 from nanovllm.config import MAX_DRAFT_STEP, Config
-from nanovllm.engine.memory import MemoryMeter, count_blocks
+from nanovllm.engine.memory import ENLARGE, MemoryMeter, count_blocks
 from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import FIRST_PART, TensorParallel
 from nanovllm.models.decoder import ModelSpec
 from nanovllm.models.weights import init_dummy_weights, load_checkpoint
 
+Place = tuple[int, int, dist.Store]  # the rank, which one it is on its machine, and where all ranks meet
 _DEFAULT_MAX_MODEL_LEN = 4096
 _FOREVER = timedelta(days=365)  # that an engine may have nothing to do
-
-
-class Place(NamedTuple):
-    rank: int
-    local_rank: int  # among the ranks of its machine
-    store: dist.Store  # where all ranks meet
 
 
 class Executor:
@@ -45,7 +41,7 @@ class Executor:
             raise ValueError(f"max_model_len={config.max_model_len} is above the model's own limit: lower it to {spec.max_len}")
         self.config, self.spec = config, spec
         self.max_model_len = config.max_model_len or min(spec.max_len, _DEFAULT_MAX_MODEL_LEN)
-        self.device = find_device(config.device, place and place.local_rank)
+        self.device = find_device(config.device, place and place[1])
         self.tp = join(self.device, config.tensor_parallel_size, place) if place else TensorParallel()
         self.backend: Backend = attention
         self.block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
@@ -76,20 +72,13 @@ class Executor:
         self.num_blocks, arithmetic = count_blocks(self.config, self.spec, *sizes, self.meter, profile_run, self.tp)
         self.max_model_len = min(self.max_model_len, capacity := self.num_blocks * self.block_size)
         if (limit := self.config.max_model_len or 0) > capacity:
-            raise ValueError(
-                f"max_model_len={limit} is more than the KV cache holds: lower it to {capacity},"
-                " or give the cache more memory (num_kvcache_blocks, kvcache_memory_bytes, gpu_memory_utilization)"
-            )
+            raise ValueError(f"max_model_len={limit} is more than the KV cache holds: lower it to {capacity}, or {ENLARGE}")
         self._allocate(self.num_blocks)
         if self.device.type == "cuda":
-            self.warm_up(sample)
+            for bounds in ([0, 2, 3], [0, 1]):  # steps of each kind: what they compile is compiled before the first request
+                sample(self.compute(self._make_batch(bounds)))
         if self.tp.rank == 0:
             print(f"nanovllm: {self.device}, {self.spec.dtype}, {self.backend.NAME} attention; {arithmetic}", file=sys.stderr)
-
-    def warm_up(self, sample: Callable[[Tensor], object]) -> None:
-        """Steps of each kind, so that what they compile is compiled before the first request."""
-        for query_lens in ([2, 1], [1]):
-            sample(self.compute(self._make_batch(query_lens)))
 
     @property
     def block_table_width(self) -> int:
@@ -101,12 +90,9 @@ class Executor:
         shape = (2, num_blocks, self.block_size, self.tp.divide(spec.num_kv_heads)[0], spec.head_dim)
         self.graphs, self.kv_caches = None, list[Tensor]()  # first of all let go of the old ones
         torch.cuda.empty_cache()  # does nothing where there is no GPU
-        try:
+        what = f"no memory for {num_blocks} blocks of {self.block_size} tokens: lower num_kvcache_blocks or kvcache_block_size"
+        with naming(what, RuntimeError):  # torch's own for any device that is out of memory
             self.kv_caches = [torch.empty(shape, dtype=spec.dtype, device=self.device) for _ in range(spec.num_layers)]
-        except RuntimeError as error:  # torch's own for any device that is out of memory
-            raise ValueError(
-                f"no memory for {num_blocks} blocks of {self.block_size} tokens: lower num_kvcache_blocks or kvcache_block_size"
-            ) from error
         # Linux allocates pages on first write: touch the first blocks now. And a profile run must not read NaN.
         for kv_cache in self.kv_caches:
             kv_cache[:, : -(-self.config.max_num_batched_tokens // self.block_size)].zero_()
@@ -122,9 +108,13 @@ class Executor:
         return self.compute(batch)
 
     def serve(self) -> None:
-        """Compute this rank's share of the batches that rank 0 runs, until it sends an empty one."""
+        """Compute this rank's share of the batches that rank 0 runs, until it is gone."""
         self.allocate_kv_cache()
-        while len(message := self.tp.receive()):
+        while True:
+            try:
+                message = self.tp.receive()
+            except RuntimeError:  # the connection has ended, and so has rank 0's part in it
+                return
             self.compute(Batch.unpack(message))
 
     def leave(self) -> None:
@@ -149,23 +139,24 @@ class Executor:
         """One of max_num_batched_tokens and as many rows of logits as a step can have, all of it on block 0."""
         num_drafted = MAX_DRAFT_STEP if self.config.num_speculative_tokens else 0
         num_seqs = min(max(self.config.max_num_seqs, num_drafted), self.config.max_num_batched_tokens)
-        surplus = self.config.max_num_batched_tokens - num_seqs  # over a token each
-        num_longest, rest = divmod(surplus, self.max_model_len - 1)
-        query_lens = [self.max_model_len] * min(num_longest, num_seqs) + [1 + rest] + [1] * num_seqs
-        return self._make_batch(query_lens[:num_seqs])
+        i = np.arange(num_seqs + 1)
+        surplus = self.config.max_num_batched_tokens - num_seqs  # over a token each: the first ones are as long as can be
+        return self._make_batch(np.minimum(i * self.max_model_len, i + surplus))
 
-    def _make_batch(self, query_lens: list[int]) -> Batch:
-        """A dummy batch with these query lengths and no context, in block 0, launched as if for a context of max_model_len."""
-        bounds = torch.from_numpy(np.cumsum([0, *query_lens], dtype=np.int32))
+    def _make_batch(self, bounds: Sequence[int] | np.ndarray) -> Batch:
+        """A dummy batch with these bounds of queries and no context, in block 0, launched for a context of max_model_len."""
+        cu_seqlens_q = torch.from_numpy(np.array(bounds, np.int32))
+        query_lens = cu_seqlens_q.diff()
         tables = torch.from_numpy(np.zeros((len(query_lens), self.block_table_width), np.int32))
-        zeros = torch.from_numpy(np.zeros(sum(query_lens), np.int32))
-        longest = max(query_lens), self.max_model_len
-        return Batch(zeros, zeros, zeros, bounds, bounds.diff(), tables, *longest, bounds[1:] - 1)
+        zeros = torch.from_numpy(np.zeros(bounds[-1], np.int32))
+        longest = int(query_lens.max()), self.max_model_len
+        return Batch(zeros, zeros, zeros, cu_seqlens_q, query_lens, tables, *longest, cu_seqlens_q[1:] - 1)
 
 
 def join(device: torch.device, size: int, place: Place) -> TensorParallel:
     """Meet the other ranks."""
-    rank, store = place.rank, place.store
+    rank, _, store = place
+    store.set(f"{rank} has started", "")
     store.set_timeout(_FOREVER)  # NCCL waits there for rank 0, which may still load its weights
     host_group = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, _FOREVER)
     group: Any = host_group  # see TensorParallel

@@ -4,6 +4,7 @@ The block tables live here as one array with a row per lane, and only what is ne
 all contexts at every step.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -42,6 +43,7 @@ class ModelRunner:
 
     def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
         self.ranks = Ranks(config, spec, directory)
+        weakref.finalize(self, self.ranks.stop, "the engine is gone")  # also at the interpreter's end
         self.executor = executor = self.ranks.executor
         self.vocab_size, self.device, self.block_size = spec.vocab_size, executor.device, executor.block_size
         self.sampler = Sampler(spec.vocab_size).to(self.device)
