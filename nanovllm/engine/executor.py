@@ -46,7 +46,7 @@ class Executor:
         self.backend: Backend = attention
         self.block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
         wishes = config.attention_backend, self.device, spec.dtype, spec.head_dim, config.kvcache_block_size
-        with use_device(self.device):
+        with torch.accelerator.device_index(self.device.index):  # the current GPU is that of Triton; a CPU's index is None
             if config.enable_kernels:
                 self.tp = kernels.share_memory(self.tp, self.device, spec.dtype)
                 self.backend, self.block_size = kernels.select_backend(*wishes)
@@ -120,11 +120,12 @@ class Executor:
     def leave(self) -> None:
         """Part from the other ranks. CUDA graphs first: NCCL's abort waits until none is left that has a collective operation.
 
-        Not left to the garbage collector: attributes die in the order in which they were made, the group before the graphs.
+        Not left to the garbage collector: it may come late, and in a forked process, where a group's end waits for its threads.
         """
         self.graphs = None
         if self.device.type == "cuda":
             self.tp.group.abort()  # or what the GPU computes waits for the others for ever
+        vars(self.tp).update(group=None, host_group=None)  # all layers' too, since `tp` is the same object: it ends the groups
 
     @torch.inference_mode()
     def compute(self, batch: Batch) -> Tensor:
@@ -145,12 +146,11 @@ class Executor:
 
     def _make_batch(self, bounds: Sequence[int] | np.ndarray) -> Batch:
         """A dummy batch with these bounds of queries and no context, in block 0, launched for a context of max_model_len."""
-        cu_seqlens_q = torch.from_numpy(np.array(bounds, np.int32))
-        query_lens = cu_seqlens_q.diff()
-        tables = torch.from_numpy(np.zeros((len(query_lens), self.block_table_width), np.int32))
+        ends = torch.from_numpy(np.array(bounds, np.int32))
+        lens = ends.diff()
+        tables = torch.from_numpy(np.zeros((len(lens), self.block_table_width), np.int32))
         zeros = torch.from_numpy(np.zeros(bounds[-1], np.int32))
-        longest = int(query_lens.max()), self.max_model_len
-        return Batch(zeros, zeros, zeros, cu_seqlens_q, query_lens, tables, *longest, cu_seqlens_q[1:] - 1)
+        return Batch(zeros, zeros, zeros, ends, lens, tables, int(lens.max()), self.max_model_len, ends[1:] - 1)
 
 
 def join(device: torch.device, size: int, place: Place) -> TensorParallel:
@@ -162,9 +162,7 @@ def join(device: torch.device, size: int, place: Place) -> TensorParallel:
     group: Any = host_group  # see TensorParallel
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _FOREVER
-        group = dist.ProcessGroupNCCL(store, rank, size, options)
+        group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
     return TensorParallel(rank, size, group, host_group, torch.empty(FIRST_PART, dtype=torch.int32, device="cpu"))
 
 
@@ -187,8 +185,3 @@ def find_device(name: str, local_rank: int | None = None) -> torch.device:
     if int(index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device 'cuda:{index or 0}' is not there: this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", int(index) if index else torch.cuda.current_device())
-
-
-def use_device(device: torch.device) -> torch.cuda.device:
-    """Makes a GPU the current one meanwhile, since Triton, CUDA graphs and trials of kernels take that one."""
-    return torch.cuda.device(device if device.type == "cuda" else -1)  # -1: nothing happens

@@ -18,7 +18,6 @@ from torch import Tensor
 from nanovllm import kernels
 from nanovllm.batch import Batch, SamplingBatch, to_device
 from nanovllm.config import Config
-from nanovllm.engine.executor import use_device
 from nanovllm.engine.penalties import Penalties
 from nanovllm.engine.ranks import Ranks
 from nanovllm.engine.sequence import Sequence
@@ -31,10 +30,13 @@ from nanovllm.sampling_params import SamplingParams
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Within it, compute on this engine's GPU, in the dtypes that the tensors have, and without autograd."""
+    """Within it, compute on this engine's GPU, in the dtypes that the tensors have, and without autograd.
+
+    Triton and CUDA graphs take the GPU that is the current one. The index of a CPU is None, which changes nothing.
+    """
     is_cast = torch.is_autocast_enabled(device.type)
     autocast = torch.autocast(device.type, enabled=False) if is_cast else nullcontext()
-    with torch.inference_mode(), use_device(device), autocast:
+    with torch.inference_mode(), torch.accelerator.device_index(device.index), autocast:
         yield
 
 

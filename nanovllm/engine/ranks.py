@@ -79,25 +79,22 @@ class Ranks:
         self.tasks.put((answer, function, args))
         while not futures.wait([answer], _GRACE).done:
             self.check()
-        if (error := answer.exception()) is None:
-            return answer.result()
-        if not isinstance(error, ValueError):  # which is its own; another error may come from the death of another rank
-            self.check(_GRACE)
-        self.stop(f"rank 0 has failed: {error!r}")
-        raise error
+        if answer.exception() is not None:
+            self.check(_GRACE)  # the cause may be the death of another rank
+            self.stop(f"rank 0 has failed: {answer.exception()!r}")
+        return answer.result()
 
     def check(self, timeout: float = 0.0) -> None:
-        """Raises RuntimeError, naming all ranks that are lost, if nothing can be computed any more.
+        """Raises RuntimeError if nothing can be computed any more. Gives a lost rank `timeout` seconds to show.
 
-        Gives a lost rank `timeout` seconds to show.
+        Of several, a dead one is the cause: one that has failed lives on, and the others wait for it instead of failing with it.
         """
-        if self.ended is None and self.processes:
-            lost = wait(self.processes, timeout)
+        if self.ended is None and self.processes and (lost := wait(self.processes, timeout)):
             failures = [_read_failure(pipe, process) for pipe, process in self.processes.items() if pipe in lost]
-            if failures:
-                self.stop("\n".join(reason for _, reason in failures))
-                if all(is_value_error for is_value_error, _ in failures):
-                    raise ValueError(self.ended)
+            _, is_value_error, reason = min(failures)
+            self.stop(reason)
+            if is_value_error:
+                raise ValueError(reason)
         if self.ended is not None:
             raise RuntimeError(self.ended)
 
@@ -168,7 +165,7 @@ def _join_torchrun(model: Model) -> dist.Store | None:
 
 
 def _work(model: Model, rank: int, port: int, num_threads: int, environment: dict[str, str], pipe: Connection) -> None:
-    """The process of rank 1 or up. It ends with the pipe, also if it has failed: until then the others wait."""
+    """The process of rank 1 or up, which ends with the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to all processes, and meant for rank 0
     Thread(target=lambda: (wait([pipe]), os._exit(1))).start()  # rank 0 sends nothing: this is its end
     try:
@@ -176,15 +173,15 @@ def _work(model: Model, rank: int, port: int, num_threads: int, environment: dic
         torch.set_num_threads(num_threads)
         Executor(*model, (rank, rank, dist.TCPStore("127.0.0.1", port))).serve()
     except BaseException as error:
-        pipe.send((isinstance(error, ValueError), f"{current_process().name} has failed:\n{traceback.format_exc()}"))
+        pipe.send((True, isinstance(error, ValueError), f"{current_process().name} has failed:\n{traceback.format_exc()}"))
 
 
-def _read_failure(pipe: Connection, process: BaseProcess) -> tuple[bool, str]:
-    """Whether it is a ValueError, and what: what the process has sent, or that it is dead."""
+def _read_failure(pipe: Connection, process: BaseProcess) -> tuple[bool, bool, str]:
+    """Whether the process lives, whether it is a ValueError, and what: the failure that it has sent, or its death."""
     try:
         return pipe.recv()
     except EOFError:
         process.join(_EXIT_TIMEOUT)
         # With 1 it ends by an error before `_work`, which sends what it meets.
         hint = "; does the script make the engine under `if __name__ == '__main__':`, as it must?" * (process.exitcode == 1)
-        return False, f"{process.name} has ended with exit code {process.exitcode}{hint}"
+        return False, False, f"{process.name} has ended with exit code {process.exitcode}{hint}"
