@@ -80,13 +80,9 @@ class Executor:
         if self.tp.rank == 0:
             print(f"nanovllm: {self.device}, {self.spec.dtype}, {self.backend.NAME} attention; {arithmetic}", file=sys.stderr)
 
-    @property
-    def block_table_width(self) -> int:
-        """Blocks of the longest sequence."""
-        return -(-self.max_model_len // self.block_size)
-
     def _allocate(self, num_blocks: int, is_profile: bool = False) -> None:
         spec = self.spec
+        self.block_table_width = -(-self.max_model_len // self.block_size)  # blocks of the longest sequence
         shape = (2, num_blocks, self.block_size, self.tp.divide(spec.num_kv_heads)[0], spec.head_dim)
         self.graphs, self.kv_caches = None, list[Tensor]()  # first of all let go of the old ones
         torch.cuda.empty_cache()  # does nothing where there is no GPU
@@ -167,21 +163,20 @@ def join(device: torch.device, size: int, place: Place) -> TensorParallel:
 
 
 def find_device(name: str, local_rank: int | None = None) -> torch.device:
-    """The device of that name: of several GPUs the current one, or that of a machine's rank, which may see no other.
+    """The device of that name: without a number the current GPU. The ranks of a machine have one GPU each, from that of their
+    device's name (or 0) on, unless each sees only its own.
 
     Raises ValueError if it is not known or not there.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or not (index or "0").isdecimal():
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
         raise ValueError(f"device {name!r} is not known: use 'auto', 'cpu', 'cuda' or 'cuda:N'")
     if kind == "cpu":
         return torch.device("cpu")
     if local_rank is not None:
-        if index:
-            raise ValueError(f"device={name!r} is one GPU, but every rank needs its own: use 'cuda'")
-        index = str(local_rank if torch.cuda.device_count() > 1 else 0)  # launchers such as Slurm may show each rank its own
-    if int(index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device 'cuda:{index or 0}' is not there: this machine has {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", int(index) if index else torch.cuda.current_device())
+        number = str(int(number or 0) + local_rank if torch.cuda.device_count() > 1 else 0)  # Slurm may show each its own
+    if int(number or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device 'cuda:{number or 0}' is not there: this machine has {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", int(number) if number else torch.cuda.current_device())

@@ -48,7 +48,10 @@ class MemoryMeter:
 
 
 def find_available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process may still take: the least of what the machine and its cgroups have left."""
+    """Bytes that this process may still take: the least of what the machine and its cgroups have left.
+
+    What a cgroup uses includes files that nobody reads any more (inactive_file), which can be reclaimed.
+    """
     left = [psutil.virtual_memory().available]
     groups = root / "proc/self/cgroup"
     own = Path(groups.read_text().partition("0::/")[2].strip() if groups.exists() else "")
@@ -56,8 +59,7 @@ def find_available_memory(root: Path = Path("/")) -> int:
         for limit in (group / "memory.max", group / "memory.high"):
             if limit.exists() and (num_bytes := limit.read_text().strip()) != "max":
                 counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                cached = int(counts["inactive_file"])  # which can be reclaimed
-                left.append(int(num_bytes) - int((group / "memory.current").read_text()) + cached)
+                left.append(int(num_bytes) - int((group / "memory.current").read_text()) + int(counts["inactive_file"]))
     return max(0, min(left))
 
 

@@ -21,10 +21,9 @@ def find_checkpoint(model: str) -> Path:
     """The directory of `model`, which is one or else a Hub id to download. Raises ValueError if it can be neither."""
     directory = Path(os.path.expanduser(model))
     if not directory.is_dir():
-        try:
+        what = f"model {model!r}: there is no such directory, and it cannot be downloaded"
+        with naming(what, OSError, ValueError):  # of the network and of the Hub, or for what is no id
             directory = Path(snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_COPIES))
-        except (OSError, ValueError) as error:  # of the network and of the Hub, or for what is no id
-            raise ValueError(f"model {model!r}: there is no such directory, and it cannot be downloaded: {error}") from error
     return directory
 
 
