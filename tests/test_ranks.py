@@ -625,6 +625,7 @@ EXITING = """
     atexit.register(Path(sys.argv[2], os.environ["RANK"]).touch)
     llm = LLM(sys.argv[1], tensor_parallel_size=2, num_kvcache_blocks=8)
     llm.generate([1, 2, 3], use_tqdm=False)
+    executor = llm.model_runner.executor
     llm.exit()
     deadline = time.monotonic() + 60
     while not Path(sys.argv[2], "1").exists() and time.monotonic() < deadline:

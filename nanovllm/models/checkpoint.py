@@ -21,8 +21,8 @@ def find_checkpoint(model: str) -> Path:
     """The directory of `model`, which is one or else a Hub id to download. Raises ValueError if it can be neither."""
     directory = Path(os.path.expanduser(model))
     if not directory.is_dir():
-        what = f"model {model!r}: there is no such directory, and it cannot be downloaded"
-        with naming(what, OSError, ValueError):  # of the network and of the Hub, or for what is no id
+        # OSError: of the network and of the Hub; ValueError: for what is no id.
+        with naming(f"model {model!r}: there is no such directory, and it cannot be downloaded", OSError, ValueError):
             directory = Path(snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_COPIES))
     return directory
 

@@ -40,9 +40,10 @@ def load_checkpoint(model: nn.Module, directory: Path) -> None:
                     tied_copies.append(_read_share(file, name, embedding))
                 elif not name.endswith(_ROPE_BUFFERS):
                     surplus.append(name)
-    for what, names in {"tensors without a parameter or repeated": surplus, "parameters without a tensor": [*missing]}.items():
-        if names:
-            raise ValueError(f"{directory} does not fit the model: {what}: {', '.join(names[:5])}{' ...' * (len(names) > 5)}")
+    if surplus or missing:
+        problems = {"tensors without a parameter or repeated: ": surplus, "parameters without a tensor: ": list(missing)}
+        shown = [what + ", ".join(names[:5]) + " ..." * (len(names) > 5) for what, names in problems.items() if names]
+        raise ValueError(f"the checkpoint in {directory} does not fit the model; {'; '.join(shown)}")
     if not all(torch.equal(copy.to(embedding.destination), embedding.destination) for copy in tied_copies):
         raise ValueError("tie_word_embeddings is set, but lm_head.weight differs from embed_tokens.weight")
 
