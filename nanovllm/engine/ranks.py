@@ -165,7 +165,7 @@ def _join_torchrun(model: Model) -> dist.Store | None:
 
 
 def _work(model: Model, rank: int, port: int, num_threads: int, environment: dict[str, str], pipe: Connection) -> None:
-    """The process of rank 1 or up. Its second thread, which is no daemon, keeps it until the end of the pipe, also if it fails."""
+    """The process of rank 1 or up. Its second thread is no daemon: it keeps it until the end of the pipe, also if it fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to all processes, and meant for rank 0
     Thread(target=lambda: (wait([pipe]), os._exit(1))).start()  # rank 0 sends nothing: this is its end
     try:
