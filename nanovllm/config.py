@@ -28,8 +28,8 @@ class Config(Checked):
         model: A Hugging Face checkpoint directory, or a Hub id.
         dtype: Of weights, K/V and computation. "auto": the checkpoint's.
         device: "cpu", "cuda" or "cuda:N". "auto": CUDA if there is a GPU, else the CPU.
-        tensor_parallel_size: Ranks of one model, a process each, and a GPU each if there are any. It must divide the heads and
-            the MLP's width.
+        tensor_parallel_size: Ranks of one model, a process each, and a GPU each if there are any, from cuda:0 or `device` on. It
+            must divide the heads and the MLP's width.
         max_model_len: Prompt and generated tokens of a sequence. None: the model's limit, at most 4096, at most what the KV
             cache holds.
         max_num_batched_tokens: Tokens computed in one step.

@@ -213,7 +213,8 @@ def serve(num_heads: int, num_kv_heads: int, vocab_size: int, enforce_eager: boo
         with torch.inference_mode():
             sizes = graphs.batch_sizes(40)
             executor.graphs = graphs.CudaGraphs(executor.model, executor.kv_caches, sizes, executor.block_table_width)
-    executor.warm_up(runner._sample_all)
+    for bounds in ([0, 2, 3], [0, 1]):  # the start of an engine on a GPU
+        runner._sample_all(executor.compute(executor._make_batch(bounds)))
     for part, (lengths, params) in LIFE.items():
         parts.append(part)
         prompts = [[(i * 7 + j) % vocab_size for j in range(length)] for i, length in enumerate(lengths)]

@@ -13,9 +13,10 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
+from queue import SimpleQueue
 from unittest.mock import MagicMock
 
 import psutil
@@ -26,8 +27,9 @@ from conftest import Oracle, check_invariants, greedy, make_checkpoint, random_p
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Batch
+from nanovllm.config import Config
 from nanovllm.engine import ranks
-from nanovllm.engine.executor import Executor, Place, join
+from nanovllm.engine.executor import Executor, join
 from nanovllm.layers.tensor_parallel import FIRST_PART, TensorParallel
 
 POOL = {"num_kvcache_blocks": 64, "kvcache_block_size": 4}
@@ -155,7 +157,7 @@ def test_long_messages_arrive(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     ]
 
     def meet(rank: int) -> TensorParallel:
-        return join(torch.device(kind), 2, Place(rank, rank, store))
+        return join(torch.device(kind), 2, (rank, rank, store))
 
     def receive() -> None:
         tp = meet(1)
@@ -283,25 +285,70 @@ def test_a_rank_fails(tmp_path: Path, tiny: tuple[str, Oracle], monkeypatch: pyt
     monkeypatch.setattr(ranks, "_work", importlib.import_module("failing").fail_at_work)
     with LLM(tiny[0], tensor_parallel_size=4, **POOL) as llm:
         llm.generate([1], greedy(3), use_tqdm=False)
+        monkeypatch.setattr(ranks, "_GRACE", 1.5)  # in which the others would fail, if it ended
         with pytest.raises(RuntimeError, match=r"^rank 2 of 4 has failed:\n(?s:.*)ZeroDivisionError: on purpose\n$"):
             llm.generate([1, 2, 3], greedy(3), use_tqdm=False)
 
 
-def test_the_first_failure_is_the_cause() -> None:
-    """Also if it is seen together with others, whatever the rank."""
-    seen = object.__new__(ranks.Ranks)
-    seen.ended, seen.rank_0 = None, ranks._Rank0(seen)
-    seen.rank_0.stop_once.detach()  # there is no process to end
-    seen.rank_0.tasks.put(None)
-    others = []
-    for when in (7.0, 5.0, 6.0):
+def make_ranks(executor: Executor | None = None) -> ranks.Ranks:
+    """Of a model, `executor` if any, whose other ranks are nowhere."""
+    made = object.__new__(ranks.Ranks)
+    made.ended, made.processes, made.tasks = None, {}, SimpleQueue()
+    made.thread = threading.Thread(target=made._compute, daemon=True)
+    made.thread.start()
+    if executor is not None:
+        made.executor = executor
+    return made
+
+
+class FakeProcess:
+    name, exitcode = "rank 3 of 4", -11
+
+    def kill(self) -> None: ...
+    def join(self, timeout: float) -> None: ...
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_a_dead_rank_is_the_cause(is_dead: bool) -> None:
+    """Also if it is seen together with others, which fail since it has gone. A ValueError stays one."""
+    seen, others = make_ranks(), []
+    for _ in range(2):
         pipe, other = Pipe()
-        other.send((when, when == 5.0, f"failed at {when}"))
-        seen.rank_0.processes[pipe] = others.append(other)
-    with pytest.raises(ValueError, match=r"failed at 5\.0"):
-        seen.check()
-    with pytest.raises(RuntimeError, match=r"failed at 5\.0"):
-        seen.check()
+        other.send((True, True, "rank 1 of 4 has failed"))
+        seen.processes[pipe] = others.append(other) or FakeProcess()
+    if is_dead:
+        pipe, other = Pipe()
+        other.close()
+        seen.processes[pipe] = FakeProcess()
+    expected = "rank 3 of 4 has ended with exit code -11" if is_dead else "rank 1 of 4 has failed"
+    for kind in (RuntimeError if is_dead else ValueError, RuntimeError):
+        with pytest.raises(kind) as caught:
+            seen.check()
+        assert str(caught.value) == expected
+
+
+LOST = """
+    import os, sys, psutil
+    from nanovllm import LLM
+
+    llm = LLM(sys.argv[1], tensor_parallel_size=2, num_kvcache_blocks=8)
+    executor = llm.model_runner.executor
+    psutil.Process().children(recursive=True)[-1].kill()
+    try:
+        while True:
+            llm.generate([1, 2, 3], use_tqdm=False)
+    except RuntimeError as error:
+        print(error, flush=True)
+    if child := os.fork():
+        print(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_fork_of_an_engine_that_is_lost(tiny: tuple[str, Oracle]) -> None:
+    """There is nothing left whose end, in the forked process, would wait for threads that are not there."""
+    command = [sys.executable, "-c", textwrap.dedent(LOST), tiny[0]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "rank 1 of 2 has ended with exit code -9\n0\n", done.stderr
 
 
 def test_a_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
@@ -357,49 +404,46 @@ class GroupOfGraphs:
         self.is_aborted = self.graphs() is None
 
 
-class FakeProcess:
-    def kill(self) -> None: ...
-    def join(self, timeout: float) -> None: ...
-
-
-@pytest.mark.parametrize("is_torchrun", [False, True])
 @pytest.mark.parametrize("is_stuck", [False, True])
-def test_graphs_end_before_the_group(is_torchrun: bool, is_stuck: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On rank 0, whether or not its thread waits for a lost rank; under torchrun, the others are told first."""
+def test_graphs_end_before_the_group(is_stuck: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On rank 0, whether or not its thread waits for a lost rank."""
     monkeypatch.setattr(ranks, "_EXIT_TIMEOUT", 1.0)
-    seen, group, done, sent = object.__new__(ranks.Ranks), GroupOfGraphs(), threading.Event(), []
-    monkeypatch.setattr(TensorParallel, "send", lambda self, message: sent.append((len(message), group.is_aborted)))
-    seen.ended, seen.rank_0 = None, ranks._Rank0(seen)
-    seen.rank_0.executor = group.executor
-    seen.rank_0.processes = {} if is_torchrun else {None: FakeProcess()}
+    group, done = GroupOfGraphs(), threading.Event()
+    seen = make_ranks(group.executor)
+    seen.processes[None] = FakeProcess()
     if is_stuck:
-        seen.rank_0.tasks.put((Future(), done.wait, (30,)))
+        seen.tasks.put((Future(), done.wait, (30,)))
     start = time.monotonic()
     seen.stop("of the test")
-    assert time.monotonic() - start < 5
-    assert (is_torchrun and is_stuck) or group.is_aborted  # torchrun itself ends rank 0 then
+    assert time.monotonic() - start < 5 and group.is_aborted
     done.set()
-    seen.rank_0.join()
-    assert sent == [(0, False)] * is_torchrun and group.is_aborted
+    seen.thread.join(30)
+    assert not seen.thread.is_alive()
 
 
 def test_an_abort_that_does_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody else holds the graphs, such as the traceback of an error: the engine's end does not wait for that."""
     monkeypatch.setattr(ranks, "_EXIT_TIMEOUT", 0.5)
-    seen, group = object.__new__(ranks.Ranks), GroupOfGraphs()
+    group = GroupOfGraphs()
     held = group.executor.graphs
-    seen.ended, seen.rank_0 = None, ranks._Rank0(seen)
-    seen.rank_0.executor, seen.rank_0.processes = group.executor, {None: FakeProcess()}
     start = time.monotonic()
-    seen.stop("of the test")
+    make_ranks(group.executor).stop("of the test")
     assert time.monotonic() - start < 5 and not group.is_aborted
     del held
 
 
 @pytest.mark.parametrize("error", [None, ZeroDivisionError("on purpose")])
-def test_graphs_end_before_the_group_of_a_serving_rank(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When it is told to end, and when it fails, also while it records them: then the error's traceback holds them."""
-    group, messages = GroupOfGraphs(), [torch.zeros(1), torch.zeros(0)]
+def test_the_end_of_a_serving_rank(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of torchrun's. When rank 0 has gone, the graphs end before the group. When it fails, perhaps while it records them, the
+    error's traceback holds them: then nothing waits for the group's end."""
+    group, messages = GroupOfGraphs(), [torch.zeros(1)]
+
+    def receive(self: TensorParallel) -> torch.Tensor:
+        if not messages:
+            raise RuntimeError("Connection closed by peer")
+        return messages.pop()
 
     def compute(self: Executor, batch: torch.Tensor) -> None:
         graphs = self.graphs
@@ -407,13 +451,20 @@ def test_graphs_end_before_the_group_of_a_serving_rank(error: Exception | None, 
             raise error
         del graphs
 
-    monkeypatch.setattr(TensorParallel, "receive", lambda self: messages.pop(0))
+    monkeypatch.setattr(TensorParallel, "receive", receive)
     monkeypatch.setattr(Executor, "allocate_kv_cache", lambda self: None)
     monkeypatch.setattr(Batch, "unpack", lambda message: message)
     monkeypatch.setattr(Executor, "compute", compute)
-    with nullcontext() if error is None else pytest.raises(type(error)):
-        ranks._serve(group.executor)
-    assert group.is_aborted and len(messages) == (error is not None)
+    monkeypatch.setattr(ranks, "Executor", lambda *args: group.executor)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_: iter([(dist.HashStore(), 1, 2)]))
+    monkeypatch.setattr(os, "_exit", lambda status: sys.exit(f"at once, with {status}"))
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as caught:
+        ranks._join_torchrun((Config("", tensor_parallel_size=2), None, None))
+    assert caught.value.code == (error and "at once, with 1") and not messages
+    assert group.is_aborted == (error is None)
+    assert ("ZeroDivisionError: on purpose" in capfd.readouterr().err) == (error is not None)
 
 
 def test_interrupted_calls_are_undone(tiny: tuple[str, Oracle]) -> None:
@@ -514,8 +565,8 @@ def test_a_launcher_that_sets_too_little(
     for name, value in {**LAUNCHED, "RANK": rank, "LOCAL_RANK": rank}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(missing)
-    monkeypatch.setattr(dist, "rendezvous", lambda *_: pytest.fail("a rendezvous"))
-    with pytest.raises(ValueError, match=f" {missing} is not"):
+    monkeypatch.setattr(sys.modules["torch.distributed.rendezvous"], "TCPStore", lambda *_: pytest.fail("a rendezvous"))
+    with pytest.raises(KeyError if missing == "LOCAL_RANK" else ValueError, match=rf"\b{missing}\b"):
         LLM(tiny[0], tensor_parallel_size=2, **POOL)
 
 
@@ -565,6 +616,30 @@ def test_two_machines(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
     assert [status for status, *_ in results] == [0, 0], results
     expected = [tiny[1]([1, 2, 3], 8), tiny[1]([4] * 20, 8)]
     assert "".join(out for _, out, _ in results) == f"rank 0 {expected}\n{AGAIN}\n"
+
+
+EXITING = """
+    import atexit, os, sys, time
+    from pathlib import Path
+    from nanovllm import LLM
+
+    atexit.register(Path(sys.argv[2], os.environ["RANK"]).touch)
+    llm = LLM(sys.argv[1], tensor_parallel_size=2, num_kvcache_blocks=8)
+    llm.generate([1, 2, 3], use_tqdm=False)
+    executor = llm.model_runner.executor
+    llm.exit()
+    deadline = time.monotonic() + 60
+    while not Path(sys.argv[2], "1").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    print(os.listdir(sys.argv[2]))
+"""
+
+
+def test_exit_under_torchrun(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
+    """The other ranks leave, though rank 0's process and `llm` live on."""
+    (tmp_path / "left").mkdir()
+    ((status, out, err),) = run_torchrun(tmp_path, 1, 2, EXITING, tiny[0], str(tmp_path / "left"))
+    assert (status, out) == (0, "['1']\n"), err
 
 
 def test_a_rank_of_torchrun_fails(tmp_path: Path, tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch) -> None:

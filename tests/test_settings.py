@@ -15,7 +15,6 @@ import torch
 from conftest import Oracle, greedy, random_prompt
 
 from nanovllm import LLM, SamplingParams, kernels
-from nanovllm.engine import executor, model_runner
 from nanovllm.engine.executor import Executor, find_device
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.penalties import Penalties
@@ -96,8 +95,8 @@ def test_the_engines_gpu_is_the_current_one(make_llm: MakeLLM, monkeypatch: pyte
     current, seen = ["the caller's"], set()
 
     @contextmanager
-    def use_device(device: torch.device) -> Iterator[None]:
-        current.append(f"the engine's, {device}")
+    def device_index(index: int | None) -> Iterator[None]:
+        current.append(f"the engine's, {index}")
         try:
             yield
         finally:
@@ -107,8 +106,7 @@ def test_the_engines_gpu_is_the_current_one(make_llm: MakeLLM, monkeypatch: pyte
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, **options: seen.add((name, current[-1])) or original(*args, **options))
 
-    for module in (executor, model_runner):
-        monkeypatch.setattr(module, "use_device", use_device)
+    monkeypatch.setattr(torch.accelerator, "device_index", device_index)
     steps = [(ModelRunner, "prepare_batch"), (Executor, "compute"), (ModelRunner, "prepare_sampling"), (Penalties, "apply")]
     parts = [(kernels, "select_backend"), (Executor, "_allocate"), (kernels, "capture_decode_steps"), *steps]
     for owner, name in parts:
@@ -116,7 +114,7 @@ def test_the_engines_gpu_is_the_current_one(make_llm: MakeLLM, monkeypatch: pyte
     llm = make_llm()
     assert current == ["the caller's"]
     llm.generate(PROMPTS, SamplingParams(presence_penalty=1.0, max_tokens=3), use_tqdm=False)
-    assert seen == {(name, "the engine's, cpu") for _, name in parts} and current == ["the caller's"]
+    assert seen == {(name, "the engine's, None") for _, name in parts} and current == ["the caller's"]
     monkeypatch.setattr(ModelRunner, "prepare_batch", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
@@ -153,21 +151,17 @@ def test_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that is current when the engine is made, also when another one is afterwards."""
     for name, value in {"is_available": True, "device_count": 4, "current_device": 2}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    entered: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "device", entered.append)
     names = "auto", "cuda", "cuda:1", "cpu"
     assert [str(find_device(name)) for name in names] == ["cuda:2", "cuda:2", "cuda:1", "cpu"]
     assert [str(find_device(name, local_rank=3)) for name in ("auto", "cuda", "cpu")] == ["cuda:3", "cuda:3", "cpu"]
-    with pytest.raises(ValueError, match="every rank needs its own"):
-        find_device("cuda:1", local_rank=0)
-    with pytest.raises(ValueError, match="'cuda:4' is not there"):
-        find_device("cuda", local_rank=4)
+    assert [str(find_device("cuda:2", local_rank)) for local_rank in (0, 1)] == ["cuda:2", "cuda:3"]
+    for name, local_rank in (("cuda", 4), ("cuda:2", 2), ("cuda:4", None)):
+        with pytest.raises(ValueError, match="'cuda:4' is not there"):
+            find_device(name, local_rank)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "device_count", lambda: 1)  # as a launcher such as Slurm shows each rank its own
         assert str(find_device("cuda", local_rank=3)) == "cuda:0"
-    executor.use_device(find_device("cuda"))
-    executor.use_device(find_device("cpu"))
-    assert entered == [torch.device("cuda:2"), -1], "-1 is none at all: on a CPU, the caller's GPU stays the current one"
+    assert find_device("cpu").index is None, "on a CPU, the caller's GPU stays the current one"
 
 
 def test_exit_leaves_nothing_to_the_garbage_collector(make_llm: MakeLLM) -> None:

@@ -77,8 +77,22 @@ def test_buffers_of_rope_are_passed_over(checkpoint: Path) -> None:
 def test_missing_shard(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, max_shard_size="10KB")
     sorted(tmp_path.glob("*.safetensors"))[1].unlink()
-    with pytest.raises(ValueError, match="00002-of.*safetensors"):
+    with pytest.raises(ValueError, match="parameters without a tensor: model"):
         load(tmp_path)
+
+
+def test_which_files_hold_the_weights(tmp_path: Path) -> None:
+    """The index is not needed, and copies for other programs are not read."""
+    make_checkpoint(tmp_path, max_shard_size="10KB")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    save_file({"tok_embeddings.weight": torch.ones(1)}, tmp_path / "consolidated.safetensors")
+    load(tmp_path)
+    for number, path in enumerate(sorted(tmp_path.glob("model-*.safetensors"))):
+        path.rename(tmp_path / f"part-{number}.safetensors")
+    with pytest.raises(ValueError, match="without a parameter or repeated: tok_embeddings.weight"):
+        load(tmp_path)
+    (tmp_path / "consolidated.safetensors").unlink()
+    load(tmp_path)
 
 
 def test_truncated_file(checkpoint: Path) -> None:
@@ -104,8 +118,8 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 
 @pytest.mark.parametrize(
     "changes, complaint",
     [
-        ({"architectures": ["GPT7ForCausalLM"]}, "GPT7ForCausalLM is not supported"),
-        ({"architectures": None}, "not supported"),
+        ({"architectures": ["GPT7ForCausalLM"]}, "architectures.0. must be one of .*, not 'GPT7ForCausalLM'"),
+        ({"architectures": None}, "architectures.0. must be one of .*, not None"),
         ({"model_type": "gpt7"}, "gpt7"),
         ({"rope_parameters": LONGROPE | {"factor": 2.0}}, "longrope"),
         ({"rope_parameters": LONGROPE | {"long_factor": [2.0] * 8}}, "longrope"),
@@ -117,7 +131,7 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"dtype": None, "torch_dtype": "foo"}, "config.json: .*foo"),
         ({"architectures": {"Qwen3ForCausalLM": 0}, "vocab_size": 0}, "config.json: .*(vocab_size|architectures)"),
-        ({"model_type": "gpt7", "auto_map": {"AutoConfig": "code.Config"}}, "auto_map"),
+        ({"model_type": "gpt7", "auto_map": {"AutoConfig": "code.Config"}}, "config.json: .*custom code"),
         *[({name: value}, f"(?s)config.json: .*{name}") for name in SIZES for value in (0, -1, "32", 32.0, True, 10**30)],
         *[({"head_dim": value}, "config.json: .*head_dim") for value in (-1, "32", 32.0, True, 10**30)],
         ({"vocab_size": None}, "config.json: .*vocab_size"),
@@ -159,7 +173,7 @@ def test_no_code_of_a_checkpoint_is_run_and_no_network_asked(checkpoint: Path, m
     (checkpoint / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "OwnTokenizer", "auto_map": auto_map}))
     assert load(checkpoint).tokenizer is not None
     edit_config(checkpoint, model_type="gpt7", auto_map=auto_map)
-    with pytest.raises(ValueError, match="config.json: auto_map"):
+    with pytest.raises(ValueError, match="config.json: .*custom code"):
         load(checkpoint)
 
 
@@ -176,7 +190,7 @@ def test_old_style_rope_config(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5", b"null", b"\xff\xfe\x00", b"[" * 10**5, None], ids=repr)
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json", "model.safetensors"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
 def test_damaged_files_are_named(checkpoint: Path, name: str, content: bytes | None) -> None:
     """Even where they are needed for nothing but the dtype. None stands for a directory in place of the file."""
     edit_config(checkpoint, dtype=None)
@@ -191,13 +205,6 @@ def test_damaged_tokenizer_is_named(checkpoint: Path) -> None:
         (checkpoint / "tokenizer.json").write_bytes(content)
         with pytest.raises(ValueError, match=f"the tokenizer in {checkpoint}"):
             load(checkpoint)
-
-
-@pytest.mark.parametrize("weight_map", [None, "x", ["x"], {"x": 5}], ids=str)
-def test_index_that_names_no_files(checkpoint: Path, weight_map: object) -> None:
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(ValueError, match="index.json: "):
-        load(checkpoint)
 
 
 def test_tensor_in_two_shards(tmp_path: Path) -> None:
@@ -257,7 +264,7 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
         LLM("nowhere/at-all")
     with pytest.raises(TypeError, match="model"):
         LLM(None)
-    with pytest.raises(ValueError, match="is a file"):
+    with pytest.raises(ValueError, match="no such directory"):
         LLM(__file__)
     with pytest.raises(ValueError, match="config.json"):
         LLM(str(tmp_path))

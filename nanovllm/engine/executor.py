@@ -6,10 +6,10 @@ size, number of blocks, max_model_len.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,22 +18,18 @@ from torch import Tensor
 
 from nanovllm import kernels
 from nanovllm.batch import Batch
+from nanovllm.checks import naming
 from nanovllm.config import MAX_DRAFT_STEP, Config
-from nanovllm.engine.memory import MemoryMeter, count_blocks
+from nanovllm.engine.memory import ENLARGE, MemoryMeter, count_blocks
 from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import FIRST_PART, TensorParallel
 from nanovllm.models.decoder import ModelSpec
 from nanovllm.models.weights import init_dummy_weights, load_checkpoint
 
+Place = tuple[int, int, dist.Store]  # the rank, which one it is on its machine, and where all ranks meet
 _DEFAULT_MAX_MODEL_LEN = 4096
 _FOREVER = timedelta(days=365)  # that an engine may have nothing to do
-
-
-class Place(NamedTuple):
-    rank: int
-    local_rank: int  # among the ranks of its machine
-    store: dist.Store  # where all ranks meet
 
 
 class Executor:
@@ -45,12 +41,12 @@ class Executor:
             raise ValueError(f"max_model_len={config.max_model_len} is above the model's own limit: lower it to {spec.max_len}")
         self.config, self.spec = config, spec
         self.max_model_len = config.max_model_len or min(spec.max_len, _DEFAULT_MAX_MODEL_LEN)
-        self.device = find_device(config.device, place and place.local_rank)
+        self.device = find_device(config.device, place and place[1])
         self.tp = join(self.device, config.tensor_parallel_size, place) if place else TensorParallel()
         self.backend: Backend = attention
         self.block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
         wishes = config.attention_backend, self.device, spec.dtype, spec.head_dim, config.kvcache_block_size
-        with use_device(self.device):
+        with torch.accelerator.device_index(self.device.index):  # the current GPU is that of Triton; a CPU's index is None
             if config.enable_kernels:
                 self.tp = kernels.share_memory(self.tp, self.device, spec.dtype)
                 self.backend, self.block_size = kernels.select_backend(*wishes)
@@ -76,37 +72,23 @@ class Executor:
         self.num_blocks, arithmetic = count_blocks(self.config, self.spec, *sizes, self.meter, profile_run, self.tp)
         self.max_model_len = min(self.max_model_len, capacity := self.num_blocks * self.block_size)
         if (limit := self.config.max_model_len or 0) > capacity:
-            raise ValueError(
-                f"max_model_len={limit} is more than the KV cache holds: lower it to {capacity},"
-                " or give the cache more memory (num_kvcache_blocks, kvcache_memory_bytes, gpu_memory_utilization)"
-            )
+            raise ValueError(f"max_model_len={limit} is more than the KV cache holds: lower it to {capacity}, or {ENLARGE}")
         self._allocate(self.num_blocks)
         if self.device.type == "cuda":
-            self.warm_up(sample)
+            for bounds in ([0, 2, 3], [0, 1]):  # steps of each kind: what they compile is compiled before the first request
+                sample(self.compute(self._make_batch(bounds)))
         if self.tp.rank == 0:
             print(f"nanovllm: {self.device}, {self.spec.dtype}, {self.backend.NAME} attention; {arithmetic}", file=sys.stderr)
 
-    def warm_up(self, sample: Callable[[Tensor], object]) -> None:
-        """Steps of each kind, so that what they compile is compiled before the first request."""
-        for query_lens in ([2, 1], [1]):
-            sample(self.compute(self._make_batch(query_lens)))
-
-    @property
-    def block_table_width(self) -> int:
-        """Blocks of the longest sequence."""
-        return -(-self.max_model_len // self.block_size)
-
     def _allocate(self, num_blocks: int, is_profile: bool = False) -> None:
         spec = self.spec
+        self.block_table_width = -(-self.max_model_len // self.block_size)  # blocks of the longest sequence
         shape = (2, num_blocks, self.block_size, self.tp.divide(spec.num_kv_heads)[0], spec.head_dim)
         self.graphs, self.kv_caches = None, list[Tensor]()  # first of all let go of the old ones
         torch.cuda.empty_cache()  # does nothing where there is no GPU
-        try:
+        what = f"no memory for {num_blocks} blocks of {self.block_size} tokens: lower num_kvcache_blocks or kvcache_block_size"
+        with naming(what, RuntimeError):  # torch's own for any device that is out of memory
             self.kv_caches = [torch.empty(shape, dtype=spec.dtype, device=self.device) for _ in range(spec.num_layers)]
-        except RuntimeError as error:  # torch's own for any device that is out of memory
-            raise ValueError(
-                f"no memory for {num_blocks} blocks of {self.block_size} tokens: lower num_kvcache_blocks or kvcache_block_size"
-            ) from error
         # Linux allocates pages on first write: touch the first blocks now. And a profile run must not read NaN.
         for kv_cache in self.kv_caches:
             kv_cache[:, : -(-self.config.max_num_batched_tokens // self.block_size)].zero_()
@@ -122,19 +104,24 @@ class Executor:
         return self.compute(batch)
 
     def serve(self) -> None:
-        """Compute this rank's share of the batches that rank 0 runs, until it sends an empty one."""
+        """Compute this rank's share of the batches that rank 0 runs, until it is gone."""
         self.allocate_kv_cache()
-        while len(message := self.tp.receive()):
+        while True:
+            try:
+                message = self.tp.receive()
+            except RuntimeError:  # the connection has ended, and so has rank 0's part in it
+                return
             self.compute(Batch.unpack(message))
 
     def leave(self) -> None:
         """Part from the other ranks. CUDA graphs first: NCCL's abort waits until none is left that has a collective operation.
 
-        Not left to the garbage collector: attributes die in the order in which they were made, the group before the graphs.
+        Not left to the garbage collector: it may come late, and in a forked process, where a group's end waits for its threads.
         """
         self.graphs = None
         if self.device.type == "cuda":
             self.tp.group.abort()  # or what the GPU computes waits for the others for ever
+        vars(self.tp).update(group=None, host_group=None)  # all layers' too, since `tp` is the same object: it ends the groups
 
     @torch.inference_mode()
     def compute(self, batch: Batch) -> Tensor:
@@ -149,55 +136,47 @@ class Executor:
         """One of max_num_batched_tokens and as many rows of logits as a step can have, all of it on block 0."""
         num_drafted = MAX_DRAFT_STEP if self.config.num_speculative_tokens else 0
         num_seqs = min(max(self.config.max_num_seqs, num_drafted), self.config.max_num_batched_tokens)
-        surplus = self.config.max_num_batched_tokens - num_seqs  # over a token each
-        num_longest, rest = divmod(surplus, self.max_model_len - 1)
-        query_lens = [self.max_model_len] * min(num_longest, num_seqs) + [1 + rest] + [1] * num_seqs
-        return self._make_batch(query_lens[:num_seqs])
+        i = np.arange(num_seqs + 1)
+        surplus = self.config.max_num_batched_tokens - num_seqs  # over a token each: the first ones are as long as can be
+        return self._make_batch(np.minimum(i * self.max_model_len, i + surplus))
 
-    def _make_batch(self, query_lens: list[int]) -> Batch:
-        """A dummy batch with these query lengths and no context, in block 0, launched as if for a context of max_model_len."""
-        bounds = torch.from_numpy(np.cumsum([0, *query_lens], dtype=np.int32))
-        tables = torch.from_numpy(np.zeros((len(query_lens), self.block_table_width), np.int32))
-        zeros = torch.from_numpy(np.zeros(sum(query_lens), np.int32))
-        longest = max(query_lens), self.max_model_len
-        return Batch(zeros, zeros, zeros, bounds, bounds.diff(), tables, *longest, bounds[1:] - 1)
+    def _make_batch(self, bounds: Sequence[int] | np.ndarray) -> Batch:
+        """A dummy batch with these bounds of queries and no context, in block 0, launched for a context of max_model_len."""
+        ends = torch.from_numpy(np.array(bounds, np.int32))
+        lens = ends.diff()
+        tables = torch.from_numpy(np.zeros((len(lens), self.block_table_width), np.int32))
+        zeros = torch.from_numpy(np.zeros(bounds[-1], np.int32))
+        return Batch(zeros, zeros, zeros, ends, lens, tables, int(lens.max()), self.max_model_len, ends[1:] - 1)
 
 
 def join(device: torch.device, size: int, place: Place) -> TensorParallel:
     """Meet the other ranks."""
-    rank, store = place.rank, place.store
+    rank, _, store = place
+    store.set(f"{rank} has started", "")
     store.set_timeout(_FOREVER)  # NCCL waits there for rank 0, which may still load its weights
     host_group = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, _FOREVER)
     group: Any = host_group  # see TensorParallel
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _FOREVER
-        group = dist.ProcessGroupNCCL(store, rank, size, options)
+        group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
     return TensorParallel(rank, size, group, host_group, torch.empty(FIRST_PART, dtype=torch.int32, device="cpu"))
 
 
 def find_device(name: str, local_rank: int | None = None) -> torch.device:
-    """The device of that name: of several GPUs the current one, or that of a machine's rank, which may see no other.
+    """The device of that name: without a number the current GPU. The ranks of a machine have one GPU each, from that of their
+    device's name (or 0) on, unless each sees only its own.
 
     Raises ValueError if it is not known or not there.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or not (index or "0").isdecimal():
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
         raise ValueError(f"device {name!r} is not known: use 'auto', 'cpu', 'cuda' or 'cuda:N'")
     if kind == "cpu":
         return torch.device("cpu")
     if local_rank is not None:
-        if index:
-            raise ValueError(f"device={name!r} is one GPU, but every rank needs its own: use 'cuda'")
-        index = str(local_rank if torch.cuda.device_count() > 1 else 0)  # launchers such as Slurm may show each rank its own
-    if int(index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device 'cuda:{index or 0}' is not there: this machine has {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", int(index) if index else torch.cuda.current_device())
-
-
-def use_device(device: torch.device) -> torch.cuda.device:
-    """Makes a GPU the current one meanwhile, since Triton, CUDA graphs and trials of kernels take that one."""
-    return torch.cuda.device(device if device.type == "cuda" else -1)  # -1: nothing happens
+        number = str(int(number or 0) + local_rank if torch.cuda.device_count() > 1 else 0)  # Slurm may show each its own
+    if int(number or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device 'cuda:{number or 0}' is not there: this machine has {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", int(number) if number else torch.cuda.current_device())

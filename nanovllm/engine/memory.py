@@ -22,6 +22,7 @@ from nanovllm.models.decoder import ModelSpec
 
 GPU_SHARE_OF_FREE = 0.95  # where others use the GPU, leave room for what they and the driver still allocate
 CPU_SHARE = 0.25
+ENLARGE = "give the cache more memory (num_kvcache_blocks, kvcache_memory_bytes, gpu_memory_utilization)"
 
 
 class MemoryMeter:
@@ -47,7 +48,10 @@ class MemoryMeter:
 
 
 def find_available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process may still take: the least of what the machine and its cgroups have left."""
+    """Bytes that this process may still take: the least of what the machine and its cgroups have left.
+
+    What a cgroup uses includes files that nobody reads any more (inactive_file), which can be reclaimed.
+    """
     left = [psutil.virtual_memory().available]
     groups = root / "proc/self/cgroup"
     own = Path(groups.read_text().partition("0::/")[2].strip() if groups.exists() else "")
@@ -55,8 +59,7 @@ def find_available_memory(root: Path = Path("/")) -> int:
         for limit in (group / "memory.max", group / "memory.high"):
             if limit.exists() and (num_bytes := limit.read_text().strip()) != "max":
                 counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                cached = int(counts["inactive_file"])  # which can be reclaimed
-                left.append(int(num_bytes) - int((group / "memory.current").read_text()) + cached)
+                left.append(int(num_bytes) - int((group / "memory.current").read_text()) + int(counts["inactive_file"]))
     return max(0, min(left))
 
 
@@ -67,17 +70,14 @@ def count_blocks(
     """The number of blocks and a line that shows how it was found. Raises ValueError if there is memory for none."""
     block_bytes = block_size * 2 * spec.num_layers * tp.divide(spec.num_kv_heads)[0] * spec.head_dim * spec.dtype.itemsize
     useful = config.max_num_seqs * -(-max_model_len // block_size) * block_bytes
-    tp.minimum([0])  # here all ranks have loaded their weights
-    if config.num_kvcache_blocks is not None:
-        budget, origin = config.num_kvcache_blocks * block_bytes, "num_kvcache_blocks"
-    elif config.kvcache_memory_bytes is not None:
-        budget, origin = config.kvcache_memory_bytes, "kvcache_memory_bytes"
-    elif meter.device.type == "cuda":
+    budget = config.kvcache_memory_bytes if config.num_kvcache_blocks is None else config.num_kvcache_blocks * block_bytes
+    origin = "as asked for"
+    if budget is None and meter.device.type == "cuda":
         profile_run()
         share, peak = config.gpu_memory_utilization, meter.peak()
         budget = min(int(min(share * meter.total, GPU_SHARE_OF_FREE * meter.free_before)) - peak, useful)
         origin = f"min({share} * {_gb(meter.total)}, {GPU_SHARE_OF_FREE} * {_gb(meter.free_before)} free) - {_gb(peak)} taken"
-    else:
+    elif budget is None:
         available = find_available_memory()
         budget = min(int(available * CPU_SHARE / tp.size), useful)
         origin = f"{CPU_SHARE} * {_gb(available)} available / {tp.size} ranks"
@@ -88,7 +88,7 @@ def count_blocks(
         raise ValueError(f"the ranks' backends prefer blocks of {least} and {-minus_most} tokens: set kvcache_block_size")
     arithmetic = f"({origin} = {_gb(budget)}) / {block_bytes} B" + f", the smallest of {tp.size} ranks" * (tp.size > 1)
     if num_blocks < 1:
-        raise ValueError(f"no memory for a KV cache: {arithmetic}; raise kvcache_memory_bytes or gpu_memory_utilization")
+        raise ValueError(f"no memory for a KV cache: {arithmetic}; {ENLARGE}")
     return num_blocks, f"KV cache: {arithmetic} = {num_blocks} blocks of {block_size} = {num_blocks * block_size} tokens"
 
 

@@ -4,6 +4,7 @@ The block tables live here as one array with a row per lane, and only what is ne
 all contexts at every step.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -17,7 +18,6 @@ from torch import Tensor
 from nanovllm import kernels
 from nanovllm.batch import Batch, SamplingBatch, to_device
 from nanovllm.config import Config
-from nanovllm.engine.executor import use_device
 from nanovllm.engine.penalties import Penalties
 from nanovllm.engine.ranks import Ranks
 from nanovllm.engine.sequence import Sequence
@@ -30,10 +30,13 @@ from nanovllm.sampling_params import SamplingParams
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Within it, compute on this engine's GPU, in the dtypes that the tensors have, and without autograd."""
+    """Within it, compute on this engine's GPU, in the dtypes that the tensors have, and without autograd.
+
+    Triton and CUDA graphs take the GPU that is the current one. The index of a CPU is None, which changes nothing.
+    """
     is_cast = torch.is_autocast_enabled(device.type)
     autocast = torch.autocast(device.type, enabled=False) if is_cast else nullcontext()
-    with torch.inference_mode(), use_device(device), autocast:
+    with torch.inference_mode(), torch.accelerator.device_index(device.index), autocast:
         yield
 
 
@@ -42,6 +45,7 @@ class ModelRunner:
 
     def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
         self.ranks = Ranks(config, spec, directory)
+        weakref.finalize(self, self.ranks.stop, "the engine is gone")  # also at the interpreter's end
         self.executor = executor = self.ranks.executor
         self.vocab_size, self.device, self.block_size = spec.vocab_size, executor.device, executor.block_size
         self.sampler = Sampler(spec.vocab_size).to(self.device)

@@ -22,7 +22,6 @@ from nanovllm.models.moe import MoESpec
 from nanovllm.models.opt import OPTSpec
 
 Fields = dict[str, Any]
-_FAULTS = (ArithmeticError, AttributeError, KeyError, TypeError, ValueError)  # what a wrong value may lead to
 
 
 def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> ModelSpec:
@@ -30,10 +29,8 @@ def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> M
 
     Raises ValueError for what cannot be computed, or not divided among that many ranks.
     """
-    with naming(Path(config.name_or_path or "", "config.json"), *_FAULTS):
-        architecture = next(iter(config.architectures or ()), "(none)")
-        if architecture not in ARCHITECTURES:
-            raise ValueError(f"architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}")
+    with naming(Path(config.name_or_path or "", "config.json"), Exception):  # whatever a wrong value leads to
+        architecture = check_choice("architectures[0]", next(iter(config.architectures or ()), None), tuple(ARCHITECTURES))
         if getattr(config, "quantization_config", None):
             raise ValueError("quantized checkpoints (quantization_config) are not supported")
         check_choice("dtype", str(dtype).removeprefix("torch."), DTYPES)
@@ -50,8 +47,7 @@ def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> M
         for name, num in spec.divided_sizes.items():
             if num % num_ranks:
                 raise ValueError(f"tensor_parallel_size={num_ranks} does not divide {name}={num}")
-        heads = spec.num_kv_heads
-        if max(heads, num_ranks) % min(heads, num_ranks):
+        if max(heads := spec.num_kv_heads, num_ranks) % min(heads, num_ranks):
             raise ValueError(f"tensor_parallel_size={num_ranks} neither divides num_key_value_heads={heads} nor is its multiple")
         return spec
 
@@ -85,9 +81,8 @@ def _read_decoder(config: PretrainedConfig, common: Fields, make: type[DecoderSp
 
 
 def _read_qwen3_moe(config: PretrainedConfig, common: Fields) -> DecoderSpec:
-    layers, step = range(common["num_layers"]), _read_size(config, "decoder_sparse_step")
-    num_experts = _read_size(config, "num_experts")
-    sparse_layers = {layer for layer in layers if (layer + 1) % step == 0} - set(config.mlp_only_layers)
+    num_experts, step = _read_size(config, "num_experts"), _read_size(config, "decoder_sparse_step")
+    dense_layers = {layer for layer in range(common["num_layers"]) if (layer + 1) % step or layer in config.mlp_only_layers}
     return _read_decoder(
         config,
         common,
@@ -98,7 +93,7 @@ def _read_qwen3_moe(config: PretrainedConfig, common: Fields) -> DecoderSpec:
         num_experts_per_tok=check_int("num_experts_per_tok", config.num_experts_per_tok, 1, num_experts),
         expert_size=_read_size(config, "moe_intermediate_size"),
         normalize_weights=config.norm_topk_prob,
-        dense_layers=frozenset(layers) - sparse_layers,
+        dense_layers=frozenset(dense_layers),
     )
 
 

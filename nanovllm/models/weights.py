@@ -15,7 +15,6 @@ from transformers import PretrainedConfig
 from nanovllm.checks import naming
 from nanovllm.config import Config
 from nanovllm.layers.linear import Target
-from nanovllm.models.checkpoint import read_json
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -89,15 +88,11 @@ def _targets(model: nn.Module) -> dict[str, Target]:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        with naming(index, AttributeError, KeyError, TypeError):
-            paths = {directory / name for name in read_json(index)["weight_map"].values()}
-    else:
-        paths = set(directory.glob("model.safetensors")) or set(directory.glob("*.safetensors"))
-    if not paths:
-        raise ValueError(f"{directory} holds no *.safetensors (load_format='dummy' needs none)")
-    return sorted(paths)
+    """The first of these that there are. An index would tell nothing more: every tensor must be there once, in whatever file."""
+    for pattern in ("model.safetensors", "model-*.safetensors", "*.safetensors"):
+        if paths := sorted(directory.glob(pattern)):
+            return paths
+    raise ValueError(f"{directory} holds no *.safetensors (load_format='dummy' needs none)")
 
 
 def _read_share(file: safe_open, name: str, target: Target) -> Tensor:
