@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from nanovllm.checks import naming
 from nanovllm.config import Config
 from nanovllm.engine.executor import Executor
 from nanovllm.models.decoder import ModelSpec
@@ -146,8 +147,9 @@ def _join_torchrun(model: Model) -> dist.Store | None:
     """The store of the ranks that torchrun has started, if it has. All but rank 0 serve in here, and exit."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return None
-    local_rank = int(os.environ["LOCAL_RANK"])
-    store, rank, world_size = next(dist.rendezvous("env://"))
+    with naming("WORLD_SIZE is set, so what else torchrun sets must be, too", KeyError, ValueError):
+        local_rank = int(os.environ["LOCAL_RANK"])
+        store, rank, world_size = next(dist.rendezvous("env://"))
     if world_size != (size := model[0].tensor_parallel_size):
         raise ValueError(f"tensor_parallel_size={size}, but torchrun has started {world_size} processes")
     if rank > 0:
