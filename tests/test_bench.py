@@ -81,7 +81,7 @@ def test_it_ends_when_nobody_reads_on() -> None:
         (["--set", "max_model_len=None"], "max_model_len"),
         (["--set", "num_kvcache_blocks=1", "--model", "small", "--set", "device=cpu"], "num_kvcache_blocks"),
         (["--set", "enable_chunked_prefill=False", "--set", "max_num_batched_tokens=16"], "enable_chunked_prefill"),
-        (["--model", "bench.py"], "is a file"),
+        (["--model", "bench.py"], "no such directory"),
         (["--set", "max_num_seq=3"], "max_num_seq"),
         (["--engine", "tgi"], "tgi"),
         (["--model", "./nowhere"], "no such directory"),

@@ -208,7 +208,7 @@ def lose_within(seconds: float, llm: LLM, match: str, max_tokens: int = 190) -> 
         llm.add_request([1])
     assert find_ranks() == []
     llm.exit()
-    with pytest.raises(RuntimeError, match="exit"):
+    with pytest.raises(RuntimeError, match=match):
         llm.step()
 
 

@@ -48,7 +48,7 @@ def test_example_ends_when_nobody_reads_on() -> None:
         (["--max-tokens", "0"], "max_tokens must be at least 1"),
         (["--max-tokens", "x"], "--max-tokens"),
         (["--model", "./nothing"], "no such directory"),
-        (["--model", "example.py"], "is a file"),
+        (["--model", "example.py"], "no such directory"),
     ],
 )
 def test_example_says_what_is_wrong(arguments: list[str], complaint: str) -> None:
