@@ -108,11 +108,12 @@ class Ranks:
                 process.kill()
                 process.join(_EXIT_TIMEOUT)
             self.tasks.put(None)
-            leave = [self.executor.leave] if hasattr(self, "executor") else []
-            for end in (self.thread.join, *leave):  # not here: a step may wait for a lost rank, and NCCL's abort for both
-                ending = Thread(target=end, daemon=True)
-                ending.start()
-                ending.join(_EXIT_TIMEOUT)
+            if self.thread is not current_thread():
+                self.thread.join(_GRACE)  # not for long: its step may wait for a lost rank, until `leave` aborts that
+            if hasattr(self, "executor"):
+                leaving = Thread(target=self.executor.leave, daemon=True)  # not here: NCCL's abort, too, may be stuck
+                leaving.start()
+                leaving.join(_EXIT_TIMEOUT)
 
     def _compute(self) -> None:
         for answer, function, args in iter(self.tasks.get, None):
