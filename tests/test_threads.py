@@ -186,26 +186,21 @@ def test_another_thread_waits_for_the_step(make_llm: MakeLLM, within_a_step: Cal
 
 def test_an_abort_after_the_last_look(make_llm: MakeLLM) -> None:
     """While a call gives the lock back: it is not left to some later call."""
-    llm = make_llm()
+    llm, late = make_llm(), []
     request_id = llm.add_request(PROMPTS[0], GREEDY)
-    callers = llm._callers
-    llm._aborted_late = False
 
-    class Owner:
-        """Aborts when the owner of the lock is cleared."""
+    class Callers(set):
+        """Aborts when the lock is free, and its last owner still listed."""
 
-        def __set__(self, engine: LLM, thread: int | None) -> None:
-            vars(engine)["_owner"] = thread
-            if thread is None and engine._callers is callers and not engine._aborted_late:
-                engine._aborted_late = True
-                engine.abort(request_id)
+        def discard(self, thread: int) -> None:
+            if not late:
+                late.append(llm._lock.locked())
+                llm.abort(request_id)
+            super().discard(thread)
 
-        def __get__(self, engine: LLM, kind: type) -> int | None:
-            return vars(engine)["_owner"]
-
-    llm.__class__ = type("Watched", (LLM,), {"_owner": Owner()})
+    llm._callers = Callers()
     assert [output["finish_reason"] for output in llm.step()] == [None]
-    assert llm._aborted_late and not llm.requests and llm.is_finished() and llm.stats["num_free_blocks"] == 64
+    assert late == [False] and not llm.requests and llm.is_finished() and llm.stats["num_free_blocks"] == 64
 
 
 def test_aborts_from_another_thread_are_in_nobodys_way(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
