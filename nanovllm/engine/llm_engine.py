@@ -65,6 +65,7 @@ class LLMEngine:
         spec = read_spec(hf_config, find_dtype(config, hf_config, directory), config.tensor_parallel_size)
         self.tokenizer = read_tokenizer(directory)
         self.eos_token_ids = read_eos_token_ids(directory, hf_config, self.tokenizer)
+        timeline = None if config.trace is None else Timeline(config.trace)
         self.model_runner = ModelRunner(config, spec, directory)
         LLMEngine._process = os.getpid()
         self.ranks, executor = self.model_runner.ranks, self.model_runner.executor
@@ -74,8 +75,8 @@ class LLMEngine:
         self.scheduler = Scheduler(block_manager, *limits, config.enable_chunked_prefill)
         if draft_len := min(config.num_speculative_tokens, MAX_DRAFT_LEN, self.max_model_len - 1):
             self.scheduler.speculator = Speculator(draft_len, *self.model_runner.measure_steps(draft_len))
-        if config.trace is not None:
-            Timeline(config.trace).watch(self.scheduler, self.model_runner)
+        if timeline is not None:
+            timeline.watch(self.scheduler, self.model_runner)
         self.requests: dict[int, Request] = {}  # unfinished ones, oldest first
         self._told: Told = {}  # add_request's
         self._ids = count()

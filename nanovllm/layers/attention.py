@@ -72,8 +72,8 @@ def attend_one(query: Tensor, kv_cache: Tensor, context_len: int, block_table: T
     key, value = (cache.index_select(0, block_ids).flatten(0, 1)[:context_len] for cache in kv_cache)
     key, value = key.transpose(0, 1)[None], value.transpose(0, 1)[None]  # [1, num_kv_heads, context_len, head_dim]
     rows = query.transpose(0, 1)[None]  # [1, num_heads, query_len, head_dim]; heads share K/V (GQA, Ainslie et al. 2023)
-    mask, is_causal = None, query_len > 1
+    mask, is_causal = None, query_len == context_len
     if 1 < query_len < context_len:  # SDPA's is_causal aligns the first query with the first key, but these are the last tokens
-        mask, is_causal = query.new_ones(query_len, context_len, dtype=torch.bool).tril(context_len - query_len), False
+        mask = query.new_ones(query_len, context_len, dtype=torch.bool).tril(context_len - query_len)
     output = F.scaled_dot_product_attention(rows, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=True)
     return output[0].transpose(0, 1)
