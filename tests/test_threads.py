@@ -157,6 +157,35 @@ def test_a_loop_beside_a_thread(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> 
     assert not thread.is_alive() and llm.is_finished() and llm.step() == []
 
 
+def test_a_signal_handler_aborts_while_its_thread_waits(make_llm: MakeLLM, within_a_step: Callable) -> None:
+    """For another thread's step, after which the abort takes effect."""
+    llm, handled = make_llm(), []
+    other = llm.add_request(PROMPTS[0], GREEDY)
+    is_held = threading.Event()
+
+    def hold() -> None:
+        if threading.current_thread() is thread and not is_held.is_set():
+            is_held.set()
+            while len(llm._callers) < 2:
+                time.sleep(0.001)
+            time.sleep(0.02)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+            time.sleep(0.02)
+            assert llm.requests[other].finish_reason is None
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: handled.append(llm.abort(other)))
+    within_a_step(hold)
+    thread = threading.Thread(target=llm.step)
+    try:
+        thread.start()
+        assert is_held.wait(30)
+        assert len(llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)[0]["token_ids"]) == 6
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        thread.join(30)
+    assert handled == [None] and llm.is_finished() and llm.stats["num_free_blocks"] == 64
+
+
 def test_another_thread_waits_for_the_step(make_llm: MakeLLM, within_a_step: Callable) -> None:
     """An abort waits for nothing, and takes effect after the step."""
     llm, threads = make_llm(), []
