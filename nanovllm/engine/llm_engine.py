@@ -105,7 +105,8 @@ class LLMEngine:
         May be called at any moment, by any thread. Within a step it takes effect after it.
         """
         self._check_process()
-        self._aborted.append([r for r in list(self.requests.values()) if request_id in (r.seq_id, r.seq_id - r.sample_index)])
+        wanted = operator.index(request_id)
+        self._aborted.append([r for r in list(self.requests.values()) if wanted in (r.seq_id, r.seq_id - r.sample_index)])
         self._abort_soon()
 
     def is_finished(self) -> bool:
