@@ -9,7 +9,8 @@ from tqdm import tqdm
 from nanovllm.beam_search import Beam, BeamSearch, search_together
 from nanovllm.checks import check_bool, check_choice, check_int, check_number, check_text, check_type, naming
 from nanovllm.detokenizer import Detokenizer
-from nanovllm.engine.llm_engine import CheckedPrompt, LLMEngine, Prompt, Told
+from nanovllm.engine.llm_engine import CheckedPrompt, LLMEngine, Prompt
+from nanovllm.engine.request import NOTHING
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -82,21 +83,21 @@ class LLM(LLMEngine):
         return cast(RequestOutput, {**first, **beam._asdict(), "request_id": next(self._ids), "text": text})
 
     def _generate(self, prompts: list[CheckedPrompt], use_tqdm: bool = False) -> list[RequestOutput]:
-        with self._queued(prompts, {}) as requests:
+        with self._queued(prompts) as requests:
             before, start = self.scheduler.num_decode_tokens, time.perf_counter()
             with tqdm(total=len(requests), unit="seq", miniters=0, mininterval=0.5, disable=not use_tqdm) as bar:
                 for request in requests:
-                    while not request.has_ended:
+                    while request.seq_id in self.requests:
                         self._alone(self._step)
                         if use_tqdm:
                             rate = (self.scheduler.num_decode_tokens - before) / (time.perf_counter() - start)
                             bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
-                            bar.update(sum(each.has_ended for each in requests) - bar.n)
+                            bar.update(sum(each.seq_id not in self.requests for each in requests) - bar.n)
             return self._alone(lambda: [request.output() for request in requests])
 
     def _stream(self, prompts: list[CheckedPrompt]) -> Iterator[RequestOutput]:
-        told: Told = {}
-        with self._queued(prompts, told):
+        with self._queued(prompts) as requests:
+            told = dict.fromkeys(requests, NOTHING)
             while told:
                 yield from self._alone(self._step_and_tell, told)
 

@@ -10,7 +10,7 @@ class SamplingParams(Checked):
     """Options of one request. Raises ValueError or TypeError, naming the field.
 
     The logits are changed by the penalties, then divided by the temperature; what top-k, then top-p, then min-p leave is
-    drawn from. Sample i of n draws with a seed of its own, a function of `seed` and i; that of sample 0 is `seed`.
+    drawn from. Sample i of n draws with a seed of its own, a function of `seed` and i.
 
     Args:
         n: Samples per prompt.

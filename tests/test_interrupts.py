@@ -224,7 +224,7 @@ def test_an_end_that_is_not_noted(tiny: tuple[str, Oracle], make_llm: MakeLLM, m
         patch.setattr(Request, "note", interrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.step()
-    assert not llm.is_finished() and not llm.requests[request_id].has_ended
+    assert not llm.is_finished() and llm.requests[request_id].noted == (1, None)
     (output,) = llm.step()
     assert (output["token_ids"], output["finish_reason"]) == (tiny[1](PROMPTS[0], 2), "length")
 

@@ -66,7 +66,7 @@ def test_random_loads(
         assert chunked or len({behind.get(seq) == 1 for seq in scheduled}) <= 1, "all prefill or all decode"
         if chunked and unfinished:
             oldest = unfinished[0]
-            assert oldest.is_finished or progress != [(len(oldest.token_ids), oldest.num_computed_tokens)], "it stands still"
+            assert oldest.finish_reason or progress != [(len(oldest.token_ids), oldest.num_computed_tokens)], "it stands still"
     else:
         raise AssertionError("not everybody ended")
     assert len(scheduler.block_manager.free_block_ids) == num_blocks

@@ -157,6 +157,35 @@ def test_a_loop_beside_a_thread(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> 
     assert not thread.is_alive() and llm.is_finished() and llm.step() == []
 
 
+def test_a_signal_handler_aborts_while_its_thread_waits(make_llm: MakeLLM, within_a_step: Callable) -> None:
+    """For another thread's step, after which the abort takes effect."""
+    llm, handled = make_llm(), []
+    other = llm.add_request(PROMPTS[0], GREEDY)
+    is_held = threading.Event()
+
+    def hold() -> None:
+        if threading.current_thread() is thread and not is_held.is_set():
+            is_held.set()
+            while len(llm._callers) < 2:
+                time.sleep(0.001)
+            time.sleep(0.02)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+            time.sleep(0.02)
+            assert llm.requests[other].finish_reason is None
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: handled.append(llm.abort(other)))
+    within_a_step(hold)
+    thread = threading.Thread(target=llm.step)
+    try:
+        thread.start()
+        assert is_held.wait(30)
+        assert len(llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)[0]["token_ids"]) == 6
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        thread.join(30)
+    assert handled == [None] and llm.is_finished() and llm.stats["num_free_blocks"] == 64
+
+
 def test_another_thread_waits_for_the_step(make_llm: MakeLLM, within_a_step: Callable) -> None:
     """An abort waits for nothing, and takes effect after the step."""
     llm, threads = make_llm(), []
@@ -186,26 +215,21 @@ def test_another_thread_waits_for_the_step(make_llm: MakeLLM, within_a_step: Cal
 
 def test_an_abort_after_the_last_look(make_llm: MakeLLM) -> None:
     """While a call gives the lock back: it is not left to some later call."""
-    llm = make_llm()
+    llm, late = make_llm(), []
     request_id = llm.add_request(PROMPTS[0], GREEDY)
-    callers = llm._callers
-    llm._aborted_late = False
 
-    class Owner:
-        """Aborts when the owner of the lock is cleared."""
+    class Callers(set):
+        """Aborts when the lock is free, and its last owner still listed."""
 
-        def __set__(self, engine: LLM, thread: int | None) -> None:
-            vars(engine)["_owner"] = thread
-            if thread is None and engine._callers is callers and not engine._aborted_late:
-                engine._aborted_late = True
-                engine.abort(request_id)
+        def discard(self, thread: int) -> None:
+            if not late:
+                late.append(llm._lock.locked())
+                llm.abort(request_id)
+            super().discard(thread)
 
-        def __get__(self, engine: LLM, kind: type) -> int | None:
-            return vars(engine)["_owner"]
-
-    llm.__class__ = type("Watched", (LLM,), {"_owner": Owner()})
+    llm._callers = Callers()
     assert [output["finish_reason"] for output in llm.step()] == [None]
-    assert llm._aborted_late and not llm.requests and llm.is_finished() and llm.stats["num_free_blocks"] == 64
+    assert late == [False] and not llm.requests and llm.is_finished() and llm.stats["num_free_blocks"] == 64
 
 
 def test_aborts_from_another_thread_are_in_nobodys_way(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:

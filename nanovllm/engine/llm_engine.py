@@ -18,19 +18,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count, islice
-from numbers import Integral
 from threading import Lock, get_ident
 from typing import Any, ClassVar, TypeVar
 
 import torch
 import xxhash
 
-from nanovllm.checks import check_text, check_type
+from nanovllm.checks import check_int, check_text, check_type
 from nanovllm.config import MAX_DRAFT_LEN, Config, takes
-from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.request import Noted, Request
+from nanovllm.engine.request import NOTHING, Noted, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.speculation import Speculator
 from nanovllm.engine.timeline import Timeline
@@ -84,7 +82,6 @@ class LLMEngine:
         self._ids = count()
         self._aborted: deque[list[Request]] = deque()  # to be ended at the end of a call
         self._lock = Lock()
-        self._owner: int | None = None  # the thread that has the lock
         self._callers: set[int] = set()  # threads that have it or want it
         self._is_under_way = False  # a call has begun and has not ended; if the next one sees it, it was cut short
 
@@ -94,7 +91,8 @@ class LLMEngine:
         Raises ValueError or TypeError for a prompt that can never be served.
         """
         prompt_and_params = self._check_prompt(prompt, SamplingParams() if sampling_params is None else sampling_params)
-        with self._queued([prompt_and_params], self._told) as requests:
+        with self._queued([prompt_and_params]) as requests:
+            self._told.update(dict.fromkeys(requests, NOTHING))
             return requests[0].seq_id
 
     def step(self) -> list[RequestOutput]:
@@ -113,8 +111,7 @@ class LLMEngine:
 
     def is_finished(self) -> bool:
         """True if nothing waits, runs or is left for `step` to report, other than what the caller has aborted itself."""
-        news = [request.noted for request, noted in list(self._told.items()) if request.noted != noted]
-        return not self.requests and all(finish_reason == "abort" for _, finish_reason in news)
+        return not self.requests and all(request.finish_reason == "abort" for request in list(self._told))
 
     @property
     def stats(self) -> Stats:
@@ -160,44 +157,38 @@ class LLMEngine:
             request.note(None if logprobs is None else list(islice(rows, 1 + len(request.draft))))
             if request.finish_reason is not None:
                 del self.requests[request.seq_id]
-                if request.finish_reason == "error":
-                    warnings.warn(
-                        f"request {request.seq_id} ends with an error: its logits are NaN", RuntimeWarning, stacklevel=6
-                    )
+            if request.finish_reason == "error":
+                warnings.warn(f"request {request.seq_id} ends with an error: its logits are NaN", RuntimeWarning, stacklevel=6)
 
     def _step_and_tell(self, told: Told) -> list[RequestOutput]:
         """One step. Outputs of the requests in `told` that have since gained a token or ended; the ended ones leave it."""
         self._step()
-        news = {request: request.noted for request, noted in list(told.items()) if request.noted != noted}
-        outputs = [request.output() for request in news]
-        told.update(news)
-        for request in news:
-            if request.is_finished:
+        outputs = {request: request.output() for request, noted in list(told.items()) if request.noted != noted}
+        for request in outputs:
+            if request.finish_reason is None:
+                told[request] = request.noted
+            else:
                 del told[request]
-        return outputs
+        return list(outputs.values())
 
     def _alone(self, change: Callable[..., Result], *args: Any) -> Result:
         """change(*args), one at a time: other threads wait for their turn. If the last one was cut short, start over first."""
         self._check_process()
         thread = get_ident()
-        if self._owner == thread and self._lock.locked():
+        if thread in self._callers:
             raise RuntimeError("the engine was called from within its own step, where only abort may be")
         if self._callers:  # locks are not fair: without a pause, a thread that asks again at once would get it again
             time.sleep(1e-5)
         try:
             self._callers.add(thread)
-            with self._lock:  # Ctrl-C cannot come between taking the lock and `try`, so `finally` always runs
-                self._owner = thread
-                try:
-                    if self._is_under_way:
-                        self._start_over()
-                    self._is_under_way = True
-                    self._end_aborted()
-                    result = change(*args)
-                    self._end_aborted()
-                    self._is_under_way = False
-                finally:
-                    self._owner = None
+            with self._lock:
+                if self._is_under_way:
+                    self._start_over()
+                self._is_under_way = True
+                self._end_aborted()
+                result = change(*args)
+                self._end_aborted()
+                self._is_under_way = False
         finally:
             self._callers.discard(thread)
         if change != self._end_aborted:
@@ -213,22 +204,20 @@ class LLMEngine:
         self.scheduler.reset(list(self.requests.values()))
 
     @contextmanager
-    def _queued(self, prompts: list[CheckedPrompt], told: Told) -> Iterator[list[Request]]:
+    def _queued(self, prompts: list[CheckedPrompt]) -> Iterator[list[Request]]:
         """Queue `prompts`, all or none. Their Requests, n samples of a prompt side by side, which an exception takes back."""
         requests: list[Request] = []
         try:
-            self._alone(self._queue, prompts, requests, told)
+            self._alone(self._queue, prompts, requests)
             yield requests
         except BaseException:
             self._aborted.append(requests)
-            for request in requests:
-                told.pop(request, None)  # nobody waits for it
             self._abort_soon()
             raise
 
     def _abort_soon(self) -> None:
-        """End what is in `_aborted`: now, or, if a call is under way, at its end. A forked process leaves it alone."""
-        while self._aborted and self._process == os.getpid() and not self._lock.locked():
+        """End what is in `_aborted`: now, or, if there are callers, in their calls. A forked process leaves it alone."""
+        while self._aborted and self._process == os.getpid() and not self._callers:
             self._alone(self._end_aborted)
 
     def _end_aborted(self) -> None:
@@ -241,10 +230,7 @@ class LLMEngine:
 
     def _check_process(self) -> None:
         if self._process not in (None, os.getpid()):
-            raise RuntimeError(
-                "this process was forked from one that had made an engine, where nothing can be computed any more:"
-                " start it with multiprocessing's 'spawn' method"
-            )
+            raise RuntimeError("this process was forked from one that had made an engine: start it by multiprocessing's 'spawn'")
 
     def _shut_down(self) -> None:
         self.ranks.stop("this engine has been shut down by exit()")
@@ -255,59 +241,35 @@ class LLMEngine:
     def _check_prompt(self, prompt: Prompt, params: SamplingParams) -> CheckedPrompt:
         """The prompt as token ids, if this engine can serve it."""
         check_type("sampling_params", params, (SamplingParams,), "SamplingParams")
-        if params.stop_strings and self.tokenizer is None:
-            raise ValueError("the checkpoint has no tokenizer: use stop_token_ids instead of stop")
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("the checkpoint has no tokenizer: a prompt must be a list of token ids, not a str")
+        if isinstance(prompt, str) and self.tokenizer is not None:
             prompt = self.tokenizer.encode(check_text("a prompt", prompt))
-        if not isinstance(prompt, (list, tuple)):
-            raise TypeError(f"a prompt must be a str or a list of token ids, not {prompt!r}")
-        if not prompt:
+        if isinstance(prompt, str) or (params.stop_strings and self.tokenizer is None):
+            raise ValueError("the checkpoint has no tokenizer: a prompt must be token ids, and stop_token_ids take stop's place")
+        token_ids = list(map(operator.index, check_type("a prompt", prompt, (list, tuple), "a str or a list of token ids")))
+        if not token_ids:
             raise ValueError("a prompt must have at least one token")
-        try:
-            prompt = list(map(operator.index, prompt))
-        except TypeError as error:
-            wrong = next((token_id for token_id in prompt if not isinstance(token_id, Integral)), None)
-            raise TypeError(f"a prompt's token ids must be ints, not {wrong!r}: {error}") from error
-        for token_id in (min(prompt), max(prompt)):
-            if not 0 <= token_id < self.vocab_size:
-                raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
-        if len(prompt) >= self.max_model_len:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens leaves no room to generate within max_model_len={self.max_model_len}"
-            )
-        budget = self.config.max_num_batched_tokens
-        if not self.config.enable_chunked_prefill and len(prompt) > budget:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens is above max_num_batched_tokens={budget}: raise that, or set"
-                " enable_chunked_prefill"
-            )
-        return prompt, params
+        for token_id in (min(token_ids), max(token_ids)):
+            check_int("each token id of a prompt", token_id, 0, self.vocab_size - 1)
+        if len(token_ids) >= self.max_model_len:
+            raise ValueError(f"a prompt of {len(token_ids)} tokens leaves no room within max_model_len={self.max_model_len}")
+        if not self.config.enable_chunked_prefill and len(token_ids) > (budget := self.config.max_num_batched_tokens):
+            raise ValueError(f"{len(token_ids)} tokens are above max_num_batched_tokens={budget}: set enable_chunked_prefill")
+        return token_ids, params
 
-    def _queue(self, prompts: list[CheckedPrompt], requests: list[Request], told: Told) -> None:
+    def _queue(self, prompts: list[CheckedPrompt], requests: list[Request]) -> None:
         self.ranks.check()
         for token_ids, params in prompts:
             ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)}
             stop_token_ids = frozenset(token_id for token_id in ids if token_id < self.vocab_size)
-            max_num_tokens = min(len(token_ids) + params.max_tokens, self.max_model_len)
-            for sample_index in range(params.n):
+            for index in range(params.n):
                 seq_id = next(self._ids)
-                if params.seed is None:
-                    seed = _derive_seed(self.config.seed, seq_id)
-                else:
-                    seed = _derive_seed(params.seed, sample_index) if sample_index else params.seed
-                detokenizer = None
-                if self.tokenizer is not None:
-                    detokenizer = Detokenizer(self.tokenizer, len(token_ids), params.stop_strings)
-                request = Request(seq_id, token_ids, params, seed, stop_token_ids, max_num_tokens, sample_index, detokenizer)
+                seed = _derive_seed(self.config.seed, seq_id) if params.seed is None else _derive_seed(params.seed, index)
+                request = Request(seq_id, token_ids, params, seed, stop_token_ids, self.max_model_len, index, self.tokenizer)
                 requests.append(request)
-        for request in requests:
-            self.scheduler.add(request)
+                self.scheduler.add(request)
         self.requests.update({request.seq_id: request for request in requests})  # from here on they are queued
-        told.update({request: request.noted for request in requests})
 
 
 def _derive_seed(seed: int, index: int) -> int:
-    """The seed of a request without one (engine's seed, request's id) and of sample index > 0 (request's seed, index)."""
+    """The seed of a sample, from its request's seed and its index, or else from the engine's seed and the sample's id."""
     return xxhash.xxh64_intdigest(struct.pack("<QQ", seed % 2**64, index))

@@ -35,7 +35,7 @@ class Sequence:
     params: SamplingParams
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
-    max_num_tokens: int = 0  # prompt and generated tokens; 0: what params.max_tokens says
+    max_num_tokens: int = 2**31  # prompt and generated tokens, if params.max_tokens does not end it sooner
 
     def __post_init__(self) -> None:
         params, self.token_ids = self.params, list(self.token_ids)
@@ -43,7 +43,7 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         self.needs_logits_processing = bool(params.penalizes or params.min_tokens or params.logprobs is not None)
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
-        self.max_num_tokens = self.max_num_tokens or self.num_prompt_tokens + params.max_tokens
+        self.max_num_tokens = min(self.max_num_tokens, self.num_prompt_tokens + params.max_tokens)
         self.finish_reason: FinishReason | None = None
 
         self.num_computed_tokens = 0
@@ -55,10 +55,6 @@ class Sequence:
         self.draft: list[int] = []  # guesses that this step computes besides num_scheduled_tokens
         self.guesser: Guesser | None = None  # who makes them, if there is speculation
         self.lane = -1  # while running: a number below num_lanes that no other running sequence has
-
-    @property
-    def is_finished(self) -> bool:
-        return self.status is SequenceStatus.FINISHED
 
     @property
     def is_decode(self) -> bool:

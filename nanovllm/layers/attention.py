@@ -5,7 +5,6 @@ One sequence after the other: gather its blocks, then scaled_dot_product_attenti
 [2, num_blocks, block_size, num_kv_heads, head_dim]: keys, then values (PagedAttention, Kwon et al. 2023).
 """
 
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,7 +17,7 @@ NAME = "torch"
 PREFERRED_BLOCK_SIZE = 16
 SUPPORTS_CUDA_GRAPHS = False
 
-_MASK_SIZE = 1 << 23  # numbers in a mask
+_MASK_SIZE = 1 << 23  # numbers in a mask, of which SDPA makes a copy in the query's dtype: longer queries are halved
 
 
 class Backend(Protocol):
@@ -65,20 +64,16 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
 def attend_one(query: Tensor, kv_cache: Tensor, context_len: int, block_table: Tensor, scale: float) -> Tensor:
     """The same for the `query` [query_len, num_heads, head_dim] of one sequence, the last tokens of its context."""
     query_len, block_size = len(query), kv_cache.shape[2]
+    if 1 < query_len < context_len and query_len * context_len > _MASK_SIZE:
+        half = query_len // 2
+        first = attend_one(query[:half], kv_cache, context_len - query_len + half, block_table, scale)
+        return torch.cat((first, attend_one(query[half:], kv_cache, context_len, block_table, scale)))
     block_ids = block_table[: -(-context_len // block_size)]
     key, value = (cache.index_select(0, block_ids).flatten(0, 1)[:context_len] for cache in kv_cache)
     key, value = key.transpose(0, 1)[None], value.transpose(0, 1)[None]  # [1, num_kv_heads, context_len, head_dim]
     rows = query.transpose(0, 1)[None]  # [1, num_heads, query_len, head_dim]; heads share K/V (GQA, Ainslie et al. 2023)
-    attend_to = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=True)
-    if query_len in (1, context_len):
-        return attend_to(rows, key, value, is_causal=query_len > 1)[0].transpose(0, 1)
-    # SDPA's is_causal aligns the first query with the first key, but these are the last tokens of the context: a mask of our own.
-    # Some rows at a time, since SDPA makes a copy of it in the query's dtype.
-    pieces: list[Tensor] = []
-    start = context_len - query_len  # position of the piece's first token
-    for piece in rows.split(max(1, _MASK_SIZE // context_len), dim=2):
-        visible = start + piece.shape[2]
-        mask = query.new_ones(piece.shape[2], visible, dtype=torch.bool).tril(start)
-        pieces.append(attend_to(piece, key[:, :, :visible], value[:, :, :visible], mask)[0])
-        start = visible
-    return torch.cat(pieces, dim=1).transpose(0, 1)
+    mask, is_causal = None, query_len == context_len
+    if 1 < query_len < context_len:  # SDPA's is_causal aligns the first query with the first key, but these are the last tokens
+        mask = query.new_ones(query_len, context_len, dtype=torch.bool).tril(context_len - query_len)
+    output = F.scaled_dot_product_attention(rows, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=True)
+    return output[0].transpose(0, 1)
