@@ -21,7 +21,6 @@ from nanovllm.config import Config
 from nanovllm.engine.penalties import Penalties
 from nanovllm.engine.ranks import Ranks
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.speculation import measure_steps
 from nanovllm.layers.sampler import Sampler, make_noise_keys
 from nanovllm.models.decoder import ModelSpec
 from nanovllm.outputs import Logprobs
@@ -80,16 +79,6 @@ class ModelRunner:
             tokens = self.sampler(processed, self.prepare_sampling(seqs, positions))
             token_ids = self.ranks.call(tokens.tolist)  # here the host waits, and gives up if a rank is lost
             return token_ids, self._find_logprobs(logits, tokens, seqs) if needs_processing else None
-
-    def measure_steps(self, draft_len: int) -> tuple[list[float], list[float], float]:
-        """What steps with and without drafts of that length cost, as speculation.py's function says."""
-
-        def step(seqs: list[Sequence]) -> None:
-            self.sample(self.run(seqs), seqs)
-
-        executor = self.executor
-        limits = self.num_lanes, executor.config.max_num_batched_tokens, self.block_size, executor.max_model_len
-        return measure_steps(step, draft_len, *limits)
 
     def prepare_batch(self, seqs: list[Sequence]) -> Batch:
         """Flatten the sequences' scheduled tokens, on the host; batch.py draws the result.
