@@ -33,10 +33,9 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
     """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context; same shape out."""
     output, kernels = torch.empty_like(query), load(query.dtype)
     block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
-    arguments = (
-        query, *kv_cache, output, batch.cu_seqlens_q, batch.context_lens, batch.block_tables, *batch.block_tables.shape,
-        block_size, num_kv_heads, query.shape[1] // num_kv_heads, head_dim, scale,
-    )  # fmt: skip
+    contexts = batch.cu_seqlens_q, batch.context_lens, batch.block_tables, *batch.block_tables.shape
+    heads = num_kv_heads, query.shape[1] // num_kv_heads, head_dim
+    arguments = query, *kv_cache, output, *contexts, block_size, *heads, scale
     call(kernels.decode_attention, *arguments)  # writes the rows of short queries
     if batch.max_seqlen_q <= _SHORT_QUERY:
         return output

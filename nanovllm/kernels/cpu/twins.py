@@ -51,9 +51,8 @@ class FastRotaryEmbedding(Twin, RotaryEmbedding):
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         assert positions.dtype == torch.int32
         cos, sin = self.inv_freq.new_empty(2, len(positions), 1, len(self.inv_freq))
-        angles = positions, self.inv_freq, self.attention_factor
         # The model's library, though these are float32: the one of float32 may not be compiled.
-        call(load(self.dtype).cos_and_sin, *angles, cos, sin, len(positions), len(self.inv_freq))
+        call(load(self.dtype).cos_and_sin, positions, self.inv_freq, self.attention_factor, cos, sin, len(cos), cos.shape[2])
         return cos, sin
 
 
@@ -126,8 +125,7 @@ class PackedWeight(nn.Module):
         return weight.device.type == "cpu" and weight.shape[-1] % 2 == 0 and can_multiply(weight.dtype)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [num_rows, in_features] to [num_rows, out_features]; SwiGLU of that, if it is gated."""
-        assert bias is None or not self.gated
+        """x [num_rows, in_features] to [num_rows, out_features]; SwiGLU of that, without a bias, if it is gated."""
         output = x.new_empty(x.shape[0], self.out_features)
         sizes = *x.shape, self.in_features, self.out_features, self.out_features
         call(load(x.dtype).linear, x, self.panels, bias, None, output, *sizes, self.gated)
@@ -245,19 +243,18 @@ class FusedLayers(Twin, DecoderLayers):
             self._compute(num_whole, kv_caches[-1:], x, cos_sin, batch, only_kv=True)
             bounds = torch.searchsorted(rows, batch.cu_seqlens_q, out_int32=True)
             shorter = replace(batch, cu_seqlens_q=bounds, slot_mapping=batch.slot_mapping[rows])
-            chosen = x[rows]
-            self._compute(num_whole, kv_caches[-1:], chosen, tuple(each[rows] for each in cos_sin), shorter)
+            chosen, cos, sin = (each[rows] for each in (x, *cos_sin))
+            self._compute(num_whole, kv_caches[-1:], chosen, (cos, sin), shorter)
             x[rows] = chosen
         if isinstance(self.tp, SharedMemoryRank):
             self.tp.check()
         return x
 
     def _compute(
-        self, first: int, kv_caches: list[Tensor], x: Tensor, cos_sin: tuple[Tensor, ...], batch: Batch, only_kv: bool = False
+        self, first: int, kv_caches: list[Tensor], x: Tensor, cos_sin: tuple[Tensor, Tensor], batch: Batch, only_kv: bool = False
     ) -> None:
         """The layers that have these caches, from the one with index `first` on."""
         numbers = batch.slot_mapping, batch.cu_seqlens_q, batch.context_lens, batch.block_tables
-        assert batch.slot_mapping.dtype == torch.int32
         pointers = (ctypes.c_void_p * len(kv_caches))(*[kv_cache.data_ptr() for kv_cache in kv_caches])
         num_blocks, block_size = kv_caches[0].shape[1:3]
         member = ctypes.byref(self.tp.member) if isinstance(self.tp, SharedMemoryRank) else None
