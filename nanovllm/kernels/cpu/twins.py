@@ -110,10 +110,9 @@ class PackedWeight(nn.Module):
 
     def __init__(self, weight: Tensor, gated: bool = False) -> None:
         super().__init__()
-        num_rows, self.in_features = weight.shape
         self.gated = gated
-        self.out_features = num_rows // 2 if gated else num_rows
-        parts = weight.detach().unflatten(0, (2, -1)) if gated else weight.detach()[None]
+        parts = weight.detach().unflatten(0, (1 + gated, -1))
+        _, self.out_features, self.in_features = parts.shape
         width = 32 // len(parts)
         parts = F.pad(parts, (0, -self.in_features % 32, 0, -self.out_features % width))
         rows = parts.unflatten(1, (-1, width)).transpose(0, 1)  # [num_panels, parts, width, depth]
