@@ -325,7 +325,9 @@ def test_attention_on_any_processor(
 
 @needs_products
 @in_16_bits
-@pytest.mark.parametrize("shape", [{}, {"attention_bias": True}, {"num_key_value_heads": 1}, {"head_dim": 10}], ids=str)
+@pytest.mark.parametrize(
+    "shape", [{}, {"attention_bias": True}, {"num_key_value_heads": 1}, {"head_dim": 10}, {"num_hidden_layers": 1}], ids=str
+)
 def test_fused_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], dtype: torch.dtype) -> None:
     """The same hidden states and K/V as without kernelize, and as with twins layer by layer: in long steps and short ones, of
     prefills, pieces and decodes."""

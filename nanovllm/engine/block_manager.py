@@ -70,13 +70,11 @@ class BlockManager:
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """The longest chain of cached blocks that `seq` starts with; never its last token, whose logits are needed."""
-        prefix: list[Block] = []
-        if self.enable_prefix_caching and not seq.was_nan:
-            for index in range((len(seq.token_ids) - 1) // self.block_size):
-                block = self._find(seq, index, prefix[-1].content_id if prefix else _NO_CONTENT)
-                if block is None:
-                    break
-                prefix.append(block)
+        prefix, parent_id = list[Block](), _NO_CONTENT
+        limit = 0 if seq.was_nan else (len(seq.token_ids) - 1) // self.block_size
+        while len(prefix) < limit and (block := self._find(seq, len(prefix), parent_id)):
+            prefix.append(block)
+            parent_id = block.content_id
         return prefix
 
     def allocate(self, seq: Sequence, prefix: list[Block]) -> bool:
@@ -96,12 +94,10 @@ class BlockManager:
 
     def grow(self, seq: Sequence, draft_len: int = 0) -> bool:
         """Make room for the token that `seq` gained last and for a draft behind it. False changes nothing."""
-        num_tokens = len(seq.token_ids) + draft_len
-        if num_tokens > len(seq.block_table) * self.block_size:
-            num_missing = -(-num_tokens // self.block_size) - len(seq.block_table)
-            if num_missing > len(self.free_block_ids):
-                return False
-            seq.block_table += [self._take() for _ in range(num_missing)]
+        num_missing = -(-(len(seq.token_ids) + draft_len) // self.block_size) - len(seq.block_table)
+        if num_missing > len(self.free_block_ids):
+            return False
+        seq.block_table += [self._take() for _ in range(num_missing)]
         return True
 
     def cache_full_blocks(self, seq: Sequence, num_tokens: int) -> None:
@@ -110,9 +106,8 @@ class BlockManager:
         Called when a step is planned, not when it is done: within a step K/V are written before they are read, so
         another sequence of the same step can already use them.
         """
-        if not self.enable_prefix_caching:
-            return
-        for index in range(seq.num_computed_tokens // self.block_size, num_tokens // self.block_size):
+        num_full = num_tokens // self.block_size if self.enable_prefix_caching else 0
+        for index in range(seq.num_computed_tokens // self.block_size, num_full):
             block = self.blocks[seq.block_table[index]]
             parent_id = self.blocks[seq.block_table[index - 1]].content_id if index else _NO_CONTENT
             if original := self._find(seq, index, parent_id):
@@ -120,52 +115,37 @@ class BlockManager:
                 continue
             hash_ = self._hash(seq, index)
             if hash_ in self.hash_to_block_id:  # a collision, or out of reach, since its parent was evicted: the newer one stays
-                self._forget(self.blocks[self.hash_to_block_id[hash_]])
+                self.forget(self.hash_to_block_id[hash_])
             self.hash_to_block_id[hash_] = block.block_id
             block.hash, block.token_ids, block.parent_id = hash_, self._tokens(seq, index), parent_id
             block.content_id = next(self._content_ids)
 
-    def forget(self, seq: Sequence) -> None:
-        """Let nobody find the blocks of `seq` any more: what is in them cannot be trusted."""
-        for block_id in seq.block_table:
-            self._forget(self.blocks[block_id])
-
-    def shrink(self, seq: Sequence) -> None:
-        """Take back the blocks behind its computed tokens: only a refused draft needed them."""
-        num_kept = -(-seq.num_computed_tokens // self.block_size)
-        self._free(seq, num_kept)
-        del seq.block_table[num_kept:]
-
-    def free(self, seq: Sequence) -> None:
-        """Take the block table back. What was cached can be hit until its block is taken."""
-        self._free(seq, 0)
-        seq.block_table, seq.num_computed_tokens = [], 0
-
-    def _free(self, seq: Sequence, num_kept: int) -> None:
-        for index in reversed(range(num_kept, len(seq.block_table))):  # the tail becomes the first to be evicted
-            block = self.blocks[seq.block_table[index]]
+    def free(self, seq: Sequence, num_tokens: int = 0) -> None:
+        """Take back the blocks behind its first `num_tokens` tokens. What was cached can be hit until its block is taken."""
+        seq.num_computed_tokens = num_tokens
+        table = seq.block_table = seq.block_table if num_tokens else list(seq.block_table)  # the timeline keeps the old one
+        while (index := len(table) - 1) * self.block_size >= num_tokens:  # the tail becomes the first to be evicted
+            block = self.blocks[table.pop()]
             block.ref_count -= 1
             if block.ref_count == 0:
                 self.free_block_ids[block.block_id] = None
                 self.free_block_ids.move_to_end(block.block_id, last=block.hash != -1)
                 self.num_reusable += block.hash != -1
+            # Using a duplicate also refreshes the cached copy: if that were evicted first, its successors could not be hit.
             if block.hash == -1 and block.content_id != _NO_CONTENT:
-                self._refresh_original(block, seq.block_hashes[index])
-
-    def _refresh_original(self, duplicate: Block, hash_: int) -> None:
-        """Using a duplicate also refreshes the cached copy: if that were evicted first, its successors could not be hit."""
-        block_id = self.hash_to_block_id.get(hash_, -1)
-        if block_id in self.free_block_ids and self.blocks[block_id].content_id == duplicate.content_id:
-            self.free_block_ids.move_to_end(block_id)
+                original_id = self.hash_to_block_id.get(seq.block_hashes[index], -1)
+                if original_id in self.free_block_ids and self.blocks[original_id].content_id == block.content_id:
+                    self.free_block_ids.move_to_end(original_id)
 
     def _take(self) -> int:
         block_id, _ = self.free_block_ids.popitem(last=False)
-        self._forget(self.blocks[block_id])
+        self.forget(block_id)
         self.blocks[block_id] = Block(block_id, ref_count=1)
         return block_id
 
-    def _forget(self, block: Block) -> None:
-        """Let nobody find it any more. To the sequences that hold it, it still is the same content."""
+    def forget(self, block_id: int) -> None:
+        """Let nobody find that block any more. To the sequences that hold it, it still is the same content."""
+        block = self.blocks[block_id]
         if block.hash != -1:
             del self.hash_to_block_id[block.hash]
             block.hash = -1

@@ -9,7 +9,7 @@ Whatever has `guess`, such as a small model, can take the place of PromptLookup:
 from dataclasses import dataclass, field
 from typing import Protocol
 
-_DECAY = 0.95  # weight of a guess when the next one is judged
+_NEWS = 0.1  # weight of the newest judgement in what is known of a drafter
 
 
 class Drafter(Protocol):
@@ -43,22 +43,17 @@ class PromptLookup:
 
 @dataclass
 class Guesser:
-    """A sequence's drafter, its newest guess, and how many guesses were judged and right; older ones count less."""
+    """A sequence's drafter, its newest guess of what follows the first `position` tokens, and how likely the next one is right:
+    a moving average of the earlier ones."""
 
     drafter: Drafter
     guess: list[int] = field(default_factory=list)
-    num_judged: float = 0.0
-    num_right: float = 0.0
-
-    @property
-    def likelihood(self) -> float:
-        """That the next guess is right: Laplace's rule of succession."""
-        return (1 + self.num_right) / (2 + self.num_judged)
+    position: int = 0
+    likelihood: float = 0.5
 
     def learn(self, token_ids: list[int]) -> None:
-        """Compare the guess with what was drawn: also with one token more than the draft had, so probing costs nothing."""
-        for guessed, token_id in zip(self.guess, token_ids):
-            self.num_judged = _DECAY * self.num_judged + 1
-            self.num_right = _DECAY * self.num_right + (guessed == token_id)
+        """Compare the guess with the sequence's tokens, whether a step computed it or not: so probing costs nothing."""
+        for guessed, token_id in zip(self.guess, token_ids[self.position :]):
+            self.likelihood += _NEWS * ((guessed == token_id) - self.likelihood)
             if guessed != token_id:
                 break

@@ -30,7 +30,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import NOTHING, Noted, Request
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.speculation import Speculator
+from nanovllm.engine.speculation import Speculator, measure_steps
 from nanovllm.engine.timeline import Timeline
 from nanovllm.models.checkpoint import find_checkpoint, read_config, read_eos_token_ids, read_tokenizer
 from nanovllm.models.config import read_spec
@@ -66,7 +66,7 @@ class LLMEngine:
         self.tokenizer = read_tokenizer(directory)
         self.eos_token_ids = read_eos_token_ids(directory, hf_config, self.tokenizer)
         timeline = None if config.trace is None else Timeline(config.trace)
-        self.model_runner = ModelRunner(config, spec, directory)
+        self.model_runner = runner = ModelRunner(config, spec, directory)
         LLMEngine._process = os.getpid()
         self.ranks, executor = self.model_runner.ranks, self.model_runner.executor
         self.vocab_size, self.max_model_len = spec.vocab_size, executor.max_model_len
@@ -74,7 +74,8 @@ class LLMEngine:
         limits = self.model_runner.num_lanes, config.max_num_batched_tokens
         self.scheduler = Scheduler(block_manager, *limits, config.enable_chunked_prefill)
         if draft_len := min(config.num_speculative_tokens, MAX_DRAFT_LEN, self.max_model_len - 1):
-            self.scheduler.speculator = Speculator(draft_len, *self.model_runner.measure_steps(draft_len))
+            costs = measure_steps(lambda s: runner.sample(runner.run(s), s), draft_len, *limits, self.max_model_len)
+            self.scheduler.speculator = Speculator(draft_len, *costs)
         if timeline is not None:
             timeline.watch(self.scheduler, self.model_runner)
         self.requests: dict[int, Request] = {}  # unfinished ones, oldest first

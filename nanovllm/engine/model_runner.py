@@ -7,7 +7,6 @@ all contexts at every step.
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from nanovllm.config import Config
 from nanovllm.engine.penalties import Penalties
 from nanovllm.engine.ranks import Ranks
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.speculation import measure_steps
 from nanovllm.layers.sampler import Sampler, make_noise_keys
 from nanovllm.models.decoder import ModelSpec
 from nanovllm.outputs import Logprobs
@@ -81,16 +79,6 @@ class ModelRunner:
             token_ids = self.ranks.call(tokens.tolist)  # here the host waits, and gives up if a rank is lost
             return token_ids, self._find_logprobs(logits, tokens, seqs) if needs_processing else None
 
-    def measure_steps(self, draft_len: int) -> tuple[list[float], list[float], float]:
-        """What steps with and without drafts of that length cost, as speculation.py's function says."""
-
-        def step(seqs: list[Sequence]) -> None:
-            self.sample(self.run(seqs), seqs)
-
-        executor = self.executor
-        limits = self.num_lanes, executor.config.max_num_batched_tokens, self.block_size, executor.max_model_len
-        return measure_steps(step, draft_len, *limits)
-
     def prepare_batch(self, seqs: list[Sequence]) -> Batch:
         """Flatten the sequences' scheduled tokens, on the host; batch.py draws the result.
 
@@ -139,21 +127,16 @@ class ModelRunner:
             return SamplingBatch()
         tensor = partial(to_device, device=self.device)
         keys = make_noise_keys([seq.seed for seq in seqs], positions)
-        batch = SamplingBatch(temperatures=tensor(np.array(temperatures, np.float32)), noise_keys=tensor(keys))
+        noise = tensor(np.array(temperatures, np.float32)), tensor(keys)
         filtered = [i for i, p in enumerate(params) if p.temperature and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)]
         if not filtered:
-            return batch
+            return SamplingBatch(*noise)
         top_ks = [min(params[i].top_k, self.vocab_size) if params[i].top_k > 0 else self.vocab_size for i in filtered]
         top_ps = [params[i].top_p if params[i].top_p < 1.0 else 2.0 for i in filtered]  # a rounded sum may reach 1 too early
-        return replace(
-            batch,
-            filtered_rows=tensor(np.array(filtered)),
-            filtered_temperatures=tensor(np.array([temperatures[i] for i in filtered], np.float32)),
-            top_ks=tensor(np.array(top_ks)),
-            top_ps=tensor(np.array(top_ps, np.float32)),
-            min_ps=tensor(np.array([params[i].min_p for i in filtered], np.float32)),
-            max_top_k=max(top_ks),
-        )
+        rows, counts = tensor(np.array([filtered, top_ks]))
+        numbers = [temperatures[i] for i in filtered], top_ps, [params[i].min_p for i in filtered]
+        filtered_temperatures, masses, min_ps = tensor(np.array(numbers, np.float32))
+        return SamplingBatch(*noise, rows, filtered_temperatures, counts, masses, min_ps, max(top_ks))
 
     def _sample_all(self, logits: Tensor) -> None:
         """The end of a trial step: every row is sampled in each way, the costliest one last. Nothing of it stays."""
@@ -173,13 +156,12 @@ class ModelRunner:
             return None
         wanted = to_device(np.array(list(nums)), self.device)
         logprobs = logits[wanted].float().log_softmax(-1)
-        top, top_ids = logprobs.topk(min(max(nums.values()), self.vocab_size))
-        chosen_ids = tokens[wanted].clamp(min=0)  # -1: nobody will look
-        chosen = logprobs.gather(-1, chosen_ids[:, None]).squeeze(-1)
+        top_ids = logprobs.topk(min(max(nums.values()), self.vocab_size)).indices
+        token_ids = torch.cat((top_ids, tokens[wanted, None].clamp(min=0)), dim=1)  # instead of -1, where nobody will look
         found: list[dict[int, float] | None] = [None] * len(seqs)
-        columns = (top.tolist(), top_ids.tolist(), chosen.tolist(), chosen_ids.tolist())
-        for (row, num), values, token_ids, chosen_logprob, chosen_id in zip(nums.items(), *columns):
-            found[row] = {**dict(zip(token_ids[:num], values[:num])), chosen_id: chosen_logprob}
+        for (row, num), ids, values in zip(nums.items(), token_ids.tolist(), logprobs.gather(1, token_ids).tolist()):
+            entries = list(zip(ids, values))
+            found[row] = dict([*entries[:num], entries[-1]])
         return found
 
     def _copy_block_table(self, seq: Sequence) -> None:

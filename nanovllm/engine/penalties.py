@@ -30,12 +30,8 @@ class Penalties:
         if penalized:
             rows = to_device(np.array(penalized), self.device)[:, None]
             logits = self._penalize(logits.float(), rows, [seqs[row] for row in penalized])
-        barred = [
-            (row, token_id)
-            for row, seq in enumerate(seqs)
-            if len(seq.token_ids) < seq.min_num_tokens
-            for token_id in seq.stop_token_ids
-        ]
+        early = [(row, seq.stop_token_ids) for row, seq in enumerate(seqs) if len(seq.token_ids) < seq.min_num_tokens]
+        barred = [(row, token_id) for row, stop_token_ids in early for token_id in stop_token_ids]
         if barred:
             rows, token_ids = to_device(np.array(barred), self.device).T
             logits = logits.index_put((rows, token_ids), logits.new_full((), -torch.inf))

@@ -15,7 +15,6 @@ from collections import OrderedDict
 from heapq import heappop, heappush
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.drafter import Guesser
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.speculation import Speculator
 from nanovllm.outputs import FinishReason
@@ -43,11 +42,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of their admission: the newest is preempted
         self.free_lanes = list(range(self.max_num_seqs))  # a heap
         for seq in seqs:
-            seq.status, seq.lane, seq.block_table, seq.num_computed_tokens = SequenceStatus.WAITING, -1, [], 0
-            seq.guesser = None  # which may have read tokens that are gone
-            if len(seq.token_ids) == seq.num_prompt_tokens:
-                seq.num_cached_tokens = None  # what it had found is computed after all
-            del seq.block_hashes[len(seq.token_ids) // self.block_manager.block_size :]
+            seq.status, seq.lane, seq.num_computed_tokens, seq.num_cached_tokens = SequenceStatus.WAITING, -1, 0, None
+            seq.block_table, seq.block_hashes, seq.guesser = [], [], None  # the last two may know tokens that are gone
 
     def add(self, seq: Sequence) -> None:
         self.waiting[seq] = None
@@ -67,7 +63,11 @@ class Scheduler:
             if not scheduled:
                 budget = self._schedule_running(self.running, budget, scheduled)
         if self.speculator is not None and scheduled:
-            self._schedule_drafts(self.speculator, budget, scheduled)
+            # Last of all: what is left of the budget and of the blocks. If a sequence does not catch up, no budget is left.
+            self.speculator.draft(scheduled, budget)
+            for seq in scheduled:
+                while not self.block_manager.grow(seq, len(seq.draft)):
+                    seq.draft.pop()
         return scheduled
 
     def _schedule_running(self, seqs: list[Sequence], budget: int, scheduled: list[Sequence]) -> int:
@@ -75,10 +75,11 @@ class Scheduler:
 
         Adds to `scheduled` and returns what is left of the budget.
         """
+        block_size = self.block_manager.block_size
         for seq in seqs[:budget]:  # a copy: preemption shortens `running`
             if seq.lane == -1:  # preempted meanwhile, as are all that come after it
                 break
-            while not self.block_manager.grow(seq):
+            while len(seq.token_ids) > len(seq.block_table) * block_size and not self.block_manager.grow(seq):
                 self.preempt(victim := self.running[-1])
                 if victim is seq:
                     return budget
@@ -94,26 +95,18 @@ class Scheduler:
             num_cached_tokens = len(prefix) * self.block_manager.block_size
             is_whole = len(seq.token_ids) - num_cached_tokens <= budget
             # Prefill first cuts nothing, except what no step can hold: that starts a step of its own.
-            if not self.enable_chunked_prefill and not is_whole and budget < self.max_num_batched_tokens:
-                break
-            if not self.block_manager.allocate(seq, prefix):
+            must_wait = not self.enable_chunked_prefill and not is_whole and budget < self.max_num_batched_tokens
+            if must_wait or not self.block_manager.allocate(seq, prefix):
                 break
             del self.waiting[seq]
             self.running.append(seq)
             seq.status, seq.lane = SequenceStatus.RUNNING, heappop(self.free_lanes)
             if seq.num_cached_tokens is None:  # not when a preempted one finds its own blocks again
-                seq.num_cached_tokens = num_cached_tokens
-                self.num_cached_tokens += num_cached_tokens
+                seq.num_cached_tokens = min(num_cached_tokens, seq.num_prompt_tokens)
+                self.num_cached_tokens += seq.num_cached_tokens
             budget -= self._plan_tokens(seq, budget)
             scheduled.append(seq)
         return budget
-
-    def _schedule_drafts(self, speculator: Speculator, budget: int, scheduled: list[Sequence]) -> None:
-        """Last of all: what is left of the budget and of the blocks. If a sequence does not catch up, no budget is left."""
-        speculator.draft(scheduled, budget)
-        for seq in scheduled:
-            while not self.block_manager.grow(seq, len(seq.draft)):
-                seq.draft.pop()
 
     def _plan_tokens(self, seq: Sequence, budget: int) -> int:
         """How many tokens of `seq` this step computes. Most are decodes within a block: nothing is called for these."""
@@ -128,7 +121,6 @@ class Scheduler:
 
     def preempt(self, seq: Sequence) -> None:
         """Take the blocks of a running sequence and put it at the head of the queue. Its tokens stay."""
-        self.running.remove(seq)
         self._release(seq)
         seq.status = SequenceStatus.WAITING
         self.waiting[seq] = None
@@ -153,22 +145,20 @@ class Scheduler:
             seq.num_computed_tokens += seq.num_scheduled_tokens
             if seq.num_computed_tokens < len(seq.token_ids):
                 continue
-            token_id = next(drawn)
             caught_up.append(seq)
-            if token_id < 0:
-                self.block_manager.forget(seq)
+            reason: FinishReason | None = "error"
+            if (token_id := next(drawn)) >= 0:
+                seq.token_ids.append(token_id)
+                reason = seq.check_end()
+            if seq.draft:
+                reason = self._accept(seq, [next(drawn) for _ in seq.draft], reason)
+            if reason == "error":
                 suspects.append(seq)
-                self.num_draft_tokens += len(seq.draft)
-                for _ in seq.draft:  # what was drawn behind it is worthless
-                    next(drawn)
-                continue
-            seq.token_ids.append(token_id)
-            reason = seq.check_end()
-            if seq.guesser is not None:
-                reason = self._accept(seq, seq.guesser, [next(drawn) for _ in seq.draft], reason)
-            if reason is not None:
+            elif reason is not None:
                 self.finish(seq, reason)
         for seq in reversed(suspects):  # so that the oldest comes to stand first
+            for block_id in seq.block_table:
+                self.block_manager.forget(block_id)
             if seq.was_nan:
                 self.finish(seq, "error")
             else:
@@ -176,7 +166,7 @@ class Scheduler:
                 self.preempt(seq)
         return caught_up
 
-    def _accept(self, seq: Sequence, guesser: Guesser, token_ids: list[int], reason: FinishReason | None) -> FinishReason | None:
+    def _accept(self, seq: Sequence, token_ids: list[int], reason: FinishReason | None) -> FinishReason | None:
         """Append `token_ids`, drawn behind each token of the draft, as long as the draft was right and `reason` is no end.
 
         Accepted tokens have their K/V in the cache, and only now can others find their blocks. What only refused ones needed is
@@ -187,28 +177,24 @@ class Scheduler:
                 break
             seq.token_ids.append(token_id)
             reason = seq.check_end()
-        num_computed_tokens, block_manager = len(seq.token_ids) - 1, self.block_manager
+        num_computed_tokens = max(seq.num_computed_tokens, len(seq.token_ids) - 1)  # the first if no token is new
         num_accepted = num_computed_tokens - seq.num_computed_tokens
-        guesser.learn(seq.token_ids[-1 - num_accepted :])
-        if not seq.draft:
-            return reason
         self.num_draft_tokens += len(seq.draft)
         self.num_accepted_tokens += num_accepted
         self.num_decode_tokens += num_accepted
-        block_manager.cache_full_blocks(seq, num_computed_tokens)
-        seq.num_computed_tokens = num_computed_tokens
-        block_manager.shrink(seq)
+        self.block_manager.cache_full_blocks(seq, num_computed_tokens)
+        self.block_manager.free(seq, num_computed_tokens)
         return reason
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End `seq`, waiting or running; not while a step computes it."""
         if seq.status is SequenceStatus.RUNNING:
-            self.running.remove(seq)
             self._release(seq)
         self.waiting.pop(seq, None)
         seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
 
     def _release(self, seq: Sequence) -> None:
+        self.running.remove(seq)
         self.block_manager.free(seq)
         heappush(self.free_lanes, seq.lane)
         seq.lane = -1

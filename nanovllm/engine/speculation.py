@@ -12,9 +12,8 @@ tokens per second. How likely a guess is right is learnt from the sequence's ear
 draft or is preempted for one: drafts get the tokens and the blocks that are left.
 """
 
-import time
+import timeit
 from collections.abc import Callable
-from itertools import pairwise
 from operator import itemgetter
 
 import numpy as np
@@ -25,7 +24,6 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 _LEAST_GAIN = 1.05  # in tokens per second: less is lost again where sequences end at different times
-Run = Callable[[list[Sequence]], object]
 
 
 class Speculator:
@@ -44,17 +42,17 @@ class Speculator:
         """Set `draft` of the sequences of a step, of which `budget` tokens are left."""
         for seq in seqs:
             seq.draft = []
-            if seq.guesser is not None:
-                seq.guesser.guess = []
         num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
         budget = min(budget, len(self.draft_costs) - 1 - num_tokens)
         if budget <= 0:
             return
         candidates: list[tuple[float, Guesser, Sequence]] = []  # a guess: how likely it and those before it are right
         for seq in seqs:
-            if self._may_draft(seq):
+            # Decodes whose logits depend on nothing but the tokens before them, and were never NaN: a guess could be the reason.
+            if seq.is_decode and not seq.was_nan and not seq.params.penalizes and len(seq.token_ids) >= seq.min_num_tokens:
                 guesser = seq.guesser = seq.guesser or Guesser(self.make_drafter(seq.token_ids))
-                guesser.guess = guesser.drafter.guess(self.max_draft_len)
+                guesser.learn(seq.token_ids)
+                guesser.guess, guesser.position = guesser.drafter.guess(self.max_draft_len), len(seq.token_ids)
                 length = min(len(guesser.guess), seq.max_num_tokens - len(seq.token_ids) - 1)
                 candidates += [(guesser.likelihood**i, guesser, seq) for i in range(1, length + 1)]
         candidates.sort(key=itemgetter(0), reverse=True)
@@ -69,27 +67,22 @@ class Speculator:
         for _, guesser, seq in candidates[:num_drafted]:
             seq.draft = guesser.guess[: len(seq.draft) + 1]
 
-    def _may_draft(self, seq: Sequence) -> bool:
-        """A decode whose logits depend on nothing but the tokens before them, and were never NaN: a guess could be the reason."""
-        return seq.is_decode and not seq.was_nan and not seq.params.penalizes and len(seq.token_ids) >= seq.min_num_tokens
-
 
 def measure_steps(
-    run: Run, draft_len: int, max_num_seqs: int, max_num_tokens: int, block_size: int, max_model_len: int
+    run: Callable[[list[Sequence]], object], draft_len: int, max_num_seqs: int, max_num_tokens: int, max_model_len: int
 ) -> tuple[list[float], list[float], float]:
     """Seconds of a decode step of 0, 1, 2 ... tokens: without drafts, and with `draft_len` tokens behind every newest one. And
-    how many more a token takes for each token of its context.
+    how many more a token takes for each token of its context. Before the first request: all block tables lead to block 0.
 
     A list ends where adding tokens makes a token hardly cheaper: computation is the bound there, and no draft pays.
     """
 
     def measure(num_tokens: int, draft_len: int, context_len: int = 1) -> float:
-        seqs = _make_decodes(num_tokens, draft_len, context_len, block_size)
-        times = [time.perf_counter()]
-        for _ in range(2):  # the first of a size may have something to prepare
-            run(seqs)
-            times.append(time.perf_counter())
-        return min(after - before for before, after in pairwise(times))
+        seqs = [Sequence(lane, [0] * context_len, SamplingParams()) for lane in range(-(-num_tokens // (1 + draft_len)))]
+        for seq in seqs:
+            seq.lane, seq.num_scheduled_tokens, seq.num_computed_tokens = seq.seq_id, 1, context_len - 1
+            seq.draft = [0] * min(draft_len, num_tokens - 1 - seq.lane * (1 + draft_len))
+        return min(timeit.repeat(lambda: run(seqs), number=1, repeat=3))  # the first of a size may have something to prepare
 
     def measure_sizes(draft_len: int) -> list[float]:
         limit = min(max_num_seqs * (1 + draft_len), max_num_tokens, MAX_DRAFT_STEP)
@@ -101,18 +94,7 @@ def measure_steps(
                 break
         return np.interp(range(sizes[-1] + 1), sizes, seconds).tolist()
 
-    passes = [(measure_sizes(0), measure_sizes(draft_len)) for _ in range(2)]  # a short disturbance does not decide
-    plain, draft = ([min(costs) for costs in zip(*lists)] for lists in zip(*passes))
+    plain, draft = measure_sizes(0), measure_sizes(draft_len)
     num_tokens = min(1 + draft_len, len(draft) - 1)
     slower = measure(num_tokens, draft_len, max_model_len - draft_len) - measure(num_tokens, draft_len)
     return plain, draft, max(0.0, slower) / (num_tokens * max_model_len)
-
-
-def _make_decodes(num_tokens: int, draft_len: int, context_len: int, block_size: int) -> list[Sequence]:
-    """Sequences that compute the last of `context_len` tokens and a draft, all of it in block 0."""
-    seqs = [Sequence(lane, [0] * context_len, SamplingParams()) for lane in range(-(-num_tokens // (1 + draft_len)))]
-    for seq in seqs:
-        seq.lane, seq.num_scheduled_tokens, seq.num_computed_tokens = seq.seq_id, 1, context_len - 1
-        seq.block_table = [0] * -(-(context_len + draft_len) // block_size)
-        seq.draft = [0] * min(draft_len, num_tokens - 1 - seq.lane * (1 + draft_len))
-    return seqs

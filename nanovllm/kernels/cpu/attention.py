@@ -24,24 +24,18 @@ def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, 
 
 def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write `key` and `value` [num_tokens, num_kv_heads, head_dim] to their slots; slot -1 is padding, not written."""
-    assert key[:1].is_contiguous() and value[:1].is_contiguous() and kv_cache.is_contiguous()
-    assert slot_mapping.dtype == torch.int32
-    num_tokens, num_kv_heads, head_dim = key.shape
-    call(
-        load(key.dtype).store_kvcache, key, value, key.stride(0), value.stride(0), slot_mapping, num_tokens,
-        num_kv_heads * head_dim, *kv_cache,
-    )  # fmt: skip
+    assert key[:1].is_contiguous() and value[:1].is_contiguous() and slot_mapping.dtype == torch.int32
+    sources = key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0)
+    call(load(key.dtype).store_kvcache, *sources, slot_mapping, len(key), key.shape[1] * key.shape[2], *kv_cache)
 
 
 def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
     """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context; same shape out."""
-    assert query.is_contiguous() and kv_cache.is_contiguous() and batch.block_tables.is_contiguous()
     output, kernels = torch.empty_like(query), load(query.dtype)
     block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
-    arguments = (
-        query, *kv_cache, output, batch.cu_seqlens_q, batch.context_lens, batch.block_tables, *batch.block_tables.shape,
-        block_size, num_kv_heads, query.shape[1] // num_kv_heads, head_dim, scale,
-    )  # fmt: skip
+    contexts = batch.cu_seqlens_q, batch.context_lens, batch.block_tables, *batch.block_tables.shape
+    heads = num_kv_heads, query.shape[1] // num_kv_heads, head_dim
+    arguments = query, *kv_cache, output, *contexts, block_size, *heads, scale
     call(kernels.decode_attention, *arguments)  # writes the rows of short queries
     if batch.max_seqlen_q <= _SHORT_QUERY:
         return output

@@ -100,5 +100,6 @@ def _run(*command: str) -> bytes:
 
 
 def call(function: Callable[..., None], *arguments: object) -> None:
-    """With tensors as pointers to their numbers."""
+    """With tensors as pointers to their numbers, which must be contiguous; for one that is not, pass its pointer."""
+    assert all([argument.is_contiguous() for argument in arguments if isinstance(argument, Tensor)])
     function(*[argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments])

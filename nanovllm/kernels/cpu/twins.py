@@ -33,7 +33,6 @@ MANY_TOKENS = 512
 
 class FastRMSNorm(Twin, RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        assert x.is_contiguous()
         output = x.new_empty(x.shape)
         call(load(x.dtype).rms_norm, x, self.weight, output, *x.shape, self.eps)
         return output
@@ -41,7 +40,6 @@ class FastRMSNorm(Twin, RMSNorm):
 
 class FastLayerNorm(Twin, nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
-        assert x.is_contiguous()
         output = x.new_empty(x.shape)
         call(load(x.dtype).layer_norm, x, self.weight, self.bias, output, *x.shape, self.eps)
         return output
@@ -51,29 +49,27 @@ class FastRotaryEmbedding(Twin, RotaryEmbedding):
     inv_freq: Tensor
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        assert positions.is_contiguous() and positions.dtype == torch.int32
+        assert positions.dtype == torch.int32
         cos, sin = self.inv_freq.new_empty(2, len(positions), 1, len(self.inv_freq))
-        angles = positions, self.inv_freq, self.attention_factor
         # The model's library, though these are float32: the one of float32 may not be compiled.
-        call(load(self.dtype).cos_and_sin, *angles, cos, sin, len(positions), len(self.inv_freq))
+        call(load(self.dtype).cos_and_sin, positions, self.inv_freq, self.attention_factor, cos, sin, len(cos), cos.shape[2])
         return cos, sin
 
 
 class FastAttention(Twin, Attention):
     def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        assert all([tensor.is_contiguous() for tensor in (heads[:1], *cos_sin)])  # tokens may lie apart
+        assert heads[:1].is_contiguous()  # tokens may lie apart
         output = heads.new_empty(heads.shape)
         num_tokens, num_heads, head_dim = heads.shape
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         sizes = num_tokens, heads.stride(0), output.stride(0), num_heads, head_dim // 2
-        call(load(heads.dtype).rotary, heads, *cos_sin, weight, output, *sizes, eps)
+        call(load(heads.dtype).rotary, heads.data_ptr(), *cos_sin, weight, output, *sizes, eps)
         return output
 
 
 class FastMLP(Twin, MLP):
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x)
-        assert gate_up.is_contiguous()
         output = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         call(load(gate_up.dtype).silu_and_mul, gate_up, output, *output.shape)
         return self.down_proj(output)
@@ -82,7 +78,6 @@ class FastMLP(Twin, MLP):
 class FastOPTLayer(Twin, OPTLayer):
     def mlp(self, x: Tensor) -> Tensor:
         x = self.fc1(x)
-        assert x.is_contiguous()
         call(load(x.dtype).relu, x, *x.shape)  # in place
         return self.fc2(x)
 
@@ -115,10 +110,9 @@ class PackedWeight(nn.Module):
 
     def __init__(self, weight: Tensor, gated: bool = False) -> None:
         super().__init__()
-        num_rows, self.in_features = weight.shape
         self.gated = gated
-        self.out_features = num_rows // 2 if gated else num_rows
-        parts = weight.detach().unflatten(0, (2, -1)) if gated else weight.detach()[None]
+        parts = weight.detach().unflatten(0, (1 + gated, -1))
+        _, self.out_features, self.in_features = parts.shape
         width = 32 // len(parts)
         parts = F.pad(parts, (0, -self.in_features % 32, 0, -self.out_features % width))
         rows = parts.unflatten(1, (-1, width)).transpose(0, 1)  # [num_panels, parts, width, depth]
@@ -130,8 +124,7 @@ class PackedWeight(nn.Module):
         return weight.device.type == "cpu" and weight.shape[-1] % 2 == 0 and can_multiply(weight.dtype)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [num_rows, in_features] to [num_rows, out_features]; SwiGLU of that, if it is gated."""
-        assert x.is_contiguous() and (bias is None or not self.gated)
+        """x [num_rows, in_features] to [num_rows, out_features]; SwiGLU of that, without a bias, if it is gated."""
         output = x.new_empty(x.shape[0], self.out_features)
         sizes = *x.shape, self.in_features, self.out_features, self.out_features
         call(load(x.dtype).linear, x, self.panels, bias, None, output, *sizes, self.gated)
@@ -139,7 +132,7 @@ class PackedWeight(nn.Module):
 
     def rows(self, ids: Tensor) -> Tensor:
         """The rows of the matrix that `ids` [num_rows] names, [num_rows, in_features]."""
-        assert ids.is_contiguous() and ids.dtype == torch.int32 and not self.gated
+        assert ids.dtype == torch.int32 and not self.gated
         output = self.panels.new_empty(len(ids), self.in_features)
         call(load(output.dtype).gather_rows, self.panels, ids, output, *output.shape)
         return output
@@ -242,34 +235,31 @@ class FusedLayers(Twin, DecoderLayers):
         rows = batch.logits_indices
         num_whole = len(kv_caches) - (len(rows) < len(x))
         # A long step one by one: Python hears of Ctrl-C only in between.
-        num_layers = num_whole if len(x) <= MANY_TOKENS else 1
-        for first in range(0, num_whole, num_layers):
-            self._compute(kv_caches, first, num_layers, x, cos_sin, batch)
+        size = num_whole if len(x) <= MANY_TOKENS else 1
+        for first in range(0, num_whole, max(size, 1)):
+            self._compute(first, kv_caches[first : first + size], x, cos_sin, batch)
         if num_whole < len(kv_caches):
-            self._compute(kv_caches, num_whole, 1, x, cos_sin, batch, only_kv=True)
+            self._compute(num_whole, kv_caches[-1:], x, cos_sin, batch, only_kv=True)
             bounds = torch.searchsorted(rows, batch.cu_seqlens_q, out_int32=True)
             shorter = replace(batch, cu_seqlens_q=bounds, slot_mapping=batch.slot_mapping[rows])
-            chosen = x[rows]
-            self._compute(kv_caches, num_whole, 1, chosen, tuple(each[rows] for each in cos_sin), shorter)
+            chosen, cos, sin = (each[rows] for each in (x, *cos_sin))
+            self._compute(num_whole, kv_caches[-1:], chosen, (cos, sin), shorter)
             x[rows] = chosen
         if isinstance(self.tp, SharedMemoryRank):
             self.tp.check()
         return x
 
     def _compute(
-        self, kv_caches: list[Tensor], first: int, num_layers: int, x: Tensor, cos_sin: tuple[Tensor, ...], batch: Batch,
-        only_kv: bool = False,
-    ) -> None:  # fmt: skip
-        """Layers from `first` on."""
+        self, first: int, kv_caches: list[Tensor], x: Tensor, cos_sin: tuple[Tensor, Tensor], batch: Batch, only_kv: bool = False
+    ) -> None:
+        """The layers that have these caches, from the one with index `first` on."""
         numbers = batch.slot_mapping, batch.cu_seqlens_q, batch.context_lens, batch.block_tables
-        assert all([tensor.is_contiguous() for tensor in (x, *cos_sin, *kv_caches, *numbers)])
-        assert batch.slot_mapping.dtype == torch.int32
-        pointers = (ctypes.c_void_p * num_layers)(*[kv_cache.data_ptr() for kv_cache in kv_caches[first : first + num_layers]])
+        pointers = (ctypes.c_void_p * len(kv_caches))(*[kv_cache.data_ptr() for kv_cache in kv_caches])
         num_blocks, block_size = kv_caches[0].shape[1:3]
         member = ctypes.byref(self.tp.member) if isinstance(self.tp, SharedMemoryRank) else None
         layers = ctypes.byref(self.structs, first * ctypes.sizeof(_Layer))
         sizes = len(x), *batch.block_tables.shape, block_size
-        arguments = layers, pointers, num_layers, num_blocks * block_size, x, *cos_sin, *numbers, *sizes, member, only_kv
+        arguments = layers, pointers, len(kv_caches), num_blocks * block_size, x, *cos_sin, *numbers, *sizes, member, only_kv
         if len(x):
             call(load(x.dtype).decoder_layers, *arguments)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from nanovllm.batch import Batch
-from nanovllm.kernels.cuda.launch import Launch, is_aligned
+from nanovllm.kernels.cuda.launch import Launch, is_aligned, prepare
 
 NAME = "triton"
 PREFERRED_BLOCK_SIZE = 16
@@ -54,15 +54,9 @@ def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Te
     row_size = num_kv_heads * head_dim
     assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1) and kv_cache.is_contiguous()
     sizes = key.stride(0), value.stride(0), row_size
-    store = _prepare_store(key.device, key.dtype, *sizes, is_aligned(key), is_aligned(value))
+    launch_key = key.device, key.dtype, *sizes, is_aligned(key), is_aligned(value)
+    store = prepare(_store_kvcache_kernel, *launch_key, BLOCK=min(1024, triton.next_power_of_2(row_size)))
     store((num_tokens, 1, 1), key, value, *kv_cache, slot_mapping, *sizes)
-
-
-@cache
-def _prepare_store(
-    device: torch.device, dtype: torch.dtype, key_stride: int, value_stride: int, row_size: int, *aligned: bool
-) -> Launch:
-    return Launch(_store_kvcache_kernel, BLOCK=min(1024, triton.next_power_of_2(row_size)))
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping_ptr"])  # it may lie anywhere in a packed batch

@@ -1,5 +1,6 @@
 """Launches Triton's kernels. Its own way to a compiled kernel takes the host longer than the launch: here it is gone once."""
 
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +22,12 @@ class Launch:
             self.compiled[grid](*args, *self.values)
         else:  # None, again, from the interpreter; FP fusion is not left to a default that changes with Triton 3.10
             self.compiled = self.kernel[grid](*args, **self.constants, enable_fp_fusion=True)
+
+
+@cache
+def prepare(kernel: Any, *key: object, **constants: object) -> Launch:
+    """The kernel with these constants, for calls that have the same `key`."""
+    return Launch(kernel, **constants)
 
 
 def is_aligned(*tensors: Tensor) -> bool:

@@ -17,7 +17,7 @@ from triton.language import constexpr
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.kernels import Twin
 from nanovllm.kernels.cuda.attention import store_kvcache
-from nanovllm.kernels.cuda.launch import Launch, is_aligned
+from nanovllm.kernels.cuda.launch import Launch, is_aligned, prepare
 from nanovllm.kernels.trial import try_out
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.sampler import Sampler, find_best
@@ -177,14 +177,9 @@ class FastMLP(Twin, MLP):
         assert gate_up.is_contiguous()
         num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         output = gate_up.new_empty(num_tokens, size)
-        kernel = _prepare_gates(gate_up.device, gate_up.dtype, size, is_aligned(gate_up))
+        kernel = prepare(_silu_and_mul_kernel, gate_up.device, gate_up.dtype, size, is_aligned(gate_up), BLOCK=1024)
         kernel((num_tokens, triton.cdiv(size, 1024), 1), gate_up, output, size)
         return self.down_proj(output)
-
-
-@cache
-def _prepare_gates(device: torch.device, dtype: torch.dtype, size: int, aligned: bool) -> Launch:
-    return Launch(_silu_and_mul_kernel, BLOCK=1024)
 
 
 @triton.jit
