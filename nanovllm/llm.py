@@ -50,8 +50,6 @@ class LLM(LLMEngine):
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         prompts: list[Prompt] = []
         for conversation in conversations:
-            if not isinstance(conversation, (list, tuple)) or not all(isinstance(message, dict) for message in conversation):
-                raise TypeError(f"a conversation must be a list of dicts with 'role' and 'content', not {conversation!r}")
             with naming("these messages do not fit the checkpoint's chat template", Exception):  # it is code of the checkpoint's
                 joined = [_join_parts(message) for message in conversation]
                 text = str(self.tokenizer.apply_chat_template(joined, add_generation_prompt=True, tokenize=False))

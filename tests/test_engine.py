@@ -438,7 +438,7 @@ def test_chat_wants_messages(demo: LLM) -> None:
     with pytest.raises(TypeError, match="messages"):
         demo.chat("hi")
     for wrong in ([["a"]], [3], [{"role": "user", "content": "hi"}, "x"]):
-        with pytest.raises(TypeError, match="conversation"):
+        with pytest.raises(ValueError, match="messages do not fit"):
             demo.chat(wrong)
 
 

@@ -6,7 +6,7 @@ all contexts at every step.
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -32,9 +32,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
     Triton and CUDA graphs take the GPU that is the current one. The index of a CPU is None, which changes nothing.
     """
-    is_cast = torch.is_autocast_enabled(device.type)
-    autocast = torch.autocast(device.type, enabled=False) if is_cast else nullcontext()
-    with torch.inference_mode(), torch.accelerator.device_index(device.index), autocast:
+    with torch.inference_mode(), torch.accelerator.device_index(device.index), torch.autocast(device.type, enabled=False):
         yield
 
 
