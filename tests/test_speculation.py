@@ -60,7 +60,7 @@ def watch(llm: LLM) -> None:
         caught_up = postprocess(seqs, token_ids)
         manager = llm.scheduler.block_manager
         for seq in llm.scheduler.running:
-            if seq.num_computed_tokens == len(seq.token_ids) - 1:
+            if seq in caught_up:
                 assert len(seq.block_table) == -(-seq.num_computed_tokens // manager.block_size), "what a draft took is back"
             told = [seq.token_ids[i : i + manager.block_size] for i in range(0, seq.num_computed_tokens, manager.block_size)]
             for block_id, tokens in zip(seq.block_table, told):
