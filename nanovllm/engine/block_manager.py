@@ -123,7 +123,8 @@ class BlockManager:
     def free(self, seq: Sequence, num_tokens: int = 0) -> None:
         """Take back the blocks behind its first `num_tokens` tokens. What was cached can be hit until its block is taken."""
         seq.num_computed_tokens = num_tokens
-        table = seq.block_table = seq.block_table if num_tokens else list(seq.block_table)  # the timeline keeps the old one
+        # A table that ends stays whole for those who have looked at it; the sequence's next one is another list.
+        table = seq.block_table = seq.block_table if num_tokens else list(seq.block_table)
         while (index := len(table) - 1) * self.block_size >= num_tokens:  # the tail becomes the first to be evicted
             block = self.blocks[table.pop()]
             block.ref_count -= 1

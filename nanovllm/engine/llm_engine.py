@@ -68,10 +68,10 @@ class LLMEngine:
         timeline = None if config.trace is None else Timeline(config.trace)
         self.model_runner = runner = ModelRunner(config, spec, directory)
         LLMEngine._process = os.getpid()
-        self.ranks, executor = self.model_runner.ranks, self.model_runner.executor
+        self.ranks, executor = runner.ranks, runner.executor
         self.vocab_size, self.max_model_len = spec.vocab_size, executor.max_model_len
         block_manager = BlockManager(executor.num_blocks, executor.block_size, config.enable_prefix_caching)
-        limits = self.model_runner.num_lanes, config.max_num_batched_tokens
+        limits = runner.num_lanes, config.max_num_batched_tokens
         self.scheduler = Scheduler(block_manager, *limits, config.enable_chunked_prefill)
         if draft_len := min(config.num_speculative_tokens, MAX_DRAFT_LEN, self.max_model_len - 1):
             costs = measure_steps(lambda s: runner.sample(runner.run(s), s), draft_len, *limits, self.max_model_len)
