@@ -204,7 +204,7 @@ static Vector rounded(Vector wide) {
 }
 
 static float add_up(Vector numbers) {
-    float total = 0;
-    for (int64_t i = 0; i < LANES; i++) total += numbers[i];
-    return total;
+    for (int64_t half = LANES / 2; half > 0; half /= 2)
+        for (int64_t i = 0; i < half; i++) numbers[i] += numbers[half + i];
+    return numbers[0];
 }

@@ -118,6 +118,7 @@ class PrefixAttention {
             Vector most = load(s);
             for (int64_t i = LANES; i < end; i += LANES) most = load(s + i) > most ? load(s + i) : most;
             float base = highest[row];
+#pragma omp simd reduction(max : base)
             for (int64_t i = 0; i < LANES; i++) base = most[i] > base ? most[i] : base;
             bases[row] = base, shrinks[row] = (highest[row] - base) * scale;
         }

@@ -26,6 +26,7 @@ struct Epilogue {
             if (residual) sum += widen(residual + offset + i, size - i);
             return sum;
         };
+        __builtin_prefetch(output + offset + size, 1);  // where this row of the next panel goes
         if (size == WIDTH)
             for (int64_t i = 0; i < WIDTH; i += 2 * LANES) narrow(finish(i), finish(i + LANES), output + offset + i);
         else
