@@ -26,7 +26,7 @@ constexpr int64_t SERIAL = 1 << 14;  // numbers that one thread turns faster tha
 // loses nothing, it tries one more, the later the more often that has failed.
 class Size {
     static constexpr double SAMPLE = 0.001;      // seconds between two calls that are looked at
-    static constexpr double WINDOW = 0.1;        // seconds of such calls, after which the size may change
+    static constexpr double WINDOW = 0.2;        // seconds of such calls, after which the size may change
     static constexpr int64_t LONGEST_WAIT = 32;  // windows
     int64_t most = 0, num_threads = 0, num_calm = 0, wait = 1;
     double start = 0, end = 0, cpu_time = 0, measured = 0, lost = 0;
@@ -69,7 +69,7 @@ class Size {
             num_threads = std::max<int64_t>(num_threads - 1, 1), wait = std::min(4 * wait, LONGEST_WAIT), num_calm = 0;
         else if (++num_calm >= wait)
             num_threads = std::min(num_threads + 1, most), wait = std::max<int64_t>(wait / 2, 1), num_calm = 0;
-        measured = lost = 0;
+        measured /= 2, lost /= 2;  // what came before counts too: one bad moment is not enough
     }
 };
 
