@@ -28,8 +28,7 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
     constexpr int64_t PIECE = 512, ENOUGH = 256;
     int64_t num_threads = Size::get().find(), num_turns = (num_tokens - 1) / (PIECE * num_threads) + 1;
     bool is_shared = member || num_tokens < ENOUGH * num_threads, is_first = !member || member->rank == 0;
-    int64_t piece = is_shared ? PIECE : (num_tokens - 1) / (num_turns * num_threads) + 1;
-    piece = std::min(piece, num_tokens);
+    int64_t piece = is_shared ? std::min(PIECE, num_tokens) : (num_tokens - 1) / (num_turns * num_threads) + 1;
 
     // An odd number of lines lies between rows: after a power of two, they would meet in few places of the caches.
     auto find_stride = [](int64_t size) { return round_up(size, 2 * LINE) + LINE; };

@@ -66,7 +66,8 @@ class Size {
         end = read(CLOCK_MONOTONIC), measured += end - start, lost += end - start - cpu_time;
         if (measured < WINDOW) return;
         if (lost > measured / 4)
-            num_threads = std::max<int64_t>(num_threads - 1, 1), wait = std::min(4 * wait, LONGEST_WAIT), num_calm = 0;
+            num_threads = std::max<int64_t>(num_threads - 1, 1), wait = std::min(4 * wait, LONGEST_WAIT), num_calm = 0,
+            measured = lost = 0;  // with more threads: it tells nothing about fewer
         else if (++num_calm >= wait)
             num_threads = std::min(num_threads + 1, most), wait = std::max<int64_t>(wait / 2, 1), num_calm = 0;
         measured /= 2, lost /= 2;  // what came before counts too: one bad moment is not enough
