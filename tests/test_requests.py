@@ -1,8 +1,10 @@
 """The request surface: when a text ends, penalties, logprobs, n samples, beam search."""
 
+import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise, product
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -274,6 +276,29 @@ def test_a_long_prompt_in_pieces_is_computed_once_for_all_samples(make_llm: Make
     llm = make_llm(max_num_batched_tokens=8)
     outputs = llm.generate(random_prompt(0, 33), SamplingParams(n=4, max_tokens=2), use_tqdm=False)
     assert [o["num_cached_tokens"] for o in outputs] == [0, 32, 32, 32]
+
+
+def test_abort_costs_the_same_beside_any_number_of_requests(make_llm: MakeLLM) -> None:
+    def count_opcodes_of_abort(num_others: int) -> int:
+        with make_llm(max_num_seqs=1) as llm:
+            for _ in range(num_others):
+                llm.add_request([1], SamplingParams(n=2))
+            request_id = llm.add_request([1], SamplingParams(n=2))
+            num_opcodes = 0
+
+            def trace(frame: FrameType, event: str, arg: object) -> object:
+                nonlocal num_opcodes
+                frame.f_trace_opcodes = True
+                num_opcodes += event == "opcode"
+                return trace
+
+            sys.settrace(trace)
+            llm.abort(request_id)
+            sys.settrace(None)
+            assert len(llm.requests) == 2 * num_others
+            return num_opcodes
+
+    assert count_opcodes_of_abort(2) == count_opcodes_of_abort(500)
 
 
 def test_abort_ends_all_samples(make_llm: MakeLLM) -> None:

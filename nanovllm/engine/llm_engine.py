@@ -79,6 +79,7 @@ class LLMEngine:
         if timeline is not None:
             timeline.watch(self.scheduler, self.model_runner)
         self.requests: dict[int, Request] = {}  # unfinished ones, oldest first
+        self._samples: dict[int, list[int]] = {}  # by the id of an unfinished request, those of its samples
         self._told: Told = {}  # add_request's
         self._ids = count()
         self._aborted: deque[list[Request]] = deque()  # to be ended at the end of a call
@@ -106,8 +107,7 @@ class LLMEngine:
         May be called at any moment, by any thread. Within a step it takes effect after it.
         """
         self._check_process()
-        wanted = operator.index(request_id)
-        self._aborted.append([r for r in list(self.requests.values()) if wanted in (r.seq_id, r.seq_id - r.sample_index)])
+        self._aborted.append(self._find_samples(operator.index(request_id)))
         self._abort_soon()
 
     def is_finished(self) -> bool:
@@ -157,7 +157,7 @@ class LLMEngine:
         for request in requests:
             request.note(None if logprobs is None else list(islice(rows, 1 + len(request.draft))))
             if request.finish_reason is not None:
-                del self.requests[request.seq_id]
+                self._remove(request)
             if request.finish_reason == "error":
                 warnings.warn(f"request {request.seq_id} ends with an error: its logits are NaN", RuntimeWarning, stacklevel=6)
 
@@ -201,7 +201,7 @@ class LLMEngine:
         for request in list(self.requests.values()):
             request.rewind()
             if request.finish_reason is not None:
-                del self.requests[request.seq_id]
+                self._remove(request)
         self.scheduler.reset(list(self.requests.values()))
 
     @contextmanager
@@ -220,6 +220,19 @@ class LLMEngine:
         """End what is in `_aborted`: now, or, if there are callers, in their calls. A forked process leaves it alone."""
         while self._aborted and self._process == os.getpid() and not self._callers:
             self._alone(self._end_aborted)
+
+    def _find_samples(self, request_id: int) -> list[Request]:
+        """The unfinished samples of a request. The id of a later sample stands for that sample alone."""
+        seq_ids = self._samples.get(request_id, [request_id])
+        requests = [self.requests.get(seq_id) for seq_id in seq_ids]
+        return [request for request in requests if request is not None]
+
+    def _remove(self, request: Request) -> None:
+        """Remove a finished request."""
+        del self.requests[request.seq_id]
+        first_id = request.seq_id - request.sample_index
+        if not self._find_samples(first_id):
+            del self._samples[first_id]
 
     def _end_aborted(self) -> None:
         for _ in range(len(self._aborted)):  # not what comes now: other threads may abort faster than this
@@ -268,6 +281,8 @@ class LLMEngine:
                 request = Request(seq_id, token_ids, params, seed, stop_token_ids, self.max_model_len, index, self.tokenizer)
                 requests.append(request)
                 self.scheduler.add(request)
+        for request in requests:
+            self._samples.setdefault(request.seq_id - request.sample_index, []).append(request.seq_id)
         self.requests.update({request.seq_id: request for request in requests})  # from here on they are queued
 
 
