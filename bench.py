@@ -105,7 +105,7 @@ class NanoVLLM(Engine):
         atexit.register(self.llm.exit)
         self.temperature = args.temperature
         assert self.llm.model_runner is not None  # before exit()
-        backend = self.llm.model_runner.executor.backend
+        backend = self.llm.model_runner.executor.worker.backend
         self.description = f"{backend.NAME} attention, {self.llm.stats['num_blocks']} blocks of KV cache"
 
     def run(self, requests: list[Request]) -> list[list[int]]:

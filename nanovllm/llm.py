@@ -1,117 +1,215 @@
-"""What most callers use: prompts in, answers out. `LLM` is the engine plus the loops that drive it."""
+"""What most callers use: prompts in, outputs back. `LLM` adds loops to the engine."""
 
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from tqdm import tqdm
 
 from nanovllm.beam_search import Beam, BeamSearch, search_together
-from nanovllm.checks import check_bool, check_choice, check_int, check_number, check_text, check_type, naming
+from nanovllm.checks import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_number,
+    check_text,
+    check_type,
+    naming,
+)
+from nanovllm.config import Config, takes
 from nanovllm.detokenizer import Detokenizer
-from nanovllm.engine.llm_engine import CheckedPrompt, LLMEngine, Prompt
-from nanovllm.engine.request import NOTHING
+from nanovllm.engine.llm_engine import CheckedPrompt, Inbox, Prompt
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.request import Request
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.speculation import enable_speculation, make_speculative
+from nanovllm.engine.timeline import Timeline
+from nanovllm.engine.turns import SharedEngine
+from nanovllm.models.decoder import ModelSpec
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
-Message = dict[str, Any]  # {"role": "system" | "user" | "assistant", "content": a str, or [{"type": "text", "text": a str}, ...]}
+# {"role": "system" | "user" | "assistant", "content": text}, where the text is a str or a list of
+# parts {"type": "text", "text": str}.
+Message = dict[str, Any]
 
 
-class LLM(LLMEngine):
-    """An engine for one model: LLM("Qwen/Qwen3-0.6B", max_model_len=2048). Its options are documented in `Config`."""
+class LLM(SharedEngine):
+    """An engine for one model: LLM("Qwen/Qwen3-0.6B", max_model_len=2048).
+
+    `Config` documents the options.
+    """
+
+    @takes(Config)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        config = Config.from_options(*args, **options)
+        self._timeline = None if config.trace is None else Timeline(config.trace)
+        super().__init__(config)
+        if config.num_speculative_tokens:
+            enable_speculation(self)
+        if self._timeline is not None:
+            self._timeline.begin(self.scheduler)
+
+    def make_model_runner(self, spec: ModelSpec, directory: Path) -> ModelRunner:
+        if self._timeline is None:
+            return super().make_model_runner(spec, directory)
+        return self._timeline.make_model_runner(self.config, spec, directory)
+
+    def scheduler_class(self) -> type[Scheduler]:
+        scheduler_class = super().scheduler_class()
+        if self.config.num_speculative_tokens:
+            scheduler_class = make_speculative(scheduler_class)
+        if self._timeline is not None:
+            scheduler_class = self._timeline.make_traced(scheduler_class)
+        return scheduler_class
 
     def generate(self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
-        """Answer one prompt (str or token ids) or a list of them, in their order, n samples of a prompt side by side.
+        """Generate for one prompt (str or token ids) or for a list of them.
 
-        `sampling_params` is one for all or one each. Raises ValueError or TypeError, with nothing queued, if any
-        prompt cannot be served. If it is interrupted, its requests are taken back.
+        Outputs are in the order of the prompts, the n samples of a prompt side by side.
+        `sampling_params` is one object for all prompts, or a list with one for each. If the call is
+        interrupted, its requests are cancelled.
+
+        Raises ValueError or TypeError, and queues nothing, if any prompt cannot be served.
         """
         return self._generate(self._check_all(prompts, sampling_params), use_tqdm)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[RequestOutput]:
-        """Yield a request's output so far each time it gains a token; its `text` only ever grows.
+        """Yield a request's output whenever it gains a token. Its `text` is append-only.
 
-        Prompts are checked now and queued when the first output is asked for. Leaving the loop takes them back.
+        The prompts are checked now and queued when the first output is requested. Leaving the loop
+        cancels their requests.
         """
         return self._stream(self._check_all(prompts, sampling_params))
 
     def chat(
-        self, messages: list[Message] | list[list[Message]], sampling_params: Params = None, use_tqdm: bool = True
+        self,
+        messages: list[Message] | list[list[Message]],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, written as the checkpoint's chat template says.
+        """Generate the next message of one conversation or of a list of them.
 
-        A message's content is a str or, as OpenAI's clients send it, a list of parts, of which those of type "text" are served.
+        The checkpoint's chat template turns a conversation into a prompt. The content of a message
+        is a str, or a list of parts as in OpenAI's API, of which only type "text" is supported.
         """
         if self.tokenizer is None:
-            raise ValueError("the checkpoint has no tokenizer, so no chat template: use generate with token ids")
-        check_type("messages", messages, (list, tuple), "a list of dicts, or a list of such lists")
-        conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-        prompts: list[Prompt] = []
-        for conversation in conversations:
-            with naming("these messages do not fit the checkpoint's chat template", Exception):  # it is code of the checkpoint's
-                joined = [_join_parts(message) for message in conversation]
-                text = str(self.tokenizer.apply_chat_template(joined, add_generation_prompt=True, tokenize=False))
-            prompts.append(self.tokenizer.encode(check_text("a conversation", text), add_special_tokens=False))
+            raise ValueError("the checkpoint has no tokenizer, so no chat template: use generate")
+        expected = "a list of dicts, or a list of such lists"
+        check_type("messages", messages, (list, tuple), expected)
+        conversations: list[Any] = list(messages)
+        if conversations and isinstance(conversations[0], dict):
+            conversations = [conversations]
+        prompts: list[Prompt] = [self._apply_chat_template(each) for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def beam_search(
-        self, prompts: Prompts, beam_width: int, max_tokens: int, length_penalty: float = 1.0, ignore_eos: bool = False
-    ) -> list[list[RequestOutput]]:
-        """For each prompt its `beam_width` best continuations, best first, by beam search as in transformers.
+    def _apply_chat_template(self, conversation: list[Message]) -> list[int]:
+        assert self.tokenizer is not None
+        # The template is code of the checkpoint, and can raise anything.
+        with naming("these messages do not fit the checkpoint's chat template", Exception):
+            joined = [_join_parts(message) for message in conversation]
+            text = self.tokenizer.apply_chat_template(joined, add_generation_prompt=True, tokenize=False)
+        check_text("a conversation", str(text))
+        return self.tokenizer.encode(str(text), add_special_tokens=False)
 
-        They are ranked by cumulative_logprob / number of tokens ** length_penalty.
+    def beam_search(
+        self,
+        prompts: Prompts,
+        beam_width: int,
+        max_tokens: int,
+        length_penalty: float = 1.0,
+        ignore_eos: bool = False,
+    ) -> list[list[RequestOutput]]:
+        """Find the `beam_width` best continuations of each prompt, as transformers' beam search.
+
+        Returns the beams of each prompt, best first by
+        cumulative_logprob / number of tokens ** length_penalty.
         """
         check_int("beam_width", beam_width, 1)
         check_int("max_tokens", max_tokens, 1)
         check_number("length_penalty", length_penalty, -50.0, 50.0)
         check_bool("ignore_eos", ignore_eos)
         eos_token_ids = frozenset() if ignore_eos else self.eos_token_ids
-        searches = [
-            BeamSearch(prompt, beam_width, min(max_tokens, self.max_model_len - len(prompt)), length_penalty, eos_token_ids)
-            for prompt, _ in self._check_all(prompts, None)
+        searches: list[BeamSearch] = []
+        for prompt, _ in self._check_all(prompts, None):
+            max_num_tokens = min(max_tokens, self.max_model_len - len(prompt))
+            searches.append(BeamSearch(prompt, beam_width, max_num_tokens, length_penalty, eos_token_ids))
+        first_outputs = search_together(searches, self._generate)
+        return [
+            [self._make_beam_output(beam, first) for beam in search.finished] for search, first in zip(searches, first_outputs)
         ]
-        first = search_together(searches, self._generate)
-        return [[self._describe(beam, output) for beam in search.finished] for search, output in zip(searches, first)]
 
-    def _describe(self, beam: Beam, first: RequestOutput) -> RequestOutput:
-        """A finished beam as a request of its own. `first` is the output of the search's first step."""
-        text = Detokenizer(self.tokenizer, 0).read(beam.token_ids, is_last=True) if self.tokenizer is not None else ""
-        return cast(RequestOutput, {**first, **beam._asdict(), "request_id": next(self._ids), "text": text})
+    def _make_beam_output(self, beam: Beam, first: RequestOutput) -> RequestOutput:
+        """A finished beam as an output of its own. `first` is that of the search's first step."""
+        text = ""
+        if self.tokenizer is not None:
+            text = Detokenizer(self.tokenizer, 0).read(beam.token_ids, is_last=True)
+        request_id = self._take_turn(next, self._ids)
+        output = {**first, **beam._asdict(), "request_id": request_id, "text": text}
+        return cast(RequestOutput, output)
 
     def _generate(self, prompts: list[CheckedPrompt], use_tqdm: bool = False) -> list[RequestOutput]:
-        with self._queued(prompts) as requests:
-            before, start = self.scheduler.num_decode_tokens, time.perf_counter()
-            with tqdm(total=len(requests), unit="seq", miniters=0, mininterval=0.5, disable=not use_tqdm) as bar:
+        with self._queued(prompts, inbox={}) as requests:
+            progress = _Progress(self.scheduler, requests, use_tqdm)
+            with progress.bar:
                 for request in requests:
                     while request.seq_id in self.requests:
-                        self._alone(self._step)
-                        if use_tqdm:
-                            rate = (self.scheduler.num_decode_tokens - before) / (time.perf_counter() - start)
-                            bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
-                            bar.update(sum(each.seq_id not in self.requests for each in requests) - bar.n)
-            return self._alone(lambda: [request.output() for request in requests])
+                        self._take_turn(self._step)
+                        progress.update()
+            return self._take_turn(lambda: [request.output() for request in requests])
 
     def _stream(self, prompts: list[CheckedPrompt]) -> Iterator[RequestOutput]:
-        with self._queued(prompts) as requests:
-            told = dict.fromkeys(requests, NOTHING)
-            while told:
-                yield from self._alone(self._step_and_tell, told)
+        inbox: Inbox = {}
+        with self._queued(prompts, inbox) as requests:
+            num_unfinished = len(requests)
+            while num_unfinished > 0:
+                for output in self._take_turn(self._step_and_report, inbox):
+                    if output["finish_reason"] is not None:
+                        num_unfinished -= 1
+                    yield output
 
     def _check_all(self, prompts: Any, sampling_params: Any) -> list[CheckedPrompt]:
-        check_type("prompts", prompts, (str, list, tuple), "a str, a list of token ids, or a list of these")
-        if isinstance(prompts, str) or (prompts and not isinstance(prompts[0], (str, list, tuple))):
+        expected = "a str, a list of token ids, or a list of these"
+        check_type("prompts", prompts, (str, list, tuple), expected)
+        is_one = isinstance(prompts, str) or not all(isinstance(prompt, (str, list, tuple)) for prompt in prompts[:1])
+        if is_one:
             prompts = [prompts]
         if not isinstance(sampling_params, (list, tuple)):
-            sampling_params = [SamplingParams() if sampling_params is None else sampling_params] * len(prompts)
+            if sampling_params is None:
+                sampling_params = SamplingParams()
+            sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params")
-        return [self._check_prompt(prompt, params) for prompt, params in zip(prompts, sampling_params)]
+            raise ValueError(
+                f"{len(prompts)} prompts but {len(sampling_params)} sampling_params: pass one for all prompts, or one for each"
+            )
+        return [self.check_prompt(prompt, params) for prompt, params in zip(prompts, sampling_params)]
+
+
+class _Progress:
+    """The progress bar of `generate`: finished requests, and generated tokens per second."""
+
+    def __init__(self, scheduler: Scheduler, requests: list[Request], is_shown: bool) -> None:
+        self.scheduler = scheduler
+        self.requests = requests
+        self.num_tokens_before = scheduler.num_decode_tokens
+        self.start = time.perf_counter()
+        self.bar = tqdm(total=len(requests), unit="seq", miniters=0, mininterval=0.5, disable=not is_shown)
+
+    def update(self) -> None:
+        if self.bar.disable:
+            return
+        num_tokens = self.scheduler.num_decode_tokens - self.num_tokens_before
+        rate = num_tokens / (time.perf_counter() - self.start)
+        self.bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
+        num_finished = sum(request.finish_reason is not None for request in self.requests)
+        self.bar.update(num_finished - self.bar.n)
 
 
 def _join_parts(message: Message) -> Message:
-    """The message, its content a single text: parts are joined by newlines, as vLLM joins them."""
+    """Return the message with its content as one str. Parts are joined by newlines, as in vLLM."""
     content = message.get("content")
     if not isinstance(content, list):
         return message

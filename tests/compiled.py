@@ -37,12 +37,15 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from nanovllm import LLM, SamplingParams, kernels
-from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.batch import SamplingBatch
+from nanovllm.engine import worker as executor_module
+from nanovllm.engine.memory import profile_sampling
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels.cuda import attention, graphs, twins
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import DecoderSpec
+from nanovllm.packing import pack, unpack
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes of a block
@@ -208,13 +211,13 @@ def serve(num_heads: int, num_kv_heads: int, vocab_size: int, enforce_eager: boo
     triton.knobs.runtime.jit_post_compile_hook = lambda **details: print(
         json.dumps({"part": parts[-1], "kernel": details["fn"].name}), flush=True
     )
-    runner, executor = llm.model_runner, llm.model_runner.executor
+    runner, executor = llm.model_runner, llm.model_runner.executor.worker
     if not enforce_eager:
         with torch.inference_mode():
             sizes = graphs.batch_sizes(40)
             executor.graphs = graphs.CudaGraphs(executor.model, executor.kv_caches, sizes, executor.block_table_width)
     for bounds in ([0, 2, 3], [0, 1]):  # the start of an engine on a GPU
-        runner._sample_all(executor.compute(executor._make_batch(bounds)))
+        profile_sampling(runner.sample, executor.max_model_len, executor.compute(executor._make_batch(bounds)))
     for part, (lengths, params) in LIFE.items():
         parts.append(part)
         prompts = [[(i * 7 + j) % vocab_size for j in range(length)] for i, length in enumerate(lengths)]
@@ -240,7 +243,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     driver.set_active(FakeDriver(args.arch))
     kernels.find_twins = lambda device_type, dtype: twins.TWINS
-    Batch.to = lambda self, device: Batch.unpack(self.pack())  # its tensors lie in one, as on a GPU
+    executor_module.copy_to = lambda batch, device: unpack(pack(batch))  # its tensors lie in one, as on a GPU
     attention._describe_gpu = lambda device: (args.arch // 10, 132)
     if args.twice:
         launch_twice(args.arch)

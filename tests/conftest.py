@@ -172,7 +172,6 @@ def check_invariants(llm: LLM) -> None:
     for block in manager.blocks:
         assert block.ref_count == held.count(block.block_id)
         assert (block.hash != -1) == (manager.hash_to_block_id.get(block.hash) == block.block_id)
-    assert manager.num_reusable == sum(manager.blocks[block_id].hash != -1 for block_id in free)
     for hash_, block_id in manager.hash_to_block_id.items():
         assert manager.blocks[block_id].hash == hash_
     for seq in scheduler.running:

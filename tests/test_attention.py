@@ -158,8 +158,8 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("query_len, context_len", [(200, 6000), (6000, 6000)], ids=["chunk", "whole"])
 def test_torch_needs_little_memory(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, query_len: int, context_len: int) -> None:
-    """Pieces of the mask, and no scores, are in memory; the results are those of the whole mask."""
-    monkeypatch.setattr(torch_backend, "_MASK_SIZE", 1 << 18)
+    """Only a tile of the mask, and no scores, are in memory. The results are those of the whole mask."""
+    monkeypatch.setattr(torch_backend, "_TILE", 40)
     torch.manual_seed(0)
     query = torch.randn(query_len, 14, 15).to(dtype)
     kv_cache = torch.randn(2, context_len // 16, 16, 2, 15).to(dtype)
@@ -264,7 +264,7 @@ def test_engine_with_triton(tiny: tuple[str, Oracle], make_llm: Callable[..., LL
         attention_backend="triton", kvcache_block_size=16, num_kvcache_blocks=6, max_model_len=64, max_num_batched_tokens=40,
         enable_chunked_prefill=chunked, device=DEVICE.type,
     )  # fmt: skip
-    assert llm.model_runner.executor.backend is triton_backend
+    assert llm.model_runner.executor.worker.backend is triton_backend
     prompts = [random_prompt(i, length) for i, length in enumerate((1, 15, 16, 33))] * 2
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
     assert [o["token_ids"] for o in outputs] == [tiny[1](prompt, 4) for prompt in prompts]

@@ -15,7 +15,7 @@ PARAMS = SamplingParams()
 
 
 class Colliding(BlockManager):
-    """Two hash values for all the blocks there are."""
+    """Two hash values for all blocks."""
 
     @classmethod
     def compute_hash(cls, token_ids: list[int], prefix: int = -1) -> int:
@@ -31,20 +31,19 @@ def check(manager: BlockManager, seqs: list[Sequence]) -> None:
         assert block.hash == -1 or manager.hash_to_block_id[block.hash] == block.block_id
     for hash_, block_id in manager.hash_to_block_id.items():
         assert manager.blocks[block_id].hash == hash_
-    assert manager.num_reusable == sum(manager.blocks[block_id].hash != -1 for block_id in free)
-    uncached = [manager.blocks[block_id].hash == -1 for block_id in free]
-    assert isinstance(manager, Colliding) or uncached == sorted(uncached, reverse=True), "empty blocks are taken first"
+    unlisted = [manager.blocks[block_id].hash == -1 for block_id in free]
+    assert isinstance(manager, Colliding) or unlisted == sorted(unlisted, reverse=True), "unlisted blocks are taken first"
 
 
 def snapshot(manager: BlockManager) -> tuple:
-    blocks = [(b.ref_count, b.hash, tuple(b.token_ids), b.content_id, b.parent_id) for b in manager.blocks]
+    blocks = [(b.ref_count, b.hash, tuple(b.token_ids)) for b in manager.blocks]
     return list(manager.free_block_ids), dict(manager.hash_to_block_id), blocks
 
 
 def admit(manager: BlockManager, seq: Sequence) -> bool:
     if not manager.allocate(seq, manager.find_prefix(seq)):
         return False
-    manager.cache_full_blocks(seq, len(seq.token_ids))
+    manager.list_full_blocks(seq, seq.num_computed_tokens, len(seq.token_ids))
     seq.num_computed_tokens = len(seq.token_ids)
     return True
 
@@ -70,7 +69,9 @@ def test_random_life(data: st.DataObject, num_blocks: int, manager_class: type[B
             assert caching or not prefix
             assert len(prefix) * BLOCK_SIZE < len(seq.token_ids)
             for i, block in enumerate(prefix):
-                assert contents[block.block_id] == seq.token_ids[: (i + 1) * BLOCK_SIZE], "a hit on another prefix"
+                prefix_tokens = seq.token_ids[: (i + 1) * BLOCK_SIZE]
+                assert contents[block.block_id][-BLOCK_SIZE:] == prefix_tokens[-BLOCK_SIZE:], "a hit on other tokens"
+                assert manager_class is Colliding or contents[block.block_id] == prefix_tokens, "a hit on another prefix"
             if admit(manager, seq):
                 live.append(seq)
             else:
@@ -80,7 +81,7 @@ def test_random_life(data: st.DataObject, num_blocks: int, manager_class: type[B
             if action == "gain":
                 seq.token_ids.append(data.draw(st.integers(0, 1)))
                 if manager.grow(seq):
-                    manager.cache_full_blocks(seq, len(seq.token_ids))
+                    manager.list_full_blocks(seq, seq.num_computed_tokens, len(seq.token_ids))
                     seq.num_computed_tokens = len(seq.token_ids)
                 else:
                     assert snapshot(manager) == before
@@ -110,10 +111,19 @@ def test_hash_is_chained() -> None:
     assert BlockManager.compute_hash([4], one) != BlockManager.compute_hash([4])
 
 
-def test_same_tokens_behind_other_parents_are_no_hit() -> None:
+def test_a_collision_of_other_tokens_is_no_hit() -> None:
     manager = Colliding(10, 2)
     assert admit(manager, Sequence(0, [1, 1, 0, 0, 5], PARAMS))
-    assert manager.find_prefix(Sequence(1, [0, 0, 0, 0, 5], PARAMS)) == []
+    assert manager.find_prefix(Sequence(1, [0, 2, 0, 0, 5], PARAMS)) == []
+
+
+def test_each_engine_has_hashes_of_its_own() -> None:
+    tables = []
+    for _ in range(2):
+        manager = BlockManager(10, 2)
+        assert admit(manager, Sequence(0, [1, 1, 2], PARAMS))
+        tables.append(set(manager.hash_to_block_id))
+    assert not tables[0] & tables[1] and max(tables[0]) > 2**64
 
 
 def test_eviction_is_least_recently_used_and_tail_first() -> None:
@@ -136,8 +146,8 @@ def test_duplicates_do_not_unmap_each_other() -> None:
     manager = BlockManager(4, 2)
     first, duplicate = Sequence(0, [1, 1, 2], PARAMS), Sequence(1, [1, 1, 2], PARAMS)
     assert manager.allocate(first, []) and manager.allocate(duplicate, [])
-    manager.cache_full_blocks(first, 3)
-    manager.cache_full_blocks(duplicate, 3)
+    manager.list_full_blocks(first, first.num_computed_tokens, 3)
+    manager.list_full_blocks(duplicate, duplicate.num_computed_tokens, 3)
     duplicate_table = duplicate.block_table
     manager.free(duplicate)
     assert manager.allocate(Sequence(2, [7, 7, 7], PARAMS), [])  # takes the duplicate's blocks
@@ -150,8 +160,8 @@ def make_duplicates() -> tuple[BlockManager, Sequence, Sequence]:
     manager = BlockManager(6, 2)
     first, duplicate = Sequence(0, [1, 1, 2], PARAMS), Sequence(1, [1, 1, 2, 2, 3], PARAMS)
     assert manager.allocate(first, []) and manager.allocate(duplicate, [])
-    manager.cache_full_blocks(first, 3)
-    manager.cache_full_blocks(duplicate, 5)
+    manager.list_full_blocks(first, first.num_computed_tokens, 3)
+    manager.list_full_blocks(duplicate, duplicate.num_computed_tokens, 5)
     return manager, first, duplicate
 
 

@@ -13,6 +13,7 @@ from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.batch import Batch
 from nanovllm.kernels.cuda import graphs
 from nanovllm.kernels.cuda.graphs import CudaGraphs, batch_sizes, pack_padded
+from nanovllm.packing import copy_to, unpack
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -33,7 +34,7 @@ def test_a_batch_in_the_layout_of_a_larger_one() -> None:
     for name in ("input_ids", "positions", "slot_mapping"):
         getattr(batch, name)[:] = torch.randint(99, (3,))
     sizes = [8, 8, 8, 5, 1, 99, 1]
-    larger = Batch.unpack(pack_padded(batch, sizes), sizes)
+    larger = unpack(pack_padded(batch, sizes), sizes)
     for name in ("input_ids", "positions", "slot_mapping", "context_lens", "logits_indices"):
         own = getattr(batch, name)
         padding = getattr(larger, name)[len(own) :].tolist()
@@ -52,7 +53,7 @@ def make_llm_with_graphs(make_llm: Callable[..., LLM], monkeypatch: pytest.Monke
 
     def make(**options) -> LLM:
         llm = make_llm(attention_backend="triton", kvcache_block_size=16, device=DEVICE.type, **options)
-        executor = llm.model_runner.executor
+        executor = llm.model_runner.executor.worker
         if not ON_GPU:
             with torch.inference_mode():
                 sizes = batch_sizes(llm.config.max_num_seqs)
@@ -81,7 +82,7 @@ def test_tokens_of_opt_are_the_same(tmp_path: Path, make_llm_with_graphs: Callab
     prompts = [random_prompt(i, 1 + 9 * i) for i in range(3)]
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
     assert [o["token_ids"] for o in outputs] == [oracle(prompt, 8) for prompt in prompts]
-    assert llm.model_runner.executor.graphs.recorded[4][1].shape == (4, 32)
+    assert llm.model_runner.executor.worker.graphs.recorded[4][1].shape == (4, 32)
 
 
 def test_every_batch_size(make_llm_with_graphs: Callable[..., LLM]) -> None:
@@ -89,13 +90,14 @@ def test_every_batch_size(make_llm_with_graphs: Callable[..., LLM]) -> None:
     step, and nothing written but their own slots."""
     max_num_seqs = 40 if ON_GPU else 12
     llm = make_llm_with_graphs(num_kvcache_blocks=90, max_num_seqs=max_num_seqs, max_model_len=32)
-    executor = llm.model_runner.executor
+    executor = llm.model_runner.executor.worker
     for i in range(max_num_seqs):
         llm.add_request(random_prompt(i, 1 + i % 20), SamplingParams(temperature=0.0, max_tokens=8))
     llm.step()
     running = list(llm.scheduler.running)
     for seq in running:
         seq.num_scheduled_tokens = 1
+        seq.num_logits = int(seq.lane % 3 != 1)
         seq.token_ids += [0] * (seq.lane % 3 == 1)  # of these, more is to come: their hidden states are not wanted
         seq.block_table += [seq.lane + 45] * (2 - len(seq.block_table))
     before = [torch.randn_like(kv_cache) for kv_cache in executor.kv_caches]
@@ -109,7 +111,7 @@ def test_every_batch_size(make_llm_with_graphs: Callable[..., LLM]) -> None:
     for num_seqs in range(max_num_seqs, 0, -1) if ON_GPU else (12, 11, 9, 8, 5, 3, 1):
         with torch.inference_mode():
             batch = llm.model_runner.prepare_batch(running[-num_seqs:])
-            eager = run(lambda batch: executor.model(batch.to(executor.device), executor.kv_caches), batch)
+            eager = run(lambda batch: executor.model(copy_to(batch, executor.device), executor.kv_caches), batch)
             replayed = run(executor.graphs.run, batch)
         assert len(eager[0]) == sum(seq.lane % 3 != 1 for seq in running[-num_seqs:])
         torch.testing.assert_close(replayed, eager, atol=1e-4, rtol=1e-4)
@@ -117,21 +119,21 @@ def test_every_batch_size(make_llm_with_graphs: Callable[..., LLM]) -> None:
 
 def test_the_profile_run_records_the_largest_alone(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """Played on the CPU: a start with a GPU whose memory is to be measured."""
-    executor, recorded, capture = make_llm(max_num_seqs=20).model_runner.executor, [], kernels.capture_decode_steps
+    executor, recorded, capture = make_llm(max_num_seqs=20).model_runner.executor.worker, [], kernels.capture_decode_steps
     on_gpu = torch.nn.Module(), None, [SimpleNamespace(device=torch.device("cuda"))]
     monkeypatch.setattr(kernels, "capture_decode_steps", lambda decoder, backend, caches, *sizes: capture(*on_gpu, *sizes))
     monkeypatch.setattr(kernels, "CudaGraphs", lambda decoder, kv_caches, sizes, width: recorded.append(sizes))
-    monkeypatch.setattr("nanovllm.engine.executor.count_blocks", lambda *args: (args[5](), (9, "arithmetic"))[1])
+    monkeypatch.setattr("nanovllm.engine.worker.count_blocks", lambda *args: (args[5](), (9, "arithmetic"))[1])
     executor.allocate_kv_cache()
     assert recorded == [[20], batch_sizes(20)]
 
 
 def test_enforce_eager(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(attention_backend="triton", kvcache_block_size=16, device=DEVICE.type, enforce_eager=True)
-    assert llm.model_runner.executor.graphs is None
+    assert llm.model_runner.executor.worker.graphs is None
 
 
 @pytest.mark.gpu
 def test_torch_attention_is_not_captured(make_llm: Callable[..., LLM]) -> None:
     """It looks at lengths on the host."""
-    assert make_llm(attention_backend="torch").model_runner.executor.graphs is None
+    assert make_llm(attention_backend="torch").model_runner.executor.worker.graphs is None

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.config import MAX_DRAFT_STEP, Config
-from nanovllm.engine.memory import count_blocks, find_available_memory
+from nanovllm.engine.memory import count_blocks, find_available_memory, profile_sampling
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.penalties import Penalties
 
@@ -154,7 +154,7 @@ class FakeGPU:
 def test_kv_cache_size_on_a_gpu(make_llm: MakeLLM, free: int, utilization: float, tokens: int) -> None:
     """A share of the whole GPU or what others have left of it, less this engine's weights and largest step."""
     llm = make_llm()
-    spec = replace(llm.model_runner.executor.spec, num_layers=125, num_kv_heads=1, head_dim=1)
+    spec = replace(llm.model_runner.executor.worker.spec, num_layers=125, num_kv_heads=1, head_dim=1)
     config = Config(model="", gpu_memory_utilization=utilization)
     steps = []
     num_blocks, line = count_blocks(config, spec, 10, 1000, FakeGPU(free), lambda: steps.append(1))
@@ -174,14 +174,19 @@ def test_the_largest_step_is_one(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         Penalties, "_penalize", lambda *args: lengths.extend(len(s.token_ids) for s in args[3]) or penalize(*args)
     )
-    batch = runner.executor.largest_batch()
-    runner._sample_all(runner.executor.run(batch))
-    assert len(lengths) == 7 and max(lengths) == runner.executor.max_model_len, "of penalties, the longest sequence takes most"
+    batch = runner.executor.worker.make_largest_batch()
+    profile_sampling(runner.sample, runner.executor.worker.max_model_len, runner.executor.worker.run(batch))
+    runner.penalties.reset()
+    assert len(lengths) == 7 and max(lengths) == runner.executor.worker.max_model_len, (
+        "of penalties, the longest sequence takes most"
+    )
     assert len(batch.input_ids) == 301 and len(batch.logits_indices) == 7 and batch.max_seqlen_q == 256
     assert len(seen) == 1 and seen[0].shape == (7, VOCAB_SIZE) and seen[0].isinf().any() and not len(runner.penalties.counts)
     prompt = random_prompt(0, 9)
     assert len(llm.generate(prompt, GREEDY, use_tqdm=False)[0]["token_ids"]) == 6
-    drafts = make_llm(max_num_batched_tokens=301, max_num_seqs=7, num_speculative_tokens=2).model_runner.executor.largest_batch()
+    drafts = make_llm(
+        max_num_batched_tokens=301, max_num_seqs=7, num_speculative_tokens=2
+    ).model_runner.executor.worker.make_largest_batch()
     assert len(drafts.logits_indices) == MAX_DRAFT_STEP, "a draft has logits, too"
 
 
@@ -409,7 +414,7 @@ def test_text_grows_whole_characters_only(demo: LLM, text: str, monkeypatch: pyt
     """Feed known tokens one by one: the text only grows, shows no broken character, and ends as the tokenizer decodes it."""
     token_ids = demo.tokenizer.encode(text)
     script = iter(token_ids)
-    monkeypatch.setattr(ModelRunner, "sample", lambda self, logits, seqs: ([next(script)], None))
+    monkeypatch.setattr(ModelRunner, "sample", lambda self, logits, seqs: ([[next(script)]], None))
     texts = [o["text"] for o in demo.stream([1], SamplingParams(max_tokens=len(token_ids)))]
     assert texts[-1] == text
     for shown in texts:
@@ -419,7 +424,7 @@ def test_text_grows_whole_characters_only(demo: LLM, text: str, monkeypatch: pyt
 def test_text_cut_inside_a_character(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     token_ids = demo.tokenizer.encode("ab👧")[:-1]
     script = iter(token_ids)
-    monkeypatch.setattr(ModelRunner, "sample", lambda self, logits, seqs: ([next(script)], None))
+    monkeypatch.setattr(ModelRunner, "sample", lambda self, logits, seqs: ([[next(script)]], None))
     texts = [o["text"] for o in demo.stream([1], SamplingParams(max_tokens=len(token_ids)))]
     assert "\ufffd" not in texts[-2] and texts[-1] == demo.tokenizer.decode(token_ids)
 

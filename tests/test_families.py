@@ -249,7 +249,7 @@ def test_opt_dummy_weights(opt: Oracle, tmp_path: Path) -> None:
     for size in (1, 2):
         with load(tmp_path, load_format="dummy", tensor_parallel_size=size) as llm:
             token_ids.append(generate(llm, prompts, 12))
-            decoder = llm.model_runner.executor.model.model.decoder
+            decoder = llm.model_runner.executor.worker.model.model.decoder
             for norm in (decoder.final_layer_norm, decoder.layers[1].self_attn_layer_norm):
                 assert norm.weight.eq(1).all() and norm.bias.eq(0).all()
             assert decoder.layers[0].fc2.bias.eq(0).all()
@@ -340,7 +340,7 @@ def test_moe_near_ties(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kerne
     prompt, chosen = random_prompt(1, 100), defaultdict[nn.Module, list[Tensor]](list)
     params = SamplingParams(temperature=0.0, max_tokens=50, logprobs=VOCAB_SIZE)
     with LLM(str(tmp_path), num_kvcache_blocks=16, enable_kernels=is_kernelized) as llm:
-        for module in llm.model_runner.executor.model.modules():
+        for module in llm.model_runner.executor.worker.model.modules():
             if isinstance(module, Experts):
                 module.register_forward_pre_hook(lambda module, args: chosen[module].append(args[1]))
         output = llm.generate(prompt, params, use_tqdm=False)[0]

@@ -36,7 +36,7 @@ def generate(llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParam
 
 def test_auto_takes_the_kernels(make_llm: MakeLLM, tiny: tuple[str, Oracle]) -> None:
     llm = make_llm(**POOL)
-    assert llm.model_runner.executor.backend.NAME in ("triton", "flash_attn") and llm.model_runner.executor.graphs
+    assert llm.model_runner.executor.worker.backend.NAME in ("triton", "flash_attn") and llm.model_runner.executor.worker.graphs
     assert generate(llm) == [tiny[1](prompt, 40) for prompt in PROMPTS]
 
 
@@ -60,7 +60,7 @@ def test_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dt
     """With all twins, and the backend that auto takes: as far from float32 as transformers' own on the CPU, give or take half."""
     reference = make_checkpoint(tmp_path, dtype=dtype)
     llm = LLM(str(tmp_path), num_kvcache_blocks=64)
-    model, seen = llm.model_runner.executor.model, []
+    model, seen = llm.model_runner.executor.worker.model, []
     compute_logits = model.compute_logits
     monkeypatch.setattr(model, "compute_logits", lambda hidden: seen.append(compute_logits(hidden)) or seen[-1])
     prompt = random_prompt(3, 40)
@@ -102,7 +102,7 @@ def test_the_last_gpu(make_llm: MakeLLM, tiny: tuple[str, Oracle]) -> None:
     llms = [make_llm(device=name, **POOL) for name in ("cuda:0", str(last))]
     for llm in (*llms, *llms):
         assert generate(llm) == [tiny[1](prompt, 40) for prompt in PROMPTS]
-    executor = llms[1].model_runner.executor
+    executor = llms[1].model_runner.executor.worker
     held = [*executor.model.parameters(), *executor.kv_caches, executor.graphs.packed]
     held += [hidden for _, hidden in executor.graphs.recorded.values()]
     assert {tensor.device for tensor in held} == {last} and torch.cuda.current_device() == 0

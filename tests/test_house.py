@@ -31,11 +31,13 @@ PACKAGE = Path(nanovllm.__file__).parent
 
 MAY_IMPORT = {  # part of the package -> parts
     "batch": set(),
-    "layers": {"batch", "layers"},
+    "arithmetic": set(),
+    "packing": {"batch"},
+    "layers": {"batch", "layers", "arithmetic"},
     "models": {"batch", "layers", "models", "checks", "config"},
-    "kernels": {"batch", "layers", "models", "kernels"},
+    "kernels": {"batch", "layers", "models", "kernels", "packing"},
 }
-MAY_IMPORT_KERNELS = {"nanovllm.engine.executor", "nanovllm.engine.model_runner"}
+MAY_IMPORT_KERNELS = {"nanovllm.engine.worker", "nanovllm.engine.model_runner"}
 WITHOUT_TORCH = {"nanovllm.engine.scheduler", "nanovllm.engine.block_manager", "nanovllm.engine.sequence"}
 
 
@@ -131,13 +133,27 @@ def test_a_circle_is_found(module: str, line: str) -> None:
 # --- A whole engine without kernels
 
 
+class WithoutKernels(ast.NodeTransformer):
+    """Removes imports of nanovllm.kernels, and what depends on enable_kernels."""
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom | None:
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+        return None if any(name.startswith("nanovllm.kernels") for name in names) else node
+
+    def visit_If(self, node: ast.If) -> ast.If | None:
+        return None if "enable_kernels" in ast.unparse(node.test) else node
+
+
 @pytest.fixture(scope="module")
 def plain_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a copy of the package without nanovllm/kernels and the lines of the engine that name it."""
+    """The folder of a copy of the package without nanovllm/kernels and the engine's uses of it."""
     folder = tmp_path_factory.mktemp("without_kernels")
-    shutil.copytree(PACKAGE, folder / "nanovllm", ignore=shutil.ignore_patterns("kernels", "demo_model", "__pycache__"))
+    ignored = shutil.ignore_patterns("kernels", "demo_model", "__pycache__")
+    shutil.copytree(PACKAGE, folder / "nanovllm", ignore=ignored)
     for path in (folder / "nanovllm" / "engine").glob("*.py"):
-        path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if "kernels" not in line))
+        source = ast.unparse(WithoutKernels().visit(ast.parse(path.read_text())))
+        assert "kernels." not in source
+        path.write_text(source)
     return folder
 
 

@@ -191,7 +191,7 @@ def test_text_of_a_token_that_is_cut_off(demo: LLM, monkeypatch: pytest.MonkeyPa
     request_id = demo.add_request("1, 2, 3", SamplingParams(temperature=0.0, stop="#"))
     demo.step()
     with monkeypatch.context() as patch:
-        patch.setattr(Request, "note", interrupt)
+        patch.setattr(Request, "commit", interrupt)
         with pytest.raises(KeyboardInterrupt):
             demo.step()
     demo.abort(request_id)
@@ -221,10 +221,10 @@ def test_an_end_that_is_not_noted(tiny: tuple[str, Oracle], make_llm: MakeLLM, m
     request_id = llm.add_request(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=2))
     llm.step()
     with monkeypatch.context() as patch:
-        patch.setattr(Request, "note", interrupt)
+        patch.setattr(Request, "commit", interrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.step()
-    assert not llm.is_finished() and llm.requests[request_id].noted == (1, None)
+    assert not llm.is_finished() and llm.requests[request_id].committed == (1, None)
     (output,) = llm.step()
     assert (output["token_ids"], output["finish_reason"]) == (tiny[1](PROMPTS[0], 2), "length")
 
@@ -234,11 +234,11 @@ def test_a_request_whose_id_nobody_got(make_llm: MakeLLM, monkeypatch: pytest.Mo
     llm = make_llm()
     with monkeypatch.context() as patch:
         patch.setattr(llm.scheduler, "add", lambda seq, add=llm.scheduler.add: (add(seq), llm.abort(10**9)))
-        end_aborted = llm._end_aborted
-        patch.setattr(llm, "_end_aborted", lambda: (end_aborted(), interrupt() if llm.requests else None))
+        cancel_aborted = llm._cancel_aborted
+        patch.setattr(llm, "_cancel_aborted", lambda: (cancel_aborted(), interrupt() if llm.requests else None))
         with pytest.raises(KeyboardInterrupt):
             llm.add_request(PROMPTS[0], GREEDY)
-    assert llm.step() == [] and llm.is_finished() and not llm._told and llm.stats["num_free_blocks"] == 64
+    assert llm.step() == [] and llm.is_finished() and not llm._inbox and llm.stats["num_free_blocks"] == 64
 
 
 def test_a_report_that_fails_comes_again(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_a_warning_that_is_an_error_harms_nobody(tiny: tuple[str, Oracle], make_
 
     def poison(logits: torch.Tensor, seqs: list) -> object:
         token_ids, logprobs = sample(logits, seqs)
-        return [-1 if seq.seq_id == bad else token_id for seq, token_id in zip(seqs, token_ids)], logprobs
+        return [[-1] if seq.seq_id == bad else own for seq, own in zip(seqs, token_ids)], logprobs
 
     llm.model_runner.sample = poison
     outputs: list[dict] = []

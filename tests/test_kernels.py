@@ -340,7 +340,7 @@ def test_fused_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: di
     llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
     assert {batch.max_seqlen_q for batch in batches} >= {1, 600} and any(len(b.context_lens) > 1 for b in batches)
 
-    executor = runner.executor
+    executor = runner.executor.worker
     plain, layerwise = (executor.spec.make_model(torch_backend) for _ in range(2))
     for model in (plain, layerwise):
         load_checkpoint(model, tmp_path)
@@ -523,7 +523,7 @@ def test_engine_with_twins_of_a_gpu(
         monkeypatch.setattr(kernels, "find_twins", lambda device_type, dtype: twins.TWINS)
     options = {"kvcache_block_size": 16, "num_kvcache_blocks": 4, "max_num_batched_tokens": 20}
     llm = LLM(str(tmp_path), device=DEVICE.type, attention_backend="triton", **options)
-    kinds = {type(layer) for layer in llm.model_runner.executor.model.modules()}
+    kinds = {type(layer) for layer in llm.model_runner.executor.worker.model.modules()}
     assert kinds >= {twins.FusedLayers, twins.FusedAttention} and not kinds & {Attention, DecoderLayers, RMSNorm, MLP}
     assert type(llm.model_runner.sampler) is twins.FastSampler
     prompts = [random_prompt(i, length) for i, length in enumerate((1, 15, 30))]
@@ -598,7 +598,7 @@ def test_without_a_compiler(
     with pytest.raises(ValueError, match="compiler"):
         make_llm(device="cpu", attention_backend="cpp")
     llm = make_llm(device="cpu")
-    assert llm.model_runner.executor.backend is torch_backend
+    assert llm.model_runner.executor.worker.backend is torch_backend
     messages = capfd.readouterr().err
     assert "slow attention, since" in messages and "slow layers, since" in messages and "compiler" in messages
     (output,) = llm.generate([random_prompt(0, 9)], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)

@@ -103,9 +103,9 @@ def test_low_precision_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, d
     reference = make_checkpoint(tmp_path, dtype=dtype)
     seen: list[torch.Tensor] = []
     llm = LLM(str(tmp_path), num_kvcache_blocks=64, **options)
-    compute_logits = llm.model_runner.executor.model.compute_logits
+    compute_logits = llm.model_runner.executor.worker.model.compute_logits
     monkeypatch.setattr(
-        llm.model_runner.executor.model, "compute_logits", lambda hidden: seen.append(compute_logits(hidden)) or seen[-1]
+        llm.model_runner.executor.worker.model, "compute_logits", lambda hidden: seen.append(compute_logits(hidden)) or seen[-1]
     )
     prompt = random_prompt(3, 40)
     llm.generate([prompt[:n] for n in range(1, 41)], greedy(1), use_tqdm=False)

@@ -28,9 +28,11 @@ from conftest import Oracle, check_invariants, greedy, make_checkpoint, random_p
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Batch
 from nanovllm.config import Config
-from nanovllm.engine import ranks
-from nanovllm.engine.executor import Executor, join
+from nanovllm.engine import executor as executor_module
+from nanovllm.engine.executor import Failure, Model, MultiRankExecutor, Task
+from nanovllm.engine.worker import Place, Worker, connect
 from nanovllm.layers.tensor_parallel import FIRST_PART, TensorParallel
+from nanovllm.packing import list_sizes, pack, unpack
 
 POOL = {"num_kvcache_blocks": 64, "kvcache_block_size": 4}
 
@@ -136,8 +138,8 @@ def test_a_batch_survives_packing(num_seqs: int, width: int) -> None:
     shapes = [(2 * num_seqs - 1,)] * 3 + [(num_seqs + 1,), (num_seqs,), (num_seqs, width), (num_seqs - 1,)]
     *tensors, logits_indices = [torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32) for shape in shapes]
     batch = Batch(*tensors, 3, 99, logits_indices, 2)
-    packed = batch.pack()
-    for unpacked in (Batch.unpack(packed), Batch.unpack(torch.cat((packed, packed)), batch.sizes)):
+    packed = pack(batch)
+    for unpacked in (unpack(packed), unpack(torch.cat((packed, packed)), list_sizes(batch))):
         for name, value in vars(batch).items():
             other = getattr(unpacked, name)
             if isinstance(value, torch.Tensor):
@@ -157,7 +159,7 @@ def test_long_messages_arrive(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     ]
 
     def meet(rank: int) -> TensorParallel:
-        return join(torch.device(kind), 2, (rank, rank, store))
+        return connect(torch.device(kind), 2, Place(rank, rank, store))
 
     def receive() -> None:
         tp = meet(1)
@@ -230,12 +232,12 @@ def test_a_rank_dies_in_a_step(tiny: tuple[str, Oracle], dtype: str, max_tokens:
 def test_a_gpu_waits_for_a_lost_rank(tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
     """Which shows where the tokens are read: until NCCL is aborted, they never come. The call ends all the same."""
     llm, aborted = LLM(tiny[0], tensor_parallel_size=2, **POOL), threading.Event()
-    executor, tokens = llm.model_runner.executor, MagicMock(tolist=lambda: [0] * aborted.wait(60))
+    executor, tokens = llm.model_runner.executor.worker, MagicMock(tolist=lambda: [0] * aborted.wait(60))
     monkeypatch.setattr(llm.model_runner.sampler, "forward", lambda logits, batch: tokens)
-    monkeypatch.setattr(executor, "leave", aborted.set)
+    monkeypatch.setattr(executor, "disconnect", aborted.set)
     monkeypatch.setattr(executor, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize := MagicMock())
-    monkeypatch.setattr(Batch, "to", lambda self, device: self)
+    monkeypatch.setattr("nanovllm.engine.worker.copy_to", lambda self, device: self)
     threading.Timer(0.3, find_ranks()[0].kill).start()
     lose_within(10, llm, "rank 1 of 2 has ended with exit code -9")
     assert not synchronize.mock_calls, "the host waits before it has sampled"
@@ -255,10 +257,10 @@ def test_a_rank_dies_at_the_start(tiny: tuple[str, Oracle]) -> None:
 FAILING = """
     import os, sys
     from nanovllm import LLM
-    from nanovllm.engine import ranks
-    from nanovllm.engine.executor import Executor
+    from nanovllm.engine import executor
+    from nanovllm.engine.worker import Worker
 
-    compute, work = Executor.compute, ranks._work
+    compute, serve = Worker.compute, executor._serve
 
     def fail(self, batch):
         if self.tp.rank == self.tp.size // 2 and len(batch.input_ids) > 1:
@@ -266,11 +268,11 @@ FAILING = """
         return compute(self, batch)
 
     def fail_at_work(*args):
-        Executor.compute = fail
-        work(*args)
+        Worker.compute = fail
+        serve(*args)
 
     if __name__ == "__main__":
-        Executor.compute = fail
+        Worker.compute = fail
         llm = LLM(sys.argv[1], tensor_parallel_size=2, num_kvcache_blocks=8)
         llm.generate([1, 2, 3], use_tqdm=False)
 """
@@ -282,22 +284,22 @@ def test_a_rank_fails(tmp_path: Path, tiny: tuple[str, Oracle], monkeypatch: pyt
     monkeypatch.setenv("PURPOSE", "on purpose")
     (tmp_path / "failing.py").write_text(textwrap.dedent(FAILING))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(ranks, "_work", importlib.import_module("failing").fail_at_work)
+    monkeypatch.setattr(executor_module, "_serve", importlib.import_module("failing").fail_at_work)
     with LLM(tiny[0], tensor_parallel_size=4, **POOL) as llm:
         llm.generate([1], greedy(3), use_tqdm=False)
-        monkeypatch.setattr(ranks, "_GRACE", 1.5)  # in which the others would fail, if it ended
+        monkeypatch.setattr(executor_module, "_GRACE", 1.5)  # in which the others would fail, if it ended
         with pytest.raises(RuntimeError, match=r"^rank 2 of 4 has failed:\n(?s:.*)ZeroDivisionError: on purpose\n$"):
             llm.generate([1, 2, 3], greedy(3), use_tqdm=False)
 
 
-def make_ranks(executor: Executor | None = None) -> ranks.Ranks:
-    """Of a model, `executor` if any, whose other ranks are nowhere."""
-    made = object.__new__(ranks.Ranks)
-    made.ended, made.processes, made.tasks = None, {}, SimpleQueue()
-    made.thread = threading.Thread(target=made._compute, daemon=True)
+def make_executor(worker: Worker | None = None) -> MultiRankExecutor:
+    """An executor without the processes of its other ranks."""
+    made = object.__new__(MultiRankExecutor)
+    made.stop_reason, made.processes, made.tasks = None, {}, SimpleQueue()
+    made.thread = threading.Thread(target=made._work_off_tasks, daemon=True)
     made.thread.start()
-    if executor is not None:
-        made.executor = executor
+    if worker is not None:
+        made.worker = worker
     return made
 
 
@@ -311,10 +313,10 @@ class FakeProcess:
 @pytest.mark.parametrize("is_dead", [False, True])
 def test_a_dead_rank_is_the_cause(is_dead: bool) -> None:
     """Also if it is seen together with others, which fail since it has gone. A ValueError stays one."""
-    seen, others = make_ranks(), []
+    seen, others = make_executor(), []
     for _ in range(2):
         pipe, other = Pipe()
-        other.send((True, True, "rank 1 of 4 has failed"))
+        other.send(Failure(True, True, "rank 1 of 4 has failed"))
         seen.processes[pipe] = others.append(other) or FakeProcess()
     if is_dead:
         pipe, other = Pipe()
@@ -332,7 +334,7 @@ LOST = """
     from nanovllm import LLM
 
     llm = LLM(sys.argv[1], tensor_parallel_size=2, num_kvcache_blocks=8)
-    executor = llm.model_runner.executor
+    executor = llm.model_runner.executor.worker
     psutil.Process().children(recursive=True)[-1].kill()
     try:
         while True:
@@ -362,7 +364,7 @@ def test_a_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
 def test_rank_0_fails(tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a step, where the others wait for it."""
     llm = LLM(tiny[0], tensor_parallel_size=2, **POOL)
-    monkeypatch.setattr(llm.model_runner.executor, "compute", lambda batch: 1 / 0)
+    monkeypatch.setattr(llm.model_runner.executor.worker, "compute", lambda batch: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         llm.generate([1, 2], greedy(2), use_tqdm=False)
     lose_within(1, llm, "rank 0 has failed: ZeroDivisionError")
@@ -394,8 +396,8 @@ class GroupOfGraphs:
     def __init__(self) -> None:
         graphs = threading.Event()  # any object that can be referred to weakly
         self.graphs, self.is_aborted = weakref.ref(graphs), False
-        self.executor = object.__new__(Executor)
-        vars(self.executor).update(device=torch.device("cuda"), graphs=graphs, tp=TensorParallel(0, 2, self))
+        self.worker = object.__new__(Worker)
+        vars(self.worker).update(device=torch.device("cuda"), graphs=graphs, tp=TensorParallel(0, 2, self))
 
     def abort(self) -> None:
         deadline = time.monotonic() + 60
@@ -407,12 +409,12 @@ class GroupOfGraphs:
 @pytest.mark.parametrize("is_stuck", [False, True])
 def test_graphs_end_before_the_group(is_stuck: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On rank 0, whether or not its thread waits for a lost rank."""
-    monkeypatch.setattr(ranks, "_EXIT_TIMEOUT", 1.0)
+    monkeypatch.setattr(executor_module, "_EXIT_TIMEOUT", 1.0)
     group, done = GroupOfGraphs(), threading.Event()
-    seen = make_ranks(group.executor)
+    seen = make_executor(group.worker)
     seen.processes[None] = FakeProcess()
     if is_stuck:
-        seen.tasks.put((Future(), done.wait, (30,)))
+        seen.tasks.put(Task(Future(), done.wait, (30,)))
     start = time.monotonic()
     seen.stop("of the test")
     assert time.monotonic() - start < 5 and group.is_aborted
@@ -423,11 +425,11 @@ def test_graphs_end_before_the_group(is_stuck: bool, monkeypatch: pytest.MonkeyP
 
 def test_an_abort_that_does_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody else holds the graphs, such as the traceback of an error: the engine's end does not wait for that."""
-    monkeypatch.setattr(ranks, "_EXIT_TIMEOUT", 0.5)
+    monkeypatch.setattr(executor_module, "_EXIT_TIMEOUT", 0.5)
     group = GroupOfGraphs()
-    held = group.executor.graphs
+    held = group.worker.graphs
     start = time.monotonic()
-    make_ranks(group.executor).stop("of the test")
+    make_executor(group.worker).stop("of the test")
     assert time.monotonic() - start < 5 and not group.is_aborted
     del held
 
@@ -445,23 +447,23 @@ def test_the_end_of_a_serving_rank(
             raise RuntimeError("Connection closed by peer")
         return messages.pop()
 
-    def compute(self: Executor, batch: torch.Tensor) -> None:
+    def compute(self: Worker, batch: torch.Tensor) -> None:
         graphs = self.graphs
         if error is not None:
             raise error
         del graphs
 
     monkeypatch.setattr(TensorParallel, "receive", receive)
-    monkeypatch.setattr(Executor, "allocate_kv_cache", lambda self: None)
-    monkeypatch.setattr(Batch, "unpack", lambda message: message)
-    monkeypatch.setattr(Executor, "compute", compute)
-    monkeypatch.setattr(ranks, "Executor", lambda *args: group.executor)
+    monkeypatch.setattr(Worker, "allocate_kv_cache", lambda self: None)
+    monkeypatch.setattr("nanovllm.engine.worker.unpack", lambda message: message)
+    monkeypatch.setattr(Worker, "compute", compute)
+    monkeypatch.setattr(executor_module, "Worker", lambda *args: group.worker)
     monkeypatch.setattr(dist, "rendezvous", lambda *_: iter([(dist.HashStore(), 1, 2)]))
     monkeypatch.setattr(os, "_exit", lambda status: sys.exit(f"at once, with {status}"))
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as caught:
-        ranks._join_torchrun((Config("", tensor_parallel_size=2), None, None))
+        executor_module._join_torchrun(Model(Config("", tensor_parallel_size=2), None, None))
     assert caught.value.code == (error and "at once, with 1") and not messages
     assert group.is_aborted == (error is None)
     assert ("ZeroDivisionError: on purpose" in capfd.readouterr().err) == (error is not None)
@@ -591,7 +593,7 @@ TORCHRUN = """
     except RuntimeError as error:
         print(error)
 """
-AGAIN = "torchrun's ranks serve one engine, and leave with it: there has been one"
+AGAIN = "torchrun's processes serve one engine, and it has ended: start them again"
 
 
 def run_torchrun(tmp_path: Path, num_agents: int, num_ranks: int, script: str, *args: str) -> list[tuple[int, str, str]]:
@@ -626,7 +628,7 @@ EXITING = """
     atexit.register(Path(sys.argv[2], os.environ["RANK"]).touch)
     llm = LLM(sys.argv[1], tensor_parallel_size=2, num_kvcache_blocks=8)
     llm.generate([1, 2, 3], use_tqdm=False)
-    executor = llm.model_runner.executor
+    executor = llm.model_runner.executor.worker
     llm.exit()
     deadline = time.monotonic() + 60
     while not Path(sys.argv[2], "1").exists() and time.monotonic() < deadline:

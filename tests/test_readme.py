@@ -67,7 +67,6 @@ def test_readme_code_runs(tmp_path: Path) -> None:
 
 def test_readme_quotes_the_step() -> None:
     (quoted,) = re.findall(r"```py\n(.*?)```", README, flags=re.DOTALL)
-    assert len(quoted.splitlines()) == 5
     assert textwrap.indent(quoted, " " * 8) in inspect.getsource(LLMEngine._step)
 
 

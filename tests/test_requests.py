@@ -33,7 +33,7 @@ def say(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict]]
     def say(token_ids: list[int], prompt_len: int = 1, **params) -> list[dict]:
         script: Iterator[int] = iter([*token_ids, *[0] * 200])
         monkeypatch.setattr(ModelRunner, "run", lambda self, seqs: None)  # contexts too long to compute them for each case
-        monkeypatch.setattr(ModelRunner, "sample", lambda self, logits, seqs: ([next(script)], None))
+        monkeypatch.setattr(ModelRunner, "sample", lambda self, logits, seqs: ([[next(script)]], None))
         params = {"max_tokens": len(token_ids), **params}
         return list(demo.stream([0] * prompt_len, SamplingParams(**params)))
 
@@ -209,7 +209,7 @@ def test_penalties_cost_memory_where_they_are_asked_for(make_llm: MakeLLM) -> No
 def test_a_plain_batch_does_no_extra_work(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_llm()
     monkeypatch.setattr(llm.model_runner, "penalties", None)
-    monkeypatch.setattr(ModelRunner, "_find_logprobs", None)
+    monkeypatch.setattr("nanovllm.engine.model_runner.find_logprobs", None)
     llm.generate([[1, 2]] * 3, SamplingParams(top_p=0.9, n=2), use_tqdm=False)
 
 

@@ -10,7 +10,9 @@ from conftest import random_prompt
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import SamplingBatch
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.layers.sampler import Sampler, gumbel_noise, make_noise_keys
+from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.noise import gumbel_noise, make_noise_keys
+from nanovllm.layers.sampler import Sampler
 
 VOCAB = 50
 
@@ -21,7 +23,8 @@ def make_sampling_batch(
     """What the model runner prepares for sequences that are as long as `positions` says."""
     runner = SimpleNamespace(vocab_size=vocab_size, device=torch.device(device))
     rows = zip(params, seeds, strict=True)
-    return ModelRunner.prepare_sampling(runner, [SimpleNamespace(params=p, seed=s) for p, s in rows], positions)
+    seqs = [Sequence(0, [0] * position, p, seed=s) for (p, s), position in zip(rows, positions)]
+    return ModelRunner.prepare_sampling(runner, seqs)
 
 
 def sample(logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]) -> list[int]:

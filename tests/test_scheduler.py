@@ -5,16 +5,16 @@ from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 8
 
 
-def make_scheduler(num_blocks: int = NUM_BLOCKS, **options) -> Scheduler:
+def make_scheduler(num_blocks: int = NUM_BLOCKS, policy: type[Scheduler] = Scheduler, **options) -> Scheduler:
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 16, **options}
-    return Scheduler(BlockManager(num_blocks, BLOCK_SIZE), **settings)
+    return policy(BlockManager(num_blocks, BLOCK_SIZE), **settings)
 
 
 def make_sequence(seq_id: int, prompt_len: int, max_tokens: int, first_token: int | None = None) -> Sequence:
@@ -22,10 +22,13 @@ def make_sequence(seq_id: int, prompt_len: int, max_tokens: int, first_token: in
     return Sequence(seq_id, prompt, SamplingParams(max_tokens=max_tokens))
 
 
-def run_step(scheduler: Scheduler) -> tuple[list[Sequence], list[Sequence]]:
+def run_step(scheduler: Scheduler) -> list[Sequence]:
     seqs = scheduler.schedule()
-    caught_up = [seq for seq in seqs if seq.num_computed_tokens + seq.num_scheduled_tokens == len(seq.token_ids)]
-    return seqs, scheduler.postprocess(seqs, [7] * len(caught_up))
+    for seq in seqs:
+        is_complete = seq.num_computed_tokens + seq.num_scheduled_tokens == len(seq.token_ids)
+        assert seq.num_logits == int(is_complete)
+    scheduler.postprocess(seqs, [[7] * seq.num_logits for seq in seqs])
+    return seqs
 
 
 @given(
@@ -42,7 +45,10 @@ def test_random_loads(
 ) -> None:
     budget = budget if chunked else max(budget, 16)
     scheduler = make_scheduler(
-        num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, enable_chunked_prefill=chunked
+        num_blocks,
+        policy=Scheduler if chunked else PrefillFirstScheduler,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
     )
     seqs = [make_sequence(i, prompt, tokens, shared) for i, (prompt, tokens, shared) in enumerate(loads)]
     pending = list(seqs)
@@ -56,7 +62,7 @@ def test_random_loads(
             break
         behind = {seq: len(seq.token_ids) - seq.num_computed_tokens for seq in scheduler.running}
         progress = [(len(seq.token_ids), seq.num_computed_tokens) for seq in unfinished[:1]]
-        scheduled, _ = run_step(scheduler)
+        scheduled = run_step(scheduler)
         assert sum(seq.num_scheduled_tokens for seq in scheduled) <= budget
         assert all(seq.num_scheduled_tokens >= 1 for seq in scheduled) and len(set(scheduled)) == len(scheduled)
         assert len(scheduler.running) <= max_num_seqs
@@ -77,14 +83,14 @@ def test_random_loads(
 def test_the_two_policies() -> None:
     """A long prompt arrives while another sequence decodes: mixed steps serve both, prefill first makes one wait."""
     kinds = {}
-    for chunked in (True, False):
-        scheduler = make_scheduler(max_num_batched_tokens=8, enable_chunked_prefill=chunked)
+    for policy in (Scheduler, PrefillFirstScheduler):
+        scheduler = make_scheduler(max_num_batched_tokens=8, policy=policy)
         scheduler.add(make_sequence(0, 3, 10))
         run_step(scheduler)
         scheduler.add(make_sequence(1, 8, 2))
-        kinds[chunked] = [[(seq.seq_id, seq.num_scheduled_tokens) for seq in run_step(scheduler)[0]] for _ in range(3)]
-    assert kinds[True] == [[(0, 1), (1, 7)], [(0, 1), (1, 1)], [(0, 1), (1, 1)]]
-    assert kinds[False] == [[(1, 8)], [(0, 1), (1, 1)], [(0, 1)]]
+        kinds[policy] = [[(seq.seq_id, seq.num_scheduled_tokens) for seq in run_step(scheduler)] for _ in range(3)]
+    assert kinds[Scheduler] == [[(0, 1), (1, 7)], [(0, 1), (1, 1)], [(0, 1), (1, 1)]]
+    assert kinds[PrefillFirstScheduler] == [[(1, 8)], [(0, 1), (1, 1)], [(0, 1)]]
 
 
 def test_max_num_seqs_bounds_residents() -> None:

@@ -15,9 +15,9 @@ import torch
 from conftest import Oracle, greedy, random_prompt
 
 from nanovllm import LLM, SamplingParams, kernels
-from nanovllm.engine.executor import Executor, find_device
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.penalties import Penalties
+from nanovllm.engine.worker import Worker, find_device
 
 MakeLLM = Callable[..., LLM]
 GREEDY = greedy(6)
@@ -107,8 +107,8 @@ def test_the_engines_gpu_is_the_current_one(make_llm: MakeLLM, monkeypatch: pyte
         monkeypatch.setattr(owner, name, lambda *args, **options: seen.add((name, current[-1])) or original(*args, **options))
 
     monkeypatch.setattr(torch.accelerator, "device_index", device_index)
-    steps = [(ModelRunner, "prepare_batch"), (Executor, "compute"), (ModelRunner, "prepare_sampling"), (Penalties, "apply")]
-    parts = [(kernels, "select_backend"), (Executor, "_allocate"), (kernels, "capture_decode_steps"), *steps]
+    steps = [(ModelRunner, "prepare_batch"), (Worker, "compute"), (ModelRunner, "prepare_sampling"), (Penalties, "apply")]
+    parts = [(kernels, "select_backend"), (Worker, "_allocate"), (kernels, "capture_decode_steps"), *steps]
     for owner, name in parts:
         watch(owner, name)
     llm = make_llm()
@@ -169,7 +169,7 @@ def test_exit_leaves_nothing_to_the_garbage_collector(make_llm: MakeLLM) -> None
     llm = make_llm(max_num_seqs=4)
     llm.generate(PROMPTS, SamplingParams(repetition_penalty=1.3, max_tokens=3), use_tqdm=False)
     runner = llm.model_runner
-    tensors = [*runner.executor.kv_caches, runner.penalties.counts, *runner.executor.model.parameters()]
+    tensors = [*runner.executor.worker.kv_caches, runner.penalties.counts, *runner.executor.worker.model.parameters()]
     left = [weakref.ref(tensor) for tensor in tensors]
     gc.collect()
     gc.disable()

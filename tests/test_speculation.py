@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, OPTConfig, Qwen3MoeConfig
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
-from nanovllm.engine.drafter import Guesser, PromptLookup
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.speculation import Speculator, measure_steps
+from nanovllm.engine.speculation import PromptLookup, Proposal, Speculator, measure_steps
 from nanovllm.kernels.cpu import attention as cpp
 from nanovllm.outputs import RequestOutput
 
@@ -38,7 +37,7 @@ class Clairvoyant:
         drafter.answers, drafter.random, drafter.token_ids = self.answers, self.random, token_ids
         return drafter
 
-    def guess(self, num_tokens: int) -> list[int]:
+    def propose(self, num_tokens: int) -> list[int]:
         length = len(self.token_ids)
         answer = next((answer for answer in self.answers if answer[:length] == self.token_ids), [])
         rights = answer[length : length + num_tokens]
@@ -49,23 +48,22 @@ def make_guess(llm: LLM, drafter: Any) -> None:
     """Have `llm` draft with it, and whatever it costs."""
     speculator = llm.scheduler.speculator
     assert speculator is not None
-    speculator.make_drafter, speculator.plain_costs, speculator.draft_costs = drafter, FREE, FREE
+    speculator.make_proposer, speculator.plain_costs, speculator.draft_costs = drafter, FREE, FREE
 
 
 def watch(llm: LLM) -> None:
     """After every step: no block more than without drafts, and none that can be found holds what is not a sequence's own."""
     postprocess = llm.scheduler.postprocess
 
-    def check(seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
-        caught_up = postprocess(seqs, token_ids)
+    def check(seqs: list[Sequence], samples: list[list[int]]) -> None:
+        postprocess(seqs, samples)
         manager = llm.scheduler.block_manager
         for seq in llm.scheduler.running:
-            if seq in caught_up:
+            if seq in seqs and seq.num_logits > 0:
                 assert len(seq.block_table) == -(-seq.num_computed_tokens // manager.block_size), "what a draft took is back"
             told = [seq.token_ids[i : i + manager.block_size] for i in range(0, seq.num_computed_tokens, manager.block_size)]
             for block_id, tokens in zip(seq.block_table, told):
                 assert manager.blocks[block_id].hash == -1 or manager.blocks[block_id].token_ids == tokens
-        return caught_up
 
     llm.scheduler.postprocess = check  # type: ignore[method-assign]
 
@@ -198,7 +196,7 @@ def test_a_guess_may_have_nan(tmp_path: Any, make_llm: MakeLLM, backend: str) ->
     class Poisoner:
         def __init__(self, token_ids: list[int]) -> None: ...
 
-        def guess(self, num_tokens: int) -> list[int]:
+        def propose(self, num_tokens: int) -> list[int]:
             return [VOCAB_SIZE - 1] * num_tokens
 
     params = SamplingParams(temperature=0.0, max_tokens=12)
@@ -222,22 +220,23 @@ def test_drafts_take_what_is_left(make_llm: MakeLLM) -> None:
     make_guess(llm, Clairvoyant(expected, 0.0))
     speculator, steps = llm.scheduler.speculator, []
     assert speculator is not None
-    draft = speculator.draft
+    choose = speculator.choose
 
-    def watch_draft(seqs: list[Sequence], budget: int) -> None:
+    def watch_choose(seqs: list[Sequence], proposals: dict, budget: int) -> dict:
         before = llm.stats
-        draft(seqs, budget)
-        steps.append((seqs, before))
+        drafts = choose(seqs, proposals, budget)
+        steps.append((sum(seq.num_scheduled_tokens for seq in seqs) + sum(map(len, drafts.values())), before))
+        return drafts
 
-    speculator.draft = watch_draft  # type: ignore[method-assign]
+    speculator.choose = watch_choose  # type: ignore[method-assign]
     for prompt in prompts:
         llm.add_request(prompt, greedy(14))
     outputs = {}
     while not llm.is_finished():
         num_preemptions = llm.stats["num_preemptions"]
         outputs.update((output["request_id"], output) for output in llm.step())
-        seqs, before = steps[-1]
-        assert sum(seq.num_scheduled_tokens + len(seq.draft) for seq in seqs) <= 9
+        num_tokens, before = steps[-1]
+        assert num_tokens <= 9
         assert llm.stats["num_preemptions"] == before["num_preemptions"] >= num_preemptions, "all of it before the drafts"
     same([outputs[i] for i in sorted(outputs)], expected)
     assert llm.stats["num_draft_tokens"] > 0 and plain.stats["num_preemptions"] > 0
@@ -249,13 +248,13 @@ def test_drafts_take_what_is_left(make_llm: MakeLLM) -> None:
 def test_prompt_lookup() -> None:
     token_ids = [1, 2, 3, 4, 5, 2, 3]
     drafter = PromptLookup(token_ids)
-    assert drafter.guess(3) == [4, 5, 2], "what followed 2 3"
+    assert drafter.propose(3) == [4, 5, 2], "what followed 2 3"
     token_ids += [9, 1, 2, 3]
-    assert drafter.guess(3) == [4, 5, 2], "1 2 3 rather than 2 3, which 9 followed the last time"
+    assert drafter.propose(3) == [4, 5, 2], "1 2 3 rather than 2 3, which 9 followed the last time"
     token_ids += [7, 7, 7]
-    assert drafter.guess(4) == [7, 7, 7, 7], "an occurrence that overlaps the end"
+    assert drafter.propose(4) == [7, 7, 7, 7], "an occurrence that overlaps the end"
     token_ids.append(8)
-    assert drafter.guess(4) == [] and PromptLookup([1]).guess(4) == []
+    assert drafter.propose(4) == [] and PromptLookup([1]).propose(4) == []
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 5))
@@ -265,7 +264,7 @@ def test_prompt_lookup_as_a_search(token_ids: list[int], num_tokens: int) -> Non
     drafter = PromptLookup(grown)
     for token_id in token_ids:
         grown.append(token_id)
-        guess = drafter.guess(num_tokens)
+        guess = drafter.propose(num_tokens)
     expected: list[int] = []
     for size in (3, 2):
         ends = [end for end in range(size, len(grown)) if grown[end - size : end] == grown[-size:] and len(grown) > size]
@@ -276,59 +275,61 @@ def test_prompt_lookup_as_a_search(token_ids: list[int], num_tokens: int) -> Non
     assert guess == expected
 
 
-def make_decode(acceptance: float, num_tokens: int = 8, **params: Any) -> Sequence:
+Decode = tuple[Sequence, Proposal]
+
+
+def make_decode(acceptance: float, num_tokens: int = 8, **params: Any) -> Decode:
     seq = Sequence(0, [1, 2, 3] * 3, SamplingParams(max_tokens=num_tokens, **params))
     seq.token_ids.append(1)
-    seq.num_computed_tokens, seq.num_scheduled_tokens = 9, 1
-    drafter = Speculator(4, FREE, FREE).make_drafter(seq.token_ids)
-    seq.guesser = Guesser(drafter, likelihood=acceptance)
-    return seq
+    seq.num_computed_tokens, seq.num_scheduled_tokens, seq.num_logits = 9, 1, 1
+    seq.is_decode = True
+    return seq, Proposal(PromptLookup(seq.token_ids), acceptance_rate=acceptance)
+
+
+def choose(speculator: Speculator, decodes: list[Decode], budget: int = 100) -> list[list[int]]:
+    seqs = [seq for seq, _ in decodes]
+    drafts = speculator.choose(seqs, dict(decodes), budget)
+    return [drafts.get(seq, []) for seq in seqs]
 
 
 def test_drafts_that_pay() -> None:
-    """The likeliest guesses first, while they raise the tokens per second."""
+    """The likeliest draft tokens first, while they raise the tokens per second."""
     linear = [float(n) for n in range(65)]  # bound by computation
     sure, unsure = make_decode(0.9), make_decode(0.1)
-    Speculator(4, FREE, FREE).draft([sure, unsure], 100)
-    assert (sure.draft, unsure.draft) == ([2, 3, 1, 2], [2, 3, 1, 2]), "free, so all of them"
-    Speculator(4, linear, linear).draft([sure, unsure], 100)
-    assert sure.draft == unsure.draft == [] and sure.guesser.guess == [2, 3, 1, 2], "none, but the guess is made, to learn from"
+    both = [sure, unsure]
+    assert choose(Speculator(4, FREE, FREE), both) == [[2, 3, 1, 2], [2, 3, 1, 2]], "free, so all of them"
+    assert choose(Speculator(4, linear, linear), both) == [[], []]
+    assert sure[1].token_ids == [2, 3, 1, 2], "no draft, but a proposal, to learn from"
     by_half = [1.0 + n / 4 for n in range(65)]
-    Speculator(4, by_half, by_half).draft([sure, unsure], 100)
-    assert len(sure.draft) == 4 and unsure.draft == []
-    Speculator(4, FREE, FREE).draft([sure, unsure], 3)
-    assert len(sure.draft) == 3 and unsure.draft == [], "the budget"
-    Speculator(4, FREE, FREE[:4]).draft([sure, unsure], 100)
-    assert len(sure.draft) == 1, "a step of 3 tokens is the longest with a known cost"
+    assert choose(Speculator(4, by_half, by_half), both) == [[2, 3, 1, 2], []]
+    assert choose(Speculator(4, FREE, FREE), both, 3) == [[2, 3, 1], []], "the budget"
+    assert choose(Speculator(4, FREE, FREE[:4]), both) == [[2], []], "a step of 3 tokens is the longest with a known cost"
     last = make_decode(0.9, num_tokens=3)
-    Speculator(4, FREE, FREE).draft([last], 100)
-    assert last.draft == [2], "one token is drawn, and one behind the draft: that is all"
+    assert choose(Speculator(4, FREE, FREE), [last]) == [[2]], "one token is sampled, and one after the draft: that is all"
 
 
 @pytest.mark.parametrize("params", [{"presence_penalty": 1.0}, {"repetition_penalty": 1.1}, {"min_tokens": 3}])
 def test_who_gets_no_drafts(params: dict[str, Any]) -> None:
-    seq = make_decode(0.9, **params)
-    Speculator(4, FREE, FREE).draft([seq], 100)
-    assert seq.draft == []
+    assert choose(Speculator(4, FREE, FREE), [make_decode(0.9, **params)]) == [[]]
 
 
 def test_learning() -> None:
-    guesser = Guesser(PromptLookup([1]), guess=[1, 2, 3, 4], position=2)
-    guesser.learn([9, 9])
-    assert guesser.likelihood == 0.5
-    guesser.learn([9, 9, 1, 2])
-    assert guesser.likelihood == pytest.approx(1 - 0.5 * 0.9**2), "what has been drawn"
-    guesser.learn([9, 9, 7, 2, 3, 4])
-    assert guesser.likelihood == pytest.approx(0.9 - 0.5 * 0.9**3), "what follows a wrong guess is not judged"
+    proposal = Proposal(PromptLookup([1]), token_ids=[1, 2, 3, 4], position=2)
+    proposal.learn([9, 9])
+    assert proposal.acceptance_rate == 0.5
+    proposal.learn([9, 9, 1, 2])
+    assert proposal.acceptance_rate == pytest.approx(1 - 0.5 * 0.9**2), "what has been sampled"
+    proposal.learn([9, 9, 7, 2, 3, 4])
+    assert proposal.acceptance_rate == pytest.approx(0.9 - 0.5 * 0.9**3), "what follows a rejected token is not judged"
     for _ in range(100):
-        guesser.learn([9, 9, 4])
-    assert guesser.likelihood < 0.001
+        proposal.learn([9, 9, 4])
+    assert proposal.acceptance_rate < 0.001
 
 
 def test_steps_are_measured() -> None:
     """Every size is run, in sequences of one token and its draft; what lies between is interpolated."""
     seen: list[list[int]] = []
-    plain, draft, _ = measure_steps(lambda seqs: seen.append([1 + len(seq.draft) for seq in seqs]), 4, 3, 100, 64)
+    plain, draft, _ = measure_steps(lambda seqs: seen.append([seq.num_scheduled_tokens for seq in seqs]), 4, 3, 100, 64)
     assert len(plain) == 4 and len(draft) == 16 and plain[0] == draft[0] == 0.0
     sizes = [[1], [1, 1], [1, 1, 1], [1], [2], [4], [5, 3], [5, 5, 5], [5], [5]]
     assert seen == [size for size in sizes for _ in range(3)]
@@ -340,15 +341,13 @@ def test_long_contexts_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeit, "repeat", partial(timeit.repeat, timer=lambda: clock[0]))
 
     def run(seqs: list[Sequence]) -> None:
-        clock[0] += sum((1 + len(seq.draft)) * (1.0 + 0.01 * len(seq.token_ids)) for seq in seqs)
+        clock[0] += sum(seq.num_scheduled_tokens * (1.0 + 0.01 * len(seq.token_ids)) for seq in seqs)
 
     _, _, context_cost = measure_steps(run, 1, 1, 100, 64)
     assert context_cost == pytest.approx(0.01, rel=0.05)
-    seq = make_decode(0.9)
-    Speculator(4, FREE, FREE, context_cost=1.0).draft([seq], 100)
-    assert seq.draft == []
-    Speculator(4, FREE, FREE, context_cost=0.001).draft([seq], 100)
-    assert len(seq.draft) == 4
+    decode = make_decode(0.9)
+    assert choose(Speculator(4, FREE, FREE, context_cost=1.0), [decode]) == [[]]
+    assert choose(Speculator(4, FREE, FREE, context_cost=0.001), [decode]) == [[2, 3, 1, 2]]
 
 
 def test_the_timeline_counts_drafts(make_llm: MakeLLM, tmp_path: Path) -> None:
@@ -358,8 +357,8 @@ def test_the_timeline_counts_drafts(make_llm: MakeLLM, tmp_path: Path) -> None:
     expected = make_llm().generate(prompts, params, use_tqdm=False)
     llm = make_llm(num_speculative_tokens=4, trace=tmp_path / "trace.json")
     make_guess(llm, Clairvoyant(expected, 0.6))
-    run, computed = llm.model_runner.executor.compute, []
-    llm.model_runner.executor.compute = lambda batch: (computed.append(len(batch.input_ids)), run(batch))[1]
+    run, computed = llm.model_runner.executor.worker.compute, []
+    llm.model_runner.executor.worker.compute = lambda batch: (computed.append(len(batch.input_ids)), run(batch))[1]
     same(llm.generate(prompts, params, use_tqdm=False), expected)
     infos = [step.info for step in trace.read(tmp_path / "trace.json")]
     assert [info["num_tokens"] for info in infos] == computed

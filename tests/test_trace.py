@@ -128,7 +128,7 @@ def test_exit_leaves_nothing_to_the_garbage_collector(tiny: tuple[str, Oracle], 
     """Neither the timeline nor the classes that take notes refer to the parts that they watch."""
     llm = LLM(tiny[0], trace=tmp_path / "trace.json", **SMALL)
     llm.generate(PROMPTS, greedy(3), use_tqdm=False)
-    left = [weakref.ref(kv_cache) for kv_cache in llm.model_runner.executor.kv_caches]
+    left = [weakref.ref(kv_cache) for kv_cache in llm.model_runner.executor.worker.kv_caches]
     gc.collect()
     gc.disable()
     try:

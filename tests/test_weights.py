@@ -228,7 +228,7 @@ def test_dtype_of_the_weights_if_the_config_has_none(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     del config["dtype"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert load(tmp_path).model_runner.executor.spec.dtype == torch.bfloat16
+    assert load(tmp_path).model_runner.executor.worker.spec.dtype == torch.bfloat16
 
 
 def test_a_tokenizer_without_a_vocabulary_is_none(checkpoint: Path) -> None:

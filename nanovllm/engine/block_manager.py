@@ -1,167 +1,185 @@
-"""Hands out the blocks of the KV cache and finds prefixes that are already in it. Knows ids, never tensors.
+"""Hands out the blocks of the KV cache and finds prefixes that are in it. Knows ids, not tensors.
 
-Every full block is known by a hash of its tokens and of the hash before it, since K/V depend on everything before. Equal hashes
-promise equal prefixes, and since a promise is not a proof, tokens and parents are compared as well:
+The K/V of a token depend on all tokens before it. A full block is therefore identified by a
+chained hash, which covers its own tokens and the hash of the block before it:
 
-    tokens      | a b c d | e f g h | i j         block size 4; the last block is not full and has no hash
-    hash        | h0=H(abcd) <- h1=H(h0, efgh)
+    tokens      | a b c d | e f g h | i j         block size 4; the last block is not full
+    hash        | h0=H(root, abcd) <- h1=H(h0, efgh)
     block_table |    7    |    2    |   5         logical block -> physical block
 
-Two sequences that compute the same prefix at the same time make a duplicate. The cache lists one copy; both can have successors:
+`hash_to_block_id` lists full blocks. If two sequences compute the same block at the same time, the
+first one is listed, and the second one is an unlisted duplicate.
 
-    A's block_table | 7 | 2 | 5 ...    block 2: hash h1, content 12, parent 11
-    B's block_table | 7 | 4 | 9 ...    block 4: no hash, content 12: a duplicate of block 2
-                                       block 9: hash h2, content 13, parent 12, found behind block 2 as well as behind block 4
+A freed block keeps its content until it is taken for other tokens. `free_block_ids` is the
+eviction order: unlisted blocks first, then the least recently used ones. Within a sequence the tail
+is evicted before the head, because a tail without its head cannot be hit.
 
-A freed block keeps its content until somebody needs the space. `free_block_ids` is the eviction order: empty blocks first, then
-the least recently used, of one sequence the tail before the head, because a tail without its head can never be hit.
-(PagedAttention, Kwon et al. 2023; hash-chained prefix caching as in vLLM.)
+References: PagedAttention (Kwon et al. 2023); vLLM's automatic prefix caching.
 """
 
+import secrets
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from itertools import count
 
 import xxhash
 
+from nanovllm.arithmetic import cdiv
 from nanovllm.engine.sequence import Sequence
-
-_NO_CONTENT = 0  # the content id of an empty block, and the parent of a sequence's first block
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """One physical block. `hash` is -1 unless `hash_to_block_id` leads here.
-
-    `content_id` names the prefix that ends with this block, `parent_id` the one that ends before it. Block ids could not name
-    them, for blocks are reused: the parent's id may stand for another prefix by now. Content ids are never used twice.
-    """
+    """One physical block. `hash` is -1 and `token_ids` is empty unless the block is listed."""
 
     block_id: int
     ref_count: int = 0
     hash: int = -1
     token_ids: list[int] = field(default_factory=list)
-    content_id: int = _NO_CONTENT
-    parent_id: int = _NO_CONTENT
 
 
 class BlockManager:
-    """`num_blocks` blocks of `block_size` tokens. Everything costs O(1) per block concerned, whatever the pool's size."""
+    """A pool of `num_blocks` blocks of `block_size` tokens. All costs are O(1) per block."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        # The start of every chain is secret, so that clients cannot prepare hash collisions.
+        self.root_hash = secrets.randbits(128)
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything: all blocks free, nothing cached."""
+        """Free all blocks and empty the prefix cache."""
         self.blocks = [Block(block_id) for block_id in range(self.num_blocks)]
-        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))  # the next to be taken first
+        self.free_block_ids = OrderedDict[int, None].fromkeys(range(self.num_blocks))
         self.hash_to_block_id: dict[int, int] = {}
-        self.num_reusable = 0  # blocks that are free, but a prefix can still hit them
-        self._content_ids = count(_NO_CONTENT + 1)
 
     @classmethod
     def compute_hash(cls, token_ids: list[int], prefix: int = -1) -> int:
-        """xxh64 of a block's tokens, chained to the hash of the block before it (-1: there is none)."""
-        parent = b"" if prefix == -1 else prefix.to_bytes(8, "little")
-        return xxhash.xxh64_intdigest(parent + array("q", token_ids).tobytes())
+        """Hash a block's tokens, chained to the 128-bit hash of the block before it.
+
+        The chain of an engine starts at its root_hash. The prefix is hashed as data, so that all its
+        bits count. It is also the seed, because xxh3 has known collisions for a known seed.
+        """
+        prefix_bytes = (prefix % 2**128).to_bytes(16, "little")
+        data = prefix_bytes + array("i", token_ids).tobytes()
+        return xxhash.xxh3_128_intdigest(data, seed=prefix % 2**64)
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
-        """The longest chain of cached blocks that `seq` starts with; never its last token, whose logits are needed."""
-        prefix, parent_id = list[Block](), _NO_CONTENT
-        limit = 0 if seq.was_nan else (len(seq.token_ids) - 1) // self.block_size
-        while len(prefix) < limit and (block := self._find(seq, len(prefix), parent_id)):
+        """Find the longest chain of listed blocks at the start of `seq`.
+
+        The last token is never part of it, because its logits are needed.
+        """
+        prefix: list[Block] = []
+        if not self.enable_prefix_caching:
+            return prefix
+        for index in range((len(seq.token_ids) - 1) // self.block_size):
+            block_id = self.hash_to_block_id.get(self._hash(seq, index))
+            if block_id is None:
+                break
+            block = self.blocks[block_id]
+            if block.token_ids != self._tokens(seq, index):  # a hash collision
+                break
             prefix.append(block)
-            parent_id = block.content_id
         return prefix
 
     def allocate(self, seq: Sequence, prefix: list[Block]) -> bool:
-        """Give `seq` its block table: `prefix`, then fresh blocks for all its other tokens. False changes nothing."""
-        num_fresh = -(-len(seq.token_ids) // self.block_size) - len(prefix)
+        """Build the block table: `prefix`, then new blocks for all other tokens.
+
+        Return False, and change nothing, if there are not enough free blocks.
+        """
+        num_new = cdiv(len(seq.token_ids), self.block_size) - len(prefix)
         num_revived = sum(block.ref_count == 0 for block in prefix)
-        if num_fresh + num_revived > len(self.free_block_ids):
+        if num_new + num_revived > len(self.free_block_ids):
             return False
-        for block in prefix:  # before any fresh block is taken: that could evict one of these
+        for block in prefix:  # before new blocks are taken, which could evict one of these
             if block.ref_count == 0:
                 del self.free_block_ids[block.block_id]
             block.ref_count += 1
-        self.num_reusable -= num_revived
-        seq.block_table = [block.block_id for block in prefix] + [self._take() for _ in range(num_fresh)]
+        seq.block_table = [block.block_id for block in prefix]
+        seq.block_table += [self._take() for _ in range(num_new)]
         seq.num_computed_tokens = len(prefix) * self.block_size
         return True
 
-    def grow(self, seq: Sequence, draft_len: int = 0) -> bool:
-        """Make room for the token that `seq` gained last and for a draft behind it. False changes nothing."""
-        num_missing = -(-(len(seq.token_ids) + draft_len) // self.block_size) - len(seq.block_table)
-        if num_missing > len(self.free_block_ids):
+    def grow(self, seq: Sequence) -> bool:
+        """Extend the block table to all tokens. If it cannot, return False and change nothing."""
+        num_new = cdiv(len(seq.token_ids), self.block_size) - len(seq.block_table)
+        if num_new > len(self.free_block_ids):
             return False
-        seq.block_table += [self._take() for _ in range(num_missing)]
+        seq.block_table += [self._take() for _ in range(num_new)]
         return True
 
-    def cache_full_blocks(self, seq: Sequence, num_tokens: int) -> None:
-        """Let others find the blocks that become full when `seq` has `num_tokens` computed.
+    def list_full_blocks(self, seq: Sequence, start: int, end: int) -> None:
+        """List the blocks of `seq` that its tokens from position `start` to `end` make full.
 
-        Called when a step is planned, not when it is done: within a step K/V are written before they are read, so
-        another sequence of the same step can already use them.
+        The scheduler calls this when it plans a step. That is safe because every layer writes K/V
+        before it attends, so another sequence of the same step may already share the blocks.
         """
-        num_full = num_tokens // self.block_size if self.enable_prefix_caching else 0
-        for index in range(seq.num_computed_tokens // self.block_size, num_full):
-            block = self.blocks[seq.block_table[index]]
-            parent_id = self.blocks[seq.block_table[index - 1]].content_id if index else _NO_CONTENT
-            if original := self._find(seq, index, parent_id):
-                block.content_id = original.content_id  # a duplicate
+        if not self.enable_prefix_caching:
+            return
+        for index in range(start // self.block_size, end // self.block_size):
+            block_hash = self._hash(seq, index)
+            if block_hash in self.hash_to_block_id:  # this block is a duplicate
                 continue
-            hash_ = self._hash(seq, index)
-            if hash_ in self.hash_to_block_id:  # a collision, or out of reach, since its parent was evicted: the newer one stays
-                self.forget(self.hash_to_block_id[hash_])
-            self.hash_to_block_id[hash_] = block.block_id
-            block.hash, block.token_ids, block.parent_id = hash_, self._tokens(seq, index), parent_id
-            block.content_id = next(self._content_ids)
+            block = self.blocks[seq.block_table[index]]
+            block.hash = block_hash
+            block.token_ids = self._tokens(seq, index)
+            self.hash_to_block_id[block_hash] = block.block_id
 
-    def free(self, seq: Sequence, num_tokens: int = 0) -> None:
-        """Take back the blocks behind its first `num_tokens` tokens. What was cached can be hit until its block is taken."""
-        seq.num_computed_tokens = num_tokens
-        # A table that ends stays whole for those who have looked at it; the sequence's next one is another list.
-        table = seq.block_table = seq.block_table if num_tokens else list(seq.block_table)
-        while (index := len(table) - 1) * self.block_size >= num_tokens:  # the tail becomes the first to be evicted
-            block = self.blocks[table.pop()]
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                self.free_block_ids[block.block_id] = None
-                self.free_block_ids.move_to_end(block.block_id, last=block.hash != -1)
-                self.num_reusable += block.hash != -1
-            # Using a duplicate also refreshes the cached copy: if that were evicted first, its successors could not be hit.
-            if block.hash == -1 and block.content_id != _NO_CONTENT:
-                original_id = self.hash_to_block_id.get(seq.block_hashes[index], -1)
-                if original_id in self.free_block_ids and self.blocks[original_id].content_id == block.content_id:
-                    self.free_block_ids.move_to_end(original_id)
-
-    def _take(self) -> int:
-        block_id, _ = self.free_block_ids.popitem(last=False)
-        self.forget(block_id)
-        self.blocks[block_id] = Block(block_id, ref_count=1)
-        return block_id
-
-    def forget(self, block_id: int) -> None:
-        """Let nobody find that block any more. To the sequences that hold it, it still is the same content."""
+    def unlist(self, block_id: int) -> None:
+        """Remove a block from the prefix cache. Sequences that hold the block keep it."""
         block = self.blocks[block_id]
         if block.hash != -1:
             del self.hash_to_block_id[block.hash]
             block.hash = -1
-            self.num_reusable -= block.ref_count == 0
+            block.token_ids = []
 
-    def _find(self, seq: Sequence, index: int, parent_id: int) -> Block | None:
-        """The cached block of the same tokens behind the same prefix as block `index` of `seq`."""
-        block_id = self.hash_to_block_id.get(self._hash(seq, index))
-        block = None if block_id is None else self.blocks[block_id]
-        return block if block and block.parent_id == parent_id and block.token_ids == self._tokens(seq, index) else None
+    def free(self, seq: Sequence, num_tokens: int = 0) -> None:
+        """Release the blocks behind the first `num_tokens` tokens of `seq`.
+
+        block_table | kept | kept | released | released |
+                    `- num_tokens -'   second     first     in the order of eviction
+        """
+        num_kept = cdiv(num_tokens, self.block_size)
+        for index in reversed(range(num_kept, len(seq.block_table))):
+            block = self.blocks[seq.block_table[index]]
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self.free_block_ids[block.block_id] = None  # at the end: it was used most recently
+                if block.hash == -1:  # no prefix can hit it: evict it first
+                    self.free_block_ids.move_to_end(block.block_id, last=False)
+            if block.hash == -1:
+                self._refresh_listed_copy(seq, index)
+        seq.block_table = seq.block_table[:num_kept]
+        seq.num_computed_tokens = num_tokens
+
+    def _refresh_listed_copy(self, seq: Sequence, index: int) -> None:
+        """Evict the listed copy of a released duplicate as late as if it had been used itself.
+
+        Otherwise the listed copy could be evicted before its successors, and these could not be
+        hit.
+        """
+        if index < len(seq.block_hashes):
+            listed_id = self.hash_to_block_id.get(seq.block_hashes[index])
+            if listed_id is not None and listed_id in self.free_block_ids:
+                self.free_block_ids.move_to_end(listed_id)
+
+    def _take(self) -> int:
+        """Take the first free block and evict its content."""
+        block_id, _ = self.free_block_ids.popitem(last=False)
+        self.unlist(block_id)
+        self.blocks[block_id].ref_count = 1
+        return block_id
 
     def _tokens(self, seq: Sequence, index: int) -> list[int]:
-        return seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
+        start = index * self.block_size
+        return seq.token_ids[start : start + self.block_size]
 
     def _hash(self, seq: Sequence, index: int) -> int:
-        for i in range(len(seq.block_hashes), index + 1):
-            seq.block_hashes.append(self.compute_hash(self._tokens(seq, i), seq.block_hashes[-1] if i else -1))
-        return seq.block_hashes[index]
+        """Return the chained hash of a full block of `seq`."""
+        hashes = seq.block_hashes
+        while len(hashes) <= index:
+            prefix = hashes[-1] if hashes else self.root_hash
+            hashes.append(self.compute_hash(self._tokens(seq, len(hashes)), prefix))
+        return hashes[index]

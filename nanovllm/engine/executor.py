@@ -1,182 +1,302 @@
-"""Runs batches: the half of the engine that has the model and the KV cache. Knows neither sequences nor queues nor text.
+"""Drives the workers of a model: one in this process, or one per rank.
 
-All that it needs for a step is a Batch of plain numbers. So with several ranks, each has an Executor: rank 0 `run`s a batch,
-which the others receive and compute in `serve`. It settles what depends on checkpoint and machine: attention backend, block
-size, number of blocks, max_model_len.
+    rank 0    LLM(...), scheduler, sampler    sends each batch to the others, computes its own share
+    rank 1..  a Worker, nothing else          receives a batch, computes its own share
+
+MultiRankExecutor starts the processes of ranks 1 and up, or finds them under torchrun, and notices
+when one is lost. A pipe connects rank 0 with each process that it has started. A message from there
+reports a failure. The end of the pipe means, on either side, that the other process has died. If a
+rank is lost, the engine cannot compute any more.
+
+A rank must finish every step that it begins, because the others wait for it. Rank 0's share is
+therefore computed by a thread of its own, and Ctrl-C interrupts only the caller that waits for it.
+
+The processes come from multiprocessing's fork server. It imports torch once per program, so each of
+them starts in 0.1 s instead of 4.
 """
 
-import sys
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from concurrent import futures
+from dataclasses import dataclass
+from multiprocessing import current_process, get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import (  # type: ignore[attr-defined]  # not in typeshed
+    BaseProcess,
+    _children,
+)
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from threading import Thread, current_thread
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanovllm import kernels
 from nanovllm.batch import Batch
 from nanovllm.checks import naming
-from nanovllm.config import MAX_DRAFT_STEP, Config
-from nanovllm.engine.memory import ENLARGE, MemoryMeter, count_blocks
-from nanovllm.layers import attention
-from nanovllm.layers.attention import Backend
-from nanovllm.layers.tensor_parallel import FIRST_PART, TensorParallel
+from nanovllm.config import Config
+from nanovllm.engine.worker import Place, Worker
 from nanovllm.models.decoder import ModelSpec
-from nanovllm.models.weights import init_dummy_weights, load_checkpoint
 
-Place = tuple[int, int, dist.Store]  # the rank, which one it is on its machine, and where all ranks meet
-_DEFAULT_MAX_MODEL_LEN = 4096
-_FOREVER = timedelta(days=365)  # that an engine may have nothing to do
+Result = TypeVar("Result")
+_GRACE = 0.5  # seconds
+_EXIT_TIMEOUT = 5.0  # seconds
 
 
 class Executor:
-    """Raises ValueError for options and checkpoints that do not go together or not with this machine."""
+    """Drives a single worker, in the caller's thread. Raises ValueError as Worker does."""
 
-    def __init__(self, config: Config, spec: ModelSpec, directory: Path, place: Place | None = None) -> None:
-        """`place`: this rank's, if there are several."""
-        if (config.max_model_len or 0) > spec.max_len:
-            raise ValueError(f"max_model_len={config.max_model_len} is above the model's own limit: lower it to {spec.max_len}")
-        self.config, self.spec = config, spec
-        self.max_model_len = config.max_model_len or min(spec.max_len, _DEFAULT_MAX_MODEL_LEN)
-        self.device = find_device(config.device, place and place[1])
-        self.tp = join(self.device, config.tensor_parallel_size, place) if place else TensorParallel()
-        self.backend: Backend = attention
-        self.block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
-        wishes = config.attention_backend, self.device, spec.dtype, spec.head_dim, config.kvcache_block_size
-        with torch.accelerator.device_index(self.device.index):  # the current GPU is that of Triton; a CPU's index is None
-            if config.enable_kernels:
-                self.tp = kernels.share_memory(self.tp, self.device, spec.dtype)
-                self.backend, self.block_size = kernels.select_backend(*wishes)
-            self.meter = MemoryMeter(self.device)
-            with torch.device(self.device):
-                self.model = spec.make_model(self.backend, self.tp)
-            with torch.device("cpu"):  # where safetensors reads, whatever the caller's default device is
-                if config.load_format == "dummy":
-                    init_dummy_weights(self.model, config.seed)
-                else:
-                    load_checkpoint(self.model, directory)
-            if config.enable_kernels:
-                kernels.kernelize(self.model, self.device, spec.dtype)
+    def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
+        self.stop_reason: str | None = None  # why nothing can be computed any more
+        self.worker = Worker(config, spec, directory)
 
-    def allocate_kv_cache(self, sample: Callable[[Tensor], object] = lambda logits: None) -> None:
-        """Size the KV cache, on a GPU by a profile run, and allocate it. `sample` takes the logits of each trial step."""
-
-        def profile_run() -> None:
-            self._allocate(num_blocks=1, is_profile=True)
-            sample(self.compute(self.largest_batch()))
-
-        sizes = self.block_size, self.max_model_len
-        self.num_blocks, arithmetic = count_blocks(self.config, self.spec, *sizes, self.meter, profile_run, self.tp)
-        self.max_model_len = min(self.max_model_len, capacity := self.num_blocks * self.block_size)
-        if (limit := self.config.max_model_len or 0) > capacity:
-            raise ValueError(f"max_model_len={limit} is more than the KV cache holds: lower it to {capacity}, or {ENLARGE}")
-        self._allocate(self.num_blocks)
-        if self.device.type == "cuda":
-            for bounds in ([0, 2, 3], [0, 1]):  # steps of each kind: what they compile is compiled before the first request
-                sample(self.compute(self._make_batch(bounds)))
-        if self.tp.rank == 0:
-            print(f"nanovllm: {self.device}, {self.spec.dtype}, {self.backend.NAME} attention; {arithmetic}", file=sys.stderr)
-
-    def _allocate(self, num_blocks: int, is_profile: bool = False) -> None:
-        spec = self.spec
-        self.block_table_width = -(-self.max_model_len // self.block_size)  # blocks of the longest sequence
-        shape = (2, num_blocks, self.block_size, self.tp.divide(spec.num_kv_heads)[0], spec.head_dim)
-        self.graphs, self.kv_caches = None, list[Tensor]()  # first of all let go of the old ones
-        torch.cuda.empty_cache()  # does nothing where there is no GPU
-        what = f"no memory for {num_blocks} blocks of {self.block_size} tokens: lower num_kvcache_blocks or kvcache_block_size"
-        with naming(what, RuntimeError):  # torch's own for any device that is out of memory
-            self.kv_caches = [torch.empty(shape, dtype=spec.dtype, device=self.device) for _ in range(spec.num_layers)]
-        # Linux allocates pages on first write: touch the first blocks now. And a profile run must not read NaN.
-        for kv_cache in self.kv_caches:
-            kv_cache[:, : -(-self.config.max_num_batched_tokens // self.block_size)].zero_()
-        max_num_decodes = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        steps = self.model, self.backend, self.kv_caches, max_num_decodes, self.block_table_width, is_profile
-        if self.config.enable_kernels and not self.config.enforce_eager:
-            self.graphs = kernels.capture_decode_steps(*steps)
+    def allocate_kv_cache(self, sample: Callable[[Tensor], object]) -> None:
+        self.worker.allocate_kv_cache(sample)
 
     def run(self, batch: Batch) -> Tensor:
-        """Write the K/V of the tokens of a batch on the host, and compute logits [num_logits, vocab_size], all ranks together."""
-        if self.tp.size > 1:
-            self.tp.send(batch.pack())
-        return self.compute(batch)
+        """Compute logits [num_logits, vocab_size] of a batch on the host."""
+        return self.worker.run(batch)
 
-    def serve(self) -> None:
-        """Compute this rank's share of the batches that rank 0 runs, until it is gone."""
-        self.allocate_kv_cache()
-        while True:
-            try:
-                message = self.tp.receive()
-            except RuntimeError:  # the connection has ended, and so has rank 0's part in it
-                return
-            self.compute(Batch.unpack(message))
+    def read(self, tokens: Tensor) -> list[int]:
+        """Copy tokens to the host. This is the host synchronization of a step."""
+        return tokens.tolist()
 
-    def leave(self) -> None:
-        """Part from the other ranks. CUDA graphs first: NCCL's abort waits until none is left that has a collective operation.
+    def check(self) -> None:
+        """Raise RuntimeError if nothing can be computed any more."""
+        if self.stop_reason is not None:
+            raise RuntimeError(self.stop_reason)
 
-        Not left to the garbage collector: it may come late, and in a forked process, where a group's end waits for its threads.
-        """
-        self.graphs = None
-        if self.device.type == "cuda":
-            self.tp.group.abort()  # or what the GPU computes waits for the others for ever
-        vars(self.tp).update(group=None, host_group=None)  # all layers' too, since `tp` is the same object: it ends the groups
-
-    @torch.inference_mode()
-    def compute(self, batch: Batch) -> Tensor:
-        """This rank's share."""
-        if self.graphs is not None and batch.max_seqlen_q == 1:
-            hidden = self.graphs.run(batch)
-        else:
-            hidden = self.model(batch.to(self.device), self.kv_caches)
-        return self.model.compute_logits(hidden)
-
-    def largest_batch(self) -> Batch:
-        """One of max_num_batched_tokens and as many rows of logits as a step can have, all of it on block 0."""
-        num_drafted = MAX_DRAFT_STEP if self.config.num_speculative_tokens else 0
-        num_seqs = min(max(self.config.max_num_seqs, num_drafted), self.config.max_num_batched_tokens)
-        i = np.arange(num_seqs + 1)
-        surplus = self.config.max_num_batched_tokens - num_seqs  # over a token each: the first ones are as long as can be
-        return self._make_batch(np.minimum(i * self.max_model_len, i + surplus))
-
-    def _make_batch(self, bounds: Sequence[int] | np.ndarray) -> Batch:
-        """A dummy batch with these bounds of queries and no context, in block 0, launched for a context of max_model_len."""
-        ends = torch.from_numpy(np.array(bounds, np.int32))
-        lens = ends.diff()
-        tables = torch.from_numpy(np.zeros((len(lens), self.block_table_width), np.int32))
-        zeros = torch.from_numpy(np.zeros(bounds[-1], np.int32))
-        return Batch(zeros, zeros, zeros, ends, lens, tables, int(lens.max()), self.max_model_len, ends[1:] - 1)
+    def stop(self, reason: str) -> None:
+        """Make every later `check` raise `reason`. A second call has no effect."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
 
 
-def join(device: torch.device, size: int, place: Place) -> TensorParallel:
-    """Meet the other ranks."""
-    rank, _, store = place
-    store.set(f"{rank} has started", "")
-    store.set_timeout(_FOREVER)  # NCCL waits there for rank 0, which may still load its weights
-    host_group = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, _FOREVER)
-    group: Any = host_group  # see TensorParallel
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
-    return TensorParallel(rank, size, group, host_group, torch.empty(FIRST_PART, dtype=torch.int32, device="cpu"))
+def make_executor(config: Config, spec: ModelSpec, directory: Path) -> Executor:
+    """The executor for config.tensor_parallel_size ranks. Its owner must call `stop` at the end."""
+    if config.tensor_parallel_size == 1:
+        return Executor(config, spec, directory)
+    return MultiRankExecutor(config, spec, directory)
 
 
-def find_device(name: str, local_rank: int | None = None) -> torch.device:
-    """The device of that name: without a number the current GPU. The ranks of a machine have one GPU each, from that of their
-    device's name (or 0) on, unless each sees only its own.
+@dataclass(frozen=True)
+class Model:
+    """What a Worker is made from, for the process of another rank."""
 
-    Raises ValueError if it is not known or not there.
+    config: Config
+    spec: ModelSpec
+    directory: Path
+
+    def make_worker(self, place: Place) -> Worker:
+        return Worker(self.config, self.spec, self.directory, place)
+
+
+class MultiRankExecutor(Executor):
+    """Drives the workers of several ranks. Under torchrun, ranks 1 and up serve in here, and exit.
+
+    Raises RuntimeError if another rank does not start.
     """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, number = name.partition(":")
-    if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
-        raise ValueError(f"device {name!r} is not known: use 'auto', 'cpu', 'cuda' or 'cuda:N'")
-    if kind == "cpu":
-        return torch.device("cpu")
-    if local_rank is not None:
-        number = str(int(number or 0) + local_rank if torch.cuda.device_count() > 1 else 0)  # Slurm may show each its own
-    if int(number or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device 'cuda:{number or 0}' is not there: this machine has {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", int(number) if number else torch.cuda.current_device())
+
+    def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
+        model = Model(config, spec, directory)
+        self.stop_reason = None
+        # The processes of ranks 1 and up by their pipes. There are none under torchrun.
+        self.processes: dict[Connection, BaseProcess] = {}
+        self.tasks: SimpleQueue[Task | None] = SimpleQueue()  # None ends the thread
+        store = _join_torchrun(model)
+        self.thread = Thread(target=self._work_off_tasks, daemon=True)
+        self.thread.start()
+        # A forked process must not keep the pipes open, or the other ranks would not notice the end
+        # of rank 0.
+        os.register_at_fork(after_in_child=self.processes.clear)
+        try:
+            if store is None:
+                store = self._start_processes(model)
+            self.worker = self._call(model.make_worker, Place(0, 0, store))
+        except BaseException:
+            self.stop("the engine has not started")
+            raise
+
+    def allocate_kv_cache(self, sample: Callable[[Tensor], object]) -> None:
+        self._call(self.worker.allocate_kv_cache, sample)
+
+    def run(self, batch: Batch) -> Tensor:
+        return self._call(self.worker.run, batch)
+
+    def read(self, tokens: Tensor) -> list[int]:
+        """Copy tokens to the host. If a rank is lost, a GPU may never have them."""
+        return self._call(tokens.tolist)
+
+    def check(self, timeout: float = 0.0) -> None:
+        """Raise RuntimeError if nothing can be computed any more, or ValueError if a worker did.
+
+        Wait up to `timeout` seconds for news of a lost rank. If several are lost, a dead one is the
+        cause: a rank that failed stays alive, and the others wait for it.
+        """
+        lost = wait(self.processes, timeout) if self.processes and self.stop_reason is None else []
+        if lost:
+            failures = [_read_failure(pipe, process) for pipe, process in self.processes.items() if pipe in lost]
+            cause = min(failures, key=lambda each: (each.is_alive, each.is_value_error))
+            self.stop(cause.reason)
+            if cause.is_value_error:
+                raise ValueError(cause.reason)
+        super().check()
+
+    def stop(self, reason: str) -> None:
+        """End the other ranks. A second call has no effect, nor has a call in a forked process."""
+        is_first = self.stop_reason is None
+        super().stop(reason)
+        if not is_first or not self.thread.is_alive():
+            return
+        while self.processes:
+            _, process = self.processes.popitem()
+            process.kill()
+            process.join(_EXIT_TIMEOUT)
+        self.tasks.put(None)
+        if self.thread is not current_thread():
+            # Not for long: its step may wait for a lost rank, until `disconnect` aborts that.
+            self.thread.join(_GRACE)
+        if hasattr(self, "worker"):
+            # In a thread, because NCCL's abort may be stuck, too.
+            disconnecting = Thread(target=self.worker.disconnect, daemon=True)
+            disconnecting.start()
+            disconnecting.join(_EXIT_TIMEOUT)
+
+    def _call(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Run function(*args) in the thread of rank 0. It finishes even if its caller is interrupted.
+
+        Raises RuntimeError if a rank is lost.
+        """
+        if current_thread() is self.thread:
+            return function(*args)
+        result: futures.Future[Result] = futures.Future()
+        self.tasks.put(Task(result, function, args))
+        while not futures.wait([result], _GRACE).done:
+            self.check()
+        if result.exception() is not None:
+            self.check(_GRACE)  # the cause may be the death of another rank
+            self.stop(f"rank 0 has failed: {result.exception()!r}")
+        return result.result()
+
+    def _work_off_tasks(self) -> None:
+        for task in iter(self.tasks.get, None):
+            try:
+                task.result.set_result(task.function(*task.args))
+            except BaseException as error:
+                task.result.set_exception(error)
+            del task  # it can hold the last reference to an engine
+
+    def _start_processes(self, model: Model) -> dist.Store:
+        size = model.config.tensor_parallel_size
+        num_threads = torch.get_num_threads()
+        share = max(1, num_threads // size)
+        self._call(torch.set_num_threads, share)  # in the thread of rank 0
+        torch.set_num_threads(num_threads)  # unchanged for all other threads
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = get_context("forkserver")
+        # Neither module initializes CUDA.
+        context.set_forkserver_preload(["torch", "transformers.models.auto.tokenization_auto"])
+        for rank in range(1, size):
+            pipe, pipe_to_rank_0 = context.Pipe()
+            args = (model, rank, store.port, share, dict(os.environ), pipe_to_rank_0)
+            process = context.Process(target=_serve, args=args, name=f"rank {rank} of {size}")
+            process.start()
+            pipe_to_rank_0.close()  # the process has its own copy
+            self.processes[pipe] = process
+            _children.discard(process)  # or a forked process would try to join it at its exit
+        while not store.check([f"{rank} has started" for rank in range(1, size)]):
+            self.check(timeout=0.02)
+        return store
+
+
+@dataclass(frozen=True)
+class Task:
+    """A call for the thread of rank 0."""
+
+    result: "futures.Future[Any]"
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def _join_torchrun(model: Model) -> dist.Store | None:
+    """The store of torchrun's ranks, or None without torchrun. Ranks 1 and up serve in here, and
+    exit."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return None
+    problem = "WORLD_SIZE is set, but another variable of torchrun is missing or invalid"
+    with naming(problem, KeyError, ValueError):
+        local_rank = int(os.environ["LOCAL_RANK"])
+        store, rank, world_size = next(dist.rendezvous("env://"))
+    size = model.config.tensor_parallel_size
+    if world_size != size:
+        raise ValueError(f"tensor_parallel_size={size}, but torchrun has started {world_size} processes")
+    if rank > 0:
+        worker = model.make_worker(Place(rank, local_rank, store))
+        try:
+            worker.serve()
+        except BaseException:
+            traceback.print_exc()
+            # Immediately, because the end of NCCL would wait for CUDA graphs that the traceback may
+            # refer to.
+            os._exit(1)
+        worker.disconnect()
+        raise SystemExit
+    if store.add("engines", 1) > 1:
+        raise RuntimeError("torchrun's processes serve one engine, and it has ended: start them again")
+    return store
+
+
+def _serve(
+    model: Model,
+    rank: int,
+    port: int,
+    num_threads: int,
+    environment: dict[str, str],
+    pipe: Connection,
+) -> None:
+    """The main function of rank 1 or up.
+
+    Its watcher thread is non-daemonic, so the process stays alive until rank 0 closes the pipe, even
+    after a failure.
+    """
+
+    def watch() -> None:
+        wait([pipe])  # rank 0 sends nothing, so this is the end of the pipe
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all processes receive Ctrl-C; rank 0 handles it
+    Thread(target=watch).start()
+    try:
+        os.environ.update(environment)  # the fork server has the one of its own start
+        torch.set_num_threads(num_threads)
+        store = dist.TCPStore("127.0.0.1", port)
+        model.make_worker(Place(rank, rank, store)).serve()
+    except BaseException as error:
+        reason = f"{current_process().name} has failed:\n{traceback.format_exc()}"
+        pipe.send(Failure(True, isinstance(error, ValueError), reason))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank is lost."""
+
+    is_alive: bool  # its process still runs
+    is_value_error: bool
+    reason: str
+
+
+def _read_failure(pipe: Connection, process: BaseProcess) -> Failure:
+    """The failure that a process has sent, or its death."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        process.join(_EXIT_TIMEOUT)
+        reason = f"{process.name} has ended with exit code {process.exitcode}"
+        # _serve sends the errors that it meets. With 1 the process has failed before.
+        if process.exitcode == 1:
+            reason += "; does the script make the engine under `if __name__ == '__main__':`, as it must?"
+        return Failure(False, False, reason)

@@ -17,8 +17,10 @@ import psutil
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 from nanovllm.models.decoder import ModelSpec
+from nanovllm.sampling_params import SamplingParams
 
 GPU_SHARE_OF_FREE = 0.95  # where others use the GPU, leave room for what they and the driver still allocate
 CPU_SHARE = 0.25
@@ -45,6 +47,29 @@ class MemoryMeter:
         taken = self.free_before - torch.cuda.mem_get_info(self.device)[0]
         drivers = taken - (torch.cuda.memory_reserved(self.device) - self.reserved_before)
         return torch.cuda.max_memory_reserved(self.device) - self.reserved_before + max(0, drivers)
+
+
+def profile_sampling(
+    sample: Callable[[torch.Tensor, list[Sequence]], object],
+    max_model_len: int,
+    logits: torch.Tensor,
+) -> None:
+    """Sample profiling logits with each kind of SamplingParams.
+
+    Peak memory is then measured and kernels are compiled. The most expensive kind comes last. The
+    longest sequence decides how much memory penalties need.
+    """
+    costliest = SamplingParams(top_p=0.5, repetition_penalty=2.0, min_tokens=1, logprobs=20)
+    kinds = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5), costliest]
+    for params in kinds:
+        seqs: list[Sequence] = []
+        for lane in range(len(logits)):
+            num_tokens = max_model_len if lane == 0 else 1
+            seq = Sequence(lane, [0] * num_tokens, params, stop_token_ids=frozenset([0]))
+            seq.lane = lane
+            seq.num_logits = 1
+            seqs.append(seq)
+        sample(logits, seqs)
 
 
 def find_available_memory(root: Path = Path("/")) -> int:

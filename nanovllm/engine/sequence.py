@@ -1,21 +1,21 @@
-"""One prompt and what has been generated for it, as the scheduler, the block manager and the model runner see it.
+"""The scheduling state of one prompt and of the tokens that are generated for it.
 
-A sequence is never "in prefill" or "in decode". It has tokens, and of those `num_computed_tokens` have their K/V in the
-cache; every step moves the second number towards the first:
+A sequence is never "in prefill" or "in decode". It has tokens, and `num_computed_tokens` of them
+have their K/V in the cache. Every step moves this number towards the number of tokens:
 
     token_ids        | prompt .............................. | generated ....... |
     K/V in the cache | num_computed_tokens ........ | num_scheduled_tokens |
                                                       `-- computed by this step
 
-A decode is a sequence that is one token behind. The newest token's K/V is never in the cache: its logits come next. Behind it
-a step may compute a `draft`: guesses that become tokens only if they are what is drawn (speculation.py).
-Text, log probabilities and callers are not known here: they are engine/request.py's.
+A decode is a sequence that is one token behind. The K/V of the newest token are never in the
+cache, because the newest token is the input of the next step.
+
+This module does not know text, log probabilities or callers (see engine/request.py).
 """
 
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from nanovllm.engine.drafter import Guesser
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
@@ -31,38 +31,41 @@ class Sequence:
     """The scheduling state of one request, or of one of its n samples."""
 
     seq_id: int
-    token_ids: list[int]  # the prompt's, to which the generated ones are appended
+    token_ids: list[int]  # prompt tokens, then generated tokens
     params: SamplingParams
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
-    max_num_tokens: int = 2**31  # prompt and generated tokens, if params.max_tokens does not end it sooner
+    max_num_tokens: int = 2**31  # limit on prompt and generated tokens together
 
     def __post_init__(self) -> None:
-        params, self.token_ids = self.params, list(self.token_ids)
-        self.status = SequenceStatus.WAITING
+        params = self.params
+        self.token_ids = list(self.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.needs_logits_processing = bool(params.penalizes or params.min_tokens or params.logprobs is not None)
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
         self.max_num_tokens = min(self.max_num_tokens, self.num_prompt_tokens + params.max_tokens)
         self.finish_reason: FinishReason | None = None
+        # Precomputed, because the model runner asks for them in every step.
+        self.needs_filtering = params.temperature > 0 and params.filters
+        wants_logprobs = params.logprobs is not None
+        self.needs_logits_processing = params.penalizes or params.min_tokens > 0 or wants_logprobs
+        self.restart()
 
+    def restart(self) -> None:
+        """Return to the state of a sequence that has never run. Only the tokens stay."""
+        self.status = SequenceStatus.WAITING
+        self.num_cached_tokens: int | None = None  # prompt tokens that the first admission found
         self.num_computed_tokens = 0
-        self.num_scheduled_tokens = 0
-        self.num_cached_tokens: int | None = None  # the prefix hit when it was first admitted; prompt tokens only
-        self.block_table: list[int] = []
-        self.block_hashes: list[int] = []  # of the full blocks of token_ids, filled in as they are asked for
-        self.was_nan = False  # its logits were: it is computed again, without what others have computed
-        self.draft: list[int] = []  # guesses that this step computes besides num_scheduled_tokens
-        self.guesser: Guesser | None = None  # who makes them, if there is speculation
-        self.lane = -1  # while running: a number below num_lanes that no other running sequence has
+        self.block_table: list[int] = []  # logical block -> physical block
+        self.block_hashes: list[int] = []  # hashes of full blocks, computed when first needed
+        self.lane = -1  # while running: its row in the model runner's block tables
 
-    @property
-    def is_decode(self) -> bool:
-        """Whether this step computes nothing but its newest generated token (and a draft)."""
-        return self.num_scheduled_tokens == 1 and self.num_computed_tokens >= self.num_prompt_tokens
+        # What the current step does with the sequence.
+        self.num_scheduled_tokens = 0
+        self.num_logits = 0  # 1 if the step reaches the newest token, whose logits are needed, else 0
+        self.is_decode = False  # the step computes the newest generated token, and nothing else
 
     def check_end(self) -> FinishReason | None:
-        """Whether the newest token is the last one, and why."""
+        """Return why the newest token ends the sequence, or None if it does not."""
         num_tokens = len(self.token_ids)
         if self.token_ids[-1] in self.stop_token_ids and num_tokens > self.min_num_tokens:
             return "stop"

@@ -1,92 +1,323 @@
-"""Speculative decoding that changes no token: which guesses a step computes, and what became of them.
+"""Speculative decoding that changes no token.
 
-    token_ids | ... a b c |              c is the newest token: this step computes it and draws what comes after it
-    draft     |           | d e f        guesses, computed in the same step
-    drawn     |         d | e x y        d and e were right, so e and x are drawn as in steps of their own; y is worthless
+    token_ids | ... a b c | d e f        c is the newest token, d e f the draft of this step
+    sampled   |           | d e x y      after c, d, e and f: d and e are accepted, so is x
 
-A token is a function of the tokens before it, also a sampled one, since noise is a function of seed and position. So a guess is
-right exactly if it equals the token drawn in its place (as in Leviathan et al. 2023, but without their rejection sampling).
+A sampled token is a function of the tokens before it, because noise is a function of seed and
+position. A draft token is therefore accepted exactly when it equals the token that was sampled in
+its place (as in Leviathan et al. 2023, without their rejection sampling).
 
-A draft costs time. The costs of steps are measured when the engine starts; a step computes those guesses that raise its expected
-tokens per second. How likely a guess is right is learnt from the sequence's earlier ones, computed or not. Nobody waits for a
-draft or is preempted for one: drafts get the tokens and the blocks that are left.
+A draft costs time. The cost of steps is measured when the engine starts, and a step computes those
+draft tokens that raise its expected tokens per second. The acceptance rate of a sequence is learned
+from its earlier proposals, whether a step computed them or not. Drafts take the tokens and blocks
+that a step leaves over. No sequence waits or is preempted for a draft.
 """
 
 import timeit
 from collections.abc import Callable
-from operator import itemgetter
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Protocol
 
 import numpy as np
 
-from nanovllm.config import MAX_DRAFT_STEP
-from nanovllm.engine.drafter import Drafter, Guesser, PromptLookup
-from nanovllm.engine.sequence import Sequence
+from nanovllm.arithmetic import cdiv
+from nanovllm.config import MAX_DRAFT_LEN, MAX_DRAFT_STEP
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
-_LEAST_GAIN = 1.05  # in tokens per second: less is lost again where sequences end at different times
+# In tokens per second. Smaller predicted gains do not materialize, because sequences end at
+# different times.
+LEAST_GAIN = 1.05
+LEARNING_RATE = 0.1  # weight of the newest draft token in the acceptance rate
+
+
+class SpeculativeScheduler(Scheduler):
+    """Appends drafts to the decodes of a step, and removes what is rejected.
+
+    Within a step `token_ids` ends with the draft. Nothing else distinguishes a draft token from a
+    token that is scheduled. Without a speculator there are no drafts.
+    """
+
+    speculator: "Speculator | None" = None
+
+    def reset(self, seqs: list[Sequence]) -> None:
+        super().reset(seqs)
+        self.drafts: dict[Sequence, list[int]] = {}  # of the current step
+        self.proposals: dict[Sequence, Proposal] = {}  # of running sequences
+
+    def schedule(self) -> list[Sequence]:
+        """Schedule a step, then give the rest of its budget and the free blocks to drafts."""
+        seqs = super().schedule()
+        self.drafts = {}
+        if self.speculator is None:
+            return seqs
+        budget = self.max_num_batched_tokens - sum(seq.num_scheduled_tokens for seq in seqs)
+        self.drafts = self.speculator.choose(seqs, self.proposals, budget)
+        for seq, draft in self.drafts.items():
+            seq.token_ids += draft
+            while not self.block_manager.grow(seq):
+                seq.token_ids.pop()
+                draft.pop()
+            seq.num_scheduled_tokens += len(draft)
+            seq.num_logits += len(draft)
+        return seqs
+
+    def postprocess(self, seqs: list[Sequence], samples: list[list[int]]) -> None:
+        """Verify the drafts, then record the step as if only accepted tokens had been scheduled."""
+        verified: list[list[int]] = []
+        for seq, sampled in zip(seqs, samples, strict=True):
+            if self.drafts.get(seq):
+                sampled = self._verify(seq, self.drafts[seq], sampled)
+            verified.append(sampled)
+        super().postprocess(seqs, verified)
+        for seq in self.drafts:
+            if seq.status is SequenceStatus.RUNNING:  # release the blocks of rejected tokens
+                self.block_manager.free(seq, seq.num_computed_tokens)
+
+    def _verify(self, seq: Sequence, draft: list[int], sampled: list[int]) -> list[int]:
+        """Remove the draft from `seq`. Return the sampled tokens that are valid.
+
+        `sampled` has one token more than the draft: sampled[i] is the token at the position of
+        draft[i]. The tokens up to the first one that differs are valid, that one included.
+        """
+        num_accepted = 0
+        for draft_id, token_id, next_id in zip(draft, sampled, sampled[1:]):
+            if draft_id != token_id or next_id < 0:  # NaN: sampled again, in the next step
+                break
+            num_accepted += 1
+        self.num_draft_tokens += len(draft)
+        self.num_accepted_tokens += num_accepted
+
+        start = seq.num_computed_tokens
+        seq.num_scheduled_tokens = 1 + num_accepted
+        seq.num_logits = 1 + num_accepted
+        if sampled[0] < 0:
+            self._compute_nothing(seq)
+        # The blocks that accepted tokens fill can be listed now, while token_ids has them.
+        end = start + seq.num_scheduled_tokens
+        self.block_manager.list_full_blocks(seq, start, end)
+        del seq.token_ids[len(seq.token_ids) - len(draft) :]
+        return sampled[: seq.num_logits]
+
+    def _compute_nothing(self, seq: Sequence) -> None:
+        """Discard the step of `seq`, because a draft token can be the cause of NaN logits.
+
+        Attention multiplies masked values by 0, so NaN of a draft token reaches the tokens before
+        it. The next step has no draft.
+        """
+        self.proposals[seq].acceptance_rate = 0.0
+        seq.num_scheduled_tokens = 0
+        seq.num_logits = 0
+        for block_id in seq.block_table[seq.num_computed_tokens // self.block_size :]:
+            self.block_manager.unlist(block_id)
+
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        super().finish(seq, reason)
+        self.proposals.pop(seq, None)
+
+
+class SpeculativePrefillFirstScheduler(SpeculativeScheduler, PrefillFirstScheduler):
+    """Drafts for the steps of PrefillFirstScheduler."""
+
+
+def make_speculative(scheduler_class: type[Scheduler]) -> type[SpeculativeScheduler]:
+    if issubclass(scheduler_class, PrefillFirstScheduler):
+        return SpeculativePrefillFirstScheduler
+    return SpeculativeScheduler
+
+
+def enable_speculation(engine: LLMEngine) -> None:
+    """Measure the cost of steps, and let the scheduler of a new engine draft accordingly."""
+    scheduler, runner = engine.scheduler, engine.model_runner
+    assert isinstance(scheduler, SpeculativeScheduler)
+    num_tokens = engine.config.num_speculative_tokens
+    max_draft_len = min(num_tokens, MAX_DRAFT_LEN, engine.max_model_len - 1)
+    costs = measure_steps(
+        lambda seqs: runner.sample(runner.run(seqs), seqs),
+        max_draft_len,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=engine.max_model_len,
+    )
+    scheduler.speculator = Speculator(max_draft_len, *costs)
+
+
+class Proposer(Protocol):
+    def propose(self, num_tokens: int) -> list[int]:
+        """Up to `num_tokens` token ids that may follow a sequence. Empty without a proposal."""
+
+
+class PromptLookup:
+    """Proposes what followed the latest occurrence of the newest tokens (Saxena 2023).
+
+        token_ids | the cat sat on the mat . the cat      "sat on the mat" may follow again
+
+    This works for code, quotations, and answers that repeat the question. `token_ids` is the
+    sequence's own list. Each token is read once, so a proposal costs O(1).
+    """
+
+    SIZES = (3, 2)  # lengths of the n-grams, the longest first
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+        self.num_read = 0
+        # n-gram -> end of its latest occurrence that has a token behind it
+        self.ends: dict[tuple[int, ...], int] = {}
+
+    def propose(self, num_tokens: int) -> list[int]:
+        token_ids = self.token_ids
+        for end in range(self.num_read, len(token_ids)):
+            for size in self.SIZES:
+                self.ends[tuple(token_ids[max(0, end - size) : end])] = end
+        self.num_read = len(token_ids)
+        for size in self.SIZES:
+            end = self.ends.get(tuple(token_ids[-size:]), 0)
+            if end:
+                found = token_ids[end : end + num_tokens]
+                # An occurrence that overlaps the newest tokens is repeated.
+                return (found * num_tokens)[:num_tokens]
+        return []
+
+
+@dataclass
+class Proposal:
+    """A sequence's newest proposal, for the tokens from `position` on, and its acceptance rate."""
+
+    proposer: Proposer
+    token_ids: list[int] = field(default_factory=list)
+    position: int = 0
+    acceptance_rate: float = 0.5
+
+    def learn(self, token_ids: list[int]) -> None:
+        """Compare the proposal with the tokens that were sampled, computed as a draft or not."""
+        for proposed, token_id in zip(self.token_ids, token_ids[self.position :]):
+            is_right = 1.0 if proposed == token_id else 0.0
+            self.acceptance_rate += LEARNING_RATE * (is_right - self.acceptance_rate)
+            if proposed != token_id:
+                break
+
+
+@dataclass
+class Candidate:
+    """A draft token. `probability`: that it is accepted, with all before it."""
+
+    probability: float
+    seq: Sequence
+    token_id: int
 
 
 class Speculator:
-    """Hands out drafts of at most `max_draft_len` tokens.
+    """Chooses drafts of at most `max_draft_len` tokens.
 
-    `plain_costs[n]`, `draft_costs[n]`: seconds of a step of n tokens, without drafts and with, in short contexts; a step of more
-    tokens than `draft_costs` covers gets none. `context_cost`: seconds more for each token of a token's context.
+    `plain_costs[n]` and `draft_costs[n]` are the seconds of a step of n tokens without and with
+    drafts, in short contexts. A step above len(draft_costs) gets no draft. `context_cost` is the
+    additional time for each token of a token's context.
     """
 
-    def __init__(self, max_draft_len: int, plain_costs: list[float], draft_costs: list[float], context_cost: float = 0.0) -> None:
+    def __init__(
+        self,
+        max_draft_len: int,
+        plain_costs: list[float],
+        draft_costs: list[float],
+        context_cost: float = 0.0,
+    ) -> None:
         self.max_draft_len = max_draft_len
-        self.plain_costs, self.draft_costs, self.context_cost = plain_costs, draft_costs, context_cost
-        self.make_drafter: Callable[[list[int]], Drafter] = PromptLookup
+        self.plain_costs = plain_costs
+        self.draft_costs = draft_costs
+        self.context_cost = context_cost
+        self.make_proposer: Callable[[list[int]], Proposer] = PromptLookup
 
-    def draft(self, seqs: list[Sequence], budget: int) -> None:
-        """Set `draft` of the sequences of a step, of which `budget` tokens are left."""
-        for seq in seqs:
-            seq.draft = []
+    def choose(self, seqs: list[Sequence], proposals: dict[Sequence, Proposal], budget: int) -> dict[Sequence, list[int]]:
+        """The drafts of a step of `seqs`, with at most `budget` tokens together."""
         num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
         budget = min(budget, len(self.draft_costs) - 1 - num_tokens)
+        drafts: dict[Sequence, list[int]] = {}
         if budget <= 0:
-            return
-        candidates: list[tuple[float, Guesser, Sequence]] = []  # a guess: how likely it and those before it are right
+            return drafts
+        candidates = self._collect_candidates(seqs, proposals)[:budget]
+        if not candidates:
+            return drafts
+        num_chosen = self._choose_count(seqs, num_tokens, candidates)
+        for candidate in candidates[:num_chosen]:
+            drafts.setdefault(candidate.seq, []).append(candidate.token_id)
+        return drafts
+
+    def _collect_candidates(self, seqs: list[Sequence], proposals: dict[Sequence, Proposal]) -> list[Candidate]:
+        """All draft tokens that could be computed, the most probable first."""
+        candidates: list[Candidate] = []
         for seq in seqs:
-            # Decodes whose logits depend on nothing but the tokens before them, and were never NaN: a guess could be the reason.
-            if seq.is_decode and not seq.was_nan and not seq.params.penalizes and len(seq.token_ids) >= seq.min_num_tokens:
-                guesser = seq.guesser = seq.guesser or Guesser(self.make_drafter(seq.token_ids))
-                guesser.learn(seq.token_ids)
-                guesser.guess, guesser.position = guesser.drafter.guess(self.max_draft_len), len(seq.token_ids)
-                length = min(len(guesser.guess), seq.max_num_tokens - len(seq.token_ids) - 1)
-                candidates += [(guesser.likelihood**i, guesser, seq) for i in range(1, length + 1)]
-        candidates.sort(key=itemgetter(0), reverse=True)
-        expected, num_drafted = float(len(seqs)), 0
-        attention = self.context_cost * sum(len(seq.token_ids) for seq in seqs)
-        best = _LEAST_GAIN * expected / (self.plain_costs[min(num_tokens, len(self.plain_costs) - 1)] + attention)
-        for count, (probability, _, seq) in enumerate(candidates[:budget], 1):
-            expected += probability
-            attention += self.context_cost * len(seq.token_ids)
-            if expected > best * (cost := self.draft_costs[num_tokens + count] + attention):
-                best, num_drafted = expected / cost, count
-        for _, guesser, seq in candidates[:num_drafted]:
-            seq.draft = guesser.guess[: len(seq.draft) + 1]
+            # Penalties and min_tokens make logits depend on more than the K/V of the tokens before.
+            is_eligible = not seq.params.penalizes and len(seq.token_ids) >= seq.min_num_tokens
+            if not seq.is_decode or not is_eligible:
+                continue
+            if seq not in proposals:
+                proposals[seq] = Proposal(self.make_proposer(seq.token_ids))
+            proposal = proposals[seq]
+            proposal.learn(seq.token_ids)
+            proposal.token_ids = proposal.proposer.propose(self.max_draft_len)
+            proposal.position = len(seq.token_ids)
+            max_len = seq.max_num_tokens - len(seq.token_ids) - 1
+            probability = 1.0
+            for token_id in proposal.token_ids[: max(0, max_len)]:
+                probability *= proposal.acceptance_rate
+                candidates.append(Candidate(probability, seq, token_id))
+        # A stable sort keeps the tokens of a draft in order.
+        candidates.sort(key=attrgetter("probability"), reverse=True)
+        return candidates
+
+    def _choose_count(self, seqs: list[Sequence], num_tokens: int, candidates: list[Candidate]) -> int:
+        """How many candidates give the most expected tokens per second."""
+        plain_cost = self.plain_costs[min(num_tokens, len(self.plain_costs) - 1)]
+        attention_cost = self.context_cost * sum(len(seq.token_ids) for seq in seqs)
+        expected = float(len(seqs))  # tokens of the step
+        best_rate = LEAST_GAIN * expected / (plain_cost + attention_cost)
+        best_count = 0
+        for count, candidate in enumerate(candidates, 1):
+            expected += candidate.probability
+            attention_cost += self.context_cost * len(candidate.seq.token_ids)
+            cost = self.draft_costs[num_tokens + count] + attention_cost
+            if expected > best_rate * cost:
+                best_rate = expected / cost
+                best_count = count
+        return best_count
 
 
 def measure_steps(
-    run: Callable[[list[Sequence]], object], draft_len: int, max_num_seqs: int, max_num_tokens: int, max_model_len: int
+    run: Callable[[list[Sequence]], object],
+    draft_len: int,
+    max_num_seqs: int,
+    max_num_tokens: int,
+    max_model_len: int,
 ) -> tuple[list[float], list[float], float]:
-    """Seconds of a decode step of 0, 1, 2 ... tokens: without drafts, and with `draft_len` tokens behind every newest one. And
-    how many more a token takes for each token of its context. Before the first request: all block tables lead to block 0.
+    """Measure plain_costs, draft_costs and context_cost of Speculator.
 
-    A list ends where adding tokens makes a token hardly cheaper: computation is the bound there, and no draft pays.
+    Must be called before the first request, because all block tables lead to block 0. A list ends
+    where more tokens make a token hardly cheaper. Steps are then bound by computation, and no draft
+    pays.
     """
 
     def measure(num_tokens: int, draft_len: int, context_len: int = 1) -> float:
-        seqs = [Sequence(lane, [0] * context_len, SamplingParams()) for lane in range(-(-num_tokens // (1 + draft_len)))]
-        for seq in seqs:
-            seq.lane, seq.num_scheduled_tokens, seq.num_computed_tokens = seq.seq_id, 1, context_len - 1
-            seq.draft = [0] * min(draft_len, num_tokens - 1 - seq.lane * (1 + draft_len))
-        return min(timeit.repeat(lambda: run(seqs), number=1, repeat=3))  # the first of a size may have something to prepare
+        """Seconds of a step of `num_tokens` tokens, in sequences of 1 + draft_len each."""
+        seqs: list[Sequence] = []
+        for lane in range(cdiv(num_tokens, 1 + draft_len)):
+            own_len = min(1 + draft_len, num_tokens - lane * (1 + draft_len))
+            seq = Sequence(lane, [0] * (context_len + own_len - 1), SamplingParams())
+            seq.lane = lane
+            seq.num_computed_tokens = context_len - 1
+            seq.num_scheduled_tokens = own_len
+            seq.num_logits = own_len
+            seqs.append(seq)
+        # The minimum of three, because the first run of a size may compile.
+        return min(timeit.repeat(lambda: run(seqs), number=1, repeat=3))
 
     def measure_sizes(draft_len: int) -> list[float]:
         limit = min(max_num_seqs * (1 + draft_len), max_num_tokens, MAX_DRAFT_STEP)
-        sizes, seconds = [0], [0.0]
+        sizes = [0]
+        seconds = [0.0]
         while sizes[-1] < limit:
             sizes.append(min(max(1, 2 * sizes[-1]), limit))
             seconds.append(measure(sizes[-1], draft_len))
@@ -94,7 +325,9 @@ def measure_steps(
                 break
         return np.interp(range(sizes[-1] + 1), sizes, seconds).tolist()
 
-    plain, draft = measure_sizes(0), measure_sizes(draft_len)
+    plain = measure_sizes(0)
+    draft = measure_sizes(draft_len)
     num_tokens = min(1 + draft_len, len(draft) - 1)
-    slower = measure(num_tokens, draft_len, max_model_len - draft_len) - measure(num_tokens, draft_len)
-    return plain, draft, max(0.0, slower) / (num_tokens * max_model_len)
+    long_cost = measure(num_tokens, draft_len, max_model_len - draft_len)
+    slowdown = max(0.0, long_cost - measure(num_tokens, draft_len))
+    return plain, draft, slowdown / (num_tokens * max_model_len)

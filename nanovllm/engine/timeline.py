@@ -18,14 +18,16 @@ import os
 import time
 import warnings
 from itertools import islice
+from pathlib import Path
 
 from torch import Tensor, cuda
 
 from nanovllm.batch import Batch
-from nanovllm.engine.executor import Executor
+from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.models.decoder import ModelSpec
 
 _PHASES = ("schedule", "prepare", "forward", "sample")
 _COUNTS = ("num_prefill_tokens", "num_decode_tokens", "num_draft_tokens", "num_accepted_tokens")
@@ -51,17 +53,29 @@ class Timeline:
         self.times: list[int] = []  # when schedule, prepare, forward and sample began, and when sample ended
         self.events: list[_Args] = []
 
-    def watch(self, scheduler: Scheduler, model_runner: ModelRunner) -> None:
-        """Record what these do from now on."""
-        scheduler.__class__, model_runner.executor.__class__ = _Scheduler, _Executor
-        vars(scheduler)["timeline"] = vars(model_runner.executor)["timeline"] = self
-        # Who has a lane, by its block table; the event of its decodes; from which position on there is more to tell.
-        self.lanes: list[tuple[list[int] | None, str, int]] = [(None, "", 0)] * scheduler.max_num_seqs
-        settings = {"num_blocks": scheduler.block_manager.num_blocks, "block_size": scheduler.block_manager.block_size}
-        for name in ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill"):
-            settings[name] = getattr(scheduler, name)
-        names = [_event("M", lane + 1, "thread_name", {"name": f"lane {lane}"}) for lane in range(scheduler.max_num_seqs)]
-        self.write(_encode([_event("M", 0, "process_name", {"name": "nanovllm", **settings}), *names])[1:-1])
+    def make_traced(self, scheduler_class: type[Scheduler]) -> type[Scheduler]:
+        """A subclass that records its steps here."""
+        return type("TracedScheduler", (_TracedScheduler, scheduler_class), {"timeline": self})
+
+    def make_model_runner(self, config: Config, spec: ModelSpec, directory: Path) -> ModelRunner:
+        """A ModelRunner that records here when the phases of a step begin."""
+        return _TracedModelRunner(self, config, spec, directory)
+
+    def begin(self, scheduler: Scheduler) -> None:
+        """Write what the engine's steps have in common."""
+        # For each lane: the event of a decode, and the position from which on there is more to tell.
+        self.lanes: list[tuple[str, int]] = [("", 0)] * scheduler.max_num_seqs
+        settings: _Args = {
+            "num_blocks": scheduler.block_manager.num_blocks,
+            "block_size": scheduler.block_manager.block_size,
+            "max_num_seqs": scheduler.max_num_seqs,
+            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+            "enable_chunked_prefill": not isinstance(scheduler, PrefillFirstScheduler),
+        }
+        events = [_event("M", 0, "process_name", {"name": "nanovllm", **settings})]
+        for lane in range(scheduler.max_num_seqs):
+            events.append(_event("M", lane + 1, "thread_name", {"name": f"lane {lane}"}))
+        self.write(_encode(events)[1:-1])
 
     def now(self) -> int:
         """In microseconds."""
@@ -102,8 +116,8 @@ def _event(phase: str, track: int, name: str, args: object, **when: int) -> _Arg
     return {"ph": phase, "pid": 1, "tid": track, "name": name, "args": args, **when}
 
 
-class _Scheduler(Scheduler):
-    timeline: Timeline
+class _TracedScheduler(Scheduler):
+    timeline: Timeline  # a class attribute, see Timeline.make_traced
 
     def reset(self, seqs: list[Sequence]) -> None:
         self.timeline.notes = {}
@@ -112,18 +126,24 @@ class _Scheduler(Scheduler):
     def schedule(self) -> list[Sequence]:
         timeline = self.timeline
         timeline.times, timeline.events = [timeline.now()], []
+        self.admitted: set[Sequence] = set()  # in this step
         seqs = super().schedule()
         timeline.times.append(timeline.now())
         return seqs
 
+    def _admit(self, seq: Sequence, budget: int) -> bool:
+        is_admitted = super()._admit(seq, budget)
+        if is_admitted:
+            self.admitted.add(seq)
+        return is_admitted
+
     def preempt(self, seq: Sequence) -> None:
-        times = self.timeline.times
-        # A step that is being planned preempts for blocks, one that has been computed for NaN.
-        args = {"request_id": seq.seq_id, "blocks": seq.block_table, "is_nan": len(times) > 1}
-        self.timeline.events.append(_event("i", seq.lane + 1, f"preempted {seq.seq_id}", args, ts=times[-1]))
+        args = {"request_id": seq.seq_id, "blocks": list(seq.block_table), "is_nan": False}
+        event = _event("i", seq.lane + 1, f"preempted {seq.seq_id}", args, ts=self.timeline.times[-1])
+        self.timeline.events.append(event)
         super().preempt(seq)
 
-    def postprocess(self, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
+    def postprocess(self, seqs: list[Sequence], samples: list[list[int]]) -> None:
         timeline, manager = self.timeline, self.block_manager
         timeline.times.append(timeline.now())
         queues = {
@@ -131,66 +151,82 @@ class _Scheduler(Scheduler):
             "running_requests": [seq.seq_id for seq in self.running],
             "next_free_blocks": list(islice(manager.free_block_ids, _NUM_FREE)),
         }
-        shares = list(map(self._describe, seqs))
-        drafted = [(seq, seq.block_table, len(seq.token_ids)) for seq in seqs if seq.draft]
+        drafts: dict[Sequence, list[int]] = getattr(self, "drafts", {})
+        shares = [self._describe(seq, drafts.get(seq, [])) for seq in seqs]
+        tables = {seq: (list(seq.block_table), seq.num_computed_tokens + 1) for seq, draft in drafts.items() if draft}
+        num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
         before = {name: getattr(self, name) for name in _COUNTS}
-        caught_up = super().postprocess(seqs, token_ids)
+        super().postprocess(seqs, samples)
         counts = {name: getattr(self, name) - count for name, count in before.items()}
-        num_prefills, num_decodes, num_drafts, num_accepted = counts.values()
+        num_prefills, num_decodes = counts["num_prefill_tokens"], counts["num_decode_tokens"]
         results = {
             "kind": "mixed" if num_prefills and num_decodes else "prefill" if num_prefills else "decode",
-            "num_tokens": num_prefills + num_decodes - num_accepted + num_drafts,
+            "num_tokens": num_tokens,
             **counts,
-            "drawn_token_ids": token_ids,
-            "accepted": [self._describe_draft(*draft) for draft in drafted],
-            "ended": [(seq.seq_id, {"finish_reason": seq.finish_reason}) for seq in caught_up if seq.finish_reason],
+            "drawn_token_ids": [token_id for token_ids in samples for token_id in token_ids],
+            "accepted": [self._describe_draft(seq, *tables[seq]) for seq in seqs if seq in tables],
+            "ended": [(seq.seq_id, {"finish_reason": seq.finish_reason}) for seq in seqs if seq.finish_reason],
         }
-        num_free, num_reusable = len(manager.free_block_ids), manager.num_reusable
+        num_free = len(manager.free_block_ids)
+        num_reusable = sum(manager.blocks[block_id].hash != -1 for block_id in manager.free_block_ids)
         counters = {
             "sequences": {"waiting": len(self.waiting), "running": len(self.running)},
             "blocks": {"used": manager.num_blocks - num_free, "reusable": num_reusable, "empty": num_free - num_reusable},
         }
         timeline.write_step(results, queues, shares, counters)
-        return caught_up
 
-    def _describe(self, seq: Sequence) -> str:
-        """The event of its share of this step, but for the times. A decode within a block repeats its last one: all of them by
-        json.dumps would take too long."""
-        table, start, count = seq.block_table, seq.num_computed_tokens, seq.num_scheduled_tokens
-        known_table, decode, end = self.timeline.lanes[seq.lane]
-        if table is known_table and start < end and not seq.draft:
+    def _describe(self, seq: Sequence, draft: list[int]) -> str:
+        """The event of a sequence in this step, without its times. A decode within a block repeats the last event of its lane,
+        because json.dumps for all of them would take too long."""
+        table, start, count = seq.block_table, seq.num_computed_tokens, seq.num_scheduled_tokens - len(draft)
+        is_new = seq in self.admitted
+        decode, end = self.timeline.lanes[seq.lane]
+        if not is_new and start < end and not draft:
             return decode
-        size, is_new, num_left = self.block_manager.block_size, table is not known_table, len(seq.token_ids) - start - count
+        size, num_left = self.block_manager.block_size, len(seq.token_ids) - len(draft) - start - count
         event = f'{{"ph":"X","pid":1,"tid":{seq.lane + 1},"name":"%s {seq.seq_id}","args":'
         args: _Args = {"request_id": seq.seq_id, "num_tokens": count, "num_reused_tokens": start * is_new}
         if is_new:
             decode = event % "decode" + _encode({**args, "num_tokens": 1, "num_reused_tokens": 0})
-            args |= {"num_prompt_tokens": seq.num_prompt_tokens, "token_ids": seq.token_ids}
-        self.timeline.lanes[seq.lane] = table, decode, 0 if num_left else (start // size + 1) * size - 1
-        args["num_left"], args["draft_token_ids"], args["blocks"] = num_left, seq.draft, table[0 if is_new else start // size :]
-        args["full_blocks"] = self._list_contents(table[start // size : (start + count) // size])
+            args |= {"num_prompt_tokens": seq.num_prompt_tokens, "token_ids": seq.token_ids[: len(seq.token_ids) - len(draft)]}
+        self.timeline.lanes[seq.lane] = decode, 0 if num_left else (start // size + 1) * size - 1
+        args["num_left"], args["draft_token_ids"], args["blocks"] = num_left, draft, table[0 if is_new else start // size :]
+        args["full_blocks"] = self._list_contents(seq, table, start // size, (start + count) // size)
         return event % ("decode" if seq.is_decode else "prefill") + _encode(args)
 
     def _describe_draft(self, seq: Sequence, table: list[int], start: int) -> tuple[int, _Args]:
-        """What came of the draft of a sequence that had `start` tokens: how many were right, and the blocks these have filled."""
+        """The result of a draft: the number of accepted tokens, and the blocks that these have filled."""
         size, end = self.block_manager.block_size, max(start, len(seq.token_ids) - 1)
-        blocks = self._list_contents(table[start // size : end // size])
+        blocks = self._list_contents(seq, table, start // size, end // size)
         return seq.seq_id, {"num_accepted_tokens": end - start, "accepted_blocks": blocks}
 
-    def _list_contents(self, block_ids: list[int]) -> list[tuple[int, str, int, int]]:
-        """Of full blocks: the id, the hash if that leads there, content_id, parent_id."""
-        blocks = [self.block_manager.blocks[block_id] for block_id in block_ids]
-        return [(b.block_id, f"{b.hash:016x}" if b.hash != -1 else "", b.content_id, b.parent_id) for b in blocks]
+    def _list_contents(self, seq: Sequence, table: list[int], first: int, last: int) -> list[tuple[int, str, str, str]]:
+        """For full blocks: the id, the hash if the block is listed, and the hashes of this prefix and of the one before."""
+        if not self.block_manager.enable_prefix_caching:
+            return []
+        contents = []
+        for index in range(first, last):
+            block = self.block_manager.blocks[table[index]]
+            listed = f"{block.hash:032x}" if block.hash != -1 else ""
+            parent = f"{seq.block_hashes[index - 1]:032x}" if index else ""
+            contents.append((block.block_id, listed, f"{seq.block_hashes[index]:032x}", parent))
+        return contents
 
 
-class _Executor(Executor):
-    timeline: Timeline
+class _TracedModelRunner(ModelRunner):
+    def __init__(self, timeline: Timeline, config: Config, spec: ModelSpec, directory: Path) -> None:
+        self.timeline = timeline
+        super().__init__(config, spec, directory)
 
-    def run(self, batch: Batch) -> Tensor:
-        timeline, times = self.timeline, self.timeline.times  # the next step has others, if this one is cut short
-        times.append(timeline.now())
-        logits = super().run(batch)
+    def prepare_batch(self, seqs: list[Sequence]) -> Batch:
+        batch = super().prepare_batch(seqs)
+        self.timeline.times.append(self.timeline.now())
+        return batch
+
+    def run(self, seqs: list[Sequence]) -> Tensor:
+        times = self.timeline.times  # an interrupted step must not add to those of the next one
+        logits = super().run(seqs)
         if logits.is_cuda:
-            cuda.synchronize(logits.device)  # else the model's time would be counted as the sampler's
-        times.append(timeline.now())
+            cuda.synchronize(logits.device)  # or the forward pass would be measured as sampling
+        times.append(self.timeline.now())
         return logits

@@ -2,9 +2,10 @@
 
     ids -> embedding -> [ x + attention(norm(x)); x + mlp(norm(x)) ] per layer -> norm -> logits
 
-Models that differ by values (sizes, biases, norms on queries and keys, RoPE) are a DecoderSpec each and share this code.
-Modules are named as in Hugging Face checkpoints. All shapes are one rank's; num_tokens is that of the whole batch, so
-everything but attention is blind to which sequence a token belongs to.
+Models that differ by values (sizes, biases, norms on queries and keys, RoPE) are a DecoderSpec each
+and share this code. Modules are named as in Hugging Face checkpoints. All shapes are those of one
+rank. num_tokens counts the tokens of the whole batch, because only attention distinguishes
+sequences.
 """
 
 from dataclasses import dataclass
@@ -22,24 +23,29 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding, apply_rotary
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
+CosSin = tuple[Tensor, Tensor]  # of the positions of all tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """What the engine must know of a model. Each structure has a spec of its own, which says the rest and makes the model."""
+    """What the engine needs to know about a model. Each structure has a subclass that makes it."""
 
     vocab_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int  # of the MLPs
-    max_len: int  # positions that the model was made for
+    intermediate_size: int  # width of the MLPs
+    max_len: int  # positions that the model was trained for
     dtype: torch.dtype
 
     @property
     def divided_sizes(self) -> dict[str, int]:
-        """What must come out even when divided among the ranks, by its name in config.json."""
-        return {"num_attention_heads": self.num_heads, "intermediate_size": self.intermediate_size}
+        """Sizes that the number of ranks must divide, by their names in config.json."""
+        return {
+            "num_attention_heads": self.num_heads,
+            "intermediate_size": self.intermediate_size,
+        }
 
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> "CausalLM":
         raise NotImplementedError
@@ -47,7 +53,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec(ModelSpec):
-    """What distinguishes one decoder of this file from another. Read from config.json by models/config.py."""
+    """What distinguishes one decoder of this file from another. models/config.py reads it."""
 
     hidden_size: int
     norm_eps: float
@@ -59,46 +65,66 @@ class DecoderSpec(ModelSpec):
     tie_embeddings: bool
 
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> "CausalLM":
-        head = None if self.tie_embeddings else Embedding(self.vocab_size, self.hidden_size, self.dtype, tp)
+        head = None
+        if not self.tie_embeddings:
+            head = Embedding(self.vocab_size, self.hidden_size, self.dtype, tp)
         return CausalLM(Decoder(self, backend, tp), head)
 
     def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
         return MLP(self, tp)
+
+    def make_norm(self) -> RMSNorm:
+        return RMSNorm(self.hidden_size, self.norm_eps, self.dtype)
 
 
 class Attention(nn.Module):
     def __init__(self, spec: DecoderSpec, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
+        self.scale = spec.head_dim**-0.5
         self.backend = backend
-        heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
-        parts = {name: num * spec.head_dim for name, num in heads.items()}
+        q_size = spec.num_heads * spec.head_dim
+        kv_size = spec.num_kv_heads * spec.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = ColumnParallelLinear(spec.hidden_size, parts, spec.qkv_bias, spec.dtype, tp, spec.head_dim)
-        self.o_proj = RowParallelLinear(parts["q_proj"], spec.hidden_size, spec.o_bias, spec.dtype, tp)
-        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, spec.dtype) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, spec.dtype) if spec.qk_norm else None
+        self.o_proj = RowParallelLinear(q_size, spec.hidden_size, spec.o_bias, spec.dtype, tp)
+        self.q_size = self.qkv_proj.parts["q_proj"]  # of this rank
+        self.kv_size = self.qkv_proj.parts["k_proj"]
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if spec.qk_norm:
+            self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, spec.dtype)
+            self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, spec.dtype)
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor, batch: Batch) -> Tensor:
-        qkv = self.qkv_proj(x).split(list(self.qkv_proj.parts.values()), dim=-1)
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv)  # [num_tokens, heads, head_dim]
-        query, key = self.norm_and_rotate(query, self.q_norm, cos_sin), self.norm_and_rotate(key, self.k_norm, cos_sin)
-        # Write first, then read through the block table: so tokens of this very step are context like any other.
+    def forward(self, x: Tensor, cos_sin: CosSin, kv_cache: Tensor, batch: Batch) -> Tensor:
+        qkv = self.qkv_proj(x)  # [num_tokens, q_size + 2 * kv_size]
+        query, key, value = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        query = query.unflatten(-1, (-1, self.head_dim))  # [num_tokens, num_heads, head_dim]
+        key = key.unflatten(-1, (-1, self.head_dim))  # [num_tokens, num_kv_heads, head_dim]
+        value = value.unflatten(-1, (-1, self.head_dim))
+        query = self.norm_and_rotate(query, self.q_norm, cos_sin)
+        key = self.norm_and_rotate(key, self.k_norm, cos_sin)
+        # Write K/V first, then read through the block table. The tokens of this step are then
+        # context like all others, also for other sequences that share their blocks.
         self.backend.store_kvcache(key, value, kv_cache, batch.slot_mapping)
-        attended = self.backend.attend(query, kv_cache, batch, self.head_dim**-0.5)
+        attended = self.backend.attend(query, kv_cache, batch, self.scale)
         return self.o_proj(attended.flatten(1))
 
-    def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        return apply_rotary(heads if norm is None else norm(heads), *cos_sin)
+    def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: CosSin) -> Tensor:
+        if norm is not None:
+            heads = norm(heads)
+        return apply_rotary(heads, *cos_sin)
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020): a projection, let through by a gate, and back."""
+    """SwiGLU (Shazeer 2020): down_proj(silu(gate_proj(x)) * up_proj(x))."""
 
     def __init__(self, spec: DecoderSpec, tp: TensorParallel) -> None:
         super().__init__()
-        parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
-        self.gate_up_proj = ColumnParallelLinear(spec.hidden_size, parts, spec.mlp_bias, spec.dtype, tp)
-        self.down_proj = RowParallelLinear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, spec.dtype, tp)
+        hidden_size, width = spec.hidden_size, spec.intermediate_size
+        parts = {"gate_proj": width, "up_proj": width}
+        self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, spec.mlp_bias, spec.dtype, tp)
+        self.down_proj = RowParallelLinear(width, hidden_size, spec.mlp_bias, spec.dtype, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
@@ -108,12 +134,12 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self, spec: DecoderSpec, layer: int, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, spec.dtype)
+        self.input_layernorm = spec.make_norm()
         self.self_attn = Attention(spec, backend, tp)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, spec.dtype)
+        self.post_attention_layernorm = spec.make_norm()
         self.mlp = spec.make_mlp(layer, tp)
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: CosSin, kv_cache: Tensor, batch: Batch) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, batch)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -121,7 +147,7 @@ class DecoderLayer(nn.Module):
 class DecoderLayers(nn.ModuleList):
     """The stack of layers, each with its own part of the KV cache."""
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_caches: list[Tensor], batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: CosSin, kv_caches: list[Tensor], batch: Batch) -> Tensor:
         for layer, kv_cache in zip(self, kv_caches):
             x = layer(x, cos_sin, kv_cache, batch)
         return x
@@ -135,17 +161,18 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.dtype, tp)
         self.rotary = RotaryEmbedding(spec.rope)
         self.layers = DecoderLayers(DecoderLayer(spec, layer, backend, tp) for layer in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, spec.dtype)
+        self.norm = spec.make_norm()
 
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
         x = self.embed_tokens(batch.input_ids)  # [num_tokens, hidden_size]
-        x = self.layers(x, self.rotary(batch.positions), kv_caches, batch)
-        x = x.index_select(0, batch.logits_indices)  # [num_logits, hidden_size]; the other tokens only leave their K/V
+        cos_sin = self.rotary(batch.positions)
+        x = self.layers(x, cos_sin, kv_caches, batch)
+        x = x.index_select(0, batch.logits_indices)  # [num_logits, hidden_size]
         return self.norm(x)
 
 
 class CausalLM(nn.Module):
-    """A decoder, which takes a batch and the KV caches to hidden states, and an output head: `lm_head`, or its embeddings."""
+    """A decoder and an output head, which is `lm_head` or the matrix of the embeddings."""
 
     def __init__(self, model: nn.Module, lm_head: Embedding | None) -> None:
         super().__init__()
@@ -153,9 +180,10 @@ class CausalLM(nn.Module):
         self.lm_head = lm_head
 
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
-        """Hidden states [num_logits, hidden_size]. Apart from the logits, so that a CUDA graph can end here."""
+        """Compute hidden states [num_logits, hidden_size]. A CUDA graph ends here."""
         return self.model(batch, kv_caches)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [num_logits, vocab_size]."""
         head = self.lm_head or cast(Embedding, self.model.embed_tokens)
-        return head.logits(hidden)  # [num_logits, vocab_size]
+        return head.logits(hidden)

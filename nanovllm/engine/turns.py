@@ -1,0 +1,141 @@
+"""One call at a time: makes an engine safe for threads, signal handlers and interrupts.
+
+Calls of several threads are serialized by a lock. Each call runs at most one step under the lock,
+so threads share steps.
+
+An interrupted call (Ctrl-C, an error, no memory) is not rolled back immediately. The next call
+first resets: unfinished requests return to the waiting queue with their committed tokens, and the
+KV cache is emptied.
+
+`abort` may be called at any moment, also within a step or a signal handler. It only records what to
+cancel, and the call that holds the lock cancels it after its step.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock, get_ident
+from typing import Any, ClassVar, TypeVar
+
+from nanovllm.config import Config
+from nanovllm.engine.llm_engine import CheckedPrompt, Inbox, LLMEngine, Prompt
+from nanovllm.engine.request import Request
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+Result = TypeVar("Result")
+
+
+class SharedEngine(LLMEngine):
+    """An LLMEngine that any thread may call. Raises RuntimeError in a forked process."""
+
+    # PID of the process that created the first engine. OpenMP and CUDA do not survive fork().
+    _process: ClassVar[int | None] = None
+
+    def __init__(self, config: Config) -> None:
+        self._check_process()
+        super().__init__(config)
+        SharedEngine._process = os.getpid()
+        self._lock = Lock()
+        self._callers: set[int] = set()  # threads that hold the lock or wait for it
+        self._aborted: deque[list[Request]] = deque()  # to be cancelled at the end of a call
+        # True while a call runs. A new call that finds it set knows that the previous one was
+        # interrupted.
+        self._is_under_way = False
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+        """Queue a prompt and return its request id. The ids of n samples are consecutive.
+
+        Raises ValueError or TypeError for a prompt that can never be served.
+        """
+        checked = self.check_prompt(prompt, sampling_params)
+        with self._queued([checked], self._inbox) as requests:
+            return requests[0].seq_id
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step. Returns requests that gained a token or finished since the last call."""
+        return self._take_turn(self._step_and_report, self._inbox)
+
+    def abort(self, request_id: int) -> None:
+        """Cancel a request with all its samples. No effect if it is unknown or finished.
+
+        Any thread may call it at any moment. During a step it takes effect after the step.
+        """
+        self._check_process()
+        self._aborted.append(self._find_samples(request_id))
+        self._cancel_soon()
+
+    def exit(self) -> None:
+        """Release memory and stop the other ranks. A second call has no effect."""
+        if self._process == os.getpid():  # a forked process owns nothing that could be released
+            self._take_turn(super().exit)
+
+    @contextmanager
+    def _queued(self, prompts: list[CheckedPrompt], inbox: Inbox) -> Iterator[list[Request]]:
+        """Queue all prompts, or none. An exception inside the block cancels their requests."""
+        requests = self._take_turn(self._make_requests, prompts, inbox)
+        try:
+            self._take_turn(self._queue, requests)
+            yield requests
+        except BaseException:
+            self._aborted.append(requests)
+            self._cancel_soon()
+            raise
+
+    def _take_turn(self, call: Callable[..., Result], *args: Any) -> Result:
+        """Run call(*args) under the lock, after a reset if the previous call was interrupted."""
+        self._check_process()
+        thread = get_ident()
+        if thread in self._callers:
+            raise RuntimeError("reentrant call: only abort() is allowed within a step")
+        if self._callers:
+            # Locks are not fair. Without a pause, a thread that asks again at once would win.
+            time.sleep(1e-5)
+        try:
+            self._callers.add(thread)
+            with self._lock:
+                if self._is_under_way:
+                    self._reset()
+                self._is_under_way = True
+                self._cancel_aborted()
+                result = call(*args)
+                self._cancel_aborted()
+                self._is_under_way = False
+        finally:
+            self._callers.discard(thread)
+        if call != self._cancel_aborted:
+            self._cancel_soon()  # aborts that came while the lock was released
+        return result
+
+    def _reset(self) -> None:
+        """Recover from an interrupted call.
+
+        The prefix cache can list blocks that were never written, and sequences can have tokens that
+        are not committed.
+        """
+        for request in list(self.requests.values()):
+            request.roll_back()
+            if request.finish_reason is not None:
+                self._remove(request)
+        self.scheduler.reset(list(self.requests.values()))
+
+    def _cancel_soon(self) -> None:
+        """Cancel aborted requests now, unless a call is under way, which cancels them at its end."""
+        while self._aborted and self._process == os.getpid() and not self._callers:
+            self._take_turn(self._cancel_aborted)
+
+    def _cancel_aborted(self) -> None:
+        # Not until the queue is empty, because other threads may abort faster than this.
+        for _ in range(len(self._aborted)):
+            for request in self._aborted[0]:
+                self._cancel(request)
+            self._aborted.popleft()
+
+    def _check_process(self) -> None:
+        if self._process not in (None, os.getpid()):
+            raise RuntimeError(
+                "this process was forked from one that had made an engine, and engines do not"
+                " survive fork(): start it with multiprocessing's 'spawn' method"
+            )
