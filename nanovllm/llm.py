@@ -19,9 +19,9 @@ from nanovllm.checks import (
 )
 from nanovllm.config import Config, takes
 from nanovllm.detokenizer import Detokenizer
-from nanovllm.engine.llm_engine import CheckedPrompt, Inbox, Prompt
+from nanovllm.engine.input_processor import CheckedPrompt, Prompt
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.request import Request
+from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.speculation import enable_speculation, make_speculative
 from nanovllm.engine.timeline import Timeline
@@ -66,7 +66,9 @@ class LLM(SharedEngine):
             scheduler_class = self._timeline.make_traced(scheduler_class)
         return scheduler_class
 
-    def generate(self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
         """Generate for one prompt (str or token ids) or for a list of them.
 
         Outputs are in the order of the prompts, the n samples of a prompt side by side.
@@ -111,7 +113,9 @@ class LLM(SharedEngine):
         # The template is code of the checkpoint, and can raise anything.
         with naming("these messages do not fit the checkpoint's chat template", Exception):
             joined = [_join_parts(message) for message in conversation]
-            text = self.tokenizer.apply_chat_template(joined, add_generation_prompt=True, tokenize=False)
+            text = self.tokenizer.apply_chat_template(
+                joined, add_generation_prompt=True, tokenize=False
+            )
         check_text("a conversation", str(text))
         return self.tokenizer.encode(str(text), add_special_tokens=False)
 
@@ -136,10 +140,13 @@ class LLM(SharedEngine):
         searches: list[BeamSearch] = []
         for prompt, _ in self._check_all(prompts, None):
             max_num_tokens = min(max_tokens, self.max_model_len - len(prompt))
-            searches.append(BeamSearch(prompt, beam_width, max_num_tokens, length_penalty, eos_token_ids))
+            searches.append(
+                BeamSearch(prompt, beam_width, max_num_tokens, length_penalty, eos_token_ids)
+            )
         first_outputs = search_together(searches, self._generate)
         return [
-            [self._make_beam_output(beam, first) for beam in search.finished] for search, first in zip(searches, first_outputs)
+            [self._make_beam_output(beam, first) for beam in search.finished]
+            for search, first in zip(searches, first_outputs)
         ]
 
     def _make_beam_output(self, beam: Beam, first: RequestOutput) -> RequestOutput:
@@ -147,11 +154,13 @@ class LLM(SharedEngine):
         text = ""
         if self.tokenizer is not None:
             text = Detokenizer(self.tokenizer, 0).read(beam.token_ids, is_last=True)
-        request_id = self._take_turn(next, self._ids)
+        request_id = self._take_turn(next, self.input_processor.ids)
         output = {**first, **beam._asdict(), "request_id": request_id, "text": text}
         return cast(RequestOutput, output)
 
-    def _generate(self, prompts: list[CheckedPrompt], use_tqdm: bool = False) -> list[RequestOutput]:
+    def _generate(
+        self, prompts: list[CheckedPrompt], use_tqdm: bool = False
+    ) -> list[RequestOutput]:
         with self._queued(prompts, inbox={}) as requests:
             progress = _Progress(self.scheduler, requests, use_tqdm)
             with progress.bar:
@@ -174,7 +183,9 @@ class LLM(SharedEngine):
     def _check_all(self, prompts: Any, sampling_params: Any) -> list[CheckedPrompt]:
         expected = "a str, a list of token ids, or a list of these"
         check_type("prompts", prompts, (str, list, tuple), expected)
-        is_one = isinstance(prompts, str) or not all(isinstance(prompt, (str, list, tuple)) for prompt in prompts[:1])
+        is_one = isinstance(prompts, str) or not all(
+            isinstance(prompt, (str, list, tuple)) for prompt in prompts[:1]
+        )
         if is_one:
             prompts = [prompts]
         if not isinstance(sampling_params, (list, tuple)):
@@ -183,9 +194,11 @@ class LLM(SharedEngine):
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(
-                f"{len(prompts)} prompts but {len(sampling_params)} sampling_params: pass one for all prompts, or one for each"
+                f"{len(prompts)} prompts but {len(sampling_params)} sampling_params:"
+                " pass one for all prompts, or one for each"
             )
-        return [self.check_prompt(prompt, params) for prompt, params in zip(prompts, sampling_params)]
+        check = self.input_processor.check
+        return [check(prompt, params) for prompt, params in zip(prompts, sampling_params)]
 
 
 class _Progress:
@@ -196,7 +209,9 @@ class _Progress:
         self.requests = requests
         self.num_tokens_before = scheduler.num_decode_tokens
         self.start = time.perf_counter()
-        self.bar = tqdm(total=len(requests), unit="seq", miniters=0, mininterval=0.5, disable=not is_shown)
+        self.bar = tqdm(
+            total=len(requests), unit="seq", miniters=0, mininterval=0.5, disable=not is_shown
+        )
 
     def update(self) -> None:
         if self.bar.disable:

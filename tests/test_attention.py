@@ -159,7 +159,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("query_len, context_len", [(200, 6000), (6000, 6000)], ids=["chunk", "whole"])
 def test_torch_needs_little_memory(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, query_len: int, context_len: int) -> None:
     """Only a tile of the mask, and no scores, are in memory. The results are those of the whole mask."""
-    monkeypatch.setattr(torch_backend, "_TILE", 40)
+    monkeypatch.setattr(torch_backend, "TILE", 40)
     torch.manual_seed(0)
     query = torch.randn(query_len, 14, 15).to(dtype)
     kv_cache = torch.randn(2, context_len // 16, 16, 2, 15).to(dtype)

@@ -50,7 +50,7 @@ def run_script(page: Path, script: str) -> Any:
 def record(tiny: tuple[str, Oracle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Path, list[State]]]:
     """Serve a load; the page of its trace, and what the engine had when each step was planned."""
     states: list[State] = []
-    postprocess = timeline._Scheduler.postprocess
+    postprocess = timeline._TracedScheduler.postprocess
 
     def keep_state(self: Any, seqs: list[Any], token_ids: list[int]) -> list[Any]:
         manager = self.block_manager
@@ -62,14 +62,14 @@ def record(tiny: tuple[str, Oracle], tmp_path: Path, monkeypatch: pytest.MonkeyP
             "tokens": [seq.token_ids[:] for seq in self.running],
             "scheduled": [[seq.seq_id, seq.num_scheduled_tokens] for seq in seqs],
             "refs": [block.ref_count for block in manager.blocks],
-            "found": {str(block.block_id): f"{block.hash:016x}" for block in manager.blocks if block.hash != -1},
+            "found": {str(block.block_id): f"{block.hash:032x}" for block in manager.blocks if block.hash != -1},
             "free": list(manager.free_block_ids)[:40],
         }
         caught_up = postprocess(self, seqs, token_ids)
         states.append(state)
         return caught_up
 
-    monkeypatch.setattr(timeline._Scheduler, "postprocess", keep_state)
+    monkeypatch.setattr(timeline._TracedScheduler, "postprocess", keep_state)
 
     def serve(load: Callable[[LLM], None], **options: Any) -> tuple[Path, list[State]]:
         path = tmp_path / "trace.json"

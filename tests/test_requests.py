@@ -314,7 +314,7 @@ def test_abort_ends_all_samples(make_llm: MakeLLM) -> None:
 
 
 def test_seeds_of_samples_are_documented_functions() -> None:
-    from nanovllm.engine.llm_engine import _derive_seed
+    from nanovllm.engine.input_processor import _derive_seed
 
     assert len({_derive_seed(seed, index) for seed, index in product(range(30), range(30))}) == 900
 

@@ -41,7 +41,9 @@ class Block:
 class BlockManager:
     """A pool of `num_blocks` blocks of `block_size` tokens. All costs are O(1) per block."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -59,8 +61,8 @@ class BlockManager:
     def compute_hash(cls, token_ids: list[int], prefix: int = -1) -> int:
         """Hash a block's tokens, chained to the 128-bit hash of the block before it.
 
-        The chain of an engine starts at its root_hash. The prefix is hashed as data, so that all its
-        bits count. It is also the seed, because xxh3 has known collisions for a known seed.
+        The chain of an engine starts at its root_hash. The prefix is hashed as data, so that all
+        its bits count. It is also the seed, because xxh3 has known collisions for a known seed.
         """
         prefix_bytes = (prefix % 2**128).to_bytes(16, "little")
         data = prefix_bytes + array("i", token_ids).tobytes()

@@ -139,7 +139,11 @@ class MultiRankExecutor(Executor):
         """
         lost = wait(self.processes, timeout) if self.processes and self.stop_reason is None else []
         if lost:
-            failures = [_read_failure(pipe, process) for pipe, process in self.processes.items() if pipe in lost]
+            failures = [
+                _read_failure(pipe, process)
+                for pipe, process in self.processes.items()
+                if pipe in lost
+            ]
             cause = min(failures, key=lambda each: (each.is_alive, each.is_value_error))
             self.stop(cause.reason)
             if cause.is_value_error:
@@ -167,7 +171,7 @@ class MultiRankExecutor(Executor):
             disconnecting.join(_EXIT_TIMEOUT)
 
     def _call(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Run function(*args) in the thread of rank 0. It finishes even if its caller is interrupted.
+        """Run function(*args) in rank 0's thread, to its end even if the caller is interrupted.
 
         Raises RuntimeError if a rank is lost.
         """
@@ -233,7 +237,9 @@ def _join_torchrun(model: Model) -> dist.Store | None:
         store, rank, world_size = next(dist.rendezvous("env://"))
     size = model.config.tensor_parallel_size
     if world_size != size:
-        raise ValueError(f"tensor_parallel_size={size}, but torchrun has started {world_size} processes")
+        raise ValueError(
+            f"tensor_parallel_size={size}, but torchrun has started {world_size} processes"
+        )
     if rank > 0:
         worker = model.make_worker(Place(rank, local_rank, store))
         try:
@@ -246,7 +252,9 @@ def _join_torchrun(model: Model) -> dist.Store | None:
         worker.disconnect()
         raise SystemExit
     if store.add("engines", 1) > 1:
-        raise RuntimeError("torchrun's processes serve one engine, and it has ended: start them again")
+        raise RuntimeError(
+            "torchrun's processes serve one engine, and it has ended: start them again"
+        )
     return store
 
 
@@ -260,8 +268,8 @@ def _serve(
 ) -> None:
     """The main function of rank 1 or up.
 
-    Its watcher thread is non-daemonic, so the process stays alive until rank 0 closes the pipe, even
-    after a failure.
+    Its watcher thread is non-daemonic, so the process stays alive until rank 0 closes the pipe,
+    even after a failure.
     """
 
     def watch() -> None:
@@ -298,5 +306,7 @@ def _read_failure(pipe: Connection, process: BaseProcess) -> Failure:
         reason = f"{process.name} has ended with exit code {process.exitcode}"
         # _serve sends the errors that it meets. With 1 the process has failed before.
         if process.exitcode == 1:
-            reason += "; does the script make the engine under `if __name__ == '__main__':`, as it must?"
+            reason += (
+                "; does the script make the engine under `if __name__ == '__main__':`, as it must?"
+            )
         return Failure(False, False, reason)

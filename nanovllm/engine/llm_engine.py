@@ -11,20 +11,17 @@ for several threads and the recovery of interrupted calls.
 
 import operator
 import os
-import struct
 import warnings
-from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-import xxhash
 
-from nanovllm.checks import check_int, check_text, check_type
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.input_processor import InputProcessor, Prompt
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.request import Request
+from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models.checkpoint import (
@@ -39,9 +36,6 @@ from nanovllm.models.weights import find_dtype
 from nanovllm.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 
-Prompt = str | list[int]
-CheckedPrompt = tuple[list[int], SamplingParams]  # accepted by check_prompt
-Inbox = dict[Request, None]  # requests with progress that a caller has not seen, in order
 Engine = TypeVar("Engine", bound="LLMEngine")
 
 
@@ -67,11 +61,17 @@ class LLMEngine:
         worker = self.executor.worker
         self.vocab_size = spec.vocab_size
         self.max_model_len = worker.max_model_len
-        self.scheduler = self.make_scheduler(BlockManager(worker.num_blocks, worker.block_size, config.enable_prefix_caching))
+        self.scheduler = self.make_scheduler(
+            BlockManager(worker.num_blocks, worker.block_size, config.enable_prefix_caching)
+        )
+        self.input_processor = InputProcessor(
+            config, self.tokenizer, self.eos_token_ids, self.vocab_size, self.max_model_len
+        )
         self.requests: dict[int, Request] = {}  # unfinished samples by seq_id, oldest first
         self.samples: dict[int, list[Request]] = {}  # request id -> its unfinished samples
         self._inbox: Inbox = {}  # for requests of add_request
-        self._ids = count()
+
+    # LLM overrides these to add speculation and tracing.
 
     def make_model_runner(self, spec: ModelSpec, directory: Path) -> ModelRunner:
         return ModelRunner(self.config, spec, directory)
@@ -89,8 +89,8 @@ class LLMEngine:
 
         Raises ValueError or TypeError for a prompt that can never be served.
         """
-        checked = self.check_prompt(prompt, sampling_params)
-        requests = self._make_requests([checked], self._inbox)
+        checked = self.input_processor.check(prompt, sampling_params)
+        requests = self.input_processor.make_requests([checked], self._inbox)
         self._queue(requests)
         return requests[0].seq_id
 
@@ -166,45 +166,12 @@ class LLMEngine:
         inbox.clear()
         return outputs
 
-    def _make_requests(self, prompts: list[CheckedPrompt], inbox: Inbox) -> list[Request]:
-        """Make the samples of all prompts, those of one prompt side by side.
-
-        `inbox` receives the requests that have progress to report.
-        """
-        requests: list[Request] = []
-        for token_ids, params in prompts:
-            stop_token_ids = set(params.stop_token_ids or ())
-            if not params.ignore_eos:
-                stop_token_ids |= self.eos_token_ids
-            first_id = next(self._ids)
-            for index in range(params.n):
-                seq_id = first_id if index == 0 else next(self._ids)
-                if params.seed is None:
-                    seed = _derive_seed(self.config.seed, seq_id)
-                else:
-                    seed = _derive_seed(params.seed, index)
-                request = Request(
-                    seq_id=seq_id,
-                    token_ids=token_ids,
-                    params=params,
-                    seed=seed,
-                    # Checkpoints with a reduced vocabulary can name ids above it.
-                    stop_token_ids=frozenset(i for i in stop_token_ids if i < self.vocab_size),
-                    max_num_tokens=self.max_model_len,
-                    sample_index=index,
-                    first_id=first_id,
-                    inbox=inbox,
-                    tokenizer=self.tokenizer,
-                )
-                requests.append(request)
-        return requests
-
     def _queue(self, requests: list[Request]) -> None:
         self.executor.check()
         for request in requests:
             self.scheduler.add(request)
-            self.samples.setdefault(request.first_id, []).append(request)
             self.requests[request.seq_id] = request
+            self.samples.setdefault(request.first_id, []).append(request)
 
     def _find_samples(self, request_id: int) -> list[Request]:
         """The unfinished samples of a request. The id of a later sample stands for that sample."""
@@ -228,38 +195,3 @@ class LLMEngine:
             samples.remove(request)
         if not samples:
             self.samples.pop(request.first_id, None)
-
-    def check_prompt(self, prompt: Prompt, params: SamplingParams | None) -> CheckedPrompt:
-        """Return the prompt as token ids, with its parameters, if this engine can serve it."""
-        if params is None:
-            params = SamplingParams()
-        check_type("sampling_params", params, (SamplingParams,), "SamplingParams")
-        if isinstance(prompt, str) and self.tokenizer is not None:
-            prompt = self.tokenizer.encode(check_text("a prompt", prompt))
-        if self.tokenizer is None and (isinstance(prompt, str) or params.stop_strings):
-            raise ValueError("the checkpoint has no tokenizer: pass token ids, and stop_token_ids instead of stop")
-        given = check_type("a prompt", prompt, (list, tuple), "a str or a list of token ids")
-        token_ids = [operator.index(token_id) for token_id in given]
-        if not token_ids:
-            raise ValueError("a prompt must have at least one token")
-        check_int("each token id of a prompt", min(token_ids), 0, self.vocab_size - 1)
-        check_int("each token id of a prompt", max(token_ids), 0, self.vocab_size - 1)
-        num_tokens = len(token_ids)
-        if num_tokens >= self.max_model_len:
-            raise ValueError(
-                f"a prompt of {num_tokens} tokens leaves no room within max_model_len={self.max_model_len}: shorten it"
-            )
-        budget = self.config.max_num_batched_tokens
-        if num_tokens > budget and not self.config.enable_chunked_prefill:
-            raise ValueError(
-                f"a prompt of {num_tokens} tokens exceeds max_num_batched_tokens={budget}: set enable_chunked_prefill"
-            )
-        return token_ids, params
-
-
-def _derive_seed(seed: int, index: int) -> int:
-    """The seed of a sample: a hash of the request's seed and the sample's index.
-
-    For a request without a seed: of the engine's seed and the sample's id.
-    """
-    return xxhash.xxh64_intdigest(struct.pack("<QQ", seed % 2**64, index))

@@ -1,13 +1,13 @@
-"""How many blocks of KV cache there is memory for.
+"""How many blocks of KV cache fit into memory.
 
 bytes of a token  = 2 (K and V) * layers * KV heads of this rank * head_dim * bytes of a number
 bytes of a block  = block size * bytes of a token
 GPU               = min(gpu_memory_utilization * total, GPU_SHARE_OF_FREE * free before loading)
                     - weights - CUDA graphs - peak of the largest step
-CPU               = CPU_SHARE * available once the weights are loaded / ranks
-of either         = at most what max_num_seqs sequences of max_model_len can use
-of several ranks  = what the smallest has: the block tables are the same on all
-available         = what the machine and the cgroups around this process (version 2) have left, the least
+CPU               = CPU_SHARE * available after loading the weights / ranks
+both              = at most what max_num_seqs sequences of max_model_len can use
+several ranks     = the smallest of all ranks, because they share block tables
+available         = the least of what the machine and the cgroups (version 2) of this process have
 """
 
 from collections.abc import Callable
@@ -16,37 +16,42 @@ from pathlib import Path
 import psutil
 import torch
 
+from nanovllm.arithmetic import cdiv
 from nanovllm.config import Config
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 from nanovllm.models.decoder import ModelSpec
 from nanovllm.sampling_params import SamplingParams
 
-GPU_SHARE_OF_FREE = 0.95  # where others use the GPU, leave room for what they and the driver still allocate
+GPU_SHARE_OF_FREE = 0.95  # if others use the GPU, leaves room for what they and the driver allocate
 CPU_SHARE = 0.25
-ENLARGE = "give the cache more memory (num_kvcache_blocks, kvcache_memory_bytes, gpu_memory_utilization)"
+ENLARGE = (
+    "give the cache more memory (num_kvcache_blocks, kvcache_memory_bytes, gpu_memory_utilization)"
+)
 
 
 class MemoryMeter:
-    """Counts this engine's GPU memory from its making on, apart from other engines' in the process."""
+    """Measures this engine's GPU memory since the meter was made, apart from other engines'."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         if device.type == "cuda":
             torch.cuda.init()
-            torch.cuda.empty_cache()  # what a former engine of this process left
+            torch.cuda.empty_cache()  # memory of earlier engines of this process
             torch.cuda.reset_peak_memory_stats(device)
             self.reserved_before = torch.cuda.memory_reserved(device)
             self.free_before, self.total = torch.cuda.mem_get_info(device)
 
     def peak(self) -> int:
-        """Bytes that this engine has had at the most: torch's, and what the driver needs for its libraries and graphs.
+        """Peak memory of this engine in bytes: torch's, and the driver's for libraries and graphs.
 
-        Count reserved memory: a CUDA graph's pool keeps what it freed.
+        Counts reserved memory, because the pool of a CUDA graph keeps what was freed in it.
         """
-        taken = self.free_before - torch.cuda.mem_get_info(self.device)[0]
-        drivers = taken - (torch.cuda.memory_reserved(self.device) - self.reserved_before)
-        return torch.cuda.max_memory_reserved(self.device) - self.reserved_before + max(0, drivers)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        reserved = torch.cuda.memory_reserved(self.device) - self.reserved_before
+        of_driver = self.free_before - free - reserved
+        peak_reserved = torch.cuda.max_memory_reserved(self.device) - self.reserved_before
+        return peak_reserved + max(0, of_driver)
 
 
 def profile_sampling(
@@ -56,11 +61,15 @@ def profile_sampling(
 ) -> None:
     """Sample profiling logits with each kind of SamplingParams.
 
-    Peak memory is then measured and kernels are compiled. The most expensive kind comes last. The
-    longest sequence decides how much memory penalties need.
+    This lets MemoryMeter see the peak of sampling, and compiles its kernels. The most expensive
+    kind comes last. The longest sequence decides how much memory penalties need.
     """
-    costliest = SamplingParams(top_p=0.5, repetition_penalty=2.0, min_tokens=1, logprobs=20)
-    kinds = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5), costliest]
+    kinds = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(),
+        SamplingParams(top_p=0.5),
+        SamplingParams(top_p=0.5, repetition_penalty=2.0, min_tokens=1, logprobs=20),
+    ]
     for params in kinds:
         seqs: list[Sequence] = []
         for lane in range(len(logits)):
@@ -73,48 +82,94 @@ def profile_sampling(
 
 
 def find_available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process may still take: the least of what the machine and its cgroups have left.
+    """Bytes that this process can still allocate, by the machine's and its cgroups' limits.
 
-    What a cgroup uses includes files that nobody reads any more (inactive_file), which can be reclaimed.
+    A cgroup's usage includes files in the page cache, of which the inactive ones can be reclaimed.
     """
     left = [psutil.virtual_memory().available]
-    groups = root / "proc/self/cgroup"
-    own = Path(groups.read_text().partition("0::/")[2].strip() if groups.exists() else "")
-    for group in (root / "sys/fs/cgroup" / each for each in (own, *own.parents)):  # in a container only the last may exist
+    own = Path()
+    membership = root / "proc/self/cgroup"
+    if membership.exists():
+        own = Path(membership.read_text().partition("0::/")[2].strip())
+    for relative in (own, *own.parents):  # in a container only the last one may exist
+        group = root / "sys/fs/cgroup" / relative
         for limit in (group / "memory.max", group / "memory.high"):
-            if limit.exists() and (num_bytes := limit.read_text().strip()) != "max":
-                counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                left.append(int(num_bytes) - int((group / "memory.current").read_text()) + int(counts["inactive_file"]))
+            if not limit.exists() or limit.read_text().strip() == "max":
+                continue
+            lines = (group / "memory.stat").read_text().splitlines()
+            stat = dict(line.split() for line in lines)
+            used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
+            left.append(int(limit.read_text()) - used)
     return max(0, min(left))
 
 
 def count_blocks(
-    config: Config, spec: ModelSpec, block_size: int, max_model_len: int, meter: MemoryMeter,
-    profile_run: Callable[[], object], tp: TensorParallel = ALONE,
-) -> tuple[int, str]:  # fmt: skip
-    """The number of blocks and a line that shows how it was found. Raises ValueError if there is memory for none."""
-    block_bytes = block_size * 2 * spec.num_layers * tp.divide(spec.num_kv_heads)[0] * spec.head_dim * spec.dtype.itemsize
-    useful = config.max_num_seqs * -(-max_model_len // block_size) * block_bytes
-    budget = config.kvcache_memory_bytes if config.num_kvcache_blocks is None else config.num_kvcache_blocks * block_bytes
-    origin = "as asked for"
-    if budget is None and meter.device.type == "cuda":
-        profile_run()
-        share, peak = config.gpu_memory_utilization, meter.peak()
-        budget = min(int(min(share * meter.total, GPU_SHARE_OF_FREE * meter.free_before)) - peak, useful)
-        origin = f"min({share} * {_gb(meter.total)}, {GPU_SHARE_OF_FREE} * {_gb(meter.free_before)} free) - {_gb(peak)} taken"
-    elif budget is None:
-        available = find_available_memory()
-        budget = min(int(available * CPU_SHARE / tp.size), useful)
-        origin = f"{CPU_SHARE} * {_gb(available)} available / {tp.size} ranks"
-    if budget == useful:
-        origin = f"min({origin}, {_gb(useful)} for max_num_seqs)"
-    num_blocks, least, minus_most = tp.minimum([budget // block_bytes, block_size, -block_size])
-    if least != -minus_most:
-        raise ValueError(f"the ranks' backends prefer blocks of {least} and {-minus_most} tokens: set kvcache_block_size")
-    arithmetic = f"({origin} = {_gb(budget)}) / {block_bytes} B" + f", the smallest of {tp.size} ranks" * (tp.size > 1)
+    config: Config,
+    spec: ModelSpec,
+    block_size: int,
+    max_model_len: int,
+    meter: MemoryMeter,
+    profile_run: Callable[[], object],
+    tp: TensorParallel = ALONE,
+) -> tuple[int, str]:
+    """The number of blocks, and a line that shows the arithmetic.
+
+    Raises ValueError if there is no memory for a single block.
+    """
+    num_kv_heads, _ = tp.divide(spec.num_kv_heads)
+    token_bytes = 2 * spec.num_layers * num_kv_heads * spec.head_dim * spec.dtype.itemsize
+    block_bytes = block_size * token_bytes
+    useful = config.max_num_seqs * cdiv(max_model_len, block_size) * block_bytes
+    origin = "as requested"
+    if config.num_kvcache_blocks is not None:
+        budget = config.num_kvcache_blocks * block_bytes
+    elif config.kvcache_memory_bytes is not None:
+        budget = config.kvcache_memory_bytes
+    else:
+        if meter.device.type == "cuda":
+            profile_run()
+            free, origin = gpu_budget(config.gpu_memory_utilization, meter)
+        else:
+            free, origin = cpu_budget(tp.size)
+        budget = min(free, useful)
+        if useful <= free:
+            origin = f"min({origin}, {_gb(useful)} for max_num_seqs)"
+    num_blocks = agree_on_blocks(budget // block_bytes, block_size, tp)
+    arithmetic = f"({origin} = {_gb(budget)}) / {block_bytes} B"
+    if tp.size > 1:
+        arithmetic += f", the smallest of {tp.size} ranks"
     if num_blocks < 1:
         raise ValueError(f"no memory for a KV cache: {arithmetic}; {ENLARGE}")
-    return num_blocks, f"KV cache: {arithmetic} = {num_blocks} blocks of {block_size} = {num_blocks * block_size} tokens"
+    num_tokens = num_blocks * block_size
+    result = f"{num_blocks} blocks of {block_size} = {num_tokens} tokens"
+    return num_blocks, f"KV cache: {arithmetic} = {result}"
+
+
+def gpu_budget(utilization: float, meter: MemoryMeter) -> tuple[int, str]:
+    """Bytes for the KV cache after a profile run, and how they were computed."""
+    peak = meter.peak()
+    limit = min(utilization * meter.total, GPU_SHARE_OF_FREE * meter.free_before)
+    of_total = f"{utilization} * {_gb(meter.total)}"
+    of_free = f"{GPU_SHARE_OF_FREE} * {_gb(meter.free_before)} free"
+    return int(limit) - peak, f"min({of_total}, {of_free}) - {_gb(peak)} taken"
+
+
+def cpu_budget(num_ranks: int) -> tuple[int, str]:
+    """Bytes for the KV cache of one rank, and how they were computed."""
+    available = find_available_memory()
+    origin = f"{CPU_SHARE} * {_gb(available)} available / {num_ranks} ranks"
+    return int(available * CPU_SHARE / num_ranks), origin
+
+
+def agree_on_blocks(num_blocks: int, block_size: int, tp: TensorParallel) -> int:
+    """The smallest number of blocks of any rank. Raises ValueError if their block sizes differ."""
+    num_blocks, smallest, minus_largest = tp.minimum([num_blocks, block_size, -block_size])
+    if smallest != -minus_largest:
+        raise ValueError(
+            f"the ranks' attention backends prefer blocks of {smallest} and {-minus_largest}"
+            " tokens: set kvcache_block_size"
+        )
+    return num_blocks
 
 
 def _gb(num_bytes: int) -> str:

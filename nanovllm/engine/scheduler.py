@@ -31,7 +31,9 @@ class Scheduler:
     num_draft_tokens = 0  # counted by SpeculativeScheduler
     num_accepted_tokens = 0
 
-    def __init__(self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
         self.block_manager = block_manager
         self.block_size = block_manager.block_size
         self.max_num_seqs = max_num_seqs

@@ -231,7 +231,9 @@ class Speculator:
         self.context_cost = context_cost
         self.make_proposer: Callable[[list[int]], Proposer] = PromptLookup
 
-    def choose(self, seqs: list[Sequence], proposals: dict[Sequence, Proposal], budget: int) -> dict[Sequence, list[int]]:
+    def choose(
+        self, seqs: list[Sequence], proposals: dict[Sequence, Proposal], budget: int
+    ) -> dict[Sequence, list[int]]:
         """The drafts of a step of `seqs`, with at most `budget` tokens together."""
         num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
         budget = min(budget, len(self.draft_costs) - 1 - num_tokens)
@@ -246,7 +248,9 @@ class Speculator:
             drafts.setdefault(candidate.seq, []).append(candidate.token_id)
         return drafts
 
-    def _collect_candidates(self, seqs: list[Sequence], proposals: dict[Sequence, Proposal]) -> list[Candidate]:
+    def _collect_candidates(
+        self, seqs: list[Sequence], proposals: dict[Sequence, Proposal]
+    ) -> list[Candidate]:
         """All draft tokens that could be computed, the most probable first."""
         candidates: list[Candidate] = []
         for seq in seqs:
@@ -269,7 +273,9 @@ class Speculator:
         candidates.sort(key=attrgetter("probability"), reverse=True)
         return candidates
 
-    def _choose_count(self, seqs: list[Sequence], num_tokens: int, candidates: list[Candidate]) -> int:
+    def _choose_count(
+        self, seqs: list[Sequence], num_tokens: int, candidates: list[Candidate]
+    ) -> int:
         """How many candidates give the most expected tokens per second."""
         plain_cost = self.plain_costs[min(num_tokens, len(self.plain_costs) - 1)]
         attention_cost = self.context_cost * sum(len(seq.token_ids) for seq in seqs)

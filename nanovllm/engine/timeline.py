@@ -43,14 +43,20 @@ class Timeline:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Raises ValueError if the file cannot be written."""
         try:
-            self.file = open(path, "w+b", buffering=0)  # "+": or a pipe would be waited for; now `seek` refuses it
-            self.file.write(b"[\n" + _encode(_event("M", 0, "thread_name", {"name": "steps"})).encode() + _END)
+            self.file = open(
+                path, "w+b", buffering=0
+            )  # "+": or a pipe would be waited for; now `seek` refuses it
+            self.file.write(
+                b"[\n" + _encode(_event("M", 0, "thread_name", {"name": "steps"})).encode() + _END
+            )
             self.file.seek(-len(_END), os.SEEK_END)
         except (OSError, ValueError) as error:
             raise ValueError(f"trace={os.fspath(path)!r} cannot be written: {error}") from error
         self.num_steps, self.origin = 0, time.perf_counter_ns()
         self.notes: dict[str, object] = {}  # of the last step; none if the next one starts over
-        self.times: list[int] = []  # when schedule, prepare, forward and sample began, and when sample ended
+        self.times: list[
+            int
+        ] = []  # when schedule, prepare, forward and sample began, and when sample ended
         self.events: list[_Args] = []
 
     def make_traced(self, scheduler_class: type[Scheduler]) -> type[Scheduler]:
@@ -81,7 +87,9 @@ class Timeline:
         """In microseconds."""
         return (time.perf_counter_ns() - self.origin) // 1000
 
-    def write_step(self, results: _Args, notes: _Args, shares: list[str], counters: dict[str, dict[str, int]]) -> None:
+    def write_step(
+        self, results: _Args, notes: _Args, shares: list[str], counters: dict[str, dict[str, int]]
+    ) -> None:
         """Add a step, the sequences' shares of it, and the state that it has left behind. Notes stand there when they change."""
         begin, *_, end = self.times
         phases = list(zip(_PHASES, self.times, self.times[1:]))
@@ -90,7 +98,10 @@ class Timeline:
         args |= {name: note for name, note in notes.items() if note != self.notes.get(name)}
         title = f"{results['kind']}: {results['num_tokens']} tokens"
         events = [_event("X", 0, title, args, ts=begin, dur=end - begin), *self.events]
-        events += [_event("X", 0, name, {}, ts=before, dur=after - before) for name, before, after in phases]
+        events += [
+            _event("X", 0, name, {}, ts=before, dur=after - before)
+            for name, before, after in phases
+        ]
         events += [_event("C", 0, name, numbers, ts=end) for name, numbers in counters.items()]
         times = f',"ts":{begin},"dur":{end - begin}}}'
         self.write(_encode(events)[1:-1] + ",\n" + (times + ",\n").join(shares) + times)
@@ -109,7 +120,9 @@ class Timeline:
                 self.file.truncate(end)
                 self.file.seek(end)
                 self.file.write(_END)
-            warnings.warn(f"trace={self.file.name!r} ends here: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"trace={self.file.name!r} ends here: {error}", RuntimeWarning, stacklevel=2
+            )
 
 
 def _event(phase: str, track: int, name: str, args: object, **when: int) -> _Args:
@@ -139,7 +152,9 @@ class _TracedScheduler(Scheduler):
 
     def preempt(self, seq: Sequence) -> None:
         args = {"request_id": seq.seq_id, "blocks": list(seq.block_table), "is_nan": False}
-        event = _event("i", seq.lane + 1, f"preempted {seq.seq_id}", args, ts=self.timeline.times[-1])
+        event = _event(
+            "i", seq.lane + 1, f"preempted {seq.seq_id}", args, ts=self.timeline.times[-1]
+        )
         self.timeline.events.append(event)
         super().preempt(seq)
 
@@ -147,51 +162,91 @@ class _TracedScheduler(Scheduler):
         timeline, manager = self.timeline, self.block_manager
         timeline.times.append(timeline.now())
         queues = {
-            "waiting_requests": [(seq.seq_id, len(seq.token_ids)) for seq in islice(self.waiting, _NUM_WAITING)],
+            "waiting_requests": [
+                (seq.seq_id, len(seq.token_ids)) for seq in islice(self.waiting, _NUM_WAITING)
+            ],
             "running_requests": [seq.seq_id for seq in self.running],
             "next_free_blocks": list(islice(manager.free_block_ids, _NUM_FREE)),
         }
         drafts: dict[Sequence, list[int]] = getattr(self, "drafts", {})
         shares = [self._describe(seq, drafts.get(seq, [])) for seq in seqs]
-        tables = {seq: (list(seq.block_table), seq.num_computed_tokens + 1) for seq, draft in drafts.items() if draft}
+        tables = {
+            seq: (list(seq.block_table), seq.num_computed_tokens + 1)
+            for seq, draft in drafts.items()
+            if draft
+        }
         num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
         before = {name: getattr(self, name) for name in _COUNTS}
         super().postprocess(seqs, samples)
         counts = {name: getattr(self, name) - count for name, count in before.items()}
         num_prefills, num_decodes = counts["num_prefill_tokens"], counts["num_decode_tokens"]
         results = {
-            "kind": "mixed" if num_prefills and num_decodes else "prefill" if num_prefills else "decode",
+            "kind": "mixed"
+            if num_prefills and num_decodes
+            else "prefill"
+            if num_prefills
+            else "decode",
             "num_tokens": num_tokens,
             **counts,
             "drawn_token_ids": [token_id for token_ids in samples for token_id in token_ids],
             "accepted": [self._describe_draft(seq, *tables[seq]) for seq in seqs if seq in tables],
-            "ended": [(seq.seq_id, {"finish_reason": seq.finish_reason}) for seq in seqs if seq.finish_reason],
+            "ended": [
+                (seq.seq_id, {"finish_reason": seq.finish_reason})
+                for seq in seqs
+                if seq.finish_reason
+            ],
         }
         num_free = len(manager.free_block_ids)
-        num_reusable = sum(manager.blocks[block_id].hash != -1 for block_id in manager.free_block_ids)
+        num_reusable = sum(
+            manager.blocks[block_id].hash != -1 for block_id in manager.free_block_ids
+        )
         counters = {
             "sequences": {"waiting": len(self.waiting), "running": len(self.running)},
-            "blocks": {"used": manager.num_blocks - num_free, "reusable": num_reusable, "empty": num_free - num_reusable},
+            "blocks": {
+                "used": manager.num_blocks - num_free,
+                "reusable": num_reusable,
+                "empty": num_free - num_reusable,
+            },
         }
         timeline.write_step(results, queues, shares, counters)
 
     def _describe(self, seq: Sequence, draft: list[int]) -> str:
         """The event of a sequence in this step, without its times. A decode within a block repeats the last event of its lane,
         because json.dumps for all of them would take too long."""
-        table, start, count = seq.block_table, seq.num_computed_tokens, seq.num_scheduled_tokens - len(draft)
+        table, start, count = (
+            seq.block_table,
+            seq.num_computed_tokens,
+            seq.num_scheduled_tokens - len(draft),
+        )
         is_new = seq in self.admitted
         decode, end = self.timeline.lanes[seq.lane]
         if not is_new and start < end and not draft:
             return decode
-        size, num_left = self.block_manager.block_size, len(seq.token_ids) - len(draft) - start - count
+        size, num_left = (
+            self.block_manager.block_size,
+            len(seq.token_ids) - len(draft) - start - count,
+        )
         event = f'{{"ph":"X","pid":1,"tid":{seq.lane + 1},"name":"%s {seq.seq_id}","args":'
-        args: _Args = {"request_id": seq.seq_id, "num_tokens": count, "num_reused_tokens": start * is_new}
+        args: _Args = {
+            "request_id": seq.seq_id,
+            "num_tokens": count,
+            "num_reused_tokens": start * is_new,
+        }
         if is_new:
             decode = event % "decode" + _encode({**args, "num_tokens": 1, "num_reused_tokens": 0})
-            args |= {"num_prompt_tokens": seq.num_prompt_tokens, "token_ids": seq.token_ids[: len(seq.token_ids) - len(draft)]}
+            args |= {
+                "num_prompt_tokens": seq.num_prompt_tokens,
+                "token_ids": seq.token_ids[: len(seq.token_ids) - len(draft)],
+            }
         self.timeline.lanes[seq.lane] = decode, 0 if num_left else (start // size + 1) * size - 1
-        args["num_left"], args["draft_token_ids"], args["blocks"] = num_left, draft, table[0 if is_new else start // size :]
-        args["full_blocks"] = self._list_contents(seq, table, start // size, (start + count) // size)
+        args["num_left"], args["draft_token_ids"], args["blocks"] = (
+            num_left,
+            draft,
+            table[0 if is_new else start // size :],
+        )
+        args["full_blocks"] = self._list_contents(
+            seq, table, start // size, (start + count) // size
+        )
         return event % ("decode" if seq.is_decode else "prefill") + _encode(args)
 
     def _describe_draft(self, seq: Sequence, table: list[int], start: int) -> tuple[int, _Args]:
@@ -200,7 +255,9 @@ class _TracedScheduler(Scheduler):
         blocks = self._list_contents(seq, table, start // size, end // size)
         return seq.seq_id, {"num_accepted_tokens": end - start, "accepted_blocks": blocks}
 
-    def _list_contents(self, seq: Sequence, table: list[int], first: int, last: int) -> list[tuple[int, str, str, str]]:
+    def _list_contents(
+        self, seq: Sequence, table: list[int], first: int, last: int
+    ) -> list[tuple[int, str, str, str]]:
         """For full blocks: the id, the hash if the block is listed, and the hashes of this prefix and of the one before."""
         if not self.block_manager.enable_prefix_caching:
             return []
@@ -214,7 +271,9 @@ class _TracedScheduler(Scheduler):
 
 
 class _TracedModelRunner(ModelRunner):
-    def __init__(self, timeline: Timeline, config: Config, spec: ModelSpec, directory: Path) -> None:
+    def __init__(
+        self, timeline: Timeline, config: Config, spec: ModelSpec, directory: Path
+    ) -> None:
         self.timeline = timeline
         super().__init__(config, spec, directory)
 

@@ -20,8 +20,9 @@ from threading import Lock, get_ident
 from typing import Any, ClassVar, TypeVar
 
 from nanovllm.config import Config
-from nanovllm.engine.llm_engine import CheckedPrompt, Inbox, LLMEngine, Prompt
-from nanovllm.engine.request import Request
+from nanovllm.engine.input_processor import CheckedPrompt, Prompt
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import Inbox, Request
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -50,7 +51,7 @@ class SharedEngine(LLMEngine):
 
         Raises ValueError or TypeError for a prompt that can never be served.
         """
-        checked = self.check_prompt(prompt, sampling_params)
+        checked = self.input_processor.check(prompt, sampling_params)
         with self._queued([checked], self._inbox) as requests:
             return requests[0].seq_id
 
@@ -75,7 +76,7 @@ class SharedEngine(LLMEngine):
     @contextmanager
     def _queued(self, prompts: list[CheckedPrompt], inbox: Inbox) -> Iterator[list[Request]]:
         """Queue all prompts, or none. An exception inside the block cancels their requests."""
-        requests = self._take_turn(self._make_requests, prompts, inbox)
+        requests = self._take_turn(self.input_processor.make_requests, prompts, inbox)
         try:
             self._take_turn(self._queue, requests)
             yield requests
@@ -122,7 +123,7 @@ class SharedEngine(LLMEngine):
         self.scheduler.reset(list(self.requests.values()))
 
     def _cancel_soon(self) -> None:
-        """Cancel aborted requests now, unless a call is under way, which cancels them at its end."""
+        """Cancel aborted requests, unless a call is under way, which cancels them at its end."""
         while self._aborted and self._process == os.getpid() and not self._callers:
             self._take_turn(self._cancel_aborted)
 

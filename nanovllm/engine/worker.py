@@ -47,10 +47,15 @@ class Place:
 class Worker:
     """Raises ValueError for options that conflict with each other, the model or this machine."""
 
-    def __init__(self, config: Config, spec: ModelSpec, directory: Path, place: Place | None = None) -> None:
+    def __init__(
+        self, config: Config, spec: ModelSpec, directory: Path, place: Place | None = None
+    ) -> None:
         """Load this rank's share of the weights. `place` is None if there is only one rank."""
         if config.max_model_len is not None and config.max_model_len > spec.max_len:
-            raise ValueError(f"max_model_len={config.max_model_len} exceeds the model's limit: lower it to {spec.max_len}")
+            raise ValueError(
+                f"max_model_len={config.max_model_len} exceeds the model's limit:"
+                f" lower it to {spec.max_len}"
+            )
         self.config = config
         self.spec = spec
         self.max_model_len = config.max_model_len or min(spec.max_len, _DEFAULT_MAX_MODEL_LEN)
@@ -129,14 +134,19 @@ class Worker:
 
     def _allocate(self, num_blocks: int, is_profile: bool = False) -> None:
         spec, config = self.spec, self.config
-        self.block_table_width = cdiv(self.max_model_len, self.block_size)  # of the longest sequence
+        self.block_table_width = cdiv(
+            self.max_model_len, self.block_size
+        )  # of the longest sequence
         num_kv_heads, _ = self.tp.divide(spec.num_kv_heads)
         shape = (2, num_blocks, self.block_size, num_kv_heads, spec.head_dim)
         # Release the old caches before new ones are allocated.
         self.graphs = None
         self.kv_caches: list[Tensor] = []
         torch.cuda.empty_cache()  # no effect without a GPU
-        problem = f"no memory for {num_blocks} blocks of {self.block_size} tokens: lower num_kvcache_blocks or kvcache_block_size"
+        problem = (
+            f"no memory for {num_blocks} blocks of {self.block_size} tokens:"
+            " lower num_kvcache_blocks or kvcache_block_size"
+        )
         with naming(problem, RuntimeError):  # torch's own error on any device
             for _ in range(spec.num_layers):
                 self.kv_caches.append(torch.empty(shape, dtype=spec.dtype, device=self.device))

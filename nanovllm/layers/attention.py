@@ -19,7 +19,7 @@ NAME = "torch"
 PREFERRED_BLOCK_SIZE = 16
 SUPPORTS_CUDA_GRAPHS = False
 
-_TILE = 256  # queries that are computed together, which bounds the size of a mask
+TILE = 256  # queries that are computed together, which bounds the size of a mask
 
 
 class Backend(Protocol):
@@ -29,17 +29,23 @@ class Backend(Protocol):
     PREFERRED_BLOCK_SIZE: int  # tokens in a block if the user does not choose
     SUPPORTS_CUDA_GRAPHS: bool  # True if kernel launches depend on shapes only
 
-    def reason_unavailable(self, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    def reason_unavailable(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+    ) -> str | None:
         """Why the backend cannot run here, or None if it can."""
 
-    def store_kvcache(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    def store_kvcache(
+        self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
         """Write the K/V of the new tokens into their slots."""
 
     def attend(self, query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
         """Read each context through its block table."""
 
 
-def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+def reason_unavailable(
+    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+) -> str | None:
     return None
 
 
@@ -66,25 +72,28 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
     return output
 
 
-def attend_one(query: Tensor, kv_cache: Tensor, context_len: int, block_table: Tensor, scale: float) -> Tensor:
+def attend_one(
+    query: Tensor, kv_cache: Tensor, context_len: int, block_table: Tensor, scale: float
+) -> Tensor:
     """As `attend`, for one sequence. `query` has the last tokens of its context."""
     block_ids = block_table[: cdiv(context_len, kv_cache.shape[2])]
-    blocks = kv_cache.index_select(1, block_ids).flatten(1, 2)  # [2, tokens, kv_heads, head_dim]
-    key, value = blocks[:, None, :context_len].transpose(2, 3)  # [1, kv_heads, tokens, head_dim]
+    keys, values = kv_cache.index_select(1, block_ids).flatten(1, 2)  # [tokens, kv_heads, head_dim]
+    keys = keys[:context_len].transpose(0, 1)[None]  # [1, kv_heads, context_len, head_dim]
+    values = values[:context_len].transpose(0, 1)[None]
+    positions = torch.arange(context_len, device=query.device)
+    query_positions = positions[context_len - len(query) :]
     output = torch.empty_like(query)
-    num_before = context_len - len(query)  # tokens before the first query
-    for start in range(0, len(query), _TILE):
-        end = min(start + _TILE, len(query))
-        num_keys = num_before + end  # all other keys come after the last query of the tile
-        positions = torch.arange(num_keys, device=query.device)
-        mask = positions <= positions[num_before + start :, None]  # [num_queries, num_keys]
+    for start in range(0, len(query), TILE):
+        tile = slice(start, start + TILE)
+        num_keys = context_len - max(0, len(query) - start - TILE)  # up to the tile's last token
+        mask = positions[:num_keys] <= query_positions[tile, None]  # [num_queries, num_keys]
         attended = F.scaled_dot_product_attention(
-            query[start:end].transpose(0, 1)[None],  # [1, num_heads, num_queries, head_dim]
-            key[:, :, :num_keys],
-            value[:, :, :num_keys],
+            query[tile].transpose(0, 1)[None],  # [1, num_heads, num_queries, head_dim]
+            keys[:, :, :num_keys],
+            values[:, :, :num_keys],
             attn_mask=mask,
             scale=scale,
             enable_gqa=True,  # several query heads share a K/V head (GQA, Ainslie et al. 2023)
         )
-        output[start:end] = attended[0].transpose(0, 1)
+        output[tile] = attended[0].transpose(0, 1)
     return output

@@ -86,7 +86,9 @@ class Attention(nn.Module):
         q_size = spec.num_heads * spec.head_dim
         kv_size = spec.num_kv_heads * spec.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = ColumnParallelLinear(spec.hidden_size, parts, spec.qkv_bias, spec.dtype, tp, spec.head_dim)
+        self.qkv_proj = ColumnParallelLinear(
+            spec.hidden_size, parts, spec.qkv_bias, spec.dtype, tp, spec.head_dim
+        )
         self.o_proj = RowParallelLinear(q_size, spec.hidden_size, spec.o_bias, spec.dtype, tp)
         self.q_size = self.qkv_proj.parts["q_proj"]  # of this rank
         self.kv_size = self.qkv_proj.parts["k_proj"]
@@ -160,7 +162,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.dtype, tp)
         self.rotary = RotaryEmbedding(spec.rope)
-        self.layers = DecoderLayers(DecoderLayer(spec, layer, backend, tp) for layer in range(spec.num_layers))
+        self.layers = DecoderLayers(
+            DecoderLayer(spec, layer, backend, tp) for layer in range(spec.num_layers)
+        )
         self.norm = spec.make_norm()
 
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:

@@ -1,0 +1,111 @@
+"""Checks prompts and turns them into Requests, the n samples of a prompt side by side."""
+
+import operator
+import struct
+from itertools import count
+
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+from nanovllm.checks import check_int, check_text, check_type
+from nanovllm.config import Config
+from nanovllm.engine.request import Inbox, Request
+from nanovllm.sampling_params import SamplingParams
+
+Prompt = str | list[int]
+CheckedPrompt = tuple[list[int], SamplingParams]  # that this engine can serve
+
+
+class InputProcessor:
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase | None,
+        eos_token_ids: frozenset[int],
+        vocab_size: int,
+        max_model_len: int,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.ids = count()  # of requests, and of their samples
+
+    def check(self, prompt: Prompt, params: SamplingParams | None) -> CheckedPrompt:
+        """Return the prompt as token ids, and its parameters.
+
+        Raises ValueError or TypeError for what this engine can never serve.
+        """
+        if params is None:
+            params = SamplingParams()
+        check_type("sampling_params", params, (SamplingParams,), "SamplingParams")
+        token_ids = self._tokenize(prompt)
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError("the checkpoint has no tokenizer: pass stop_token_ids instead of stop")
+        if not token_ids:
+            raise ValueError("a prompt must have at least one token")
+        check_int("each token id of a prompt", min(token_ids), 0, self.vocab_size - 1)
+        check_int("each token id of a prompt", max(token_ids), 0, self.vocab_size - 1)
+        num_tokens = len(token_ids)
+        if num_tokens >= self.max_model_len:
+            raise ValueError(
+                f"a prompt of {num_tokens} tokens leaves no room for a new one within"
+                f" max_model_len={self.max_model_len}: shorten it"
+            )
+        budget = self.config.max_num_batched_tokens
+        if num_tokens > budget and not self.config.enable_chunked_prefill:
+            raise ValueError(
+                f"a prompt of {num_tokens} tokens exceeds max_num_batched_tokens={budget}:"
+                " raise it, or set enable_chunked_prefill=True"
+            )
+        return token_ids, params
+
+    def _tokenize(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            check_type("a prompt", prompt, (list, tuple), "a str or a list of token ids")
+            return [operator.index(token_id) for token_id in prompt]
+        if self.tokenizer is None:
+            raise ValueError("the checkpoint has no tokenizer: a prompt must be token ids, not str")
+        return self.tokenizer.encode(check_text("a prompt", prompt))
+
+    def make_requests(self, prompts: list[CheckedPrompt], inbox: Inbox) -> list[Request]:
+        """Make the samples of all prompts. `inbox` receives those with progress to report."""
+        requests: list[Request] = []
+        for token_ids, params in prompts:
+            requests += self._make_samples(token_ids, params, inbox)
+        return requests
+
+    def _make_samples(
+        self, token_ids: list[int], params: SamplingParams, inbox: Inbox
+    ) -> list[Request]:
+        stop_token_ids = set(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stop_token_ids |= self.eos_token_ids
+        samples: list[Request] = []
+        for index in range(params.n):
+            seq_id = next(self.ids)
+            # Without a seed of its own, a request has the engine's, and every sample is its own.
+            seed = _derive_seed(self.config.seed, seq_id)
+            if params.seed is not None:
+                seed = _derive_seed(params.seed, index)
+            request = Request(
+                seq_id=seq_id,
+                token_ids=token_ids,
+                params=params,
+                seed=seed,
+                # Checkpoints with a reduced vocabulary can name ids above it.
+                stop_token_ids=frozenset(i for i in stop_token_ids if i < self.vocab_size),
+                max_num_tokens=self.max_model_len,
+                sample_index=index,
+                first_id=samples[0].seq_id if samples else seq_id,
+                inbox=inbox,
+                tokenizer=self.tokenizer,
+            )
+            samples.append(request)
+        return samples
+
+
+def _derive_seed(seed: int, index: int) -> int:
+    """A 64-bit hash of both numbers, so that no two samples share their noise."""
+    return xxhash.xxh64_intdigest(struct.pack("<QQ", seed % 2**64, index))
