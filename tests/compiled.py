@@ -38,9 +38,8 @@ from triton.runtime.jit import JITFunction
 
 from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.batch import SamplingBatch
-from nanovllm.engine import worker as executor_module
+from nanovllm.engine import model_runner, worker
 from nanovllm.engine.memory import profile_sampling
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels.cuda import attention, graphs, twins
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.sampler import Sampler
@@ -98,7 +97,7 @@ def launch(spec: DecoderSpec) -> None:
     model = spec.make_model(attention)
     kernels.kernelize(model, device, spec.dtype)
     kv_caches = [torch.empty(2, 8, BLOCK_SIZE, 2, spec.head_dim, dtype=spec.dtype) for _ in range(spec.num_layers)]
-    batch = make_batch([1, 5, 33], [300, 5, 133], torch.zeros(3, 19, dtype=torch.int32)).to(device)
+    batch = worker.copy_to(make_batch([1, 5, 33], [300, 5, 133], torch.zeros(3, 19, dtype=torch.int32)), device)
     logits = model.compute_logits(model(batch, kv_caches))
     rows = torch.arange(3)
     noise = {"temperatures": torch.ones(3), "noise_keys": torch.ones(3, 2, dtype=torch.int32)}
@@ -197,7 +196,7 @@ def serve(num_heads: int, num_kv_heads: int, vocab_size: int, enforce_eager: boo
     """A life of an engine on CPU tensors, whose kernels do nothing: all tokens are 0."""
     attention.reason_unavailable = lambda *_: None
     graphs.record = lambda step, device, last: (SimpleNamespace(replay=lambda: None), step())
-    ModelRunner._find_logprobs = lambda self, logits, tokens, seqs: None
+    model_runner.find_logprobs = lambda logits, tokens, rows: [{0: 0.0} for _ in rows]
     Sampler.forward = launch_sampler
     with tempfile.TemporaryDirectory() as directory:
         Qwen3Config(
@@ -216,8 +215,9 @@ def serve(num_heads: int, num_kv_heads: int, vocab_size: int, enforce_eager: boo
         with torch.inference_mode():
             sizes = graphs.batch_sizes(40)
             executor.graphs = graphs.CudaGraphs(executor.model, executor.kv_caches, sizes, executor.block_table_width)
-    for bounds in ([0, 2, 3], [0, 1]):  # the start of an engine on a GPU
-        profile_sampling(runner.sample, executor.max_model_len, executor.compute(executor._make_batch(bounds)))
+    for query_lens in ([2, 1], [1]):  # the start of an engine on a GPU
+        batch = executor._make_dummy_batch(query_lens)
+        profile_sampling(runner.sample, executor.max_model_len, executor.compute(batch))
     for part, (lengths, params) in LIFE.items():
         parts.append(part)
         prompts = [[(i * 7 + j) % vocab_size for j in range(length)] for i, length in enumerate(lengths)]
@@ -243,7 +243,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     driver.set_active(FakeDriver(args.arch))
     kernels.find_twins = lambda device_type, dtype: twins.TWINS
-    executor_module.copy_to = lambda batch, device: unpack(pack(batch))  # its tensors lie in one, as on a GPU
+    worker.copy_to = lambda batch, device: unpack(pack(batch))  # its tensors lie in one, as on a GPU
     attention._describe_gpu = lambda device: (args.arch // 10, 132)
     if args.twice:
         launch_twice(args.arch)

@@ -121,7 +121,7 @@ def test_the_profile_run_records_the_largest_alone(make_llm: Callable[..., LLM],
     """Played on the CPU: a start with a GPU whose memory is to be measured."""
     executor, recorded, capture = make_llm(max_num_seqs=20).model_runner.executor.worker, [], kernels.capture_decode_steps
     on_gpu = torch.nn.Module(), None, [SimpleNamespace(device=torch.device("cuda"))]
-    monkeypatch.setattr(kernels, "capture_decode_steps", lambda decoder, backend, caches, *sizes: capture(*on_gpu, *sizes))
+    monkeypatch.setattr(kernels, "capture_decode_steps", lambda decoder, backend, caches, **sizes: capture(*on_gpu, **sizes))
     monkeypatch.setattr(kernels, "CudaGraphs", lambda decoder, kv_caches, sizes, width: recorded.append(sizes))
     monkeypatch.setattr("nanovllm.engine.worker.count_blocks", lambda *args: (args[5](), (9, "arithmetic"))[1])
     executor.allocate_kv_cache()
