@@ -174,6 +174,27 @@ def test_layers_of_opt(num_tokens: int, has_weights: bool, dtype: torch.dtype, t
 
 
 @all_kernels
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.float16, 2e-3)], ids=str)
+def test_norms_of_any_shape(dtype: torch.dtype, tolerance: float, functions: str, device: str) -> None:
+    """As the layers that they replace: heads, one row without a batch, rows that lie apart."""
+    torch.manual_seed(0)
+    norms = [RMSNorm(20, 1e-3, dtype)]
+    if functions == "cpu":
+        options = [{}, {"bias": False}, {"elementwise_affine": False}]
+        norms += [nn.LayerNorm(20, dtype=dtype, **each) for each in options]
+    layers = nn.ModuleList(norms).requires_grad_(False).to(device)
+    for parameter in layers.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(7, 3, 40).to(device, dtype)
+    inputs = [x[:, :, :20], x[:, 0, 20:], x[0, 0, :20], x[:, :, ::2], x[:0, :, :20], x[:20, 0].expand(7, 40)[:, :20]]
+    inputs += [x.transpose(0, 1)[..., :20], x.reshape(7, 3, 2, 20)]
+    expected = [[layer(each) for each in inputs] for layer in layers]
+    for layer, outputs in zip(with_twins(layers, functions), expected):
+        for each, output in zip(inputs, outputs):
+            torch.testing.assert_close(layer(each), output, atol=tolerance, rtol=tolerance)
+
+
+@all_kernels
 @pytest.mark.parametrize("num_tokens", [0, 1, 200])
 def test_angles(num_tokens: int, functions: str, device: str) -> None:
     positions = torch.randint(40_000, (num_tokens,), generator=torch.Generator().manual_seed(0)).to(device, torch.int32)

@@ -6,6 +6,7 @@ a small kernel does.
 """
 
 import ctypes
+import math
 from dataclasses import replace
 from typing import TypeGuard
 
@@ -33,15 +34,16 @@ MANY_TOKENS = 512
 
 class FastRMSNorm(Twin, RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        output = x.new_empty(x.shape)
-        call(load(x.dtype).rms_norm, x, self.weight, output, *x.shape, self.eps)
+        output, size = x.new_empty(x.shape), len(self.weight)
+        call(load(x.dtype).rms_norm, x.contiguous(), self.weight, output, x.numel() // size, size, self.eps)
         return output
 
 
 class FastLayerNorm(Twin, nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
-        output = x.new_empty(x.shape)
-        call(load(x.dtype).layer_norm, x, self.weight, self.bias, output, *x.shape, self.eps)
+        output, size = x.new_empty(x.shape), math.prod(self.normalized_shape)
+        sizes = x.numel() // size, size
+        call(load(x.dtype).layer_norm, x.contiguous(), self.weight, self.bias, output, *sizes, self.eps)
         return output
 
 
