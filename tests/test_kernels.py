@@ -23,7 +23,7 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, Oracle, cover_pairs, make_checkpoint, random_prompt
+from conftest import DEVICE, Oracle, cover_pairs, make_batch, make_checkpoint, random_prompt
 from test_attention import check_attends
 from test_sampler import make_sampling_batch
 from torch import nn
@@ -38,6 +38,7 @@ from nanovllm.kernels.cpu import twins as cpu_twins
 from nanovllm.kernels.cpu.twins import FusedLayers, PackedWeight
 from nanovllm.kernels.trial import try_backend
 from nanovllm.layers import attention as torch_backend
+from nanovllm.layers.attention import Backend
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
 from nanovllm.layers.sampler import Sampler
@@ -523,6 +524,80 @@ def test_which_layers_are_fused() -> None:
     ):
         layers = exchange(DecoderLayers(kind(spec, 0, backend, ALONE) for kind in kinds), twins.TWINS)
         assert (type(layers), type(layers[0].self_attn)) == expected
+
+
+def double(module: nn.Module, method: str = "forward") -> None:
+    """Let `module` be of a subclass whose `method` returns twice as much."""
+    kind, original = type(module), getattr(type(module), method)
+    module.__class__ = type("Other", (kind,), {method: lambda *args: 2 * original(*args)})
+
+
+def assign_double(module: nn.Module, method: str = "forward") -> None:
+    original = getattr(module, method)
+    setattr(module, method, lambda *args: 2 * original(*args))
+
+
+CHANGES: dict[str, Callable[[DecoderLayer], object]] = {
+    "nothing": lambda layer: None,
+    "subclass of DecoderLayer": double,
+    "subclass of Attention": lambda layer: double(layer.self_attn),
+    "norm_and_rotate of a subclass": lambda layer: double(layer.self_attn, "norm_and_rotate"),
+    "subclass of MLP": lambda layer: double(layer.mlp),
+    "subclass of the first RMSNorm": lambda layer: double(layer.input_layernorm),
+    "subclass of the second RMSNorm": lambda layer: double(layer.post_attention_layernorm),
+    "subclass of the query's RMSNorm": lambda layer: double(layer.self_attn.q_norm),
+    "subclass of the key's RMSNorm": lambda layer: double(layer.self_attn.k_norm),
+    "subclass of ColumnParallelLinear": lambda layer: double(layer.self_attn.qkv_proj),
+    "subclass of RowParallelLinear": lambda layer: double(layer.mlp.down_proj),
+    "hook on a layer": lambda layer: layer.register_forward_hook(lambda module, args, output: 2 * output),
+    "hook on a key's norm": lambda layer: layer.self_attn.k_norm.register_forward_hook(lambda module, args, output: 2 * output),
+    "hook before a projection": lambda layer: layer.mlp.down_proj.register_forward_pre_hook(lambda module, args: 2 * args[0]),
+    "assigned forward": lambda layer: assign_double(layer.self_attn.o_proj),
+    "assigned forward of a norm": lambda layer: assign_double(layer.input_layernorm),
+    "eps of the second norm": lambda layer: setattr(layer.post_attention_layernorm, "eps", 3.0),
+    "eps of the key's norm": lambda layer: setattr(layer.self_attn.k_norm, "eps", 3.0),
+    "no norm of the query": lambda layer: setattr(layer.self_attn, "q_norm", None),
+    "bias of the gates": lambda layer: setattr(
+        layer.mlp.gate_up_proj, "bias", nn.Parameter(layer.self_attn.k_norm.weight.new_ones(2 * 40), requires_grad=False)
+    ),
+}
+
+
+@all_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_layer_is_heard(change: str, dtype: torch.dtype, functions: str, device: str) -> None:
+    """Whatever is changed in a layer before kernelize has the effect that it has without."""
+    spec = DecoderSpec(
+        vocab_size=80, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=40,
+        norm_eps=1e-3, rope=RopeSpec.from_base(1e4, 16), qk_norm=True, tie_embeddings=True, max_len=64, dtype=dtype,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    backends = {"cpu": cpp_backend, "cuda": import_module("nanovllm.kernels.cuda.attention") if functions == "cuda" else None}
+    lengths, tables = [9, 1], torch.arange(4, dtype=torch.int32).view(2, 2)
+    slots = torch.tensor([*range(9), 51], dtype=torch.int32, device=device)
+    batch = replace(make_batch(lengths, [9, 20], tables, device), slot_mapping=slots)
+    x, angles = torch.randn(10, 32).to(device, dtype), torch.randn(10, 1, 8).to(device)
+
+    def make(change: str, backend: Backend) -> DecoderLayers:
+        torch.manual_seed(0)
+        layers = DecoderLayers(DecoderLayer(spec, i, backend, ALONE) for i in range(2)).requires_grad_(False)
+        for parameter in layers.parameters():
+            nn.init.normal_(parameter, float(parameter.dim() == 1), 0.3)
+        CHANGES[change](layers[1])
+        return layers.to(device)
+
+    def compute(layers: DecoderLayers) -> torch.Tensor:
+        caches = [torch.randn(2, 4, 16, 1, 16, generator=torch.Generator().manual_seed(1)).to(device, dtype) for _ in range(2)]
+        with torch.inference_mode():
+            return layers(x.clone(), (angles.cos(), angles.sin()), caches, batch)[batch.logits_indices]
+
+    layers = make(change, backends[functions])
+    exchange(layers, cuda_twins().TWINS if functions == "cuda" else cpu_twins.find_twins(dtype), dtype)
+    tolerance = 2e-5 if dtype == torch.float32 else 4e-2
+    expected, unchanged = compute(make(change, torch_backend)), compute(make("nothing", torch_backend))
+    torch.testing.assert_close(compute(layers), expected, atol=tolerance, rtol=tolerance)
+    assert change == "nothing" or (expected - unchanged).abs().max() > 4 * tolerance
 
 
 @needs_triton

@@ -81,6 +81,17 @@ def kernelize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> No
         kernelize(child, device, dtype)
 
 
+def has_known_code(module: nn.Module, *known: type[nn.Module]) -> bool:
+    """Whether a kernel may compute in place of `module`, without calling it.
+
+    Its class must be exactly one of `known`, and it must have no hooks and no methods of its own. A subclass, a hook or an
+    assigned `forward` would have no effect otherwise.
+    """
+    has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
+    has_own_methods = not vars(module).keys().isdisjoint(dir(type(module)))
+    return type(module) in known and not has_hooks and not has_own_methods
+
+
 @cache
 def find_twins(device_type: str, dtype: torch.dtype) -> list[type[Twin]]:
     """The twins that work here. If there are none, it is said on stderr why."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.batch import Batch, SamplingBatch
-from nanovllm.kernels import Twin
+from nanovllm.kernels import Twin, has_known_code
 from nanovllm.kernels.cpu import attention
 from nanovllm.kernels.cpu.library import call, can_multiply, load, reason_unavailable
 from nanovllm.kernels.cpu.shared_memory import SharedMemoryRank
@@ -59,6 +59,9 @@ class FastRotaryEmbedding(Twin, RotaryEmbedding):
 
 
 class FastAttention(Twin, Attention):
+    def take_over(self) -> bool:
+        return all([norm is None or has_known_code(norm, RMSNorm) for norm in (self.q_norm, self.k_norm)])
+
     def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         assert heads[:1].is_contiguous()  # tokens may lie apart
         output = heads.new_empty(heads.shape)
@@ -267,14 +270,24 @@ class FusedLayers(Twin, DecoderLayers):
 
 
 def can_fuse(layer: nn.Module) -> TypeGuard[DecoderLayer]:
-    """Whether a layer attends with the C++ kernels, shares memory with other ranks if there are any, and has an MLP without
-    biases and weights that can be packed."""
-    if type(layer) is not DecoderLayer or type(layer.mlp) is not MLP or layer.mlp.down_proj.bias is not None:
+    """Whether the C++ code of a decoder layer computes what `layer` does.
+
+    It attends with the C++ kernels, meets other ranks in shared memory, and knows no biases in an MLP. All its numbers are of
+    one dtype, and its norms have one eps.
+    """
+    known = DecoderLayer, Attention, MLP, RMSNorm, ColumnParallelLinear, RowParallelLinear
+    parts = list(layer.modules())
+    if not isinstance(layer, DecoderLayer) or not all([has_known_code(part, *known) for part in parts]):
         return False
+    linears = [part for part in parts if isinstance(part, Linear)]
     attn, mlp, tp = layer.self_attn, layer.mlp, layer.self_attn.o_proj.tp
-    linears = [attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj]
+    has_mlp = isinstance(mlp, MLP) and mlp.gate_up_proj.bias is None and mlp.down_proj.bias is None
     can_meet = tp.size == 1 or isinstance(tp, SharedMemoryRank)
-    return can_meet and attn.backend is attention and all([PackedWeight.can_hold(linear.weight) for linear in linears])
+    num_epsilons = len({part.eps for part in parts if isinstance(part, RMSNorm)})
+    num_dtypes = len({parameter.dtype for parameter in layer.parameters()})
+    if not has_mlp or not can_meet or num_epsilons > 1 or num_dtypes > 1:
+        return False
+    return attn.backend is attention and all([PackedWeight.can_hold(linear.weight) for linear in linears])
 
 
 # Without products, and with: of a layer that has several twins, the first that can be takes over.
