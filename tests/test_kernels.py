@@ -30,6 +30,7 @@ from torch import nn
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from nanovllm import LLM, SamplingParams, kernels
+from nanovllm.backends import BACKENDS
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.kernels import Twin, kernelize
 from nanovllm.kernels.cpu import attention as cpp_backend
@@ -665,9 +666,9 @@ def test_a_backend_that_fails_its_trial(name: str, monkeypatch: pytest.MonkeyPat
 
     gpu = torch.device("cuda")
     backend = SimpleNamespace(NAME=name, PREFERRED_BLOCK_SIZE=256, reason_unavailable=lambda *_: None, store_kvcache=fail)
-    modules = {kernels.BACKENDS[name]: backend, kernels.BACKENDS["torch"]: torch_backend}
+    modules = {BACKENDS[name].module: backend, BACKENDS["torch"].module: torch_backend}
     monkeypatch.setattr(kernels, "import_module", modules.__getitem__)
-    monkeypatch.setattr(kernels, "AUTO", {"cuda": (name, "torch")})
+    monkeypatch.setattr(kernels, "BACKENDS", {each: BACKENDS[each] for each in (name, "torch")})
     monkeypatch.setattr(kernels, "try_backend", lambda backend, device, *rest: try_backend(backend, CPU, *rest))
     assert kernels.select_backend("auto", gpu, torch.bfloat16, 64, None) == (torch_backend, 16)
     assert f"{name!r} cannot run here: the kernels fail on this GPU: RuntimeError('no kernel image" in capfd.readouterr().err
