@@ -15,6 +15,7 @@ from nanovllm.checks import Checked, check_bool, check_choice, check_int, check_
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_SIZE = 2**31 - 1  # of anything that is counted: beyond it arithmetic overflows before memory runs out
+MAX_HEAD_DIM = 2**16  # far above what backends compute; a larger one exceeds all memory in RoPE's tables
 MAX_DRAFT_LEN = 7  # on a CPU, queries of up to 8 tokens are computed as decodes, to the bit: a longer draft could change one
 MAX_DRAFT_STEP = 256  # tokens of a step with drafts, whatever it costs
 Options = ParamSpec("Options")

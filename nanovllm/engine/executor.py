@@ -25,7 +25,7 @@ from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import FIRST_PART, TensorParallel
 from nanovllm.models.decoder import ModelSpec
-from nanovllm.models.weights import init_dummy_weights, load_checkpoint
+from nanovllm.models.weights import check_sizes, init_dummy_weights, load_checkpoint
 
 Place = tuple[int, int, dist.Store]  # the rank, which one it is on its machine, and where all ranks meet
 _DEFAULT_MAX_MODEL_LEN = 4096
@@ -51,6 +51,7 @@ class Executor:
                 self.tp = kernels.share_memory(self.tp, self.device, spec.dtype)
                 self.backend, self.block_size = kernels.select_backend(*wishes)
             self.meter = MemoryMeter(self.device)
+            check_sizes(spec, directory, self.device, self.tp.size, has_weights=config.load_format != "dummy")
             with torch.device(self.device):
                 self.model = spec.make_model(self.backend, self.tp)
             with torch.device("cpu"):  # where safetensors reads, whatever the caller's default device is

@@ -28,6 +28,7 @@ class ModelSpec:
     """What the engine must know of a model. Each structure has a spec of its own, which says the rest and makes the model."""
 
     vocab_size: int
+    hidden_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -49,7 +50,6 @@ class ModelSpec:
 class DecoderSpec(ModelSpec):
     """What distinguishes one decoder of this file from another. Read from config.json by models/config.py."""
 
-    hidden_size: int
     norm_eps: float
     rope: RopeSpec
     qk_norm: bool = False  # RMSNorm over each query and key head
