@@ -23,7 +23,7 @@ _MASK_SIZE = 1 << 23  # numbers in a mask, of which SDPA makes a copy in the que
 class Backend(Protocol):
     """How K/V are stored and attended to. A module with these names is one."""
 
-    NAME: str  # as in the option attention_backend
+    NAME: str  # in backends.py, and as the option attention_backend
     PREFERRED_BLOCK_SIZE: int  # tokens in a block, where the user does not say
     SUPPORTS_CUDA_GRAPHS: bool  # its launches depend on shapes alone
 
