@@ -53,7 +53,7 @@ needs_compiler = pytest.mark.skipif(which(os.environ.get("CXX", "c++")) is None,
 needs_products = pytest.mark.skipif(
     not cpu_library.can_multiply(torch.bfloat16), reason="no compiler, or AMX that is not allowed"
 )
-in_16_bits = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+all_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 # For this machine's processor, and for lesser ones whose instructions it has too.
 PROCESSORS = {"AVX512": ["x86-64-v4", "x86-64-v3", "x86-64"], "AVX2": ["x86-64-v3", "x86-64"]}
 needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="no triton")
@@ -241,7 +241,7 @@ def test_silu_to_the_last_digits(functions: str, device: str) -> None:
 
 
 @needs_products
-@in_16_bits
+@all_dtypes
 def test_extreme_gates(dtype: torch.dtype, processor: str) -> None:
     gates = torch.tensor(GATES, dtype=dtype)
     weight = torch.stack((torch.cat((gates, torch.ones_like(gates))), gates.new_zeros(2 * len(gates))), dim=-1)
@@ -289,36 +289,42 @@ def test_surroundings_change_nothing(dtype: torch.dtype, has_twins: bool, functi
 
 
 @needs_products
-@in_16_bits
-@pytest.mark.parametrize("in_features, out_features", [(2, 1), (30, 64), (64, 100), (320, 16), (4096, 130)])
+@all_dtypes
+@pytest.mark.parametrize("in_features, out_features", [(2, 1), (30, 64), (31, 40), (64, 100), (320, 16), (4096, 130)])
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
 def test_packed_weight(in_features: int, out_features: int, has_bias: bool, dtype: torch.dtype, processor: str) -> None:
     torch.manual_seed(0)
     weight = torch.randn(out_features, in_features).to(dtype)
+    assert PackedWeight.can_hold(weight) == (dtype == torch.float32 or in_features % 2 == 0)
+    if not PackedWeight.can_hold(weight):
+        return
     packed_weight = PackedWeight(weight)
     bias = torch.randn(out_features).to(dtype) if has_bias else None
     for num_rows in (0, 1, 2, 5, 12, 13, 17, 32, 150):  # 4096 inputs: more rows than one pass takes
         x = torch.randn(num_rows, in_features).to(dtype)
-        expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-        atol = 1e-3 * in_features**0.5
+        expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        atol = (2e-6 if dtype == torch.float32 else 1e-3) * in_features**0.5
         output = packed_weight.multiply(x, bias)
-        torch.testing.assert_close(output.float(), expected, atol=atol, rtol=torch.finfo(dtype).eps)
+        torch.testing.assert_close(output.double(), expected, atol=atol, rtol=torch.finfo(dtype).eps)
+        wide = torch.cat((x, x), dim=-1)[:, None, :in_features]  # rows that lie apart, in another shape
+        assert torch.equal(packed_weight.multiply(wide, bias), output[:, None])
         assert torch.equal(packed_weight.multiply(x[:1], bias), output[:1]), "a row's company changes it"
     ids = torch.tensor([out_features - 1, 0, out_features // 2], dtype=torch.int32)
     assert torch.equal(packed_weight.rows(ids), weight[ids])
 
 
 @needs_products
-@in_16_bits
+@all_dtypes
 @pytest.mark.parametrize("in_features, out_features", [(2, 1), (30, 16), (64, 100), (1030, 48)])
 def test_gated_weight(in_features: int, out_features: int, dtype: torch.dtype, processor: str) -> None:
     torch.manual_seed(0)
     weight = torch.randn(2 * out_features, in_features).to(dtype)
     for num_rows in (0, 1, 12, 33, 150):
         x = torch.randn(num_rows, in_features).to(dtype) / in_features**0.5
-        gate, up = (x.float() @ weight.float().T).chunk(2, dim=-1)
+        gate, up = (x.double() @ weight.double().T).chunk(2, dim=-1)
         output = PackedWeight(weight, gated=True).multiply(x)
-        torch.testing.assert_close(output.float(), F.silu(gate) * up, atol=1e-3, rtol=8e-3)
+        tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-3, "rtol": 8e-3}
+        torch.testing.assert_close(output.double(), F.silu(gate) * up, **tolerance)
 
 
 @needs_products
@@ -347,7 +353,7 @@ def test_attention_on_any_processor(
 
 
 @needs_products
-@in_16_bits
+@all_dtypes
 @pytest.mark.parametrize(
     "shape", [{}, {"attention_bias": True}, {"num_key_value_heads": 1}, {"head_dim": 10}, {"num_hidden_layers": 1}], ids=str
 )
@@ -371,13 +377,14 @@ def test_fused_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: di
     models = [executor.model, plain, layerwise]
     assert [isinstance(model.model.layers, FusedLayers) for model in models] == [True, False, False]
     kv_caches = [[torch.full_like(cache, poison) for cache in executor.kv_caches] for poison in (3.0, 5.0, 7.0)]
+    tolerance = {"atol": 2e-4, "rtol": 2e-4} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.05}
     with torch.inference_mode():
         for batch in batches:
             hidden = [model(batch, caches) for model, caches in zip(models, kv_caches)]
             written = [[cache.flatten(1, 2)[:, batch.slot_mapping] for cache in caches] for caches in kv_caches]
             for other in (1, 2):
-                torch.testing.assert_close(hidden[0], hidden[other], atol=0.1, rtol=0.05)
-                torch.testing.assert_close(written[0], written[other], atol=0.1, rtol=0.05)
+                torch.testing.assert_close(hidden[0], hidden[other], **tolerance)
+                torch.testing.assert_close(written[0], written[other], **tolerance)
             for num_threads in (1, 2, 3):  # a piece for each thread, or, with three, pieces that they share: the same bits
                 with threads(num_threads):
                     assert torch.equal(models[0](batch, kv_caches[0]), hidden[0])

@@ -1,8 +1,7 @@
 """The layers that are faster on a CPU, in C++.
 
-In float32 they are those that torch computes in several passes over the same numbers. In 16 bits there are matrix products
-too, with prepacked weights, and all decoder layers together are one call: between two kernels, Python would take longer than
-a small kernel does.
+Some replace layers that torch computes in several passes over the same numbers. Others multiply with prepacked weights. All
+decoder layers together are one call, because Python would take longer between two kernels than a small kernel does.
 """
 
 import ctypes
@@ -107,8 +106,13 @@ class FastSampler(Twin, Sampler):
         return tokens
 
 
+def inputs_per_pair(weight: Tensor) -> int:
+    """PAIR of products.h: how many inputs of an output lie side by side in a panel."""
+    return 2 if weight.itemsize == 2 else 1
+
+
 class PackedWeight(nn.Module):
-    """A 16-bit matrix [out_features, in_features] in panels, as products.h describes them.
+    """A matrix [out_features, in_features] in panels, as products.h describes them.
 
     A `gated` one has gates in its upper half, and what they let pass in the lower; they alternate in memory, 16 by 16.
     """
@@ -118,21 +122,22 @@ class PackedWeight(nn.Module):
         self.gated = gated
         parts = weight.detach().unflatten(0, (1 + gated, -1))
         _, self.out_features, self.in_features = parts.shape
-        width = 32 // len(parts)
-        parts = F.pad(parts, (0, -self.in_features % 32, 0, -self.out_features % width))
+        width, line, pair = 32 // len(parts), 64 // weight.itemsize, inputs_per_pair(weight)
+        parts = F.pad(parts, (0, -self.in_features % line, 0, -self.out_features % width))
         rows = parts.unflatten(1, (-1, width)).transpose(0, 1)  # [num_panels, parts, width, depth]
-        panels = rows.reshape(rows.shape[0], 32, -1, 2)
-        self.panels = panels.transpose(1, 2).contiguous()  # [num_panels, depth / 2, 32, 2]
+        panels = rows.reshape(rows.shape[0], 32, -1, pair)
+        self.panels = panels.transpose(1, 2).contiguous()  # [num_panels, depth / pair, 32, pair]
 
     @staticmethod
     def can_hold(weight: Tensor) -> bool:
-        return weight.device.type == "cpu" and weight.shape[-1] % 2 == 0 and can_multiply(weight.dtype)
+        is_divided = weight.shape[-1] % inputs_per_pair(weight) == 0
+        return weight.device.type == "cpu" and is_divided and can_multiply(weight.dtype)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [num_rows, in_features] to [num_rows, out_features]; SwiGLU of that, without a bias, if it is gated."""
-        output = x.new_empty(x.shape[0], self.out_features)
-        sizes = *x.shape, self.in_features, self.out_features, self.out_features
-        call(load(x.dtype).linear, x, self.panels, bias, None, output, *sizes, self.gated)
+        """x [..., in_features] to [..., out_features]; SwiGLU of that, without a bias, if it is gated."""
+        output = x.new_empty(*x.shape[:-1], self.out_features)
+        sizes = x.numel() // self.in_features, self.in_features, self.in_features, self.out_features, self.out_features
+        call(load(x.dtype).linear, x.contiguous(), self.panels, bias, None, output, *sizes, self.gated)
         return output
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -290,7 +295,7 @@ def can_fuse(layer: nn.Module) -> TypeGuard[DecoderLayer]:
     return attn.backend is attention and all([PackedWeight.can_hold(linear.weight) for linear in linears])
 
 
-# Without products, and with: of a layer that has several twins, the first that can be takes over.
+# Without products, and with. Of a layer that has several twins, the first that can be takes over.
 SINGLE: list[type[Twin]] = [
     FastRMSNorm, FastLayerNorm, FastRotaryEmbedding, FastAttention, FastMLP, FastOPTLayer, FastSampler,
 ]  # fmt: skip
