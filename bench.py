@@ -258,26 +258,73 @@ def compare(engines: dict[str, Engine], args: argparse.Namespace) -> dict[str, A
 class Ceilings(NamedTuple):
     bytes_per_second: float
     flops_per_second: float
+    matmul_dtype: str  # in which the matrix products were measured
 
     def __str__(self) -> str:
-        return f"{self.bytes_per_second / 1e9:.4g} GB/s, {self.flops_per_second / 1e12:.4g} TFLOP/s"
+        bandwidth = f"{self.bytes_per_second / 1e9:.4g} GB/s"
+        return f"{bandwidth}, {self.flops_per_second / 1e12:.4g} TFLOP/s in {self.matmul_dtype}"
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """The best of some large copies (GPU: read, write) or reductions (CPU: read), and of matrix products in `dtype`."""
+    """Measure memory bandwidth and matrix products, for a model in `dtype`.
 
-    def best(statement: str, **tensors: Tensor) -> float:
-        timer = Timer(statement, globals=tensors, num_threads=torch.get_num_threads())
-        return min(timer.blocked_autorange(min_run_time=0.3).times)
-
+    Bandwidth is that of large copies (GPU: read, write) or of large reductions (CPU: read).
+    """
     on_gpu = device.type == "cuda"
     source = torch.rand(1 << 26, device=device)  # 256 MiB, more than a cache holds
-    read = best("target.copy_(source)", source=source, target=source.clone()) if on_gpu else best("source.max()", source=source)
-    if device.type == "cpu" and dtype == torch.float16:
-        dtype = torch.float32  # most CPUs multiply it a hundred times as fast
-    side = 8192 if on_gpu else 1024
+    if on_gpu:
+        seconds = time_best("target.copy_(source)", 0.3, source=source, target=source.clone())
+    else:
+        seconds = time_best("source.max()", 0.3, source=source)
+    num_bytes = source.nbytes * (1 + on_gpu)
+    rate, matmul_dtype = find_matmul_rate(device, dtype)
+    return Ceilings(num_bytes / seconds, rate, str(matmul_dtype).removeprefix("torch."))
+
+
+def find_matmul_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, torch.dtype]:
+    """Return the highest rate of matrix products for a model in `dtype`, and the dtype that has it.
+
+    A CPU may multiply float32 numbers faster than 16-bit ones. Without instructions for bfloat16 or
+    float16, torch is about a hundred times slower in these, and a large product takes seconds. Small
+    products therefore decide which dtypes are worth a large one. These run on one thread, because
+    on a busy machine threads wait for each other longer than a small product takes.
+    """
+    if device.type == "cuda":
+        return measure_matmul(device, dtype, side=8192, min_seconds=0.3), dtype
+    candidates = dict.fromkeys((dtype, torch.float32))
+    trials = {each: measure_matmul(device, each, 128, 0.05, num_threads=1) for each in candidates}
+    highest = max(trials.values())
+    close = [each for each, rate in trials.items() if rate >= highest / 4]
+    rates = {each: measure_matmul(device, each, side=1024, min_seconds=0.3) for each in close}
+    best = max(rates, key=lambda each: rates[each])
+    return rates[best], best
+
+
+def measure_matmul(
+    device: torch.device,
+    dtype: torch.dtype,
+    side: int,
+    min_seconds: float,
+    num_threads: int | None = None,
+) -> float:
+    """Measure the best FLOP/s of some products of matrices of `side` rows and columns."""
     left, right = torch.randn(2, side, side, device=device).to(dtype)
-    return Ceilings(source.nbytes * (1 + on_gpu) / read, 2 * side**3 / best("left @ right", left=left, right=right))
+    seconds = time_best("left @ right", min_seconds, num_threads, left=left, right=right)
+    return 2 * side**3 / seconds
+
+
+def time_best(
+    statement: str,
+    min_seconds: float,
+    num_threads: int | None = None,
+    **tensors: Tensor,
+) -> float:
+    """Time `statement` repeatedly for at least `min_seconds`, and return the shortest time in seconds.
+
+    The statement runs on `num_threads` threads (None: on all that torch uses).
+    """
+    timer = Timer(statement, globals=tensors, num_threads=num_threads or torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=min_seconds).times)
 
 
 def find_share(least: float, seconds: float) -> float | None:

@@ -8,13 +8,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import wraps
-from typing import Any, Concatenate, Literal, ParamSpec, get_args
+from typing import Any, Concatenate, Literal, ParamSpec
 
+from nanovllm.backends import BACKENDS
 from nanovllm.checks import Checked, check_bool, check_choice, check_int, check_number, check_type, checked
 
-AttentionBackend = Literal["auto", "flash_attn", "triton", "cpp", "torch"]
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_SIZE = 2**31 - 1  # of anything that is counted: beyond it arithmetic overflows before memory runs out
+MAX_HEAD_DIM = 2**16  # far above what backends compute; a larger one exceeds all memory in RoPE's tables
 MAX_DRAFT_LEN = 7  # on a CPU, queries of up to 8 tokens are computed as decodes, to the bit: a longer draft could change one
 MAX_DRAFT_STEP = 256  # tokens of a step with drafts, whatever it costs
 Options = ParamSpec("Options")
@@ -68,7 +69,7 @@ class Config(Checked):
     enable_chunked_prefill: bool = checked(True, check_bool)
     enforce_eager: bool = checked(False, check_bool)
     enable_kernels: bool = checked(True, check_bool)
-    attention_backend: AttentionBackend = checked("auto", check_choice, choices=get_args(AttentionBackend))
+    attention_backend: str = checked("auto", check_choice, choices=("auto", *BACKENDS))
     load_format: Literal["auto", "dummy"] = checked("auto", check_choice, choices=("auto", "dummy"))
     seed: int = checked(0, check_int, minimum=0)
     num_speculative_tokens: int = checked(0, check_int, minimum=0, maximum=MAX_SIZE)

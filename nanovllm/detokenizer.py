@@ -32,7 +32,8 @@ class Detokenizer:
         # Context: the last tokens in `text`, enough to decode what follows as in its place; and what they are decoded alone.
         # Pending: tokens that end within a character (with U+FFFD) or have no text.
         self.window: Window = ((), "", ())
-        self.end: int | None = None  # where in `text` a stop string starts that ended it
+        self.num_searched = 0  # characters in which stop strings were looked for
+        self.end: int | None = None  # where in the text a stop string starts that ended it
 
     def read(self, token_ids: list[int], is_last: bool) -> str:
         """What a caller may see: unless `token_ids` are the last ones, without what could still become something else.
@@ -54,10 +55,14 @@ class Detokenizer:
 
         If Ctrl-C comes within, what it would have found is lost: ask a copy, as Request does.
         """
-        num_known = len(self.text)
+        num_searched = self.num_searched
         self._advance(token_ids)
+        text = self.text
+        if self.window[2]:  # a token can end a stop string and begin a character that is not complete
+            text += self._find_new(*self.window).rstrip("\ufffd")
+        self.num_searched = len(text)
         if may_stop and self.end is None:
-            starts = [self.text.find(stop, max(0, num_known - len(stop) + 1)) for stop in self.stop_strings]
+            starts = [text.find(stop, max(0, num_searched - len(stop) + 1)) for stop in self.stop_strings]
             self.end = min((start for start in starts if start >= 0), default=None)
         return self.end is not None
 

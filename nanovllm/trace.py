@@ -117,7 +117,7 @@ def _legend(steps: list[Step]) -> list[str]:
         "A22: 22 tokens of A's prompt (A+4: 4 behind reused ones); a: a decode, one token; !A: A is preempted",
         *[f"a+2: a decode with drafts, 2 of them right; in all {num_right} of {num_drafts} draft tokens right"]
         * (num_drafts > 0),
-        "tokens: of the step; waiting: requests; used, reusable (free, can be hit), empty: KV cache blocks",
+        "tokens: of the step; after it: waiting requests; used, reusable (can be hit), empty KV cache blocks",
         *sums[:1],
         *[
             f"{_letter(i)}: {works[0]['num_prompt_tokens']} prompt tokens, {works[0]['num_reused_tokens']} of them reused;"

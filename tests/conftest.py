@@ -1,11 +1,13 @@
 """Tiny random checkpoints and transformers' own greedy tokens for them, the authority that the engine is held against."""
 
 import gc
+import importlib
 import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.backends import BACKENDS
 from nanovllm.batch import Batch
 from nanovllm.config import Config
 
@@ -140,15 +143,41 @@ def random_prompt(seed: int, length: int) -> list[int]:
     return torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def cover_pairs(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """A covering array, found greedily: few of all combinations, in which any two values of different factors meet."""
-    combinations = list(itertools.product(*factors))
+def cover_pairs(*factors: Iterable[Any], allowed: Callable[..., bool] = lambda *_: True) -> list[tuple[Any, ...]]:
+    """A covering array, found greedily: few of all combinations, in which any two values of different factors meet.
+
+    Combinations that are not `allowed` are left out.
+    """
+    combinations = [combination for combination in itertools.product(*factors) if allowed(*combination)]
     pairs = [set(itertools.combinations(enumerate(map(repr, combination)), 2)) for combination in combinations]
     left, chosen = set().union(*pairs), []
     while left:
         chosen.append(max(range(len(combinations)), key=lambda i: len(pairs[i] & left)))
         left -= pairs[chosen[-1]]
     return [combinations[i] for i in chosen]
+
+
+def load_backend(name: str) -> ModuleType:
+    """A registered attention backend. Raises ImportError if it needs a package that is not installed."""
+    backend = importlib.import_module(BACKENDS[name].module)
+    assert backend.NAME == name
+    return backend
+
+
+def find_obstacle(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int = 64, block_size: int | None = None
+) -> str | None:
+    """Why a registered attention backend cannot run here; None: it can.
+
+    Unlike select_backend this is no trial run, in which a wrong backend is like a missing one.
+    """
+    try:
+        backend = load_backend(name)
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == "nanovllm":  # not a missing package, but a mistake
+            raise
+        return str(error)
+    return backend.reason_unavailable(device, dtype, head_dim, block_size or backend.PREFERRED_BLOCK_SIZE)
 
 
 def make_batch(

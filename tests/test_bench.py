@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
-from bench import Ceilings, NanoVLLM, Request, find_floor, find_share, main
+from bench import (
+    Ceilings,
+    NanoVLLM,
+    Request,
+    find_floor,
+    find_matmul_rate,
+    find_share,
+    main,
+    measure_ceilings,
+)
 from nanovllm import DEMO_MODEL
 from nanovllm.kernels import bench as kernels_bench
 from nanovllm.kernels.bench import HEADS, TOLERANCE
@@ -99,7 +108,8 @@ def test_floor() -> None:
     requests = [Request([1, 2, 3, 4], 3), Request([1, 2], 2)]
     # Prompts: 2 * 1728 * 6 + 2 * 80 * 2 + 96 * (16 + 4) / 2 = 22,016 FLOPs. Two steps, contexts of 5 and 3, then 6:
     # 2 * 1808 * 2 + 96 * 8 = 8,000 and 2 * 1808 + 96 * 6 = 4,192 FLOPs; 1808 + 24 * 8 = 2,000 and 1,952 numbers.
-    slow_processor, slow_memory = Ceilings(1e9, 1e3), Ceilings(1e3, 1e6)
+    slow_processor = Ceilings(1e9, 1e3, "bfloat16")
+    slow_memory = Ceilings(1e3, 1e6, "bfloat16")
     assert find_floor(config, torch.bfloat16, requests, 0, slow_processor) == pytest.approx(22.016 + 8.0 + 4.192)
     assert find_floor(config, torch.bfloat16, requests, 0, slow_memory) == pytest.approx(0.022016 + 4.0 + 3.904)
     # With the 2 tokens shared: 4 to compute, (16 + 4 - 4) / 2 pairs; the first step reads 6 tokens instead of 8.
@@ -110,10 +120,65 @@ def test_floor() -> None:
 def test_ceilings_are_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the engines have not taken the memory that the copies and products need."""
     seen, make = [], NanoVLLM.__init__
-    monkeypatch.setattr("bench.measure_ceilings", lambda *_: seen.append("ceilings") or Ceilings(1e12, 1e12))
+    ceilings = Ceilings(1e12, 1e12, "float32")
+    monkeypatch.setattr("bench.measure_ceilings", lambda *_: seen.append("ceilings") or ceilings)
     monkeypatch.setattr(NanoVLLM, "__init__", lambda *args: seen.append("engine") or make(*args))
     main(["--model", DEMO_MODEL, *TINY, "--set", "device=cpu"])
     assert seen == ["ceilings", "engine"]
+
+
+BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+MATMUL_RATES = {  # a machine -> the FLOP/s of small and of large products in each dtype
+    "without bfloat16": {BFLOAT16: (6e8, 6e8), FLOAT16: (6e8, 6e8), FLOAT32: (5e10, 7e10)},
+    "with bfloat16": {BFLOAT16: (6e11, 8e11), FLOAT16: (6e8, 6e8), FLOAT32: (1e11, 1e11)},
+    "slow to start": {BFLOAT16: (4e10, 8e11), FLOAT16: (4e10, 6e10), FLOAT32: (5e10, 7e10)},
+}
+
+
+@pytest.mark.parametrize(
+    "machine, dtype, fastest",
+    [
+        ("without bfloat16", BFLOAT16, FLOAT32),
+        ("without bfloat16", FLOAT16, FLOAT32),
+        ("without bfloat16", FLOAT32, FLOAT32),
+        ("with bfloat16", BFLOAT16, BFLOAT16),
+        ("with bfloat16", FLOAT16, FLOAT32),
+        ("with bfloat16", FLOAT32, FLOAT32),  # a model in float32 is not rounded to 16 bits
+        ("slow to start", BFLOAT16, BFLOAT16),
+        ("slow to start", FLOAT16, FLOAT32),
+    ],
+)
+def test_matmul_ceiling_is_that_of_the_fastest_dtype(
+    machine: str, dtype: torch.dtype, fastest: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = 0.0
+
+    def time_best(statement: str, min_seconds: float, *_: object, left: Tensor, right: Tensor) -> float:
+        nonlocal seconds
+        assert left.dtype == right.dtype and left.shape == right.shape
+        side = len(left)
+        one_call = 2 * side**3 / MATMUL_RATES[machine][left.dtype][side > 128]
+        seconds += max(min_seconds, one_call)
+        return one_call
+
+    monkeypatch.setattr("bench.time_best", time_best)
+    rate, found = find_matmul_rate(torch.device("cpu"), dtype)
+    assert found == fastest and rate == pytest.approx(MATMUL_RATES[machine][fastest][1])
+    assert seconds < 1.0, "a large product in a slow dtype was timed"
+
+
+def test_matmul_ceiling_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the model's dtype is measured: a GPU's 16-bit products are never slower."""
+    rates = {torch.bfloat16: 4e14}
+    monkeypatch.setattr("bench.measure_matmul", lambda device, dtype, **_: rates[dtype])
+    assert find_matmul_rate(torch.device("cuda"), torch.bfloat16) == (4e14, torch.bfloat16)
+
+
+def test_ceilings_name_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.time_best", lambda statement, min_seconds, **tensors: 2**28 / 5e9)
+    monkeypatch.setattr("bench.find_matmul_rate", lambda device, dtype: (7e10, torch.float32))
+    ceilings = measure_ceilings(torch.device("cpu"), torch.bfloat16)
+    assert str(ceilings) == "5 GB/s, 0.07 TFLOP/s in float32"
 
 
 def test_shares_are_of_a_whole() -> None:

@@ -64,7 +64,7 @@ def demo() -> LLM:
         ({"kvcache_memory_bytes": 10**30, "num_kvcache_blocks": None}, "kvcache_memory_bytes"),
         ({"kvcache_memory_bytes": 100, "num_kvcache_blocks": None}, "kvcache_memory_bytes"),
         ({"enable_prefix_caching": "yes"}, "enable_prefix_caching"),
-        ({"attention_backend": "fast"}, "attention_backend"),
+        ({"attention_backend": "fast"}, "attention_backend must be one of 'auto', .*'torch', not 'fast'"),
         ({"enable_kernels": 1}, "enable_kernels must be True or False"),
         ({"enable_kernels": False, "attention_backend": "cpp"}, "attention_backend='cpp' needs enable_kernels=True"),
         ({"load_format": "gguf"}, "load_format"),

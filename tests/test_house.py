@@ -21,6 +21,7 @@ from conftest import VOCAB_SIZE, Oracle, make_checkpoint, random_prompt
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
+from nanovllm.backends import BACKENDS
 from nanovllm.layers import attention, sampler
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models import decoder
@@ -35,10 +36,17 @@ MAY_IMPORT = {  # part of the package -> parts
     "packing": {"batch"},
     "layers": {"batch", "layers", "arithmetic"},
     "models": {"batch", "layers", "models", "checks", "config"},
-    "kernels": {"batch", "layers", "models", "kernels", "packing"},
+    "kernels": {"batch", "layers", "models", "kernels", "backends", "packing"},
+    "backends": set(),
 }
+REGISTRY = "nanovllm.backends"  # names modules, which nanovllm.kernels imports
 MAY_IMPORT_KERNELS = {"nanovllm.engine.worker", "nanovllm.engine.model_runner"}
-WITHOUT_TORCH = {"nanovllm.engine.scheduler", "nanovllm.engine.block_manager", "nanovllm.engine.sequence"}
+WITHOUT_TORCH = {
+    "nanovllm.backends",
+    "nanovllm.engine.scheduler",
+    "nanovllm.engine.block_manager",
+    "nanovllm.engine.sequence",
+}
 
 
 def read_sources() -> dict[str, str]:
@@ -49,7 +57,7 @@ def read_sources() -> dict[str, str]:
 
 
 def find_imports(source: str, modules: set[str]) -> Iterator[str]:
-    """The modules that `source` imports, wherever it does: in functions, for type checkers, and by a name in quotes."""
+    """The modules that `source` imports, also in functions and for type checkers."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from [alias.name for alias in node.names]
@@ -57,8 +65,12 @@ def find_imports(source: str, modules: set[str]) -> Iterator[str]:
             assert node.module and not node.level, "imports are absolute here"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from [name if name in modules else node.module for name in names]
-        elif isinstance(node, ast.Constant) and node.value in modules - {"nanovllm"}:  # for import_module
-            yield node.value
+
+
+def find_names(source: str, modules: set[str]) -> set[str]:
+    """The modules that `source` names in quotes, for import_module."""
+    constants = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    return {value for value in constants if isinstance(value, str)} & modules - {"nanovllm"}
 
 
 def is_wrong(name: str, target: str) -> bool:
@@ -75,6 +87,9 @@ def is_wrong(name: str, target: str) -> bool:
 
 def find_wrong_imports(sources: dict[str, str]) -> list[str]:
     imports = {name: set(find_imports(source, set(sources))) for name, source in sources.items()}
+    for name, source in sources.items():
+        importer = "nanovllm.kernels" if name == REGISTRY else name
+        imports[importer] |= find_names(source, set(sources))
     wrong = [f"{name} imports {target}" for name in imports for target in imports[name] if is_wrong(name, target)]
     try:
         TopologicalSorter({name: targets & imports.keys() for name, targets in imports.items()}).prepare()
@@ -92,6 +107,10 @@ def test_imports_point_down() -> None:
     [
         ("batch", "from nanovllm.checks import naming", "nanovllm.checks"),
         ("batch", "import nanovllm", "nanovllm"),
+        ("backends", "from nanovllm.kernels.cpu import attention", "nanovllm.kernels.cpu.attention"),
+        ("backends", "from nanovllm.layers.attention import Backend", "nanovllm.layers.attention"),
+        ("backends", "import torch", "torch"),
+        ("config", "from nanovllm.kernels import select_backend", "nanovllm.kernels"),
         ("layers.norm", "from nanovllm.models.decoder import MLP", "nanovllm.models.decoder"),
         ("layers.norm", "from nanovllm import kernels", "nanovllm.kernels"),
         ("layers.norm", "from nanovllm.checks import naming", "nanovllm.checks"),
@@ -128,6 +147,13 @@ def test_a_circle_is_found(module: str, line: str) -> None:
     sources[f"nanovllm.{module}"] += f"\n{line}\n"
     (wrong,) = find_wrong_imports(sources)
     assert wrong.startswith("circle") and f"nanovllm.{module}" in wrong
+
+
+def test_registered_modules_are_imported_by_kernels() -> None:
+    sources = read_sources()
+    sources["nanovllm.kernels.cuda.attention"] += "\nfrom nanovllm.kernels import kernelize\n"
+    (wrong,) = find_wrong_imports(sources)
+    assert wrong.startswith("circle") and "nanovllm.kernels.cuda.attention" in wrong
 
 
 # --- A whole engine without kernels
@@ -230,7 +256,7 @@ def test_enable_kernels(tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatc
             assert [output["token_ids"] for output in outputs] == [tiny[1](prompt, 8) for prompt in prompts]
 
 
-@pytest.mark.parametrize("backend", ["cpp", "triton", "flash_attn"])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "torch"])
 def test_enable_kernels_and_a_backend_of_theirs(tiny: tuple[str, Oracle], backend: str) -> None:
     with pytest.raises(ValueError, match=f"attention_backend='{backend}' needs enable_kernels=True"):
         LLM(tiny[0], enable_kernels=False, attention_backend=backend)

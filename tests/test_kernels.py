@@ -23,13 +23,14 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, Oracle, cover_pairs, make_checkpoint, random_prompt
+from conftest import DEVICE, Oracle, cover_pairs, make_batch, make_checkpoint, random_prompt
 from test_attention import check_attends
 from test_sampler import make_sampling_batch
 from torch import nn
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from nanovllm import LLM, SamplingParams, kernels
+from nanovllm.backends import BACKENDS
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.kernels import Twin, kernelize
 from nanovllm.kernels.cpu import attention as cpp_backend
@@ -38,6 +39,7 @@ from nanovllm.kernels.cpu import twins as cpu_twins
 from nanovllm.kernels.cpu.twins import FusedLayers, PackedWeight
 from nanovllm.kernels.trial import try_backend
 from nanovllm.layers import attention as torch_backend
+from nanovllm.layers.attention import Backend
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
 from nanovllm.layers.sampler import Sampler
@@ -51,7 +53,7 @@ needs_compiler = pytest.mark.skipif(which(os.environ.get("CXX", "c++")) is None,
 needs_products = pytest.mark.skipif(
     not cpu_library.can_multiply(torch.bfloat16), reason="no compiler, or AMX that is not allowed"
 )
-in_16_bits = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+all_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 # For this machine's processor, and for lesser ones whose instructions it has too.
 PROCESSORS = {"AVX512": ["x86-64-v4", "x86-64-v3", "x86-64"], "AVX2": ["x86-64-v3", "x86-64"]}
 needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="no triton")
@@ -174,6 +176,27 @@ def test_layers_of_opt(num_tokens: int, has_weights: bool, dtype: torch.dtype, t
 
 
 @all_kernels
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.float16, 2e-3)], ids=str)
+def test_norms_of_any_shape(dtype: torch.dtype, tolerance: float, functions: str, device: str) -> None:
+    """As the layers that they replace: heads, one row without a batch, rows that lie apart."""
+    torch.manual_seed(0)
+    norms = [RMSNorm(20, 1e-3, dtype)]
+    if functions == "cpu":
+        options = [{}, {"bias": False}, {"elementwise_affine": False}]
+        norms += [nn.LayerNorm(20, dtype=dtype, **each) for each in options]
+    layers = nn.ModuleList(norms).requires_grad_(False).to(device)
+    for parameter in layers.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(7, 3, 40).to(device, dtype)
+    inputs = [x[:, :, :20], x[:, 0, 20:], x[0, 0, :20], x[:, :, ::2], x[:0, :, :20], x[:20, 0].expand(7, 40)[:, :20]]
+    inputs += [x.transpose(0, 1)[..., :20], x.reshape(7, 3, 2, 20)]
+    expected = [[layer(each) for each in inputs] for layer in layers]
+    for layer, outputs in zip(with_twins(layers, functions), expected):
+        for each, output in zip(inputs, outputs):
+            torch.testing.assert_close(layer(each), output, atol=tolerance, rtol=tolerance)
+
+
+@all_kernels
 @pytest.mark.parametrize("num_tokens", [0, 1, 200])
 def test_angles(num_tokens: int, functions: str, device: str) -> None:
     positions = torch.randint(40_000, (num_tokens,), generator=torch.Generator().manual_seed(0)).to(device, torch.int32)
@@ -218,7 +241,7 @@ def test_silu_to_the_last_digits(functions: str, device: str) -> None:
 
 
 @needs_products
-@in_16_bits
+@all_dtypes
 def test_extreme_gates(dtype: torch.dtype, processor: str) -> None:
     gates = torch.tensor(GATES, dtype=dtype)
     weight = torch.stack((torch.cat((gates, torch.ones_like(gates))), gates.new_zeros(2 * len(gates))), dim=-1)
@@ -266,36 +289,42 @@ def test_surroundings_change_nothing(dtype: torch.dtype, has_twins: bool, functi
 
 
 @needs_products
-@in_16_bits
-@pytest.mark.parametrize("in_features, out_features", [(2, 1), (30, 64), (64, 100), (320, 16), (4096, 130)])
+@all_dtypes
+@pytest.mark.parametrize("in_features, out_features", [(2, 1), (30, 64), (31, 40), (64, 100), (320, 16), (4096, 130)])
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
 def test_packed_weight(in_features: int, out_features: int, has_bias: bool, dtype: torch.dtype, processor: str) -> None:
     torch.manual_seed(0)
     weight = torch.randn(out_features, in_features).to(dtype)
+    assert PackedWeight.can_hold(weight) == (dtype == torch.float32 or in_features % 2 == 0)
+    if not PackedWeight.can_hold(weight):
+        return
     packed_weight = PackedWeight(weight)
     bias = torch.randn(out_features).to(dtype) if has_bias else None
     for num_rows in (0, 1, 2, 5, 12, 13, 17, 32, 150):  # 4096 inputs: more rows than one pass takes
         x = torch.randn(num_rows, in_features).to(dtype)
-        expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-        atol = 1e-3 * in_features**0.5
+        expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        atol = (2e-6 if dtype == torch.float32 else 1e-3) * in_features**0.5
         output = packed_weight.multiply(x, bias)
-        torch.testing.assert_close(output.float(), expected, atol=atol, rtol=torch.finfo(dtype).eps)
+        torch.testing.assert_close(output.double(), expected, atol=atol, rtol=torch.finfo(dtype).eps)
+        wide = torch.cat((x, x), dim=-1)[:, None, :in_features]  # rows that lie apart, in another shape
+        assert torch.equal(packed_weight.multiply(wide, bias), output[:, None])
         assert torch.equal(packed_weight.multiply(x[:1], bias), output[:1]), "a row's company changes it"
     ids = torch.tensor([out_features - 1, 0, out_features // 2], dtype=torch.int32)
     assert torch.equal(packed_weight.rows(ids), weight[ids])
 
 
 @needs_products
-@in_16_bits
+@all_dtypes
 @pytest.mark.parametrize("in_features, out_features", [(2, 1), (30, 16), (64, 100), (1030, 48)])
 def test_gated_weight(in_features: int, out_features: int, dtype: torch.dtype, processor: str) -> None:
     torch.manual_seed(0)
     weight = torch.randn(2 * out_features, in_features).to(dtype)
     for num_rows in (0, 1, 12, 33, 150):
         x = torch.randn(num_rows, in_features).to(dtype) / in_features**0.5
-        gate, up = (x.float() @ weight.float().T).chunk(2, dim=-1)
+        gate, up = (x.double() @ weight.double().T).chunk(2, dim=-1)
         output = PackedWeight(weight, gated=True).multiply(x)
-        torch.testing.assert_close(output.float(), F.silu(gate) * up, atol=1e-3, rtol=8e-3)
+        tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-3, "rtol": 8e-3}
+        torch.testing.assert_close(output.double(), F.silu(gate) * up, **tolerance)
 
 
 @needs_products
@@ -324,7 +353,7 @@ def test_attention_on_any_processor(
 
 
 @needs_products
-@in_16_bits
+@all_dtypes
 @pytest.mark.parametrize(
     "shape", [{}, {"attention_bias": True}, {"num_key_value_heads": 1}, {"head_dim": 10}, {"num_hidden_layers": 1}], ids=str
 )
@@ -348,13 +377,14 @@ def test_fused_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: di
     models = [executor.model, plain, layerwise]
     assert [isinstance(model.model.layers, FusedLayers) for model in models] == [True, False, False]
     kv_caches = [[torch.full_like(cache, poison) for cache in executor.kv_caches] for poison in (3.0, 5.0, 7.0)]
+    tolerance = {"atol": 2e-4, "rtol": 2e-4} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.05}
     with torch.inference_mode():
         for batch in batches:
             hidden = [model(batch, caches) for model, caches in zip(models, kv_caches)]
             written = [[cache.flatten(1, 2)[:, batch.slot_mapping] for cache in caches] for caches in kv_caches]
             for other in (1, 2):
-                torch.testing.assert_close(hidden[0], hidden[other], atol=0.1, rtol=0.05)
-                torch.testing.assert_close(written[0], written[other], atol=0.1, rtol=0.05)
+                torch.testing.assert_close(hidden[0], hidden[other], **tolerance)
+                torch.testing.assert_close(written[0], written[other], **tolerance)
             for num_threads in (1, 2, 3):  # a piece for each thread, or, with three, pieces that they share: the same bits
                 with threads(num_threads):
                     assert torch.equal(models[0](batch, kv_caches[0]), hidden[0])
@@ -504,6 +534,80 @@ def test_which_layers_are_fused() -> None:
         assert (type(layers), type(layers[0].self_attn)) == expected
 
 
+def double(module: nn.Module, method: str = "forward") -> None:
+    """Let `module` be of a subclass whose `method` returns twice as much."""
+    kind, original = type(module), getattr(type(module), method)
+    module.__class__ = type("Other", (kind,), {method: lambda *args: 2 * original(*args)})
+
+
+def assign_double(module: nn.Module, method: str = "forward") -> None:
+    original = getattr(module, method)
+    setattr(module, method, lambda *args: 2 * original(*args))
+
+
+CHANGES: dict[str, Callable[[DecoderLayer], object]] = {
+    "nothing": lambda layer: None,
+    "subclass of DecoderLayer": double,
+    "subclass of Attention": lambda layer: double(layer.self_attn),
+    "norm_and_rotate of a subclass": lambda layer: double(layer.self_attn, "norm_and_rotate"),
+    "subclass of MLP": lambda layer: double(layer.mlp),
+    "subclass of the first RMSNorm": lambda layer: double(layer.input_layernorm),
+    "subclass of the second RMSNorm": lambda layer: double(layer.post_attention_layernorm),
+    "subclass of the query's RMSNorm": lambda layer: double(layer.self_attn.q_norm),
+    "subclass of the key's RMSNorm": lambda layer: double(layer.self_attn.k_norm),
+    "subclass of ColumnParallelLinear": lambda layer: double(layer.self_attn.qkv_proj),
+    "subclass of RowParallelLinear": lambda layer: double(layer.mlp.down_proj),
+    "hook on a layer": lambda layer: layer.register_forward_hook(lambda module, args, output: 2 * output),
+    "hook on a key's norm": lambda layer: layer.self_attn.k_norm.register_forward_hook(lambda module, args, output: 2 * output),
+    "hook before a projection": lambda layer: layer.mlp.down_proj.register_forward_pre_hook(lambda module, args: 2 * args[0]),
+    "assigned forward": lambda layer: assign_double(layer.self_attn.o_proj),
+    "assigned forward of a norm": lambda layer: assign_double(layer.input_layernorm),
+    "eps of the second norm": lambda layer: setattr(layer.post_attention_layernorm, "eps", 3.0),
+    "eps of the key's norm": lambda layer: setattr(layer.self_attn.k_norm, "eps", 3.0),
+    "no norm of the query": lambda layer: setattr(layer.self_attn, "q_norm", None),
+    "bias of the gates": lambda layer: setattr(
+        layer.mlp.gate_up_proj, "bias", nn.Parameter(layer.self_attn.k_norm.weight.new_ones(2 * 40), requires_grad=False)
+    ),
+}
+
+
+@all_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_layer_is_heard(change: str, dtype: torch.dtype, functions: str, device: str) -> None:
+    """Whatever is changed in a layer before kernelize has the effect that it has without."""
+    spec = DecoderSpec(
+        vocab_size=80, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=40,
+        norm_eps=1e-3, rope=RopeSpec.from_base(1e4, 16), qk_norm=True, tie_embeddings=True, max_len=64, dtype=dtype,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    backends = {"cpu": cpp_backend, "cuda": import_module("nanovllm.kernels.cuda.attention") if functions == "cuda" else None}
+    lengths, tables = [9, 1], torch.arange(4, dtype=torch.int32).view(2, 2)
+    slots = torch.tensor([*range(9), 51], dtype=torch.int32, device=device)
+    batch = replace(make_batch(lengths, [9, 20], tables, device), slot_mapping=slots)
+    x, angles = torch.randn(10, 32).to(device, dtype), torch.randn(10, 1, 8).to(device)
+
+    def make(change: str, backend: Backend) -> DecoderLayers:
+        torch.manual_seed(0)
+        layers = DecoderLayers(DecoderLayer(spec, i, backend, ALONE) for i in range(2)).requires_grad_(False)
+        for parameter in layers.parameters():
+            nn.init.normal_(parameter, float(parameter.dim() == 1), 0.3)
+        CHANGES[change](layers[1])
+        return layers.to(device)
+
+    def compute(layers: DecoderLayers) -> torch.Tensor:
+        caches = [torch.randn(2, 4, 16, 1, 16, generator=torch.Generator().manual_seed(1)).to(device, dtype) for _ in range(2)]
+        with torch.inference_mode():
+            return layers(x.clone(), (angles.cos(), angles.sin()), caches, batch)[batch.logits_indices]
+
+    layers = make(change, backends[functions])
+    exchange(layers, cuda_twins().TWINS if functions == "cuda" else cpu_twins.find_twins(dtype), dtype)
+    tolerance = 2e-5 if dtype == torch.float32 else 4e-2
+    expected, unchanged = compute(make(change, torch_backend)), compute(make("nothing", torch_backend))
+    torch.testing.assert_close(compute(layers), expected, atol=tolerance, rtol=tolerance)
+    assert change == "nothing" or (expected - unchanged).abs().max() > 4 * tolerance
+
+
 @needs_triton
 @pytest.mark.parametrize(
     "family, shape",
@@ -569,9 +673,9 @@ def test_a_backend_that_fails_its_trial(name: str, monkeypatch: pytest.MonkeyPat
 
     gpu = torch.device("cuda")
     backend = SimpleNamespace(NAME=name, PREFERRED_BLOCK_SIZE=256, reason_unavailable=lambda *_: None, store_kvcache=fail)
-    modules = {kernels.BACKENDS[name]: backend, kernels.BACKENDS["torch"]: torch_backend}
+    modules = {BACKENDS[name].module: backend, BACKENDS["torch"].module: torch_backend}
     monkeypatch.setattr(kernels, "import_module", modules.__getitem__)
-    monkeypatch.setattr(kernels, "AUTO", {"cuda": (name, "torch")})
+    monkeypatch.setattr(kernels, "BACKENDS", {each: BACKENDS[each] for each in (name, "torch")})
     monkeypatch.setattr(kernels, "try_backend", lambda backend, device, *rest: try_backend(backend, CPU, *rest))
     assert kernels.select_backend("auto", gpu, torch.bfloat16, 64, None) == (torch_backend, 16)
     assert f"{name!r} cannot run here: the kernels fail on this GPU: RuntimeError('no kernel image" in capfd.readouterr().err

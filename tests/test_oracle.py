@@ -6,15 +6,34 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, Oracle, check_invariants, cover_pairs, greedy, make_checkpoint, random_prompt
+from conftest import (
+    VOCAB_SIZE,
+    Oracle,
+    check_invariants,
+    cover_pairs,
+    find_obstacle,
+    greedy,
+    make_checkpoint,
+    random_prompt,
+)
 
 from nanovllm import LLM
+from nanovllm.backends import BACKENDS
 from nanovllm.engine.model_runner import ModelRunner
 
-HOW = [{}, {"attention_backend": "torch"}, {"enable_kernels": False}]
+
+def list_ways(dtype: torch.dtype) -> list[dict]:
+    """The ways to compute a model on a CPU: with each backend that is registered for it, and without kernels."""
+    on_cpu = [name for name, entry in BACKENDS.items() if "cpu" in entry.device_types]
+    runnable = [name for name in on_cpu if find_obstacle(name, torch.device("cpu"), dtype, 16, 4) is None]
+    # The default is the first one.
+    return [{}, *[{"attention_backend": name} for name in runnable[1:]], {"enable_kernels": False}]
 
 
-@pytest.mark.parametrize("how, block_size, chunked, caching", cover_pairs(HOW, [4, 16], [True, False], [True, False]), ids=str)
+WAYS = list_ways(torch.float32)
+
+
+@pytest.mark.parametrize("how, block_size, chunked, caching", cover_pairs(WAYS, [4, 16], [True, False], [True, False]), ids=str)
 def test_grid(
     tiny: tuple[str, Oracle], make_llm: Callable[..., LLM], how: dict, block_size: int, chunked: bool, caching: bool
 ) -> None:
@@ -96,8 +115,9 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("options", HOW, ids=str)
+@pytest.mark.parametrize(
+    "dtype, options", [(dtype, way) for dtype in (torch.bfloat16, torch.float16) for way in list_ways(dtype)], ids=str
+)
 def test_low_precision_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict) -> None:
     """As far from float32 as transformers' own logits in that dtype are, give or take half. With and without kernels."""
     reference = make_checkpoint(tmp_path, dtype=dtype)

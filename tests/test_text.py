@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from nanovllm import SamplingParams
 from nanovllm import detokenizer as module
 from nanovllm.detokenizer import Detokenizer
+from nanovllm.engine.request import Request
 
 SPECIAL = ["<s>", "</s>", "<unk>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -292,6 +294,26 @@ def test_stop_strings_cut_where_the_definition_says(name: str, data: st.DataObje
         before, shown = shown, reader.read(token_ids[:end], is_last=False)
         assert shown == texts[end - 1][: max(0, len(texts[end - 1]) - max(map(len, stops)) + 1)]
     assert reader.read(token_ids, is_last=True) == decode(tokenizer, token_ids)
+
+
+@pytest.mark.parametrize("max_tokens, reason, text", [(2, "stop", "a"), (1, "length", "a")])
+def test_a_token_ends_a_stop_string_and_begins_a_character(max_tokens: int, reason: str, text: str) -> None:
+    """GPT-2 has 59 tokens like b".\xe2". The text ends before the stop string, at that token."""
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    vocabulary = {letter: i for i, letter in enumerate([*sorted(letters), ".\u00e2"])}
+    model = models.BPE(vocabulary, [(".", "\u00e2")])
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.ByteLevel()
+    params = SamplingParams(stop=".", max_tokens=max_tokens)
+    request = Request(0, [0], params, tokenizer=wrap(tokenizer))
+    reasons = []
+    for letter in ("a", ".\u00e2")[:max_tokens]:
+        request.token_ids.append(vocabulary[letter])
+        request.finish_reason = request.check_end()
+        reasons.append(request.finish_reason)
+        request.commit()
+    assert reasons == [None] * (max_tokens - 1) + [reason]
+    assert request.output()["text"] == text
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """Promise 7: a checkpoint that does not fit is refused by name."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from conftest import edit_config, edit_weights, make_checkpoint
@@ -133,7 +136,7 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 
         ({"architectures": {"Qwen3ForCausalLM": 0}, "vocab_size": 0}, "config.json: .*(vocab_size|architectures)"),
         ({"model_type": "gpt7", "auto_map": {"AutoConfig": "code.Config"}}, "config.json: .*custom code"),
         *[({name: value}, f"(?s)config.json: .*{name}") for name in SIZES for value in (0, -1, "32", 32.0, True, 10**30)],
-        *[({"head_dim": value}, "config.json: .*head_dim") for value in (-1, "32", 32.0, True, 10**30)],
+        *[({"head_dim": value}, "config.json: .*head_dim") for value in (-1, "32", 32.0, True, 2**30, 10**30)],
         ({"vocab_size": None}, "config.json: .*vocab_size"),
         *[({"rms_norm_eps": value}, "config.json: .*rms_norm_eps") for value in (0, 0.0, -1e-6, "1e-6", float("nan"))],
         *[({"rope_parameters": {**YARN, name: value}}, "config.json: ")
@@ -152,6 +155,37 @@ def test_configs_that_are_not_computed(checkpoint: Path, changes: dict, complain
     for options in ({}, {"dtype": "float32"}, {"load_format": "dummy"}):
         with pytest.raises(ValueError, match=complaint):
             load(checkpoint, **options)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize(
+    "changes",
+    [{name: 2**31 - 1} for name in ("vocab_size", "hidden_size", "intermediate_size")]
+    + [{"num_hidden_layers": 10**6, "layer_types": None}],
+    ids=str,
+)
+def test_sizes_beyond_all_memory(checkpoint: Path, changes: dict, load_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rejected before anything of that size is made. A million layers of a tiny model need 43 GB."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=32e9, available=1e9))
+    edit_config(checkpoint, **changes)
+    name, value = next(iter(changes.items()))
+    with pytest.raises(ValueError, match=f"(?s)config.json.*{name}={value}"):
+        load(checkpoint, load_format=load_format)
+
+
+def test_weights_that_fit_are_not_rejected(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+    memory = SimpleNamespace(total=num_bytes, available=num_bytes)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    load(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
+def test_a_named_pipe_is_no_file_of_a_checkpoint(checkpoint: Path, name: str) -> None:
+    (checkpoint / name).unlink(missing_ok=True)
+    os.mkfifo(checkpoint / name)
+    with pytest.raises(ValueError, match=f"{name} is not a regular file"):
+        load(checkpoint)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])

@@ -28,7 +28,7 @@ from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import FIRST_PART, TensorParallel
 from nanovllm.models.decoder import ModelSpec
-from nanovllm.models.weights import init_dummy_weights, load_checkpoint
+from nanovllm.models.weights import check_sizes, init_dummy_weights, load_checkpoint
 from nanovllm.packing import copy_to, pack, unpack
 
 _DEFAULT_MAX_MODEL_LEN = 4096
@@ -69,6 +69,8 @@ class Worker:
         with torch.accelerator.device_index(self.device.index):
             self._select_backend()
             self.meter = MemoryMeter(self.device)
+            has_weights = config.load_format != "dummy"
+            check_sizes(spec, directory, self.device, self.tp.size, has_weights)
             self._load_model(directory)
 
     def _select_backend(self) -> None:

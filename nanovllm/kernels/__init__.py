@@ -17,18 +17,11 @@ from typing import cast
 import torch
 from torch import nn
 
+from nanovllm.backends import BACKENDS
 from nanovllm.kernels.cpu.shared_memory import share_memory as share_memory
 from nanovllm.kernels.cuda.graphs import CudaGraphs, batch_sizes
 from nanovllm.kernels.trial import try_backend, try_out
 from nanovllm.layers.attention import Backend
-
-BACKENDS = {
-    "flash_attn": "nanovllm.kernels.cuda.flash_attn",
-    "triton": "nanovllm.kernels.cuda.attention",
-    "cpp": "nanovllm.kernels.cpu.attention",
-    "torch": "nanovllm.layers.attention",
-}
-AUTO = {"cuda": ("flash_attn", "triton", "torch"), "cpu": ("cpp", "torch")}  # fastest first; imported when looked at
 
 
 def select_backend(
@@ -36,9 +29,12 @@ def select_backend(
 ) -> tuple[Backend, int]:
     """The backend asked for ("auto": the fastest that works here) and its block size. Raises ValueError if none works."""
     reasons: list[str] = []
-    for candidate in AUTO[device.type] if name == "auto" else (name,):
+    candidates = [name]
+    if name == "auto":
+        candidates = [each for each, entry in BACKENDS.items() if device.type in entry.device_types]
+    for candidate in candidates:
         try:
-            backend = import_module(BACKENDS[candidate])
+            backend = import_module(BACKENDS[candidate].module)
             size = block_size or backend.PREFERRED_BLOCK_SIZE
             reason = backend.reason_unavailable(device, dtype, head_dim, size)
             if reason is None and device.type == "cuda":
@@ -79,6 +75,17 @@ def kernelize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> No
             module.__class__ = layer
     for child in module.children():
         kernelize(child, device, dtype)
+
+
+def has_known_code(module: nn.Module, *known: type[nn.Module]) -> bool:
+    """Whether a kernel may compute in place of `module`, without calling it.
+
+    Its class must be exactly one of `known`, and it must have no hooks and no methods of its own. A subclass, a hook or an
+    assigned `forward` would have no effect otherwise.
+    """
+    has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
+    has_own_methods = not vars(module).keys().isdisjoint(dir(type(module)))
+    return type(module) in known and not has_hooks and not has_own_methods
 
 
 @cache

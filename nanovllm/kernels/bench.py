@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.kernels import BACKENDS, select_backend
+from nanovllm.backends import BACKENDS
+from nanovllm.kernels import select_backend
 from nanovllm.kernels.trial import check
 
 HEADS = NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128  # of Qwen3-0.6B
@@ -46,7 +47,7 @@ def measure(num_seqs: int, context_len: int, prompt_len: int, dtype_name: str, d
     print(f"|{' --- |' * 7}", flush=True)
     token_gb = 2 * NUM_KV_HEADS * HEAD_DIM * dtype.itemsize / 1e9
     prompt_tflop = 2 * 2 * NUM_HEADS * HEAD_DIM * prompt_len**2 / 2 / 1e12
-    for name in reversed(BACKENDS):  # the torch backend first
+    for name in reversed(BACKENDS):  # the fastest backend last
         try:
             backend, block_size = select_backend(name, device, dtype, HEAD_DIM, None)
         except ValueError as error:

@@ -25,7 +25,7 @@ TILE = 256  # queries that are computed together, which bounds the size of a mas
 class Backend(Protocol):
     """How K/V are stored and attended to."""
 
-    NAME: str  # as in the option attention_backend
+    NAME: str  # in backends.py, and as the option attention_backend
     PREFERRED_BLOCK_SIZE: int  # tokens in a block if the user does not choose
     SUPPORTS_CUDA_GRAPHS: bool  # True if kernel launches depend on shapes only
 

@@ -24,6 +24,9 @@ def find_checkpoint(model: str) -> Path:
         # OSError: of the network and of the Hub; ValueError: for what is no id.
         with naming(f"model {model!r}: there is no such directory, and it cannot be downloaded", OSError, ValueError):
             directory = Path(snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_COPIES))
+    for path in [path for pattern in _FILES for path in directory.glob(pattern)]:
+        if path.exists() and not path.is_file():  # reading a named pipe would wait for its writer
+            raise ValueError(f"{path} is not a regular file")
     return directory
 
 

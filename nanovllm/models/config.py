@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.checks import check_choice, check_int, check_number, naming
-from nanovllm.config import DTYPES, MAX_SIZE
+from nanovllm.config import DTYPES, MAX_HEAD_DIM, MAX_SIZE
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.models.decoder import DecoderSpec, ModelSpec
 from nanovllm.models.moe import MoESpec
@@ -66,7 +66,8 @@ def _read_decoder(config: PretrainedConfig, common: Fields, make: type[DecoderSp
     num_heads, num_kv_heads = common["num_heads"], _read_size(config, "num_key_value_heads")
     if num_heads % num_kv_heads:
         raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
-    head_dim = check_int("head_dim", getattr(config, "head_dim", None) or common["hidden_size"] // num_heads, 1, MAX_SIZE)
+    head_dim = getattr(config, "head_dim", None) or common["hidden_size"] // num_heads
+    check_int("head_dim (by default hidden_size / num_attention_heads)", head_dim, 1, MAX_HEAD_DIM)
     rope, max_len = _read_rope(config, head_dim)
     has_bias = getattr(config, "attention_bias", False)
     return make(

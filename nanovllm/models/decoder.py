@@ -31,6 +31,7 @@ class ModelSpec:
     """What the engine needs to know about a model. Each structure has a subclass that makes it."""
 
     vocab_size: int
+    hidden_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -55,7 +56,6 @@ class ModelSpec:
 class DecoderSpec(ModelSpec):
     """What distinguishes one decoder of this file from another. models/config.py reads it."""
 
-    hidden_size: int
     norm_eps: float
     rope: RopeSpec
     qk_norm: bool = False  # RMSNorm over each query and key head

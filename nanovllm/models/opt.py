@@ -27,7 +27,6 @@ _FIRST_POSITION = 2  # the rows before it are padding's, and never read
 class OPTSpec(ModelSpec):
     """What distinguishes one OPT from another. Read from config.json by models/config.py."""
 
-    hidden_size: int
     embedding_size: int  # of the tokens' embeddings and of the output head
     norm_first: bool
     final_norm: bool

@@ -5,8 +5,11 @@ the tensors. Only buffers of RoPE are passed over: old checkpoints hold them, an
 Only this rank's share of a tensor is read from the file.
 """
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -14,11 +17,59 @@ from transformers import PretrainedConfig
 
 from nanovllm.checks import naming
 from nanovllm.config import Config
+from nanovllm.layers import attention
 from nanovllm.layers.linear import Target
+from nanovllm.models.decoder import ModelSpec
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 _DAMAGED = (SafetensorError, OSError)  # what safe_open raises
+
+
+def check_sizes(spec: ModelSpec, directory: Path, device: torch.device, num_ranks: int, has_weights: bool) -> None:
+    """Reject sizes in config.json that cannot be right, before anything of that size is made.
+
+    Raises ValueError for more layers than the checkpoint has, and for weights that exceed all memory
+    of the device. A layer counts as the smallest of the first four, because layers can differ.
+    """
+    sizes = {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+    }
+    given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    what = f"{directory / 'config.json'} has {given}"
+    if has_weights:
+        num_layers = _count_layers(directory)
+        if spec.num_layers > num_layers:
+            raise ValueError(f"{what}, but the checkpoint has tensors of {num_layers} layers")
+    memory = psutil.virtual_memory().total + psutil.swap_memory().total
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    # torch raises RuntimeError where a tensor's size overflows.
+    with torch.device("meta"), naming(f"{what}: the weights exceed all memory", RuntimeError):
+        model = replace(spec, num_layers=min(spec.num_layers, 4)).make_model(attention)
+    layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    smallest = min(_count_bytes(layer) for layer in layers)
+    num_bytes = _count_bytes(model) + (spec.num_layers - len(layers)) * smallest
+    if num_bytes > memory * num_ranks:
+        needed, present = (f"{number / 1e9:.0f} GB" for number in (num_bytes, memory))
+        raise ValueError(f"{what}: the weights need at least {needed}, but {device} has {present} in all")
+
+
+def _count_bytes(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
+
+
+def _count_layers(directory: Path) -> int:
+    """The number of layers that the checkpoint's tensors belong to, by their names."""
+    numbers: set[int] = set()
+    for path in _weight_files(directory):
+        with naming(path, *_DAMAGED), safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                numbers.update(int(number) for number in re.findall(r"layers\.(\d+)\.", name))
+    return max(numbers, default=-1) + 1
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Paged attention on a CPU, in C++ (decode.h, prefill.h): K/V are read where they lie.
 
-A decode is bound by that reading. A longer query is bound by matrix products; in float32 it is left to plain torch. A short one
-is computed as so many decodes, to the bit: so a draft's tokens are those of steps without drafts, in 16 bits as well.
+A decode is bound by that reading, and a longer query by matrix products. A short one is computed as so many decodes, to the bit:
+so a draft's tokens are those of steps without drafts, in 16 bits as well.
 """
 
 import torch

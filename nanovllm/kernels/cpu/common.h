@@ -169,6 +169,7 @@ static void narrow(Vector wide, T* to) {
     for (int64_t i = 0; i < LANES; i++) to[i] = wide[i];
 #endif
 }
+#endif
 
 // Two vectors at once: of 16 floats each, they fill a line of the cache, which is written faster than its halves.
 template <class Number>
@@ -179,7 +180,6 @@ static void narrow(Vector first, Vector second, Number* to) {
 #endif
     narrow(first, to), narrow(second, to + LANES);
 }
-#endif
 
 // Of `num` numbers, where there may be less than a whole vector.
 template <class Number>

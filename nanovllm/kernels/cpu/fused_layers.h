@@ -8,7 +8,6 @@
 #include "layers.h"
 #include "prefill.h"
 
-#ifdef T_IS_16_BITS
 struct Layer {
     const T *input_norm, *post_attention_norm, *q_norm, *k_norm;
     const T *qkv, *qkv_bias, *o, *o_bias, *gate_up, *down;
@@ -98,4 +97,3 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
         }
     });
 }
-#endif

@@ -22,7 +22,7 @@ extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tok
     });
 }
 
-// Without weight and bias, where these are null.
+// Without the weight or the bias where it is null.
 extern "C" void layer_norm(const T* x, const T* weight, const T* bias, T* output, int64_t num_tokens, int64_t size, float eps) {
     parallel_for(num_tokens, size, [=](int64_t token) {
         const T* in = x + token * size;
@@ -35,7 +35,8 @@ extern "C" void layer_norm(const T* x, const T* weight, const T* bias, T* output
         float factor = 1 / sqrtf(squares / size + eps);
         for (int64_t i = 0; i < size; i += LANES) {
             Vector normed = (widen(in + i, size - i) - mean) * factor;
-            if (weight) normed = normed * widen(weight + i, size - i) + widen(bias + i, size - i);
+            if (weight) normed *= widen(weight + i, size - i);
+            if (bias) normed += widen(bias + i, size - i);
             narrow(normed, output + token * size + i, size - i);
         }
     });

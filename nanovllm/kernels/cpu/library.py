@@ -54,8 +54,8 @@ def reason_unavailable(dtype: torch.dtype) -> str | None:
 
 @cache
 def can_multiply(dtype: torch.dtype) -> bool:
-    """Whether there are kernels for matrix products: in 16 bits, unless the system keeps a processor's AMX to itself."""
-    return dtype.itemsize == 2 and reason_unavailable(dtype) is None and bool(load(dtype).can_multiply())
+    """Whether there are kernels for matrix products: unless the system keeps a processor's AMX to itself."""
+    return reason_unavailable(dtype) is None and bool(load(dtype).can_multiply())
 
 
 @cache
@@ -72,7 +72,7 @@ def load(dtype: torch.dtype) -> ctypes.CDLL:
     except OSError:  # it is not there, or damaged
         library = _build(compiler, dtype, path)
     for name, kinds in SIGNATURES.items():
-        if function := getattr(library, name, None):  # products are for 16 bits: float32 is left to torch
+        if function := getattr(library, name, None):  # a test's stand-in lacks them
             function.argtypes, function.restype = [KINDS[kind] for kind in kinds], None
     return library
 

@@ -1,10 +1,12 @@
-// Rows of x times a panel with vectors, on any processor. For a sum the order is the same whatever the number of rows is.
+// Rows of x times a panel with vectors, on any processor. The order of a sum does not depend on the number of rows. Every BLOCK
+// inputs are summed up on their own first, because one long sum would round more.
 //
-// Where the processor multiplies pairs of bfloat16, one instruction adds the products of two inputs and two weights to each
-// sum of a vector. Elsewhere numbers are widened to float, and a vector of weights is multiplied with a pair of inputs, which
-// gives sums of even and of odd inputs side by side; in the end they are added to each other. Few rows widen the weights as
-// they read them. Many share BLOCK inputs of the panel, widened once, into the first-level cache, and put in the order in which
-// they are read: [2 * WIDTH / TILE, BLOCK / 2, TILE], for the TILE numbers that VECTORS vectors hold.
+// In float32 one instruction multiplies a vector of weights with one input. Where the processor multiplies pairs of bfloat16, one
+// instruction adds the products of two inputs and two weights to each sum of a vector. Elsewhere 16-bit numbers are widened to
+// float, and a vector of weights is multiplied with a pair of inputs. This gives sums of even and of odd inputs side by side,
+// which are added to each other in the end. Few rows widen the weights as they read them. Many share BLOCK inputs of the panel,
+// widened once, into the first-level cache, and put in the order in which they are read: [2 * WIDTH / TILE, BLOCK / 2, TILE],
+// for the TILE numbers that VECTORS vectors hold.
 #pragma once
 #include "common.h"
 
@@ -18,9 +20,9 @@ static Vector add_products(Vector sum, Pair pair, Vector weights) {
     return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)weights);
 }
 #else
-using Pair = int64_t;
+using Pair = std::conditional_t<PAIR == 2, int64_t, int32_t>;
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int64_t ROWS = 6, VECTORS = 4;  // of 32 registers, 24 hold sums, 4 weights and one a pair
+constexpr int64_t VECTORS = std::min<int64_t>(4, PAIR * WIDTH / LANES), ROWS = 24 / VECTORS;  // 24 of 32 registers hold sums
 #else
 constexpr int64_t ROWS = 6, VECTORS = 2;  // of 16 registers, 15
 #endif
@@ -36,7 +38,7 @@ static Vector add_products(Vector sum, Pair pair, Vector weights) {
 }
 #endif
 constexpr int64_t MIN_ROWS = round_up(64, ROWS), MAX_ROWS = 42 * ROWS, CACHED_BYTES = 1 << 19, BLOCK = 256, FEW_TILES = 4;
-constexpr int64_t PER_VECTOR = sizeof(Vector) / sizeof(Factor), ALL_VECTORS = 2 * WIDTH / PER_VECTOR;
+constexpr int64_t PER_VECTOR = sizeof(Vector) / sizeof(Factor), ALL_VECTORS = PAIR * WIDTH / PER_VECTOR;
 constexpr int64_t TILE = VECTORS * PER_VECTOR, NUM_SUMS = ALL_VECTORS * LANES;  // of a row: WIDTH, or of even and odd inputs
 
 struct Tiles {
@@ -119,10 +121,10 @@ class Rows {
 
     void widen_block(const T* panel, int64_t size) {
         Factor* to = widened;
-        for (int64_t first = 0; first < 2 * WIDTH; first += TILE)
-            for (int64_t pair = 0; pair < size / 2; pair++)
+        for (int64_t first = 0; first < PAIR * WIDTH; first += TILE)
+            for (int64_t pair = 0; pair < size / PAIR; pair++)
                 for (int64_t i = 0; i < TILE; i += PER_VECTOR, to += PER_VECTOR)
-                    *(Vector*)to = load_factors(panel + pair * 2 * WIDTH + first + i);
+                    *(Vector*)to = load_factors(panel + pair * PAIR * WIDTH + first + i);
     }
 
     // M rows of x times `size` inputs of a panel, or of a widened block. Meanwhile a tile of num_tiles fetches its share of as
@@ -134,15 +136,12 @@ class Rows {
         constexpr int V = M == 1 ? ALL_VECTORS : M == 2 ? std::min(2 * VECTORS, ALL_VECTORS) : VECTORS;
         int64_t due = 0;  // of the panel's lines, ALL_VECTORS * num_tiles each
         for (int64_t first = 0; first < ALL_VECTORS; first += V) {
-            const Weight* from = weights + first * PER_VECTOR * (IS_PANEL ? 1 : size / 2);
-            Vector tile[M][V];
-            for (int row = 0; row < M; row++)
-                for (int column = 0; column < V; column++)
-                    tile[row][column] = is_added ? load(sums + row * stride + (first + column) * LANES) : Vector{};
+            const Weight* from = weights + first * PER_VECTOR * (IS_PANEL ? 1 : size / PAIR);
+            Vector tile[M][V] = {};
             for (int64_t start = 0; start < size; start += LINE) {
-                for (due += LINE * V; due > 0; due -= ALL_VECTORS * num_tiles, next += LINE)
+                for (due += WIDTH * V; due > 0; due -= ALL_VECTORS * num_tiles, next += LINE)
                     __builtin_prefetch(next, 0, IS_PANEL ? 3 : 2);
-                for (int64_t i = start; i < std::min(start + LINE, size); i += 2, from += IS_PANEL ? 2 * WIDTH : TILE) {
+                for (int64_t i = start; i < std::min(start + LINE, size); i += PAIR, from += IS_PANEL ? PAIR * WIDTH : TILE) {
                     Vector columns[V];
                     for (int column = 0; column < V; column++) columns[column] = load_factors(from + column * PER_VECTOR);
                     for (int row = 0; row < M; row++) {
@@ -154,8 +153,11 @@ class Rows {
                 }
             }
             for (int row = 0; row < M; row++)
-                for (int column = 0; column < V; column++)
-                    memcpy(sums + row * stride + (first + column) * LANES, &tile[row][column], sizeof(Vector));
+                for (int column = 0; column < V; column++) {
+                    float* sum = sums + row * stride + (first + column) * LANES;
+                    if (is_added) tile[row][column] += load(sum);
+                    memcpy(sum, &tile[row][column], sizeof(Vector));
+                }
         }
     }
 

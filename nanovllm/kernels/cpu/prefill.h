@@ -8,11 +8,20 @@
 
 #include "products.h"
 
-#ifdef T_IS_16_BITS
 constexpr int64_t QUERIES = 512, PIECE = 256, ROWS_AT_ONCE = round_up(32, ROWS);
 static_assert(PIECE <= BLOCK);          // so that a row of weights lies in one block
 constexpr int64_t STRIDE = PIECE + 16;  // of scores: with a power of two, a tile's rows would meet in few lines of the cache
+constexpr int64_t CHUNK = std::max(LINE, 2 * LANES);  // of scores: whole lines of weights, and two vectors
 constexpr int64_t AHEAD = 8;            // tokens whose keys and values are fetched ahead
+
+// Weights are powers of 2, or of e where they are not rounded to 16 bits afterwards.
+#ifdef T_IS_16_BITS
+constexpr float LOG2_BASE = LOG2_E;
+static Vector power(Vector x) { return power_of_two(x); }
+#else
+constexpr float LOG2_BASE = 1;
+static Vector power(Vector x) { return exponential(x); }
+#endif
 
 // The queries of one KV head, with `tokens_before` them: each sees these, and of the queries itself and those before it.
 class PrefixAttention {
@@ -32,22 +41,26 @@ class PrefixAttention {
             int64_t position = first + std::min(token, num_tokens - 1);
             return (block_table[position / block_size] * block_size + position % block_size) * row_size;
         };
-        for (int64_t token = 0; token < round_up(num_tokens, WIDTH); token += 2) {
-            const T* value[2];
-            for (int i = 0; i < 2; i++) {
+        for (int64_t token = 0; token < round_up(num_tokens, WIDTH); token += PAIR) {
+            const T* value[PAIR];
+            for (int i = 0; i < PAIR; i++) {
                 int64_t place = find(token + i), next = find(token + i + AHEAD);
                 fetch(keys + next, head_dim), fetch(values + next, head_dim);
-                T* to = &key_panels[token / WIDTH * WIDTH * padded_dim + (token % WIDTH + i) * 2];
-                for (int64_t d = 0; d < head_dim; d += 2) memcpy(to + d * WIDTH, keys + place + d, 2 * sizeof(T));
+                T* to = &key_panels[token / WIDTH * WIDTH * padded_dim + (token % WIDTH + i) * PAIR];
+                for (int64_t d = 0; d < head_dim; d += PAIR) memcpy(to + d * WIDTH, keys + place + d, PAIR * sizeof(T));
                 // A weight of zero would not silence everything that could be behind the context.
                 value[i] = token + i < num_tokens ? values + place : zeros.data();
             }
             for (int64_t d = 0; d < head_dim; d += WIDTH)
-                interleave(value[0] + d, value[1] + d, &value_panels[d * PIECE + token * WIDTH], std::min(WIDTH, head_dim - d));
+                interleave(value[0] + d, value[PAIR - 1] + d, &value_panels[d * PIECE + token * WIDTH],
+                           std::min(WIDTH, head_dim - d));
         }
     }
 
-    static void interleave(const T* __restrict left, const T* __restrict right, T* __restrict to, int64_t size) {
+    static void interleave(const float* value, const float*, float* to, int64_t size) { std::copy_n(value, size, to); }
+
+    template <class Number>
+    static void interleave(const Number* __restrict left, const Number* __restrict right, Number* __restrict to, int64_t size) {
         auto pair = [=](int64_t i) {
             uint32_t bits = left[i].bits | uint32_t(right[i].bits) << 16;
             memcpy(to + 2 * i, &bits, sizeof bits);
@@ -85,14 +98,14 @@ class PrefixAttention {
             int64_t first_row = std::max<int64_t>(0, first - tokens_before) * group_size;  // to see any of them
             first_row -= first_row % ROWS_AT_ONCE;
             for (int64_t start = first_row; start < num_rows; start += ROWS_AT_ONCE) {
-                int64_t size = std::min(ROWS_AT_ONCE, num_rows - start), end = round_up(find_visible(start + size - 1), LINE);
+                int64_t size = std::min(ROWS_AT_ONCE, num_rows - start), end = round_up(find_visible(start + size - 1), CHUNK);
                 for (int64_t panel = 0; panel < end; panel += WIDTH)
                     queries.multiply(&key_panels[panel * padded_dim], start, start + size, &scores[panel], STRIDE, false);
                 for (int64_t row = 0; row < size; row++) {
                     float* s = &scores[row * STRIDE];
                     std::fill(s + find_visible(start + row), s + end, -INFINITY);
                 }
-                weigh(size, end, scale * LOG2_E, &highest[start], &totals[start],
+                weigh(size, end, scale * LOG2_BASE, &highest[start], &totals[start],
                       first > 0 ? &outputs[start * padded_dim] : nullptr);
                 for (int64_t panel = 0; panel < head_dim; panel += WIDTH)
                     weights.multiply(&value_panels[panel * PIECE], 0, size, &outputs[start * padded_dim + panel], padded_dim,
@@ -109,7 +122,7 @@ class PrefixAttention {
     }
 
   private:
-    // Turns scores up to `end` into weights: 2^(scale * (score - the highest)). Where a row's highest so far is exceeded, its
+    // Turns scores up to `end` into weights: power(scale * (score - the highest)). Where a row's highest so far is exceeded, its
     // `sums` so far, if there are any, shrink.
     void weigh(int64_t num_rows, int64_t end, float scale, float* highest, float* totals, float* sums) {
         float bases[ROWS_AT_ONCE], shrinks[round_up(ROWS_AT_ONCE, LANES)] = {};
@@ -123,7 +136,7 @@ class PrefixAttention {
             bases[row] = base, shrinks[row] = (highest[row] - base) * scale;
         }
         for (int64_t row = 0; row < num_rows; row += LANES) {
-            Vector shrink = power_of_two(load(shrinks + row));
+            Vector shrink = power(load(shrinks + row));
             memcpy(shrinks + row, &shrink, sizeof shrink);
         }
         weights.shape(num_rows, end);
@@ -132,10 +145,10 @@ class PrefixAttention {
             Vector sum = {};
             auto* to = weights.find(row, 0);
             float base = bases[row] * scale;
-            for (int64_t i = 0; i < end; i += LINE, to += Rows::NEXT_LINE)
-                for (int64_t j = 0; j < LINE; j += 2 * LANES) {
-                    Vector first = power_of_two(load(s + i + j) * scale - base);
-                    Vector second = power_of_two(load(s + i + j + LANES) * scale - base);
+            for (int64_t i = 0; i < end; i += CHUNK, to += CHUNK / LINE * Rows::NEXT_LINE)
+                for (int64_t j = 0; j < CHUNK; j += 2 * LANES) {
+                    Vector first = power(load(s + i + j) * scale - base);
+                    Vector second = power(load(s + i + j + LANES) * scale - base);
                     narrow(first, second, to + j);
                     sum += first + second;
                 }
@@ -169,4 +182,3 @@ extern "C" void prefill_attention(const T* query, const T* keys, const T* values
         });
     });
 }
-#endif

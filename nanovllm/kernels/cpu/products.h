@@ -1,13 +1,14 @@
-// Matrix products in 16 bits with prepacked weights, with AMX's instructions or with any processor's vectors.
+// Matrix products with prepacked weights, with AMX's instructions or with any processor's vectors.
 //
-// A weight [out_features, in_features] is kept in panels of WIDTH outputs: [depth / 2, WIDTH, 2], the next pair of inputs
-// for all of them side by side, as AMX wants them. Depth is in_features, rounded up: the rest is zeros. A
-// panel stays in a core's cache while all rows of x pass by, a few at a time; meanwhile the next panel is fetched.
+// A weight [out_features, in_features] is kept in panels of WIDTH outputs: [depth / PAIR, WIDTH, PAIR]. In 16 bits the next
+// pair of inputs lies side by side for all outputs, as AMX wants them; in float32 the next input does. Depth is in_features,
+// rounded up, and the rest is zeros. A panel stays in a core's cache while all rows of x pass by, a few at a time; meanwhile the
+// next panel is fetched.
 #pragma once
 #include "team.h"
 
-#ifdef T_IS_16_BITS
-constexpr int64_t WIDTH = 32, LINE = 32;  // LINE numbers fill a line of the cache
+constexpr int64_t PAIR = sizeof(T) == 2 ? 2 : 1;
+constexpr int64_t WIDTH = 32, LINE = 64 / sizeof(T);  // LINE numbers fill a line of the cache
 constexpr int64_t TASKS_PER_THREAD = 4;
 
 // The epilogue of a panel's sums: `bias` and `residual`, of the output's shape, are added. If the panel is `gated`, its first
@@ -49,7 +50,7 @@ extern "C" int can_multiply() { return Tiles::allowed; }
 extern "C" void linear(const T* x, const T* panels, const T* bias, const T* residual, T* output, int64_t num_rows, int64_t
                        in_features, int64_t x_stride, int64_t out_features, int64_t output_stride, int64_t gated) {
     int64_t depth = round_up(in_features, LINE), outputs_per_panel = gated ? WIDTH / 2 : WIDTH;
-    int64_t at_most = std::clamp(CACHED_BYTES / (2 * depth) / ROWS * ROWS, MIN_ROWS, MAX_ROWS);
+    int64_t at_most = std::clamp(CACHED_BYTES / int64_t(sizeof(T) * depth) / ROWS * ROWS, MIN_ROWS, MAX_ROWS);
     int64_t num_passes = (num_rows - 1) / at_most + 1, rows_at_once = round_up((num_rows - 1) / num_passes + 1, ROWS);
     int64_t num_panels = round_up(out_features, outputs_per_panel) / outputs_per_panel;
     Team::form(true, [&] {
@@ -78,9 +79,8 @@ extern "C" void linear(const T* x, const T* panels, const T* bias, const T* resi
 extern "C" void gather_rows(const T* panels, const int32_t* ids, T* output, int64_t num_rows, int64_t in_features) {
     int64_t depth = round_up(in_features, LINE);
     parallel_for(num_rows, in_features, [=](int64_t row) {
-        const T* from = panels + ids[row] / WIDTH * WIDTH * depth + ids[row] % WIDTH * 2;
-        for (int64_t i = 0; i < in_features; i += 2)
-            memcpy(output + row * in_features + i, from + i * WIDTH, 2 * sizeof(T));
+        const T* from = panels + ids[row] / WIDTH * WIDTH * depth + ids[row] % WIDTH * PAIR;
+        for (int64_t i = 0; i < in_features; i += PAIR)
+            memcpy(output + row * in_features + i, from + i * WIDTH, PAIR * sizeof(T));
     });
 }
-#endif

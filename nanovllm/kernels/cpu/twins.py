@@ -1,11 +1,11 @@
 """The layers that are faster on a CPU, in C++.
 
-In float32 they are those that torch computes in several passes over the same numbers. In 16 bits there are matrix products
-too, with prepacked weights, and all decoder layers together are one call: between two kernels, Python would take longer than
-a small kernel does.
+Some replace layers that torch computes in several passes over the same numbers. Others multiply with prepacked weights. All
+decoder layers together are one call, because Python would take longer between two kernels than a small kernel does.
 """
 
 import ctypes
+import math
 from dataclasses import replace
 from typing import TypeGuard
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.batch import Batch, SamplingBatch
-from nanovllm.kernels import Twin
+from nanovllm.kernels import Twin, has_known_code
 from nanovllm.kernels.cpu import attention
 from nanovllm.kernels.cpu.library import call, can_multiply, load, reason_unavailable
 from nanovllm.kernels.cpu.shared_memory import SharedMemoryRank
@@ -33,15 +33,16 @@ MANY_TOKENS = 512
 
 class FastRMSNorm(Twin, RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        output = x.new_empty(x.shape)
-        call(load(x.dtype).rms_norm, x, self.weight, output, *x.shape, self.eps)
+        output, size = x.new_empty(x.shape), len(self.weight)
+        call(load(x.dtype).rms_norm, x.contiguous(), self.weight, output, x.numel() // size, size, self.eps)
         return output
 
 
 class FastLayerNorm(Twin, nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
-        output = x.new_empty(x.shape)
-        call(load(x.dtype).layer_norm, x, self.weight, self.bias, output, *x.shape, self.eps)
+        output, size = x.new_empty(x.shape), math.prod(self.normalized_shape)
+        sizes = x.numel() // size, size
+        call(load(x.dtype).layer_norm, x.contiguous(), self.weight, self.bias, output, *sizes, self.eps)
         return output
 
 
@@ -57,6 +58,9 @@ class FastRotaryEmbedding(Twin, RotaryEmbedding):
 
 
 class FastAttention(Twin, Attention):
+    def take_over(self) -> bool:
+        return all([norm is None or has_known_code(norm, RMSNorm) for norm in (self.q_norm, self.k_norm)])
+
     def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         assert heads[:1].is_contiguous()  # tokens may lie apart
         output = heads.new_empty(heads.shape)
@@ -102,8 +106,13 @@ class FastSampler(Twin, Sampler):
         return tokens
 
 
+def inputs_per_pair(weight: Tensor) -> int:
+    """PAIR of products.h: how many inputs of an output lie side by side in a panel."""
+    return 2 if weight.itemsize == 2 else 1
+
+
 class PackedWeight(nn.Module):
-    """A 16-bit matrix [out_features, in_features] in panels, as products.h describes them.
+    """A matrix [out_features, in_features] in panels, as products.h describes them.
 
     A `gated` one has gates in its upper half, and what they let pass in the lower; they alternate in memory, 16 by 16.
     """
@@ -113,21 +122,22 @@ class PackedWeight(nn.Module):
         self.gated = gated
         parts = weight.detach().unflatten(0, (1 + gated, -1))
         _, self.out_features, self.in_features = parts.shape
-        width = 32 // len(parts)
-        parts = F.pad(parts, (0, -self.in_features % 32, 0, -self.out_features % width))
+        width, line, pair = 32 // len(parts), 64 // weight.itemsize, inputs_per_pair(weight)
+        parts = F.pad(parts, (0, -self.in_features % line, 0, -self.out_features % width))
         rows = parts.unflatten(1, (-1, width)).transpose(0, 1)  # [num_panels, parts, width, depth]
-        panels = rows.reshape(rows.shape[0], 32, -1, 2)
-        self.panels = panels.transpose(1, 2).contiguous()  # [num_panels, depth / 2, 32, 2]
+        panels = rows.reshape(rows.shape[0], 32, -1, pair)
+        self.panels = panels.transpose(1, 2).contiguous()  # [num_panels, depth / pair, 32, pair]
 
     @staticmethod
     def can_hold(weight: Tensor) -> bool:
-        return weight.device.type == "cpu" and weight.shape[-1] % 2 == 0 and can_multiply(weight.dtype)
+        is_divided = weight.shape[-1] % inputs_per_pair(weight) == 0
+        return weight.device.type == "cpu" and is_divided and can_multiply(weight.dtype)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [num_rows, in_features] to [num_rows, out_features]; SwiGLU of that, without a bias, if it is gated."""
-        output = x.new_empty(x.shape[0], self.out_features)
-        sizes = *x.shape, self.in_features, self.out_features, self.out_features
-        call(load(x.dtype).linear, x, self.panels, bias, None, output, *sizes, self.gated)
+        """x [..., in_features] to [..., out_features]; SwiGLU of that, without a bias, if it is gated."""
+        output = x.new_empty(*x.shape[:-1], self.out_features)
+        sizes = x.numel() // self.in_features, self.in_features, self.in_features, self.out_features, self.out_features
+        call(load(x.dtype).linear, x.contiguous(), self.panels, bias, None, output, *sizes, self.gated)
         return output
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -265,17 +275,27 @@ class FusedLayers(Twin, DecoderLayers):
 
 
 def can_fuse(layer: nn.Module) -> TypeGuard[DecoderLayer]:
-    """Whether a layer attends with the C++ kernels, shares memory with other ranks if there are any, and has an MLP without
-    biases and weights that can be packed."""
-    if type(layer) is not DecoderLayer or type(layer.mlp) is not MLP or layer.mlp.down_proj.bias is not None:
+    """Whether the C++ code of a decoder layer computes what `layer` does.
+
+    It attends with the C++ kernels, meets other ranks in shared memory, and knows no biases in an MLP. All its numbers are of
+    one dtype, and its norms have one eps.
+    """
+    known = DecoderLayer, Attention, MLP, RMSNorm, ColumnParallelLinear, RowParallelLinear
+    parts = list(layer.modules())
+    if not isinstance(layer, DecoderLayer) or not all([has_known_code(part, *known) for part in parts]):
         return False
+    linears = [part for part in parts if isinstance(part, Linear)]
     attn, mlp, tp = layer.self_attn, layer.mlp, layer.self_attn.o_proj.tp
-    linears = [attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj]
+    has_mlp = isinstance(mlp, MLP) and mlp.gate_up_proj.bias is None and mlp.down_proj.bias is None
     can_meet = tp.size == 1 or isinstance(tp, SharedMemoryRank)
-    return can_meet and attn.backend is attention and all([PackedWeight.can_hold(linear.weight) for linear in linears])
+    num_epsilons = len({part.eps for part in parts if isinstance(part, RMSNorm)})
+    num_dtypes = len({parameter.dtype for parameter in layer.parameters()})
+    if not has_mlp or not can_meet or num_epsilons > 1 or num_dtypes > 1:
+        return False
+    return attn.backend is attention and all([PackedWeight.can_hold(linear.weight) for linear in linears])
 
 
-# Without products, and with: of a layer that has several twins, the first that can be takes over.
+# Without products, and with. Of a layer that has several twins, the first that can be takes over.
 SINGLE: list[type[Twin]] = [
     FastRMSNorm, FastLayerNorm, FastRotaryEmbedding, FastAttention, FastMLP, FastOPTLayer, FastSampler,
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 """flash-attn's kernels over the paged cache (Dao 2023). Optional: importing this module needs the package flash-attn.
 
-Its rules: 16-bit numbers, blocks of a multiple of 256 tokens. Its causal masks are aligned at the bottom right, as ours.
+Its rules: 16-bit numbers, head_dim a multiple of 8, blocks of a multiple of 256 tokens. Its causal
+masks are aligned at the bottom right, as ours.
 """
 
 import torch
@@ -17,10 +18,16 @@ SUPPORTS_CUDA_GRAPHS = True
 
 
 def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-    """What flash-attn itself refuses (float32, old GPUs, head dimensions above 256), its trial meets."""
+    """A GPU that is too old is found by the trial run."""
     if device.type != "cuda":
         return "it needs a CUDA device"
-    return f"kvcache_block_size must be a multiple of 256, not {block_size}" if block_size % 256 else None
+    if dtype.itemsize != 2:
+        return f"dtype must be bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim % 8 or head_dim > 256:
+        return f"head_dim must be a multiple of 8 and at most 256, not {head_dim}"
+    if block_size % 256:
+        return f"kvcache_block_size must be a multiple of 256, not {block_size}"
+    return None
 
 
 def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:

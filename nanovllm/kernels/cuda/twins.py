@@ -11,11 +11,11 @@ from typing import cast
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 from triton.language import constexpr
 
 from nanovllm.batch import Batch, SamplingBatch
-from nanovllm.kernels import Twin
+from nanovllm.kernels import Twin, has_known_code
 from nanovllm.kernels.cuda.attention import store_kvcache
 from nanovllm.kernels.cuda.launch import Launch, is_aligned, prepare
 from nanovllm.kernels.trial import try_out
@@ -36,7 +36,14 @@ class FusedLayers(Twin, DecoderLayers):
     """A sum and the norm behind it are one kernel, also where that norm is the next layer's."""
 
     def take_over(self) -> bool:
-        return all([type(layer) is DecoderLayer for layer in self])
+        return all([self._can_replace(layer) for layer in self])
+
+    @staticmethod
+    def _can_replace(layer: nn.Module) -> bool:
+        """The layer and its norms are not called. Attention and MLP are, so they can be anything."""
+        if not isinstance(layer, DecoderLayer) or not has_known_code(layer, DecoderLayer):
+            return False
+        return all([has_known_code(norm, RMSNorm) for norm in (layer.input_layernorm, layer.post_attention_layernorm)])
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_caches: list[Tensor], batch: Batch) -> Tensor:
         branch: Tensor | None = None  # the newest output, not yet added to x
@@ -94,7 +101,10 @@ class FusedAttention(Twin, Attention):
     """All between the projections and the attention is one kernel."""
 
     def take_over(self) -> bool:
-        return self.backend.store_kvcache is store_kvcache  # no other way of storing K/V
+        """For Triton's way of storing K/V, with both norms or none; the kernel has one eps for them."""
+        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
+        is_known = all([has_known_code(norm, RMSNorm) for norm in norms]) and len(norms) != 1
+        return is_known and len({norm.eps for norm in norms}) < 2 and self.backend.store_kvcache is store_kvcache
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor, batch: Batch) -> Tensor:
         query = rotate_and_store(self.qkv_proj(x), self.q_norm, self.k_norm, cos_sin, kv_cache, batch.slot_mapping)

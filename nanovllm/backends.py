@@ -1,0 +1,23 @@
+"""The attention backends by name. A new backend is registered here and nowhere else.
+
+config.py takes the valid values of `attention_backend` from this table. kernels/__init__.py imports
+the backend that an engine uses. tests/test_attention.py checks every backend that runs here. This
+module imports none of them, because options must be checked without Triton and flash-attn.
+"""
+
+from typing import NamedTuple
+
+
+class Registration(NamedTuple):
+    module: str  # has the names of `Backend` in layers/attention.py
+    device_types: tuple[str, ...]  # on which "auto" tries it
+
+
+# The fastest backend comes first, because "auto" takes the first one that works. "torch" always does,
+# so a backend behind it is used only if it is asked for by name.
+BACKENDS = {
+    "flash_attn": Registration("nanovllm.kernels.cuda.flash_attn", ("cuda",)),
+    "triton": Registration("nanovllm.kernels.cuda.attention", ("cuda",)),
+    "cpp": Registration("nanovllm.kernels.cpu.attention", ("cpu",)),
+    "torch": Registration("nanovllm.layers.attention", ("cpu", "cuda")),
+}
