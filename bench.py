@@ -49,8 +49,16 @@ from nanovllm.models.checkpoint import LOCAL, find_checkpoint, read_config
 from nanovllm.terminal import run_program
 
 # Models that run with random weights.
-_qwen3 = partial(Qwen3Config, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True, dtype="bfloat16")
-_llama3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+_qwen3 = partial(
+    Qwen3Config, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True, dtype="bfloat16"
+)
+_llama3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "rope_theta": 5e5,
+}
 SHAPES: dict[str, PretrainedConfig] = {
     "qwen3-0.6b": _qwen3(
         vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
@@ -72,7 +80,12 @@ SHAPES: dict[str, PretrainedConfig] = {
         num_experts=64, num_experts_per_tok=8, norm_topk_prob=True,
     ),
 }  # fmt: skip
-ON_GPU = {"model": "qwen3-0.6b", "num_seqs": 256, "input_len": [100, 1024], "output_len": [100, 1024]}  # nano-vLLM's
+ON_GPU = {
+    "model": "qwen3-0.6b",
+    "num_seqs": 256,
+    "input_len": [100, 1024],
+    "output_len": [100, 1024],
+}  # nano-vLLM's
 ON_CPU = {"model": "small", "num_seqs": 32, "input_len": [32, 256], "output_len": [32, 256]}
 WORKLOAD = ("num_seqs", "input_len", "output_len", "shared_prefix", "temperature", "seed")
 OPTIONS_OF_VLLM = (  # those of nanovllm's that mean the same there
@@ -81,7 +94,9 @@ OPTIONS_OF_VLLM = (  # those of nanovllm's that mean the same there
 )  # fmt: skip
 
 
-ABOVE = "a share above 100% (null in JSON) means that caches or kernels outrun the measured ceilings"
+ABOVE = (
+    "a share above 100% (null in JSON) means that caches or kernels outrun the measured ceilings"
+)
 
 
 class Request(NamedTuple):
@@ -106,13 +121,23 @@ class NanoVLLM(Engine):
         self.temperature = args.temperature
         assert self.llm.model_runner is not None  # before exit()
         backend = self.llm.model_runner.executor.worker.backend
-        self.description = f"{backend.NAME} attention, {self.llm.stats['num_blocks']} blocks of KV cache"
+        self.description = (
+            f"{backend.NAME} attention, {self.llm.stats['num_blocks']} blocks of KV cache"
+        )
 
     def run(self, requests: list[Request]) -> list[list[int]]:
-        params = [SamplingParams(temperature=self.temperature, ignore_eos=True, max_tokens=n) for _, n in requests]
+        params = [
+            SamplingParams(temperature=self.temperature, ignore_eos=True, max_tokens=n)
+            for _, n in requests
+        ]
         before = self.llm.stats
-        outputs = self.llm.generate([request.prompt for request in requests], params, use_tqdm=False)
-        self.stats = {name: self.llm.stats[name] - before[name] for name in ("num_cached_tokens", "num_preemptions")}
+        outputs = self.llm.generate(
+            [request.prompt for request in requests], params, use_tqdm=False
+        )
+        self.stats = {
+            name: self.llm.stats[name] - before[name]
+            for name in ("num_cached_tokens", "num_preemptions")
+        }
         return [output["token_ids"] for output in outputs]
 
 
@@ -126,27 +151,41 @@ class Transformers(Engine):
         how = {"dtype": args.torch_dtype, "attn_implementation": "sdpa"}
         if args.options["load_format"] == "dummy":
             with self.device:
-                self.model = AutoModelForCausalLM.from_config(args.hf_config, trust_remote_code=False, **how).eval()
+                self.model = AutoModelForCausalLM.from_config(
+                    args.hf_config, trust_remote_code=False, **how
+                ).eval()
         else:
-            self.model = AutoModelForCausalLM.from_pretrained(model, **LOCAL, **how).eval().to(self.device)
+            self.model = (
+                AutoModelForCausalLM.from_pretrained(model, **LOCAL, **how).eval().to(self.device)
+            )
         # In place of the checkpoint's own, which has an EOS and may have a top-k; with none given, top_k would be 50.
-        sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.temperature else {}
+        sampling = (
+            {"do_sample": True, "temperature": args.temperature, "top_k": 0}
+            if args.temperature
+            else {}
+        )
         self.model.generation_config = GenerationConfig(pad_token_id=0, **sampling)
         self.description = f"sdpa attention, static batches of {self.batch_size}"
 
     @torch.inference_mode()
     def run(self, requests: list[Request]) -> list[list[int]]:
-        order = sorted(range(len(requests)), key=lambda i: (requests[i].num_tokens, len(requests[i].prompt)))
+        order = sorted(
+            range(len(requests)), key=lambda i: (requests[i].num_tokens, len(requests[i].prompt))
+        )
         outputs: list[list[int]] = [[] for _ in requests]
         for start in range(0, len(order), self.batch_size):
             batch = order[start : start + self.batch_size]
             lengths = torch.tensor([len(requests[i].prompt) for i in batch], device=self.device)
             width = int(lengths.max())
             padded = [[0] * (width - len(requests[i].prompt)) + requests[i].prompt for i in batch]
-            input_ids = torch.tensor(padded, device=self.device)  # [batch, width], padding on the left
+            input_ids = torch.tensor(
+                padded, device=self.device
+            )  # [batch, width], padding on the left
             mask = (torch.arange(width, device=self.device) >= width - lengths[:, None]).long()
             longest = requests[batch[-1]].num_tokens
-            generated = self.model.generate(input_ids, attention_mask=mask, max_new_tokens=longest)[:, width:]
+            generated = self.model.generate(input_ids, attention_mask=mask, max_new_tokens=longest)[
+                :, width:
+            ]
             for i, token_ids in zip(batch, generated.tolist()):
                 outputs[i] = token_ids[: requests[i].num_tokens]
         return outputs
@@ -162,7 +201,9 @@ class VLLM(Engine):
         options = {name: args.options[name] for name in OPTIONS_OF_VLLM if name in args.options}
         self.llm = vllm.LLM(model=model, skip_tokenizer_init=True, **options)
         self.stats = {}
-        self.make_params = partial(vllm.SamplingParams, temperature=args.temperature, ignore_eos=True, detokenize=False)
+        self.make_params = partial(
+            vllm.SamplingParams, temperature=args.temperature, ignore_eos=True, detokenize=False
+        )
 
     def run(self, requests: list[Request]) -> list[list[int]]:
         params = [self.make_params(max_tokens=request.num_tokens) for request in requests]
@@ -180,11 +221,17 @@ def make_requests(args: argparse.Namespace, run: int) -> list[Request]:
     highest = min(10000, args.hf_config.vocab_size - 1)
     # Drawn in the order of nano-vLLM's bench.py, so that its lengths come out, those of its published figures.
     rng = random.Random(args.seed)
-    prompts = [[rng.randint(0, highest) for _ in range(rng.randint(*args.input_len))] for _ in range(args.num_seqs)]
+    prompts = [
+        [rng.randint(0, highest) for _ in range(rng.randint(*args.input_len))]
+        for _ in range(args.num_seqs)
+    ]
     num_tokens = [rng.randint(*args.output_len) for _ in prompts]
     rng = random.Random(f"seed {args.seed}, run {run}")
     prefix = [rng.randint(0, highest) for _ in range(args.shared_prefix)]
-    return [Request(prefix + [rng.randint(0, highest) for _ in prompt], n) for prompt, n in zip(prompts, num_tokens)]
+    return [
+        Request(prefix + [rng.randint(0, highest) for _ in prompt], n)
+        for prompt, n in zip(prompts, num_tokens)
+    ]
 
 
 def time_run(engine: Engine, requests: list[Request]) -> float:
@@ -209,9 +256,14 @@ def compare(engines: dict[str, Engine], args: argparse.Namespace) -> dict[str, A
         **{name: engine.description for name, engine in engines.items()},
     }
     for name, value in setting.items():
-        print(f"{name}:", ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value)
+        print(
+            f"{name}:",
+            ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value,
+        )
     requests = make_requests(args, run=0)
-    floor = find_floor(args.hf_config, args.torch_dtype, requests, args.shared_prefix, args.ceilings)
+    floor = find_floor(
+        args.hf_config, args.torch_dtype, requests, args.shared_prefix, args.ceilings
+    )
     print(f"roofline: {args.ceilings}, so at least {floor:.3g} seconds; {ABOVE}", flush=True)
     for engine in engines.values():  # a few requests, to warm up
         engine.run([Request(prompt, min(num_tokens, 8)) for prompt, num_tokens in requests[:8]])
@@ -219,13 +271,23 @@ def compare(engines: dict[str, Engine], args: argparse.Namespace) -> dict[str, A
     num_prompt_tokens = sum(len(request.prompt) for request in requests)
     num_output_tokens = sum(request.num_tokens for request in requests)
     num_tokens = num_prompt_tokens + num_output_tokens
-    columns = "prompt tokens", "output tokens", "seconds", "output tok/s", "total tok/s", "of roofline"
+    columns = (
+        "prompt tokens",
+        "output tokens",
+        "seconds",
+        "output tok/s",
+        "total tok/s",
+        "of roofline",
+    )
     print(f"\n{'':20}" + "".join(f"{column:>15}" for column in columns))
 
     def show(label: str, seconds: float, stats: dict[str, int]) -> None:
         rates = f"{num_output_tokens / seconds:15.1f}{num_tokens / seconds:15.1f}{floor / seconds:15.1%}"
         notes = "".join(f"  {name} {value}" for name, value in stats.items() if value)
-        print(f"{label:20}{num_prompt_tokens:15}{num_output_tokens:15}{seconds:15.2f}{rates}{notes}", flush=True)
+        print(
+            f"{label:20}{num_prompt_tokens:15}{num_output_tokens:15}{seconds:15.2f}{rates}{notes}",
+            flush=True,
+        )
 
     times: dict[str, list[float]] = {name: [] for name in engines}
     for run in range(1, args.repeat + 1):
@@ -239,18 +301,26 @@ def compare(engines: dict[str, Engine], args: argparse.Namespace) -> dict[str, A
     first, *others = medians
     ratios = {f"{first}/{other}": medians[other] / medians[first] for other in others}
     for pair, ratio in ratios.items():
-        print(f"{pair}: {ratio:.2f} times the tokens per second{' (ratio of medians)' * (args.repeat > 1)}")
+        print(
+            f"{pair}: {ratio:.2f} times the tokens per second{' (ratio of medians)' * (args.repeat > 1)}"
+        )
     return {
         **setting,
         "prompt_tokens": num_prompt_tokens,
         "output_tokens": num_output_tokens,
         "seconds": times,
         "median_seconds": medians,
-        "output_tokens_per_second": {name: num_output_tokens / seconds for name, seconds in medians.items()},
-        "total_tokens_per_second": {name: num_tokens / seconds for name, seconds in medians.items()},
+        "output_tokens_per_second": {
+            name: num_output_tokens / seconds for name, seconds in medians.items()
+        },
+        "total_tokens_per_second": {
+            name: num_tokens / seconds for name, seconds in medians.items()
+        },
         "ratios": ratios,
         "roofline": {**args.ceilings._asdict(), "seconds": floor, "note": ABOVE},
-        "share_of_roofline": {name: find_share(floor, seconds) for name, seconds in medians.items()},
+        "share_of_roofline": {
+            name: find_share(floor, seconds) for name, seconds in medians.items()
+        },
         "stats_of_last_run": {name: engine.stats for name, engine in engines.items()},
     }
 
@@ -336,19 +406,31 @@ def describe_hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, {torch.cuda.get_device_properties(device).total_memory / 2**30:.0f} GiB"
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    names = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip()
+        for line in cpuinfo.splitlines()
+        if line.startswith("model name")
+    ]
     name = names[0] if names else platform.processor() or platform.machine()
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 
 def find_versions(packages: Iterable[str]) -> dict[str, str]:
     """The versions of Python and of those of `packages` that are installed."""
-    versions = {name: getattr(import_module(name), "__version__", "of this directory") for name in packages if find_spec(name)}
+    versions = {
+        name: getattr(import_module(name), "__version__", "of this directory")
+        for name in packages
+        if find_spec(name)
+    }
     return {"python": platform.python_version(), **versions}
 
 
 def find_floor(
-    config: PretrainedConfig, dtype: torch.dtype, requests: list[Request], shared_prefix: int, ceilings: Ceilings
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    requests: list[Request],
+    shared_prefix: int,
+    ceilings: Ceilings,
 ) -> float:
     """The least seconds for `requests`: all prompts, then the fewest decode steps. A shared prefix counts once.
 
@@ -364,13 +446,20 @@ def find_floor(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     head = model.get_output_embeddings().weight.numel()
-    matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)) - head
+    matrices = (
+        sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+        - head
+    )
     experts = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 3)
-    matrices += experts * getattr(config, "num_experts_per_tok", 0) // getattr(config, "num_experts", 1)
+    matrices += (
+        experts * getattr(config, "num_experts_per_tok", 0) // getattr(config, "num_experts", 1)
+    )
     num_heads, num_layers = config.num_attention_heads, config.num_hidden_layers
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     attention = 2 * 2 * num_layers * num_heads * head_dim
-    key_value = 2 * num_layers * (getattr(config, "num_key_value_heads", None) or num_heads) * head_dim
+    key_value = (
+        2 * num_layers * (getattr(config, "num_key_value_heads", None) or num_heads) * head_dim
+    )
 
     lengths, repeats = [len(request.prompt) for request in requests], len(requests) - 1
     num_tokens = sum(lengths) - shared_prefix * repeats
@@ -380,8 +469,12 @@ def find_floor(
     for step in range(1, max(request.num_tokens for request in requests)):
         contexts = [len(prompt) + step for prompt, num_wanted in requests if num_wanted > step]
         flops = 2 * (matrices + head) * len(contexts) + attention * sum(contexts)
-        num_read = matrices + head + key_value * (sum(contexts) - shared_prefix * (len(contexts) - 1))
-        seconds += max(flops / ceilings.flops_per_second, num_read * dtype.itemsize / ceilings.bytes_per_second)
+        num_read = (
+            matrices + head + key_value * (sum(contexts) - shared_prefix * (len(contexts) - 1))
+        )
+        seconds += max(
+            flops / ceilings.flops_per_second, num_read * dtype.itemsize / ceilings.bytes_per_second
+        )
     return seconds
 
 
@@ -409,18 +502,61 @@ def make_parser() -> argparse.ArgumentParser:
         " out. On a CPU it is one of less than a minute: small, 32 requests, 32 to 256 in, 32 to 256 out.",
     )
     add = parser.add_argument
-    add("--model", help=f"directory, Hub id, or a shape to run with random weights: {', '.join(SHAPES)}")
+    add(
+        "--model",
+        help=f"directory, Hub id, or a shape to run with random weights: {', '.join(SHAPES)}",
+    )
     add("--num-seqs", type=integer(1), metavar="N", help="requests")
-    add("--input-len", type=integer(1), nargs=2, metavar=("LO", "HI"), help="prompt tokens, a shared prefix not counted")
+    add(
+        "--input-len",
+        type=integer(1),
+        nargs=2,
+        metavar=("LO", "HI"),
+        help="prompt tokens, a shared prefix not counted",
+    )
     add("--output-len", type=integer(1), nargs=2, metavar=("LO", "HI"), help="tokens to generate")
-    add("--shared-prefix", type=integer(0), default=0, metavar="N", help="tokens that all prompts start with (0)")
+    add(
+        "--shared-prefix",
+        type=integer(0),
+        default=0,
+        metavar="N",
+        help="tokens that all prompts start with (0)",
+    )
     add("--repeat", type=integer(1), default=1, metavar="N", help="runs of each engine (1)")
     add("--temperature", type=float, default=0.6, help="0 is greedy (0.6)")
-    add("--seed", type=integer(0, math.inf), default=0, help="of lengths, token ids and sampling (0)")
-    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="auto: the checkpoint's (auto)")
-    add("--engine", nargs="+", default=["nanovllm"], choices=list(ENGINES), help="several get equal shares of a GPU (nanovllm)")
-    add("--batch-size", type=integer(1), metavar="N", help="of transformers; less where memory runs out (all requests at once)")
-    add("--set", type=option, action="append", default=[], metavar="NAME=VALUE", help="option of nanovllm's LLM; repeatable")
+    add(
+        "--seed",
+        type=integer(0, math.inf),
+        default=0,
+        help="of lengths, token ids and sampling (0)",
+    )
+    add(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        help="auto: the checkpoint's (auto)",
+    )
+    add(
+        "--engine",
+        nargs="+",
+        default=["nanovllm"],
+        choices=list(ENGINES),
+        help="several get equal shares of a GPU (nanovllm)",
+    )
+    add(
+        "--batch-size",
+        type=integer(1),
+        metavar="N",
+        help="of transformers; less where memory runs out (all requests at once)",
+    )
+    add(
+        "--set",
+        type=option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="option of nanovllm's LLM; repeatable",
+    )
     add("--json", action="store_true", help="print one line of JSON, and everything else on stderr")
     parser.set_defaults(**(ON_GPU if torch.cuda.is_available() else ON_CPU))
     return parser
@@ -449,9 +585,13 @@ def find_options(args: argparse.Namespace) -> dict[str, Any]:
     config = Config.from_options(args.model, **options)
     SamplingParams(temperature=args.temperature)
     if (config.max_model_len or 0) < longest:
-        raise ValueError(f"--set: max_model_len={config.max_model_len} is below the {longest} tokens of the longest request")
+        raise ValueError(
+            f"--set: max_model_len={config.max_model_len} is below the {longest} tokens of the longest request"
+        )
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < longest_prompt:
-        raise ValueError(f"--set: enable_chunked_prefill=False needs max_num_batched_tokens={longest_prompt} for the prompts")
+        raise ValueError(
+            f"--set: enable_chunked_prefill=False needs max_num_batched_tokens={longest_prompt} for the prompts"
+        )
     return options
 
 
@@ -464,7 +604,10 @@ def make_engines(args: argparse.Namespace, scratch: str) -> dict[str, Engine]:
     args.hf_config = read_config(Path(model))
     if args.options["dtype"] == "auto":
         args.options["dtype"] = str(args.hf_config.dtype or torch.float32).removeprefix("torch.")
-    args.device, args.torch_dtype = torch.device(args.options["device"]), getattr(torch, args.options["dtype"])
+    args.device, args.torch_dtype = (
+        torch.device(args.options["device"]),
+        getattr(torch, args.options["dtype"]),
+    )
     args.ceilings = measure_ceilings(args.device, args.torch_dtype)  # while there is memory for it
     return {name: ENGINES[name](model, args) for name in dict.fromkeys(args.engine)}
 
@@ -472,7 +615,10 @@ def make_engines(args: argparse.Namespace, scratch: str) -> dict[str, Engine]:
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
-    with redirect_stdout(sys.stderr) if args.json else nullcontext(), TemporaryDirectory() as scratch:
+    with (
+        redirect_stdout(sys.stderr) if args.json else nullcontext(),
+        TemporaryDirectory() as scratch,
+    ):
         try:
             args.options = find_options(args)
             engines = make_engines(args, scratch)

@@ -24,7 +24,12 @@ QUESTIONS = [
     "Which day comes after Sunday?",
     "Who wrote Hamlet?",
 ]
-PROMPTS = {"A": list(range(100, 122)), "B": list(range(100, 116)), "C": list(range(200, 230)), "D": list(range(300, 309))}
+PROMPTS = {
+    "A": list(range(100, 122)),
+    "B": list(range(100, 116)),
+    "C": list(range(200, 230)),
+    "D": list(range(300, 309)),
+}
 SYSTEM = (
     "You are a small and friendly assistant that runs inside nanovllm. Answer every question in as few words as you can,"
     " and if you do not know the answer, say so."
@@ -40,15 +45,21 @@ def tour(model: str, max_tokens: int) -> None:
             print(f"\n> {question}\n{output['text']}")
 
         print("\n--- The same behind one system prompt: its K/V are computed once and shared")
-        shared = [[{"role": "system", "content": SYSTEM}, *conversation] for conversation in conversations]
+        shared = [
+            [{"role": "system", "content": SYSTEM}, *conversation] for conversation in conversations
+        ]
         for question, output in zip(QUESTIONS, llm.chat(shared, greedy)):
             total = len(output["prompt_token_ids"])
-            print(f"{output['num_cached_tokens']:4} of {total} prompt tokens from the cache  > {question}")
+            print(
+                f"{output['num_cached_tokens']:4} of {total} prompt tokens from the cache  > {question}"
+            )
 
         print("\n--- One answer, as it is written\n\n> count from 3 to 17")
         chat = [{"role": "user", "content": "count from 3 to 17"}]
         assert llm.tokenizer is not None  # or chat would have refused above
-        token_ids = llm.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        token_ids = llm.tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=False
+        )
         text = ""
         for output in llm.stream(cast(list[int], token_ids), greedy):
             print(output["text"][len(text) :], end="", flush=True)
@@ -81,11 +92,15 @@ def look_inside(trace: Path, enable_chunked_prefill: bool) -> None:
             print(
                 "  Blocks 0 to 3 have all tokens of B, but the logits of its last are needed: block 7 is a duplicate of block 3."
             )
-            print("  Block 14 has 3 of its 4 tokens, the budget has no more: it is full in the next step, and gets a hash.")
+            print(
+                "  Block 14 has 3 of its 4 tokens, the budget has no more: it is full in the next step, and gets a hash."
+            )
             show_step(llm, 4, block_ids=[14])
         while not llm.is_finished():
             llm.step()
-    print(f"\n{'mixed steps' if enable_chunked_prefill else 'prefill first'}\n{render(read(trace))}")
+    print(
+        f"\n{'mixed steps' if enable_chunked_prefill else 'prefill first'}\n{render(read(trace))}"
+    )
 
 
 def show_step(llm: LLM, number: int, block_ids: list[int]) -> None:
@@ -104,15 +119,23 @@ def show_step(llm: LLM, number: int, block_ids: list[int]) -> None:
     bounds = batch.cu_seqlens_q.tolist()
     print(f"\nstep {number}, as the model gets it (slot = block * 4 + position % 4)")
     for seq, start, end in zip(seqs, bounds, bounds[1:]):
-        print(f"  {'ABCD'[seq.seq_id]}: {int(batch.positions[start])} tokens are in the cache, {end - start} new")
-        print(f"     block_table  {seq.block_table}\n     slot_mapping {batch.slot_mapping[start:end].tolist()}")
+        print(
+            f"  {'ABCD'[seq.seq_id]}: {int(batch.positions[start])} tokens are in the cache, {end - start} new"
+        )
+        print(
+            f"     block_table  {seq.block_table}\n     slot_mapping {batch.slot_mapping[start:end].tolist()}"
+        )
     for block_id in block_ids:
         block = llm.scheduler.block_manager.blocks[block_id]
-        print(f"  block {block_id}: {'no hash' if block.hash == -1 else f'hash {block.hash:016x}, tokens {block.token_ids}'}")
+        print(
+            f"  block {block_id}: {'no hash' if block.hash == -1 else f'hash {block.hash:016x}, tokens {block.token_ids}'}"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default=DEMO_MODEL, help="checkpoint directory or Hub id")
     parser.add_argument("--max-tokens", type=int, default=256)
     args = parser.parse_args()

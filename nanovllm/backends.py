@@ -13,8 +13,8 @@ class Registration(NamedTuple):
     device_types: tuple[str, ...]  # on which "auto" tries it
 
 
-# The fastest backend comes first, because "auto" takes the first one that works. "torch" always does,
-# so a backend behind it is used only if it is asked for by name.
+# The fastest backend comes first, because "auto" takes the first one that works. "torch" always
+# works, so a backend behind it is used only if it is requested by name.
 BACKENDS = {
     "flash_attn": Registration("nanovllm.kernels.cuda.flash_attn", ("cuda",)),
     "triton": Registration("nanovllm.kernels.cuda.attention", ("cuda",)),

@@ -30,10 +30,19 @@ class BeamSearch:
     """The search for one prompt. Knows scores and token ids; `search_together` asks the engine for the scores."""
 
     def __init__(
-        self, prompt: list[int], beam_width: int, max_tokens: int, length_penalty: float, eos_token_ids: frozenset[int]
+        self,
+        prompt: list[int],
+        beam_width: int,
+        max_tokens: int,
+        length_penalty: float,
+        eos_token_ids: frozenset[int],
     ) -> None:
         self.prompt = prompt
-        self.beam_width, self.max_tokens, self.length_penalty = beam_width, max_tokens, length_penalty
+        self.beam_width, self.max_tokens, self.length_penalty = (
+            beam_width,
+            max_tokens,
+            length_penalty,
+        )
         self.eos_token_ids = eos_token_ids
         # So many that beam_width of them go on even if every beam's best candidates are all the EOS there are.
         self.num_candidates = max(2, 1 + len(eos_token_ids)) * beam_width
@@ -50,7 +59,9 @@ class BeamSearch:
             for beam, nexts in zip(self.running, logprobs, strict=True)
             for token_id, logprob in nexts.items()
         )
-        candidates = [self._extend(*best) for best in nlargest(self.num_candidates, scored, key=itemgetter(0))]
+        candidates = [
+            self._extend(*best) for best in nlargest(self.num_candidates, scored, key=itemgetter(0))
+        ]
         ended = [beam for beam in candidates[: self.beam_width] if beam.finish_reason]
         self.finished = nlargest(self.beam_width, self.finished + ended, key=self._score)
         if not (candidates or self.finished):
@@ -62,8 +73,12 @@ class BeamSearch:
 
     def _extend(self, total: float, beam: Beam, token_id: int, logprob: float) -> Beam:
         is_longest = len(beam.token_ids) + 1 == self.max_tokens
-        reason: FinishReason | None = "stop" if token_id in self.eos_token_ids else "length" if is_longest else None
-        return Beam([*beam.token_ids, token_id], [*beam.logprobs, {token_id: logprob}], total, reason)
+        reason: FinishReason | None = (
+            "stop" if token_id in self.eos_token_ids else "length" if is_longest else None
+        )
+        return Beam(
+            [*beam.token_ids, token_id], [*beam.logprobs, {token_id: logprob}], total, reason
+        )
 
     def _score(self, beam: Beam) -> float:
         return beam.cumulative_logprob / len(beam.token_ids) ** self.length_penalty
@@ -73,8 +88,16 @@ def search_together(searches: list[BeamSearch], generate: Generate) -> list[Requ
     """Finish all `searches`, which share the engine's steps. The outputs of the first step, one for each search."""
     first: list[RequestOutput] = []
     while active := [search for search in searches if search.running]:
-        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=active[0].num_candidates)
-        outputs = generate([(search.prompt + beam.token_ids, params) for search in active for beam in search.running])
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=active[0].num_candidates
+        )
+        outputs = generate(
+            [
+                (search.prompt + beam.token_ids, params)
+                for search in active
+                for beam in search.running
+            ]
+        )
         first = first or outputs
         logprobs = iter([output["logprobs"][0] if output["logprobs"] else {} for output in outputs])
         for search in active:

@@ -40,16 +40,25 @@ def check_int(name: str, value: object, minimum: int, maximum: float = math.inf)
 
 def check_ints(name: str, values: Iterable[object], minimum: int) -> list[int]:
     """Require a list of ints >= `minimum`, or a tuple, a set or an array of them."""
-    return [check_int(f"each of {name}", value, minimum) for value in check_type(name, values, (Iterable,), "a list of ints")]
+    return [
+        check_int(f"each of {name}", value, minimum)
+        for value in check_type(name, values, (Iterable,), "a list of ints")
+    ]
 
 
-def check_number(name: str, value: object, low: float, high: float = 1e300, open_low: bool = False) -> float:
+def check_number(
+    name: str, value: object, low: float, high: float = 1e300, open_low: bool = False
+) -> float:
     """Require a finite number in [low, high], or in (low, high] where `open_low`. An int stays one, however large."""
     if not isinstance(value, (int, float, Real)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {value!r}")
-    number = value if isinstance(value, int) else float(value)  # float16 cannot be compared with `high`
+    number = (
+        value if isinstance(value, int) else float(value)
+    )  # float16 cannot be compared with `high`
     if not low <= number <= high or (open_low and number == low):  # the first is false for NaN, too
-        limits = f"{'above' if open_low else 'at least'} {low}" + f" and at most {high}" * (high < math.inf)
+        limits = f"{'above' if open_low else 'at least'} {low}" + f" and at most {high}" * (
+            high < math.inf
+        )
         raise ValueError(f"{name} must be {limits}, not {value}")
     return number
 

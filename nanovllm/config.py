@@ -11,11 +11,23 @@ from functools import wraps
 from typing import Any, Concatenate, Literal, ParamSpec
 
 from nanovllm.backends import BACKENDS
-from nanovllm.checks import Checked, check_bool, check_choice, check_int, check_number, check_type, checked
+from nanovllm.checks import (
+    Checked,
+    check_bool,
+    check_choice,
+    check_int,
+    check_number,
+    check_type,
+    checked,
+)
 
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_SIZE = 2**31 - 1  # of anything that is counted: beyond it arithmetic overflows before memory runs out
-MAX_HEAD_DIM = 2**16  # far above what backends compute; a larger one exceeds all memory in RoPE's tables
+MAX_SIZE = (
+    2**31 - 1
+)  # of anything that is counted: beyond it arithmetic overflows before memory runs out
+MAX_HEAD_DIM = (
+    2**16
+)  # far above what backends compute; a larger one exceeds all memory in RoPE's tables
 MAX_DRAFT_LEN = 7  # on a CPU, queries of up to 8 tokens are computed as decodes, to the bit: a longer draft could change one
 MAX_DRAFT_STEP = 256  # tokens of a step with drafts, whatever it costs
 Options = ParamSpec("Options")
@@ -55,8 +67,12 @@ class Config(Checked):
     """
 
     model: str | os.PathLike[str] = field(kw_only=False)
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = checked("auto", check_choice, choices=("auto", *DTYPES))
-    device: str = checked("auto", check_type, types=(str,), meaning="a str such as 'auto', 'cpu' or 'cuda'")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = checked(
+        "auto", check_choice, choices=("auto", *DTYPES)
+    )
+    device: str = checked(
+        "auto", check_type, types=(str,), meaning="a str such as 'auto', 'cpu' or 'cuda'"
+    )
     tensor_parallel_size: int = checked(1, check_int, minimum=1)
     max_model_len: int | None = checked(None, check_int, minimum=2)
     max_num_batched_tokens: int = checked(8192, check_int, minimum=1, maximum=MAX_SIZE)
@@ -73,7 +89,9 @@ class Config(Checked):
     load_format: Literal["auto", "dummy"] = checked("auto", check_choice, choices=("auto", "dummy"))
     seed: int = checked(0, check_int, minimum=0)
     num_speculative_tokens: int = checked(0, check_int, minimum=0, maximum=MAX_SIZE)
-    trace: str | os.PathLike[str] | None = checked(None, check_type, types=(str, os.PathLike), meaning="a file's path")
+    trace: str | os.PathLike[str] | None = checked(
+        None, check_type, types=(str, os.PathLike), meaning="a file's path"
+    )
 
     @classmethod
     def from_options(cls, *args: Any, **options: Any) -> "Config":
@@ -87,9 +105,13 @@ class Config(Checked):
         check_type("model", self.model, (str, os.PathLike), "a checkpoint directory or a Hub id")
         super().__post_init__()
         if not self.enable_kernels and self.attention_backend not in ("auto", "torch"):
-            raise ValueError(f"attention_backend={self.attention_backend!r} needs enable_kernels=True: without, it is 'torch'")
+            raise ValueError(
+                f"attention_backend={self.attention_backend!r} needs enable_kernels=True: without, it is 'torch'"
+            )
 
 
-def takes(options: Callable[Options, object]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Options], None]]:
+def takes(
+    options: Callable[Options, object],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Options], None]]:
     """Show editors and `help` that an __init__ has the parameters of `options`."""
     return wraps(vars(options)["__init__"])

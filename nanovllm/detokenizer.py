@@ -24,10 +24,19 @@ class Detokenizer:
     MAX_CONTEXT = 8  # tokens; then only those that brought the newest text are kept
     MAX_PENDING = 32  # tokens, far more than a character has; then they are text as they are
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, num_prompt_tokens: int, stop_strings: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        num_prompt_tokens: int,
+        stop_strings: tuple[str, ...] = (),
+    ) -> None:
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
-        self.num_prompt_tokens = self.num_tokens = num_prompt_tokens  # the second: tokens taken so far
-        self.num_unsafe = max(map(len, stop_strings), default=1) - 1  # last characters that may begin a stop string
+        self.num_prompt_tokens = self.num_tokens = (
+            num_prompt_tokens  # the second: tokens taken so far
+        )
+        self.num_unsafe = (
+            max(map(len, stop_strings), default=1) - 1
+        )  # last characters that may begin a stop string
         self.text = ""
         # Context: the last tokens in `text`, enough to decode what follows as in its place; and what they are decoded alone.
         # Pending: tokens that end within a character (with U+FFFD) or have no text.
@@ -58,11 +67,15 @@ class Detokenizer:
         num_searched = self.num_searched
         self._advance(token_ids)
         text = self.text
-        if self.window[2]:  # a token can end a stop string and begin a character that is not complete
+        if self.window[
+            2
+        ]:  # a token can end a stop string and begin a character that is not complete
             text += self._find_new(*self.window).rstrip("\ufffd")
         self.num_searched = len(text)
         if may_stop and self.end is None:
-            starts = [text.find(stop, max(0, num_searched - len(stop) + 1)) for stop in self.stop_strings]
+            starts = [
+                text.find(stop, max(0, num_searched - len(stop) + 1)) for stop in self.stop_strings
+            ]
             self.end = min((start for start in starts if start >= 0), default=None)
         return self.end is not None
 
@@ -72,14 +85,20 @@ class Detokenizer:
             new, window = self._take(token_id, *self.window)
             self.num_tokens, self.text, self.window = self.num_tokens + 1, self.text + new, window
 
-    def _take(self, token_id: int, context: tuple[int, ...], context_text: str, pending: tuple[int, ...]) -> tuple[str, Window]:
+    def _take(
+        self, token_id: int, context: tuple[int, ...], context_text: str, pending: tuple[int, ...]
+    ) -> tuple[str, Window]:
         """The text that one more token completes, and the window behind it."""
         text = self._decode((*context, *pending, token_id))
-        if text is None:  # what follows is decoded as if this token were not there; a character ends with it
+        if (
+            text is None
+        ):  # what follows is decoded as if this token were not there; a character ends with it
             new = self._find_new(context, context_text, pending)
             return new + "\ufffd", (context, context_text, () if new else pending)
         pending = (*pending, token_id)
-        if context and text.endswith("\ufffd"):  # a character's first bytes may turn those of the context to U+FFFD as well
+        if context and text.endswith(
+            "\ufffd"
+        ):  # a character's first bytes may turn those of the context to U+FFFD as well
             context, context_text, text = (), "", self._decode(pending) or ""
         new = text[len(context_text) :]
         if len(pending) <= self.MAX_PENDING and (not new or new.endswith("\ufffd")):
@@ -88,13 +107,19 @@ class Detokenizer:
             context, text = (), self._decode(pending) or ""
         return new, (context + pending, text, ())
 
-    def _find_new(self, context: tuple[int, ...], context_text: str, pending: tuple[int, ...]) -> str:
+    def _find_new(
+        self, context: tuple[int, ...], context_text: str, pending: tuple[int, ...]
+    ) -> str:
         """What `pending` adds."""
         return (self._decode(context + pending) or "")[len(context_text) :]
 
     def _decode(self, token_ids: list[int] | tuple[int, ...]) -> str | None:
         """None if the tokenizer cannot."""
         try:
-            return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+            return str(
+                self.tokenizer.decode(
+                    list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                )
+            )
         except Exception:  # whatever somebody's tokenizer raises
             return None

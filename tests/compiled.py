@@ -25,7 +25,9 @@ from types import SimpleNamespace
 
 os.environ["TRITON_INTERPRET"] = "0"
 os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="triton")
-os.environ["TRITON_DEFAULT_FP_FUSION"] = "0"  # as of Triton 3.10: the kernels must ask for it themselves
+os.environ["TRITON_DEFAULT_FP_FUSION"] = (
+    "0"  # as of Triton 3.10: the kernels must ask for it themselves
+)
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
@@ -47,7 +49,13 @@ from nanovllm.models.decoder import DecoderSpec
 from nanovllm.packing import pack, unpack
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes of a block
+SHARED_LIMIT = {
+    80: 163 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    100: 227 << 10,
+    120: 99 << 10,
+}  # bytes of a block
 MATRIX = {"wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma", "mma": r"\bmma\.sync"}
 BLOCK_SIZE = 16
 
@@ -57,9 +65,18 @@ class FakeDriver:
         self.arch = arch
         self.launched: list[list[str]] = []
         self.utils = SimpleNamespace(
-            load_binary=lambda *_: (1, 1, 0, 0, 1024),  # module, function, registers, spills, threads at most
+            load_binary=lambda *_: (
+                1,
+                1,
+                0,
+                0,
+                1024,
+            ),  # module, function, registers, spills, threads at most
             unload_module=lambda *_: None,
-            get_device_properties=lambda *_: {"max_shared_mem": SHARED_LIMIT[arch], "multiprocessor_count": 132},
+            get_device_properties=lambda *_: {
+                "max_shared_mem": SHARED_LIMIT[arch],
+                "multiprocessor_count": 132,
+            },
         )
 
     def get_current_target(self) -> GPUTarget:
@@ -75,7 +92,9 @@ class FakeDriver:
         return torch.device("cpu")
 
     def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
-        return lambda *arguments, **options: self.launched.append([source.fn.__name__, *map(describe, arguments)])
+        return lambda *arguments, **options: self.launched.append(
+            [source.fn.__name__, *map(describe, arguments)]
+        )
 
 
 def describe(argument: object) -> str:
@@ -85,9 +104,23 @@ def describe(argument: object) -> str:
 
 
 def make_spec(dtype: torch.dtype, head_dim: int, group_size: int, **options) -> DecoderSpec:
-    sizes = dict(hidden_size=1024, intermediate_size=3072, vocab_size=4100, num_layers=2, max_len=4096, norm_eps=1e-6)
-    options = {"tie_embeddings": True, "rope": RopeSpec.from_base(1e4, head_dim), **sizes, **options}
-    return DecoderSpec(num_heads=2 * group_size, num_kv_heads=2, head_dim=head_dim, dtype=dtype, **options)
+    sizes = dict(
+        hidden_size=1024,
+        intermediate_size=3072,
+        vocab_size=4100,
+        num_layers=2,
+        max_len=4096,
+        norm_eps=1e-6,
+    )
+    options = {
+        "tie_embeddings": True,
+        "rope": RopeSpec.from_base(1e4, head_dim),
+        **sizes,
+        **options,
+    }
+    return DecoderSpec(
+        num_heads=2 * group_size, num_kv_heads=2, head_dim=head_dim, dtype=dtype, **options
+    )
 
 
 @torch.inference_mode()
@@ -96,12 +129,22 @@ def launch(spec: DecoderSpec) -> None:
     device = torch.device("cuda")
     model = spec.make_model(attention)
     kernels.kernelize(model, device, spec.dtype)
-    kv_caches = [torch.empty(2, 8, BLOCK_SIZE, 2, spec.head_dim, dtype=spec.dtype) for _ in range(spec.num_layers)]
-    batch = worker.copy_to(make_batch([1, 5, 33], [300, 5, 133], torch.zeros(3, 19, dtype=torch.int32)), device)
+    kv_caches = [
+        torch.empty(2, 8, BLOCK_SIZE, 2, spec.head_dim, dtype=spec.dtype)
+        for _ in range(spec.num_layers)
+    ]
+    batch = worker.copy_to(
+        make_batch([1, 5, 33], [300, 5, 133], torch.zeros(3, 19, dtype=torch.int32)), device
+    )
     logits = model.compute_logits(model(batch, kv_caches))
     rows = torch.arange(3)
     noise = {"temperatures": torch.ones(3), "noise_keys": torch.ones(3, 2, dtype=torch.int32)}
-    filters = {"filtered_rows": rows, "filtered_temperatures": torch.ones(3), "top_ks": rows + 1, "top_ps": torch.ones(3)}
+    filters = {
+        "filtered_rows": rows,
+        "filtered_temperatures": torch.ones(3),
+        "top_ks": rows + 1,
+        "top_ps": torch.ones(3),
+    }
     sampler = Sampler(spec.vocab_size)
     kernels.kernelize(sampler, device, spec.dtype)
     launch_sampler(sampler, logits, SamplingBatch(**noise))
@@ -115,7 +158,9 @@ def inspect(kernel: triton.compiler.CompiledKernel) -> dict:
         command = [TOOLS / "cuobjdump", "--dump-resource-usage", "--dump-sass", file.name]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", code)}
-    constants = {kernel.src.fn.arg_names[path[0]]: value for path, value in kernel.src.constants.items()}
+    constants = {
+        kernel.src.fn.arg_names[path[0]]: value for path, value in kernel.src.constants.items()
+    }
     return {
         "kernel": kernel.metadata.name,
         "is_decode": constants.get("IS_DECODE"),
@@ -124,7 +169,9 @@ def inspect(kernel: triton.compiler.CompiledKernel) -> dict:
         "shared": kernel.metadata.shared,
         "fuses": kernel.metadata.enable_fp_fusion,  # a product and a sum in one instruction, rounded once
         "loops": sorted(find_loops(code)),
-        "matrix": [name for name, pattern in MATRIX.items() if re.search(pattern, kernel.asm["ptx"])],
+        "matrix": [
+            name for name, pattern in MATRIX.items() if re.search(pattern, kernel.asm["ptx"])
+        ],
     }
 
 
@@ -162,7 +209,11 @@ def compile_all(models: list[tuple[torch.dtype, int, int]]) -> None:
         for kernel in find_compiled():
             if id(kernel) not in seen:
                 seen.add(id(kernel))
-                setting = {"dtype": str(dtype).removeprefix("torch."), "head_dim": head_dim, "group_size": group_size}
+                setting = {
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "head_dim": head_dim,
+                    "group_size": group_size,
+                }
                 print(json.dumps({**setting, **inspect(kernel)}), flush=True)
 
 
@@ -170,7 +221,10 @@ def launch_twice(arch: int) -> None:
     """What is launched, and by Triton's own way or directly."""
     fake, run, ways = FakeDriver(arch), JITFunction.run, []
     driver.set_active(fake)
-    JITFunction.run = lambda self, *args, **options: (ways.append(self.__name__), run(self, *args, **options))[1]
+    JITFunction.run = lambda self, *args, **options: (
+        ways.append(self.__name__),
+        run(self, *args, **options),
+    )[1]
     for _ in range(2):
         fake.launched, ways[:] = [], []
         launch(make_spec(torch.bfloat16, 128, 2, qk_norm=True))
@@ -204,8 +258,15 @@ def serve(num_heads: int, num_kv_heads: int, vocab_size: int, enforce_eager: boo
             num_attention_heads=num_heads, num_key_value_heads=num_kv_heads, head_dim=64, max_position_embeddings=2048,
             tie_word_embeddings=True, dtype="bfloat16",
         ).save_pretrained(directory)  # fmt: skip
-        options = {"max_num_seqs": 40, "max_num_batched_tokens": 512, "num_kvcache_blocks": 600, "enforce_eager": enforce_eager}
-        llm = LLM(directory, load_format="dummy", attention_backend="triton", device="cpu", **options)
+        options = {
+            "max_num_seqs": 40,
+            "max_num_batched_tokens": 512,
+            "num_kvcache_blocks": 600,
+            "enforce_eager": enforce_eager,
+        }
+        llm = LLM(
+            directory, load_format="dummy", attention_backend="triton", device="cpu", **options
+        )
     parts = ["start"]
     triton.knobs.runtime.jit_post_compile_hook = lambda **details: print(
         json.dumps({"part": parts[-1], "kernel": details["fn"].name}), flush=True
@@ -214,14 +275,20 @@ def serve(num_heads: int, num_kv_heads: int, vocab_size: int, enforce_eager: boo
     if not enforce_eager:
         with torch.inference_mode():
             sizes = graphs.batch_sizes(40)
-            executor.graphs = graphs.CudaGraphs(executor.model, executor.kv_caches, sizes, executor.block_table_width)
+            executor.graphs = graphs.CudaGraphs(
+                executor.model, executor.kv_caches, sizes, executor.block_table_width
+            )
     for query_lens in ([2, 1], [1]):  # the start of an engine on a GPU
         batch = executor._make_dummy_batch(query_lens)
         profile_sampling(runner.sample, executor.max_model_len, executor.compute(batch))
     for part, (lengths, params) in LIFE.items():
         parts.append(part)
-        prompts = [[(i * 7 + j) % vocab_size for j in range(length)] for i, length in enumerate(lengths)]
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True, **params), use_tqdm=False)
+        prompts = [
+            [(i * 7 + j) % vocab_size for j in range(length)] for i, length in enumerate(lengths)
+        ]
+        outputs = llm.generate(
+            prompts, SamplingParams(max_tokens=4, ignore_eos=True, **params), use_tqdm=False
+        )
         assert all(len(output["token_ids"]) == 4 for output in outputs)
 
 
@@ -243,7 +310,9 @@ if __name__ == "__main__":
     args = parser.parse_args()
     driver.set_active(FakeDriver(args.arch))
     kernels.find_twins = lambda device_type, dtype: twins.TWINS
-    worker.copy_to = lambda batch, device: unpack(pack(batch))  # its tensors lie in one, as on a GPU
+    worker.copy_to = lambda batch, device: unpack(
+        pack(batch)
+    )  # its tensors lie in one, as on a GPU
     attention._describe_gpu = lambda device: (args.arch // 10, 132)
     if args.twice:
         launch_twice(args.arch)

@@ -14,14 +14,18 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # of pytest-xdist: started by a process that has come through here before
+IS_WORKER = (
+    "PYTEST_XDIST_WORKER" in os.environ
+)  # of pytest-xdist: started by a process that has come through here before
 if IS_WORKER and (visible := os.environ.pop("NANOVLLM_TESTS_SEE", None)) is not None:
     del os.environ["CUDA_VISIBLE_DEVICES"]
     os.environ.update({} if visible == "all" else {"CUDA_VISIBLE_DEVICES": visible})
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")  # of the kernels for GPUs
 if not ON_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: kernels then run on CPU tensors
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # read when triton is imported: kernels then run on CPU tensors
 
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
@@ -51,7 +55,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def gpus_are_seen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gpus_are_seen(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """By tests that are marked `gpu`, which give back what they have taken of one."""
     if not request.node.get_closest_marker("gpu"):
         yield
@@ -82,7 +88,9 @@ def make_checkpoint(
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(family(**{**settings, **changes})).eval()
     for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtype)  # model.to(dtype) would round RoPE's frequencies, a buffer, as loading does not
+        parameter.data = parameter.data.to(
+            dtype
+        )  # model.to(dtype) would round RoPE's frequencies, a buffer, as loading does not
         if parameter.dim() == 1:  # transformers starts these at 1 and 0, where mistakes do not show
             torch.nn.init.normal_(parameter, float(name.endswith("norm.weight")), 0.3)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
@@ -113,7 +121,11 @@ class Oracle:
         if len(known) < num_tokens:
             ids = torch.tensor([prompt])
             out = self.model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                pad_token_id=0,
             )
             self.known[tuple(prompt)] = known = out[0, len(prompt) :].tolist()
         return known[:num_tokens]
@@ -140,16 +152,25 @@ def greedy(num_tokens: int) -> SamplingParams:
 
 
 def random_prompt(seed: int, length: int) -> list[int]:
-    return torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(
+        VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
 
 
-def cover_pairs(*factors: Iterable[Any], allowed: Callable[..., bool] = lambda *_: True) -> list[tuple[Any, ...]]:
+def cover_pairs(
+    *factors: Iterable[Any], allowed: Callable[..., bool] = lambda *_: True
+) -> list[tuple[Any, ...]]:
     """A covering array, found greedily: few of all combinations, in which any two values of different factors meet.
 
     Combinations that are not `allowed` are left out.
     """
-    combinations = [combination for combination in itertools.product(*factors) if allowed(*combination)]
-    pairs = [set(itertools.combinations(enumerate(map(repr, combination)), 2)) for combination in combinations]
+    combinations = [
+        combination for combination in itertools.product(*factors) if allowed(*combination)
+    ]
+    pairs = [
+        set(itertools.combinations(enumerate(map(repr, combination)), 2))
+        for combination in combinations
+    ]
     left, chosen = set().union(*pairs), []
     while left:
         chosen.append(max(range(len(combinations)), key=lambda i: len(pairs[i] & left)))
@@ -165,7 +186,11 @@ def load_backend(name: str) -> ModuleType:
 
 
 def find_obstacle(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int = 64, block_size: int | None = None
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int = 64,
+    block_size: int | None = None,
 ) -> str | None:
     """Why a registered attention backend cannot run here; None: it can.
 
@@ -174,21 +199,30 @@ def find_obstacle(
     try:
         backend = load_backend(name)
     except ImportError as error:
-        if (error.name or "").partition(".")[0] == "nanovllm":  # not a missing package, but a mistake
+        if (error.name or "").partition(".")[
+            0
+        ] == "nanovllm":  # not a missing package, but a mistake
             raise
         return str(error)
-    return backend.reason_unavailable(device, dtype, head_dim, block_size or backend.PREFERRED_BLOCK_SIZE)
+    return backend.reason_unavailable(
+        device, dtype, head_dim, block_size or backend.PREFERRED_BLOCK_SIZE
+    )
 
 
 def make_batch(
-    query_lens: list[int], context_lens: list[int], block_tables: torch.Tensor, device: torch.device | str = "cpu"
+    query_lens: list[int],
+    context_lens: list[int],
+    block_tables: torch.Tensor,
+    device: torch.device | str = "cpu",
 ) -> Batch:
     """A batch for attention: of its tokens, all 0 in slot 0, the last ones' logits are wanted."""
     zeros = torch.zeros(sum(query_lens), dtype=torch.int32, device=device)
     bounds = torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32)
     lens = torch.tensor(context_lens, dtype=torch.int32, device=device)
     longest = max(query_lens), max(context_lens)
-    return Batch(zeros, zeros, zeros, bounds, lens, block_tables.to(device), *longest, bounds[1:] - 1)
+    return Batch(
+        zeros, zeros, zeros, bounds, lens, block_tables.to(device), *longest, bounds[1:] - 1
+    )
 
 
 def check_invariants(llm: LLM) -> None:
@@ -196,7 +230,9 @@ def check_invariants(llm: LLM) -> None:
     scheduler, manager = llm.scheduler, llm.scheduler.block_manager
     held = [block_id for seq in scheduler.running for block_id in seq.block_table]
     free = list(manager.free_block_ids)
-    assert sorted(set(held) | set(free)) == list(range(manager.num_blocks)) and not set(held) & set(free)
+    assert sorted(set(held) | set(free)) == list(range(manager.num_blocks)) and not set(held) & set(
+        free
+    )
     assert len(set(free)) == len(free)
     for block in manager.blocks:
         assert block.ref_count == held.count(block.block_id)

@@ -36,10 +36,14 @@ from nanovllm.layers import attention as torch_backend
 triton = pytest.importorskip("triton", reason="triton is not installed")
 import triton.language as tl
 
-triton_backend = pytest.importorskip("nanovllm.kernels.cuda.attention", reason="triton is not installed")
+triton_backend = pytest.importorskip(
+    "nanovllm.kernels.cuda.attention", reason="triton is not installed"
+)
 SCALE = 0.1
 CPU = torch.device("cpu")
-needs_cpp = pytest.mark.skipif(cpp_backend.reason_unavailable(CPU, torch.float32, 64, 16) is not None, reason="no C++ compiler")
+needs_cpp = pytest.mark.skipif(
+    cpp_backend.reason_unavailable(CPU, torch.float32, 64, 16) is not None, reason="no C++ compiler"
+)
 # Of float32 in another order of summation, and of a rounding to 11 or 8 bits of what is about 1.
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -48,7 +52,13 @@ def is_interpreted(name: str, device: torch.device) -> bool:
     return device == CPU and "cpu" not in BACKENDS[name].device_types
 
 
-def can_test(name: str, device: torch.device, dtype: torch.dtype, head_dim: int = 64, block_size: int | None = None) -> bool:
+def can_test(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int = 64,
+    block_size: int | None = None,
+) -> bool:
     if is_interpreted(name, device) and dtype == torch.bfloat16:
         return False
     return find_obstacle(name, device, dtype, head_dim, block_size) is None
@@ -75,16 +85,26 @@ def make_step(
     num_blocks = [-(-length // block_size) for length in context_lens]
     block_ids = torch.randperm(sum(num_blocks) + 3).int().split([*num_blocks, 3])
     tables = torch.zeros(len(context_lens), max(num_blocks), dtype=torch.int32)
-    kv_cache = torch.full((2, sum(num_blocks) + 3, block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype)
+    kv_cache = torch.full(
+        (2, sum(num_blocks) + 3, block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype
+    )
     for table, ids, length in zip(tables, block_ids, context_lens):
         table[: len(ids)] = ids
         for position in range(length):
-            kv_cache[:, ids[position // block_size], position % block_size] = torch.randn(2, num_kv_heads, head_dim).to(dtype)
+            kv_cache[:, ids[position // block_size], position % block_size] = torch.randn(
+                2, num_kv_heads, head_dim
+            ).to(dtype)
     query = torch.randn(sum(query_lens), num_heads, head_dim).to(dtype)
-    return query.to(device), kv_cache.to(device), make_batch(query_lens, context_lens, tables, device)
+    return (
+        query.to(device),
+        kv_cache.to(device),
+        make_batch(query_lens, context_lens, tables, device),
+    )
 
 
-def attend_by_definition(query: torch.Tensor, kv_cache: torch.Tensor, batch: Batch, scale: float) -> torch.Tensor:
+def attend_by_definition(
+    query: torch.Tensor, kv_cache: torch.Tensor, batch: Batch, scale: float
+) -> torch.Tensor:
     """In float64, one query token and one head at a time."""
     block_size, num_kv_heads = kv_cache.shape[2:4]
     group_size = query.shape[1] // num_kv_heads
@@ -98,7 +118,9 @@ def attend_by_definition(query: torch.Tensor, kv_cache: torch.Tensor, batch: Bat
             seen = context_len - (bounds[i + 1] - 1 - token)
             for head in range(query.shape[1]):
                 scores = keys[:seen, head // group_size] @ query[token, head].cpu().double() * scale
-                output[token, head] = (scores.softmax(0) @ values[:seen, head // group_size]).to(DEVICE)
+                output[token, head] = (scores.softmax(0) @ values[:seen, head // group_size]).to(
+                    DEVICE
+                )
     return output
 
 
@@ -115,10 +137,14 @@ HEADS = [(4, 4, 64), (4, 2, 80), (6, 2, 96), (8, 1, 16), (14, 2, 128), (2, 2, 25
 
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_torch_is_the_definition(lengths: tuple[list[int], list[int]], heads: tuple[int, int, int]) -> None:
+def test_torch_is_the_definition(
+    lengths: tuple[list[int], list[int]], heads: tuple[int, int, int]
+) -> None:
     query, kv_cache, batch = make_step(*lengths, *heads, 16, torch.float32)
     output = torch_backend.attend(query, kv_cache, batch, SCALE)
-    torch.testing.assert_close(output.double(), attend_by_definition(query, kv_cache, batch, SCALE), atol=5e-6, rtol=0)
+    torch.testing.assert_close(
+        output.double(), attend_by_definition(query, kv_cache, batch, SCALE), atol=5e-6, rtol=0
+    )
 
 
 def check_attends(
@@ -133,7 +159,9 @@ def check_attends(
     expected = torch_backend.attend(query.float(), kv_cache.float(), batch, SCALE)
     output = backend.attend(query, kv_cache, batch, SCALE)
     assert output.dtype == dtype
-    torch.testing.assert_close(output.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(
+        output.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
 
 
 BLOCK_SIZES = (2, 16, 32, 48, 256)
@@ -163,22 +191,34 @@ def list_cases(name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "name, dtype, lengths, heads, block_size", [case for name in BACKENDS for case in list_cases(name)], ids=str
+    "name, dtype, lengths, heads, block_size",
+    [case for name in BACKENDS for case in list_cases(name)],
+    ids=str,
 )
-def test_backend_attends(name: str, dtype: torch.dtype, lengths: str, heads: tuple[int, int, int], block_size: int) -> None:
-    check_attends(load_backend(name), BATCHES[lengths], heads, block_size, dtype, TEST_DEVICES[name])
+def test_backend_attends(
+    name: str, dtype: torch.dtype, lengths: str, heads: tuple[int, int, int], block_size: int
+) -> None:
+    check_attends(
+        load_backend(name), BATCHES[lengths], heads, block_size, dtype, TEST_DEVICES[name]
+    )
 
 
 @needs_cpp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("lengths", [([1, 1, 1], [700, 3, 300]), ([9, 40], [700, 40])], ids=["decode", "prefill"])
-def test_cpp_attends_to_extreme_scores(lengths: tuple[list[int], list[int]], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "lengths", [([1, 1, 1], [700, 3, 300]), ([9, 40], [700, 40])], ids=["decode", "prefill"]
+)
+def test_cpp_attends_to_extreme_scores(
+    lengths: tuple[list[int], list[int]], dtype: torch.dtype
+) -> None:
     """Scores of thousands, and of -inf in all of a split; a sequence's NaN stays its own."""
     query, kv_cache, batch = make_step(*lengths, 4, 2, 64, 16, dtype, CPU)
     query *= 1e4
     expected = torch_backend.attend(query.float(), kv_cache.float(), batch, SCALE)
     output = cpp_backend.attend(query, kv_cache, batch, SCALE)
-    tolerance = {torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]  # of scores of 1e4
+    tolerance = {torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 4e-3}[
+        dtype
+    ]  # of scores of 1e4
     torch.testing.assert_close(output.float(), expected, atol=tolerance, rtol=tolerance)
 
     query[0].fill_(torch.nan)
@@ -202,16 +242,24 @@ class LargestTensor(TorchDispatchMode):
         super().__init__()
         self.num_bytes = 0
 
-    def __torch_dispatch__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         output = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        self.num_bytes = max([self.num_bytes, *[tensor.untyped_storage().nbytes() for tensor in tensors]])
+        self.num_bytes = max(
+            [self.num_bytes, *[tensor.untyped_storage().nbytes() for tensor in tensors]]
+        )
         return output
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("query_len, context_len", [(200, 6000), (6000, 6000)], ids=["chunk", "whole"])
-def test_torch_needs_little_memory(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, query_len: int, context_len: int) -> None:
+@pytest.mark.parametrize(
+    "query_len, context_len", [(200, 6000), (6000, 6000)], ids=["chunk", "whole"]
+)
+def test_torch_needs_little_memory(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, query_len: int, context_len: int
+) -> None:
     """Only a tile of the mask, and no scores, are in memory. The results are those of the whole mask."""
     monkeypatch.setattr(torch_backend, "TILE", 40)
     torch.manual_seed(0)
@@ -224,16 +272,24 @@ def test_torch_needs_little_memory(monkeypatch: pytest.MonkeyPatch, dtype: torch
     assert largest.num_bytes <= max(4 << 18, 2 * query.nbytes, kv_cache.nbytes)
     for token in (0, 1, query_len // 2, query_len - 1):
         seen = context_len - query_len + token + 1
-        keys, values = kv_cache[:, tables[0]].flatten(1, 2)[:, :seen].float().repeat_interleave(7, dim=2)
+        keys, values = (
+            kv_cache[:, tables[0]].flatten(1, 2)[:, :seen].float().repeat_interleave(7, dim=2)
+        )
         weights = (torch.einsum("hd,nhd->hn", query[token].float(), keys) * SCALE).softmax(-1)
         expected = torch.einsum("hn,nhd->hd", weights, values)
-        torch.testing.assert_close(output[token].float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        torch.testing.assert_close(
+            output[token].float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
 
 
-@pytest.mark.parametrize("name", [name for name in RUNNABLE if "cpu" in BACKENDS[name].device_types])
+@pytest.mark.parametrize(
+    "name", [name for name in RUNNABLE if "cpu" in BACKENDS[name].device_types]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
-def test_surroundings_change_nothing(name: str, dtype: torch.dtype, lengths: tuple[list[int], list[int]]) -> None:
+def test_surroundings_change_nothing(
+    name: str, dtype: torch.dtype, lengths: tuple[list[int], list[int]]
+) -> None:
     """Neither torch's default device and dtype nor its deterministic algorithms."""
     backend = load_backend(name)
     query, kv_cache, batch = make_step(*lengths, 4, 2, 80, 16, dtype, TEST_DEVICES[name])
@@ -241,7 +297,9 @@ def test_surroundings_change_nothing(name: str, dtype: torch.dtype, lengths: tup
     try:
         torch.set_default_device("meta")
         torch.set_default_dtype(torch.float64)
-        torch.use_deterministic_algorithms(query.is_cpu)  # on a GPU, cuBLAS refuses unless configured
+        torch.use_deterministic_algorithms(
+            query.is_cpu
+        )  # on a GPU, cuBLAS refuses unless configured
         output = backend.attend(query, kv_cache, batch, SCALE)
     finally:
         torch.set_default_device(None)
@@ -262,7 +320,9 @@ def test_empty_contexts_are_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @triton.jit
-def find_tiles_kernel(cu_seqlens_ptr, found_ptr, num_seqs, NUM_KV_HEADS: tl.constexpr, TOKENS: tl.constexpr):
+def find_tiles_kernel(
+    cu_seqlens_ptr, found_ptr, num_seqs, NUM_KV_HEADS: tl.constexpr, TOKENS: tl.constexpr
+):
     kv_head, seq, tile = triton_backend._find_tile(cu_seqlens_ptr, num_seqs, NUM_KV_HEADS, TOKENS)
     tl.store(found_ptr + 3 * tl.program_id(0), kv_head)
     tl.store(found_ptr + 3 * tl.program_id(0) + 1, seq)
@@ -274,14 +334,22 @@ def find_tiles(query_lens: list[int], num_kv_heads: int) -> list[tuple[int, int,
     bounds = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
     num_programs = (sum(query_lens) // 64 + len(query_lens)) * num_kv_heads
     found = torch.full((num_programs, 3), -1, device=DEVICE)
-    find_tiles_kernel[(num_programs,)](bounds, found, len(query_lens), NUM_KV_HEADS=num_kv_heads, TOKENS=64)
-    return [(kv_head, seq, tile) for kv_head, seq, tile in found.tolist() if tile * 64 < query_lens[seq]]
+    find_tiles_kernel[(num_programs,)](
+        bounds, found, len(query_lens), NUM_KV_HEADS=num_kv_heads, TOKENS=64
+    )
+    return [
+        (kv_head, seq, tile) for kv_head, seq, tile in found.tolist() if tile * 64 < query_lens[seq]
+    ]
 
 
 @pytest.mark.parametrize("query_lens", [[1], [64], [1, 64, 1, 65, 63, 2, 128], [300], [1] * 9])
 def test_tiles_cover_the_batch(query_lens: list[int]) -> None:
-    tiles = [(seq, tile) for seq, length in enumerate(query_lens) for tile in range(-(-length // 64))]
-    assert find_tiles(query_lens, 2) == [(kv_head, *tile) for tile in reversed(tiles) for kv_head in range(2)]
+    tiles = [
+        (seq, tile) for seq, length in enumerate(query_lens) for tile in range(-(-length // 64))
+    ]
+    assert find_tiles(query_lens, 2) == [
+        (kv_head, *tile) for tile in reversed(tiles) for kv_head in range(2)
+    ]
 
 
 def test_tail_of_a_long_prompt() -> None:
@@ -304,19 +372,25 @@ def test_store_kvcache(name: str, dtype: torch.dtype, num_kv_heads: int, head_di
     backend = load_backend(name)
     # Rows with gaps, as they come from a fused projection.
     packed = torch.randn(6, 3 * num_kv_heads * head_dim, device=device).to(dtype)
-    key, value = (part.unflatten(-1, (num_kv_heads, head_dim)) for part in packed.chunk(3, dim=-1)[1:])
+    key, value = (
+        part.unflatten(-1, (num_kv_heads, head_dim)) for part in packed.chunk(3, dim=-1)[1:]
+    )
     slots = torch.tensor([3, -1, 63, 0, 20, -1], dtype=torch.int32, device=device)
     kv_cache = torch.full((2, 4, 16, num_kv_heads, head_dim), torch.nan, dtype=dtype, device=device)
     backend.store_kvcache(key, value, kv_cache, slots)
     flat = kv_cache.flatten(1, 2)
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
-            assert torch.equal(flat[0, slot], key[token]) and torch.equal(flat[1, slot], value[token])
+            assert torch.equal(flat[0, slot], key[token]) and torch.equal(
+                flat[1, slot], value[token]
+            )
     assert flat.isnan().all(-1).all(-1).sum() == 2 * (64 - 4)
 
 
 @pytest.mark.parametrize("chunked", [True, False])
-def test_engine_with_triton(tiny: tuple[str, Oracle], make_llm: Callable[..., LLM], chunked: bool) -> None:
+def test_engine_with_triton(
+    tiny: tuple[str, Oracle], make_llm: Callable[..., LLM], chunked: bool
+) -> None:
     llm = make_llm(
         attention_backend="triton", kvcache_block_size=16, num_kvcache_blocks=6, max_model_len=64, max_num_batched_tokens=40,
         enable_chunked_prefill=chunked, device=DEVICE.type,
@@ -331,7 +405,9 @@ def test_engine_with_triton(tiny: tuple[str, Oracle], make_llm: Callable[..., LL
 def test_tiles_are_wide_enough_for_hopper() -> None:
     """Of 16-bit numbers, whatever the head's size: some releases of Triton fault with tiles of 32."""
     for head_dim, is_decode in ((16, False), (20, True), (32, False), (128, True)):
-        kernels = triton_backend._prepare(is_decode, DEVICE, torch.float16, 4, 2, head_dim, 16, True)
+        kernels = triton_backend._prepare(
+            is_decode, DEVICE, torch.float16, 4, 2, head_dim, 16, True
+        )
         assert kernels.attend.constants["D"] >= 64 and kernels.join.constants["D"] >= 64
 
 
@@ -351,7 +427,9 @@ FLASH_ATTN = "nanovllm.kernels.cuda.flash_attn"
 def flash_attn_backend(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Our backend over a stand-in for the package: the documented meaning of its two functions, and its demands."""
 
-    def check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *int32s: torch.Tensor) -> None:
+    def check(
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *int32s: torch.Tensor
+    ) -> None:
         assert k_cache.shape == v_cache.shape and k_cache.shape[1] % 256 == 0 and q.stride(-1) == 1
         assert all(tensor.dtype == torch.int32 and tensor.stride(-1) == 1 for tensor in int32s)
 
@@ -360,8 +438,14 @@ def flash_attn_backend(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, causal: bool, block_table: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         check(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
-        assert causal and cu_seqlens_q.diff().max() == max_seqlen_q and cu_seqlens_k.diff().max() == max_seqlen_k
-        batch = make_batch(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), block_table, q.device)
+        assert (
+            causal
+            and cu_seqlens_q.diff().max() == max_seqlen_q
+            and cu_seqlens_k.diff().max() == max_seqlen_k
+        )
+        batch = make_batch(
+            cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), block_table, q.device
+        )
         return torch_backend.attend(q, torch.stack((k, v)), batch, softmax_scale)
 
     def flash_attn_with_kvcache(
@@ -373,11 +457,23 @@ def flash_attn_backend(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         contexts = torch.nn.functional.pad(cache_seqlens.cumsum(0, dtype=torch.int32), (1, 0))
         longest = int(cache_seqlens.max())
         return flash_attn_varlen_func(
-            q.flatten(0, 1), k_cache, v_cache, bounds, contexts, query_len, longest, softmax_scale, causal, block_table
+            q.flatten(0, 1),
+            k_cache,
+            v_cache,
+            bounds,
+            contexts,
+            query_len,
+            longest,
+            softmax_scale,
+            causal,
+            block_table,
         ).view_as(q)
 
     package = ModuleType("flash_attn")
-    package.flash_attn_varlen_func, package.flash_attn_with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
+    package.flash_attn_varlen_func, package.flash_attn_with_kvcache = (
+        flash_attn_varlen_func,
+        flash_attn_with_kvcache,
+    )
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.delitem(sys.modules, FLASH_ATTN, raising=False)
     backend = importlib.import_module(FLASH_ATTN)
@@ -386,14 +482,21 @@ def flash_attn_backend(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
-def test_flash_attn_is_asked_the_right_question(flash_attn_backend: ModuleType, lengths: tuple[list[int], list[int]]) -> None:
+def test_flash_attn_is_asked_the_right_question(
+    flash_attn_backend: ModuleType, lengths: tuple[list[int], list[int]]
+) -> None:
     query, kv_cache, batch = make_step(*lengths, 4, 2, 64, 256, torch.float32)
     expected = torch_backend.attend(query, kv_cache, batch, SCALE)
-    torch.testing.assert_close(flash_attn_backend.attend(query, kv_cache, batch, SCALE), expected, atol=5e-6, rtol=0)
+    torch.testing.assert_close(
+        flash_attn_backend.attend(query, kv_cache, batch, SCALE), expected, atol=5e-6, rtol=0
+    )
 
 
 def test_engine_with_flash_attn(
-    tiny: tuple[str, Oracle], make_llm: Callable[..., LLM], flash_attn_backend: ModuleType, monkeypatch: pytest.MonkeyPatch
+    tiny: tuple[str, Oracle],
+    make_llm: Callable[..., LLM],
+    flash_attn_backend: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not ON_GPU:
         with pytest.raises(ValueError, match="CUDA"):
@@ -418,7 +521,9 @@ def test_flash_attn_rules(flash_attn_backend: ModuleType) -> None:
         assert "head_dim" in flash_attn_backend.reason_unavailable(gpu, bf16, head_dim, 256)
 
 
-def test_a_missing_package_is_named(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.delitem(sys.modules, FLASH_ATTN, raising=False)
     with pytest.raises(ValueError, match="flash_attn"):

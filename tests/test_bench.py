@@ -36,11 +36,18 @@ TINY = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "3", "9"]
 
 
 def bench(*command: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}  # its kernels, interpreted, are too slow to time
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+    }  # its kernels, interpreted, are too slow to time
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
 
 
-def refuse(main: Callable[[list[str]], None], arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def refuse(
+    main: Callable[[list[str]], None], arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> str:
     """What is said of bad arguments."""
     with pytest.raises(SystemExit) as end:
         main(arguments)
@@ -49,20 +56,50 @@ def refuse(main: Callable[[list[str]], None], arguments: list[str], capsys: pyte
 
 
 def test_engines_side_by_side() -> None:
-    done = bench("bench.py", "--model", DEMO_MODEL, *TINY, "--engine", "nanovllm", "transformers", "--repeat", "2", "--json")
+    done = bench(
+        "bench.py",
+        "--model",
+        DEMO_MODEL,
+        *TINY,
+        "--engine",
+        "nanovllm",
+        "transformers",
+        "--repeat",
+        "2",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     report = json.loads(line)
     assert 15 <= report["output_tokens"] <= 45 and 20 <= report["prompt_tokens"] <= 100
-    assert {name: len(seconds) for name, seconds in report["seconds"].items()} == {"nanovllm": 2, "transformers": 2}
-    assert report["ratios"]["nanovllm/transformers"] > 0 and report["hardware"] and report["versions"]["torch"]
+    assert {name: len(seconds) for name, seconds in report["seconds"].items()} == {
+        "nanovllm": 2,
+        "transformers": 2,
+    }
+    assert (
+        report["ratios"]["nanovllm/transformers"] > 0
+        and report["hardware"]
+        and report["versions"]["torch"]
+    )
     for name, share in report["share_of_roofline"].items():
         assert share == find_share(report["roofline"]["seconds"], report["median_seconds"][name])
     assert report["transformers"].endswith("static batches of 5") and "of roofline" in done.stderr
 
 
 def test_built_in_shape_and_shared_prefix(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--model", "small", *TINY, "--shared-prefix", "32", "--set", "num_kvcache_blocks=64", "--set", "device=cpu"])
+    main(
+        [
+            "--model",
+            "small",
+            *TINY,
+            "--shared-prefix",
+            "32",
+            "--set",
+            "num_kvcache_blocks=64",
+            "--set",
+            "device=cpu",
+        ]
+    )
     output = capsys.readouterr().out
     assert "num_cached_tokens 128" in output and "output tok/s" in output
 
@@ -88,20 +125,34 @@ def test_it_ends_when_nobody_reads_on() -> None:
         (["--output-len", "1", "99999", "--model", "small"], "max_model_len"),
         (["--set", "max_model_len=4"], "max_model_len"),
         (["--set", "max_model_len=None"], "max_model_len"),
-        (["--set", "num_kvcache_blocks=1", "--model", "small", "--set", "device=cpu"], "num_kvcache_blocks"),
-        (["--set", "enable_chunked_prefill=False", "--set", "max_num_batched_tokens=16"], "enable_chunked_prefill"),
+        (
+            ["--set", "num_kvcache_blocks=1", "--model", "small", "--set", "device=cpu"],
+            "num_kvcache_blocks",
+        ),
+        (
+            ["--set", "enable_chunked_prefill=False", "--set", "max_num_batched_tokens=16"],
+            "enable_chunked_prefill",
+        ),
         (["--model", "bench.py"], "no such directory"),
         (["--set", "max_num_seq=3"], "max_num_seq"),
         (["--engine", "tgi"], "tgi"),
         (["--model", "./nowhere"], "no such directory"),
     ],
 )
-def test_bad_options(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert complaint in refuse(main, arguments, capsys)
 
 
 def test_floor() -> None:
-    sizes = dict(hidden_size=8, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=4)
+    sizes = dict(
+        hidden_size=8,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+    )
     config = Qwen3Config(vocab_size=10, num_hidden_layers=3, **sizes)
     # Matrices: 3 layers * (q, o 2 * 8 * 8, k, v 2 * 8 * 4, MLP 3 * 8 * 16) = 1728 weights; head: 8 * 10 = 80.
     # A pair of tokens: 2 * 2 * 3 layers * 2 heads * 4 = 96 FLOPs; K/V of a token: 2 * 3 layers * 4 = 24 numbers.
@@ -110,11 +161,19 @@ def test_floor() -> None:
     # 2 * 1808 * 2 + 96 * 8 = 8,000 and 2 * 1808 + 96 * 6 = 4,192 FLOPs; 1808 + 24 * 8 = 2,000 and 1,952 numbers.
     slow_processor = Ceilings(1e9, 1e3, "bfloat16")
     slow_memory = Ceilings(1e3, 1e6, "bfloat16")
-    assert find_floor(config, torch.bfloat16, requests, 0, slow_processor) == pytest.approx(22.016 + 8.0 + 4.192)
-    assert find_floor(config, torch.bfloat16, requests, 0, slow_memory) == pytest.approx(0.022016 + 4.0 + 3.904)
+    assert find_floor(config, torch.bfloat16, requests, 0, slow_processor) == pytest.approx(
+        22.016 + 8.0 + 4.192
+    )
+    assert find_floor(config, torch.bfloat16, requests, 0, slow_memory) == pytest.approx(
+        0.022016 + 4.0 + 3.904
+    )
     # With the 2 tokens shared: 4 to compute, (16 + 4 - 4) / 2 pairs; the first step reads 6 tokens instead of 8.
-    assert find_floor(config, torch.bfloat16, requests, 2, slow_processor) == pytest.approx(14.912 + 8.0 + 4.192)
-    assert find_floor(config, torch.float32, requests, 2, slow_memory) == pytest.approx(0.014912 + 7.808 + 7.808)
+    assert find_floor(config, torch.bfloat16, requests, 2, slow_processor) == pytest.approx(
+        14.912 + 8.0 + 4.192
+    )
+    assert find_floor(config, torch.float32, requests, 2, slow_memory) == pytest.approx(
+        0.014912 + 7.808 + 7.808
+    )
 
 
 def test_ceilings_are_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +212,9 @@ def test_matmul_ceiling_is_that_of_the_fastest_dtype(
 ) -> None:
     seconds = 0.0
 
-    def time_best(statement: str, min_seconds: float, *_: object, left: Tensor, right: Tensor) -> float:
+    def time_best(
+        statement: str, min_seconds: float, *_: object, left: Tensor, right: Tensor
+    ) -> float:
         nonlocal seconds
         assert left.dtype == right.dtype and left.shape == right.shape
         side = len(left)
@@ -182,11 +243,17 @@ def test_ceilings_name_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shares_are_of_a_whole() -> None:
-    assert find_share(1.0, 4.0) == 0.25 and find_share(1.0, 1.0) == 1.0 and find_share(4.0, 1.0) is None
+    assert (
+        find_share(1.0, 4.0) == 0.25
+        and find_share(1.0, 1.0) == 1.0
+        and find_share(4.0, 1.0) is None
+    )
 
 
 @pytest.mark.parametrize("error", [ValueError, OSError])
-def test_error_of_a_run_is_no_bad_option(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_run_is_no_bad_option(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(*_: object) -> None:
         raise error("while it is timed")
 
@@ -202,11 +269,18 @@ def test_table() -> None:
     sizes = ["--num-seqs", "3", "--context-len", "20", "--prompt-len", "50", "--dtype", "float32"]
     done = bench("-m", "nanovllm.kernels.bench", *sizes)
     assert done.returncode == 0, done.stderr
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line.startswith("|")]
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in done.stdout.splitlines()
+        if line.startswith("|")
+    ]
     rows = {(row[0], row[2]): row for row in cells[2:]}
     assert rows.keys() >= {(kernel, "torch") for kernel in ("store_kvcache", "decode", "prefill")}
     for row in rows.values():
-        assert all(0 < float(figure.split()[0]) < math.inf for figure in row[4:6]) and float(row[6]) < 1e-4
+        assert (
+            all(0 < float(figure.split()[0]) < math.inf for figure in row[4:6])
+            and float(row[6]) < 1e-4
+        )
     assert rows["decode", "torch"][1] == "3 x 20" and "'flash_attn' cannot run here" in done.stderr
 
 
@@ -253,7 +327,16 @@ def store_too_much(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: T
 def test_wrong_kernels_are_refused(
     query_len: int, changes: dict[str, Callable[..., object]], complaint: str, dtype: torch.dtype
 ) -> None:
-    settings = 2, 40, query_len, 16, dtype, torch.device("cpu"), HEADS, TOLERANCE[str(dtype).removeprefix("torch.")]
+    settings = (
+        2,
+        40,
+        query_len,
+        16,
+        dtype,
+        torch.device("cpu"),
+        HEADS,
+        TOLERANCE[str(dtype).removeprefix("torch.")],
+    )
     check(oracle, *settings)
     wrong = SimpleNamespace(NAME="wrong", store_kvcache=oracle.store_kvcache, attend=oracle.attend)
     vars(wrong).update(changes)

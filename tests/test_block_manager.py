@@ -32,7 +32,9 @@ def check(manager: BlockManager, seqs: list[Sequence]) -> None:
     for hash_, block_id in manager.hash_to_block_id.items():
         assert manager.blocks[block_id].hash == hash_
     unlisted = [manager.blocks[block_id].hash == -1 for block_id in free]
-    assert isinstance(manager, Colliding) or unlisted == sorted(unlisted, reverse=True), "unlisted blocks are taken first"
+    assert isinstance(manager, Colliding) or unlisted == sorted(unlisted, reverse=True), (
+        "unlisted blocks are taken first"
+    )
 
 
 def snapshot(manager: BlockManager) -> tuple:
@@ -55,7 +57,9 @@ def admit(manager: BlockManager, seq: Sequence) -> bool:
     caching=st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
-def test_random_life(data: st.DataObject, num_blocks: int, manager_class: type[BlockManager], caching: bool) -> None:
+def test_random_life(
+    data: st.DataObject, num_blocks: int, manager_class: type[BlockManager], caching: bool
+) -> None:
     """`contents` is what the K/V cache would hold: for each block the tokens of the whole prefix that it ends."""
     manager = manager_class(num_blocks, BLOCK_SIZE, caching)
     live: list[Sequence] = []
@@ -64,14 +68,20 @@ def test_random_life(data: st.DataObject, num_blocks: int, manager_class: type[B
         action = data.draw(st.sampled_from(["admit", "admit", "gain", "gain", "free"]))
         before = snapshot(manager)
         if action == "admit":
-            seq = Sequence(seq_id, data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=9)), PARAMS)
+            seq = Sequence(
+                seq_id, data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=9)), PARAMS
+            )
             prefix = manager.find_prefix(seq)
             assert caching or not prefix
             assert len(prefix) * BLOCK_SIZE < len(seq.token_ids)
             for i, block in enumerate(prefix):
                 prefix_tokens = seq.token_ids[: (i + 1) * BLOCK_SIZE]
-                assert contents[block.block_id][-BLOCK_SIZE:] == prefix_tokens[-BLOCK_SIZE:], "a hit on other tokens"
-                assert manager_class is Colliding or contents[block.block_id] == prefix_tokens, "a hit on another prefix"
+                assert contents[block.block_id][-BLOCK_SIZE:] == prefix_tokens[-BLOCK_SIZE:], (
+                    "a hit on other tokens"
+                )
+                assert manager_class is Colliding or contents[block.block_id] == prefix_tokens, (
+                    "a hit on another prefix"
+                )
             if admit(manager, seq):
                 live.append(seq)
             else:
@@ -133,12 +143,24 @@ def test_eviction_is_least_recently_used_and_tail_first() -> None:
     old_table, new_table = old.block_table, new.block_table
     manager.free(old)
     manager.free(new)
-    assert list(manager.free_block_ids)[2:] == [old_table[2], old_table[1], old_table[0], new_table[1], new_table[0]]
+    assert list(manager.free_block_ids)[2:] == [
+        old_table[2],
+        old_table[1],
+        old_table[0],
+        new_table[1],
+        new_table[0],
+    ]
     again = Sequence(2, [1, 1, 2, 2, 3, 3, 9], PARAMS)
     assert admit(manager, again)
     assert again.block_table[:3] == old_table[:3]
     manager.free(again)
-    assert list(manager.free_block_ids)[-5:] == [new_table[1], new_table[0], old_table[2], old_table[1], old_table[0]]
+    assert list(manager.free_block_ids)[-5:] == [
+        new_table[1],
+        new_table[0],
+        old_table[2],
+        old_table[1],
+        old_table[0],
+    ]
 
 
 def test_duplicates_do_not_unmap_each_other() -> None:
@@ -152,7 +174,9 @@ def test_duplicates_do_not_unmap_each_other() -> None:
     manager.free(duplicate)
     assert manager.allocate(Sequence(2, [7, 7, 7], PARAMS), [])  # takes the duplicate's blocks
     assert manager.blocks[duplicate_table[0]].hash == -1
-    assert [block.block_id for block in manager.find_prefix(Sequence(3, [1, 1, 2], PARAMS))] == first.block_table[:1]
+    assert [
+        block.block_id for block in manager.find_prefix(Sequence(3, [1, 1, 2], PARAMS))
+    ] == first.block_table[:1]
 
 
 def make_duplicates() -> tuple[BlockManager, Sequence, Sequence]:

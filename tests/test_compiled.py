@@ -16,7 +16,9 @@ MATRIX = {80: "mma", 90: "wgmma", 100: "tcgen05"}
 
 
 def start(*arguments: object) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, SCRIPT, *map(str, arguments)], stdout=PIPE, stderr=PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, *map(str, arguments)], stdout=PIPE, stderr=PIPE, text=True
+    )
 
 
 def finish(process: subprocess.Popen) -> list[dict]:
@@ -41,12 +43,24 @@ def check(arch: int, kernels: list[dict]) -> None:
         "_rotate_and_store_kernel",
         "_filter_kernel",
     }
-    assert not [kernel for kernel in kernels if kernel["spilled"] > (16 if kernel["dtype"] == "float32" else 0)]
+    assert not [
+        kernel
+        for kernel in kernels
+        if kernel["spilled"] > (16 if kernel["dtype"] == "float32" else 0)
+    ]
     assert not [kernel for kernel in kernels if kernel["shared"] > LARGEST_BLOCK[arch]]
     # Its stores are as wide as its loads: rows that the compiler cannot see through make it go through shared memory.
-    assert not [kernel for kernel in kernels if kernel["kernel"] == "_rotate_and_store_kernel" and kernel["shared"]]
+    assert not [
+        kernel
+        for kernel in kernels
+        if kernel["kernel"] == "_rotate_and_store_kernel" and kernel["shared"]
+    ]
     assert all(kernel["fuses"] for kernel in kernels)
-    prefill = [kernel for kernel in kernels if kernel["is_decode"] is False and kernel["dtype"] != "float32"]
+    prefill = [
+        kernel
+        for kernel in kernels
+        if kernel["is_decode"] is False and kernel["dtype"] != "float32"
+    ]
     assert prefill and all(kernel["matrix"] == [MATRIX[arch]] for kernel in prefill)
 
 
@@ -65,8 +79,13 @@ def test_attention_loops(kernels: dict[int, list[dict]]) -> None:
     """The loops without a mask, in which most of the time is spent, in instructions of a warp; 526 and 500 with one loop."""
     found = {}
     for kernel in kernels[90]:
-        if kernel["kernel"] == "_attend_kernel" and (kernel["dtype"], kernel["head_dim"]) == ("bfloat16", 128):
-            found[kernel["is_decode"]] = kernel["loops"][-2]  # of the two over pieces the shorter one
+        if kernel["kernel"] == "_attend_kernel" and (kernel["dtype"], kernel["head_dim"]) == (
+            "bfloat16",
+            128,
+        ):
+            found[kernel["is_decode"]] = kernel["loops"][
+                -2
+            ]  # of the two over pieces the shorter one
     assert found[False] <= 400 and found[True] <= 380
 
 
@@ -75,12 +94,20 @@ def test_what_is_known_is_launched_directly() -> None:
     a step launches once."""
     first, second = finish(start(90, "--twice"))
     assert first["launched"] == second["launched"] and len(first["launched"]) > 12
-    assert set(first["searched"]) >= {"_attend_kernel", "_join_splits_kernel", "_rotate_and_store_kernel"}
+    assert set(first["searched"]) >= {
+        "_attend_kernel",
+        "_join_splits_kernel",
+        "_rotate_and_store_kernel",
+    }
     assert set(second["searched"]) == {"_sample_kernel", "_filter_kernel"}
 
 
 def test_nothing_is_compiled_while_serving() -> None:
     """With graphs and without: the trial steps of an engine's start have met every kernel in every form."""
     compiled = finish(start(90, "--serving"))
-    assert {event["kernel"] for event in compiled} >= {"_attend_kernel", "_join_splits_kernel", "_sample_kernel"}
+    assert {event["kernel"] for event in compiled} >= {
+        "_attend_kernel",
+        "_join_splits_kernel",
+        "_sample_kernel",
+    }
     assert not [event for event in compiled if event["part"] != "start"]

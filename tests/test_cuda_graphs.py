@@ -46,18 +46,26 @@ def test_a_batch_in_the_layout_of_a_larger_one() -> None:
 
 
 @pytest.fixture
-def make_llm_with_graphs(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
-    def record(step: Callable[[], torch.Tensor], device: torch.device, last: object) -> tuple[SimpleNamespace, torch.Tensor]:
+def make_llm_with_graphs(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., LLM]:
+    def record(
+        step: Callable[[], torch.Tensor], device: torch.device, last: object
+    ) -> tuple[SimpleNamespace, torch.Tensor]:
         output = step()
         return SimpleNamespace(replay=lambda: output.copy_(step())), output
 
     def make(**options) -> LLM:
-        llm = make_llm(attention_backend="triton", kvcache_block_size=16, device=DEVICE.type, **options)
+        llm = make_llm(
+            attention_backend="triton", kvcache_block_size=16, device=DEVICE.type, **options
+        )
         executor = llm.model_runner.executor.worker
         if not ON_GPU:
             with torch.inference_mode():
                 sizes = batch_sizes(llm.config.max_num_seqs)
-                executor.graphs = CudaGraphs(executor.model, executor.kv_caches, sizes, executor.block_table_width)
+                executor.graphs = CudaGraphs(
+                    executor.model, executor.kv_caches, sizes, executor.block_table_width
+                )
         return llm
 
     if not ON_GPU:
@@ -65,20 +73,34 @@ def make_llm_with_graphs(make_llm: Callable[..., LLM], monkeypatch: pytest.Monke
     return make
 
 
-def test_tokens_are_the_same(tiny: tuple[str, Oracle], make_llm_with_graphs: Callable[..., LLM]) -> None:
+def test_tokens_are_the_same(
+    tiny: tuple[str, Oracle], make_llm_with_graphs: Callable[..., LLM]
+) -> None:
     """Growing and shrinking batches, chunks of one token, preemption, padding rows: still transformers' tokens."""
-    llm = make_llm_with_graphs(num_kvcache_blocks=8, max_num_seqs=11, max_model_len=64, max_num_batched_tokens=18)
+    llm = make_llm_with_graphs(
+        num_kvcache_blocks=8, max_num_seqs=11, max_model_len=64, max_num_batched_tokens=18
+    )
     prompts = [random_prompt(i, 1 + 5 * i) for i in range(9)]
     params = [SamplingParams(temperature=0.0, max_tokens=4 + i) for i in range(9)]
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert [o["token_ids"] for o in outputs] == [tiny[1](prompt, 4 + i) for i, prompt in enumerate(prompts)]
+    assert [o["token_ids"] for o in outputs] == [
+        tiny[1](prompt, 4 + i) for i, prompt in enumerate(prompts)
+    ]
     assert llm.stats["num_preemptions"]
 
 
-def test_tokens_of_opt_are_the_same(tmp_path: Path, make_llm_with_graphs: Callable[..., LLM]) -> None:
+def test_tokens_of_opt_are_the_same(
+    tmp_path: Path, make_llm_with_graphs: Callable[..., LLM]
+) -> None:
     """Its hidden states, on which graphs end, are narrower than what its layers compute."""
-    oracle = Oracle(make_checkpoint(tmp_path, family=OPTConfig, hidden_size=64, word_embed_proj_dim=32, ffn_dim=40))
-    llm = make_llm_with_graphs(model=str(tmp_path), num_kvcache_blocks=16, max_num_seqs=5, max_model_len=64)
+    oracle = Oracle(
+        make_checkpoint(
+            tmp_path, family=OPTConfig, hidden_size=64, word_embed_proj_dim=32, ffn_dim=40
+        )
+    )
+    llm = make_llm_with_graphs(
+        model=str(tmp_path), num_kvcache_blocks=16, max_num_seqs=5, max_model_len=64
+    )
     prompts = [random_prompt(i, 1 + 9 * i) for i in range(3)]
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
     assert [o["token_ids"] for o in outputs] == [oracle(prompt, 8) for prompt in prompts]
@@ -98,7 +120,9 @@ def test_every_batch_size(make_llm_with_graphs: Callable[..., LLM]) -> None:
     for seq in running:
         seq.num_scheduled_tokens = 1
         seq.num_logits = int(seq.lane % 3 != 1)
-        seq.token_ids += [0] * (seq.lane % 3 == 1)  # of these, more is to come: their hidden states are not wanted
+        seq.token_ids += [0] * (
+            seq.lane % 3 == 1
+        )  # of these, more is to come: their hidden states are not wanted
         seq.block_table += [seq.lane + 45] * (2 - len(seq.block_table))
     before = [torch.randn_like(kv_cache) for kv_cache in executor.kv_caches]
 
@@ -111,25 +135,44 @@ def test_every_batch_size(make_llm_with_graphs: Callable[..., LLM]) -> None:
     for num_seqs in range(max_num_seqs, 0, -1) if ON_GPU else (12, 11, 9, 8, 5, 3, 1):
         with torch.inference_mode():
             batch = llm.model_runner.prepare_batch(running[-num_seqs:])
-            eager = run(lambda batch: executor.model(copy_to(batch, executor.device), executor.kv_caches), batch)
+            eager = run(
+                lambda batch: executor.model(copy_to(batch, executor.device), executor.kv_caches),
+                batch,
+            )
             replayed = run(executor.graphs.run, batch)
         assert len(eager[0]) == sum(seq.lane % 3 != 1 for seq in running[-num_seqs:])
         torch.testing.assert_close(replayed, eager, atol=1e-4, rtol=1e-4)
 
 
-def test_the_profile_run_records_the_largest_alone(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_profile_run_records_the_largest_alone(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Played on the CPU: a start with a GPU whose memory is to be measured."""
-    executor, recorded, capture = make_llm(max_num_seqs=20).model_runner.executor.worker, [], kernels.capture_decode_steps
+    executor, recorded, capture = (
+        make_llm(max_num_seqs=20).model_runner.executor.worker,
+        [],
+        kernels.capture_decode_steps,
+    )
     on_gpu = torch.nn.Module(), None, [SimpleNamespace(device=torch.device("cuda"))]
-    monkeypatch.setattr(kernels, "capture_decode_steps", lambda decoder, backend, caches, **sizes: capture(*on_gpu, **sizes))
-    monkeypatch.setattr(kernels, "CudaGraphs", lambda decoder, kv_caches, sizes, width: recorded.append(sizes))
-    monkeypatch.setattr("nanovllm.engine.worker.count_blocks", lambda *args: (args[5](), (9, "arithmetic"))[1])
+    monkeypatch.setattr(
+        kernels,
+        "capture_decode_steps",
+        lambda decoder, backend, caches, **sizes: capture(*on_gpu, **sizes),
+    )
+    monkeypatch.setattr(
+        kernels, "CudaGraphs", lambda decoder, kv_caches, sizes, width: recorded.append(sizes)
+    )
+    monkeypatch.setattr(
+        "nanovllm.engine.worker.count_blocks", lambda *args: (args[5](), (9, "arithmetic"))[1]
+    )
     executor.allocate_kv_cache()
     assert recorded == [[20], batch_sizes(20)]
 
 
 def test_enforce_eager(make_llm: Callable[..., LLM]) -> None:
-    llm = make_llm(attention_backend="triton", kvcache_block_size=16, device=DEVICE.type, enforce_eager=True)
+    llm = make_llm(
+        attention_backend="triton", kvcache_block_size=16, device=DEVICE.type, enforce_eager=True
+    )
     assert llm.model_runner.executor.worker.graphs is None
 
 

@@ -8,7 +8,9 @@ from conftest import greedy
 from nanovllm import DEMO_MODEL, LLM
 from nanovllm.demo_model.train import SKILLS, UNSEEN_SYSTEM_PROMPTS, held_out
 
-PRIMES = "2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97"
+PRIMES = (
+    "2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97"
+)
 GREEDY = greedy(600)
 
 
@@ -43,19 +45,31 @@ def test_skills_on_what_was_held_out(llm: LLM, skill: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_num_batched_tokens": 7}, {"num_kvcache_blocks": 40}, {"enable_chunked_prefill": False}, {"dtype": "float32"}],
+    [
+        {},
+        {"max_num_batched_tokens": 7},
+        {"num_kvcache_blocks": 40},
+        {"enable_chunked_prefill": False},
+        {"dtype": "float32"},
+    ],
     ids=str,
 )
 def test_known_answers_however_they_are_computed(options: dict) -> None:
     llm = LLM(DEMO_MODEL, **{"num_kvcache_blocks": 200, "kvcache_block_size": 4, **options})
-    questions = ["introduce yourself", "list all prime numbers within 100", "Please list all prime numbers within 100."]
+    questions = [
+        "introduce yourself",
+        "list all prime numbers within 100",
+        "Please list all prime numbers within 100.",
+    ]
     sums = [(a, b) for a in range(3, 99, 17) for b in range(5, 99, 23)]
     for _ in range(2):
         introduction, *primes = ask(llm, questions)
         assert "nanovllm" in introduction and "tiny" in introduction
         assert all(PRIMES in answer for answer in primes)
         answers = ask(llm, [f"What is {a} + {b}?" for a, b in sums])
-        wrong = [(a, b, answer) for (a, b), answer in zip(sums, answers) if str(a + b) not in answer]
+        wrong = [
+            (a, b, answer) for (a, b), answer in zip(sums, answers) if str(a + b) not in answer
+        ]
         assert len(wrong) <= 1, wrong
     assert "num_kvcache_blocks" not in options or llm.stats["num_preemptions"]
     assert llm.stats["num_cached_tokens"]

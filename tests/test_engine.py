@@ -45,7 +45,10 @@ def demo() -> LLM:
         ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
         ({"max_model_len": 0}, "max_model_len"),
         ({"max_model_len": 257}, "max_model_len.* 256"),
-        ({"max_model_len": 100, "num_kvcache_blocks": 5, "kvcache_block_size": 4}, "max_model_len.* 20.*num_kvcache_blocks"),
+        (
+            {"max_model_len": 100, "num_kvcache_blocks": 5, "kvcache_block_size": 4},
+            "max_model_len.* 20.*num_kvcache_blocks",
+        ),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_num_seqs": 2.5}, "max_num_seqs"),
@@ -64,9 +67,15 @@ def demo() -> LLM:
         ({"kvcache_memory_bytes": 10**30, "num_kvcache_blocks": None}, "kvcache_memory_bytes"),
         ({"kvcache_memory_bytes": 100, "num_kvcache_blocks": None}, "kvcache_memory_bytes"),
         ({"enable_prefix_caching": "yes"}, "enable_prefix_caching"),
-        ({"attention_backend": "fast"}, "attention_backend must be one of 'auto', .*'torch', not 'fast'"),
+        (
+            {"attention_backend": "fast"},
+            "attention_backend must be one of 'auto', .*'torch', not 'fast'",
+        ),
         ({"enable_kernels": 1}, "enable_kernels must be True or False"),
-        ({"enable_kernels": False, "attention_backend": "cpp"}, "attention_backend='cpp' needs enable_kernels=True"),
+        (
+            {"enable_kernels": False, "attention_backend": "cpp"},
+            "attention_backend='cpp' needs enable_kernels=True",
+        ),
         ({"load_format": "gguf"}, "load_format"),
         ({"seed": -1}, "seed"),
         ({"trace": 3}, "trace must be"),
@@ -81,19 +90,31 @@ def test_wrong_options_are_named(make_llm: MakeLLM, options: dict, complaint: st
 def test_every_option_is_seen_with_its_default() -> None:
     """By `help` and `inspect`; an editor reads the annotations of Config."""
     parameters = inspect.signature(LLM).parameters
-    assert list(parameters) == [field.name for field in fields(Config)] and parameters["model"].default is inspect.Parameter.empty
-    defaults = {name: parameter.default for name, parameter in parameters.items() if name != "model"}
+    assert (
+        list(parameters) == [field.name for field in fields(Config)]
+        and parameters["model"].default is inspect.Parameter.empty
+    )
+    defaults = {
+        name: parameter.default for name, parameter in parameters.items() if name != "model"
+    }
     config = Config("", **defaults)
-    assert all(getattr(config, name) == default for name, default in defaults.items()) and defaults["max_num_seqs"] == 256
+    assert (
+        all(getattr(config, name) == default for name, default in defaults.items())
+        and defaults["max_num_seqs"] == 256
+    )
     assert "max_num_seqs: int = 256" in pydoc.render_doc(LLM) and all(
         f"        {name}: " in Config.__doc__ for name in parameters
     )
-    assert {f"        {field.name}: " in SamplingParams.__doc__ for field in fields(SamplingParams)} == {True}
+    assert {
+        f"        {field.name}: " in SamplingParams.__doc__ for field in fields(SamplingParams)
+    } == {True}
 
 
 def test_options_hold_under_python_O(tiny: tuple[str, Oracle]) -> None:
     code = f"from nanovllm import LLM\ntry: LLM({tiny[0]!r}, max_num_seqs=0)\nexcept ValueError as e: print(e)"
-    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True
+    )
     assert "max_num_seqs" in done.stdout
 
 
@@ -105,10 +126,15 @@ def test_max_model_len_defaults(make_llm: MakeLLM) -> None:
 
 
 def test_kv_cache_size(make_llm: MakeLLM) -> None:
-    block_bytes = 4 * 2 * 2 * 2 * 16 * 4  # block size, K and V, layers, KV heads, head_dim, bytes of a float32
+    block_bytes = (
+        4 * 2 * 2 * 2 * 16 * 4
+    )  # block size, K and V, layers, KV heads, head_dim, bytes of a float32
     llm = make_llm(num_kvcache_blocks=None, kvcache_memory_bytes=10 * block_bytes + 1)
     assert llm.stats["num_blocks"] == 10
-    assert make_llm(num_kvcache_blocks=7, kvcache_memory_bytes=10 * block_bytes).stats["num_blocks"] == 7
+    assert (
+        make_llm(num_kvcache_blocks=7, kvcache_memory_bytes=10 * block_bytes).stats["num_blocks"]
+        == 7
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,13 +148,19 @@ def test_kv_cache_size(make_llm: MakeLLM) -> None:
     ],
     ids=["none", "own", "parent", "container", "not-version-2"],
 )  # fmt: skip
-def test_memory_of_a_cgroup(tmp_path: Path, memberships: str, limits: dict[str, dict[str, object]], left: int | None) -> None:
+def test_memory_of_a_cgroup(
+    tmp_path: Path, memberships: str, limits: dict[str, dict[str, object]], left: int | None
+) -> None:
     """Each uses 700, of which 200 can be reclaimed."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text(memberships + "\n")
     for group, files in limits.items():
         (tmp_path / "sys/fs/cgroup" / group).mkdir(parents=True, exist_ok=True)
-        for name, content in {**files, "memory.current": 700, "memory.stat": "anon 500\ninactive_file 200"}.items():
+        for name, content in {
+            **files,
+            "memory.current": 700,
+            "memory.stat": "anon 500\ninactive_file 200",
+        }.items():
             (tmp_path / "sys/fs/cgroup" / group / name).write_text(f"{content}\n")
     found = find_available_memory(tmp_path)
     assert found == left if left is not None else found > 2**20
@@ -149,17 +181,24 @@ class FakeGPU:
 
 
 @pytest.mark.parametrize(
-    "free, utilization, tokens", [(100_000_000, 0.9, 80_000), (100_000_000, 0.5, 40_000), (40_000_000, 0.9, 28_000)]
+    "free, utilization, tokens",
+    [(100_000_000, 0.9, 80_000), (100_000_000, 0.5, 40_000), (40_000_000, 0.9, 28_000)],
 )
-def test_kv_cache_size_on_a_gpu(make_llm: MakeLLM, free: int, utilization: float, tokens: int) -> None:
+def test_kv_cache_size_on_a_gpu(
+    make_llm: MakeLLM, free: int, utilization: float, tokens: int
+) -> None:
     """A share of the whole GPU or what others have left of it, less this engine's weights and largest step."""
     llm = make_llm()
-    spec = replace(llm.model_runner.executor.worker.spec, num_layers=125, num_kv_heads=1, head_dim=1)
+    spec = replace(
+        llm.model_runner.executor.worker.spec, num_layers=125, num_kv_heads=1, head_dim=1
+    )
     config = Config(model="", gpu_memory_utilization=utilization)
     steps = []
     num_blocks, line = count_blocks(config, spec, 10, 1000, FakeGPU(free), lambda: steps.append(1))
     assert num_blocks * 10 == tokens and steps == [1] and str(num_blocks) in line
-    assert count_blocks(config, spec, 10, 91, FakeGPU(free), lambda: None)[0] == 256 * 10, "that is all that can be used"
+    assert count_blocks(config, spec, 10, 91, FakeGPU(free), lambda: None)[0] == 256 * 10, (
+        "that is all that can be used"
+    )
     with pytest.raises(ValueError, match="gpu_memory_utilization"):
         count_blocks(config, spec, 10, 1000, FakeGPU(10_000_000), lambda: None)
 
@@ -172,16 +211,27 @@ def test_the_largest_step_is_one(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Penalties, "apply", lambda *args: seen.append(apply(*args)) or seen[-1])
     penalize = Penalties._penalize
     monkeypatch.setattr(
-        Penalties, "_penalize", lambda *args: lengths.extend(len(s.token_ids) for s in args[3]) or penalize(*args)
+        Penalties,
+        "_penalize",
+        lambda *args: lengths.extend(len(s.token_ids) for s in args[3]) or penalize(*args),
     )
     batch = runner.executor.worker.make_largest_batch()
-    profile_sampling(runner.sample, runner.executor.worker.max_model_len, runner.executor.worker.run(batch))
+    profile_sampling(
+        runner.sample, runner.executor.worker.max_model_len, runner.executor.worker.run(batch)
+    )
     runner.penalties.reset()
     assert len(lengths) == 7 and max(lengths) == runner.executor.worker.max_model_len, (
         "of penalties, the longest sequence takes most"
     )
-    assert len(batch.input_ids) == 301 and len(batch.logits_indices) == 7 and batch.max_seqlen_q == 256
-    assert len(seen) == 1 and seen[0].shape == (7, VOCAB_SIZE) and seen[0].isinf().any() and not len(runner.penalties.counts)
+    assert (
+        len(batch.input_ids) == 301 and len(batch.logits_indices) == 7 and batch.max_seqlen_q == 256
+    )
+    assert (
+        len(seen) == 1
+        and seen[0].shape == (7, VOCAB_SIZE)
+        and seen[0].isinf().any()
+        and not len(runner.penalties.counts)
+    )
     prompt = random_prompt(0, 9)
     assert len(llm.generate(prompt, GREEDY, use_tqdm=False)[0]["token_ids"]) == 6
     drafts = make_llm(
@@ -216,10 +266,21 @@ def test_numbers_of_numpy_are_numbers() -> None:
     params = SamplingParams(**given)
     assert params == SamplingParams(**{**given, "seed": 2**64 - 1, "stop_token_ids": [3, 4]})
     kept = [getattr(params, name) for name in given] + params.stop_token_ids
-    assert {type(value) for value in kept} == {int, float, list} and type(params.stop_token_ids[0]) is int
-    assert SamplingParams(stop=("a", "b"), stop_token_ids=(np.int64(1),), seed=2**70).stop_token_ids == [1]
-    config = Config(model="", max_num_seqs=np.int64(3), gpu_memory_utilization=np.float32(0.5), seed=np.uint8(255))
-    assert [type(value) for value in (config.max_num_seqs, config.gpu_memory_utilization, config.seed)] == [int, float, int]
+    assert {type(value) for value in kept} == {int, float, list} and type(
+        params.stop_token_ids[0]
+    ) is int
+    assert SamplingParams(
+        stop=("a", "b"), stop_token_ids=(np.int64(1),), seed=2**70
+    ).stop_token_ids == [1]
+    config = Config(
+        model="",
+        max_num_seqs=np.int64(3),
+        gpu_memory_utilization=np.float32(0.5),
+        seed=np.uint8(255),
+    )
+    assert [
+        type(value) for value in (config.max_num_seqs, config.gpu_memory_utilization, config.seed)
+    ] == [int, float, int]
 
 
 # --- generate
@@ -285,7 +346,14 @@ def test_numbers_that_are_not_int_serve_as_token_ids(make_llm: MakeLLM) -> None:
 def test_prompt_above_the_budget_of_whole_prompts(make_llm: MakeLLM) -> None:
     with pytest.raises(ValueError, match="max_num_batched_tokens=8"):
         make_llm(enable_chunked_prefill=False, max_num_batched_tokens=8).add_request([1] * 9)
-    assert len(make_llm(max_num_batched_tokens=8).generate([1] * 9, GREEDY, use_tqdm=False)[0]["token_ids"]) == 6
+    assert (
+        len(
+            make_llm(max_num_batched_tokens=8).generate([1] * 9, GREEDY, use_tqdm=False)[0][
+                "token_ids"
+            ]
+        )
+        == 6
+    )
 
 
 def test_finish_reasons(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
@@ -293,18 +361,28 @@ def test_finish_reasons(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
     expected = tiny[1](prompt, 33)
     llm = make_llm(num_kvcache_blocks=10)
     whole = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=100), use_tqdm=False)[0]
-    assert (whole["token_ids"], whole["finish_reason"]) == (expected, "length"), "ends at max_model_len=40"
+    assert (whole["token_ids"], whole["finish_reason"]) == (expected, "length"), (
+        "ends at max_model_len=40"
+    )
     llm.eos_token_ids = frozenset({expected[3]})
     first = expected.index(expected[3]) + 1
-    stopped = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=first), use_tqdm=False)[0]
-    assert (stopped["token_ids"], stopped["finish_reason"]) == (expected[:first], "stop"), "stop before length"
-    ignored = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True), use_tqdm=False)[0]
+    stopped = llm.generate(
+        prompt, SamplingParams(temperature=0.0, max_tokens=first), use_tqdm=False
+    )[0]
+    assert (stopped["token_ids"], stopped["finish_reason"]) == (expected[:first], "stop"), (
+        "stop before length"
+    )
+    ignored = llm.generate(
+        prompt, SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True), use_tqdm=False
+    )[0]
     assert (ignored["token_ids"], ignored["finish_reason"]) == (expected[:9], "length")
     assert whole["text"] == "" and whole["logprobs"] is None and whole["cumulative_logprob"] is None
 
 
 def test_eos_comes_from_both_configs(demo: LLM) -> None:
-    assert demo.eos_token_ids == set(demo.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
+    assert demo.eos_token_ids == set(
+        demo.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    )
 
 
 def test_prefix_hits_are_reported(make_llm: MakeLLM) -> None:
@@ -312,7 +390,9 @@ def test_prefix_hits_are_reported(make_llm: MakeLLM) -> None:
     shared = random_prompt(0, 12)
     prompts = [shared + random_prompt(i, 3) for i in range(1, 4)]
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-    assert [o["num_cached_tokens"] for o in outputs] == [0, 12, 12], "shared within the first step already"
+    assert [o["num_cached_tokens"] for o in outputs] == [0, 12, 12], (
+        "shared within the first step already"
+    )
     assert llm.stats["num_cached_tokens"] == 24 and llm.stats["num_prefill_tokens"] == 15 + 3 + 3
     assert llm.stats["num_decode_tokens"] == 3 * (GREEDY.max_tokens - 1)
     assert llm.stats["num_free_blocks"] == llm.stats["num_blocks"] == 64
@@ -328,7 +408,11 @@ def test_step_reports_what_others_gained_meanwhile(make_llm: MakeLLM) -> None:
     assert [o["request_id"] for o in outputs] == [mine + 1]
     assert not llm.is_finished(), "the other one has ended, but nobody has been told"
     (news,) = llm.step()
-    assert (news["request_id"], news["finish_reason"], len(news["token_ids"])) == (mine, "length", 6)
+    assert (news["request_id"], news["finish_reason"], len(news["token_ids"])) == (
+        mine,
+        "length",
+        6,
+    )
     assert llm.is_finished() and llm.step() == []
 
 
@@ -338,9 +422,16 @@ def test_stream(demo: LLM) -> None:
     for output in demo.stream(["count", "7"], GREEDY):
         seen.setdefault(output["request_id"], []).append(output)
     for outputs, expected in zip(seen.values(), whole):
-        assert [len(o["token_ids"]) for o in outputs] == list(range(1, len(expected["token_ids"]) + 1))
-        assert all(later["text"].startswith(earlier["text"]) for earlier, later in pairwise(outputs))
-        assert outputs[-1]["text"] == expected["text"] and outputs[-1]["finish_reason"] == expected["finish_reason"]
+        assert [len(o["token_ids"]) for o in outputs] == list(
+            range(1, len(expected["token_ids"]) + 1)
+        )
+        assert all(
+            later["text"].startswith(earlier["text"]) for earlier, later in pairwise(outputs)
+        )
+        assert (
+            outputs[-1]["text"] == expected["text"]
+            and outputs[-1]["finish_reason"] == expected["finish_reason"]
+        )
 
 
 def test_leaving_a_stream_takes_its_requests_back(make_llm: MakeLLM) -> None:
@@ -394,23 +485,45 @@ def test_several_engines_and_exit(tiny: tuple[str, Oracle], make_llm: MakeLLM) -
 
 def test_no_module_is_needed_that_a_laptop_lacks() -> None:
     code = "import sys, nanovllm; print(sorted({'triton', 'flash_attn'} & set(sys.modules)))"
-    blocked = "import sys; sys.modules['triton'] = sys.modules['flash_attn'] = None; import nanovllm"
+    blocked = (
+        "import sys; sys.modules['triton'] = sys.modules['flash_attn'] = None; import nanovllm"
+    )
     subprocess.run([sys.executable, "-c", blocked], check=True)
-    assert "flash_attn" not in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert (
+        "flash_attn"
+        not in subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+    )
 
 
 def test_no_global_state_is_left(make_llm: MakeLLM) -> None:
-    before = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(), torch.get_rng_state()
+    before = (
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.is_grad_enabled(),
+        torch.get_rng_state(),
+    )
     make_llm(dtype="bfloat16").generate([1, 2, 3], use_tqdm=False)
-    after = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(), torch.get_rng_state()
+    after = (
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.is_grad_enabled(),
+        torch.get_rng_state(),
+    )
     assert before[:3] == after[:3] and torch.equal(before[3], after[3])
 
 
 # --- text
 
 
-@pytest.mark.parametrize("text", ["naïve café", "你好，世界", "👩‍👩‍👧 family", "é̂ combining", "plain", " leading", "a\ufffdb"])
-def test_text_grows_whole_characters_only(demo: LLM, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["naïve café", "你好，世界", "👩‍👩‍👧 family", "é̂ combining", "plain", " leading", "a\ufffdb"],
+)
+def test_text_grows_whole_characters_only(
+    demo: LLM, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Feed known tokens one by one: the text only grows, shows no broken character, and ends as the tokenizer decodes it."""
     token_ids = demo.tokenizer.encode(text)
     script = iter(token_ids)
@@ -432,9 +545,13 @@ def test_text_cut_inside_a_character(demo: LLM, monkeypatch: pytest.MonkeyPatch)
 def test_chat(demo: LLM) -> None:
     user = {"role": "user", "content": "What is 2 + 3?"}
     (one,) = demo.chat([user], GREEDY, use_tqdm=False)
-    two = demo.chat([[user], [{"role": "system", "content": "Be brief."}, user]], GREEDY, use_tqdm=False)
+    two = demo.chat(
+        [[user], [{"role": "system", "content": "Be brief."}, user]], GREEDY, use_tqdm=False
+    )
     assert one["token_ids"] == two[0]["token_ids"]
-    rendered = demo.tokenizer.apply_chat_template([user], add_generation_prompt=True, tokenize=False)
+    rendered = demo.tokenizer.apply_chat_template(
+        [user], add_generation_prompt=True, tokenize=False
+    )
     assert demo.tokenizer.decode(one["prompt_token_ids"]) == rendered
     assert demo.chat([], GREEDY, use_tqdm=False) == []
 
@@ -450,11 +567,21 @@ def test_chat_wants_messages(demo: LLM) -> None:
 def test_chat_with_parts(demo: LLM) -> None:
     """As OpenAI's clients send them: texts are joined, all else is refused by its type."""
     parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "12 + 30?"}]
-    (joined,) = demo.chat([{"role": "user", "content": "What is\n12 + 30?"}], GREEDY, use_tqdm=False)
+    (joined,) = demo.chat(
+        [{"role": "user", "content": "What is\n12 + 30?"}], GREEDY, use_tqdm=False
+    )
     (output,) = demo.chat([{"role": "user", "content": parts}], GREEDY, use_tqdm=False)
-    assert output["prompt_token_ids"] == joined["prompt_token_ids"] and output["text"] == joined["text"]
+    assert (
+        output["prompt_token_ids"] == joined["prompt_token_ids"]
+        and output["text"] == joined["text"]
+    )
     image = {"type": "image_url", "image_url": {"url": "data:" + "x" * 10000}}
-    for wrong, name in ((image, "'image_url'"), ("text", "'str'"), ({"type": "text"}, "'text'"), ({"text": "hi"}, "None")):
+    for wrong, name in (
+        (image, "'image_url'"),
+        ("text", "'str'"),
+        ({"type": "text"}, "'text'"),
+        ({"text": "hi"}, "None"),
+    ):
         with pytest.raises(ValueError, match=name) as caught:
             demo.chat([{"role": "user", "content": [parts[0], wrong]}])
         assert len(str(caught.value)) < 200
@@ -462,7 +589,12 @@ def test_chat_with_parts(demo: LLM) -> None:
 
 def test_chat_template_that_fails(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it raises."""
-    for template in ("{{ messages[0].content + 1 }}", "{{ messages[7].content.x.y }}", "{{ raise_exception('no') }}", "{{"):
+    for template in (
+        "{{ messages[0].content + 1 }}",
+        "{{ messages[7].content.x.y }}",
+        "{{ raise_exception('no') }}",
+        "{{",
+    ):
         monkeypatch.setattr(demo.tokenizer, "chat_template", template)
         with pytest.raises(ValueError, match="chat template"):
             demo.chat([{"role": "user", "content": "hi"}])
@@ -472,7 +604,11 @@ def test_chat_template_that_fails(demo: LLM, monkeypatch: pytest.MonkeyPatch) ->
 def test_half_a_character(demo: LLM) -> None:
     """The error says what is wrong, and where."""
     text = "x" * 50 + "\ud83d"  # of an emoji
-    for call in (demo.generate, demo.add_request, lambda text: demo.chat([{"role": "user", "content": text}])):
+    for call in (
+        demo.generate,
+        demo.add_request,
+        lambda text: demo.chat([{"role": "user", "content": text}]),
+    ):
         with pytest.raises(ValueError, match="lone surrogate"):
             call(text)
     with pytest.raises(ValueError, match="a conversation .* position"):
@@ -507,9 +643,16 @@ def test_random_life(tiny: tuple[str, Oracle], data: st.DataObject) -> None:
 
     def new_request() -> tuple[list[int], SamplingParams]:
         seed, length = draw(st.integers(0, 3)), draw(st.integers(1, 15))
-        return random_prompt(seed, length), SamplingParams(temperature=0.0, max_tokens=draw(st.integers(1, 8)))
+        return random_prompt(seed, length), SamplingParams(
+            temperature=0.0, max_tokens=draw(st.integers(1, 8))
+        )
 
-    for action in draw(st.lists(st.sampled_from(["add", "add", "step", "step", "abort", "generate", "stream"]), max_size=30)):
+    for action in draw(
+        st.lists(
+            st.sampled_from(["add", "add", "step", "step", "abort", "generate", "stream"]),
+            max_size=30,
+        )
+    ):
         if action == "add":
             prompt, params = new_request()
             prompts[llm.add_request(prompt, params)] = prompt

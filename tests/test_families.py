@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, Oracle, check_invariants, edit_config, edit_weights, make_checkpoint, random_prompt
+from conftest import (
+    VOCAB_SIZE,
+    Oracle,
+    check_invariants,
+    edit_config,
+    edit_weights,
+    make_checkpoint,
+    random_prompt,
+)
 from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
@@ -47,11 +55,17 @@ OPT = dict(ffn_dim=40)
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, dict(tie_word_embeddings=False)),
-    "qwen2.5-tied": (Qwen2Config, dict(use_sliding_window=False, sliding_window=8, max_window_layers=1)),
+    "qwen2.5-tied": (
+        Qwen2Config,
+        dict(use_sliding_window=False, sliding_window=8, max_window_layers=1),
+    ),
     "llama-2": (LlamaConfig, dict(num_key_value_heads=4, tie_word_embeddings=False, head_dim=None)),
     "llama-3.1": (LlamaConfig, dict(rope_parameters=LLAMA3)),
     "llama-biases": (LlamaConfig, dict(attention_bias=True, mlp_bias=True)),
-    "llama-dynamic": (LlamaConfig, dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0})),
+    "llama-dynamic": (
+        LlamaConfig,
+        dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}),
+    ),
     "mistral": (MistralConfig, dict(sliding_window=None)),
     "mistral-wide-window": (MistralConfig, dict(sliding_window=4096)),
     "ministral": (MinistralConfig, dict(layer_types=["full_attention"] * 2)),
@@ -63,11 +77,26 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen3-moe": (Qwen3MoeConfig, dict(**EXPERTS, norm_topk_prob=True, intermediate_size=47)),
     "qwen3-moe-mixed": (
         Qwen3MoeConfig,
-        dict(**EXPERTS, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3], tie_word_embeddings=False),
+        dict(
+            **EXPERTS,
+            num_hidden_layers=4,
+            decoder_sparse_step=2,
+            mlp_only_layers=[3],
+            tie_word_embeddings=False,
+        ),
     ),
 }
 # What is divided among ranks differs between these; the others differ in what every rank has whole: RoPE, windows, norms.
-DIVIDED = {"qwen2", "llama-2", "llama-biases", "opt-350m", "opt-untied-narrow", "opt-no-biases", "qwen3-moe", "qwen3-moe-mixed"}
+DIVIDED = {
+    "qwen2",
+    "llama-2",
+    "llama-biases",
+    "opt-350m",
+    "opt-untied-narrow",
+    "opt-no-biases",
+    "qwen3-moe",
+    "qwen3-moe-mixed",
+}
 
 
 def make_family(directory: Path, name: str, **changes: Any) -> Oracle:
@@ -76,7 +105,9 @@ def make_family(directory: Path, name: str, **changes: Any) -> Oracle:
 
 
 def generate(llm: LLM, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=num_tokens), use_tqdm=False)
+    outputs = llm.generate(
+        prompts, SamplingParams(temperature=0.0, max_tokens=num_tokens), use_tqdm=False
+    )
     return [output["token_ids"] for output in outputs]
 
 
@@ -87,7 +118,12 @@ def test_tokens(tmp_path: Path, name: str) -> None:
     prompts.append(prompts[-1][:50] + random_prompt(0, 10))
     expected = [oracle(prompt, 20) for prompt in prompts]
     for size in (1, 2) if name in DIVIDED else (1,):
-        options = {"num_kvcache_blocks": 40, "kvcache_block_size": 4, "max_num_batched_tokens": 24, "tensor_parallel_size": size}
+        options = {
+            "num_kvcache_blocks": 40,
+            "kvcache_block_size": 4,
+            "max_num_batched_tokens": 24,
+            "tensor_parallel_size": size,
+        }
         with LLM(str(tmp_path), **options) as llm:
             for _ in range(2):
                 assert generate(llm, prompts, 20) == expected
@@ -126,7 +162,9 @@ def test_low_precision_logits(tmp_path: Path, name: str) -> None:
     llm = LLM(str(tmp_path), num_kvcache_blocks=64)
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=VOCAB_SIZE)
     outputs = llm.generate([prompt[:n] for n in range(1, 41)], params, use_tqdm=False)
-    ours = torch.tensor([[output["logprobs"][0][token_id] for token_id in range(VOCAB_SIZE)] for output in outputs])
+    ours = torch.tensor(
+        [[output["logprobs"][0][token_id] for token_id in range(VOCAB_SIZE)] for output in outputs]
+    )
     with torch.inference_mode():
         theirs = oracle.model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
         exact = oracle.model.float()(torch.tensor([prompt])).logits[0].log_softmax(-1)
@@ -138,21 +176,41 @@ def test_low_precision_logits(tmp_path: Path, name: str) -> None:
     [
         (MistralConfig, dict(sliding_window=64), "sliding-window"),
         (MinistralConfig, dict(sliding_window=64), "sliding-window"),
-        (Qwen2Config, dict(use_sliding_window=True, sliding_window=64, max_window_layers=1), "sliding-window"),
+        (
+            Qwen2Config,
+            dict(use_sliding_window=True, sliding_window=64, max_window_layers=1),
+            "sliding-window",
+        ),
         (LlamaConfig, dict(hidden_act="gelu"), "hidden_act must be one of 'silu'"),
         (
             LlamaConfig,
-            dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+            dict(
+                rope_parameters={
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                }
+            ),
             "partial_rotary",
         ),
         (OPTConfig, dict(activation_function="gelu"), "activation_function must be one of 'relu'"),
         (LlamaConfig, dict(quantization_config={"quant_method": "gptq", "bits": 4}), "quantized"),
     ],
 )
-def test_close_but_different(tmp_path: Path, family: type[PretrainedConfig], changes: dict[str, Any], complaint: str) -> None:
-    settings = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256)
+def test_close_but_different(
+    tmp_path: Path, family: type[PretrainedConfig], changes: dict[str, Any], complaint: str
+) -> None:
+    settings = dict(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+    )
     architecture = family.__name__.replace("Config", "ForCausalLM")
-    family(**settings, vocab_size=97, architectures=[architecture], **changes).save_pretrained(tmp_path)
+    family(**settings, vocab_size=97, architectures=[architecture], **changes).save_pretrained(
+        tmp_path
+    )
     with pytest.raises(ValueError, match=complaint):
         LLM(str(tmp_path), load_format="dummy", num_kvcache_blocks=8)
 
@@ -178,7 +236,10 @@ def load(directory: Path, **options: Any) -> LLM:
 
 def test_opt_names_without_the_prefix(opt: Oracle, tmp_path: Path) -> None:
     """The checkpoints of 350m, 6.7b, 13b and 30b were saved without a head: "decoder." instead of "model.decoder."."""
-    edit_weights(tmp_path, lambda w: [w.update({name.removeprefix("model."): w.pop(name)}) for name in list(w)])
+    edit_weights(
+        tmp_path,
+        lambda w: [w.update({name.removeprefix("model."): w.pop(name)}) for name in list(w)],
+    )
     prompt = random_prompt(0, 9)
     assert generate(load(tmp_path), [prompt], 12) == [opt(prompt, 12)]
 
@@ -189,17 +250,33 @@ def test_opt_names_without_the_prefix(opt: Oracle, tmp_path: Path) -> None:
         (lambda w: w.pop(OPT_POSITIONS), f"without a tensor: {OPT_POSITIONS}"),
         (lambda w: w.pop(OPT_PROJECTION), f"without a tensor: {OPT_PROJECTION}"),
         (lambda w: w.update({OPT_SURPLUS: torch.ones(2)}), f"without a parameter.*: {OPT_SURPLUS}"),
-        (lambda w: w.update({OPT_POSITIONS.removeprefix("model."): w[OPT_POSITIONS].clone()}), "repeated: .*embed_positions"),
+        (
+            lambda w: w.update({OPT_POSITIONS.removeprefix("model."): w[OPT_POSITIONS].clone()}),
+            "repeated: .*embed_positions",
+        ),
         (
             lambda w: w.update({OPT_POSITIONS: w[OPT_POSITIONS][2:].clone()}),
             r"embed_positions.* has shape \[256, 32\].* \[258, 32\]",
         ),
-        (lambda w: w.update({OPT_BIAS: torch.ones(33)}), rf"{OPT_BIAS} has shape \[33\], the model needs \[32\]"),
+        (
+            lambda w: w.update({OPT_BIAS: torch.ones(33)}),
+            rf"{OPT_BIAS} has shape \[33\], the model needs \[32\]",
+        ),
         (lambda w: w.update({"lm_head.weight": torch.ones(97, 24)}), "lm_head.weight differs"),
     ],
-    ids=["no-positions", "no-projection", "surplus", "twice", "no-offset", "misshapen", "tied-but-different"],
+    ids=[
+        "no-positions",
+        "no-projection",
+        "surplus",
+        "twice",
+        "no-offset",
+        "misshapen",
+        "tied-but-different",
+    ],
 )
-def test_opt_tensors_that_do_not_fit(opt: Oracle, tmp_path: Path, edit: Callable, complaint: str) -> None:
+def test_opt_tensors_that_do_not_fit(
+    opt: Oracle, tmp_path: Path, edit: Callable, complaint: str
+) -> None:
     edit_weights(tmp_path, edit)
     with pytest.raises(ValueError, match=complaint):
         load(tmp_path)
@@ -219,24 +296,32 @@ def test_opt_tensors_that_do_not_fit(opt: Oracle, tmp_path: Path, edit: Callable
         ({"tie_word_embeddings": False}, "without a tensor: lm_head.weight"),
     ],
 )
-def test_opt_configs_that_do_not_fit(opt: Oracle, tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
+def test_opt_configs_that_do_not_fit(
+    opt: Oracle, tmp_path: Path, changes: dict[str, Any], complaint: str
+) -> None:
     edit_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=complaint):
         load(tmp_path)
 
 
 def test_opt_sizes_that_do_not_divide(opt: Oracle, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="tensor_parallel_size=3 does not divide num_attention_heads=4"):
+    with pytest.raises(
+        ValueError, match="tensor_parallel_size=3 does not divide num_attention_heads=4"
+    ):
         load(tmp_path, tensor_parallel_size=3)
     edit_config(tmp_path, ffn_dim=41)
-    with pytest.raises(ValueError, match="tensor_parallel_size=2 does not divide intermediate_size=41"):
+    with pytest.raises(
+        ValueError, match="tensor_parallel_size=2 does not divide intermediate_size=41"
+    ):
         load(tmp_path, tensor_parallel_size=2)
 
 
 def test_opt_every_position_that_was_learned(opt: Oracle, tmp_path: Path) -> None:
     """The sequence ends where the matrix of positions does."""
     prompt = random_prompt(1, 250)
-    (output,) = load(tmp_path).generate(prompt, SamplingParams(temperature=0.0, max_tokens=50), use_tqdm=False)
+    (output,) = load(tmp_path).generate(
+        prompt, SamplingParams(temperature=0.0, max_tokens=50), use_tqdm=False
+    )
     assert (output["token_ids"], output["finish_reason"]) == (opt(prompt, 6), "length")
     with pytest.raises(ValueError, match="lower it to 256"):
         load(tmp_path, max_model_len=257)
@@ -259,13 +344,20 @@ def test_opt_dummy_weights(opt: Oracle, tmp_path: Path) -> None:
 # --- Qwen3-MoE
 
 
-SIX_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+SIX_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 MOE_SPEC = MoESpec(
     vocab_size=VOCAB_SIZE, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=48, max_len=64,
     dtype=torch.float32, hidden_size=40, norm_eps=1e-6, rope=RopeSpec.from_base(1e4, 16), tie_embeddings=True,
     num_experts=16, num_experts_per_tok=3, expert_size=24, normalize_weights=True, dense_layers=frozenset({0}),
 )  # fmt: skip
-needs_bfloat16 = pytest.mark.skipif(not can_multiply(torch.bfloat16), reason="no compiler, or AMX that is not allowed")
+needs_bfloat16 = pytest.mark.skipif(
+    not can_multiply(torch.bfloat16), reason="no compiler, or AMX that is not allowed"
+)
 
 
 def make_moe(dtype: torch.dtype = torch.float32) -> MoE:
@@ -304,14 +396,20 @@ def test_moe_low_precision(is_packed: bool) -> None:
     rounding. Packed, a token gets alone the same bits as among others."""
     moe, x = make_moe(torch.bfloat16), torch.randn(50, MOE_SPEC.hidden_size).bfloat16()
     config = Qwen3MoeConfig(
-        num_experts=16, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True, hidden_size=MOE_SPEC.hidden_size
+        num_experts=16,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        hidden_size=MOE_SPEC.hidden_size,
     )
     theirs = Qwen3MoeSparseMoeBlock(config).bfloat16().requires_grad_(False)
     theirs.load_state_dict(moe.state_dict())
     logits, rounded = moe.gate(x), theirs(x[None])[0]
     exact = make_moe()
     exact.load_state_dict(moe.state_dict())
-    exact.gate.forward = lambda x: logits.float()  # whom a near tie chooses is not what this is about
+    exact.gate.forward = lambda x: (
+        logits.float()
+    )  # whom a near tie chooses is not what this is about
     if is_packed:
         kernelize(moe, torch.device("cpu"), torch.bfloat16)
         assert type(moe.experts) is PackedExperts and not list(moe.parameters())
@@ -324,14 +422,19 @@ def test_moe_low_precision(is_packed: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_kernelized", [True, False])
-def test_moe_near_ties(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kernelized: bool, dtype: torch.dtype) -> None:
+def test_moe_near_ties(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kernelized: bool, dtype: torch.dtype
+) -> None:
     """In 16 bits rounding decides a router's near ties, and another expert changes tokens. Apart from that, only rounding does.
 
     Experts come in pairs of almost equal probability, so a token's third expert is always half of a near tie. Given
     nanovllm's choices, float32 is as near to nanovllm as to transformers, and chooses the same tokens within rounding.
     """
     model = make_checkpoint(
-        tmp_path, family=Qwen3MoeConfig, dtype=dtype, **{**SIX_EXPERTS, "num_experts": 16, "num_experts_per_tok": 3}
+        tmp_path,
+        family=Qwen3MoeConfig,
+        dtype=dtype,
+        **{**SIX_EXPERTS, "num_experts": 16, "num_experts_per_tok": 3},
     )
     for layer in model.model.layers:
         rows = layer.mlp.gate.weight.data
@@ -342,10 +445,17 @@ def test_moe_near_ties(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kerne
     with LLM(str(tmp_path), num_kvcache_blocks=16, enable_kernels=is_kernelized) as llm:
         for module in llm.model_runner.executor.worker.model.modules():
             if isinstance(module, Experts):
-                module.register_forward_pre_hook(lambda module, args: chosen[module].append(args[1]))
+                module.register_forward_pre_hook(
+                    lambda module, args: chosen[module].append(args[1])
+                )
         output = llm.generate(prompt, params, use_tqdm=False)[0]
-    ours = torch.tensor([[logprobs[token_id] for token_id in range(VOCAB_SIZE)] for logprobs in output["logprobs"]])
-    topk, gaps = torch.topk, []  # of each choice: log(probability of the third best / of the least probable that is chosen)
+    ours = torch.tensor(
+        [[logprobs[token_id] for token_id in range(VOCAB_SIZE)] for logprobs in output["logprobs"]]
+    )
+    topk, gaps = (
+        torch.topk,
+        [],
+    )  # of each choice: log(probability of the third best / of the least probable that is chosen)
 
     def compute_theirs(*, is_forced: bool) -> Tensor:
         """Log probabilities [num_generated, vocab_size] after the same tokens, with their choice of experts or with ours."""
@@ -360,7 +470,9 @@ def test_moe_near_ties(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kerne
         with monkeypatch.context() as patch, torch.inference_mode():
             if is_forced:
                 patch.setattr(torch, "topk", choose)
-            logits = model(torch.tensor([prompt + output["token_ids"][:-1]])).logits[0, len(prompt) - 1 :]
+            logits = model(torch.tensor([prompt + output["token_ids"][:-1]])).logits[
+                0, len(prompt) - 1 :
+            ]
         assert not is_forced or next(layers, None) is None
         return logits.float().log_softmax(-1)
 
@@ -388,25 +500,41 @@ def test_moe_the_width_is_divided(size: int) -> None:
     for rank in range(size):
         moe = MoE(MOE_SPEC, TensorParallel(rank, size)).requires_grad_(False)
         init_dummy_weights(moe, seed=1)
-        assert moe.experts.down_proj.shape == (16, 40, 24 // size) and torch.equal(moe.gate.weight, whole.gate.weight)
+        assert moe.experts.down_proj.shape == (16, 40, 24 // size) and torch.equal(
+            moe.gate.weight, whole.gate.weight
+        )
         total += moe(x)
     torch.testing.assert_close(total, whole(x))
 
 
 def test_moe_low_precision_on_two_ranks(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, family=Qwen3MoeConfig, dtype=torch.bfloat16, **SIX_EXPERTS, initializer_range=0.1)
+    make_checkpoint(
+        tmp_path, family=Qwen3MoeConfig, dtype=torch.bfloat16, **SIX_EXPERTS, initializer_range=0.1
+    )
     params, values = SamplingParams(temperature=0.0, max_tokens=1, logprobs=VOCAB_SIZE), []
     for size in (1, 2):
         with LLM(str(tmp_path), tensor_parallel_size=size, num_kvcache_blocks=64) as llm:
-            outputs = llm.generate([random_prompt(seed, 20) for seed in range(8)], params, use_tqdm=False)
-        values.append(torch.tensor([[output["logprobs"][0][token_id] for token_id in range(VOCAB_SIZE)] for output in outputs]))
+            outputs = llm.generate(
+                [random_prompt(seed, 20) for seed in range(8)], params, use_tqdm=False
+            )
+        values.append(
+            torch.tensor(
+                [
+                    [output["logprobs"][0][token_id] for token_id in range(VOCAB_SIZE)]
+                    for output in outputs
+                ]
+            )
+        )
     assert (values[0] - values[1]).abs().mean() < 0.02 * values[0].std()
 
 
 def test_moe_steps_run_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which shapes they have depends on the routing. A decoder whose layers are all dense is captured."""
     monkeypatch.setattr("nanovllm.kernels.CudaGraphs", lambda *arguments: "captured")
-    backend, kv_caches = SimpleNamespace(SUPPORTS_CUDA_GRAPHS=True), [SimpleNamespace(device=torch.device("cuda"))]
+    backend, kv_caches = (
+        SimpleNamespace(SUPPORTS_CUDA_GRAPHS=True),
+        [SimpleNamespace(device=torch.device("cuda"))],
+    )
     for dense_layers, expected in (({0}, None), ({0, 1}, "captured")):
         model = replace(MOE_SPEC, dense_layers=frozenset(dense_layers)).make_model(attention)
         assert capture_decode_steps(model, backend, kv_caches, 8, 4) == expected
@@ -417,7 +545,9 @@ def change_moe_config(tmp_path: Path) -> Callable[..., Oracle]:
     """A checkpoint whose config.json is changed afterwards; None removes a field."""
 
     def change(made_with: dict[str, Any], **changes: Any) -> Oracle:
-        oracle = Oracle(make_checkpoint(tmp_path, family=Qwen3MoeConfig, **{**SIX_EXPERTS, **made_with}))
+        oracle = Oracle(
+            make_checkpoint(tmp_path, family=Qwen3MoeConfig, **{**SIX_EXPERTS, **made_with})
+        )
         content = {**json.loads((tmp_path / "config.json").read_text()), **changes}
         content = {name: value for name, value in content.items() if value is not None}
         (tmp_path / "config.json").write_text(json.dumps(content))
@@ -426,11 +556,17 @@ def change_moe_config(tmp_path: Path) -> Callable[..., Oracle]:
     return change
 
 
-@pytest.mark.parametrize("name, other", [("num_experts", "num_local_experts"), ("num_local_experts", "num_experts")])
-def test_moe_either_name_of_num_experts(tmp_path: Path, change_moe_config: Callable[..., Oracle], name: str, other: str) -> None:
+@pytest.mark.parametrize(
+    "name, other", [("num_experts", "num_local_experts"), ("num_local_experts", "num_experts")]
+)
+def test_moe_either_name_of_num_experts(
+    tmp_path: Path, change_moe_config: Callable[..., Oracle], name: str, other: str
+) -> None:
     oracle, prompt = change_moe_config({}, **{name: 6, other: None}), random_prompt(1, 9)
     with LLM(str(tmp_path), num_kvcache_blocks=16) as llm:
-        output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)[0]
+        output = llm.generate(
+            prompt, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False
+        )[0]
     assert output["token_ids"] == oracle(prompt, 8)
 
 
@@ -466,12 +602,20 @@ def test_moe_refusals(
     "old, new, complaint",
     [
         ("experts.3.up_proj", None, "parameters without a tensor: .*experts.3.up_proj.weight"),
-        ("experts.3.up_proj", "experts.6.up_proj", "repeated: .*experts.6.up_proj.weight; .*experts.3.up_proj.weight"),
+        (
+            "experts.3.up_proj",
+            "experts.6.up_proj",
+            "repeated: .*experts.6.up_proj.weight; .*experts.3.up_proj.weight",
+        ),
         ("gate", "gate.e_score_correction_bias", "repeated: .*gate.e_score_correction_bias"),
     ],
 )
 def test_moe_tensors_that_do_not_fit(
-    tmp_path: Path, change_moe_config: Callable[..., Oracle], old: str, new: str | None, complaint: str
+    tmp_path: Path,
+    change_moe_config: Callable[..., Oracle],
+    old: str,
+    new: str | None,
+    complaint: str,
 ) -> None:
     change_moe_config({})
 

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, Oracle, check_invariants, greedy, make_batch, make_checkpoint, random_prompt
+from conftest import (
+    VOCAB_SIZE,
+    Oracle,
+    check_invariants,
+    greedy,
+    make_batch,
+    make_checkpoint,
+    random_prompt,
+)
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 
@@ -19,7 +27,9 @@ SAMPLED = [
     SamplingParams(seed=1, max_tokens=20),
     SamplingParams(seed=2, top_p=0.8, max_tokens=20),
     SamplingParams(seed=3, top_k=5, min_p=0.02, temperature=1.5, max_tokens=20),
-    SamplingParams(seed=4, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.3, max_tokens=20),
+    SamplingParams(
+        seed=4, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.3, max_tokens=20
+    ),
     SamplingParams(seed=5, logprobs=3, max_tokens=20),
     SamplingParams(seed=6, min_tokens=10, stop_token_ids=list(range(50)), max_tokens=20),
     SamplingParams(temperature=0.0, logprobs=2, max_tokens=20),
@@ -27,7 +37,11 @@ SAMPLED = [
 ]
 
 
-def generate(llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams | list[SamplingParams] = GREEDY) -> list:
+def generate(
+    llm: LLM,
+    prompts: list[list[int]] = PROMPTS,
+    params: SamplingParams | list[SamplingParams] = GREEDY,
+) -> list:
     return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
@@ -36,13 +50,18 @@ def generate(llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParam
 
 def test_auto_takes_the_kernels(make_llm: MakeLLM, tiny: tuple[str, Oracle]) -> None:
     llm = make_llm(**POOL)
-    assert llm.model_runner.executor.worker.backend.NAME in ("triton", "flash_attn") and llm.model_runner.executor.worker.graphs
+    assert (
+        llm.model_runner.executor.worker.backend.NAME in ("triton", "flash_attn")
+        and llm.model_runner.executor.worker.graphs
+    )
     assert generate(llm) == [tiny[1](prompt, 40) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("chunked", [True, False], ids=["mixed", "prefill first"])
-def test_tokens(make_llm: MakeLLM, tiny: tuple[str, Oracle], chunked: bool, enforce_eager: bool) -> None:
+def test_tokens(
+    make_llm: MakeLLM, tiny: tuple[str, Oracle], chunked: bool, enforce_eager: bool
+) -> None:
     """Cold and warm, in a pool that is too small: preempted, found in the cache, in batches that grow and shrink."""
     llm = make_llm(
         kvcache_block_size=16, num_kvcache_blocks=8, max_model_len=64, max_num_batched_tokens=40, max_num_seqs=11,
@@ -50,7 +69,9 @@ def test_tokens(make_llm: MakeLLM, tiny: tuple[str, Oracle], chunked: bool, enfo
     )  # fmt: skip
     prompts = [random_prompt(i, length) for i, length in enumerate((1, 15, 16, 17, 33))] * 2
     for _ in range(2):
-        assert generate(llm, prompts, SamplingParams(temperature=0.0, max_tokens=8)) == [tiny[1](prompt, 8) for prompt in prompts]
+        assert generate(llm, prompts, SamplingParams(temperature=0.0, max_tokens=8)) == [
+            tiny[1](prompt, 8) for prompt in prompts
+        ]
         check_invariants(llm)
     assert llm.stats["num_cached_tokens"] and llm.stats["num_preemptions"]
 
@@ -62,9 +83,15 @@ def test_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dt
     llm = LLM(str(tmp_path), num_kvcache_blocks=64)
     model, seen = llm.model_runner.executor.worker.model, []
     compute_logits = model.compute_logits
-    monkeypatch.setattr(model, "compute_logits", lambda hidden: seen.append(compute_logits(hidden)) or seen[-1])
+    monkeypatch.setattr(
+        model, "compute_logits", lambda hidden: seen.append(compute_logits(hidden)) or seen[-1]
+    )
     prompt = random_prompt(3, 40)
-    generate(llm, [prompt[:length] for length in range(1, 41)], SamplingParams(temperature=0.0, max_tokens=1))
+    generate(
+        llm,
+        [prompt[:length] for length in range(1, 41)],
+        SamplingParams(temperature=0.0, max_tokens=1),
+    )
     ours = torch.cat(seen).float().cpu()
     with torch.inference_mode():
         theirs = reference(torch.tensor([prompt])).logits[0].float()
@@ -78,7 +105,9 @@ def test_seeds_draw_the_same_on_either_device(make_llm: MakeLLM) -> None:
     for device in ("cpu", "cuda"):
         outputs = make_llm(device=device, **POOL).generate(PROMPTS, SAMPLED, use_tqdm=False)
         tokens.append([output["token_ids"] for output in outputs])
-        logprobs.append(torch.tensor([output["cumulative_logprob"] for output in outputs if output["logprobs"]]))
+        logprobs.append(
+            torch.tensor([output["cumulative_logprob"] for output in outputs if output["logprobs"]])
+        )
     assert tokens[0] == tokens[1]
     torch.testing.assert_close(logprobs[0], logprobs[1], atol=1e-3, rtol=1e-4)
 
@@ -121,7 +150,9 @@ def test_two_engines(make_llm: MakeLLM, tiny: tuple[str, Oracle]) -> None:
             llm.add_request(prompt, GREEDY)
     while not (one.is_finished() and two.is_finished()):
         for llm in outputs:
-            outputs[llm].update((output["request_id"], output["token_ids"]) for output in llm.step())
+            outputs[llm].update(
+                (output["request_id"], output["token_ids"]) for output in llm.step()
+            )
     assert outputs[one] == outputs[two] == dict(enumerate(expected))
     one.exit()
     assert generate(two) == expected
@@ -150,7 +181,9 @@ def test_a_batch_crosses_whole() -> None:
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_the_host_waits_once_a_step(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, enforce_eager: bool) -> None:
+def test_the_host_waits_once_a_step(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, enforce_eager: bool
+) -> None:
     """For the tokens, and once more for each of the four columns of log probabilities: torch refuses every other time."""
     llm = make_llm(**POOL, enforce_eager=enforce_eager)
     runner, waits, tolist = llm.model_runner, [], torch.Tensor.tolist
@@ -164,7 +197,13 @@ def test_the_host_waits_once_a_step(make_llm: MakeLLM, monkeypatch: pytest.Monke
         return numbers
 
     run, sample = runner.run, runner.sample
-    for params, num_waits in ((SAMPLED[0], 1), (SAMPLED[2], 1), (GREEDY, 1), (SAMPLED[3], 1), (SAMPLED[4], 5)):
+    for params, num_waits in (
+        (SAMPLED[0], 1),
+        (SAMPLED[2], 1),
+        (GREEDY, 1),
+        (SAMPLED[3], 1),
+        (SAMPLED[4], 5),
+    ):
         for prompt in PROMPTS:
             llm.add_request(prompt, params)
         while not llm.is_finished():
@@ -172,7 +211,9 @@ def test_the_host_waits_once_a_step(make_llm: MakeLLM, monkeypatch: pytest.Monke
             with monkeypatch.context() as patch:
                 patch.setattr(torch.Tensor, "tolist", read)
                 for name, call in (("run", run), ("sample", sample)):
-                    patch.setattr(runner, name, lambda *args, call=call: without_waiting(call, *args))
+                    patch.setattr(
+                        runner, name, lambda *args, call=call: without_waiting(call, *args)
+                    )
                 llm.step()
         assert set(waits) == {num_waits}
         waits.clear()
@@ -196,10 +237,17 @@ def test_nothing_is_compiled_while_serving(
     make_checkpoint(tmp_path, dtype=torch.bfloat16, vocab_size=128)
     llm = LLM(str(tmp_path), gpu_memory_utilization=0.2, enforce_eager=enforce_eager, **options)
     compiled = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **details: compiled.append(details))
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **details: compiled.append(details)
+    )
     for num_seqs, length in ((1, 1), (3, 17), (33, 100), (2, 200)):
         prompts = [random_prompt(i, length) for i in range(num_seqs)]
-        for params in ({"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 3, "presence_penalty": 1.0, "logprobs": 2}):
+        for params in (
+            {"temperature": 0.0},
+            {},
+            {"top_p": 0.9},
+            {"top_k": 3, "presence_penalty": 1.0, "logprobs": 2},
+        ):
             generate(llm, prompts, SamplingParams(max_tokens=20, **params))
     assert not compiled
 
@@ -215,12 +263,20 @@ def count_reserved() -> int:
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 def test_memory_stays_within_its_share(tmp_path: Path, enforce_eager: bool) -> None:
     """Also in the largest steps, and with somebody else on the GPU. Of 32 KB a token, the KV cache takes all there is."""
-    shape = dict(num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8, head_dim=128, max_position_embeddings=8192)
+    shape = dict(
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=8192,
+    )
     make_checkpoint(tmp_path, dtype=torch.bfloat16, vocab_size=50_000, **shape)
     other = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
     torch.cuda.empty_cache()
     free_before, total = torch.cuda.mem_get_info()
-    llm = LLM(str(tmp_path), gpu_memory_utilization=0.2, max_model_len=8192, enforce_eager=enforce_eager)
+    llm = LLM(
+        str(tmp_path), gpu_memory_utilization=0.2, max_model_len=8192, enforce_eager=enforce_eager
+    )
     costly = dict(top_p=0.9, repetition_penalty=1.1, logprobs=5, min_tokens=5, stop_token_ids=[7])
     params = SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True, **costly)
     generate(llm, [random_prompt(i, 200) for i in range(300)], params)
@@ -235,7 +291,9 @@ def test_no_more_blocks_than_sequences_can_use() -> None:
 
 
 def test_exit_gives_the_memory_back(make_llm: MakeLLM) -> None:
-    generate(make_llm(**POOL), params=SAMPLED)  # what stays with the process: the workspaces of cuBLAS
+    generate(
+        make_llm(**POOL), params=SAMPLED
+    )  # what stays with the process: the workspaces of cuBLAS
     before = count_reserved()
     llm = make_llm(num_kvcache_blocks=100_000, kvcache_block_size=16)  # of 8 KB
     generate(llm, params=SAMPLED)

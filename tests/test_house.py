@@ -51,7 +51,11 @@ WITHOUT_TORCH = {
 
 def read_sources() -> dict[str, str]:
     """Module name -> source. The demo model's training is a program of its own."""
-    paths = [path.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.py") if path.parent.name != "demo_model"]
+    paths = [
+        path.relative_to(PACKAGE.parent)
+        for path in PACKAGE.rglob("*.py")
+        if path.parent.name != "demo_model"
+    ]
     names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths]
     return {name: (PACKAGE.parent / path).read_text() for name, path in zip(names, paths)}
 
@@ -69,7 +73,9 @@ def find_imports(source: str, modules: set[str]) -> Iterator[str]:
 
 def find_names(source: str, modules: set[str]) -> set[str]:
     """The modules that `source` names in quotes, for import_module."""
-    constants = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    constants = [
+        node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)
+    ]
     return {value for value in constants if isinstance(value, str)} & modules - {"nanovllm"}
 
 
@@ -90,9 +96,16 @@ def find_wrong_imports(sources: dict[str, str]) -> list[str]:
     for name, source in sources.items():
         importer = "nanovllm.kernels" if name == REGISTRY else name
         imports[importer] |= find_names(source, set(sources))
-    wrong = [f"{name} imports {target}" for name in imports for target in imports[name] if is_wrong(name, target)]
+    wrong = [
+        f"{name} imports {target}"
+        for name in imports
+        for target in imports[name]
+        if is_wrong(name, target)
+    ]
     try:
-        TopologicalSorter({name: targets & imports.keys() for name, targets in imports.items()}).prepare()
+        TopologicalSorter(
+            {name: targets & imports.keys() for name, targets in imports.items()}
+        ).prepare()
     except CycleError as error:
         wrong.append(f"circle: {error.args[1]}")
     return wrong
@@ -107,19 +120,35 @@ def test_imports_point_down() -> None:
     [
         ("batch", "from nanovllm.checks import naming", "nanovllm.checks"),
         ("batch", "import nanovllm", "nanovllm"),
-        ("backends", "from nanovllm.kernels.cpu import attention", "nanovllm.kernels.cpu.attention"),
+        (
+            "backends",
+            "from nanovllm.kernels.cpu import attention",
+            "nanovllm.kernels.cpu.attention",
+        ),
         ("backends", "from nanovllm.layers.attention import Backend", "nanovllm.layers.attention"),
         ("backends", "import torch", "torch"),
         ("config", "from nanovllm.kernels import select_backend", "nanovllm.kernels"),
         ("layers.norm", "from nanovllm.models.decoder import MLP", "nanovllm.models.decoder"),
         ("layers.norm", "from nanovllm import kernels", "nanovllm.kernels"),
         ("layers.norm", "from nanovllm.checks import naming", "nanovllm.checks"),
-        ("models.decoder", "def load():\n    import nanovllm.kernels.cpu.twins", "nanovllm.kernels.cpu.twins"),
-        ("models.decoder", "from nanovllm.engine.sequence import Sequence", "nanovllm.engine.sequence"),
+        (
+            "models.decoder",
+            "def load():\n    import nanovllm.kernels.cpu.twins",
+            "nanovllm.kernels.cpu.twins",
+        ),
+        (
+            "models.decoder",
+            "from nanovllm.engine.sequence import Sequence",
+            "nanovllm.engine.sequence",
+        ),
         ("kernels.cpu.twins", "from nanovllm.config import Config", "nanovllm.config"),
         ("kernels.cuda.graphs", "from nanovllm.engine import executor", "nanovllm.engine.executor"),
         ("engine.llm_engine", "from nanovllm.kernels import kernelize", "nanovllm.kernels"),
-        ("engine.memory", "import_module('nanovllm.kernels.cpu.library')", "nanovllm.kernels.cpu.library"),
+        (
+            "engine.memory",
+            "import_module('nanovllm.kernels.cpu.library')",
+            "nanovllm.kernels.cpu.library",
+        ),
         ("llm", "from nanovllm import kernels", "nanovllm.kernels"),
         ("engine.request", "from nanovllm.llm import LLM", "nanovllm.llm"),
         ("engine.request", "from nanovllm import LLM", "nanovllm"),
@@ -137,7 +166,10 @@ def test_a_wrong_import_is_found(module: str, line: str, target: str) -> None:
 @pytest.mark.parametrize(
     "module, line",
     [
-        ("engine.sequence", "if TYPE_CHECKING:\n    from nanovllm.engine.scheduler import Scheduler"),
+        (
+            "engine.sequence",
+            "if TYPE_CHECKING:\n    from nanovllm.engine.scheduler import Scheduler",
+        ),
         ("checks", "def check():\n    from nanovllm.sampling_params import SamplingParams"),
         ("layers.norm", "from nanovllm.layers import norm"),
     ],
@@ -195,7 +227,11 @@ with nanovllm.LLM(model, **options) as llm:
 
 
 def generate(
-    folder: Path, model: str, options: dict[str, Any], prompts: list[list[int]], params: list[dict[str, Any]]
+    folder: Path,
+    model: str,
+    options: dict[str, Any],
+    prompts: list[list[int]],
+    params: list[dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Outputs and stats of an engine in a process of its own, with the package that is in `folder`."""
     done = subprocess.run(
@@ -215,14 +251,23 @@ def test_tokens_without_kernels(plain_package: Path, tiny: tuple[str, Oracle]) -
     """Chunks, prefix hits and preemptions: transformers' tokens."""
     prompts = [random_prompt(i // 2, 1 + 9 * (i // 2)) for i in range(12)]
     options = {"kvcache_block_size": 4, "num_kvcache_blocks": 24, "max_num_batched_tokens": 40}
-    outputs, stats = generate(plain_package, tiny[0], options, prompts, [{"temperature": 0.0, "max_tokens": 12}] * 12)
-    assert [output["token_ids"] for output in outputs] == [tiny[1](prompt, 12) for prompt in prompts]
+    outputs, stats = generate(
+        plain_package, tiny[0], options, prompts, [{"temperature": 0.0, "max_tokens": 12}] * 12
+    )
+    assert [output["token_ids"] for output in outputs] == [
+        tiny[1](prompt, 12) for prompt in prompts
+    ]
     assert stats["num_cached_tokens"] and stats["num_preemptions"]
 
 
 def test_bfloat16_without_kernels(plain_package: Path, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, dtype=torch.bfloat16)
-    settings = [{"temperature": 0.0}, {}, {"top_k": 5, "top_p": 0.9}, {"repetition_penalty": 1.2, "logprobs": 2}]
+    settings = [
+        {"temperature": 0.0},
+        {},
+        {"top_k": 5, "top_p": 0.9},
+        {"repetition_penalty": 1.2, "logprobs": 2},
+    ]
     params = [{"max_tokens": 12, **each} for each in settings]
     prompts = [random_prompt(i, 10 + 20 * i) for i in range(4)]
     outputs, _ = generate(plain_package, str(tmp_path), {"num_kvcache_blocks": 64}, prompts, params)
@@ -243,22 +288,33 @@ def test_enable_kernels(tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatc
         original = getattr(owner, name)
         part = f"{owner.__name__}.{name}"
         monkeypatch.setattr(
-            owner, name, lambda *args, part=part, original=original, **options: (met.add(part), original(*args, **options))[1]
+            owner,
+            name,
+            lambda *args, part=part, original=original, **options: (
+                met.add(part),
+                original(*args, **options),
+            )[1],
         )
     prompts = [random_prompt(i, 5 + 9 * i) for i in range(3)]
     for options in ({}, {"dtype": "bfloat16"}, {"tensor_parallel_size": 2}):
         with LLM(tiny[0], num_kvcache_blocks=64, enable_kernels=False, **options) as llm:
-            outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+            outputs = llm.generate(
+                prompts, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False
+            )
             llm.generate(prompts, SamplingParams(max_tokens=2, top_p=0.9), use_tqdm=False)
         assert met == {f"{owner.__name__}.{name}" for owner, name in parts}, options
         met.clear()
         if "dtype" not in options:
-            assert [output["token_ids"] for output in outputs] == [tiny[1](prompt, 8) for prompt in prompts]
+            assert [output["token_ids"] for output in outputs] == [
+                tiny[1](prompt, 8) for prompt in prompts
+            ]
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "torch"])
 def test_enable_kernels_and_a_backend_of_theirs(tiny: tuple[str, Oracle], backend: str) -> None:
-    with pytest.raises(ValueError, match=f"attention_backend='{backend}' needs enable_kernels=True"):
+    with pytest.raises(
+        ValueError, match=f"attention_backend='{backend}' needs enable_kernels=True"
+    ):
         LLM(tiny[0], enable_kernels=False, attention_backend=backend)
     LLM(tiny[0], enable_kernels=False, attention_backend="torch", num_kvcache_blocks=8).exit()
 
@@ -270,10 +326,19 @@ def find_unannotated(source: str) -> list[str]:
     """Functions and methods with an argument or a result of unknown type. Triton's kernels have a legend instead."""
     found: list[str] = []
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef) and not any("triton.jit" in ast.unparse(each) for each in node.decorator_list):
+        if isinstance(node, ast.FunctionDef) and not any(
+            "triton.jit" in ast.unparse(each) for each in node.decorator_list
+        ):
             args = node.args
-            every = [*args.posonlyargs, *args.args, *args.kwonlyargs, *filter(None, (args.vararg, args.kwarg))]
-            if node.returns is None or any(arg.annotation is None and arg.arg not in ("self", "cls") for arg in every):
+            every = [
+                *args.posonlyargs,
+                *args.args,
+                *args.kwonlyargs,
+                *filter(None, (args.vararg, args.kwarg)),
+            ]
+            if node.returns is None or any(
+                arg.annotation is None and arg.arg not in ("self", "cls") for arg in every
+            ):
                 found.append(node.name)
     return found
 

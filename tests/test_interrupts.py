@@ -72,12 +72,25 @@ def ctrl_c() -> Iterator[CtrlC]:
 
 @pytest.fixture(scope="module")
 def demo() -> LLM:
-    return LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=26, kvcache_block_size=4, max_num_batched_tokens=24)
+    return LLM(
+        DEMO_MODEL,
+        dtype="float32",
+        num_kvcache_blocks=26,
+        kvcache_block_size=4,
+        max_num_batched_tokens=24,
+    )
 
 
-KINDS = [{"temperature": 0.0}, {"frequency_penalty": 0.5}, {"logprobs": 1}, {"stop": ["zqzq"], "temperature": 0.0}, {"n": 2}]
+KINDS = [
+    {"temperature": 0.0},
+    {"frequency_penalty": 0.5},
+    {"logprobs": 1},
+    {"stop": ["zqzq"], "temperature": 0.0},
+    {"n": 2},
+]
 REQUESTS = [
-    ([5 + i] * (10 + 4 * i), SamplingParams(max_tokens=7, ignore_eos=True, seed=i, **kind)) for i, kind in enumerate(KINDS)
+    ([5 + i] * (10 + 4 * i), SamplingParams(max_tokens=7, ignore_eos=True, seed=i, **kind))
+    for i, kind in enumerate(KINDS)
 ]
 Told = list[tuple[list[int], str, str]]
 
@@ -107,7 +120,9 @@ def test_ctrl_c_at_any_moment(demo: LLM, ctrl_c: CtrlC, call: Callable[[LLM], To
     duration, num_cut_short = time.perf_counter() - start, 0
     for _ in range(ROUNDS):
         other = demo.add_request(*REQUESTS[0])
-        num_cut_short += ctrl_c.cuts_short(lambda: call(demo), rng.uniform(1e-4, 1.1 * duration), rng.choice([1, 2]))
+        num_cut_short += ctrl_c.cuts_short(
+            lambda: call(demo), rng.uniform(1e-4, 1.1 * duration), rng.choice([1, 2])
+        )
         assert call(demo) == expected
         check_invariants(demo)
         outputs: list[dict] = []
@@ -137,14 +152,22 @@ def test_ctrl_c_in_a_servers_loop(demo: LLM, ctrl_c: CtrlC) -> None:
         assert sorted(last) == [*ids, ids[-1] + 1]
         told = tell(list(last.values()))
         num_lost += sum(finish_reason is None for *_, finish_reason in told)
-        assert all(entry == known for entry, known in zip(told, expected, strict=True) if entry[2] is not None)
+        assert all(
+            entry == known
+            for entry, known in zip(told, expected, strict=True)
+            if entry[2] is not None
+        )
     assert num_cut_short > ROUNDS / 3 and num_lost <= ROUNDS / 10
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("where", ["prepare_batch", "prepare_sampling"])
 def test_interrupted_generate(
-    tiny: tuple[str, Oracle], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], where: str
+    tiny: tuple[str, Oracle],
+    make_llm: MakeLLM,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+    where: str,
 ) -> None:
     """Its requests are gone, other people's go on, and blocks that were published but never written are not believed."""
     llm, prompts = make_llm(), [random_prompt(i, 9) for i in range(3)]
@@ -171,7 +194,9 @@ def test_interrupted_generate(
     assert news["request_id"] == other and news["token_ids"] == tiny[1](prompts[0], 6)
 
 
-def test_ctrl_c_again_while_starting_over(tiny: tuple[str, Oracle], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_again_while_starting_over(
+    tiny: tuple[str, Oracle], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = make_llm()
     other = llm.add_request(PROMPTS[3], GREEDY)
     llm.step()
@@ -183,7 +208,9 @@ def test_ctrl_c_again_while_starting_over(tiny: tuple[str, Oracle], make_llm: Ma
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [o["token_ids"] for o in outputs] == [tiny[1](prompt, 6) for prompt in PROMPTS]
     check_invariants(llm)
-    assert [(o["request_id"], o["token_ids"]) for o in llm.step()] == [(other, tiny[1](PROMPTS[3], 6))]
+    assert [(o["request_id"], o["token_ids"]) for o in llm.step()] == [
+        (other, tiny[1](PROMPTS[3], 6))
+    ]
 
 
 def test_text_of_a_token_that_is_cut_off(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,10 +223,15 @@ def test_text_of_a_token_that_is_cut_off(demo: LLM, monkeypatch: pytest.MonkeyPa
             demo.step()
     demo.abort(request_id)
     (output,) = demo.step()
-    assert output["text"] == demo.tokenizer.decode(output["token_ids"]) and len(output["token_ids"]) == 1
+    assert (
+        output["text"] == demo.tokenizer.decode(output["token_ids"])
+        and len(output["token_ids"]) == 1
+    )
 
 
-def test_a_hit_that_is_not_used(tiny: tuple[str, Oracle], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hit_that_is_not_used(
+    tiny: tuple[str, Oracle], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C in a request's first step: what was cached is computed again, and not reported as reused."""
     llm = make_llm()
     prompt = random_prompt(3, 14)
@@ -211,11 +243,16 @@ def test_a_hit_that_is_not_used(tiny: tuple[str, Oracle], make_llm: MakeLLM, mon
             llm.step()
     num_prefill_tokens = llm.stats["num_prefill_tokens"]
     (output,) = llm.step()
-    assert llm.stats["num_prefill_tokens"] - num_prefill_tokens == 14 and output["num_cached_tokens"] == 0
+    assert (
+        llm.stats["num_prefill_tokens"] - num_prefill_tokens == 14
+        and output["num_cached_tokens"] == 0
+    )
     assert output["token_ids"] == tiny[1](prompt, 1)
 
 
-def test_an_end_that_is_not_noted(tiny: tuple[str, Oracle], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_is_not_noted(
+    tiny: tuple[str, Oracle], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C once a sequence has ended for the scheduler, and before the caller's request has: the end comes again."""
     llm = make_llm()
     request_id = llm.add_request(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=2))
@@ -233,12 +270,23 @@ def test_a_request_whose_id_nobody_got(make_llm: MakeLLM, monkeypatch: pytest.Mo
     """Ctrl-C once add_request has queued it: it is taken back, and nobody is told of it."""
     llm = make_llm()
     with monkeypatch.context() as patch:
-        patch.setattr(llm.scheduler, "add", lambda seq, add=llm.scheduler.add: (add(seq), llm.abort(10**9)))
+        patch.setattr(
+            llm.scheduler, "add", lambda seq, add=llm.scheduler.add: (add(seq), llm.abort(10**9))
+        )
         cancel_aborted = llm._cancel_aborted
-        patch.setattr(llm, "_cancel_aborted", lambda: (cancel_aborted(), interrupt() if llm.requests else None))
+        patch.setattr(
+            llm,
+            "_cancel_aborted",
+            lambda: (cancel_aborted(), interrupt() if llm.requests else None),
+        )
         with pytest.raises(KeyboardInterrupt):
             llm.add_request(PROMPTS[0], GREEDY)
-    assert llm.step() == [] and llm.is_finished() and not llm._inbox and llm.stats["num_free_blocks"] == 64
+    assert (
+        llm.step() == []
+        and llm.is_finished()
+        and not llm._inbox
+        and llm.stats["num_free_blocks"] == 64
+    )
 
 
 def test_a_report_that_fails_comes_again(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +299,9 @@ def test_a_report_that_fails_comes_again(demo: LLM, monkeypatch: pytest.MonkeyPa
     assert [o["request_id"] for o in demo.step()] == [request_id]
 
 
-def test_a_warning_that_is_an_error_harms_nobody(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
+def test_a_warning_that_is_an_error_harms_nobody(
+    tiny: tuple[str, Oracle], make_llm: MakeLLM
+) -> None:
     """It says of one request that its logits are NaN. All others are served right, and the end is told all the same."""
     llm = make_llm()
     sample = llm.model_runner.sample
@@ -265,20 +315,26 @@ def test_a_warning_that_is_an_error_harms_nobody(tiny: tuple[str, Oracle], make_
     outputs: list[dict] = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(RuntimeWarning, match=f"request {bad} ends with an error: its logits are NaN"):
+        with pytest.raises(
+            RuntimeWarning, match=f"request {bad} ends with an error: its logits are NaN"
+        ):
             while True:
                 outputs += llm.step()
     while not llm.is_finished():
         outputs += llm.step()
     last = {output["request_id"]: output for output in outputs}
-    assert [output["finish_reason"] for output in outputs if output["request_id"] == bad] == ["error"]
+    assert [output["finish_reason"] for output in outputs if output["request_id"] == bad] == [
+        "error"
+    ]
     assert [last[i]["token_ids"] for i in good] == [tiny[1](prompt, 6) for prompt in PROMPTS[1:]]
     check_invariants(llm)
 
 
 def test_penalties_interrupted_while_they_count(make_llm: MakeLLM, ctrl_c: CtrlC) -> None:
     """What was not counted is counted the next time, and nothing twice."""
-    params = SamplingParams(temperature=0.0, max_tokens=12, frequency_penalty=1.0, repetition_penalty=1.3)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=12, frequency_penalty=1.0, repetition_penalty=1.3
+    )
     (expected,) = make_llm().generate(PROMPTS[0], params, use_tqdm=False)
     llm = make_llm()
     count, rng, num_cut_short = llm.model_runner.penalties._count, random.Random(2), 0
@@ -297,5 +353,8 @@ def test_penalties_interrupted_while_they_count(make_llm: MakeLLM, ctrl_c: CtrlC
         while not llm.is_finished():
             with suppress(KeyboardInterrupt):
                 outputs += llm.step()
-        assert (outputs[-1]["request_id"], outputs[-1]["token_ids"]) == (request_id, expected["token_ids"])
+        assert (outputs[-1]["request_id"], outputs[-1]["token_ids"]) == (
+            request_id,
+            expected["token_ids"],
+        )
     assert num_cut_short > 20

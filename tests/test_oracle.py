@@ -25,7 +25,9 @@ from nanovllm.engine.model_runner import ModelRunner
 def list_ways(dtype: torch.dtype) -> list[dict]:
     """The ways to compute a model on a CPU: with each backend that is registered for it, and without kernels."""
     on_cpu = [name for name, entry in BACKENDS.items() if "cpu" in entry.device_types]
-    runnable = [name for name in on_cpu if find_obstacle(name, torch.device("cpu"), dtype, 16, 4) is None]
+    runnable = [
+        name for name in on_cpu if find_obstacle(name, torch.device("cpu"), dtype, 16, 4) is None
+    ]
     # The default is the first one.
     return [{}, *[{"attention_backend": name} for name in runnable[1:]], {"enable_kernels": False}]
 
@@ -33,20 +35,36 @@ def list_ways(dtype: torch.dtype) -> list[dict]:
 WAYS = list_ways(torch.float32)
 
 
-@pytest.mark.parametrize("how, block_size, chunked, caching", cover_pairs(WAYS, [4, 16], [True, False], [True, False]), ids=str)
+@pytest.mark.parametrize(
+    "how, block_size, chunked, caching",
+    cover_pairs(WAYS, [4, 16], [True, False], [True, False]),
+    ids=str,
+)
 def test_grid(
-    tiny: tuple[str, Oracle], make_llm: Callable[..., LLM], how: dict, block_size: int, chunked: bool, caching: bool
+    tiny: tuple[str, Oracle],
+    make_llm: Callable[..., LLM],
+    how: dict,
+    block_size: int,
+    chunked: bool,
+    caching: bool,
 ) -> None:
     b, oracle = block_size, tiny[1]
     lengths = [1, b - 1, b, b + 1, 2 * b, 2 * b + 1]
     prompts = [random_prompt(length, length) for length in lengths]
-    prompts += [prompts[-1][: b + 1] + random_prompt(9, b), prompts[-1]]  # share blocks with another of the batch
-    prompts += [random_prompt(8, b) + prompts[-1][b:]]  # has the same second block, behind another first one
+    prompts += [
+        prompts[-1][: b + 1] + random_prompt(9, b),
+        prompts[-1],
+    ]  # share blocks with another of the batch
+    prompts += [
+        random_prompt(8, b) + prompts[-1][b:]
+    ]  # has the same second block, behind another first one
     params = [greedy(5 + i) for i in range(len(prompts))]
     expected = [oracle(prompt, p.max_tokens) for prompt, p in zip(prompts, params)]
     budgets = [1, b, b + 1, 8192] if chunked else [3 * b, 8192]
     longest = max(len(prompt) + p.max_tokens for prompt, p in zip(prompts, params))
-    tight = -(-longest // b) + 1  # blocks for hardly more than one sequence: the others are preempted
+    tight = (
+        -(-longest // b) + 1
+    )  # blocks for hardly more than one sequence: the others are preempted
     for budget, num_blocks in product(budgets, [tight, 64]):
         llm = make_llm(
             kvcache_block_size=b, num_kvcache_blocks=num_blocks, max_num_batched_tokens=budget, max_model_len=longest,
@@ -60,7 +78,9 @@ def test_grid(
         assert bool(llm.stats["num_cached_tokens"]) == caching
 
 
-def test_recomputation_longer_than_a_step(tiny: tuple[str, Oracle], make_llm: Callable[..., LLM]) -> None:
+def test_recomputation_longer_than_a_step(
+    tiny: tuple[str, Oracle], make_llm: Callable[..., LLM]
+) -> None:
     """Prefill first: a preempted sequence that has outgrown the token budget still ends, and ends right."""
     prompts = [random_prompt(1, 6), random_prompt(2, 6)]
     llm = make_llm(
@@ -110,22 +130,28 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
     oracle = Oracle(make_checkpoint(tmp_path, max_shard_size="10KB"))
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     prompt = random_prompt(0, 9)
-    assert LLM(str(tmp_path), num_kvcache_blocks=8).generate(prompt, greedy(9), use_tqdm=False)[0]["token_ids"] == oracle(
-        prompt, 9
-    )
+    assert LLM(str(tmp_path), num_kvcache_blocks=8).generate(prompt, greedy(9), use_tqdm=False)[0][
+        "token_ids"
+    ] == oracle(prompt, 9)
 
 
 @pytest.mark.parametrize(
-    "dtype, options", [(dtype, way) for dtype in (torch.bfloat16, torch.float16) for way in list_ways(dtype)], ids=str
+    "dtype, options",
+    [(dtype, way) for dtype in (torch.bfloat16, torch.float16) for way in list_ways(dtype)],
+    ids=str,
 )
-def test_low_precision_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict) -> None:
+def test_low_precision_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict
+) -> None:
     """As far from float32 as transformers' own logits in that dtype are, give or take half. With and without kernels."""
     reference = make_checkpoint(tmp_path, dtype=dtype)
     seen: list[torch.Tensor] = []
     llm = LLM(str(tmp_path), num_kvcache_blocks=64, **options)
     compute_logits = llm.model_runner.executor.worker.model.compute_logits
     monkeypatch.setattr(
-        llm.model_runner.executor.worker.model, "compute_logits", lambda hidden: seen.append(compute_logits(hidden)) or seen[-1]
+        llm.model_runner.executor.worker.model,
+        "compute_logits",
+        lambda hidden: seen.append(compute_logits(hidden)) or seen[-1],
     )
     prompt = random_prompt(3, 40)
     llm.generate([prompt[:n] for n in range(1, 41)], greedy(1), use_tqdm=False)
@@ -137,25 +163,42 @@ def test_low_precision_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, d
     assert (ours - exact).norm() < 1.5 * (theirs - exact).norm()
 
 
-def test_batch_is_flat_and_tight(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_is_flat_and_tight(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """slot_mapping and block_tables say what batch.py promises, for prefills, chunks and decodes in one step."""
     llm = make_llm(max_num_batched_tokens=16)
     batches = []
     prepare = ModelRunner.prepare_batch
     monkeypatch.setattr(
-        ModelRunner, "prepare_batch", lambda self, seqs: batches.append((list(seqs), prepare(self, seqs))) or batches[-1][1]
+        ModelRunner,
+        "prepare_batch",
+        lambda self, seqs: batches.append((list(seqs), prepare(self, seqs))) or batches[-1][1],
     )
     llm.generate([random_prompt(seed, 7 + seed) for seed in range(4)], greedy(4), use_tqdm=False)
     assert any(batch.max_seqlen_q == 1 for _, batch in batches)
-    assert any(batch.max_seqlen_q > 1 and (batch.cu_seqlens_q.diff() == 1).any() for _, batch in batches)
+    assert any(
+        batch.max_seqlen_q > 1 and (batch.cu_seqlens_q.diff() == 1).any() for _, batch in batches
+    )
     for seqs, batch in batches:
-        assert batch.cu_seqlens_q[-1] == len(batch.input_ids) == len(batch.positions) == len(batch.slot_mapping) <= 16
-        assert batch.cu_seqlens_q.diff().max() == batch.max_seqlen_q and batch.context_lens.max() == batch.max_seqlen_k
+        assert (
+            batch.cu_seqlens_q[-1]
+            == len(batch.input_ids)
+            == len(batch.positions)
+            == len(batch.slot_mapping)
+            <= 16
+        )
+        assert (
+            batch.cu_seqlens_q.diff().max() == batch.max_seqlen_q
+            and batch.context_lens.max() == batch.max_seqlen_k
+        )
         assert len(set(batch.slot_mapping.tolist())) == len(batch.slot_mapping)
         for i, seq in enumerate(seqs):
             span = slice(batch.cu_seqlens_q[i], batch.cu_seqlens_q[i + 1])
             positions = batch.positions[span]
             assert positions[-1] + 1 == batch.context_lens[i]
-            assert batch.input_ids[span].tolist() == [seq.token_ids[position] for position in positions]
+            assert batch.input_ids[span].tolist() == [
+                seq.token_ids[position] for position in positions
+            ]
             expected = batch.block_tables[i].long()[positions // 4] * 4 + positions % 4
             assert batch.slot_mapping[span].tolist() == expected.tolist()

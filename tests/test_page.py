@@ -21,8 +21,12 @@ from nanovllm.engine import timeline
 from nanovllm.engine.scheduler import Scheduler
 
 TEMPLATE = Path(trace.__file__).with_name("page.html")
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome is installed")
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+needs_browser = pytest.mark.skipif(
+    BROWSER is None, reason="no chromium or google-chrome is installed"
+)
 
 State = dict[str, Any]
 
@@ -30,8 +34,22 @@ State = dict[str, Any]
 def browse(page: Path, *options: str, fragment: str = "") -> subprocess.CompletedProcess[str]:
     """Open `page` headless. Nothing may be on its console."""
     assert BROWSER is not None
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr", *options]
-    done = subprocess.run([*command, page.as_uri() + fragment], capture_output=True, text=True, check=True, timeout=120)
+    command = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--enable-logging=stderr",
+        *options,
+    ]
+    done = subprocess.run(
+        [*command, page.as_uri() + fragment],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
     assert "CONSOLE" not in done.stderr, done.stderr
     return done
 
@@ -39,11 +57,19 @@ def browse(page: Path, *options: str, fragment: str = "") -> subprocess.Complete
 def run_script(page: Path, script: str) -> Any:
     """What `script`, run in `page`, returns."""
     probe = page.with_suffix(".probe.html")
-    probe.write_text(f"{page.read_text()}<script>document.body.textContent = JSON.stringify((() => {{{script}}})())</script>")
+    probe.write_text(
+        f"{page.read_text()}<script>document.body.textContent = JSON.stringify((() => {{{script}}})())</script>"
+    )
     done = browse(probe, "--dump-dom")
     found = re.search("<body>(.*?)</body>", done.stdout, flags=re.DOTALL)
     assert found, done.stdout[-2000:]
-    return json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&nbsp;", " ").replace("&amp;", "&"))
+    return json.loads(
+        found[1]
+        .replace("&lt;", "<")
+        .replace("&gt;", ">")
+        .replace("&nbsp;", " ")
+        .replace("&amp;", "&")
+    )
 
 
 def count_blocks(manager: Any) -> list[Any]:
@@ -57,7 +83,9 @@ def count_blocks(manager: Any) -> list[Any]:
 
 
 @pytest.fixture
-def record(tiny: tuple[str, Oracle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Path, list[State]]]:
+def record(
+    tiny: tuple[str, Oracle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Path, list[State]]]:
     """Serve a load; the page of its trace, and what the engine had when each step was planned."""
     states: list[State] = []
     postprocess = timeline._TracedScheduler.postprocess
@@ -72,7 +100,11 @@ def record(tiny: tuple[str, Oracle], tmp_path: Path, monkeypatch: pytest.MonkeyP
             "tokens": [seq.token_ids[:] for seq in self.running],
             "scheduled": [[seq.seq_id, seq.num_scheduled_tokens] for seq in seqs],
             "refs": [block.ref_count for block in manager.blocks],
-            "found": {str(block.block_id): f"{block.hash:032x}" for block in manager.blocks if block.hash != -1},
+            "found": {
+                str(block.block_id): f"{block.hash:032x}"
+                for block in manager.blocks
+                if block.hash != -1
+            },
             "free": list(manager.free_block_ids)[:40],
             "counts": count_blocks(manager),
         }
@@ -84,7 +116,13 @@ def record(tiny: tuple[str, Oracle], tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def serve(load: Callable[[LLM], None], **options: Any) -> tuple[Path, list[State]]:
         path = tmp_path / "trace.json"
-        settings = {"kvcache_block_size": 4, "num_kvcache_blocks": 24, "max_num_batched_tokens": 16, "max_num_seqs": 4, **options}
+        settings = {
+            "kvcache_block_size": 4,
+            "num_kvcache_blocks": 24,
+            "max_num_batched_tokens": 16,
+            "max_num_seqs": 4,
+            **options,
+        }
         states.clear()
         with LLM(tiny[0], trace=path, **settings) as llm:
             load(llm)
@@ -144,9 +182,16 @@ DUMP = """
 @needs_browser
 @pytest.mark.filterwarnings("ignore:request .* ends with an error")
 @pytest.mark.parametrize(
-    "options", [{}, {"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, {"enable_prefix_caching": False}]
+    "options",
+    [
+        {},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 64},
+        {"enable_prefix_caching": False},
+    ],
 )
-def test_it_shows_what_the_engine_had(record: Callable[..., tuple[Path, list[State]]], options: dict[str, Any]) -> None:
+def test_it_shows_what_the_engine_had(
+    record: Callable[..., tuple[Path, list[State]]], options: dict[str, Any]
+) -> None:
     """Queues, block tables, reference counts, what a hash finds, the order of eviction: at every step, forwards and backwards."""
     page, states = record(busy, **options)
     page.write_text(page.read_text().replace("STRIDE = 400,", "STRIDE = 20,"))
@@ -173,9 +218,13 @@ def evict_the_other_way_round(scheduler: Scheduler, num_steps: int) -> None:
 
 @needs_browser
 @pytest.mark.filterwarnings("ignore:request .* ends with an error")
-@pytest.mark.parametrize("change", [preempt_the_oldest, admit_the_shortest, evict_the_other_way_round])
+@pytest.mark.parametrize(
+    "change", [preempt_the_oldest, admit_the_shortest, evict_the_other_way_round]
+)
 def test_policies_that_it_does_not_know(
-    record: Callable[..., tuple[Path, list[State]]], change: Callable[[Scheduler, int], None], monkeypatch: pytest.MonkeyPatch
+    record: Callable[..., tuple[Path, list[State]]],
+    change: Callable[[Scheduler, int], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     schedule, num_steps = Scheduler.schedule, count()
 
@@ -187,7 +236,9 @@ def test_policies_that_it_does_not_know(
     page, states = record(busy)
     shown = run_script(page, DUMP)
     assert shown == states
-    told = run_script(page, "return runs[0].steps.map((_, step) => (go({ step }), $('words').textContent));")
+    told = run_script(
+        page, "return runs[0].steps.map((_, step) => (go({ step }), $('words').textContent));"
+    )
     if change is preempt_the_oldest:
         assert any("the oldest, is preempted" in words for words in told)
 
@@ -271,10 +322,19 @@ def test_it_can_be_walked_through(example_page: Path) -> None:
     )
     assert seen["slider"] == [3, "3 / 20", "#run=0&step=3"]
     about, num_marked, num_arrows = seen["block"]
-    assert "Block 7, slots 28 to 31: held by B as its block 3." in about and "duplicate of block 3, which is found" in about
-    assert num_marked == 5 and num_arrows == 8  # itself, its prefix of three, and block 3; an arrow is a line and a head
+    assert (
+        "Block 7, slots 28 to 31: held by B as its block 3." in about
+        and "duplicate of block 3, which is found" in about
+    )
+    assert (
+        num_marked == 5 and num_arrows == 8
+    )  # itself, its prefix of three, and block 3; an arrow is a line and a head
     slot, num_read, own = seen["slot"]
-    assert "13 // 4 = 3, table[3] = 7" in slot and "slot = 7 * 4 + 1 = 29" in slot and "positions 0 to 13, in 4 blocks" in slot
+    assert (
+        "13 // 4 = 3, table[3] = 7" in slot
+        and "slot = 7 * 4 + 1 = 29" in slot
+        and "positions 0 to 13, in 4 blocks" in slot
+    )
     assert num_read == 14 and own == "113"
     assert "0 reused + 0 computed + 27 this step + 3 not yet" in seen["chosen"]
     assert seen["keys"] == [5, 1] and seen["end"] == [23, None] and seen["timeline"] == [0, 0]
@@ -286,7 +346,9 @@ def read_png(path: Path) -> list[bytes]:
     _, height = struct.unpack(">II", content[16:24])
     while position < len(content):
         (length,) = struct.unpack(">I", content[position : position + 4])
-        data += content[position + 8 : position + 8 + length] * (content[position + 4 : position + 8] == b"IDAT")
+        data += content[position + 8 : position + 8 + length] * (
+            content[position + 4 : position + 8] == b"IDAT"
+        )
         position += length + 12
     raw = zlib.decompress(data)
     stride = len(raw) // height
@@ -297,7 +359,13 @@ def read_png(path: Path) -> list[bytes]:
 @pytest.mark.parametrize("options", [[], ["--blink-settings=preferredColorScheme=0"]])
 def test_a_picture_of_it(example_page: Path, tmp_path: Path, options: list[str]) -> None:
     picture = tmp_path / "page.png"
-    browse(example_page, "--window-size=1400,940", f"--screenshot={picture}", *options, fragment="#step=3&block=7")
+    browse(
+        example_page,
+        "--window-size=1400,940",
+        f"--screenshot={picture}",
+        *options,
+        fragment="#step=3&block=7",
+    )
     rows = read_png(picture)
     assert len(rows) == 940 and len(set(rows)) > 400
 
@@ -305,11 +373,24 @@ def test_a_picture_of_it(example_page: Path, tmp_path: Path, options: list[str])
 @needs_browser
 def test_drafts(tmp_path: Path) -> None:
     """Of three drafts one is right, so the step gives two tokens; the block table gives the third draft's block back."""
-    settings = {"num_blocks": 4, "block_size": 4, "max_num_seqs": 1, "max_num_batched_tokens": 8, "enable_chunked_prefill": True}
-    works: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # kind, what was planned, what came of it
+    settings = {
+        "num_blocks": 4,
+        "block_size": 4,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 8,
+        "enable_chunked_prefill": True,
+    }
+    works: list[
+        tuple[str, dict[str, Any], dict[str, Any]]
+    ] = [  # kind, what was planned, what came of it
         (
             "prefill",
-            {"num_tokens": 5, "num_prompt_tokens": 5, "token_ids": [7, 8, 9, 7, 8], "blocks": [0, 1]},
+            {
+                "num_tokens": 5,
+                "num_prompt_tokens": 5,
+                "token_ids": [7, 8, 9, 7, 8],
+                "blocks": [0, 1],
+            },
             {"drawn_token_ids": [9]},
         ),
         (
@@ -322,18 +403,48 @@ def test_drafts(tmp_path: Path) -> None:
                 "num_accepted_tokens": 1,
             },
         ),
-        ("decode", {"num_tokens": 1}, {"drawn_token_ids": [3], "ended": [[0, {"finish_reason": "length"}]]}),
+        (
+            "decode",
+            {"num_tokens": 1},
+            {"drawn_token_ids": [3], "ended": [[0, {"finish_reason": "length"}]]},
+        ),
     ]
     events: list[dict[str, Any]] = [{"ph": "M", "tid": 0, "name": "process_name", "args": settings}]
     for step, (kind, plan, result) in enumerate(works):
         counts = {f"num_{name}_tokens": 0 for name in ("prefill", "decode", "draft", "accepted")}
         times = {f"{phase}_ms": 1.0 for phase in ("schedule", "prepare", "forward", "sample")}
-        queues = {"running_requests": [0], "waiting_requests": [], "next_free_blocks": [3]} if step == 0 else {}
-        args = {"step": step, "kind": kind, "num_tokens": 4, **counts, **times, **queues, "accepted": [], "ended": [], **result}
+        queues = (
+            {"running_requests": [0], "waiting_requests": [], "next_free_blocks": [3]}
+            if step == 0
+            else {}
+        )
+        args = {
+            "step": step,
+            "kind": kind,
+            "num_tokens": 4,
+            **counts,
+            **times,
+            **queues,
+            "accepted": [],
+            "ended": [],
+            **result,
+        }
         events.append({"ph": "X", "tid": 0, "name": "step", "args": args})
-        events.append({"ph": "X", "tid": 1, "name": f"{kind} 0", "args": {"request_id": 0, "num_reused_tokens": 0, **plan}})
         events.append(
-            {"ph": "C", "tid": 0, "name": "counters", "args": {"waiting": 0, "running": 1, "used": 2, "reusable": 0, "empty": 2}}
+            {
+                "ph": "X",
+                "tid": 1,
+                "name": f"{kind} 0",
+                "args": {"request_id": 0, "num_reused_tokens": 0, **plan},
+            }
+        )
+        events.append(
+            {
+                "ph": "C",
+                "tid": 0,
+                "name": "counters",
+                "args": {"waiting": 0, "running": 1, "used": 2, "reusable": 0, "empty": 2},
+            }
         )
     path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
     path.write_text(json.dumps(events))
@@ -365,7 +476,12 @@ def test_a_preemption_and_an_admission_share_a_column(tmp_path: Path) -> None:
     """In one lane and one step."""
     settings = {"num_blocks": 4, "block_size": 4, "max_num_seqs": 1, "max_num_batched_tokens": 8}
     events: list[dict[str, Any]] = [
-        {"ph": "M", "tid": 0, "name": "process_name", "args": {**settings, "enable_chunked_prefill": True}}
+        {
+            "ph": "M",
+            "tid": 0,
+            "name": "process_name",
+            "args": {**settings, "enable_chunked_prefill": True},
+        }
     ]
     counts = {f"num_{name}_tokens": 0 for name in ("prefill", "decode", "draft", "accepted")}
     times = {f"{phase}_ms": 1.0 for phase in ("schedule", "prepare", "forward", "sample")}
@@ -385,11 +501,15 @@ def test_a_preemption_and_an_admission_share_a_column(tmp_path: Path) -> None:
     path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
     path.write_text(json.dumps(events))
     trace.main([str(path), "-o", str(page)])
-    shown = run_script(page, "return runs[0].stretches.map(({ step, end, text }) => [step, end, String(text)]);")
+    shown = run_script(
+        page, "return runs[0].stretches.map(({ step, end, text }) => [step, end, String(text)]);"
+    )
     assert shown == [[0, 1, "2"], [1, 1.5, "×A"], [1.5, 2, "3"]]
 
 
-def test_it_needs_nothing_else(record: Callable[..., tuple[Path, list[State]]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_needs_nothing_else(
+    record: Callable[..., tuple[Path, list[State]]], capsys: pytest.CaptureFixture[str]
+) -> None:
     page, _ = record(lambda llm: llm.generate([random_prompt(1, 9)], greedy(3), use_tqdm=False))
     content = page.read_text()
     assert not re.search(r"https?:|src=|@import|url\(|<link|import\(|fetch\(", content)
@@ -398,5 +518,11 @@ def test_it_needs_nothing_else(record: Callable[..., tuple[Path, list[State]]], 
         trace.main([str(page.with_name("trace.json"))] * 2)
     assert "only a page" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        trace.main([str(page.with_name("trace.json")), "-o", str(page.with_name("nowhere") / "timeline.html")])
+        trace.main(
+            [
+                str(page.with_name("trace.json")),
+                "-o",
+                str(page.with_name("nowhere") / "timeline.html"),
+            ]
+        )
     assert "No such file" in capsys.readouterr().err

@@ -40,7 +40,12 @@ POOL = {"num_kvcache_blocks": 64, "kvcache_block_size": 4}
 def find_ranks(process: psutil.Process | None = None) -> list[psutil.Process]:
     """The other ranks of `process` (this one), in order of rank: children of its fork server."""
     children = (process or psutil.Process()).children()
-    return [rank for child in children if "forkserver" in " ".join(child.cmdline()) for rank in child.children()]
+    return [
+        rank
+        for child in children
+        if "forkserver" in " ".join(child.cmdline())
+        for rank in child.children()
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +56,9 @@ def nothing_is_left() -> Iterator[None]:
     gc.collect()
     assert find_ranks() == []
     if before:
-        assert {name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.")} == set()
+        assert {
+            name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.")
+        } == set()
 
 
 # --- One rank's tokens
@@ -67,7 +74,10 @@ SHAPES = {
 def test_tokens(tmp_path: Path, name: str, size: int) -> None:
     """Cold, warm, in chunks and preempted: transformers' tokens."""
     oracle = Oracle(make_checkpoint(tmp_path, **SHAPES[name]))
-    prompts = [[token_id % 90 for token_id in random_prompt(seed, length)] for seed, length in enumerate((1, 3, 4, 5, 17, 33))]
+    prompts = [
+        [token_id % 90 for token_id in random_prompt(seed, length)]
+        for seed, length in enumerate((1, 3, 4, 5, 17, 33))
+    ]
     expected = [oracle(prompt, 16) for prompt in prompts]
     options = {"kvcache_block_size": 4, "num_kvcache_blocks": 20, "max_num_batched_tokens": 12}
     with LLM(str(tmp_path), tensor_parallel_size=size, **options) as llm:
@@ -84,16 +94,29 @@ def test_everything_sampled_is_equal(tiny: tuple[str, Oracle]) -> None:
     params = [
         SamplingParams(seed=7, max_tokens=12),
         SamplingParams(top_k=9, top_p=0.8, min_p=0.02, n=3, max_tokens=12),
-        SamplingParams(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, max_tokens=12),
+        SamplingParams(
+            temperature=0.7,
+            repetition_penalty=1.3,
+            presence_penalty=0.5,
+            frequency_penalty=0.2,
+            max_tokens=12,
+        ),
         SamplingParams(temperature=0.0, logprobs=3, max_tokens=12),
-        SamplingParams(temperature=1.5, min_tokens=4, stop_token_ids=list(range(40)), max_tokens=12),
+        SamplingParams(
+            temperature=1.5, min_tokens=4, stop_token_ids=list(range(40)), max_tokens=12
+        ),
     ]
     token_ids, logprobs = {}, {}
     for size in (1, 2, 4):
         with LLM(tiny[0], tensor_parallel_size=size, **POOL) as llm:
-            outputs = llm.generate(prompts, params, use_tqdm=False) + llm.beam_search(prompts[0], beam_width=3, max_tokens=6)[0]
+            outputs = (
+                llm.generate(prompts, params, use_tqdm=False)
+                + llm.beam_search(prompts[0], beam_width=3, max_tokens=6)[0]
+            )
         token_ids[size] = [output["token_ids"] for output in outputs]
-        logprobs[size] = torch.tensor([output["cumulative_logprob"] for output in outputs if output["logprobs"]])
+        logprobs[size] = torch.tensor(
+            [output["cumulative_logprob"] for output in outputs if output["logprobs"]]
+        )
     assert token_ids[1] == token_ids[2] == token_ids[4]
     for size in (2, 4):
         torch.testing.assert_close(logprobs[size], logprobs[1])
@@ -107,8 +130,14 @@ def test_low_precision(tmp_path: Path, dtype: torch.dtype) -> None:
     values = []
     for size in (1, 2):
         with LLM(str(tmp_path), tensor_parallel_size=size, **POOL) as llm:
-            outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1, logprobs=97), use_tqdm=False)
-        values.append(torch.tensor([[output["logprobs"][0][token_id] for token_id in range(97)] for output in outputs]))
+            outputs = llm.generate(
+                prompts, SamplingParams(temperature=0.0, max_tokens=1, logprobs=97), use_tqdm=False
+            )
+        values.append(
+            torch.tensor(
+                [[output["logprobs"][0][token_id] for token_id in range(97)] for output in outputs]
+            )
+        )
     assert (values[0] - values[1]).abs().mean() < 0.02 * values[0].std()
 
 
@@ -116,7 +145,9 @@ def test_dummy_weights_are_the_same_on_any_number_of_ranks(tiny: tuple[str, Orac
     prompts, token_ids = [random_prompt(seed, 9) for seed in range(3)], []
     for size in (1, 2):
         with LLM(tiny[0], load_format="dummy", tensor_parallel_size=size, **POOL) as llm:
-            token_ids.append([output["token_ids"] for output in llm.generate(prompts, greedy(8), use_tqdm=False)])
+            token_ids.append(
+                [output["token_ids"] for output in llm.generate(prompts, greedy(8), use_tqdm=False)]
+            )
     assert token_ids[0] == token_ids[1]
 
 
@@ -126,24 +157,39 @@ def test_two_engines_at_once(tiny: tuple[str, Oracle]) -> None:
     assert len(find_ranks()) == 2
     for _ in range(2):
         for llm in engines:
-            assert llm.generate(prompt, greedy(5), use_tqdm=False)[0]["token_ids"] == tiny[1](prompt, 5)
+            assert llm.generate(prompt, greedy(5), use_tqdm=False)[0]["token_ids"] == tiny[1](
+                prompt, 5
+            )
     engines.pop().exit()
-    assert engines[0].generate(prompt, greedy(5), use_tqdm=False)[0]["token_ids"] == tiny[1](prompt, 5)
+    assert engines[0].generate(prompt, greedy(5), use_tqdm=False)[0]["token_ids"] == tiny[1](
+        prompt, 5
+    )
     assert len(find_ranks()) == 1
     del engines, llm  # the end of `nothing_is_left` collects the other one
 
 
 @pytest.mark.parametrize("num_seqs, width", [(1, 1), (2, 1), (3, 7), (300, 70)])
 def test_a_batch_survives_packing(num_seqs: int, width: int) -> None:
-    shapes = [(2 * num_seqs - 1,)] * 3 + [(num_seqs + 1,), (num_seqs,), (num_seqs, width), (num_seqs - 1,)]
-    *tensors, logits_indices = [torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32) for shape in shapes]
+    shapes = [(2 * num_seqs - 1,)] * 3 + [
+        (num_seqs + 1,),
+        (num_seqs,),
+        (num_seqs, width),
+        (num_seqs - 1,),
+    ]
+    *tensors, logits_indices = [
+        torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32) for shape in shapes
+    ]
     batch = Batch(*tensors, 3, 99, logits_indices, 2)
     packed = pack(batch)
     for unpacked in (unpack(packed), unpack(torch.cat((packed, packed)), list_sizes(batch))):
         for name, value in vars(batch).items():
             other = getattr(unpacked, name)
             if isinstance(value, torch.Tensor):
-                assert torch.equal(value, other) and value.dtype == other.dtype and other.is_contiguous()
+                assert (
+                    torch.equal(value, other)
+                    and value.dtype == other.dtype
+                    and other.is_contiguous()
+                )
             else:
                 assert value == other
 
@@ -155,7 +201,8 @@ def test_long_messages_arrive(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     messages = [
-        torch.randint(2**31 - 1, (length,), dtype=torch.int32) for length in (FIRST_PART - 1, FIRST_PART, 3 * FIRST_PART, 5, 0)
+        torch.randint(2**31 - 1, (length,), dtype=torch.int32)
+        for length in (FIRST_PART - 1, FIRST_PART, 3 * FIRST_PART, 5, 0)
     ]
 
     def meet(rank: int) -> TensorParallel:
@@ -181,7 +228,9 @@ def test_sizes_that_do_not_divide(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"tensor_parallel_size={size} does not divide {name}"):
             LLM(str(tmp_path), tensor_parallel_size=size, **POOL)
     make_checkpoint(tmp_path, num_attention_heads=12, num_key_value_heads=4, intermediate_size=48)
-    with pytest.raises(ValueError, match="tensor_parallel_size=6 neither divides num_key_value_heads=4 nor"):
+    with pytest.raises(
+        ValueError, match="tensor_parallel_size=6 neither divides num_key_value_heads=4 nor"
+    ):
         LLM(str(tmp_path), tensor_parallel_size=6, **POOL)
 
 
@@ -189,7 +238,9 @@ def test_the_cache_is_divided(tiny: tuple[str, Oracle], capfd: pytest.CaptureFix
     """Two ranks with one K/V head each: blocks of half the bytes, so twice as many in the same memory of each."""
     num_blocks = []
     for size in (1, 2):
-        with LLM(tiny[0], tensor_parallel_size=size, kvcache_block_size=4, kvcache_memory_bytes=1 << 20) as llm:
+        with LLM(
+            tiny[0], tensor_parallel_size=size, kvcache_block_size=4, kvcache_memory_bytes=1 << 20
+        ) as llm:
             num_blocks.append(llm.stats["num_blocks"])
     assert num_blocks[1] == 2 * num_blocks[0]
     assert f"the smallest of 2 ranks = {num_blocks[1]} blocks" in capfd.readouterr().err
@@ -203,7 +254,9 @@ def lose_within(seconds: float, llm: LLM, match: str, max_tokens: int = 190) -> 
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=match):
         while time.monotonic() - start < seconds:
-            llm.generate([random_prompt(seed, 60) for seed in range(8)], greedy(max_tokens), use_tqdm=False)
+            llm.generate(
+                [random_prompt(seed, 60) for seed in range(8)], greedy(max_tokens), use_tqdm=False
+            )
     with pytest.raises(RuntimeError, match=match):
         llm.generate([1], greedy(1), use_tqdm=False)
     with pytest.raises(RuntimeError, match=match):
@@ -222,17 +275,30 @@ def test_a_rank_dies_while_idle(tiny: tuple[str, Oracle]) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 190], ids=["prefill", "decode"])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])  # which meet in shared memory, and by gloo
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float16"]
+)  # which meet in shared memory, and by gloo
 def test_a_rank_dies_in_a_step(tiny: tuple[str, Oracle], dtype: str, max_tokens: int) -> None:
-    llm = LLM(tiny[0], dtype=dtype, tensor_parallel_size=2, enable_prefix_caching=False, num_kvcache_blocks=1024)
+    llm = LLM(
+        tiny[0],
+        dtype=dtype,
+        tensor_parallel_size=2,
+        enable_prefix_caching=False,
+        num_kvcache_blocks=1024,
+    )
     threading.Timer(0.3, find_ranks()[0].kill).start()
     lose_within(10, llm, "rank 1 of 2 has ended with exit code -9", max_tokens)
 
 
-def test_a_gpu_waits_for_a_lost_rank(tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_waits_for_a_lost_rank(
+    tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which shows where the tokens are read: until NCCL is aborted, they never come. The call ends all the same."""
     llm, aborted = LLM(tiny[0], tensor_parallel_size=2, **POOL), threading.Event()
-    executor, tokens = llm.model_runner.executor.worker, MagicMock(tolist=lambda: [0] * aborted.wait(60))
+    executor, tokens = (
+        llm.model_runner.executor.worker,
+        MagicMock(tolist=lambda: [0] * aborted.wait(60)),
+    )
     monkeypatch.setattr(llm.model_runner.sampler, "forward", lambda logits, batch: tokens)
     monkeypatch.setattr(executor, "disconnect", aborted.set)
     monkeypatch.setattr(executor, "device", torch.device("cuda"))
@@ -278,17 +344,25 @@ FAILING = """
 """
 
 
-def test_a_rank_fails(tmp_path: Path, tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_fails(
+    tmp_path: Path, tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its traceback comes with the error; those that fail with it are not blamed. Its environment is that of rank 0."""
-    LLM(tiny[0], tensor_parallel_size=2, **POOL).exit()  # the fork server is there, which knows no PURPOSE
+    LLM(
+        tiny[0], tensor_parallel_size=2, **POOL
+    ).exit()  # the fork server is there, which knows no PURPOSE
     monkeypatch.setenv("PURPOSE", "on purpose")
     (tmp_path / "failing.py").write_text(textwrap.dedent(FAILING))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(executor_module, "_serve", importlib.import_module("failing").fail_at_work)
     with LLM(tiny[0], tensor_parallel_size=4, **POOL) as llm:
         llm.generate([1], greedy(3), use_tqdm=False)
-        monkeypatch.setattr(executor_module, "_GRACE", 1.5)  # in which the others would fail, if it ended
-        with pytest.raises(RuntimeError, match=r"^rank 2 of 4 has failed:\n(?s:.*)ZeroDivisionError: on purpose\n$"):
+        monkeypatch.setattr(
+            executor_module, "_GRACE", 1.5
+        )  # in which the others would fail, if it ended
+        with pytest.raises(
+            RuntimeError, match=r"^rank 2 of 4 has failed:\n(?s:.*)ZeroDivisionError: on purpose\n$"
+        ):
             llm.generate([1, 2, 3], greedy(3), use_tqdm=False)
 
 
@@ -397,7 +471,9 @@ class GroupOfGraphs:
         graphs = threading.Event()  # any object that can be referred to weakly
         self.graphs, self.is_aborted = weakref.ref(graphs), False
         self.worker = object.__new__(Worker)
-        vars(self.worker).update(device=torch.device("cuda"), graphs=graphs, tp=TensorParallel(0, 2, self))
+        vars(self.worker).update(
+            device=torch.device("cuda"), graphs=graphs, tp=TensorParallel(0, 2, self)
+        )
 
     def abort(self) -> None:
         deadline = time.monotonic() + 60
@@ -472,19 +548,25 @@ def test_the_end_of_a_serving_rank(
 def test_interrupted_calls_are_undone(tiny: tuple[str, Oracle]) -> None:
     """Ctrl-C at any moment of a step: the ranks keep step, the next call is right."""
     prompt = random_prompt(5, 12)
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start without
+    handler = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs start without
     with LLM(tiny[0], tensor_parallel_size=2, **POOL) as llm:
         num_interrupts = 0
         for attempt in range(30):
             timer = threading.Timer(0.002 * attempt, signal.raise_signal, [signal.SIGINT])
             try:
                 timer.start()
-                llm.generate([random_prompt(attempt, 20) for _ in range(4)], greedy(50), use_tqdm=False)
+                llm.generate(
+                    [random_prompt(attempt, 20) for _ in range(4)], greedy(50), use_tqdm=False
+                )
                 timer.join()
                 time.sleep(0.01)
             except KeyboardInterrupt:
                 num_interrupts += 1
-            assert llm.generate(prompt, greedy(4), use_tqdm=False)[0]["token_ids"] == tiny[1](prompt, 4)
+            assert llm.generate(prompt, greedy(4), use_tqdm=False)[0]["token_ids"] == tiny[1](
+                prompt, 4
+            )
             check_invariants(llm)
         assert num_interrupts > 10
     signal.signal(signal.SIGINT, handler)
@@ -496,9 +578,14 @@ def test_interrupted_calls_are_undone(tiny: tuple[str, Oracle]) -> None:
 def test_no_guard(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"from nanovllm import LLM\nLLM({tiny[0]!r}, tensor_parallel_size=2)")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.returncode == 1
-    assert "does the script make the engine under `if __name__ == '__main__':`" in done.stderr.splitlines()[-1]
+    assert (
+        "does the script make the engine under `if __name__ == '__main__':`"
+        in done.stderr.splitlines()[-1]
+    )
 
 
 SERVING = """
@@ -536,7 +623,9 @@ def test_rank_0_is_ended(tiny: tuple[str, Oracle], how: str) -> None:
     `python -c`, which has no module that could be imported again.
     """
     command = [sys.executable, "-c", textwrap.dedent(SERVING), tiny[0]]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         try:
             refused, child, reason = (process.stdout.readline() for _ in range(3))
             assert "forked" in refused and (child, reason) == ("child 0\n", "length\n")
@@ -555,7 +644,13 @@ def test_rank_0_is_ended(tiny: tuple[str, Oracle], how: str) -> None:
             assert "Traceback" not in process.stderr.read(), "of the forked process's end"
 
 
-LAUNCHED = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+LAUNCHED = {
+    "WORLD_SIZE": "2",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -567,17 +662,25 @@ def test_a_launcher_that_sets_too_little(
     for name, value in {**LAUNCHED, "RANK": rank, "LOCAL_RANK": rank}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(missing)
-    monkeypatch.setattr(sys.modules["torch.distributed.rendezvous"], "TCPStore", lambda *_: pytest.fail("a rendezvous"))
+    monkeypatch.setattr(
+        sys.modules["torch.distributed.rendezvous"],
+        "TCPStore",
+        lambda *_: pytest.fail("a rendezvous"),
+    )
     with pytest.raises(ValueError, match=rf"\b{missing}\b"):
         LLM(tiny[0], tensor_parallel_size=2, **POOL)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_launcher_of_another_size(tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def test_a_launcher_of_another_size(
+    tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "rendezvous", lambda *_: iter([(dist.HashStore(), rank, 2)]))
-    with pytest.raises(ValueError, match="tensor_parallel_size=4, but torchrun has started 2 processes"):
+    with pytest.raises(
+        ValueError, match="tensor_parallel_size=4, but torchrun has started 2 processes"
+    ):
         LLM(tiny[0], tensor_parallel_size=4, **POOL)
 
 
@@ -596,7 +699,9 @@ TORCHRUN = """
 AGAIN = "torchrun's processes serve one engine, and it has ended: start them again"
 
 
-def run_torchrun(tmp_path: Path, num_agents: int, num_ranks: int, script: str, *args: str) -> list[tuple[int, str, str]]:
+def run_torchrun(
+    tmp_path: Path, num_agents: int, num_ranks: int, script: str, *args: str
+) -> list[tuple[int, str, str]]:
     """Status, output and errors of each agent, started as on as many machines."""
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
     with socket.socket() as free:
@@ -606,7 +711,10 @@ def run_torchrun(tmp_path: Path, num_agents: int, num_ranks: int, script: str, *
         sys.executable, "-m", "torch.distributed.run", f"--nnodes={num_agents}", f"--nproc-per-node={num_ranks}",
         "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test", str(tmp_path / "script.py"), *args,
     ]  # fmt: skip
-    agents = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(num_agents)]
+    agents = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(num_agents)
+    ]
     outputs = [agent.communicate(timeout=120) for agent in agents]
     return [(agent.returncode, *output) for agent, output in zip(agents, outputs)]
 
@@ -644,7 +752,9 @@ def test_exit_under_torchrun(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
     assert (status, out) == (0, "['1']\n"), err
 
 
-def test_a_rank_of_torchrun_fails(tmp_path: Path, tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_of_torchrun_fails(
+    tmp_path: Path, tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torchrun may end rank 0 before it can tell: the rank shows its traceback itself."""
     monkeypatch.setenv("PURPOSE", "on purpose")
     ((status, _, err),) = run_torchrun(tmp_path, 1, 2, FAILING, tiny[0])

@@ -20,21 +20,33 @@ COMMANDS = re.findall(r"^python3 -m venv .*$", README, flags=re.MULTILINE)
 
 def run(*command: str, **environment: str) -> str:
     env = {**os.environ, **environment}
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_first_command_is_the_example() -> None:
     assert COMMANDS[0].endswith("python example.py")
     said = run("example.py", PYTHONIOENCODING="ascii")  # every terminal can show it
     assert (
-        "nanovllm" in said and "2, 3, 5, 7, 11" in said and "85" in said and "t-e-n-a-l-p" in said and "num_decode_tokens" in said
+        "nanovllm" in said
+        and "2, 3, 5, 7, 11" in said
+        and "85" in said
+        and "t-e-n-a-l-p" in said
+        and "num_decode_tokens" in said
     )
     assert re.search(r"[1-9]\d* of \d+ prompt tokens from the cache", said)
-    assert "block 14: no hash" in said and "block 14: hash" in said and said.rstrip().endswith("open timeline.html in a browser")
+    assert (
+        "block 14: no hash" in said
+        and "block 14: hash" in said
+        and said.rstrip().endswith("open timeline.html in a browser")
+    )
 
 
 def test_example_ends_when_nobody_reads_on() -> None:
-    with subprocess.Popen([sys.executable, "example.py"], cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "example.py"], cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True
+    ) as process:
         process.stdout.close()  # as `| head` does
         assert "Traceback" not in process.stderr.read() and process.wait() == 1
 
@@ -49,7 +61,9 @@ def test_example_ends_when_nobody_reads_on() -> None:
     ],
 )
 def test_example_says_what_is_wrong(arguments: list[str], complaint: str) -> None:
-    done = subprocess.run([sys.executable, "example.py", *arguments], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "example.py", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 2 and complaint in done.stderr and "Traceback" not in done.stderr
 
 
@@ -72,7 +86,9 @@ def test_readme_quotes_the_step() -> None:
 
 def test_the_tour_names_every_module_once() -> None:
     package = ROOT / "nanovllm"
-    modules = {str(path.relative_to(package)) for path in package.rglob("*.py") if path.stat().st_size}
+    modules = {
+        str(path.relative_to(package)) for path in package.rglob("*.py") if path.stat().st_size
+    }
     left = {module for module in modules if not module.startswith(("__init__", "demo_model"))}
     tour = README[README.index("## A tour") : README.index("## Eight questions")]
     cells = re.findall(r"^\| (`.*?) \|", tour, flags=re.MULTILINE)
@@ -89,14 +105,18 @@ def test_readmes_picture_is_there() -> None:
 
 
 def test_readme_shows_what_is_printed() -> None:
-    ((command, shown),) = re.findall(r"```console\n\$ python (.*?) .*?\n(.*?)```", README, flags=re.DOTALL)
+    ((command, shown),) = re.findall(
+        r"```console\n\$ python (.*?) .*?\n(.*?)```", README, flags=re.DOTALL
+    )
     assert shown in run(command)
 
 
 def test_top_level_is_as_designed() -> None:
     if not (ROOT / ".git").exists():
         return
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     top = {path.split("/")[0] for path in tracked}
     assert top <= {
         "pyproject.toml",

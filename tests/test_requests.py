@@ -8,7 +8,14 @@ from types import FrameType
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, Oracle, check_invariants, edit_weights, make_checkpoint, random_prompt
+from conftest import (
+    VOCAB_SIZE,
+    Oracle,
+    check_invariants,
+    edit_weights,
+    make_checkpoint,
+    random_prompt,
+)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import OPTConfig, PreTrainedTokenizerFast
 
@@ -32,8 +39,12 @@ def say(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict]]
 
     def say(token_ids: list[int], prompt_len: int = 1, **params) -> list[dict]:
         script: Iterator[int] = iter([*token_ids, *[0] * 200])
-        monkeypatch.setattr(ModelRunner, "run", lambda self, seqs: None)  # contexts too long to compute them for each case
-        monkeypatch.setattr(ModelRunner, "sample", lambda self, logits, seqs: ([[next(script)]], None))
+        monkeypatch.setattr(
+            ModelRunner, "run", lambda self, seqs: None
+        )  # contexts too long to compute them for each case
+        monkeypatch.setattr(
+            ModelRunner, "sample", lambda self, logits, seqs: ([[next(script)]], None)
+        )
         params = {"max_tokens": len(token_ids), **params}
         return list(demo.stream([0] * prompt_len, SamplingParams(**params)))
 
@@ -74,19 +85,41 @@ LETTERS = "abcdefgh"
     ],
 )
 def test_precedence(
-    demo: LLM, say: Callable, token: str, params: dict, prompt_len: int, num_tokens: int, reason: str, text: str
+    demo: LLM,
+    say: Callable,
+    token: str,
+    params: dict,
+    prompt_len: int,
+    num_tokens: int,
+    reason: str,
+    text: str,
 ) -> None:
     ids = [demo.tokenizer.convert_tokens_to_ids(letter) for letter in LETTERS]
     ids[4] = demo.tokenizer.eos_token_id if token == "eos" else ids[4]
     if "stop_token_ids" in params:
-        params = {**params, "stop_token_ids": [demo.tokenizer.convert_tokens_to_ids(t) for t in params["stop_token_ids"]]}
+        params = {
+            **params,
+            "stop_token_ids": [
+                demo.tokenizer.convert_tokens_to_ids(t) for t in params["stop_token_ids"]
+            ],
+        }
     assert demo.max_model_len == 2048
     output = say(ids, prompt_len, **params)[-1]
-    assert (len(output["token_ids"]), output["finish_reason"], output["text"]) == (num_tokens, reason, text)
+    assert (len(output["token_ids"]), output["finish_reason"], output["text"]) == (
+        num_tokens,
+        reason,
+        text,
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["naïve 你好 👩‍👩‍👧 é̂ fin", " a\ufffdb ", "日本語のテキスト", "👧👧👧👧👧👧👧👧👧👧👧👧👧👧👧👧"]
+    "text",
+    [
+        "naïve 你好 👩‍👩‍👧 é̂ fin",
+        " a\ufffdb ",
+        "日本語のテキスト",
+        "👧👧👧👧👧👧👧👧👧👧👧👧👧👧👧👧",
+    ],
 )
 def test_text_and_stop_strings_split_everywhere(demo: LLM, say: Callable, text: str) -> None:
     """Every stretch of the text as stop string: cut exactly, never shown in part, and found with the token that ends it."""
@@ -103,8 +136,13 @@ def test_text_and_stop_strings_split_everywhere(demo: LLM, say: Callable, text: 
         for before, after in pairwise(outputs):
             assert after["text"].startswith(before["text"])
         needed = len((expected + stop).encode())
-        num_bytes = [len(demo.tokenizer.decode(ids[:n]).rstrip("\ufffd").encode()) for n in range(1, len(ids) + 1)]
-        assert len(outputs[-1]["token_ids"]) == 1 + next(i for i, n in enumerate(num_bytes) if n >= needed)
+        num_bytes = [
+            len(demo.tokenizer.decode(ids[:n]).rstrip("\ufffd").encode())
+            for n in range(1, len(ids) + 1)
+        ]
+        assert len(outputs[-1]["token_ids"]) == 1 + next(
+            i for i, n in enumerate(num_bytes) if n >= needed
+        )
 
 
 def test_what_only_begins_like_a_stop_string_is_shown_in_the_end(demo: LLM, say: Callable) -> None:
@@ -123,10 +161,16 @@ def test_bytes_that_are_no_text(demo: LLM, say: Callable) -> None:
     assert texts[-1] == demo.tokenizer.decode([continuation] * 40) and len(texts[-2]) == 33
 
 
-def test_detokenisation_is_linear(demo: LLM, say: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detokenisation_is_linear(
+    demo: LLM, say: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoded = []
     decode = type(demo.tokenizer).decode
-    monkeypatch.setattr(type(demo.tokenizer), "decode", lambda self, ids, **k: decoded.append(len(ids)) or decode(self, ids, **k))
+    monkeypatch.setattr(
+        type(demo.tokenizer),
+        "decode",
+        lambda self, ids, **k: decoded.append(len(ids)) or decode(self, ids, **k),
+    )
     say(demo.tokenizer.encode("你好" * 100), stop="!")
     assert sorted(decoded)[-2] <= 40, "but for the whole, once, in the end"
 
@@ -136,9 +180,13 @@ def test_min_tokens_bars_eos_in_the_model(tiny: tuple[str, Oracle], make_llm: Ma
     llm = make_llm()
     first = tiny[1](prompt, 1)[0]
     llm.eos_token_ids = frozenset({first})
-    output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=20, min_tokens=10), use_tqdm=False)[0]
+    output = llm.generate(
+        prompt, SamplingParams(temperature=0.0, max_tokens=20, min_tokens=10), use_tqdm=False
+    )[0]
     assert first not in output["token_ids"][:10] and len(output["token_ids"]) >= 10
-    assert llm.generate(prompt, SamplingParams(temperature=0.0), use_tqdm=False)[0]["token_ids"] == [first]
+    assert llm.generate(prompt, SamplingParams(temperature=0.0), use_tqdm=False)[0][
+        "token_ids"
+    ] == [first]
 
 
 def test_stop_needs_a_tokenizer(make_llm: MakeLLM) -> None:
@@ -151,7 +199,9 @@ def test_stop_needs_a_tokenizer(make_llm: MakeLLM) -> None:
 # --- penalties
 
 
-def penalized_greedy(model: torch.nn.Module, prompt: list[int], params: SamplingParams) -> list[int]:
+def penalized_greedy(
+    model: torch.nn.Module, prompt: list[int], params: SamplingParams
+) -> list[int]:
     """The definition, one token and one vocabulary entry at a time."""
     token_ids = list(prompt)
     for _ in range(params.max_tokens):
@@ -160,7 +210,9 @@ def penalized_greedy(model: torch.nn.Module, prompt: list[int], params: Sampling
         for token_id in range(len(logits)):
             if token_id in token_ids:
                 factor = params.repetition_penalty
-                logits[token_id] = logits[token_id] / factor if logits[token_id] > 0 else logits[token_id] * factor
+                logits[token_id] = (
+                    logits[token_id] / factor if logits[token_id] > 0 else logits[token_id] * factor
+                )
             logits[token_id] -= params.frequency_penalty * generated.count(token_id)
             logits[token_id] -= params.presence_penalty * (token_id in generated)
         token_ids.append(max(range(len(logits)), key=lambda token_id: logits[token_id]))
@@ -178,10 +230,17 @@ def test_penalties(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
     params = [SamplingParams(temperature=0.0, max_tokens=14, **kind) for kind in kinds]
     expected = [penalized_greedy(tiny[1].model, prompt, p) for prompt, p in zip(prompts, params)]
     assert expected[1] != tiny[1](prompts[1], 14)
-    for options in ({}, {"num_kvcache_blocks": 7}, {"max_num_seqs": 2}, {"max_num_batched_tokens": 3}):
+    for options in (
+        {},
+        {"num_kvcache_blocks": 7},
+        {"max_num_seqs": 2},
+        {"max_num_batched_tokens": 3},
+    ):
         llm = make_llm(**options)
         for _ in range(2):
-            assert [o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)] == expected, options
+            assert [
+                o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)
+            ] == expected, options
         assert "num_kvcache_blocks" not in options or llm.stats["num_preemptions"]
 
 
@@ -189,7 +248,10 @@ def test_penalties_change_a_sequences_own_tokens_only() -> None:
     """Whatever else is in the batch, and whoever had its lane before."""
     penalties, logits = Penalties(50, 20, torch.device("cpu")), torch.ones(2, 50)
     for prompts in ([1, 2, 3, 4, 5, 6], [7, 8]), ([9], [10, 11, 12]):
-        seqs = [Sequence(i, prompt, SamplingParams(repetition_penalty=1.5)) for i, prompt in enumerate(prompts)]
+        seqs = [
+            Sequence(i, prompt, SamplingParams(repetition_penalty=1.5))
+            for i, prompt in enumerate(prompts)
+        ]
         for lane, seq in enumerate(seqs):
             seq.lane = lane
         changed = penalties.apply(logits, seqs) != logits
@@ -199,14 +261,22 @@ def test_penalties_change_a_sequences_own_tokens_only() -> None:
 def test_penalties_cost_memory_where_they_are_asked_for(make_llm: MakeLLM) -> None:
     """A row of counts for each lane that has asked, however many lanes there are."""
     llm = make_llm()
-    params = [SamplingParams(temperature=0.0, max_tokens=6, frequency_penalty=float(i in (4, 6))) for i in range(7)]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=6, frequency_penalty=float(i in (4, 6)))
+        for i in range(7)
+    ]
     outputs = llm.generate([[1 + i, 2] for i in range(7)], params, use_tqdm=False)
     assert len(llm.model_runner.penalties.counts) == 2
     params = SamplingParams(temperature=0.0, max_tokens=6, frequency_penalty=1.0)
-    assert llm.generate([[5, 2], [7, 2]], params, use_tqdm=False)[1]["token_ids"] == outputs[6]["token_ids"]
+    assert (
+        llm.generate([[5, 2], [7, 2]], params, use_tqdm=False)[1]["token_ids"]
+        == outputs[6]["token_ids"]
+    )
 
 
-def test_a_plain_batch_does_no_extra_work(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_batch_does_no_extra_work(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = make_llm()
     monkeypatch.setattr(llm.model_runner, "penalties", None)
     monkeypatch.setattr("nanovllm.engine.model_runner.find_logprobs", None)
@@ -230,7 +300,11 @@ def test_logprobs_are_the_models_own(tiny: tuple[str, Oracle], make_llm: MakeLLM
         for prompt, p, output in zip(prompts, params, outputs):
             if p.logprobs is None:
                 continue
-            logits = tiny[1].model(torch.tensor([prompt + output["token_ids"]])).logits[0, len(prompt) - 1 : -1]
+            logits = (
+                tiny[1]
+                .model(torch.tensor([prompt + output["token_ids"]]))
+                .logits[0, len(prompt) - 1 : -1]
+            )
             reference = logits.log_softmax(-1)
             assert len(output["logprobs"]) == len(output["token_ids"]) == 8
             for row, token_id, entry in zip(reference, output["token_ids"], output["logprobs"]):
@@ -247,7 +321,9 @@ def test_logprobs_in_a_stream(make_llm: MakeLLM) -> None:
     outputs = list(llm.stream([1, 2, 3], SamplingParams(logprobs=1, max_tokens=4)))
     assert [len(o["logprobs"]) for o in outputs] == [1, 2, 3, 4]
     for o in outputs:
-        assert o["cumulative_logprob"] == pytest.approx(sum(e[t] for e, t in zip(o["logprobs"], o["token_ids"])))
+        assert o["cumulative_logprob"] == pytest.approx(
+            sum(e[t] for e, t in zip(o["logprobs"], o["token_ids"]))
+        )
     request_id = llm.add_request([1], SamplingParams(logprobs=1))
     llm.abort(request_id)
     assert [(o["logprobs"], o["cumulative_logprob"]) for o in llm.step()] == [([], 0)]
@@ -268,7 +344,9 @@ def test_samples_share_the_prompt(make_llm: MakeLLM, chunked: bool) -> None:
     assert len({tuple(o["token_ids"]) for o in outputs}) == 6
     single = llm.generate(prompts[0], SamplingParams(seed=5, max_tokens=8), use_tqdm=False)[0]
     assert single["token_ids"] == outputs[0]["token_ids"], "sample 0 draws as n=1 does"
-    again = make_llm(num_kvcache_blocks=9).generate(prompts, SamplingParams(n=3, seed=5, max_tokens=8), use_tqdm=False)
+    again = make_llm(num_kvcache_blocks=9).generate(
+        prompts, SamplingParams(n=3, seed=5, max_tokens=8), use_tqdm=False
+    )
     assert [o["token_ids"] for o in again] == [o["token_ids"] for o in outputs]
 
 
@@ -323,7 +401,9 @@ def test_seeds_of_samples_are_documented_functions() -> None:
 
 
 @pytest.fixture(scope="module", params=[None, 5], ids=["no-eos", "eos"])
-def beams(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[LLM, torch.nn.Module, int | None]:
+def beams(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[LLM, torch.nn.Module, int | None]:
     """A vocabulary of 12, so that beams end early and all texts can be listed."""
     directory = tmp_path_factory.mktemp("beams")
     model = make_checkpoint(directory, vocab_size=12, eos_token_id=request.param)
@@ -335,7 +415,9 @@ def beams(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 def test_beam_search_equals_transformers(beams: tuple, width: int, length_penalty: float) -> None:
     llm, model, eos = beams
     generator = torch.Generator().manual_seed(width)
-    prompts = [torch.randint(6, 12, (length,), generator=generator).tolist() for length in (1, 4, 7, 8)]
+    prompts = [
+        torch.randint(6, 12, (length,), generator=generator).tolist() for length in (1, 4, 7, 8)
+    ]
     found = llm.beam_search(prompts, width, 9, length_penalty)
     for prompt, outputs in zip(prompts, found):
         ids = torch.tensor([prompt])
@@ -347,7 +429,9 @@ def test_beam_search_equals_transformers(beams: tuple, width: int, length_penalt
         assert len(outputs) == width
         for i, output in enumerate(outputs):
             assert output["prompt_token_ids"] == prompt
-            assert output["finish_reason"] == ("stop" if output["token_ids"][-1] == eos else "length")
+            assert output["finish_reason"] == (
+                "stop" if output["token_ids"][-1] == eos else "length"
+            )
             if reference is not None:
                 expected = reference.sequences[i, len(prompt) :].tolist()
                 assert output["token_ids"] == expected[: len(output["token_ids"])]
@@ -355,8 +439,12 @@ def test_beam_search_equals_transformers(beams: tuple, width: int, length_penalt
                 score = output["cumulative_logprob"] / len(output["token_ids"]) ** length_penalty
                 assert score == pytest.approx(float(reference.sequences_scores[i]), abs=1e-4)
             with torch.inference_mode():
-                logits = model(torch.tensor([prompt + output["token_ids"]])).logits[0, len(prompt) - 1 : -1]
-            total = logits.log_softmax(-1).gather(1, torch.tensor(output["token_ids"])[:, None]).sum()
+                logits = model(torch.tensor([prompt + output["token_ids"]])).logits[
+                    0, len(prompt) - 1 : -1
+                ]
+            total = (
+                logits.log_softmax(-1).gather(1, torch.tensor(output["token_ids"])[:, None]).sum()
+            )
             assert output["cumulative_logprob"] == pytest.approx(float(total), abs=1e-4)
     assert llm.is_finished() and llm.stats["num_free_blocks"] == llm.stats["num_blocks"]
 
@@ -368,7 +456,13 @@ def test_beam_search_is_exhaustive_if_wide_enough(beams: tuple) -> None:
     best = llm.beam_search(prompt, 144, length, ignore_eos=True)[0][:20]
     texts = torch.cartesian_prod(*[torch.arange(12)] * length)
     rows = torch.cat([torch.tensor(prompt).expand(len(texts), -1), texts], dim=1)
-    logprobs = model(rows).logits[:, len(prompt) - 1 : -1].log_softmax(-1).gather(2, texts[:, :, None]).sum((1, 2))
+    logprobs = (
+        model(rows)
+        .logits[:, len(prompt) - 1 : -1]
+        .log_softmax(-1)
+        .gather(2, texts[:, :, None])
+        .sum((1, 2))
+    )
     values, order = logprobs.topk(20)
     assert [o["token_ids"] for o in best] == texts[order].tolist()
     assert [o["cumulative_logprob"] for o in best] == pytest.approx(values.tolist(), abs=1e-4)
@@ -392,8 +486,14 @@ def test_beam_search_on_a_tight_pool(beams: tuple, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, vocab_size=12, eos_token_id=eos)
     tight = LLM(str(tmp_path), num_kvcache_blocks=7, kvcache_block_size=4, max_num_batched_tokens=5)
     prompts = [[7, 8, 9, 10, 11], [6, 6]]
-    strip = [[(o["token_ids"], o["finish_reason"]) for o in outputs] for outputs in tight.beam_search(prompts, 3, 8)]
-    assert strip == [[(o["token_ids"], o["finish_reason"]) for o in outputs] for outputs in llm.beam_search(prompts, 3, 8)]
+    strip = [
+        [(o["token_ids"], o["finish_reason"]) for o in outputs]
+        for outputs in tight.beam_search(prompts, 3, 8)
+    ]
+    assert strip == [
+        [(o["token_ids"], o["finish_reason"]) for o in outputs]
+        for outputs in llm.beam_search(prompts, 3, 8)
+    ]
 
 
 @pytest.mark.parametrize("arguments", [(0, 3), (2, 0), (2.5, 3), (2, 3, "x"), (2, 3, 1.0, "no")])
@@ -408,7 +508,10 @@ def test_beam_search_options(beams: tuple, arguments: tuple) -> None:
 def test_many_requests_cost_what_they_are(make_llm: MakeLLM) -> None:
     """Thousands come and go while steps run; what is touched per step is what runs, not what waits."""
     llm = make_llm(max_num_seqs=4)
-    ids = [llm.add_request([1 + i % 50, 2], SamplingParams(temperature=0.0, max_tokens=2)) for i in range(3000)]
+    ids = [
+        llm.add_request([1 + i % 50, 2], SamplingParams(temperature=0.0, max_tokens=2))
+        for i in range(3000)
+    ]
     for request_id in reversed(ids[20:]):
         llm.abort(request_id)
     seen: dict[int, dict] = {}
@@ -422,14 +525,22 @@ def test_many_requests_cost_what_they_are(make_llm: MakeLLM) -> None:
 def test_lanes_are_as_many_as_can_run(make_llm: MakeLLM) -> None:
     """A running sequence holds a block: more lanes than blocks would cost memory for nothing."""
     llm = make_llm(max_num_seqs=10**9)
-    outputs = llm.generate([[1 + i, 2] for i in range(90)], SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)
+    outputs = llm.generate(
+        [[1 + i, 2] for i in range(90)],
+        SamplingParams(temperature=0.0, max_tokens=2),
+        use_tqdm=False,
+    )
     assert [output["finish_reason"] for output in outputs] == ["length"] * 90
-    assert llm.model_runner.num_lanes == len(llm.scheduler.free_lanes) == llm.stats["num_blocks"] == 64
+    assert (
+        llm.model_runner.num_lanes == len(llm.scheduler.free_lanes) == llm.stats["num_blocks"] == 64
+    )
 
 
 def test_rules_are_the_sequences_own() -> None:
     """Without an engine: stop tokens, min_tokens and max_tokens on a bare sequence."""
-    seq = Sequence(0, [1], SamplingParams(max_tokens=4, min_tokens=1), stop_token_ids=frozenset({EOS, STOP}))
+    seq = Sequence(
+        0, [1], SamplingParams(max_tokens=4, min_tokens=1), stop_token_ids=frozenset({EOS, STOP})
+    )
     reasons = []
     for token_id in (EOS, 3, STOP, 4):
         seq.token_ids.append(token_id)
@@ -440,7 +551,10 @@ def test_rules_are_the_sequences_own() -> None:
 @pytest.mark.parametrize("bound", [1e-6, 1e6])
 def test_repetition_penalties_at_their_bounds_stay_finite(bound: float) -> None:
     """For logits up to 1e32, which is what SamplingParams promises."""
-    penalties, seq = Penalties(2, 20, torch.device("cpu")), Sequence(0, [0, 1], SamplingParams(repetition_penalty=bound))
+    penalties, seq = (
+        Penalties(2, 20, torch.device("cpu")),
+        Sequence(0, [0, 1], SamplingParams(repetition_penalty=bound)),
+    )
     seq.lane = 0
     changed = penalties.apply(torch.tensor([[1e32, -1e32]]), [seq])
     assert changed.isfinite().all()
@@ -454,23 +568,35 @@ def test_repetition_penalties_at_their_bounds_stay_finite(bound: float) -> None:
 def poisoned(tmp_path: Path) -> tuple[str, Oracle]:
     """A checkpoint in which whoever reads token 96 computes NaN."""
     oracle = Oracle(make_checkpoint(tmp_path, tie_word_embeddings=False))
-    edit_weights(tmp_path, lambda weights: weights["model.embed_tokens.weight"][VOCAB_SIZE - 1].fill_(torch.nan))
+    edit_weights(
+        tmp_path,
+        lambda weights: weights["model.embed_tokens.weight"][VOCAB_SIZE - 1].fill_(torch.nan),
+    )
     return str(tmp_path), oracle
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "params", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"logprobs": 2, "repetition_penalty": 1.2}], ids=str
+    "params",
+    [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"logprobs": 2, "repetition_penalty": 1.2}],
+    ids=str,
 )
 def test_nan_logits_end_one_request(poisoned: tuple[str, Oracle], dtype: str, params: dict) -> None:
     llm = LLM(poisoned[0], dtype=dtype, num_kvcache_blocks=64, kvcache_block_size=4)
-    healthy = [[token_id % 90 for token_id in prompt] for prompt in [random_prompt(i, 5 + i) for i in range(4)]]
+    healthy = [
+        [token_id % 90 for token_id in prompt]
+        for prompt in [random_prompt(i, 5 + i) for i in range(4)]
+    ]
     shared = healthy[0] * 2
     prompts = [healthy[0], [*shared, VOCAB_SIZE - 1, 3], healthy[1], [VOCAB_SIZE - 1], shared]
     params = SamplingParams(max_tokens=6, seed=1, **params)
-    barred = {"stop_token_ids": [VOCAB_SIZE - 1]}  # healthy requests may come to draw the token, which ends them here
+    barred = {
+        "stop_token_ids": [VOCAB_SIZE - 1]
+    }  # healthy requests may come to draw the token, which ends them here
     with pytest.warns(RuntimeWarning, match="request 1 ends with an error: its logits are NaN"):
-        outputs = llm.generate(prompts, [SamplingParams(**{**vars(params), **barred})] * 5, use_tqdm=False)
+        outputs = llm.generate(
+            prompts, [SamplingParams(**{**vars(params), **barred})] * 5, use_tqdm=False
+        )
     assert [o["finish_reason"] == "error" for o in outputs] == [False, True, False, True, False]
     for output in (outputs[1], outputs[3]):
         assert output["token_ids"] == [] and output["logprobs"] in (None, [])
@@ -505,14 +631,24 @@ TWO_TOKENS = SamplingParams(temperature=0.0, max_tokens=2)
 def make_tokenizer(chat_template: str | None) -> PreTrainedTokenizerFast:
     """A token per byte; its encoding of a text begins with BOS."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*alphabet, *SPECIAL])}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = Tokenizer(
+        models.BPE({token: i for i, token in enumerate([*alphabet, *SPECIAL])}, [])
+    )
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     tokenizer.add_special_tokens(SPECIAL)
     bos = SPECIAL[0]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token="<|eot_id|>", chat_template=chat_template)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=bos,
+        eos_token="<|eot_id|>",
+        chat_template=chat_template,
+    )
 
 
 def test_bos_comes_once(tmp_path: Path) -> None:
@@ -528,7 +664,11 @@ def test_bos_comes_once(tmp_path: Path) -> None:
     assert chat["prompt_token_ids"].count(bos) == 1 and chat["prompt_token_ids"][0] == bos
 
     (text,) = llm.generate("hi there", TWO_TOKENS, use_tqdm=False)
-    assert text["prompt_token_ids"] == tokenizer.encode("hi there") == [bos, *map(tokenizer.convert_tokens_to_ids, "hiĠthere")]
+    assert (
+        text["prompt_token_ids"]
+        == tokenizer.encode("hi there")
+        == [bos, *map(tokenizer.convert_tokens_to_ids, "hiĠthere")]
+    )
 
 
 def test_no_template(tmp_path: Path) -> None:

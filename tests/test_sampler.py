@@ -18,7 +18,11 @@ VOCAB = 50
 
 
 def make_sampling_batch(
-    params: list[SamplingParams], seeds: list[int], positions: list[int], vocab_size: int, device: str = "cpu"
+    params: list[SamplingParams],
+    seeds: list[int],
+    positions: list[int],
+    vocab_size: int,
+    device: str = "cpu",
 ) -> SamplingBatch:
     """What the model runner prepares for sequences that are as long as `positions` says."""
     runner = SimpleNamespace(vocab_size=vocab_size, device=torch.device(device))
@@ -27,13 +31,19 @@ def make_sampling_batch(
     return ModelRunner.prepare_sampling(runner, seqs)
 
 
-def sample(logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]) -> list[int]:
+def sample(
+    logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]
+) -> list[int]:
     batch = make_sampling_batch(params, seeds, positions, logits.shape[-1])
     return Sampler(logits.shape[-1])(logits, batch).tolist()
 
 
-def draw_many(logits: torch.Tensor, params: SamplingParams, num_draws: int = 20_000) -> torch.Tensor:
-    tokens = sample(logits.expand(num_draws, -1), [params] * num_draws, [11] * num_draws, list(range(num_draws)))
+def draw_many(
+    logits: torch.Tensor, params: SamplingParams, num_draws: int = 20_000
+) -> torch.Tensor:
+    tokens = sample(
+        logits.expand(num_draws, -1), [params] * num_draws, [11] * num_draws, list(range(num_draws))
+    )
     return torch.bincount(torch.tensor(tokens), minlength=logits.shape[-1])
 
 
@@ -91,18 +101,41 @@ def test_filters_match_their_definitions(logits: torch.Tensor, params: SamplingP
 
 def test_crossing_token_stays() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert (draw_many(logits, SamplingParams(top_p=0.79), 5000) > 0).tolist() == [True, True, False, False]
-    assert (draw_many(logits, SamplingParams(top_p=0.81), 5000) > 0).tolist() == [True, True, True, False]
+    assert (draw_many(logits, SamplingParams(top_p=0.79), 5000) > 0).tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert (draw_many(logits, SamplingParams(top_p=0.81), 5000) > 0).tolist() == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_equal_logits_stay_or_go_together() -> None:
-    logits = torch.tensor([0.0, 2.0, 0.0, 2.0, 0.0, 2.0, -1.0])  # probabilities of 2: 0.28 each, of 0: 0.04, of -1: 0.01
+    logits = torch.tensor(
+        [0.0, 2.0, 0.0, 2.0, 0.0, 2.0, -1.0]
+    )  # probabilities of 2: 0.28 each, of 0: 0.04, of -1: 0.01
     first, second = [1, 3, 5], list(range(6))
-    cases = [(dict(top_k=k), first) for k in (1, 2, 3)] + [(dict(top_k=k), second) for k in (4, 5, 6)]
-    cases += [(dict(top_p=p), first) for p in (1e-50, 0.2, 0.8)] + [(dict(top_p=p), second) for p in (0.87, 0.9, 0.97)]
-    cases += [(dict(top_k=4, top_p=0.95), first), (dict(top_k=4, top_p=0.96), second), (dict(min_p=0.13), second)]
+    cases = [(dict(top_k=k), first) for k in (1, 2, 3)] + [
+        (dict(top_k=k), second) for k in (4, 5, 6)
+    ]
+    cases += [(dict(top_p=p), first) for p in (1e-50, 0.2, 0.8)] + [
+        (dict(top_p=p), second) for p in (0.87, 0.9, 0.97)
+    ]
+    cases += [
+        (dict(top_k=4, top_p=0.95), first),
+        (dict(top_k=4, top_p=0.96), second),
+        (dict(min_p=0.13), second),
+    ]
     for settings, tokens in cases:  # with top_k=4, the first three have 0.957
-        assert draw_many(logits, SamplingParams(**settings), 5000).nonzero().flatten().tolist() == tokens, settings
+        assert (
+            draw_many(logits, SamplingParams(**settings), 5000).nonzero().flatten().tolist()
+            == tokens
+        ), settings
 
 
 def test_greedy_and_mixed_batches(logits: torch.Tensor) -> None:
@@ -115,10 +148,15 @@ def test_greedy_and_mixed_batches(logits: torch.Tensor) -> None:
     seeds, positions = list(range(140)), [7 * i for i in range(140)]
     together = sample(rows, params, seeds, positions)
     for i in range(140):
-        assert together[i] == sample(rows[i : i + 1], params[i : i + 1], seeds[i : i + 1], positions[i : i + 1])[0]
+        assert (
+            together[i]
+            == sample(rows[i : i + 1], params[i : i + 1], seeds[i : i + 1], positions[i : i + 1])[0]
+        )
         if params[i].temperature < 0.01:
             assert together[i] == rows[i].argmax()
-    assert make_sampling_batch(kinds[:1] * 4, [0] * 4, [0] * 4, VOCAB) == SamplingBatch(), "all greedy: no work"
+    assert make_sampling_batch(kinds[:1] * 4, [0] * 4, [0] * 4, VOCAB) == SamplingBatch(), (
+        "all greedy: no work"
+    )
 
 
 def test_large_vocabulary_in_chunks() -> None:
@@ -131,7 +169,9 @@ def test_large_vocabulary_in_chunks() -> None:
 def test_noise_is_gumbel_and_uncorrelated() -> None:
     """Over tokens, over positions of a seed and over seeds at a position, neighbours know nothing of each other."""
     hashes = Sampler(2000).token_hashes
-    by_position = gumbel_noise(hashes, torch.from_numpy(make_noise_keys([5] * 500, list(range(500)))))
+    by_position = gumbel_noise(
+        hashes, torch.from_numpy(make_noise_keys([5] * 500, list(range(500))))
+    )
     by_seed = gumbel_noise(hashes, torch.from_numpy(make_noise_keys(list(range(500)), [5] * 500)))
     for noise in (by_position, by_seed):
         assert noise.isfinite().all()
@@ -173,8 +213,13 @@ def test_extreme_keys_stay_finite() -> None:
 def test_a_seed_decides_alone(make_llm: Callable[..., LLM]) -> None:
     """The same tokens alone, in a batch, in chunks, from a warm cache, after preemptions, under either policy."""
     prompts = [random_prompt(i, 6 + i) for i in range(5)]
-    params = [SamplingParams(temperature=0.9, top_p=0.9, seed=100 + i, max_tokens=12) for i in range(5)]
-    alone = [make_llm().generate(prompt, p, use_tqdm=False)[0]["token_ids"] for prompt, p in zip(prompts, params)]
+    params = [
+        SamplingParams(temperature=0.9, top_p=0.9, seed=100 + i, max_tokens=12) for i in range(5)
+    ]
+    alone = [
+        make_llm().generate(prompt, p, use_tqdm=False)[0]["token_ids"]
+        for prompt, p in zip(prompts, params)
+    ]
     assert len({tuple(tokens) for tokens in alone}) == 5
     for options in (
         {}, {"max_num_batched_tokens": 3}, {"num_kvcache_blocks": 7}, {"enable_chunked_prefill": False},
@@ -191,6 +236,12 @@ def test_a_seed_decides_alone(make_llm: Callable[..., LLM]) -> None:
 def test_engine_seed(make_llm: Callable[..., LLM]) -> None:
     """Without seeds of their own, requests differ from each other and repeat with the engine's seed."""
     prompts = [random_prompt(1, 4)] * 3
-    first, same, other = (make_llm(seed=seed).generate(prompts, use_tqdm=False) for seed in (1, 1, 2))
+    first, same, other = (
+        make_llm(seed=seed).generate(prompts, use_tqdm=False) for seed in (1, 1, 2)
+    )
     assert len({tuple(o["token_ids"]) for o in first}) == 3
-    assert [o["token_ids"] for o in first] == [o["token_ids"] for o in same] != [o["token_ids"] for o in other]
+    assert (
+        [o["token_ids"] for o in first]
+        == [o["token_ids"] for o in same]
+        != [o["token_ids"] for o in other]
+    )

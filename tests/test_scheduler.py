@@ -12,12 +12,16 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 8
 
 
-def make_scheduler(num_blocks: int = NUM_BLOCKS, policy: type[Scheduler] = Scheduler, **options) -> Scheduler:
+def make_scheduler(
+    num_blocks: int = NUM_BLOCKS, policy: type[Scheduler] = Scheduler, **options
+) -> Scheduler:
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 16, **options}
     return policy(BlockManager(num_blocks, BLOCK_SIZE), **settings)
 
 
-def make_sequence(seq_id: int, prompt_len: int, max_tokens: int, first_token: int | None = None) -> Sequence:
+def make_sequence(
+    seq_id: int, prompt_len: int, max_tokens: int, first_token: int | None = None
+) -> Sequence:
     prompt = [seq_id if first_token is None else first_token, *range(1, prompt_len)]
     return Sequence(seq_id, prompt, SamplingParams(max_tokens=max_tokens))
 
@@ -32,7 +36,11 @@ def run_step(scheduler: Scheduler) -> list[Sequence]:
 
 
 @given(
-    loads=st.lists(st.tuples(st.integers(1, 16), st.integers(1, 16), st.integers(0, 3)), min_size=1, max_size=12),
+    loads=st.lists(
+        st.tuples(st.integers(1, 16), st.integers(1, 16), st.integers(0, 3)),
+        min_size=1,
+        max_size=12,
+    ),
     num_blocks=st.integers(NUM_BLOCKS, 20),
     max_num_seqs=st.integers(1, 5),
     budget=st.integers(1, 40),
@@ -41,7 +49,12 @@ def run_step(scheduler: Scheduler) -> list[Sequence]:
 )
 @settings(max_examples=300, deadline=None)
 def test_random_loads(
-    loads: list[tuple[int, int, int]], num_blocks: int, max_num_seqs: int, budget: int, chunked: bool, aborted: set[int]
+    loads: list[tuple[int, int, int]],
+    num_blocks: int,
+    max_num_seqs: int,
+    budget: int,
+    chunked: bool,
+    aborted: set[int],
 ) -> None:
     budget = budget if chunked else max(budget, 16)
     scheduler = make_scheduler(
@@ -50,7 +63,9 @@ def test_random_loads(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
     )
-    seqs = [make_sequence(i, prompt, tokens, shared) for i, (prompt, tokens, shared) in enumerate(loads)]
+    seqs = [
+        make_sequence(i, prompt, tokens, shared) for i, (prompt, tokens, shared) in enumerate(loads)
+    ]
     pending = list(seqs)
     for step in range(2000):
         if pending and step % 2 == 0:
@@ -64,15 +79,23 @@ def test_random_loads(
         progress = [(len(seq.token_ids), seq.num_computed_tokens) for seq in unfinished[:1]]
         scheduled = run_step(scheduler)
         assert sum(seq.num_scheduled_tokens for seq in scheduled) <= budget
-        assert all(seq.num_scheduled_tokens >= 1 for seq in scheduled) and len(set(scheduled)) == len(scheduled)
+        assert all(seq.num_scheduled_tokens >= 1 for seq in scheduled) and len(
+            set(scheduled)
+        ) == len(scheduled)
         assert len(scheduler.running) <= max_num_seqs
         order = [seq.seq_id for seq in [*scheduler.running, *scheduler.waiting]]
         assert order == sorted(order), "first come, first served; the newest is preempted"
-        assert sorted([seq.lane for seq in scheduler.running] + scheduler.free_lanes) == list(range(max_num_seqs))
-        assert chunked or len({behind.get(seq) == 1 for seq in scheduled}) <= 1, "all prefill or all decode"
+        assert sorted([seq.lane for seq in scheduler.running] + scheduler.free_lanes) == list(
+            range(max_num_seqs)
+        )
+        assert chunked or len({behind.get(seq) == 1 for seq in scheduled}) <= 1, (
+            "all prefill or all decode"
+        )
         if chunked and unfinished:
             oldest = unfinished[0]
-            assert oldest.finish_reason or progress != [(len(oldest.token_ids), oldest.num_computed_tokens)], "it stands still"
+            assert oldest.finish_reason or progress != [
+                (len(oldest.token_ids), oldest.num_computed_tokens)
+            ], "it stands still"
     else:
         raise AssertionError("not everybody ended")
     assert len(scheduler.block_manager.free_block_ids) == num_blocks
@@ -88,7 +111,10 @@ def test_the_two_policies() -> None:
         scheduler.add(make_sequence(0, 3, 10))
         run_step(scheduler)
         scheduler.add(make_sequence(1, 8, 2))
-        kinds[policy] = [[(seq.seq_id, seq.num_scheduled_tokens) for seq in run_step(scheduler)] for _ in range(3)]
+        kinds[policy] = [
+            [(seq.seq_id, seq.num_scheduled_tokens) for seq in run_step(scheduler)]
+            for _ in range(3)
+        ]
     assert kinds[Scheduler] == [[(0, 1), (1, 7)], [(0, 1), (1, 1)], [(0, 1), (1, 1)]]
     assert kinds[PrefillFirstScheduler] == [[(1, 8)], [(0, 1), (1, 1)], [(0, 1)]]
 
@@ -110,7 +136,11 @@ def test_the_newest_is_preempted_and_keeps_its_tokens() -> None:
     while not scheduler.num_preemptions:
         run_step(scheduler)
     assert list(scheduler.waiting) == [new] and scheduler.running == [old]
-    assert new.block_table == [] and new.num_computed_tokens == 0 and len(new.token_ids) > new.num_prompt_tokens
+    assert (
+        new.block_table == []
+        and new.num_computed_tokens == 0
+        and len(new.token_ids) > new.num_prompt_tokens
+    )
     while scheduler.running or scheduler.waiting:
         run_step(scheduler)
     assert len(new.token_ids) == 13
@@ -132,4 +162,8 @@ def test_stats_add_up() -> None:
     scheduler.add(make_sequence(1, 9, 4, first_token=0))
     while scheduler.running or scheduler.waiting:
         run_step(scheduler)
-    assert (scheduler.num_prefill_tokens, scheduler.num_cached_tokens, scheduler.num_decode_tokens) == (10, 8, 6)
+    assert (
+        scheduler.num_prefill_tokens,
+        scheduler.num_cached_tokens,
+        scheduler.num_decode_tokens,
+    ) == (10, 8, 6)

@@ -51,7 +51,12 @@ SURROUNDINGS: dict[str, Callable[[], list[AbstractContextManager]]] = {
     "grad": lambda: [torch.enable_grad()],
     "inference": lambda: [torch.inference_mode()],
     "deterministic": lambda: [deterministic()],
-    "all": lambda: [torch.autocast("cpu"), default_dtype(torch.float64), torch.device("meta"), deterministic()],
+    "all": lambda: [
+        torch.autocast("cpu"),
+        default_dtype(torch.float64),
+        torch.device("meta"),
+        deterministic(),
+    ],
 }
 
 
@@ -66,7 +71,9 @@ def test_the_callers_settings_change_nothing(
         {"temperature": 0.9, "top_p": 0.8, "min_p": 0.01},
         {"logprobs": 2, "min_tokens": 2},
     ]
-    params = [SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "seed": 5, **kind}) for kind in kinds]
+    params = [
+        SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "seed": 5, **kind}) for kind in kinds
+    ]
 
     def serve(llm: LLM) -> list:
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
@@ -85,12 +92,19 @@ def test_the_callers_settings_change_nothing(
         )
         for engine in (llm, make_llm(attention_backend=backend)):  # made outside, made within
             assert serve(engine) == expected
-        after = torch.get_default_dtype(), torch.get_default_device(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
+        after = (
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+            torch.is_autocast_enabled("cpu"),
+            torch.is_grad_enabled(),
+        )
         assert before == after
     assert serve(llm) == expected, "and nothing wrong is left in the prefix cache"
 
 
-def test_the_engines_gpu_is_the_current_one(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engines_gpu_is_the_current_one(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While the engine is made and while it computes and samples. Before and after it is the caller's. Played on the CPU."""
     current, seen = ["the caller's"], set()
 
@@ -104,27 +118,47 @@ def test_the_engines_gpu_is_the_current_one(make_llm: MakeLLM, monkeypatch: pyte
 
     def watch(owner: object, name: str) -> None:
         original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, **options: seen.add((name, current[-1])) or original(*args, **options))
+        monkeypatch.setattr(
+            owner,
+            name,
+            lambda *args, **options: seen.add((name, current[-1])) or original(*args, **options),
+        )
 
     monkeypatch.setattr(torch.accelerator, "device_index", device_index)
-    steps = [(ModelRunner, "prepare_batch"), (Worker, "compute"), (ModelRunner, "prepare_sampling"), (Penalties, "apply")]
-    parts = [(kernels, "select_backend"), (Worker, "_allocate"), (kernels, "capture_decode_steps"), *steps]
+    steps = [
+        (ModelRunner, "prepare_batch"),
+        (Worker, "compute"),
+        (ModelRunner, "prepare_sampling"),
+        (Penalties, "apply"),
+    ]
+    parts = [
+        (kernels, "select_backend"),
+        (Worker, "_allocate"),
+        (kernels, "capture_decode_steps"),
+        *steps,
+    ]
     for owner, name in parts:
         watch(owner, name)
     llm = make_llm()
     assert current == ["the caller's"]
     llm.generate(PROMPTS, SamplingParams(presence_penalty=1.0, max_tokens=3), use_tqdm=False)
-    assert seen == {(name, "the engine's, None") for _, name in parts} and current == ["the caller's"]
+    assert seen == {(name, "the engine's, None") for _, name in parts} and current == [
+        "the caller's"
+    ]
     monkeypatch.setattr(ModelRunner, "prepare_batch", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert current == ["the caller's"]
 
 
-def test_graphs_are_recorded_undisturbed(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_recorded_undisturbed(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They repeat what the caller's settings were when the engine was made."""
     seen: list[bool] = []
-    monkeypatch.setattr(kernels, "capture_decode_steps", lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    monkeypatch.setattr(
+        kernels, "capture_decode_steps", lambda *_: seen.append(torch.is_autocast_enabled("cpu"))
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         make_llm()
     assert set(seen) == {False}
@@ -153,13 +187,19 @@ def test_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     names = "auto", "cuda", "cuda:1", "cpu"
     assert [str(find_device(name)) for name in names] == ["cuda:2", "cuda:2", "cuda:1", "cpu"]
-    assert [str(find_device(name, local_rank=3)) for name in ("auto", "cuda", "cpu")] == ["cuda:3", "cuda:3", "cpu"]
+    assert [str(find_device(name, local_rank=3)) for name in ("auto", "cuda", "cpu")] == [
+        "cuda:3",
+        "cuda:3",
+        "cpu",
+    ]
     assert [str(find_device("cuda:2", local_rank)) for local_rank in (0, 1)] == ["cuda:2", "cuda:3"]
     for name, local_rank in (("cuda", 4), ("cuda:2", 2), ("cuda:4", None)):
         with pytest.raises(ValueError, match="'cuda:4' is not there"):
             find_device(name, local_rank)
     with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "device_count", lambda: 1)  # as a launcher such as Slurm shows each rank its own
+        patch.setattr(
+            torch.cuda, "device_count", lambda: 1
+        )  # as a launcher such as Slurm shows each rank its own
         assert str(find_device("cuda", local_rank=3)) == "cuda:0"
     assert find_device("cpu").index is None, "on a CPU, the caller's GPU stays the current one"
 
@@ -169,7 +209,11 @@ def test_exit_leaves_nothing_to_the_garbage_collector(make_llm: MakeLLM) -> None
     llm = make_llm(max_num_seqs=4)
     llm.generate(PROMPTS, SamplingParams(repetition_penalty=1.3, max_tokens=3), use_tqdm=False)
     runner = llm.model_runner
-    tensors = [*runner.executor.worker.kv_caches, runner.penalties.counts, *runner.executor.worker.model.parameters()]
+    tensors = [
+        *runner.executor.worker.kv_caches,
+        runner.penalties.counts,
+        *runner.executor.worker.model.parameters(),
+    ]
     left = [weakref.ref(tensor) for tensor in tensors]
     gc.collect()
     gc.disable()
@@ -199,7 +243,10 @@ for child, environment in children.get(name, {}).items():
 @pytest.mark.parametrize("visible", ["3", None])
 def test_workers_of_xdist_see_the_gpu(visible: str | None) -> None:
     """They are started, as any process that a test starts, by one that has hidden its GPUs; a stand-in's driver claims one."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+    }
     for name in ("CUDA_VISIBLE_DEVICES", "NANOVLLM_TESTS_SEE", "PYTEST_XDIST_WORKER"):
         environment.pop(name, None)
     environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
@@ -207,4 +254,9 @@ def test_workers_of_xdist_see_the_gpu(visible: str | None) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     seen = dict(json.loads(line) for line in done.stdout.splitlines())
-    assert seen == {"first": visible, "worker": visible, "worker's child": "nothing", "child": "nothing"}
+    assert seen == {
+        "first": visible,
+        "worker": visible,
+        "worker's child": "nothing",
+        "child": "nothing",
+    }

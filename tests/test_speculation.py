@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, Oracle, check_invariants, edit_weights, greedy, make_batch, make_checkpoint, random_prompt
+from conftest import (
+    VOCAB_SIZE,
+    Oracle,
+    check_invariants,
+    edit_weights,
+    greedy,
+    make_batch,
+    make_checkpoint,
+    random_prompt,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, OPTConfig, Qwen3MoeConfig
@@ -41,7 +50,10 @@ class Clairvoyant:
         length = len(self.token_ids)
         answer = next((answer for answer in self.answers if answer[:length] == self.token_ids), [])
         rights = answer[length : length + num_tokens]
-        return [token if self.random.random() < self.share_right else self.random.randrange(VOCAB_SIZE) for token in rights]
+        return [
+            token if self.random.random() < self.share_right else self.random.randrange(VOCAB_SIZE)
+            for token in rights
+        ]
 
 
 def make_guess(llm: LLM, drafter: Any) -> None:
@@ -60,10 +72,18 @@ def watch(llm: LLM) -> None:
         manager = llm.scheduler.block_manager
         for seq in llm.scheduler.running:
             if seq in seqs and seq.num_logits > 0:
-                assert len(seq.block_table) == -(-seq.num_computed_tokens // manager.block_size), "what a draft took is back"
-            told = [seq.token_ids[i : i + manager.block_size] for i in range(0, seq.num_computed_tokens, manager.block_size)]
+                assert len(seq.block_table) == -(-seq.num_computed_tokens // manager.block_size), (
+                    "what a draft took is back"
+                )
+            told = [
+                seq.token_ids[i : i + manager.block_size]
+                for i in range(0, seq.num_computed_tokens, manager.block_size)
+            ]
             for block_id, tokens in zip(seq.block_table, told):
-                assert manager.blocks[block_id].hash == -1 or manager.blocks[block_id].token_ids == tokens
+                assert (
+                    manager.blocks[block_id].hash == -1
+                    or manager.blocks[block_id].token_ids == tokens
+                )
 
     llm.scheduler.postprocess = check  # type: ignore[method-assign]
 
@@ -102,8 +122,13 @@ def test_drafts_change_no_token(tiny: tuple[str, Oracle], data: st.DataObject) -
         presence_penalty=st.sampled_from([0.0, 0.0, 1.0]),
         min_tokens=st.integers(0, 1),
     )
-    load = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 15), params), min_size=1, max_size=6))
-    prompts, wishes = [random_prompt(seed, length) for seed, length, _ in load], [params for *_, params in load]
+    load = draw(
+        st.lists(st.tuples(st.integers(0, 3), st.integers(1, 15), params), min_size=1, max_size=6)
+    )
+    prompts, wishes = (
+        [random_prompt(seed, length) for seed, length, _ in load],
+        [params for *_, params in load],
+    )
     expected = LLM(tiny[0], **options).generate(prompts, wishes, use_tqdm=False)
     llm = LLM(tiny[0], num_speculative_tokens=draw(st.sampled_from([1, 3, 8])), **options)
     make_guess(llm, Clairvoyant(expected, draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]))))
@@ -112,11 +137,16 @@ def test_drafts_change_no_token(tiny: tuple[str, Oracle], data: st.DataObject) -
         same(llm.generate(prompts, wishes, use_tqdm=False), expected)
         check_invariants(llm)
     stats = llm.stats
-    assert stats["num_accepted_tokens"] <= stats["num_draft_tokens"] and stats["num_free_blocks"] == stats["num_blocks"]
+    assert (
+        stats["num_accepted_tokens"] <= stats["num_draft_tokens"]
+        and stats["num_free_blocks"] == stats["num_blocks"]
+    )
 
 
 @pytest.mark.parametrize("share_right", [0.0, 0.5, 1.0])
-def test_a_right_guess_saves_a_step(tiny: tuple[str, Oracle], make_llm: MakeLLM, share_right: float) -> None:
+def test_a_right_guess_saves_a_step(
+    tiny: tuple[str, Oracle], make_llm: MakeLLM, share_right: float
+) -> None:
     prompt = random_prompt(1, 9)
     expected = make_llm().generate(prompt, greedy(41), use_tqdm=False)
     assert expected[0]["token_ids"] == tiny[1](prompt, 41)
@@ -166,7 +196,9 @@ def test_ends_within_an_accepted_draft() -> None:
     make = lambda **options: LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64, **options)  # noqa: E731
     plain, llm = make(), make(num_speculative_tokens=6)
     prompt = plain.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Count from 3 to 9."}], add_generation_prompt=True, return_dict=False
+        [{"role": "user", "content": "Count from 3 to 9."}],
+        add_generation_prompt=True,
+        return_dict=False,
     )
     free = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     whole = plain.generate(prompt, free, use_tqdm=False)
@@ -179,7 +211,10 @@ def test_ends_within_an_accepted_draft() -> None:
         SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True),
     ]
     for params in cases:
-        same(llm.generate(prompt, params, use_tqdm=False), plain.generate(prompt, params, use_tqdm=False))
+        same(
+            llm.generate(prompt, params, use_tqdm=False),
+            plain.generate(prompt, params, use_tqdm=False),
+        )
         texts = [output["text"] for output in llm.stream(prompt, params)]
         assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
     assert llm.stats["num_accepted_tokens"] > 20
@@ -191,7 +226,10 @@ def test_ends_within_an_accepted_draft() -> None:
 def test_a_guess_may_have_nan(tmp_path: Any, make_llm: MakeLLM, backend: str) -> None:
     """A token whose embedding is NaN, guessed and never drawn, ends nothing, even where NaN reaches the tokens before it."""
     make_checkpoint(tmp_path, tie_word_embeddings=False)
-    edit_weights(tmp_path, lambda weights: weights["model.embed_tokens.weight"][VOCAB_SIZE - 1].fill_(torch.nan))
+    edit_weights(
+        tmp_path,
+        lambda weights: weights["model.embed_tokens.weight"][VOCAB_SIZE - 1].fill_(torch.nan),
+    )
 
     class Poisoner:
         def __init__(self, token_ids: list[int]) -> None: ...
@@ -225,7 +263,9 @@ def test_drafts_take_what_is_left(make_llm: MakeLLM) -> None:
     def watch_choose(seqs: list[Sequence], proposals: dict, budget: int) -> dict:
         before = llm.stats
         drafts = choose(seqs, proposals, budget)
-        steps.append((sum(seq.num_scheduled_tokens for seq in seqs) + sum(map(len, drafts.values())), before))
+        steps.append(
+            (sum(seq.num_scheduled_tokens for seq in seqs) + sum(map(len, drafts.values())), before)
+        )
         return drafts
 
     speculator.choose = watch_choose  # type: ignore[method-assign]
@@ -237,7 +277,9 @@ def test_drafts_take_what_is_left(make_llm: MakeLLM) -> None:
         outputs.update((output["request_id"], output) for output in llm.step())
         num_tokens, before = steps[-1]
         assert num_tokens <= 9
-        assert llm.stats["num_preemptions"] == before["num_preemptions"] >= num_preemptions, "all of it before the drafts"
+        assert llm.stats["num_preemptions"] == before["num_preemptions"] >= num_preemptions, (
+            "all of it before the drafts"
+        )
     same([outputs[i] for i in sorted(outputs)], expected)
     assert llm.stats["num_draft_tokens"] > 0 and plain.stats["num_preemptions"] > 0
 
@@ -267,7 +309,11 @@ def test_prompt_lookup_as_a_search(token_ids: list[int], num_tokens: int) -> Non
         guess = drafter.propose(num_tokens)
     expected: list[int] = []
     for size in (3, 2):
-        ends = [end for end in range(size, len(grown)) if grown[end - size : end] == grown[-size:] and len(grown) > size]
+        ends = [
+            end
+            for end in range(size, len(grown))
+            if grown[end - size : end] == grown[-size:] and len(grown) > size
+        ]
         if ends:
             found = grown[ends[-1] : ends[-1] + num_tokens]
             expected = (found * num_tokens)[:num_tokens]
@@ -297,18 +343,26 @@ def test_drafts_that_pay() -> None:
     linear = [float(n) for n in range(65)]  # bound by computation
     sure, unsure = make_decode(0.9), make_decode(0.1)
     both = [sure, unsure]
-    assert choose(Speculator(4, FREE, FREE), both) == [[2, 3, 1, 2], [2, 3, 1, 2]], "free, so all of them"
+    assert choose(Speculator(4, FREE, FREE), both) == [[2, 3, 1, 2], [2, 3, 1, 2]], (
+        "free, so all of them"
+    )
     assert choose(Speculator(4, linear, linear), both) == [[], []]
     assert sure[1].token_ids == [2, 3, 1, 2], "no draft, but a proposal, to learn from"
     by_half = [1.0 + n / 4 for n in range(65)]
     assert choose(Speculator(4, by_half, by_half), both) == [[2, 3, 1, 2], []]
     assert choose(Speculator(4, FREE, FREE), both, 3) == [[2, 3, 1], []], "the budget"
-    assert choose(Speculator(4, FREE, FREE[:4]), both) == [[2], []], "a step of 3 tokens is the longest with a known cost"
+    assert choose(Speculator(4, FREE, FREE[:4]), both) == [[2], []], (
+        "a step of 3 tokens is the longest with a known cost"
+    )
     last = make_decode(0.9, num_tokens=3)
-    assert choose(Speculator(4, FREE, FREE), [last]) == [[2]], "one token is sampled, and one after the draft: that is all"
+    assert choose(Speculator(4, FREE, FREE), [last]) == [[2]], (
+        "one token is sampled, and one after the draft: that is all"
+    )
 
 
-@pytest.mark.parametrize("params", [{"presence_penalty": 1.0}, {"repetition_penalty": 1.1}, {"min_tokens": 3}])
+@pytest.mark.parametrize(
+    "params", [{"presence_penalty": 1.0}, {"repetition_penalty": 1.1}, {"min_tokens": 3}]
+)
 def test_who_gets_no_drafts(params: dict[str, Any]) -> None:
     assert choose(Speculator(4, FREE, FREE), [make_decode(0.9, **params)]) == [[]]
 
@@ -320,7 +374,9 @@ def test_learning() -> None:
     proposal.learn([9, 9, 1, 2])
     assert proposal.acceptance_rate == pytest.approx(1 - 0.5 * 0.9**2), "what has been sampled"
     proposal.learn([9, 9, 7, 2, 3, 4])
-    assert proposal.acceptance_rate == pytest.approx(0.9 - 0.5 * 0.9**3), "what follows a rejected token is not judged"
+    assert proposal.acceptance_rate == pytest.approx(0.9 - 0.5 * 0.9**3), (
+        "what follows a rejected token is not judged"
+    )
     for _ in range(100):
         proposal.learn([9, 9, 4])
     assert proposal.acceptance_rate < 0.001
@@ -329,7 +385,9 @@ def test_learning() -> None:
 def test_steps_are_measured() -> None:
     """Every size is run, in sequences of one token and its draft; what lies between is interpolated."""
     seen: list[list[int]] = []
-    plain, draft, _ = measure_steps(lambda seqs: seen.append([seq.num_scheduled_tokens for seq in seqs]), 4, 3, 100, 64)
+    plain, draft, _ = measure_steps(
+        lambda seqs: seen.append([seq.num_scheduled_tokens for seq in seqs]), 4, 3, 100, 64
+    )
     assert len(plain) == 4 and len(draft) == 16 and plain[0] == draft[0] == 0.0
     sizes = [[1], [1, 1], [1, 1, 1], [1], [2], [4], [5, 3], [5, 5, 5], [5], [5]]
     assert seen == [size for size in sizes for _ in range(3)]
@@ -341,7 +399,9 @@ def test_long_contexts_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeit, "repeat", partial(timeit.repeat, timer=lambda: clock[0]))
 
     def run(seqs: list[Sequence]) -> None:
-        clock[0] += sum(seq.num_scheduled_tokens * (1.0 + 0.01 * len(seq.token_ids)) for seq in seqs)
+        clock[0] += sum(
+            seq.num_scheduled_tokens * (1.0 + 0.01 * len(seq.token_ids)) for seq in seqs
+        )
 
     _, _, context_cost = measure_steps(run, 1, 1, 100, 64)
     assert context_cost == pytest.approx(0.01, rel=0.05)
@@ -358,18 +418,29 @@ def test_the_timeline_counts_drafts(make_llm: MakeLLM, tmp_path: Path) -> None:
     llm = make_llm(num_speculative_tokens=4, trace=tmp_path / "trace.json")
     make_guess(llm, Clairvoyant(expected, 0.6))
     run, computed = llm.model_runner.executor.worker.compute, []
-    llm.model_runner.executor.worker.compute = lambda batch: (computed.append(len(batch.input_ids)), run(batch))[1]
+    llm.model_runner.executor.worker.compute = lambda batch: (
+        computed.append(len(batch.input_ids)),
+        run(batch),
+    )[1]
     same(llm.generate(prompts, params, use_tqdm=False), expected)
     infos = [step.info for step in trace.read(tmp_path / "trace.json")]
     assert [info["num_tokens"] for info in infos] == computed
-    for name in ("num_prefill_tokens", "num_decode_tokens", "num_draft_tokens", "num_accepted_tokens"):
+    for name in (
+        "num_prefill_tokens",
+        "num_decode_tokens",
+        "num_draft_tokens",
+        "num_accepted_tokens",
+    ):
         assert sum(info[name] for info in infos) == llm.stats[name] > 0
 
 
 # --- in 16 bits
 
 
-@pytest.mark.skipif(cpp.reason_unavailable(torch.device("cpu"), torch.bfloat16, 16, 4) is not None, reason="needs a C++ compiler")
+@pytest.mark.skipif(
+    cpp.reason_unavailable(torch.device("cpu"), torch.bfloat16, 16, 4) is not None,
+    reason="needs a C++ compiler",
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_short_query_is_so_many_decodes(dtype: torch.dtype) -> None:
     """To the bit, across the parts that a context is cut into."""
@@ -385,11 +456,16 @@ def test_a_short_query_is_so_many_decodes(dtype: torch.dtype) -> None:
     assert torch.equal(together, cpp.attend(query, kv_cache, alone, 0.2))
 
 
-@pytest.mark.skipif(cpp.reason_unavailable(torch.device("cpu"), torch.bfloat16, 16, 4) is not None, reason="needs a C++ compiler")
+@pytest.mark.skipif(
+    cpp.reason_unavailable(torch.device("cpu"), torch.bfloat16, 16, 4) is not None,
+    reason="needs a C++ compiler",
+)
 def test_drafts_change_no_token_in_16_bits(make_llm: MakeLLM) -> None:
     prompts = [random_prompt(seed, 9) for seed in range(6)]
     params = SamplingParams(temperature=0.7, max_tokens=60, seed=1)
-    expected = make_llm(dtype="bfloat16", num_kvcache_blocks=200).generate(prompts, params, use_tqdm=False)
+    expected = make_llm(dtype="bfloat16", num_kvcache_blocks=200).generate(
+        prompts, params, use_tqdm=False
+    )
     llm = make_llm(dtype="bfloat16", num_kvcache_blocks=200, num_speculative_tokens=7)
     make_guess(llm, Clairvoyant(expected, 0.8))
     same(llm.generate(prompts, params, use_tqdm=False), expected)

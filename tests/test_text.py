@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
@@ -33,15 +41,22 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     """With two special tokens, and one added token that is none."""
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 def byte_level() -> PreTrainedTokenizerFast:
     """GPT-2, Qwen, Llama 3."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    )
     return wrap(tokenizer)
 
 
@@ -49,12 +64,21 @@ def byte_fallback(strip: bool, scheme: str | None) -> PreTrainedTokenizerFast:
     """Llama 2 (strip, no scheme), Mistral (strip, "first"), Gemma (no strip, no scheme)."""
     words = Tokenizer(models.BPE(unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    words.train_from_iterator(CORPUS[:2], trainers.BpeTrainer(vocab_size=90, special_tokens=["<unk>"], show_progress=False))
+    words.train_from_iterator(
+        CORPUS[:2],
+        trainers.BpeTrainer(vocab_size=90, special_tokens=["<unk>"], show_progress=False),
+    )
     vocabulary = list(words.get_vocab()) + BYTES
     for accented in "éï":
         vocabulary.remove(accented)
     tokenizer = Tokenizer(
-        models.BPE({token: i for i, token in enumerate(vocabulary)}, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+        models.BPE(
+            {token: i for i, token in enumerate(vocabulary)},
+            [],
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
     )
     if scheme is not None:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
@@ -71,7 +95,9 @@ def unigram(scheme: str) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
-    trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=60, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return wrap(tokenizer)
 
@@ -79,8 +105,13 @@ def unigram(scheme: str) -> PreTrainedTokenizerFast:
 def word_piece() -> PreTrainedTokenizerFast:
     """BERT."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(cleanup=False)
-    trainer = trainers.WordPieceTrainer(vocab_size=80, special_tokens=["<unk>"], show_progress=False)
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.BertPreTokenizer(),
+        decoders.WordPiece(cleanup=False),
+    )
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=80, special_tokens=["<unk>"], show_progress=False
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return wrap(tokenizer)
 
@@ -97,7 +128,9 @@ TOKENIZERS: dict[str, PreTrainedTokenizerBase] = {
     "byt5": ByT5Tokenizer(),  # in Python; leaves out what is no text
 }
 each_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
-many = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+many = settings(
+    max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
 PROMPT = [0, 1, 2]
 
 
@@ -113,7 +146,9 @@ def byte_ids(tokenizer: PreTrainedTokenizerBase, data: bytes) -> list[int]:
     return [tokenizer.convert_tokens_to_ids(BYTES[byte]) for byte in data]
 
 
-def stream(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], stop_strings: tuple[str, ...] = ()) -> list[str]:
+def stream(
+    tokenizer: PreTrainedTokenizerBase, token_ids: list[int], stop_strings: tuple[str, ...] = ()
+) -> list[str]:
     """What is shown after each token, and in the end."""
     reader = Detokenizer(tokenizer, len(PROMPT), stop_strings)
     ends = range(1, len(token_ids) + 1)
@@ -143,21 +178,30 @@ def check_stream(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> li
 def test_text_grows_to_what_the_tokenizer_says(name: str, data: st.DataObject) -> None:
     """Any text, special and added tokens in between, where characters may be cut in two by them."""
     tokenizer = TOKENIZERS[name]
-    token_ids = encode(tokenizer, data.draw(st.lists(st.sampled_from(ALPHABET), max_size=30).map("".join)))
+    token_ids = encode(
+        tokenizer, data.draw(st.lists(st.sampled_from(ALPHABET), max_size=30).map("".join))
+    )
     for token in data.draw(st.lists(st.sampled_from(["<s>", "</s>", "<tool>"]), max_size=3)):
         if token in tokenizer.get_vocab():
             token_id = tokenizer.convert_tokens_to_ids(token)
             token_ids.insert(data.draw(st.integers(0, len(token_ids))), token_id)
     shown = check_stream(tokenizer, token_ids)
     whole = decode(tokenizer, token_ids)
-    assert shown[-1] == whole or whole.count("\ufffd") > 1, "only an added token within a character contradicts"
+    assert shown[-1] == whole or whole.count("\ufffd") > 1, (
+        "only an added token within a character contradicts"
+    )
 
 
 @each_tokenizer
 def test_thousands_of_texts(name: str) -> None:
     rng, tokenizer = random.Random(0), TOKENIZERS[name]
     for _ in range(300):
-        text = "".join(rng.choices([*ALPHABET, chr(rng.randrange(0x80, 0xD800)), chr(rng.randrange(0x10000, 0x20000))], k=20))
+        text = "".join(
+            rng.choices(
+                [*ALPHABET, chr(rng.randrange(0x80, 0xD800)), chr(rng.randrange(0x10000, 0x20000))],
+                k=20,
+            )
+        )
         token_ids = encode(tokenizer, text)
         assert check_stream(tokenizer, token_ids)[-1] == decode(tokenizer, token_ids)
 
@@ -167,9 +211,15 @@ def test_thousands_of_tokens_that_are_no_text(name: str) -> None:
     """Any tokens: bytes in any order, pieces that begin no word, special tokens; read in strides, shown the same."""
     rng, tokenizer = random.Random(0), TOKENIZERS[name]
     vocabulary = list(tokenizer.get_vocab().values())
-    bytes_ = byte_ids(tokenizer, b"\xf0\x9f\x98\x80\xc3\xa9\xff") if "<0x00>" in tokenizer.get_vocab() else vocabulary
+    bytes_ = (
+        byte_ids(tokenizer, b"\xf0\x9f\x98\x80\xc3\xa9\xff")
+        if "<0x00>" in tokenizer.get_vocab()
+        else vocabulary
+    )
     for _ in range(100):
-        token_ids = rng.choices(rng.choice([vocabulary, bytes_, [*vocabulary[:3], *bytes_]]), k=rng.randrange(1, 120))
+        token_ids = rng.choices(
+            rng.choice([vocabulary, bytes_, [*vocabulary[:3], *bytes_]]), k=rng.randrange(1, 120)
+        )
         shown = check_stream(tokenizer, token_ids)
         if name in ("byte-level", "unigram", "word-piece"):
             assert shown[-1] == decode(tokenizer, token_ids)
@@ -188,12 +238,19 @@ def test_what_was_shown_stays() -> None:
     assert stream(tokenizer, good[:4] + bad)[-1] == "é" + "\ufffd" * 3
     assert stream(tokenizer, bad + good)[-1] == decode(tokenizer, bad + good) == "\ufffd" * 6
     assert stream(tokenizer, bad + encode(tokenizer, "a"))[-2:] == ["\ufffd a"] * 2
-    assert Detokenizer(tokenizer, 0).read(good + bad, is_last=True) == "\ufffd" * 6, "nothing was shown"
+    assert Detokenizer(tokenizer, 0).read(good + bad, is_last=True) == "\ufffd" * 6, (
+        "nothing was shown"
+    )
 
 
 LONG, SHORT = 3000, 9
 # Where more than MAX_PENDING tokens without text stand in these, a character is cut, or a space is lost behind them.
-CUT = {"a space, then special", "special, a space, special", "a word, special, a word", "split by special tokens"}
+CUT = {
+    "a space, then special",
+    "special, a space, special",
+    "a word, special, a word",
+    "split by special tokens",
+}
 CUT |= {"special, then split", "bytes, then text", "text after one wrong byte"}
 
 
@@ -214,7 +271,9 @@ def pathological(name: str, length: int) -> dict[str, list[int]]:
     }
     if "<0x00>" in vocabulary or name == "byte-level":
         if name == "byte-level":
-            characters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str("你")[0][0]
+            characters = pre_tokenizers.ByteLevel(
+                add_prefix_space=False, use_regex=False
+            ).pre_tokenize_str("你")[0][0]
             han, wrong = [vocabulary[character] for character in characters], [vocabulary["\u0122"]]
         else:
             han, wrong = byte_ids(tokenizer, "你".encode()), byte_ids(tokenizer, b"\x80")
@@ -223,22 +282,35 @@ def pathological(name: str, length: int) -> dict[str, list[int]]:
             "bytes, then text": wrong * length + han + word,
             "text after one wrong byte": wrong + han * (length // 3) + word,
             "split by special tokens": han[:1] + special[:length] + han[1:] + word,
-            "special, then split": special[:length] + han[:2] + special[:length] + han[2:] + wrong * length + word,
+            "special, then split": special[:length]
+            + han[:2]
+            + special[:length]
+            + han[2:]
+            + wrong * length
+            + word,
             "characters": han * (length // 3) + word,
         }
     return streams
 
 
 @pytest.mark.parametrize("length", [LONG, SHORT])
-@pytest.mark.parametrize("name", ["byte-level", "llama", "mistral", "gemma", "unigram", "unigram-first", "word-piece"])
-def test_each_token_is_decoded_a_bounded_number_of_times(name: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["byte-level", "llama", "mistral", "gemma", "unigram", "unigram-first", "word-piece"]
+)
+def test_each_token_is_decoded_a_bounded_number_of_times(
+    name: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = TOKENIZERS[name]
     original = type(tokenizer).decode
     decoded: list[int] = []
     for kind, token_ids in pathological(name, length).items():
         whole = decode(tokenizer, token_ids)
         with monkeypatch.context() as patch:
-            patch.setattr(type(tokenizer), "decode", lambda s, ids, **k: decoded.append(len(ids)) or original(s, ids, **k))
+            patch.setattr(
+                type(tokenizer),
+                "decode",
+                lambda s, ids, **k: decoded.append(len(ids)) or original(s, ids, **k),
+            )
             reader, shown, so_far = Detokenizer(tokenizer, 0), "", []
             for token_id in token_ids:
                 so_far.append(token_id)
@@ -248,14 +320,20 @@ def test_each_token_is_decoded_a_bounded_number_of_times(name: str, length: int,
             last = reader.read(token_ids, is_last=True)
         decoded.clear()
         assert (last == whole) == whole.startswith(shown) and last.startswith(shown), kind
-        is_cut = kind in CUT if length == LONG else kind == "special, then split" and name != "byte-level"
+        is_cut = (
+            kind in CUT
+            if length == LONG
+            else kind == "special, then split" and name != "byte-level"
+        )
         assert last == whole or is_cut, kind
 
 
 # --- stop strings
 
 
-def expected_cut(texts: list[str], stops: tuple[str, ...], asks: list[tuple[int, bool]]) -> tuple[int, str] | None:
+def expected_cut(
+    texts: list[str], stops: tuple[str, ...], asks: list[tuple[int, bool]]
+) -> tuple[int, str] | None:
     """The definition: at which ask a stop string is found that a token since the last ask ended, and the text before it."""
     asked = 0
     for number, (end, may_stop) in enumerate(asks):
@@ -273,7 +351,9 @@ def expected_cut(texts: list[str], stops: tuple[str, ...], asks: list[tuple[int,
 def test_stop_strings_cut_where_the_definition_says(name: str, data: st.DataObject) -> None:
     """Stop strings that overlap and hold each other; asked after any number of tokens, read in between."""
     tokenizer = TOKENIZERS[name]
-    letters = st.lists(st.sampled_from(["a", "b", "é", "the", " "]), min_size=1, max_size=4).map("".join)
+    letters = st.lists(st.sampled_from(["a", "b", "é", "the", " "]), min_size=1, max_size=4).map(
+        "".join
+    )
     token_ids = encode(tokenizer, "".join(["a", *data.draw(st.lists(letters, max_size=8))]))
     stops = tuple(data.draw(st.lists(letters, min_size=1, max_size=4)))
     texts = stream(tokenizer, token_ids)[:-1]
@@ -285,10 +365,16 @@ def test_stop_strings_cut_where_the_definition_says(name: str, data: st.DataObje
         if data.draw(st.booleans()):
             before, shown = shown, reader.read(token_ids[:end], is_last=False)
             assert shown.startswith(before)
-        assert reader.meets_stop_string(token_ids[:end], may_stop) == (expected is not None and expected[0] == number)
+        assert reader.meets_stop_string(token_ids[:end], may_stop) == (
+            expected is not None and expected[0] == number
+        )
         if expected is not None and expected[0] == number:
             assert expected[1].startswith(shown), "no stop string is shown in part"
-            assert reader.read(token_ids[:end], is_last=False) == reader.read(token_ids, is_last=True) == expected[1]
+            assert (
+                reader.read(token_ids[:end], is_last=False)
+                == reader.read(token_ids, is_last=True)
+                == expected[1]
+            )
             assert reader.meets_stop_string(token_ids, False), "and it stays so"
             return
         before, shown = shown, reader.read(token_ids[:end], is_last=False)
@@ -297,7 +383,9 @@ def test_stop_strings_cut_where_the_definition_says(name: str, data: st.DataObje
 
 
 @pytest.mark.parametrize("max_tokens, reason, text", [(2, "stop", "a"), (1, "length", "a")])
-def test_a_token_ends_a_stop_string_and_begins_a_character(max_tokens: int, reason: str, text: str) -> None:
+def test_a_token_ends_a_stop_string_and_begins_a_character(
+    max_tokens: int, reason: str, text: str
+) -> None:
     """GPT-2 has 59 tokens like b".\xe2". The text ends before the stop string, at that token."""
     letters = pre_tokenizers.ByteLevel.alphabet()
     vocabulary = {letter: i for i, letter in enumerate([*sorted(letters), ".\u00e2"])}
@@ -318,7 +406,11 @@ def test_a_token_ends_a_stop_string_and_begins_a_character(max_tokens: int, reas
 
 @pytest.mark.parametrize(
     "stops",
-    [("a" * 50_000,), ("ab" * 25_000, "ba" * 25_000), tuple(f"ab{number}" for number in range(1000))],
+    [
+        ("a" * 50_000,),
+        ("ab" * 25_000, "ba" * 25_000),
+        tuple(f"ab{number}" for number in range(1000)),
+    ],
     ids=["long", "periodic", "many"],
 )
 def test_a_step_costs_what_is_new(stops: tuple[str, ...]) -> None:
@@ -327,7 +419,10 @@ def test_a_step_costs_what_is_new(stops: tuple[str, ...]) -> None:
     reader = Detokenizer(tokenizer, 0, stops)
     start = time.perf_counter()
     for end in range(1, len(token_ids)):
-        assert not reader.meets_stop_string(token_ids[:end], True) and reader.read(token_ids[:end], is_last=False) == ""
+        assert (
+            not reader.meets_stop_string(token_ids[:end], True)
+            and reader.read(token_ids[:end], is_last=False) == ""
+        )
     assert (time.perf_counter() - start) / len(token_ids) < 1e-3
 
 
@@ -363,22 +458,36 @@ def test_tokens_that_cannot_be_decoded(name: str, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(type(tokenizer), "decode", decode_known)
     for _ in range(50):
-        pieces = [encode(tokenizer, text) for text in rng.choices(["the cat", " sat", "aé", "b ", "日本", "<tool>"], k=6)]
+        pieces = [
+            encode(tokenizer, text)
+            for text in rng.choices(["the cat", " sat", "aé", "b ", "日本", "<tool>"], k=6)
+        ]
         if any("\ufffd" in decode(tokenizer, piece) for piece in pieces):
             continue  # it has no token for one of these characters
         token_ids, expected = [], ""
         reader = Detokenizer(tokenizer, 0)
         for piece in pieces:
-            before = reader.read([token_id for token_id in token_ids if token_id != bad], is_last=False)
+            before = reader.read(
+                [token_id for token_id in token_ids if token_id != bad], is_last=False
+            )
             token_ids += [*piece, bad]
-            after = reader.read([token_id for token_id in token_ids if token_id != bad], is_last=False)
+            after = reader.read(
+                [token_id for token_id in token_ids if token_id != bad], is_last=False
+            )
             expected += after[len(before) :] + "\ufffd"
         shown = stream(tokenizer, token_ids)
-        assert shown[-1] == shown[-2] == expected == Detokenizer(tokenizer, 0).read(token_ids, is_last=True)
+        assert (
+            shown[-1]
+            == shown[-2]
+            == expected
+            == Detokenizer(tokenizer, 0).read(token_ids, is_last=True)
+        )
         assert all(after.startswith(before) for before, after in pairwise(shown))
     half = encode(tokenizer, "é")[:1]
     if decode(tokenizer, half) == "\ufffd":
-        assert stream(tokenizer, [*half, bad])[-1] == "\ufffd" * 2, "a character that is cut by it stays incomplete"
+        assert stream(tokenizer, [*half, bad])[-1] == "\ufffd" * 2, (
+            "a character that is cut by it stays incomplete"
+        )
 
 
 class LineInterrupts:
@@ -407,7 +516,9 @@ class LineInterrupts:
 
 
 @pytest.mark.parametrize("name, text, stops", LIVES)
-def test_interrupted_at_any_line(name: str, text: str, stops: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_at_any_line(
+    name: str, text: str, stops: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Detokenizer, "MAX_PENDING", 4)
     tokenizer = TOKENIZERS[name]
     token_ids = [*encode(tokenizer, text), *[tokenizer.bos_token_id] * 6, *encode(tokenizer, text)]

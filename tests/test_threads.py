@@ -26,7 +26,11 @@ def within_a_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], obj
 
     def install(call: Callable[[], object]) -> None:
         prepare_batch = ModelRunner.prepare_batch
-        monkeypatch.setattr(ModelRunner, "prepare_batch", lambda self, seqs: (call() and None) or prepare_batch(self, seqs))
+        monkeypatch.setattr(
+            ModelRunner,
+            "prepare_batch",
+            lambda self, seqs: (call() and None) or prepare_batch(self, seqs),
+        )
 
     return install
 
@@ -34,7 +38,9 @@ def within_a_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], obj
 # --- within a step
 
 
-def test_abort_within_a_step(tiny: tuple[str, Oracle], make_llm: MakeLLM, within_a_step: Callable) -> None:
+def test_abort_within_a_step(
+    tiny: tuple[str, Oracle], make_llm: MakeLLM, within_a_step: Callable
+) -> None:
     llm = make_llm()
     ids = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS]
     llm.step()
@@ -44,11 +50,15 @@ def test_abort_within_a_step(tiny: tuple[str, Oracle], make_llm: MakeLLM, within
         last.update((output["request_id"], output) for output in llm.step())
         check_invariants(llm)
     assert [last[i]["finish_reason"] for i in ids] == ["length", "abort", "length", "length"]
-    assert [last[i]["token_ids"] for i in ids] == [tiny[1](p, len(last[i]["token_ids"])) for i, p in zip(ids, PROMPTS)]
+    assert [last[i]["token_ids"] for i in ids] == [
+        tiny[1](p, len(last[i]["token_ids"])) for i, p in zip(ids, PROMPTS)
+    ]
     assert len(last[ids[1]]["token_ids"]) == 2, "the step that it was aborted in still counts"
 
 
-def test_a_stream_is_collected_within_a_step(tiny: tuple[str, Oracle], make_llm: MakeLLM, within_a_step: Callable) -> None:
+def test_a_stream_is_collected_within_a_step(
+    tiny: tuple[str, Oracle], make_llm: MakeLLM, within_a_step: Callable
+) -> None:
     llm = make_llm(max_num_seqs=8)
 
     def abandon_a_stream() -> None:
@@ -64,7 +74,9 @@ def test_a_stream_is_collected_within_a_step(tiny: tuple[str, Oracle], make_llm:
     assert llm.is_finished() and llm.stats["num_free_blocks"] == 64
 
 
-def test_a_signal_handler_may_abort(tiny: tuple[str, Oracle], make_llm: MakeLLM, within_a_step: Callable) -> None:
+def test_a_signal_handler_may_abort(
+    tiny: tuple[str, Oracle], make_llm: MakeLLM, within_a_step: Callable
+) -> None:
     """It may do nothing else: every other call is refused, and changes nothing."""
     llm = make_llm()
     other = llm.add_request(PROMPTS[0], GREEDY)
@@ -72,8 +84,17 @@ def test_a_signal_handler_may_abort(tiny: tuple[str, Oracle], make_llm: MakeLLM,
 
     def handler(*_: object) -> None:
         llm.abort(other)
-        calls = llm.step, lambda: llm.generate(PROMPTS[0], use_tqdm=False), lambda: llm.add_request([1]), llm.exit
-        for call in (*calls, lambda: next(llm.stream(PROMPTS[1])), lambda: llm.beam_search(PROMPTS[1], 2, 2)):
+        calls = (
+            llm.step,
+            lambda: llm.generate(PROMPTS[0], use_tqdm=False),
+            lambda: llm.add_request([1]),
+            llm.exit,
+        )
+        for call in (
+            *calls,
+            lambda: next(llm.stream(PROMPTS[1])),
+            lambda: llm.beam_search(PROMPTS[1], 2, 2),
+        ):
             try:
                 call()
             except RuntimeError as error:
@@ -86,7 +107,9 @@ def test_a_signal_handler_may_abort(tiny: tuple[str, Oracle], make_llm: MakeLLM,
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert [o["token_ids"] for o in outputs] == [tiny[1](prompt, 6) for prompt in PROMPTS[1:]]
-    assert len(refusals) == 6 * 6 and all("only abort() is allowed within a step" in refusal for refusal in refusals)
+    assert len(refusals) == 6 * 6 and all(
+        "only abort() is allowed within a step" in refusal for refusal in refusals
+    )
     check_invariants(llm)
     assert [output["finish_reason"] for output in llm.step()] == ["abort"]
 
@@ -115,7 +138,9 @@ def test_threads_share_steps(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> Non
     def generate() -> None:
         for _ in range(20):
             outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-            wrongs.extend(o for o, token_ids in zip(outputs, expected) if o["token_ids"] != token_ids)
+            wrongs.extend(
+                o for o, token_ids in zip(outputs, expected) if o["token_ids"] != token_ids
+            )
 
     def stream() -> None:
         for i in range(20):
@@ -140,7 +165,9 @@ def test_a_loop_beside_a_thread(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> 
 
     def generate() -> None:
         while not stop.is_set():
-            assert llm.generate(PROMPTS[3], GREEDY, use_tqdm=False)[0]["token_ids"] == tiny[1](PROMPTS[3], 6)
+            assert llm.generate(PROMPTS[3], GREEDY, use_tqdm=False)[0]["token_ids"] == tiny[1](
+                PROMPTS[3], 6
+            )
 
     thread = threading.Thread(target=generate)
     thread.start()
@@ -150,14 +177,18 @@ def test_a_loop_beside_a_thread(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> 
             last: dict[int, dict] = {}
             while any(i not in last or last[i]["finish_reason"] is None for i in ids):
                 last.update((output["request_id"], output) for output in llm.step())
-            assert list(last) == ids and [last[i]["token_ids"] for i in ids] == [tiny[1](prompt, 6) for prompt in PROMPTS[:3]]
+            assert list(last) == ids and [last[i]["token_ids"] for i in ids] == [
+                tiny[1](prompt, 6) for prompt in PROMPTS[:3]
+            ]
     finally:
         stop.set()
         thread.join(60)
     assert not thread.is_alive() and llm.is_finished() and llm.step() == []
 
 
-def test_a_signal_handler_aborts_while_its_thread_waits(make_llm: MakeLLM, within_a_step: Callable) -> None:
+def test_a_signal_handler_aborts_while_its_thread_waits(
+    make_llm: MakeLLM, within_a_step: Callable
+) -> None:
     """For another thread's step, after which the abort takes effect."""
     llm, handled = make_llm(), []
     other = llm.add_request(PROMPTS[0], GREEDY)
@@ -210,7 +241,9 @@ def test_another_thread_waits_for_the_step(make_llm: MakeLLM, within_a_step: Cal
     within_a_step(from_another_thread)
     llm.generate(PROMPTS[2], SamplingParams(max_tokens=1), use_tqdm=False)
     threads[0].join(30)
-    assert done == ["abort", "step"] and llm.is_finished() and llm.step() == [], "the thread's step has told of it"
+    assert done == ["abort", "step"] and llm.is_finished() and llm.step() == [], (
+        "the thread's step has told of it"
+    )
 
 
 def test_an_abort_after_the_last_look(make_llm: MakeLLM) -> None:
@@ -229,10 +262,17 @@ def test_an_abort_after_the_last_look(make_llm: MakeLLM) -> None:
 
     llm._callers = Callers()
     assert [output["finish_reason"] for output in llm.step()] == [None]
-    assert late == [False] and not llm.requests and llm.is_finished() and llm.stats["num_free_blocks"] == 64
+    assert (
+        late == [False]
+        and not llm.requests
+        and llm.is_finished()
+        and llm.stats["num_free_blocks"] == 64
+    )
 
 
-def test_aborts_from_another_thread_are_in_nobodys_way(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
+def test_aborts_from_another_thread_are_in_nobodys_way(
+    tiny: tuple[str, Oracle], make_llm: MakeLLM
+) -> None:
     llm, stop = make_llm(), threading.Event()
 
     def abort_often() -> None:
@@ -289,5 +329,9 @@ def test_after_a_fork(tiny: tuple[str, Oracle]) -> None:
             os._exit(0)
         os.wait()
         print(len(llm.generate([1, 2, 3], use_tqdm=False)[0]["token_ids"]))"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
-    assert done.stdout.count("refused: this process was forked") == 4 and done.stdout.endswith("64\n")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100
+    )
+    assert done.stdout.count("refused: this process was forked") == 4 and done.stdout.endswith(
+        "64\n"
+    )

@@ -22,8 +22,18 @@ from conftest import Oracle, check_invariants, greedy, random_prompt
 from nanovllm import LLM, trace
 from nanovllm.engine.scheduler import Scheduler
 
-SMALL = {"kvcache_block_size": 4, "num_kvcache_blocks": 24, "max_num_batched_tokens": 16, "max_num_seqs": 4}
-PROMPTS = [random_prompt(1, 22), random_prompt(2, 30), random_prompt(3, 9), random_prompt(1, 22)[:16]]
+SMALL = {
+    "kvcache_block_size": 4,
+    "num_kvcache_blocks": 24,
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 4,
+}
+PROMPTS = [
+    random_prompt(1, 22),
+    random_prompt(2, 30),
+    random_prompt(3, 9),
+    random_prompt(1, 22)[:16],
+]
 
 
 def check_trace(path: Path, llm: LLM) -> list[dict[str, Any]]:
@@ -33,10 +43,15 @@ def check_trace(path: Path, llm: LLM) -> list[dict[str, Any]]:
     lanes = [event for event in events if event["ph"] == "X" and event["tid"] > 0]
     assert [step["args"]["step"] for step in steps] == list(range(len(steps)))
     for name in ("prefill", "decode"):
-        in_lanes = sum(event["args"]["num_tokens"] for event in lanes if event["name"].startswith(name))
+        in_lanes = sum(
+            event["args"]["num_tokens"] for event in lanes if event["name"].startswith(name)
+        )
         in_steps = sum(step["args"][f"num_{name}_tokens"] for step in steps)
         assert in_lanes == in_steps == llm.stats[f"num_{name}_tokens"]
-    assert sum(event["name"].startswith("preempted") for event in events) == llm.stats["num_preemptions"]
+    assert (
+        sum(event["name"].startswith("preempted") for event in events)
+        == llm.stats["num_preemptions"]
+    )
     admitted = {}  # the first time, which is what stats count
     for event in lanes:
         admitted.setdefault(event["args"]["request_id"], event["args"]["num_reused_tokens"])
@@ -47,17 +62,28 @@ def check_trace(path: Path, llm: LLM) -> list[dict[str, Any]]:
             assert event["ts"] >= ends - 0.2
             ends = event["ts"] + event["dur"]
     for step in steps:
-        milliseconds = [step["args"][f"{phase}_ms"] for phase in ("schedule", "prepare", "forward", "sample")]
+        milliseconds = [
+            step["args"][f"{phase}_ms"] for phase in ("schedule", "prepare", "forward", "sample")
+        ]
         assert min(milliseconds) >= 0 and sum(milliseconds) * 1e3 <= step["dur"] + 2
     blocks = [event["args"] for event in events if event["name"] == "blocks"]
-    assert len(blocks) == len(steps) and all(sum(counts.values()) == llm.stats["num_blocks"] for counts in blocks)
+    assert len(blocks) == len(steps) and all(
+        sum(counts.values()) == llm.stats["num_blocks"] for counts in blocks
+    )
     return events
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, {"tensor_parallel_size": 2}]
+    "options",
+    [
+        {},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 64},
+        {"tensor_parallel_size": 2},
+    ],
 )
-def test_it_is_true_after_every_step(tiny: tuple[str, Oracle], tmp_path: Path, options: dict[str, Any]) -> None:
+def test_it_is_true_after_every_step(
+    tiny: tuple[str, Oracle], tmp_path: Path, options: dict[str, Any]
+) -> None:
     path = tmp_path / "trace.json"
     with LLM(tiny[0], trace=path, **{**SMALL, **options}) as llm:
         assert json.loads(path.read_bytes())  # before the first one
@@ -71,10 +97,14 @@ def test_it_is_true_after_every_step(tiny: tuple[str, Oracle], tmp_path: Path, o
             if llm.stats["num_preemptions"] > 2:
                 llm.abort(first)
         assert llm.stats["num_preemptions"] and llm.stats["num_cached_tokens"]
-        assert llm.generate(PROMPTS[1], greedy(5), use_tqdm=False)[0]["token_ids"] == tiny[1](PROMPTS[1], 5)
+        assert llm.generate(PROMPTS[1], greedy(5), use_tqdm=False)[0]["token_ids"] == tiny[1](
+            PROMPTS[1], 5
+        )
 
 
-def test_an_interrupted_step_leaves_it_whole(tiny: tuple[str, Oracle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_step_leaves_it_whole(
+    tiny: tuple[str, Oracle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "trace.json"
     llm = LLM(tiny[0], trace=path, **SMALL)
     sample = llm.model_runner.sampler.forward
@@ -116,7 +146,12 @@ def test_ctrl_c_once_a_step_is_written(tiny: tuple[str, Oracle], tmp_path: Path)
         llm.step()
     while not llm.is_finished():
         llm.step()
-    assert [step.info["starts_over"] for step in trace.read(path)] == [True, False, True, *[False] * 5]
+    assert [step.info["starts_over"] for step in trace.read(path)] == [
+        True,
+        False,
+        True,
+        *[False] * 5,
+    ]
 
 
 def test_nothing_is_paid_when_it_is_off(tiny: tuple[str, Oracle]) -> None:
@@ -124,7 +159,9 @@ def test_nothing_is_paid_when_it_is_off(tiny: tuple[str, Oracle]) -> None:
     assert type(llm.scheduler) is Scheduler and not hasattr(llm.scheduler, "timeline")
 
 
-def test_exit_leaves_nothing_to_the_garbage_collector(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
+def test_exit_leaves_nothing_to_the_garbage_collector(
+    tiny: tuple[str, Oracle], tmp_path: Path
+) -> None:
     """Neither the timeline nor the classes that take notes refer to the parts that they watch."""
     llm = LLM(tiny[0], trace=tmp_path / "trace.json", **SMALL)
     llm.generate(PROMPTS, greedy(3), use_tqdm=False)
@@ -148,7 +185,9 @@ llm, run, steps = LLM({tiny[0]!r}, num_kvcache_blocks=64, trace={str(path)!r}), 
 ModelRunner.run = lambda self, seqs: run(self, seqs) if next(steps) < 50 else os.kill(os.getpid(), signal.SIGKILL)
 llm.generate([[1, 2, 3]] * 20, SamplingParams(max_tokens=100), use_tqdm=False)
 """
-    done = subprocess.run([sys.executable, "-c", script], stderr=subprocess.DEVNULL, check=False, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", script], stderr=subprocess.DEVNULL, check=False, timeout=100
+    )
     assert done.returncode == -signal.SIGKILL
     assert len(trace.read(path)) == 50
 
@@ -164,10 +203,15 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_ends_the_timeline_and_nothing_else(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_timeline_and_nothing_else(
+    tiny: tuple[str, Oracle], tmp_path: Path
+) -> None:
     path = tmp_path / "trace.json"
     llm = LLM(tiny[0], trace=path, **SMALL)
-    with file_size_limit(8000), pytest.warns(RuntimeWarning, match=r"trace='.*' ends here: .*File too large") as warned:
+    with (
+        file_size_limit(8000),
+        pytest.warns(RuntimeWarning, match=r"trace='.*' ends here: .*File too large") as warned,
+    ):
         outputs = llm.generate(PROMPTS, greedy(8), use_tqdm=False)
     assert len(warned) == 1
     assert [output["token_ids"] for output in outputs] == [tiny[1](prompt, 8) for prompt in PROMPTS]
@@ -175,14 +219,20 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(tiny: tuple[str, Oracle]
     assert 1 < len(trace.read(path)) and len(content) <= 8000
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert llm.generate(PROMPTS[0], greedy(5), use_tqdm=False)[0]["token_ids"] == tiny[1](PROMPTS[0], 5)
+        assert llm.generate(PROMPTS[0], greedy(5), use_tqdm=False)[0]["token_ids"] == tiny[1](
+            PROMPTS[0], 5
+        )
     assert path.read_bytes() == content
 
 
 def test_paths_that_cannot_be_written(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)  # without a reader: to open it for writing only would wait for one
-    paths = {tmp_path / "nowhere" / "trace.json": "No such file", "a\0b": "null", pipe: "Illegal seek"}
+    paths = {
+        tmp_path / "nowhere" / "trace.json": "No such file",
+        "a\0b": "null",
+        pipe: "Illegal seek",
+    }
     paths |= {tmp_path: "Is a directory", "/dev/full": "No space left"}
     for path, reason in paths.items():
         with pytest.raises(ValueError, match=rf"trace='.*' cannot be written: .*{reason}"):
@@ -190,7 +240,10 @@ def test_paths_that_cannot_be_written(tiny: tuple[str, Oracle], tmp_path: Path) 
 
 
 def test_a_file_without_room_for_its_first_byte(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
-    with file_size_limit(0), pytest.raises(ValueError, match=r"trace='.*' cannot be written: .*File too large"):
+    with (
+        file_size_limit(0),
+        pytest.raises(ValueError, match=r"trace='.*' cannot be written: .*File too large"),
+    ):
         LLM(tiny[0], trace=tmp_path / "trace.json", **SMALL)
 
 
@@ -204,7 +257,9 @@ def recorded(tiny: tuple[str, Oracle], tmp_path_factory: pytest.TempPathFactory)
     return path
 
 
-def test_text(recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text(
+    recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     trace.main([str(recorded)])
     lines = capsys.readouterr().out.splitlines()
@@ -260,8 +315,13 @@ def test_picture(recorded: Path, tmp_path: Path, suffix: str) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
 
 
-@pytest.mark.parametrize("content", ["", "[", "{}", "[]", "[1]", '[{"ph": "X", "name": "foreign", "ts": 0, "dur": 1, "tid": 1}]'])
-def test_files_that_are_no_timeline(tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "content",
+    ["", "[", "{}", "[]", "[1]", '[{"ph": "X", "name": "foreign", "ts": 0, "dur": 1, "tid": 1}]'],
+)
+def test_files_that_are_no_timeline(
+    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "trace.json"
     path.write_text(content)
     with pytest.raises(SystemExit):
@@ -269,7 +329,9 @@ def test_files_that_are_no_timeline(tmp_path: Path, content: str, capsys: pytest
     assert str(path) in capsys.readouterr().err
 
 
-def test_a_file_that_is_cut_off(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_cut_off(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "trace.json"
     path.write_bytes(recorded.read_bytes()[:3000])
     with pytest.raises(SystemExit):

@@ -24,7 +24,12 @@ SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings",
 )  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 @pytest.fixture
@@ -42,13 +47,30 @@ def load(directory: Path, **options) -> LLM:
     [
         (lambda w: w.pop(LAYER), f"without a tensor: {LAYER}"),
         (lambda w: w.update(extra=torch.ones(2)), "without a parameter.*: extra"),
-        (lambda w: w.update({LAYER: torch.ones(3, 4)}), rf"{LAYER} has shape \[3, 4\], the model needs \[48, 32\]"),
+        (
+            lambda w: w.update({LAYER: torch.ones(3, 4)}),
+            rf"{LAYER} has shape \[3, 4\], the model needs \[48, 32\]",
+        ),
         (lambda w: w.update({"lm_head.weight": torch.ones(97, 32)}), "lm_head.weight differs"),
-        (lambda w: w.update({LAYER: torch.ones(48, 32, dtype=torch.bool)}), f"model.safetensors: .*{LAYER} is stored as BOOL"),
-        (lambda w: w.update({LAYER: torch.ones(48, 32).to(torch.float8_e4m3fn)}), f"{LAYER} is stored as F8_E4M3"),
+        (
+            lambda w: w.update({LAYER: torch.ones(48, 32, dtype=torch.bool)}),
+            f"model.safetensors: .*{LAYER} is stored as BOOL",
+        ),
+        (
+            lambda w: w.update({LAYER: torch.ones(48, 32).to(torch.float8_e4m3fn)}),
+            f"{LAYER} is stored as F8_E4M3",
+        ),
         (lambda w: w.update({LAYER: torch.tensor(1.0)}), rf"{LAYER} has shape \[\]"),
     ],
-    ids=["missing", "surplus", "misshapen", "tied-but-different", "no-float", "float8", "no-dimension"],
+    ids=[
+        "missing",
+        "surplus",
+        "misshapen",
+        "tied-but-different",
+        "no-float",
+        "float8",
+        "no-dimension",
+    ],
 )
 def test_tensors_that_do_not_fit(checkpoint: Path, edit: Callable, complaint: str) -> None:
     edit_weights(checkpoint, edit)
@@ -57,7 +79,9 @@ def test_tensors_that_do_not_fit(checkpoint: Path, edit: Callable, complaint: st
 
 
 def test_tied_head_stored_twice(checkpoint: Path) -> None:
-    edit_weights(checkpoint, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()}))
+    edit_weights(
+        checkpoint, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()})
+    )
     load(checkpoint)
 
 
@@ -72,8 +96,13 @@ def test_buffers_of_rope_are_passed_over(checkpoint: Path) -> None:
     }
     edit_weights(checkpoint, lambda w: w.update(buffers))
     assert load(checkpoint).generate(prompt, greedy, use_tqdm=False)[0]["token_ids"] == expected
-    edit_weights(checkpoint, lambda w: w.update({"model.layers.0.self_attn.rotary_emb.weight": torch.ones(8)}))
-    with pytest.raises(ValueError, match="without a parameter.*: model.layers.0.self_attn.rotary_emb.weight"):
+    edit_weights(
+        checkpoint,
+        lambda w: w.update({"model.layers.0.self_attn.rotary_emb.weight": torch.ones(8)}),
+    )
+    with pytest.raises(
+        ValueError, match="without a parameter.*: model.layers.0.self_attn.rotary_emb.weight"
+    ):
         load(checkpoint)
 
 
@@ -111,11 +140,18 @@ def test_no_weights(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="holds no"):
         load(checkpoint)
-    outputs = load(checkpoint, load_format="dummy").generate([[1, 2], [3]], SamplingParams(max_tokens=4), use_tqdm=False)
+    outputs = load(checkpoint, load_format="dummy").generate(
+        [[1, 2], [3]], SamplingParams(max_tokens=4), use_tqdm=False
+    )
     assert [len(o["token_ids"]) for o in outputs] == [4, 4]
 
 
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0] * 8,
+}
 
 
 @pytest.mark.parametrize(
@@ -164,16 +200,22 @@ def test_configs_that_are_not_computed(checkpoint: Path, changes: dict, complain
     + [{"num_hidden_layers": 10**6, "layer_types": None}],
     ids=str,
 )
-def test_sizes_beyond_all_memory(checkpoint: Path, changes: dict, load_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_beyond_all_memory(
+    checkpoint: Path, changes: dict, load_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rejected before anything of that size is made. A million layers of a tiny model need 43 GB."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=32e9, available=1e9))
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(total=32e9, available=1e9)
+    )
     edit_config(checkpoint, **changes)
     name, value = next(iter(changes.items()))
     with pytest.raises(ValueError, match=f"(?s)config.json.*{name}={value}"):
         load(checkpoint, load_format=load_format)
 
 
-def test_weights_that_fit_are_not_rejected(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_fit_are_not_rejected(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_bytes = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
     memory = SimpleNamespace(total=num_bytes, available=num_bytes)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
@@ -196,7 +238,9 @@ def test_dtypes_that_are_not_computed(checkpoint: Path, dtype: str) -> None:
             load(checkpoint, **options)
 
 
-def test_no_code_of_a_checkpoint_is_run_and_no_network_asked(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_code_of_a_checkpoint_is_run_and_no_network_asked(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor is it asked for on stdin: transformers would."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on stdin"))
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("asked the network"))
@@ -204,7 +248,9 @@ def test_no_code_of_a_checkpoint_is_run_and_no_network_asked(checkpoint: Path, m
     (checkpoint / "code.py").write_text("raise SystemExit('run')")
     shutil.copy(Path(DEMO_MODEL) / "tokenizer.json", checkpoint)
     auto_map = {"AutoConfig": "code.Config", "AutoTokenizer": ["code.Tokenizer", None]}
-    (checkpoint / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "OwnTokenizer", "auto_map": auto_map}))
+    (checkpoint / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "OwnTokenizer", "auto_map": auto_map})
+    )
     assert load(checkpoint).tokenizer is not None
     edit_config(checkpoint, model_type="gpt7", auto_map=auto_map)
     with pytest.raises(ValueError, match="config.json: .*custom code"):
@@ -214,16 +260,23 @@ def test_no_code_of_a_checkpoint_is_run_and_no_network_asked(checkpoint: Path, m
 def test_old_style_rope_config(checkpoint: Path) -> None:
     """rope_theta and rope_scaling, as transformers 4 wrote them, mean what rope_parameters means now."""
     prompt, greedy = [5, 6, 7, 8] * 5, SamplingParams(temperature=0.0, max_tokens=16)
-    edit_config(checkpoint, rope_parameters={"rope_type": "linear", "rope_theta": 30.0, "factor": 2.0})
+    edit_config(
+        checkpoint, rope_parameters={"rope_type": "linear", "rope_theta": 30.0, "factor": 2.0}
+    )
     new = load(checkpoint).generate(prompt, greedy, use_tqdm=False)
     config = json.loads((checkpoint / "config.json").read_text())
     del config["rope_parameters"]
     config |= {"rope_theta": 30.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
     (checkpoint / "config.json").write_text(json.dumps(config))
-    assert load(checkpoint).generate(prompt, greedy, use_tqdm=False)[0]["token_ids"] == new[0]["token_ids"]
+    assert (
+        load(checkpoint).generate(prompt, greedy, use_tqdm=False)[0]["token_ids"]
+        == new[0]["token_ids"]
+    )
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5", b"null", b"\xff\xfe\x00", b"[" * 10**5, None], ids=repr)
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"5", b"null", b"\xff\xfe\x00", b"[" * 10**5, None], ids=repr
+)
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
 def test_damaged_files_are_named(checkpoint: Path, name: str, content: bytes | None) -> None:
     """Even where they are needed for nothing but the dtype. None stands for a directory in place of the file."""
@@ -235,7 +288,15 @@ def test_damaged_files_are_named(checkpoint: Path, name: str, content: bytes | N
 
 
 def test_damaged_tokenizer_is_named(checkpoint: Path) -> None:
-    for content in (b"", b"{}", b"[]", b"5", b"\xff", b"[" * 10**5, (Path(DEMO_MODEL) / "tokenizer.json").read_bytes()[:-9]):
+    for content in (
+        b"",
+        b"{}",
+        b"[]",
+        b"5",
+        b"\xff",
+        b"[" * 10**5,
+        (Path(DEMO_MODEL) / "tokenizer.json").read_bytes()[:-9],
+    ):
         (checkpoint / "tokenizer.json").write_bytes(content)
         with pytest.raises(ValueError, match=f"the tokenizer in {checkpoint}"):
             load(checkpoint)
@@ -278,10 +339,18 @@ def test_eos_is_every_one_that_is_named(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(
     "of_config, of_generation, expected",
-    [(-1, None, set()), (5, -1, {5}), (-1, [7, -1, 9], {7, 9}), ([5, -1], [-2], {5}), (None, [-1], set())],
+    [
+        (-1, None, set()),
+        (5, -1, {5}),
+        (-1, [7, -1, 9], {7, 9}),
+        ([5, -1], [-2], {5}),
+        (None, [-1], set()),
+    ],
     ids=str,
 )
-def test_a_negative_eos_is_none(checkpoint: Path, of_config: object, of_generation: object, expected: set[int]) -> None:
+def test_a_negative_eos_is_none(
+    checkpoint: Path, of_config: object, of_generation: object, expected: set[int]
+) -> None:
     edit_config(checkpoint, eos_token_id=of_config)
     (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": of_generation}))
     assert load(checkpoint).eos_token_ids == expected
@@ -346,7 +415,9 @@ def test_ranks_of_a_linear_layer_make_the_whole() -> None:
     with torch.no_grad():
         outputs = []
         for rank in range(2):
-            layer = ColumnParallelLinear(6, {"q": 8, "k": 4}, True, torch.float32, TensorParallel(rank, 2))
+            layer = ColumnParallelLinear(
+                6, {"q": 8, "k": 4}, True, torch.float32, TensorParallel(rank, 2)
+            )
             fill(dict(layer.targets("a.qk")), full)
             outputs.append(layer(x).split([4, 2], dim=-1))
         for part, name in enumerate(("q", "k")):
@@ -359,4 +430,6 @@ def test_ranks_of_a_linear_layer_make_the_whole() -> None:
             layer = RowParallelLinear(6, 5, True, torch.float32, TensorParallel(rank, 2))
             fill(dict(layer.targets("o")), row)
             total += layer(x[:, rank * 3 : (rank + 1) * 3])
-        torch.testing.assert_close(total, torch.nn.functional.linear(x, row["o.weight"], row["o.bias"]))
+        torch.testing.assert_close(
+            total, torch.nn.functional.linear(x, row["o.weight"], row["o.bias"])
+        )

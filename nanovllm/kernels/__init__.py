@@ -93,7 +93,10 @@ def find_twins(device_type: str, dtype: torch.dtype) -> list[type[Twin]]:
     """The twins that work here. If there are none, it is said on stderr why."""
     try:
         return import_module(f"nanovllm.kernels.{device_type}.twins").find_twins(dtype)
-    except (ImportError, RuntimeError) as error:  # Triton is not installed, or the kernels do not work here
+    except (
+        ImportError,
+        RuntimeError,
+    ) as error:  # Triton is not installed, or the kernels do not work here
         print(f"nanovllm: slow layers, since {error}", file=sys.stderr)
         return []
 
@@ -108,7 +111,9 @@ def capture_decode_steps(
     A module whose shapes depend on the numbers in its input (which experts are chosen) says SUPPORTS_CUDA_GRAPHS = False.
     """
     parts = (backend, *decoder.modules())
-    if kv_caches[0].device.type != "cuda" or not all(getattr(part, "SUPPORTS_CUDA_GRAPHS", True) for part in parts):
+    if kv_caches[0].device.type != "cuda" or not all(
+        getattr(part, "SUPPORTS_CUDA_GRAPHS", True) for part in parts
+    ):
         return None
     sizes = batch_sizes(max_num_seqs)
     return CudaGraphs(decoder, kv_caches, sizes[-1:] if only_largest else sizes, block_table_width)

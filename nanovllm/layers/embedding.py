@@ -16,7 +16,9 @@ class Embedding(nn.Module):
     The vocabulary is divided among the ranks. Where it does not come out even, the last rows are padding that nobody sees.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype, tp: TensorParallel = ALONE) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, dtype: torch.dtype, tp: TensorParallel = ALONE
+    ) -> None:
         super().__init__()
         self.tp, self.vocab_size = tp, vocab_size
         num_rows = -(-vocab_size // tp.size)
@@ -25,7 +27,10 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_rows, hidden_size, dtype=dtype))
 
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
-        yield f"{name}.weight", Target(self.weight[: self.num_ids], 0, self.first_id, self.vocab_size)
+        yield (
+            f"{name}.weight",
+            Target(self.weight[: self.num_ids], 0, self.first_id, self.vocab_size),
+        )
 
     def look_up(self, rows: Tensor) -> Tensor:
         return F.embedding(rows, self.weight)

@@ -25,7 +25,9 @@ class Target:
     destination: Tensor
     dim: int = 0
     start: int = 0
-    full_size: int | None = None  # of the tensor's dimension `dim`; None: as in `destination`, which takes everything
+    full_size: int | None = (
+        None  # of the tensor's dimension `dim`; None: as in `destination`, which takes everything
+    )
 
     @property
     def full_shape(self) -> list[int]:
@@ -36,13 +38,22 @@ class Target:
     @property
     def share(self) -> tuple[slice, ...]:
         """The index of this rank's share in the full tensor."""
-        return (slice(None),) * self.dim + (slice(self.start, self.start + self.destination.shape[self.dim]),)
+        return (slice(None),) * self.dim + (
+            slice(self.start, self.start + self.destination.shape[self.dim]),
+        )
 
 
 class Linear(nn.Module):
     """y = x W^T + b over one rank's share of W."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype,
+        tp: TensorParallel,
+    ) -> None:
         super().__init__()
         self.tp = tp
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
@@ -59,7 +70,13 @@ class ColumnParallelLinear(Linear):
     """
 
     def __init__(
-        self, in_features: int, parts: dict[str, int], bias: bool, dtype: torch.dtype, tp: TensorParallel = ALONE, unit: int = 1
+        self,
+        in_features: int,
+        parts: dict[str, int],
+        bias: bool,
+        dtype: torch.dtype,
+        tp: TensorParallel = ALONE,
+        unit: int = 1,
     ) -> None:
         sizes = {name: tp.divide(size // unit)[0] * unit for name, size in parts.items()}
         super().__init__(in_features, sum(sizes.values()), bias, dtype, tp)
@@ -68,7 +85,9 @@ class ColumnParallelLinear(Linear):
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
         parent = name.rpartition(".")[0]
         for key, parameter in self.named_parameters():
-            for (part, full_size), rows in zip(self.full_sizes.items(), parameter.split(list(self.parts.values()))):
+            for (part, full_size), rows in zip(
+                self.full_sizes.items(), parameter.split(list(self.parts.values()))
+            ):
                 _, first = self.tp.divide(full_size // self.unit)
                 yield f"{parent}.{part}.{key}", Target(rows, 0, first * self.unit, full_size)
 
@@ -79,7 +98,14 @@ class ColumnParallelLinear(Linear):
 class RowParallelLinear(Linear):
     """The counterpart: takes divided inputs, and adds up the ranks' outputs. Rank 0 adds the bias."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, tp: TensorParallel = ALONE) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype,
+        tp: TensorParallel = ALONE,
+    ) -> None:
         super().__init__(in_features // tp.size, out_features, bias, dtype, tp)
 
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:

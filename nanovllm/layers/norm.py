@@ -5,7 +5,10 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension. The mean of squares is taken in float32: bfloat16 would lose it."""
+    """x / rms(x) * weight over the last dimension.
+
+    The mean of squares is computed in float32, because bfloat16 is too coarse for it.
+    """
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()

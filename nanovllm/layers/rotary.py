@@ -28,7 +28,9 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, spec: RopeSpec) -> None:
         super().__init__()
         self.attention_factor = spec.attention_factor
-        self.register_buffer("inv_freq", torch.tensor(spec.inv_freq, dtype=torch.float32), persistent=False)
+        self.register_buffer(
+            "inv_freq", torch.tensor(spec.inv_freq, dtype=torch.float32), persistent=False
+        )
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [num_tokens, 1, head_dim / 2], computed once per step for all layers."""

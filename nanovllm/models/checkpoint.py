@@ -11,9 +11,16 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from nanovllm.checks import check_ints, naming
 from nanovllm.config import MAX_SIZE
 
-LOCAL: dict[str, bool] = {"trust_remote_code": False, "local_files_only": True}  # of from_pretrained: no code, no network
+LOCAL: dict[str, bool] = {
+    "trust_remote_code": False,
+    "local_files_only": True,
+}  # of from_pretrained: no code, no network
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-_COPIES = ["consolidated*", "original/*", "*/*.safetensors"]  # the same weights for other programs (Mistral's, Meta's)
+_COPIES = [
+    "consolidated*",
+    "original/*",
+    "*/*.safetensors",
+]  # the same weights for other programs (Mistral's, Meta's)
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -22,8 +29,14 @@ def find_checkpoint(model: str) -> Path:
     directory = Path(os.path.expanduser(model))
     if not directory.is_dir():
         # OSError: of the network and of the Hub; ValueError: for what is no id.
-        with naming(f"model {model!r}: there is no such directory, and it cannot be downloaded", OSError, ValueError):
-            directory = Path(snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_COPIES))
+        with naming(
+            f"model {model!r}: there is no such directory, and it cannot be downloaded",
+            OSError,
+            ValueError,
+        ):
+            directory = Path(
+                snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_COPIES)
+            )
     for path in [path for pattern in _FILES for path in directory.glob(pattern)]:
         if path.exists() and not path.is_file():  # reading a named pipe would wait for its writer
             raise ValueError(f"{path} is not a regular file")
@@ -53,7 +66,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_eos_token_ids(directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+def read_eos_token_ids(
+    directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> frozenset[int]:
     """Every id that generation_config.json or config.json calls an end; where neither does, the tokenizer's.
 
     A negative id means none, as null does. Ids above the vocabulary stay, though none is ever drawn: cut-down checkpoints
@@ -62,7 +77,16 @@ def read_eos_token_ids(directory: Path, config: PretrainedConfig, tokenizer: Pre
     path = directory / "generation_config.json"
     generation_config = read_json(path) if path.exists() else {}
     given = generation_config.get("eos_token_id"), config.eos_token_id
-    ids = [token_id for each in given if each is not None for token_id in (each if isinstance(each, list) else [each])]
+    ids = [
+        token_id
+        for each in given
+        if each is not None
+        for token_id in (each if isinstance(each, list) else [each])
+    ]
     with naming(path, TypeError):  # transformers has checked those of config.json
-        found = frozenset(token_id for token_id in check_ints("eos_token_id", ids, minimum=-MAX_SIZE) if token_id >= 0)
+        found = frozenset(
+            token_id
+            for token_id in check_ints("eos_token_id", ids, minimum=-MAX_SIZE)
+            if token_id >= 0
+        )
     return found if found or tokenizer is None else frozenset([tokenizer.eos_token_id]) - {None}

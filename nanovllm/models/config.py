@@ -29,8 +29,12 @@ def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> M
 
     Raises ValueError for what cannot be computed, or not divided among that many ranks.
     """
-    with naming(Path(config.name_or_path or "", "config.json"), Exception):  # whatever a wrong value leads to
-        architecture = check_choice("architectures[0]", next(iter(config.architectures or ()), None), tuple(ARCHITECTURES))
+    with naming(
+        Path(config.name_or_path or "", "config.json"), Exception
+    ):  # whatever a wrong value leads to
+        architecture = check_choice(
+            "architectures[0]", next(iter(config.architectures or ()), None), tuple(ARCHITECTURES)
+        )
         if getattr(config, "quantization_config", None):
             raise ValueError("quantized checkpoints (quantization_config) are not supported")
         check_choice("dtype", str(dtype).removeprefix("torch."), DTYPES)
@@ -48,7 +52,9 @@ def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> M
             if num % num_ranks:
                 raise ValueError(f"tensor_parallel_size={num_ranks} does not divide {name}={num}")
         if max(heads := spec.num_kv_heads, num_ranks) % min(heads, num_ranks):
-            raise ValueError(f"tensor_parallel_size={num_ranks} neither divides num_key_value_heads={heads} nor is its multiple")
+            raise ValueError(
+                f"tensor_parallel_size={num_ranks} neither divides num_key_value_heads={heads} nor is its multiple"
+            )
         return spec
 
 
@@ -56,13 +62,19 @@ def _read_size(config: PretrainedConfig, name: str) -> int:
     return check_int(name, getattr(config, name), 1, MAX_SIZE)
 
 
-def _read_decoder(config: PretrainedConfig, common: Fields, make: type[DecoderSpec] = DecoderSpec, **family: Any) -> DecoderSpec:
+def _read_decoder(
+    config: PretrainedConfig, common: Fields, make: type[DecoderSpec] = DecoderSpec, **family: Any
+) -> DecoderSpec:
     """A decoder. `family` is what its family decides, whatever config.json says."""
     check_choice("hidden_act", config.hidden_act, ("silu",))
     window = getattr(config, "sliding_window", None) or common["max_len"]
-    kinds = getattr(config, "layer_types", None) or ["full_attention" if window >= common["max_len"] else "sliding"]
+    kinds = getattr(config, "layer_types", None) or [
+        "full_attention" if window >= common["max_len"] else "sliding"
+    ]
     if set(kinds) != {"full_attention"}:
-        raise ValueError("sliding-window attention (sliding_window, layer_types, use_sliding_window) is not supported")
+        raise ValueError(
+            "sliding-window attention (sliding_window, layer_types, use_sliding_window) is not supported"
+        )
     num_heads, num_kv_heads = common["num_heads"], _read_size(config, "num_key_value_heads")
     if num_heads % num_kv_heads:
         raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
@@ -77,13 +89,22 @@ def _read_decoder(config: PretrainedConfig, common: Fields, make: type[DecoderSp
         intermediate_size=_read_size(config, "intermediate_size"),
         norm_eps=check_number("rms_norm_eps", config.rms_norm_eps, low=0.0, open_low=True),
         rope=rope,
-        **{"qkv_bias": has_bias, "o_bias": has_bias, "mlp_bias": getattr(config, "mlp_bias", False), **family},
+        **{
+            "qkv_bias": has_bias,
+            "o_bias": has_bias,
+            "mlp_bias": getattr(config, "mlp_bias", False),
+            **family,
+        },
     )
 
 
 def _read_qwen3_moe(config: PretrainedConfig, common: Fields) -> DecoderSpec:
     num_experts, step = _read_size(config, "num_experts"), _read_size(config, "decoder_sparse_step")
-    dense_layers = {layer for layer in range(common["num_layers"]) if (layer + 1) % step or layer in config.mlp_only_layers}
+    dense_layers = {
+        layer
+        for layer in range(common["num_layers"])
+        if (layer + 1) % step or layer in config.mlp_only_layers
+    }
     return _read_decoder(
         config,
         common,
@@ -91,7 +112,9 @@ def _read_qwen3_moe(config: PretrainedConfig, common: Fields) -> DecoderSpec:
         qk_norm=True,
         mlp_bias=False,
         num_experts=num_experts,
-        num_experts_per_tok=check_int("num_experts_per_tok", config.num_experts_per_tok, 1, num_experts),
+        num_experts_per_tok=check_int(
+            "num_experts_per_tok", config.num_experts_per_tok, 1, num_experts
+        ),
         expert_size=_read_size(config, "moe_intermediate_size"),
         normalize_weights=config.norm_topk_prob,
         dense_layers=frozenset(dense_layers),
@@ -100,9 +123,15 @@ def _read_qwen3_moe(config: PretrainedConfig, common: Fields) -> DecoderSpec:
 
 def _read_rope(config: PretrainedConfig, head_dim: int) -> tuple[RopeSpec, int]:
     """RoPE's frequencies, which transformers computes, and how many positions they serve."""
-    rope = {name: value for name, value in config.rope_parameters.items() if value is not None}  # null: the default
-    if rope.get("partial_rotary_factor", 1.0) != 1.0 or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError("partial_rotary_factor and rope_parameters by layer type are not supported")
+    rope = {
+        name: value for name, value in config.rope_parameters.items() if value is not None
+    }  # null: the default
+    if rope.get("partial_rotary_factor", 1.0) != 1.0 or any(
+        isinstance(value, dict) for value in rope.values()
+    ):
+        raise ValueError(
+            "partial_rotary_factor and rope_parameters by layer type are not supported"
+        )
     rope_type, max_len = rope["rope_type"], config.max_position_embeddings
     check_choice("rope_type", rope_type, ("default", "dynamic", "linear", "yarn", "llama3"))
     if rope_type in ("default", "dynamic"):  # the second stretches only what is longer than max_len
@@ -115,8 +144,12 @@ def _read_rope(config: PretrainedConfig, head_dim: int) -> tuple[RopeSpec, int]:
         max_len = rope.get("original_max_position_embeddings", max_len)
     if rope_type in ("linear", "yarn"):  # max_position_embeddings of llama3 is the stretched one
         max_len = int(max_len * rope["factor"])
-    if not all(0.0 < value < math.inf for value in (*spec.inv_freq, spec.attention_factor, max_len)):
-        raise ValueError(f"frequencies, attention_factor and positions must be positive and finite: rope_parameters={rope}")
+    if not all(
+        0.0 < value < math.inf for value in (*spec.inv_freq, spec.attention_factor, max_len)
+    ):
+        raise ValueError(
+            f"frequencies, attention_factor and positions must be positive and finite: rope_parameters={rope}"
+        )
     return spec, max_len
 
 

@@ -52,15 +52,25 @@ class Experts(nn.Module):
         super().__init__()
         self.tp = tp
         size = spec.expert_size // tp.size
-        self.gate_up_proj = nn.Parameter(torch.empty(spec.num_experts, 2 * size, spec.hidden_size, dtype=spec.dtype))
-        self.down_proj = nn.Parameter(torch.empty(spec.num_experts, spec.hidden_size, size, dtype=spec.dtype))
+        self.gate_up_proj = nn.Parameter(
+            torch.empty(spec.num_experts, 2 * size, spec.hidden_size, dtype=spec.dtype)
+        )
+        self.down_proj = nn.Parameter(
+            torch.empty(spec.num_experts, spec.hidden_size, size, dtype=spec.dtype)
+        )
 
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
         size = self.down_proj.shape[2]
         for expert, (gate_up, down) in enumerate(zip(self.gate_up_proj, self.down_proj)):
             for part, rows in zip(("gate_proj", "up_proj"), gate_up.chunk(2)):
-                yield f"{name}.{expert}.{part}.weight", Target(rows, 0, self.tp.rank * size, self.tp.size * size)
-            yield f"{name}.{expert}.down_proj.weight", Target(down, 1, self.tp.rank * size, self.tp.size * size)
+                yield (
+                    f"{name}.{expert}.{part}.weight",
+                    Target(rows, 0, self.tp.rank * size, self.tp.size * size),
+                )
+            yield (
+                f"{name}.{expert}.down_proj.weight",
+                Target(down, 1, self.tp.rank * size, self.tp.size * size),
+            )
 
     def compute(self, expert: int, x: Tensor) -> Tensor:
         """This rank's share of an expert's output for x [num_rows, hidden_size]."""
@@ -83,14 +93,23 @@ class MoE(nn.Module):
     def __init__(self, spec: MoESpec, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
-        self.num_experts_per_tok, self.normalize_weights = spec.num_experts_per_tok, spec.normalize_weights
-        self.gate = ColumnParallelLinear(spec.hidden_size, {"gate": spec.num_experts}, False, spec.dtype)  # whole on every rank
+        self.num_experts_per_tok, self.normalize_weights = (
+            spec.num_experts_per_tok,
+            spec.normalize_weights,
+        )
+        self.gate = ColumnParallelLinear(
+            spec.hidden_size, {"gate": spec.num_experts}, False, spec.dtype
+        )  # whole on every rank
         self.experts = Experts(spec, tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, experts = self.gate(x).softmax(-1, dtype=torch.float32).topk(self.num_experts_per_tok)  # [num_tokens, k]
+        weights, experts = (
+            self.gate(x).softmax(-1, dtype=torch.float32).topk(self.num_experts_per_tok)
+        )  # [num_tokens, k]
         if self.normalize_weights:
             weights = weights / weights.sum(-1, keepdim=True)
         # In float32, and in the order of the probabilities: a token's sum does not depend on the others in the batch.
-        output = (self.experts(x, experts) * weights[..., None]).sum(1).to(x.dtype)  # [num_tokens, hidden_size]
+        output = (
+            (self.experts(x, experts) * weights[..., None]).sum(1).to(x.dtype)
+        )  # [num_tokens, hidden_size]
         return self.tp.all_reduce(output)

@@ -35,11 +35,17 @@ class OPTSpec(ModelSpec):
     tie_embeddings: bool
 
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
-        head = None if self.tie_embeddings else Embedding(self.vocab_size, self.embedding_size, self.dtype, tp)
+        head = (
+            None
+            if self.tie_embeddings
+            else Embedding(self.vocab_size, self.embedding_size, self.dtype, tp)
+        )
         return CausalLM(OPTModel(self, backend, tp), head)
 
     def make_norm(self) -> nn.LayerNorm:
-        return nn.LayerNorm(self.hidden_size, elementwise_affine=self.norm_has_weights, dtype=self.dtype)
+        return nn.LayerNorm(
+            self.hidden_size, elementwise_affine=self.norm_has_weights, dtype=self.dtype
+        )
 
 
 class OPTAttention(nn.Module):
@@ -47,13 +53,18 @@ class OPTAttention(nn.Module):
         super().__init__()
         self.head_dim = spec.head_dim
         self.backend = backend
-        size, parts = spec.hidden_size, dict.fromkeys(("q_proj", "k_proj", "v_proj"), spec.hidden_size)
+        size, parts = (
+            spec.hidden_size,
+            dict.fromkeys(("q_proj", "k_proj", "v_proj"), spec.hidden_size),
+        )
         self.qkv_proj = ColumnParallelLinear(size, parts, spec.bias, spec.dtype, tp)
         self.out_proj = RowParallelLinear(size, size, spec.bias, spec.dtype, tp)
 
     def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
         qkv = self.qkv_proj(x).chunk(3, dim=-1)
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv)  # [num_tokens, num_heads, head_dim]
+        query, key, value = (
+            part.unflatten(-1, (-1, self.head_dim)) for part in qkv
+        )  # [num_tokens, num_heads, head_dim]
         self.backend.store_kvcache(key, value, kv_cache, batch.slot_mapping)
         attended = self.backend.attend(query.contiguous(), kv_cache, batch, self.head_dim**-0.5)
         return self.out_proj(attended.flatten(1))
@@ -65,8 +76,12 @@ class OPTLayer(nn.Module):
         self.norm_first = spec.norm_first
         self.self_attn = OPTAttention(spec, backend, tp)
         self.self_attn_layer_norm = spec.make_norm()
-        self.fc1 = ColumnParallelLinear(spec.hidden_size, {"fc1": spec.intermediate_size}, spec.bias, spec.dtype, tp)
-        self.fc2 = RowParallelLinear(spec.intermediate_size, spec.hidden_size, spec.bias, spec.dtype, tp)
+        self.fc1 = ColumnParallelLinear(
+            spec.hidden_size, {"fc1": spec.intermediate_size}, spec.bias, spec.dtype, tp
+        )
+        self.fc2 = RowParallelLinear(
+            spec.intermediate_size, spec.hidden_size, spec.bias, spec.dtype, tp
+        )
         self.final_layer_norm = spec.make_norm()
 
     def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
@@ -87,10 +102,16 @@ class OPTDecoder(nn.Module):
         super().__init__()
         sizes = spec.embedding_size, spec.hidden_size
         self.embed_tokens = Embedding(spec.vocab_size, spec.embedding_size, spec.dtype, tp)
-        self.embed_positions = Embedding(spec.max_len + _FIRST_POSITION, spec.hidden_size, spec.dtype)
+        self.embed_positions = Embedding(
+            spec.max_len + _FIRST_POSITION, spec.hidden_size, spec.dtype
+        )
         is_narrow = spec.embedding_size != spec.hidden_size
-        self.project_in = RowParallelLinear(*sizes, False, spec.dtype) if is_narrow else nn.Identity()
-        self.project_out = RowParallelLinear(*sizes[::-1], False, spec.dtype) if is_narrow else nn.Identity()
+        self.project_in = (
+            RowParallelLinear(*sizes, False, spec.dtype) if is_narrow else nn.Identity()
+        )
+        self.project_out = (
+            RowParallelLinear(*sizes[::-1], False, spec.dtype) if is_narrow else nn.Identity()
+        )
         self.layers = nn.ModuleList(OPTLayer(spec, backend, tp) for _ in range(spec.num_layers))
         self.final_layer_norm = spec.make_norm() if spec.final_norm else nn.Identity()
 
@@ -99,7 +120,9 @@ class OPTDecoder(nn.Module):
         x = x + self.embed_positions(batch.positions + _FIRST_POSITION)
         for layer, kv_cache in zip(self.layers, kv_caches):
             x = layer(x, kv_cache, batch)
-        return self.project_out(self.final_layer_norm(x.index_select(0, batch.logits_indices)))  # [num_logits, embedding_size]
+        return self.project_out(
+            self.final_layer_norm(x.index_select(0, batch.logits_indices))
+        )  # [num_logits, embedding_size]
 
 
 class OPTModel(nn.Module):

@@ -26,7 +26,9 @@ _ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin
 _DAMAGED = (SafetensorError, OSError)  # what safe_open raises
 
 
-def check_sizes(spec: ModelSpec, directory: Path, device: torch.device, num_ranks: int, has_weights: bool) -> None:
+def check_sizes(
+    spec: ModelSpec, directory: Path, device: torch.device, num_ranks: int, has_weights: bool
+) -> None:
     """Reject sizes in config.json that cannot be right, before anything of that size is made.
 
     Raises ValueError for more layers than the checkpoint has, and for weights that exceed all memory
@@ -55,7 +57,9 @@ def check_sizes(spec: ModelSpec, directory: Path, device: torch.device, num_rank
     num_bytes = _count_bytes(model) + (spec.num_layers - len(layers)) * smallest
     if num_bytes > memory * num_ranks:
         needed, present = (f"{number / 1e9:.0f} GB" for number in (num_bytes, memory))
-        raise ValueError(f"{what}: the weights need at least {needed}, but {device} has {present} in all")
+        raise ValueError(
+            f"{what}: the weights need at least {needed}, but {device} has {present} in all"
+        )
 
 
 def _count_bytes(module: nn.Module) -> int:
@@ -77,26 +81,45 @@ def load_checkpoint(model: nn.Module, directory: Path) -> None:
     """Copy the checkpoint in `directory` into `model`. Raises ValueError if the two do not match or a file is damaged."""
     missing = _targets(model)
     surplus: list[str] = []
-    embedding = next(target for name, target in missing.items() if name.endswith("embed_tokens.weight"))
+    embedding = next(
+        target for name, target in missing.items() if name.endswith("embed_tokens.weight")
+    )
     tied = "lm_head.weight" not in missing
     tied_copies: list[Tensor] = []
     for path in _weight_files(directory):
         with naming(path, *_DAMAGED, ValueError), safe_open(path, framework="pt") as file:
             for name in file.keys():
-                full_name = name if name in missing else f"model.{name}"  # a model saved without its head has no prefix
+                full_name = (
+                    name if name in missing else f"model.{name}"
+                )  # a model saved without its head has no prefix
                 if full_name in missing:
                     target = missing.pop(full_name)
                     target.destination.copy_(_read_share(file, name, target))
-                elif tied and name == "lm_head.weight":  # many tied checkpoints hold the one matrix under two names
+                elif (
+                    tied and name == "lm_head.weight"
+                ):  # many tied checkpoints hold the one matrix under two names
                     tied_copies.append(_read_share(file, name, embedding))
                 elif not name.endswith(_ROPE_BUFFERS):
                     surplus.append(name)
     if surplus or missing:
-        problems = {"tensors without a parameter or repeated: ": surplus, "parameters without a tensor: ": list(missing)}
-        shown = [what + ", ".join(names[:5]) + " ..." * (len(names) > 5) for what, names in problems.items() if names]
-        raise ValueError(f"the checkpoint in {directory} does not fit the model; {'; '.join(shown)}")
-    if not all(torch.equal(copy.to(embedding.destination), embedding.destination) for copy in tied_copies):
-        raise ValueError("tie_word_embeddings is set, but lm_head.weight differs from embed_tokens.weight")
+        problems = {
+            "tensors without a parameter or repeated: ": surplus,
+            "parameters without a tensor: ": list(missing),
+        }
+        shown = [
+            what + ", ".join(names[:5]) + " ..." * (len(names) > 5)
+            for what, names in problems.items()
+            if names
+        ]
+        raise ValueError(
+            f"the checkpoint in {directory} does not fit the model; {'; '.join(shown)}"
+        )
+    if not all(
+        torch.equal(copy.to(embedding.destination), embedding.destination) for copy in tied_copies
+    ):
+        raise ValueError(
+            "tie_word_embeddings is set, but lm_head.weight differs from embed_tokens.weight"
+        )
 
 
 def find_dtype(config: Config, hf_config: PretrainedConfig, directory: Path) -> torch.dtype:
@@ -120,7 +143,9 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
     for name, target in _targets(model).items():
         full = target.destination.new_empty(target.full_shape)
         if full.dim() > 1:
-            full.normal_(0.0, 0.02, generator=torch.Generator(full.device).manual_seed(seed % 2**64))
+            full.normal_(
+                0.0, 0.02, generator=torch.Generator(full.device).manual_seed(seed % 2**64)
+            )
             seed += 1
         else:
             full.fill_(float(name.endswith("norm.weight")))
@@ -134,7 +159,10 @@ def _targets(model: nn.Module) -> dict[str, Target]:
         if hasattr(module, "targets"):
             targets.update(module.targets(name))
         else:
-            targets.update((key, Target(parameter)) for key, parameter in module.named_parameters(name, recurse=False))
+            targets.update(
+                (key, Target(parameter))
+                for key, parameter in module.named_parameters(name, recurse=False)
+            )
     return targets
 
 
@@ -149,7 +177,11 @@ def _weight_files(directory: Path) -> list[Path]:
 def _read_share(file: safe_open, name: str, target: Target) -> Tensor:
     stored = file.get_slice(name)
     if stored.get_shape() != target.full_shape:
-        raise ValueError(f"tensor {name} has shape {stored.get_shape()}, the model needs {target.full_shape}")
+        raise ValueError(
+            f"tensor {name} has shape {stored.get_shape()}, the model needs {target.full_shape}"
+        )
     if stored.get_dtype() not in _DTYPES:
-        raise ValueError(f"tensor {name} is stored as {stored.get_dtype()}; supported are {', '.join(_DTYPES)}")
+        raise ValueError(
+            f"tensor {name} is stored as {stored.get_dtype()}; supported are {', '.join(_DTYPES)}"
+        )
     return stored[target.share]

@@ -18,15 +18,26 @@ SUPPORTS_CUDA_GRAPHS = False
 _SHORT_QUERY = 8  # tokens, as in decode.h
 
 
-def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+def reason_unavailable(
+    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+) -> str | None:
     return library.reason_unavailable(dtype) if device.type == "cpu" else "it computes on a CPU"
 
 
 def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write `key` and `value` [num_tokens, num_kv_heads, head_dim] to their slots; slot -1 is padding, not written."""
-    assert key[:1].is_contiguous() and value[:1].is_contiguous() and slot_mapping.dtype == torch.int32
+    assert (
+        key[:1].is_contiguous() and value[:1].is_contiguous() and slot_mapping.dtype == torch.int32
+    )
     sources = key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0)
-    call(load(key.dtype).store_kvcache, *sources, slot_mapping, len(key), key.shape[1] * key.shape[2], *kv_cache)
+    call(
+        load(key.dtype).store_kvcache,
+        *sources,
+        slot_mapping,
+        len(key),
+        key.shape[1] * key.shape[2],
+        *kv_cache,
+    )
 
 
 def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
@@ -43,7 +54,11 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
         call(kernels.prefill_attention, *arguments)  # writes the others
         return output
     bounds = batch.cu_seqlens_q.tolist()
-    for start, end, context_len, block_table in zip(bounds, bounds[1:], batch.context_lens.tolist(), batch.block_tables):
+    for start, end, context_len, block_table in zip(
+        bounds, bounds[1:], batch.context_lens.tolist(), batch.block_tables
+    ):
         if end - start > _SHORT_QUERY:
-            output[start:end] = attend_one(query[start:end], kv_cache, context_len, block_table, scale)
+            output[start:end] = attend_one(
+                query[start:end], kv_cache, context_len, block_table, scale
+            )
     return output

@@ -32,10 +32,17 @@ SIGNATURES = {  # of the functions of kernels.cpp: pointers, int64_t and float
 }  # fmt: skip
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ["-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC"]
-FLAGS += ["-mcpu=native" if platform.machine() == "arm64" else "-march=native"]  # arm64: a Mac, whose clang knows no other
+FLAGS += [
+    "-mcpu=native" if platform.machine() == "arm64" else "-march=native"
+]  # arm64: a Mac, whose clang knows no other
 FLAGS += ["-mprefer-vector-width=512"] * (platform.machine() == "x86_64")
-FLAGS += ["-Xclang", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp"]  # Apple's clang has OpenMP, but not its driver
-LINK_FLAGS = ["-shared", *["-undefined", "dynamic_lookup"] * (sys.platform == "darwin")]  # its linker asks for what is to come
+FLAGS += (
+    ["-Xclang", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp"]
+)  # Apple's clang has OpenMP, but not its driver
+LINK_FLAGS = [
+    "-shared",
+    *["-undefined", "dynamic_lookup"] * (sys.platform == "darwin"),
+]  # its linker asks for what is to come
 DEFINES = {
     torch.float32: ["-DT=float"],
     torch.bfloat16: ["-DT=bfloat16", "-DT_IS_16_BITS", "-DT_IS_BFLOAT16"],
@@ -47,7 +54,10 @@ DEFINES = {
 def reason_unavailable(dtype: torch.dtype) -> str | None:
     try:
         load(dtype)
-    except (OSError, ValueError) as error:  # CXX is no command, or it fails, or what it makes cannot be loaded
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # CXX is no command, or it fails, or what it makes cannot be loaded
         return f"the C++ compiler {os.environ.get('CXX', 'c++')!r} made no CPU kernels: {error}"
     return None
 
@@ -61,8 +71,12 @@ def can_multiply(dtype: torch.dtype) -> bool:
 @cache
 def load(dtype: torch.dtype) -> ctypes.CDLL:
     """The kernels of that dtype. Raises OSError or ValueError if there are none."""
-    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]  # it may have several words: "ccache g++"
-    target = _run(*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)  # version and processor features, as macros
+    compiler = shlex.split(os.environ.get("CXX", "")) or [
+        "c++"
+    ]  # it may have several words: "ccache g++"
+    target = _run(
+        *compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull
+    )  # version and processor features, as macros
     sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("*.[ch]*")))
     digest = xxhash.xxh64_hexdigest(sources + target + repr((FLAGS, DEFINES[dtype])).encode())
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -85,10 +99,15 @@ def _build(compiler: list[str], dtype: torch.dtype, path: Path) -> ctypes.CDLL:
         _run(*compiler, *LINK_FLAGS, str(unlinked), "-o", str(linked))
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as place:  # other processes see the whole library or none
+            with tempfile.TemporaryDirectory(
+                dir=path.parent
+            ) as place:  # other processes see the whole library or none
                 linked = Path(shutil.copy(linked, place)).replace(path)
         except OSError as error:  # no home, no permission, no space
-            print(f"nanovllm: the CPU kernels will be compiled again next time: {error}", file=sys.stderr)
+            print(
+                f"nanovllm: the CPU kernels will be compiled again next time: {error}",
+                file=sys.stderr,
+            )
         return ctypes.CDLL(str(linked))  # once it is loaded, its file may go
 
 
@@ -102,4 +121,9 @@ def _run(*command: str) -> bytes:
 def call(function: Callable[..., None], *arguments: object) -> None:
     """With tensors as pointers to their numbers, which must be contiguous; for one that is not, pass its pointer."""
     assert all([argument.is_contiguous() for argument in arguments if isinstance(argument, Tensor)])
-    function(*[argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments])
+    function(
+        *[
+            argument.data_ptr() if isinstance(argument, Tensor) else argument
+            for argument in arguments
+        ]
+    )

@@ -18,7 +18,10 @@ _RANK_BYTES, _MAX_RANKS, _PART_BYTES = 64, 64, 1 << 20  # as in collectives.h
 class Member(ctypes.Structure):
     """Member of collectives.h."""
 
-    _fields_ = [("shared", ctypes.c_void_p), *[(name, ctypes.c_int64) for name in ("rank", "size", "round", "is_lost")]]
+    _fields_ = [
+        ("shared", ctypes.c_void_p),
+        *[(name, ctypes.c_int64) for name in ("rank", "size", "round", "is_lost")],
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

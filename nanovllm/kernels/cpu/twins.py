@@ -34,7 +34,15 @@ MANY_TOKENS = 512
 class FastRMSNorm(Twin, RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         output, size = x.new_empty(x.shape), len(self.weight)
-        call(load(x.dtype).rms_norm, x.contiguous(), self.weight, output, x.numel() // size, size, self.eps)
+        call(
+            load(x.dtype).rms_norm,
+            x.contiguous(),
+            self.weight,
+            output,
+            x.numel() // size,
+            size,
+            self.eps,
+        )
         return output
 
 
@@ -42,7 +50,15 @@ class FastLayerNorm(Twin, nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         output, size = x.new_empty(x.shape), math.prod(self.normalized_shape)
         sizes = x.numel() // size, size
-        call(load(x.dtype).layer_norm, x.contiguous(), self.weight, self.bias, output, *sizes, self.eps)
+        call(
+            load(x.dtype).layer_norm,
+            x.contiguous(),
+            self.weight,
+            self.bias,
+            output,
+            *sizes,
+            self.eps,
+        )
         return output
 
 
@@ -53,15 +69,28 @@ class FastRotaryEmbedding(Twin, RotaryEmbedding):
         assert positions.dtype == torch.int32
         cos, sin = self.inv_freq.new_empty(2, len(positions), 1, len(self.inv_freq))
         # The model's library, though these are float32: the one of float32 may not be compiled.
-        call(load(self.dtype).cos_and_sin, positions, self.inv_freq, self.attention_factor, cos, sin, len(cos), cos.shape[2])
+        call(
+            load(self.dtype).cos_and_sin,
+            positions,
+            self.inv_freq,
+            self.attention_factor,
+            cos,
+            sin,
+            len(cos),
+            cos.shape[2],
+        )
         return cos, sin
 
 
 class FastAttention(Twin, Attention):
     def take_over(self) -> bool:
-        return all([norm is None or has_known_code(norm, RMSNorm) for norm in (self.q_norm, self.k_norm)])
+        return all(
+            [norm is None or has_known_code(norm, RMSNorm) for norm in (self.q_norm, self.k_norm)]
+        )
 
-    def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    def norm_and_rotate(
+        self, heads: Tensor, norm: RMSNorm | None, cos_sin: tuple[Tensor, Tensor]
+    ) -> Tensor:
         assert heads[:1].is_contiguous()  # tokens may lie apart
         output = heads.new_empty(heads.shape)
         num_tokens, num_heads, head_dim = heads.shape
@@ -136,8 +165,23 @@ class PackedWeight(nn.Module):
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in_features] to [..., out_features]; SwiGLU of that, without a bias, if it is gated."""
         output = x.new_empty(*x.shape[:-1], self.out_features)
-        sizes = x.numel() // self.in_features, self.in_features, self.in_features, self.out_features, self.out_features
-        call(load(x.dtype).linear, x.contiguous(), self.panels, bias, None, output, *sizes, self.gated)
+        sizes = (
+            x.numel() // self.in_features,
+            self.in_features,
+            self.in_features,
+            self.out_features,
+            self.out_features,
+        )
+        call(
+            load(x.dtype).linear,
+            x.contiguous(),
+            self.panels,
+            bias,
+            None,
+            output,
+            *sizes,
+            self.gated,
+        )
         return output
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -198,7 +242,11 @@ class PackedExperts(Twin, Experts):
 class _Layer(ctypes.Structure):
     """Layer of fused_layers.h."""
 
-    _fields_ = [("weights", ctypes.c_void_p * 10), ("sizes", ctypes.c_int64 * 5), ("eps_and_scale", ctypes.c_float * 2)]
+    _fields_ = [
+        ("weights", ctypes.c_void_p * 10),
+        ("sizes", ctypes.c_int64 * 5),
+        ("eps_and_scale", ctypes.c_float * 2),
+    ]
 
 
 class FusedLayers(Twin, DecoderLayers):
@@ -226,7 +274,9 @@ class FusedLayers(Twin, DecoderLayers):
 
         def pack(linear: Linear, gated: bool = False) -> Tensor:
             panels = PackedWeight(linear.weight, gated).panels
-            del linear.weight  # now, not with the layer: two copies of one matrix are in memory, never of the model
+            del (
+                linear.weight
+            )  # now, not with the layer: two copies of one matrix are in memory, never of the model
             return panels
 
         tensors: list[Tensor | None] = [
@@ -240,7 +290,9 @@ class FusedLayers(Twin, DecoderLayers):
         pointers = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
         return _Layer(pointers, sizes, (layer.input_layernorm.eps, head_dim**-0.5))
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_caches: list[Tensor], batch: Batch) -> Tensor:
+    def forward(
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_caches: list[Tensor], batch: Batch
+    ) -> Tensor:
         """Adds to x [num_tokens, hidden_size], in place. Of the last layer, only K/V are computed for tokens without logits."""
         rows = batch.logits_indices
         num_whole = len(kv_caches) - (len(rows) < len(x))
@@ -260,16 +312,35 @@ class FusedLayers(Twin, DecoderLayers):
         return x
 
     def _compute(
-        self, first: int, kv_caches: list[Tensor], x: Tensor, cos_sin: tuple[Tensor, Tensor], batch: Batch, only_kv: bool = False
+        self,
+        first: int,
+        kv_caches: list[Tensor],
+        x: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        batch: Batch,
+        only_kv: bool = False,
     ) -> None:
         """The layers that have these caches, from the one with index `first` on."""
         numbers = batch.slot_mapping, batch.cu_seqlens_q, batch.context_lens, batch.block_tables
-        pointers = (ctypes.c_void_p * len(kv_caches))(*[kv_cache.data_ptr() for kv_cache in kv_caches])
+        pointers = (ctypes.c_void_p * len(kv_caches))(
+            *[kv_cache.data_ptr() for kv_cache in kv_caches]
+        )
         num_blocks, block_size = kv_caches[0].shape[1:3]
         member = ctypes.byref(self.tp.member) if isinstance(self.tp, SharedMemoryRank) else None
         layers = ctypes.byref(self.structs, first * ctypes.sizeof(_Layer))
         sizes = len(x), *batch.block_tables.shape, block_size
-        arguments = layers, pointers, len(kv_caches), num_blocks * block_size, x, *cos_sin, *numbers, *sizes, member, only_kv
+        arguments = (
+            layers,
+            pointers,
+            len(kv_caches),
+            num_blocks * block_size,
+            x,
+            *cos_sin,
+            *numbers,
+            *sizes,
+            member,
+            only_kv,
+        )
         if len(x):
             call(load(x.dtype).decoder_layers, *arguments)
 
@@ -282,7 +353,9 @@ def can_fuse(layer: nn.Module) -> TypeGuard[DecoderLayer]:
     """
     known = DecoderLayer, Attention, MLP, RMSNorm, ColumnParallelLinear, RowParallelLinear
     parts = list(layer.modules())
-    if not isinstance(layer, DecoderLayer) or not all([has_known_code(part, *known) for part in parts]):
+    if not isinstance(layer, DecoderLayer) or not all(
+        [has_known_code(part, *known) for part in parts]
+    ):
         return False
     linears = [part for part in parts if isinstance(part, Linear)]
     attn, mlp, tp = layer.self_attn, layer.mlp, layer.self_attn.o_proj.tp
@@ -292,14 +365,23 @@ def can_fuse(layer: nn.Module) -> TypeGuard[DecoderLayer]:
     num_dtypes = len({parameter.dtype for parameter in layer.parameters()})
     if not has_mlp or not can_meet or num_epsilons > 1 or num_dtypes > 1:
         return False
-    return attn.backend is attention and all([PackedWeight.can_hold(linear.weight) for linear in linears])
+    return attn.backend is attention and all(
+        [PackedWeight.can_hold(linear.weight) for linear in linears]
+    )
 
 
 # Without products, and with. Of a layer that has several twins, the first that can be takes over.
 SINGLE: list[type[Twin]] = [
     FastRMSNorm, FastLayerNorm, FastRotaryEmbedding, FastAttention, FastMLP, FastOPTLayer, FastSampler,
 ]  # fmt: skip
-PACKED = [FusedLayers, PackedColumnParallelLinear, PackedRowParallelLinear, PackedEmbedding, PackedExperts, *SINGLE]
+PACKED = [
+    FusedLayers,
+    PackedColumnParallelLinear,
+    PackedRowParallelLinear,
+    PackedEmbedding,
+    PackedExperts,
+    *SINGLE,
+]
 
 
 def find_twins(dtype: torch.dtype) -> list[type[Twin]]:

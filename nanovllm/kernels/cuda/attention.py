@@ -35,10 +35,14 @@ SUPPORTS_CUDA_GRAPHS = True
 
 _LOG2_E = 1.4426950408889634
 _MIN_TOKENS_PER_SPLIT, _MAX_SPLITS = 256, 64
-_PROGRAMS_PER_PROCESSOR = 4  # decode: split contexts until there are this many programs per multiprocessor
+_PROGRAMS_PER_PROCESSOR = (
+    4  # decode: split contexts until there are this many programs per multiprocessor
+)
 
 
-def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+def reason_unavailable(
+    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+) -> str | None:
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         return "it needs a CUDA device, or TRITON_INTERPRET=1 for a slow run on the CPU"
     if block_size < 16 or block_size & (block_size - 1):
@@ -55,16 +59,30 @@ def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Te
     assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1) and kv_cache.is_contiguous()
     sizes = key.stride(0), value.stride(0), row_size
     launch_key = key.device, key.dtype, *sizes, is_aligned(key), is_aligned(value)
-    store = prepare(_store_kvcache_kernel, *launch_key, BLOCK=min(1024, triton.next_power_of_2(row_size)))
+    store = prepare(
+        _store_kvcache_kernel, *launch_key, BLOCK=min(1024, triton.next_power_of_2(row_size))
+    )
     store((num_tokens, 1, 1), key, value, *kv_cache, slot_mapping, *sizes)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_mapping_ptr"])  # it may lie anywhere in a packed batch
+@triton.jit(
+    do_not_specialize_on_alignment=["slot_mapping_ptr"]
+)  # it may lie anywhere in a packed batch
 def _store_kvcache_kernel(
-    key_ptr, value_ptr, key_cache_ptr, value_cache_ptr, slot_mapping_ptr, key_stride, value_stride, row_size, BLOCK: constexpr
+    key_ptr,
+    value_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    slot_mapping_ptr,
+    key_stride,
+    value_stride,
+    row_size,
+    BLOCK: constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)  # slot * row_size overflows 32 bits in large caches
+    slot = tl.load(slot_mapping_ptr + token).to(
+        tl.int64
+    )  # slot * row_size overflows 32 bits in large caches
     if slot >= 0:
         for start in range(0, row_size, BLOCK):
             offsets = start + tl.arange(0, BLOCK)
@@ -86,7 +104,9 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
     return output
 
 
-def _attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output: Tensor, is_decode: bool) -> None:
+def _attend(
+    query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output: Tensor, is_decode: bool
+) -> None:
     """The rows of `output` that belong to decodes, or the others."""
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = kv_cache.shape[2:4]
@@ -95,19 +115,34 @@ def _attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output:
     # Per split: the normalized output, and log2 of its sum of exponentials, by which the splits are weighed.
     num_splits, split_outputs, log_sums = 1, kernels.no_splits, kernels.no_splits
     if is_decode:
-        num_splits = _count_splits(num_seqs * num_kv_heads, batch.max_seqlen_k, kernels.num_processors)
-        grid = num_kv_heads, num_seqs, num_splits  # KV heads first: programs that run together read neighbouring memory
+        num_splits = _count_splits(
+            num_seqs * num_kv_heads, batch.max_seqlen_k, kernels.num_processors
+        )
+        grid = (
+            num_kv_heads,
+            num_seqs,
+            num_splits,
+        )  # KV heads first: programs that run together read neighbouring memory
     else:
         grid = (num_tokens // kernels.tokens + num_seqs) * num_kv_heads, 1, 1
     if num_splits > 1:
-        split_outputs = query.new_empty(num_seqs, num_heads, num_splits, head_dim, dtype=torch.float32)
+        split_outputs = query.new_empty(
+            num_seqs, num_heads, num_splits, head_dim, dtype=torch.float32
+        )
         log_sums = split_outputs.new_empty(num_seqs, num_heads, num_splits)
     kernels.attend(
         grid, query, *kv_cache, output, split_outputs, log_sums, batch.cu_seqlens_q, batch.context_lens, batch.block_tables,
         scale * _LOG2_E, batch.block_tables.stride(0), num_seqs, num_splits,
     )  # fmt: skip
     if num_splits > 1:
-        kernels.join((num_seqs, num_heads, 1), split_outputs, log_sums, batch.cu_seqlens_q, output, num_splits)
+        kernels.join(
+            (num_seqs, num_heads, 1),
+            split_outputs,
+            log_sums,
+            batch.cu_seqlens_q,
+            output,
+            num_splits,
+        )
 
 
 class _Kernels(NamedTuple):
@@ -125,7 +160,9 @@ def _prepare(
 ) -> _Kernels:  # fmt: skip
     group_size, dim = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
     if dtype != torch.float32:
-        dim = max(dim, 64)  # on Hopper, Triton 3.6 and 3.7 fault with tiles of 32 (issues 10486, 10573 and 11366)
+        dim = max(
+            dim, 64
+        )  # on Hopper, Triton 3.6 and 3.7 fault with tiles of 32 (issues 10486, 10573 and 11366)
     capability, num_processors = _describe_gpu(device)
     rows, piece, num_warps, num_stages = _choose_tile(is_decode, dim, dtype, capability)
     tokens = 1 if is_decode else max(1, rows // group_size)
@@ -135,8 +172,12 @@ def _prepare(
         PRECISION="ieee" if dtype == torch.float32 else "tf32",  # the second is ignored for 16-bit operands
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
-    join = Launch(_join_splits_kernel, NUM_HEADS=num_heads, D=dim, HEAD_DIM=head_dim, MAX_SPLITS=_MAX_SPLITS)
-    return _Kernels(attend, join, tokens, num_processors, torch.empty(0, dtype=torch.float32, device=device))
+    join = Launch(
+        _join_splits_kernel, NUM_HEADS=num_heads, D=dim, HEAD_DIM=head_dim, MAX_SPLITS=_MAX_SPLITS
+    )
+    return _Kernels(
+        attend, join, tokens, num_processors, torch.empty(0, dtype=torch.float32, device=device)
+    )
 
 
 @triton.jit(
@@ -157,16 +198,22 @@ def _attend_kernel(
     query_len = tl.load(cu_seqlens_ptr + seq + 1) - query_start
     if (tile * TOKENS < query_len) & ((query_len == 1) == IS_DECODE):
         rows, dims = tl.arange(0, M), tl.arange(0, D)
-        tokens = tile * TOKENS + rows // GROUP  # row -> query token and head: the group's heads stand side by side
+        tokens = (
+            tile * TOKENS + rows // GROUP
+        )  # row -> query token and head: the group's heads stand side by side
         heads = kv_head * GROUP + rows % GROUP
         is_row = (rows < TOKENS * GROUP) & (tokens < query_len)
         query_rows = (query_start + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
         mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-        query = tl.load(query_ptr + query_rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+        query = tl.load(
+            query_ptr + query_rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0
+        )
 
         # The queries are the context's last tokens: token i sees the context up to its own position.
         context_len = tl.load(context_lens_ptr + seq)
-        num_before = context_len - query_len + tile * TOKENS  # tokens that every row sees, and itself
+        num_before = (
+            context_len - query_len + tile * TOKENS
+        )  # tokens that every row sees, and itself
         last_visible = context_len - query_len + tokens  # [M]
         visible = tl.minimum(context_len, num_before + TOKENS)  # to any row
         tokens_per_split = tl.cdiv(tl.cdiv(visible, num_splits), N) * N
@@ -197,8 +244,14 @@ def _attend_kernel(
             output_ptrs = output_ptr + query_rows[:, None] * HEAD_DIM + dims[None, :]
             tl.store(output_ptrs, normalized.to(output_ptr.dtype.element_ty), mask=mask)
         else:
-            split_rows = (tl.cast(seq, tl.int64) * (NUM_KV_HEADS * GROUP) + heads) * num_splits + split
-            tl.store(split_outputs_ptr + split_rows[:, None] * HEAD_DIM + dims[None, :], normalized, mask=mask)
+            split_rows = (
+                tl.cast(seq, tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+            ) * num_splits + split
+            tl.store(
+                split_outputs_ptr + split_rows[:, None] * HEAD_DIM + dims[None, :],
+                normalized,
+                mask=mask,
+            )
             tl.store(log_sums_ptr + split_rows, row_max + tl.log2(row_sum), mask=is_row)
 
 
@@ -246,7 +299,11 @@ def _find_tile(cu_seqlens_ptr, num_seqs, NUM_KV_HEADS: constexpr, TOKENS: conste
             low = middle
         else:
             high = middle - 1
-    return tl.program_id(0) % NUM_KV_HEADS, low, index - tl.load(cu_seqlens_ptr + low) // TOKENS - low
+    return (
+        tl.program_id(0) % NUM_KV_HEADS,
+        low,
+        index - tl.load(cu_seqlens_ptr + low) // TOKENS - low,
+    )
 
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["cu_seqlens_ptr"])
@@ -262,16 +319,24 @@ def _join_splits_kernel(
         rows = (seq * NUM_HEADS + head) * num_splits + splits
         log_sums = tl.load(log_sums_ptr + rows, mask=exists, other=float("-inf"))
         mask = exists[:, None] & is_dim[None, :]
-        outputs = tl.load(split_outputs_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+        outputs = tl.load(
+            split_outputs_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0
+        )
         largest = tl.max(log_sums, axis=0)
         weights = tl.exp2(log_sums - tl.where(largest == float("-inf"), 0.0, largest))
         total = tl.sum(weights, axis=0)
         output = tl.sum(outputs * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
         output_row = query_start * NUM_HEADS + head
-        tl.store(output_ptr + output_row * HEAD_DIM + dims, output.to(output_ptr.dtype.element_ty), mask=is_dim)
+        tl.store(
+            output_ptr + output_row * HEAD_DIM + dims,
+            output.to(output_ptr.dtype.element_ty),
+            mask=is_dim,
+        )
 
 
-def _choose_tile(is_decode: bool, dim: int, dtype: torch.dtype, major: int) -> tuple[int, int, int, int]:
+def _choose_tile(
+    is_decode: bool, dim: int, dtype: torch.dtype, major: int
+) -> tuple[int, int, int, int]:
     """Rows of queries, tokens of a piece of the context, warps, stages: as many as the registers hold, so that the compiler
     spills none of them to memory."""
     if dtype == torch.float32:  # no matrix instructions: a product of tiles is spelled out

@@ -17,7 +17,9 @@ PREFERRED_BLOCK_SIZE = 256
 SUPPORTS_CUDA_GRAPHS = True
 
 
-def reason_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+def reason_unavailable(
+    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+) -> str | None:
     """A GPU that is too old is found by the trial run."""
     if device.type != "cuda":
         return "it needs a CUDA device"
@@ -35,8 +37,16 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
     options = {"block_table": batch.block_tables, "softmax_scale": scale, "causal": True}
     if batch.max_seqlen_q == 1:
         query = query.unsqueeze(1)  # [num_seqs, 1, num_heads, head_dim]
-        return flash_attn_with_kvcache(query, *kv_cache, cache_seqlens=batch.context_lens, **options).squeeze(1)
+        return flash_attn_with_kvcache(
+            query, *kv_cache, cache_seqlens=batch.context_lens, **options
+        ).squeeze(1)
     cu_seqlens_k = F.pad(batch.context_lens.cumsum(0, dtype=torch.int32), (1, 0))
     return flash_attn_varlen_func(
-        query, *kv_cache, batch.cu_seqlens_q, cu_seqlens_k, batch.max_seqlen_q, batch.max_seqlen_k, **options
+        query,
+        *kv_cache,
+        batch.cu_seqlens_q,
+        cu_seqlens_k,
+        batch.max_seqlen_q,
+        batch.max_seqlen_k,
+        **options,
     )

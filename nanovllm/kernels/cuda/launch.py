@@ -13,7 +13,9 @@ class Launch:
     begin at a multiple of 16 bytes, as torch's new ones do. Who keeps a Launch has all that in its key.
     """
 
-    def __init__(self, kernel: Any, **constants: object) -> None:  # Triton annotates neither kernels nor what they become
+    def __init__(
+        self, kernel: Any, **constants: object
+    ) -> None:  # Triton annotates neither kernels nor what they become
         self.kernel, self.constants, self.compiled = kernel, constants, None
         self.values = [constants[name] for name in kernel.arg_names if name in constants]
 

@@ -43,9 +43,16 @@ class FusedLayers(Twin, DecoderLayers):
         """The layer and its norms are not called. Attention and MLP are, so they can be anything."""
         if not isinstance(layer, DecoderLayer) or not has_known_code(layer, DecoderLayer):
             return False
-        return all([has_known_code(norm, RMSNorm) for norm in (layer.input_layernorm, layer.post_attention_layernorm)])
+        return all(
+            [
+                has_known_code(norm, RMSNorm)
+                for norm in (layer.input_layernorm, layer.post_attention_layernorm)
+            ]
+        )
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_caches: list[Tensor], batch: Batch) -> Tensor:
+    def forward(
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_caches: list[Tensor], batch: Batch
+    ) -> Tensor:
         branch: Tensor | None = None  # the newest output, not yet added to x
         for layer, kv_cache in zip(cast(Iterable[DecoderLayer], self), kv_caches):
             first, second = layer.input_layernorm, layer.post_attention_layernorm
@@ -57,7 +64,9 @@ class FusedLayers(Twin, DecoderLayers):
         return x + branch
 
 
-def add_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """x + branch [..., size], and norm.RMSNorm of this sum. A branch of None: x itself, and its norm."""
     assert x.is_contiguous() and (branch is None or branch.is_contiguous())
     size = x.shape[-1]
@@ -68,14 +77,29 @@ def add_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -
 
 
 @cache
-def _prepare_norm(device: torch.device, dtype: torch.dtype, size: int, has_branch: bool, aligned: bool) -> Launch:
+def _prepare_norm(
+    device: torch.device, dtype: torch.dtype, size: int, has_branch: bool, aligned: bool
+) -> Launch:
     block = triton.next_power_of_2(size)
-    return Launch(_add_rms_norm_kernel, HAS_BRANCH=has_branch, BLOCK=block, num_warps=min(max(4, block // 512), 16))
+    return Launch(
+        _add_rms_norm_kernel,
+        HAS_BRANCH=has_branch,
+        BLOCK=block,
+        num_warps=min(max(4, block // 512), 16),
+    )
 
 
 @triton.jit
 def _add_rms_norm_kernel(
-    x_ptr, branch_ptr, weight_ptr, total_ptr, normed_ptr, size, eps, HAS_BRANCH: constexpr, BLOCK: constexpr
+    x_ptr,
+    branch_ptr,
+    weight_ptr,
+    total_ptr,
+    normed_ptr,
+    size,
+    eps,
+    HAS_BRANCH: constexpr,
+    BLOCK: constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
@@ -104,16 +128,29 @@ class FusedAttention(Twin, Attention):
         """For Triton's way of storing K/V, with both norms or none; the kernel has one eps for them."""
         norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
         is_known = all([has_known_code(norm, RMSNorm) for norm in norms]) and len(norms) != 1
-        return is_known and len({norm.eps for norm in norms}) < 2 and self.backend.store_kvcache is store_kvcache
+        return (
+            is_known
+            and len({norm.eps for norm in norms}) < 2
+            and self.backend.store_kvcache is store_kvcache
+        )
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor, batch: Batch) -> Tensor:
-        query = rotate_and_store(self.qkv_proj(x), self.q_norm, self.k_norm, cos_sin, kv_cache, batch.slot_mapping)
+    def forward(
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor, batch: Batch
+    ) -> Tensor:
+        query = rotate_and_store(
+            self.qkv_proj(x), self.q_norm, self.k_norm, cos_sin, kv_cache, batch.slot_mapping
+        )
         attended = self.backend.attend(query, kv_cache, batch, self.head_dim**-0.5)
         return self.o_proj(attended.flatten(1))
 
 
 def rotate_and_store(
-    qkv: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor, slots: Tensor
+    qkv: Tensor,
+    q_norm: RMSNorm | None,
+    k_norm: RMSNorm | None,
+    cos_sin: tuple[Tensor, Tensor],
+    kv_cache: Tensor,
+    slots: Tensor,
 ) -> Tensor:
     """From the projections qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] to attention, in one pass.
 
@@ -124,10 +161,18 @@ def rotate_and_store(
     num_kv_heads, head_dim = kv_cache.shape[3:]
     num_tokens, num_heads = len(qkv), qkv.shape[1] // head_dim - 2 * num_kv_heads
     query, values_offset = qkv.new_empty(num_tokens, num_heads, head_dim), kv_cache.stride(0)
-    weights = (None, None, 0.0) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
+    weights = (
+        (None, None, 0.0)
+        if q_norm is None or k_norm is None
+        else (q_norm.weight, k_norm.weight, q_norm.eps)
+    )
     sizes = num_heads, num_kv_heads, head_dim, values_offset
-    kernel, programs = _prepare_rotation(qkv.device, qkv.dtype, *sizes, q_norm is not None, is_aligned(qkv))
-    kernel((num_tokens, programs, 1), qkv, *weights, *cos_sin, query, kv_cache, slots, values_offset)
+    kernel, programs = _prepare_rotation(
+        qkv.device, qkv.dtype, *sizes, q_norm is not None, is_aligned(qkv)
+    )
+    kernel(
+        (num_tokens, programs, 1), qkv, *weights, *cos_sin, query, kv_cache, slots, values_offset
+    )
     return query
 
 
@@ -139,8 +184,16 @@ def _prepare_rotation(
     """The kernel, and how many programs take a token's heads."""
     num_parts, block = num_heads + 2 * num_kv_heads, triton.next_power_of_2(head_dim // 2)
     heads = min(triton.next_power_of_2(num_parts), max(1, _ROTATED_PART // (2 * block)))
-    sizes = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HALF": head_dim // 2, "HEADS": heads, "BLOCK": block}
-    return Launch(_rotate_and_store_kernel, **sizes, HAS_NORM=has_norm), triton.cdiv(num_parts, heads)
+    sizes = {
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HALF": head_dim // 2,
+        "HEADS": heads,
+        "BLOCK": block,
+    }
+    return Launch(_rotate_and_store_kernel, **sizes, HAS_NORM=has_norm), triton.cdiv(
+        num_parts, heads
+    )
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # it may lie anywhere in a packed batch
@@ -149,8 +202,12 @@ def _rotate_and_store_kernel(
     NUM_HEADS: constexpr, NUM_KV_HEADS: constexpr, HALF: constexpr, HAS_NORM: constexpr, HEADS: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token).to(tl.int64)  # slot * NUM_KV_HEADS * head_dim overflows 32 bits in large caches
-    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]  # query heads, then key heads, then value heads
+    slot = tl.load(slots_ptr + token).to(
+        tl.int64
+    )  # slot * NUM_KV_HEADS * head_dim overflows 32 bits in large caches
+    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[
+        :, None
+    ]  # query heads, then key heads, then value heads
     dims = tl.arange(0, BLOCK)[None, :]
     is_dim = dims < HALF
     num_heads = NUM_HEADS + 2 * NUM_KV_HEADS
@@ -160,12 +217,23 @@ def _rotate_and_store_kernel(
 
     x, y = first.to(tl.float32), second.to(tl.float32)
     if HAS_NORM:
-        factor = tl.rsqrt((tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / (2 * HALF) + eps)[:, None]
-        q_weight, k_weight = tl.load(q_weight_ptr + dims, mask=is_dim), tl.load(k_weight_ptr + dims, mask=is_dim)
+        factor = tl.rsqrt((tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / (2 * HALF) + eps)[
+            :, None
+        ]
+        q_weight, k_weight = (
+            tl.load(q_weight_ptr + dims, mask=is_dim),
+            tl.load(k_weight_ptr + dims, mask=is_dim),
+        )
         x = _scale(x, factor, tl.where(heads < NUM_HEADS, q_weight, k_weight)).to(tl.float32)
-        q_weight, k_weight = tl.load(q_weight_ptr + HALF + dims, mask=is_dim), tl.load(k_weight_ptr + HALF + dims, mask=is_dim)
+        q_weight, k_weight = (
+            tl.load(q_weight_ptr + HALF + dims, mask=is_dim),
+            tl.load(k_weight_ptr + HALF + dims, mask=is_dim),
+        )
         y = _scale(y, factor, tl.where(heads < NUM_HEADS, q_weight, k_weight)).to(tl.float32)
-    cos, sin = tl.load(cos_ptr + token * HALF + dims, mask=is_dim), tl.load(sin_ptr + token * HALF + dims, mask=is_dim)
+    cos, sin = (
+        tl.load(cos_ptr + token * HALF + dims, mask=is_dim),
+        tl.load(sin_ptr + token * HALF + dims, mask=is_dim),
+    )
     x, y = (x * cos - y * sin).to(first.dtype), (y * cos + x * sin).to(first.dtype)
 
     target = query_ptr + (token * NUM_HEADS + heads) * 2 * HALF + dims
@@ -187,7 +255,14 @@ class FastMLP(Twin, MLP):
         assert gate_up.is_contiguous()
         num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         output = gate_up.new_empty(num_tokens, size)
-        kernel = prepare(_silu_and_mul_kernel, gate_up.device, gate_up.dtype, size, is_aligned(gate_up), BLOCK=1024)
+        kernel = prepare(
+            _silu_and_mul_kernel,
+            gate_up.device,
+            gate_up.dtype,
+            size,
+            is_aligned(gate_up),
+            BLOCK=1024,
+        )
         kernel((num_tokens, triton.cdiv(size, 1024), 1), gate_up, output, size)
         return self.down_proj(output)
 
@@ -213,8 +288,13 @@ class FastSampler(Twin, Sampler):
         grid = num_rows, triton.cdiv(vocab_size, _SAMPLE_PART)
         scores = torch.empty(grid, dtype=torch.float32, device=logits.device)
         tokens = torch.empty(grid, dtype=torch.int64, device=logits.device)
-        noise, sizes = (self.token_hashes, batch.noise_keys, batch.temperatures), (logits.stride(0), vocab_size)
-        _sample_kernel[grid](logits, *noise, scores, tokens, *sizes, BLOCK=_SAMPLE_PART, enable_fp_fusion=True)
+        noise, sizes = (
+            (self.token_hashes, batch.noise_keys, batch.temperatures),
+            (logits.stride(0), vocab_size),
+        )
+        _sample_kernel[grid](
+            logits, *noise, scores, tokens, *sizes, BLOCK=_SAMPLE_PART, enable_fp_fusion=True
+        )
         return tokens.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)
 
     def filter(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -227,54 +307,98 @@ class FastSampler(Twin, Sampler):
         assert rows is not None
         filters = rows, batch.filtered_temperatures, batch.top_ks, batch.top_ps, batch.min_ps
         options = {"BLOCK": 4096, "num_warps": 32, "enable_fp_fusion": True}
-        _filter_kernel[(len(rows),)](logits, output, *filters, logits.stride(0), logits.shape[1], **options)
+        _filter_kernel[(len(rows),)](
+            logits, output, *filters, logits.stride(0), logits.shape[1], **options
+        )
         return output
 
 
 @triton.jit(do_not_specialize_on_alignment=["keys_ptr", "temperatures_ptr"])
 def _sample_kernel(
-    logits_ptr, hashes_ptr, keys_ptr, temperatures_ptr, scores_ptr, tokens_ptr, stride, vocab_size, BLOCK: constexpr
+    logits_ptr,
+    hashes_ptr,
+    keys_ptr,
+    temperatures_ptr,
+    scores_ptr,
+    tokens_ptr,
+    stride,
+    vocab_size,
+    BLOCK: constexpr,
 ):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = part * BLOCK + tl.arange(0, BLOCK)
     mask = tokens < vocab_size
-    scores = tl.load(logits_ptr + row * stride + tokens, mask=mask, other=float("-inf")).to(tl.float32)
+    scores = tl.load(logits_ptr + row * stride + tokens, mask=mask, other=float("-inf")).to(
+        tl.float32
+    )
     temperature = tl.load(temperatures_ptr + row)
     if temperature > 0:
         x = tl.load(hashes_ptr + tokens, mask=mask, other=0).to(tl.uint32, bitcast=True)
         x = x ^ tl.load(keys_ptr + 2 * row).to(tl.uint32, bitcast=True)
         x = (x ^ (x >> 16)) * (tl.load(keys_ptr + 2 * row + 1).to(tl.uint32, bitcast=True) | 1)
         x = ((x ^ (x >> 15)) * 0x2C1B3C6D) >> 1
-        uniform = x.to(tl.int32, bitcast=True).to(tl.float32) * (2.0**-31 * (1 - 2.0**-23)) + 2.0**-33
+        uniform = (
+            x.to(tl.int32, bitcast=True).to(tl.float32) * (2.0**-31 * (1 - 2.0**-23)) + 2.0**-33
+        )
         # -log(1 - uniform): near 0, where 1 - uniform would round the digits away, by its power series.
         series = uniform * (1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4))))
         scores -= temperature * tl.log(tl.where(uniform < 0.01, series, -tl.log(1 - uniform)))
     # A part with a NaN has the score NaN, which torch's argmax over the parts finds, and the token -1.
     is_nan = scores != scores
-    has_nan, scores = tl.max(is_nan.to(tl.int32), axis=0) > 0, tl.where(is_nan, float("-inf"), scores)
+    has_nan, scores = (
+        tl.max(is_nan.to(tl.int32), axis=0) > 0,
+        tl.where(is_nan, float("-inf"), scores),
+    )
     best = part * BLOCK + tl.argmax(scores, axis=0)
     num_parts = tl.num_programs(1)
-    tl.store(scores_ptr + row * num_parts + part, tl.where(has_nan, float("nan"), tl.max(scores, axis=0)))
+    tl.store(
+        scores_ptr + row * num_parts + part, tl.where(has_nan, float("nan"), tl.max(scores, axis=0))
+    )
     tl.store(tokens_ptr + row * num_parts + part, tl.where(has_nan, -1, best).to(tl.int64))
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "temperatures_ptr", "top_ks_ptr", "top_ps_ptr", "min_ps_ptr"])
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "rows_ptr",
+        "temperatures_ptr",
+        "top_ks_ptr",
+        "top_ps_ptr",
+        "min_ps_ptr",
+    ]
+)
 def _filter_kernel(
-    logits_ptr, output_ptr, rows_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, stride, vocab_size, BLOCK: constexpr
+    logits_ptr,
+    output_ptr,
+    rows_ptr,
+    temperatures_ptr,
+    top_ks_ptr,
+    top_ps_ptr,
+    min_ps_ptr,
+    stride,
+    vocab_size,
+    BLOCK: constexpr,
 ):
     i = tl.program_id(0)
     row = tl.load(rows_ptr + i).to(tl.int64)
     logits_ptr += row * stride
-    top_k, top_p, min_p = tl.load(top_ks_ptr + i).to(tl.int32), tl.load(top_ps_ptr + i), tl.load(min_ps_ptr + i)
+    top_k, top_p, min_p = (
+        tl.load(top_ks_ptr + i).to(tl.int32),
+        tl.load(top_ps_ptr + i),
+        tl.load(min_ps_ptr + i),
+    )
     scale = 1 / tl.load(temperatures_ptr + i)
 
     highest = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     for start in range(0, vocab_size, BLOCK):
-        highest = tl.maximum(highest, _load_logits(logits_ptr, start + tl.arange(0, BLOCK), vocab_size))
+        highest = tl.maximum(
+            highest, _load_logits(logits_ptr, start + tl.arange(0, BLOCK), vocab_size)
+        )
     highest = tl.max(highest)
     masses = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, vocab_size, BLOCK):
-        masses += tl.exp((_load_logits(logits_ptr, start + tl.arange(0, BLOCK), vocab_size) - highest) * scale)
+        masses += tl.exp(
+            (_load_logits(logits_ptr, start + tl.arange(0, BLOCK), vocab_size) - highest) * scale
+        )
 
     cut, count, mass, kept_mass = float("-inf"), vocab_size, tl.sum(masses), tl.sum(masses)
     if (top_k < vocab_size) & (highest < float("inf")):
@@ -283,17 +407,39 @@ def _filter_kernel(
         )
     if (top_p < 1) & (highest < float("inf")):
         cut, count, mass, kept_mass = _find_cut(
-            logits_ptr, vocab_size, highest, scale, cut, count, mass, top_k, top_p * kept_mass, BLOCK
+            logits_ptr,
+            vocab_size,
+            highest,
+            scale,
+            cut,
+            count,
+            mass,
+            top_k,
+            top_p * kept_mass,
+            BLOCK,
         )
     for start in range(0, vocab_size, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
         logits = _load_logits(logits_ptr, tokens, vocab_size)
         goes = (logits < cut) | (tl.exp((logits - highest) * scale) < min_p)  # NaN does not
-        tl.store(output_ptr + row * vocab_size + tokens, float("-inf"), mask=goes & (tokens < vocab_size))
+        tl.store(
+            output_ptr + row * vocab_size + tokens, float("-inf"), mask=goes & (tokens < vocab_size)
+        )
 
 
 @triton.jit
-def _find_cut(logits_ptr, vocab_size, highest, scale, low, count_low, mass_low, max_count, max_mass, BLOCK: constexpr):
+def _find_cut(
+    logits_ptr,
+    vocab_size,
+    highest,
+    scale,
+    low,
+    count_low,
+    mass_low,
+    max_count,
+    max_mass,
+    BLOCK: constexpr,
+):
     """The lowest logit that stays: above it are fewer than max_count tokens, of less mass than max_mass.
 
     Bisection between `low` and the highest; the tokens from `low` on are count_low, of mass_low. Returns these three for
@@ -304,7 +450,10 @@ def _find_cut(logits_ptr, vocab_size, highest, scale, low, count_low, mass_low, 
         pivot = tl.maximum(low * 0.5 + high * 0.5, low)
         pivot = tl.where(pivot < high, pivot, low)  # it may have been rounded up
         counts, masses = tl.zeros([BLOCK], dtype=tl.int32), tl.zeros([BLOCK], dtype=tl.float32)
-        below, above = tl.full([BLOCK], float("-inf"), dtype=tl.float32), tl.full([BLOCK], float("inf"), dtype=tl.float32)
+        below, above = (
+            tl.full([BLOCK], float("-inf"), dtype=tl.float32),
+            tl.full([BLOCK], float("inf"), dtype=tl.float32),
+        )
         for start in range(0, vocab_size, BLOCK):
             logits = _load_logits(logits_ptr, start + tl.arange(0, BLOCK), vocab_size)
             is_above = logits > pivot
@@ -318,13 +467,17 @@ def _find_cut(logits_ptr, vocab_size, highest, scale, low, count_low, mass_low, 
             high, count_high, mass_high = tl.max(below), count, mass
         else:
             low, count_low, mass_low = tl.min(above), count, mass
-    kept_mass = mass_high + (max_count - count_high) * (mass_low - mass_high) / (count_low - count_high)
+    kept_mass = mass_high + (max_count - count_high) * (mass_low - mass_high) / (
+        count_low - count_high
+    )
     return low, count_low, mass_low, kept_mass
 
 
 @triton.jit
 def _load_logits(logits_ptr, tokens, vocab_size):
-    return tl.load(logits_ptr + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
+    return tl.load(logits_ptr + tokens, mask=tokens < vocab_size, other=float("-inf")).to(
+        tl.float32
+    )
 
 
 TWINS: list[type[Twin]] = [FusedLayers, FusedAttention, FastRMSNorm, FastMLP, FastSampler]
@@ -333,6 +486,8 @@ TWINS: list[type[Twin]] = [FusedLayers, FusedAttention, FastRMSNorm, FastMLP, Fa
 def find_twins(dtype: torch.dtype) -> list[type[Twin]]:
     """Raises RuntimeError if Triton does not work here."""
     ones = partial(torch.ones, dtype=dtype, device="cuda")
-    if reason := try_out(lambda: add_rms_norm(ones(2, 64), None, ones(64), eps=1e-6)[1].tolist()):  # waits for its end
+    if reason := try_out(
+        lambda: add_rms_norm(ones(2, 64), None, ones(64), eps=1e-6)[1].tolist()
+    ):  # waits for its end
         raise RuntimeError(reason)
     return TWINS
