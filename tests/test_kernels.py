@@ -543,6 +543,19 @@ def test_fused_layers(
     )  # and no other slots
 
 
+@needs_products
+@all_dtypes
+def test_other_requests_change_no_logits(make_llm: Callable[..., LLM], dtype: torch.dtype) -> None:
+    """To the bit: a prompt and its decodes, alone and in a batch."""
+    llm = make_llm(dtype=str(dtype).removeprefix("torch."), enable_prefix_caching=False)
+    params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=5)
+    prompts = [random_prompt(n, n) for n in (30, 1, 9, 17, 40)]
+    together = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, output in zip(prompts, together):
+        (alone,) = llm.generate([prompt], params, use_tqdm=False)
+        assert (alone["token_ids"], alone["logprobs"]) == (output["token_ids"], output["logprobs"])
+
+
 @all_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocab_size", [5, 1024, 5001])
