@@ -109,15 +109,25 @@ def by_stream(llm: LLM) -> Told:
     return tell(list(llm.stream(*map(list, zip(*REQUESTS)))))
 
 
+def shortest_of(times: int, call: Callable[[], object]) -> float:
+    """Seconds of the fastest call: a slow moment of the machine must not delay Ctrl-C past the end."""
+    durations = []
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        durations.append(time.perf_counter() - start)
+    return min(durations)
+
+
 @pytest.mark.parametrize("call", [by_generate, by_stream])
 def test_ctrl_c_at_any_moment(demo: LLM, ctrl_c: CtrlC, call: Callable[[LLM], Told]) -> None:
     """Another request, which is queued at the time, goes on."""
     rng = random.Random(0)
     expected = by_generate(demo)
     demo.scheduler.num_preemptions = 0
-    start = time.perf_counter()
     assert call(demo) == expected and demo.stats["num_preemptions"]
-    duration, num_cut_short = time.perf_counter() - start, 0
+    duration = shortest_of(3, lambda: call(demo))
+    num_cut_short = 0
     for _ in range(ROUNDS):
         other = demo.add_request(*REQUESTS[0])
         num_cut_short += ctrl_c.cuts_short(
@@ -138,6 +148,7 @@ def test_ctrl_c_in_a_servers_loop(demo: LLM, ctrl_c: CtrlC) -> None:
     """Whoever goes on with it misses nothing but, rarely, the report that was on its way."""
     rng = random.Random(1)
     expected = by_generate(demo)
+    duration = shortest_of(3, lambda: by_generate(demo))
     num_cut_short = num_lost = 0
     for _ in range(ROUNDS // 2):
         ids = [demo.add_request(*request) for request in REQUESTS]
@@ -147,7 +158,7 @@ def test_ctrl_c_in_a_servers_loop(demo: LLM, ctrl_c: CtrlC) -> None:
             while not demo.is_finished():
                 last.update((output["request_id"], output) for output in demo.step())
 
-        while ctrl_c.cuts_short(serve, rng.uniform(1e-4, 2e-2), rng.choice([1, 2])):
+        while ctrl_c.cuts_short(serve, rng.uniform(1e-4, duration / 2), rng.choice([1, 2])):
             num_cut_short += 1
         assert sorted(last) == [*ids, ids[-1] + 1]
         told = tell(list(last.values()))
@@ -157,7 +168,7 @@ def test_ctrl_c_in_a_servers_loop(demo: LLM, ctrl_c: CtrlC) -> None:
             for entry, known in zip(told, expected, strict=True)
             if entry[2] is not None
         )
-    assert num_cut_short > ROUNDS / 3 and num_lost <= ROUNDS / 10
+    assert num_cut_short > ROUNDS / 3 and num_lost <= num_cut_short / 5
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
