@@ -24,11 +24,10 @@ def make_sampling_batch(
     vocab_size: int,
     device: str = "cpu",
 ) -> SamplingBatch:
-    """What the model runner prepares for sequences that are as long as `positions` says."""
+    """What the model runner prepares for rows that sample the tokens at `positions`."""
     runner = SimpleNamespace(vocab_size=vocab_size, device=torch.device(device))
-    rows = zip(params, seeds, strict=True)
-    seqs = [Sequence(0, [0] * position, p, seed=s) for (p, s), position in zip(rows, positions)]
-    return ModelRunner.prepare_sampling(runner, seqs)
+    rows = [Sequence(0, [0], p, seed=seed) for p, seed in zip(params, seeds, strict=True)]
+    return ModelRunner.prepare_sampling(runner, rows, positions)
 
 
 def sample(

@@ -21,13 +21,11 @@ class InputProcessor:
         self,
         config: Config,
         tokenizer: PreTrainedTokenizerBase | None,
-        eos_token_ids: frozenset[int],
         vocab_size: int,
         max_model_len: int,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.eos_token_ids = eos_token_ids
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.ids = count()  # of requests, and of their samples
@@ -69,19 +67,27 @@ class InputProcessor:
             raise ValueError("the checkpoint has no tokenizer: a prompt must be token ids, not str")
         return self.tokenizer.encode(check_text("a prompt", prompt))
 
-    def make_requests(self, prompts: list[CheckedPrompt], inbox: Inbox) -> list[Request]:
+    def make_requests(
+        self, prompts: list[CheckedPrompt], eos_token_ids: frozenset[int], inbox: Inbox
+    ) -> list[Request]:
         """Make the samples of all prompts. `inbox` receives those with progress to report."""
         requests: list[Request] = []
         for token_ids, params in prompts:
-            requests += self._make_samples(token_ids, params, inbox)
+            stop_token_ids = set(params.stop_token_ids or ())
+            if not params.ignore_eos:
+                stop_token_ids |= eos_token_ids
+            # Checkpoints with a reduced vocabulary can name ids above it.
+            valid_ids = frozenset(i for i in stop_token_ids if i < self.vocab_size)
+            requests += self._make_samples(token_ids, params, valid_ids, inbox)
         return requests
 
     def _make_samples(
-        self, token_ids: list[int], params: SamplingParams, inbox: Inbox
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        stop_token_ids: frozenset[int],
+        inbox: Inbox,
     ) -> list[Request]:
-        stop_token_ids = set(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            stop_token_ids |= self.eos_token_ids
         samples: list[Request] = []
         for index in range(params.n):
             seq_id = next(self.ids)
@@ -94,8 +100,7 @@ class InputProcessor:
                 token_ids=token_ids,
                 params=params,
                 seed=seed,
-                # Checkpoints with a reduced vocabulary can name ids above it.
-                stop_token_ids=frozenset(i for i in stop_token_ids if i < self.vocab_size),
+                stop_token_ids=stop_token_ids,
                 max_num_tokens=self.max_model_len,
                 sample_index=index,
                 first_id=samples[0].seq_id if samples else seq_id,

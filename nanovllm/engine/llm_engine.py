@@ -65,7 +65,7 @@ class LLMEngine:
             BlockManager(worker.num_blocks, worker.block_size, config.enable_prefix_caching)
         )
         self.input_processor = InputProcessor(
-            config, self.tokenizer, self.eos_token_ids, self.vocab_size, self.max_model_len
+            config, self.tokenizer, self.vocab_size, self.max_model_len
         )
         self.requests: dict[int, Request] = {}  # unfinished samples by seq_id, oldest first
         self.samples: dict[int, list[Request]] = {}  # request id -> its unfinished samples
@@ -90,7 +90,7 @@ class LLMEngine:
         Raises ValueError or TypeError for a prompt that can never be served.
         """
         checked = self.input_processor.check(prompt, sampling_params)
-        requests = self.input_processor.make_requests([checked], self._inbox)
+        requests = self.input_processor.make_requests([checked], self.eos_token_ids, self._inbox)
         self._queue(requests)
         return requests[0].seq_id
 

@@ -61,9 +61,7 @@ class Sequence:
 
         # What the current step does with the sequence.
         self.num_scheduled_tokens = 0
-        self.num_logits = (
-            0  # 1 if the step reaches the newest token, whose logits are needed, else 0
-        )
+        self.num_logits = 0  # 1 if the step reaches the newest token, else 0
         self.is_decode = False  # the step computes the newest generated token, and nothing else
 
     def check_end(self) -> FinishReason | None:

@@ -76,11 +76,14 @@ class SharedEngine(LLMEngine):
     @contextmanager
     def _queued(self, prompts: list[CheckedPrompt], inbox: Inbox) -> Iterator[list[Request]]:
         """Queue all prompts, or none. An exception inside the block cancels their requests."""
-        requests = self._take_turn(self.input_processor.make_requests, prompts, inbox)
+        make_requests = self.input_processor.make_requests
+        requests = self._take_turn(make_requests, prompts, self.eos_token_ids, inbox)
         try:
             self._take_turn(self._queue, requests)
             yield requests
         except BaseException:
+            for request in requests:
+                request.inbox = {}  # its caller does not know the request
             self._aborted.append(requests)
             self._cancel_soon()
             raise
