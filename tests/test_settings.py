@@ -126,7 +126,6 @@ def test_the_engines_gpu_is_the_current_one(
 
     monkeypatch.setattr(torch.accelerator, "device_index", device_index)
     steps = [
-        (ModelRunner, "prepare_batch"),
         (Worker, "compute"),
         (ModelRunner, "prepare_sampling"),
         (Penalties, "apply"),
@@ -157,7 +156,9 @@ def test_graphs_are_recorded_undisturbed(
     """They repeat what the caller's settings were when the engine was made."""
     seen: list[bool] = []
     monkeypatch.setattr(
-        kernels, "capture_decode_steps", lambda *_: seen.append(torch.is_autocast_enabled("cpu"))
+        kernels,
+        "capture_decode_steps",
+        lambda *_, **__: seen.append(torch.is_autocast_enabled("cpu")),
     )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         make_llm()
@@ -194,7 +195,7 @@ def test_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert [str(find_device("cuda:2", local_rank)) for local_rank in (0, 1)] == ["cuda:2", "cuda:3"]
     for name, local_rank in (("cuda", 4), ("cuda:2", 2), ("cuda:4", None)):
-        with pytest.raises(ValueError, match="'cuda:4' is not there"):
+        with pytest.raises(ValueError, match="'cuda:4' is missing"):
             find_device(name, local_rank)
     with monkeypatch.context() as patch:
         patch.setattr(
