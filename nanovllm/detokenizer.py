@@ -60,9 +60,9 @@ class Detokenizer:
         return self.text[: max(0, len(self.text) - self.num_unsafe)]
 
     def meets_stop_string(self, token_ids: list[int], may_stop: bool) -> bool:
-        """Whether a token since the last call completes a stop string; the text then ends before it, and stays so.
+        """Whether the newest token completes a stop string; the text then ends before it, and stays so.
 
-        If Ctrl-C comes within, what it would have found is lost: ask a copy, as Request does.
+        Ask after each token. If Ctrl-C comes within, what it would have found is lost: ask a copy, as Request does.
         """
         num_searched = self.num_searched
         self._advance(token_ids)
