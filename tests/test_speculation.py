@@ -470,22 +470,3 @@ def test_drafts_change_no_token_in_16_bits(make_llm: MakeLLM) -> None:
     make_guess(llm, Clairvoyant(expected, 0.8))
     same(llm.generate(prompts, params, use_tqdm=False), expected)
     assert llm.stats["num_accepted_tokens"] > 100
-
-
-def test_stop_strings_within_min_tokens() -> None:
-    """A stop string that ends within min_tokens stays in the text, whether its token was a draft or not."""
-    prompt = "one two three one two three one two three one two"
-    params = [
-        SamplingParams(
-            temperature=0.0, max_tokens=24, min_tokens=least, stop=["backwards"], ignore_eos=True
-        )
-        for least in range(14)
-    ]
-    options = {"dtype": "float32", "num_kvcache_blocks": 64, "kvcache_block_size": 4}
-    expected = LLM(DEMO_MODEL, **options).generate([prompt] * 14, params, use_tqdm=False)
-    drafting = LLM(DEMO_MODEL, **options, num_speculative_tokens=4)
-    unbound = [SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)]
-    make_guess(drafting, Clairvoyant(drafting.generate([prompt], unbound, use_tqdm=False), 1.0))
-    outputs = drafting.generate([prompt] * 14, params, use_tqdm=False)
-    assert drafting.stats["num_accepted_tokens"] > 0
-    assert [output["text"] for output in outputs] == [output["text"] for output in expected]
