@@ -1,8 +1,7 @@
-"""nanovllm: a compact LLM inference engine, to read and to run.
+"""nanovllm: a compact LLM inference engine to read and to run.
 
-Start reading at `llm.py` (what a caller sees), then follow one request:
-engine/llm_engine.py -> scheduler.py -> block_manager.py -> model_runner.py -> executor.py -> models/decoder.py -> layers/.
-kernels/ can be left for the end: nothing on that way knows of it but two lines of the executor and the runner.
+The README says in which order to read it. The entry point is `LLM` in llm.py. kernels/ has
+optimized versions of layers and attention. Without it the engine is complete, and slower.
 """
 
 from pathlib import Path

@@ -1,17 +1,21 @@
-"""Beam search: every step sends all beams through the engine as prompts of one token to generate.
+"""Beam search with the results of transformers, on top of ordinary requests.
 
-A step extends every running beam by its most probable tokens and ranks all these candidates by their summed log
-probability. The best ones that have not ended run on; of the best `beam_width` candidates those that have ended compete
-for a place among the finished, ranked by score = sum / length ** length_penalty. The search is over when no running beam
-could still displace a finished one at its present length (transformers' early_stopping=False). The beams' common past is in
-the prefix cache.
+Each step sends all running beams to the engine, as prompts of which one token is generated, and
+extends every beam by its most probable next tokens. The candidates are ranked by cumulative log
+probability:
+
+    running    the best `beam_width` candidates that have not ended
+    finished   the best `beam_width` ended beams by cumulative_logprob / length ** length_penalty.
+               Only ended candidates among the best `beam_width` of a step compete.
+
+The search ends when no running beam could replace a finished one at its current length
+(transformers' early_stopping=False). The beams share their prefix through the prefix cache.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from heapq import nlargest
-from itertools import islice
 from operator import itemgetter
-from typing import NamedTuple
 
 from nanovllm.outputs import FinishReason, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -19,15 +23,18 @@ from nanovllm.sampling_params import SamplingParams
 Generate = Callable[[list[tuple[list[int], SamplingParams]]], list[RequestOutput]]
 
 
-class Beam(NamedTuple):
-    token_ids: list[int]  # generated
-    logprobs: list[dict[int, float]]  # of these
-    cumulative_logprob: float
-    finish_reason: FinishReason | None
+@dataclass(frozen=True)
+class Beam:
+    """One hypothesis: generated tokens and their log probabilities."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)  # one dict per token
+    cumulative_logprob: float = 0.0
+    finish_reason: FinishReason | None = None
 
 
 class BeamSearch:
-    """The search for one prompt. Knows scores and token ids; `search_together` asks the engine for the scores."""
+    """The beams of one prompt. Handles token ids and scores. `search_together` runs the engine."""
 
     def __init__(
         self,
@@ -38,68 +45,90 @@ class BeamSearch:
         eos_token_ids: frozenset[int],
     ) -> None:
         self.prompt = prompt
-        self.beam_width, self.max_tokens, self.length_penalty = (
-            beam_width,
-            max_tokens,
-            length_penalty,
-        )
+        self.beam_width = beam_width
+        self.max_tokens = max_tokens
+        self.length_penalty = length_penalty
         self.eos_token_ids = eos_token_ids
-        # So many that beam_width of them go on even if every beam's best candidates are all the EOS there are.
+        # Even if the best candidates of every beam are all EOS tokens, beam_width others remain.
         self.num_candidates = max(2, 1 + len(eos_token_ids)) * beam_width
-        self.running = [Beam([], [], 0.0, None)]
+        self.running = [Beam()]
         self.finished: list[Beam] = []  # best first
 
     def advance(self, logprobs: list[dict[int, float]]) -> None:
-        """Take a step. `logprobs`: of each running beam's next tokens, the `num_candidates` most probable or all.
+        """Extend all running beams by one token.
 
-        A beam without any (its logits are NaN) goes no further; if that is true of all beams, they are the result.
+        `logprobs` has for each of them the `num_candidates` most probable tokens, or all tokens. It
+        is empty for a beam with NaN logits, which is dropped. If no beam is left, the search ends
+        with "error".
         """
-        scored = (
-            (beam.cumulative_logprob + logprob, beam, token_id, logprob)
-            for beam, nexts in zip(self.running, logprobs, strict=True)
-            for token_id, logprob in nexts.items()
-        )
-        candidates = [
-            self._extend(*best) for best in nlargest(self.num_candidates, scored, key=itemgetter(0))
-        ]
-        ended = [beam for beam in candidates[: self.beam_width] if beam.finish_reason]
+        candidates: list[tuple[float, Beam, int, float]] = []  # the first is the new total
+        for beam, next_tokens in zip(self.running, logprobs, strict=True):
+            for token_id, logprob in next_tokens.items():
+                total = beam.cumulative_logprob + logprob
+                candidates.append((total, beam, token_id, logprob))
+        best: list[Beam] = []
+        for _, beam, token_id, logprob in nlargest(
+            self.num_candidates, candidates, key=itemgetter(0)
+        ):
+            best.append(self._extend(beam, token_id, logprob))
+        ended = [beam for beam in best[: self.beam_width] if beam.finish_reason is not None]
         self.finished = nlargest(self.beam_width, self.finished + ended, key=self._score)
-        if not (candidates or self.finished):
-            self.finished = [beam._replace(finish_reason="error") for beam in self.running]
-        self.running = [beam for beam in candidates if not beam.finish_reason][: self.beam_width]
-        if self.running and len(self.finished) == self.beam_width:
-            if self._score(self.running[0]) <= self._score(self.finished[-1]):
-                self.running = []
+        if not best and not self.finished:
+            self.finished = [replace(beam, finish_reason="error") for beam in self.running]
+        unfinished = [beam for beam in best if beam.finish_reason is None]
+        self.running = unfinished[: self.beam_width]
+        if self._is_decided():
+            self.running = []
 
-    def _extend(self, total: float, beam: Beam, token_id: int, logprob: float) -> Beam:
-        is_longest = len(beam.token_ids) + 1 == self.max_tokens
-        reason: FinishReason | None = (
-            "stop" if token_id in self.eos_token_ids else "length" if is_longest else None
-        )
+    def _extend(self, beam: Beam, token_id: int, logprob: float) -> Beam:
+        reason: FinishReason | None = None
+        if token_id in self.eos_token_ids:
+            reason = "stop"
+        elif len(beam.token_ids) + 1 == self.max_tokens:
+            reason = "length"
         return Beam(
-            [*beam.token_ids, token_id], [*beam.logprobs, {token_id: logprob}], total, reason
+            token_ids=[*beam.token_ids, token_id],
+            logprobs=[*beam.logprobs, {token_id: logprob}],
+            cumulative_logprob=beam.cumulative_logprob + logprob,
+            finish_reason=reason,
         )
+
+    def _is_decided(self) -> bool:
+        """Return whether no running beam could replace a finished one at its current length."""
+        if not self.running or len(self.finished) < self.beam_width:
+            return False
+        return self._score(self.running[0]) <= self._score(self.finished[-1])
 
     def _score(self, beam: Beam) -> float:
         return beam.cumulative_logprob / len(beam.token_ids) ** self.length_penalty
 
 
 def search_together(searches: list[BeamSearch], generate: Generate) -> list[RequestOutput]:
-    """Finish all `searches`, which share the engine's steps. The outputs of the first step, one for each search."""
-    first: list[RequestOutput] = []
-    while active := [search for search in searches if search.running]:
+    """Finish all `searches`, which share the engine's steps.
+
+    Return the output of the first step for each search.
+    """
+    first_outputs: list[RequestOutput] = []
+    active = [search for search in searches if search.running]
+    while active:
         params = SamplingParams(
             temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=active[0].num_candidates
         )
-        outputs = generate(
-            [
-                (search.prompt + beam.token_ids, params)
-                for search in active
-                for beam in search.running
-            ]
-        )
-        first = first or outputs
-        logprobs = iter([output["logprobs"][0] if output["logprobs"] else {} for output in outputs])
+        prompts: list[tuple[list[int], SamplingParams]] = []
         for search in active:
-            search.advance(list(islice(logprobs, len(search.running))))
-    return first
+            prompts += [(search.prompt + beam.token_ids, params) for beam in search.running]
+        outputs = generate(prompts)
+        if not first_outputs:
+            first_outputs = outputs  # each search begins with one beam
+        start = 0
+        for search in active:
+            end = start + len(search.running)
+            search.advance([_next_logprobs(output) for output in outputs[start:end]])
+            start = end
+        active = [search for search in active if search.running]
+    return first_outputs
+
+
+def _next_logprobs(output: RequestOutput) -> dict[int, float]:
+    """The log probabilities of the token that was generated, empty after NaN logits."""
+    return output["logprobs"][0] if output["logprobs"] else {}

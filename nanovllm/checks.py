@@ -1,7 +1,8 @@
-"""Checks of what comes from outside: options, sampling parameters, the files of a checkpoint.
+"""Validates user input: options, sampling parameters and checkpoint files.
 
-An error names the value and says what would be right. The checks of numbers return plain Python ones: NumPy's are
-accepted too, but overflow where an int does not. (isinstance is asked for int and float first: the abstract classes are slow.)
+An error names the field, its value and the valid values. NumPy numbers are accepted and converted
+to Python numbers, because NumPy integers overflow. isinstance is called with int and float first,
+because it is slow for abstract base classes.
 """
 
 import math
@@ -16,13 +17,16 @@ T = TypeVar("T")
 
 
 def checked(default: T, check: Callable[..., object], **limits: object) -> T:
-    """A field of a `Checked` dataclass: `check` takes its name, its value and `limits`, and returns the value to keep."""
+    """Define a field of a `Checked` dataclass.
+
+    `check(name, value, **limits)` returns the value to keep, or raises.
+    """
     return field(default=default, metadata={"check": partial(check, **limits)})
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A dataclass whose fields are checked when it is made. A default, often None, is right."""
+    """A dataclass that validates its fields when it is created. A default value is always valid."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -39,32 +43,33 @@ def check_int(name: str, value: object, minimum: int, maximum: float = math.inf)
 
 
 def check_ints(name: str, values: Iterable[object], minimum: int) -> list[int]:
-    """Require a list of ints >= `minimum`, or a tuple, a set or an array of them."""
-    return [
-        check_int(f"each of {name}", value, minimum)
-        for value in check_type(name, values, (Iterable,), "a list of ints")
-    ]
+    """Require ints >= `minimum` in a list, a tuple, a set or an array."""
+    check_type(name, values, (Iterable,), "a list of ints")
+    return [check_int(f"each of {name}", value, minimum) for value in values]
 
 
 def check_number(
-    name: str, value: object, low: float, high: float = 1e300, open_low: bool = False
+    name: str, value: object, low: float, high: float = math.inf, open_low: bool = False
 ) -> float:
-    """Require a finite number in [low, high], or in (low, high] where `open_low`. An int stays one, however large."""
+    """Require a finite number in [low, high], or in (low, high] if `open_low`. An int stays one."""
     if not isinstance(value, (int, float, Real)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {value!r}")
-    number = (
-        value if isinstance(value, int) else float(value)
-    )  # float16 cannot be compared with `high`
-    if not low <= number <= high or (open_low and number == low):  # the first is false for NaN, too
-        limits = f"{'above' if open_low else 'at least'} {low}" + f" and at most {high}" * (
-            high < math.inf
-        )
+    # float16 cannot be compared with a large `high`.
+    number = value if isinstance(value, int) else float(value)
+    is_finite = isinstance(number, int) or math.isfinite(number)
+    is_inside = low < number <= high if open_low else low <= number <= high
+    if not (is_finite and is_inside):
+        limits = f"above {low}" if open_low else f"at least {low}"
+        if high < math.inf:
+            limits += f" and at most {high}"
+        elif not is_finite:
+            limits += " and finite"
         raise ValueError(f"{name} must be {limits}, not {value}")
     return number
 
 
 def check_type(name: str, value: T, types: tuple[type, ...], meaning: str) -> T:
-    """Require one of `types`."""
+    """Require one of `types`. `meaning` names them in the error."""
     if not isinstance(value, types):
         raise TypeError(f"{name} must be {meaning}, not {value!r}")
     return value
@@ -81,15 +86,16 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
 
 
 def check_text(name: str, value: str) -> str:
-    """Require a str without a lone surrogate, half of a character that was cut in two: no UTF-8 can be written of it."""
-    with naming(f"{name} holds a lone surrogate", UnicodeEncodeError):
+    """Require a str that UTF-8 can encode, which is one without lone surrogates."""
+    problem = f"{name} contains a lone surrogate and cannot be encoded as UTF-8"
+    with naming(problem, UnicodeEncodeError):
         value.encode()
     return value
 
 
 @contextmanager
 def naming(source: object, *errors: type[Exception]) -> Iterator[None]:
-    """Within it, `errors` become ValueErrors that name `source`, the file or directory that is to blame."""
+    """Turn `errors` into ValueErrors that begin with `source`, such as the file at fault."""
     try:
         yield
     except errors as error:

@@ -1,7 +1,7 @@
-"""What a caller may set on an engine, checked before anything is loaded.
+"""The options of an engine, validated before anything is loaded.
 
-Config holds the wishes as given. What depends on the checkpoint or on the machine (block size, number of blocks,
-max_model_len) is settled where it becomes known: in engine/executor.py.
+Config keeps options as they were given. Values that depend on the checkpoint or the machine (block
+size, number of blocks, max_model_len) are resolved in engine/worker.py.
 """
 
 import os
@@ -22,48 +22,50 @@ from nanovllm.checks import (
 )
 
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_SIZE = (
-    2**31 - 1
-)  # of anything that is counted: beyond it arithmetic overflows before memory runs out
-MAX_HEAD_DIM = (
-    2**16
-)  # far above what backends compute; a larger one exceeds all memory in RoPE's tables
-MAX_DRAFT_LEN = 7  # on a CPU, queries of up to 8 tokens are computed as decodes, to the bit: a longer draft could change one
-MAX_DRAFT_STEP = 256  # tokens of a step with drafts, whatever it costs
+MAX_SIZE = 2**31 - 1  # of anything that is counted, because larger numbers overflow int32
+MAX_HEAD_DIM = 2**16  # above what any backend computes, and small enough for RoPE's tables
+# On a CPU, queries of up to 8 tokens are computed as separate decodes, with bitwise identical
+# results. A longer draft could change a token.
+MAX_DRAFT_LEN = 7
+MAX_DRAFT_STEP = 256  # tokens of a step with drafts
 Options = ParamSpec("Options")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Checked):
-    """The checkpoint and the options of `LLM`. Raises ValueError or TypeError, naming the option.
+    """The checkpoint and the options of `LLM`.
+
+    Raises ValueError or TypeError that names the invalid option.
 
     Args:
-        model: A Hugging Face checkpoint directory, or a Hub id.
-        dtype: Of weights, K/V and computation. "auto": the checkpoint's.
-        device: "cpu", "cuda" or "cuda:N". "auto": CUDA if there is a GPU, else the CPU.
-        tensor_parallel_size: Ranks of one model, a process each, and a GPU each if there are any, from cuda:0 or `device` on. It
-            must divide the heads and the MLP's width.
-        max_model_len: Prompt and generated tokens of a sequence. None: the model's limit, at most 4096, at most what the KV
-            cache holds.
-        max_num_batched_tokens: Tokens computed in one step.
-        max_num_seqs: Sequences that hold KV blocks at once.
-        kvcache_block_size: Tokens in a block. None: what the attention backend prefers.
-        num_kvcache_blocks: None: sized from the memory there is; the arithmetic is printed at the start.
-        gpu_memory_utilization: (0, 1]: the share of the GPU's memory that this engine may come to use.
-        kvcache_memory_bytes: The KV cache's size on each rank. None on a CPU: a quarter of the available memory, divided among
-            the ranks, or what max_num_seqs sequences can use.
-        enable_prefix_caching: Reuse full blocks of equal prefixes.
-        enable_chunked_prefill: True: decodes and pieces of prompts share steps. False: whole prompts first, then decodes, as in
-            vLLM 0.x.
-        enforce_eager: No CUDA graphs.
-        enable_kernels: False: every token is computed by the plain torch of layers/ and models/, to read and to step through;
-            attention is then "torch".
-        attention_backend: "auto": the fastest that works here. One asked for by name that cannot run here is an error.
-        load_format: "dummy": random weights of config.json's shape.
-        seed: Of the engine: the same calls give the same samples.
-        num_speculative_tokens: Draft tokens of a sequence in a step at most, found by prompt lookup. They change no token. More
-            than 7 are not used.
-        trace: A file for the engine's timeline, which ui.perfetto.dev and `python -m nanovllm.trace` show.
+        model: A Hugging Face checkpoint directory or a Hub id.
+        dtype: The dtype of weights, K/V and computation. "auto": the checkpoint's dtype.
+        device: "cpu", "cuda" or "cuda:N". "auto": CUDA if a GPU is available, else the CPU.
+        tensor_parallel_size: Number of ranks. Each rank is a process and uses one GPU if there are
+            GPUs, starting at `device` or cuda:0. It must divide the heads and the MLP width.
+        max_model_len: Maximum of prompt plus generated tokens. None: the model's limit, but at most
+            4096 and at most what the KV cache holds.
+        max_num_batched_tokens: Token budget of one step.
+        max_num_seqs: Maximum number of sequences that hold KV blocks at once.
+        kvcache_block_size: Tokens per block. None: the attention backend's preference.
+        num_kvcache_blocks: Blocks in the KV cache. None: computed from the available memory. The
+            computation is printed at start.
+        gpu_memory_utilization: Fraction of the GPU's memory that this engine may use, in (0, 1].
+        kvcache_memory_bytes: Size of the KV cache per rank. None on a CPU: a quarter of the
+            available memory divided by the ranks, but at most what max_num_seqs sequences can use.
+        enable_prefix_caching: Reuse full blocks of identical prefixes.
+        enable_chunked_prefill: True: decodes and chunks of prompts share a step. False: prefill
+            first, where a step has whole prompts or decodes, as in vLLM 0.x.
+        enforce_eager: Disable CUDA graphs.
+        enable_kernels: False: run only the plain torch code of layers/ and models/, for reading and
+            debugging. Attention is then "torch".
+        attention_backend: "auto": the fastest backend that can run here. A named backend that
+            cannot run here is an error. backends.py lists the names.
+        load_format: "dummy": random weights in the shapes of config.json.
+        seed: Seed of the engine. The same calls give the same samples.
+        num_speculative_tokens: Maximum number of draft tokens per sequence and step, proposed by
+            prompt lookup. At most 7 are used. Outputs do not change.
+        trace: File for the engine's trace. ui.perfetto.dev and `python -m nanovllm.trace` open it.
     """
 
     model: str | os.PathLike[str] = field(kw_only=False)
@@ -95,10 +97,13 @@ class Config(Checked):
 
     @classmethod
     def from_options(cls, *args: Any, **options: Any) -> "Config":
-        """Config(*args, **options), where an unknown option is answered with those that there are."""
+        """Config(*args, **options). The error for an unknown option lists the valid ones."""
         model, *names = [each.name for each in fields(cls)]
-        if unknown := options.keys() - {model, *names}:
-            raise TypeError(f"LLM has no option {min(unknown)!r}; it has {', '.join(names)}")
+        unknown = options.keys() - {model, *names}
+        if unknown:
+            raise TypeError(
+                f"unknown option {min(unknown)!r}: valid options are {', '.join(names)}"
+            )
         return cls(*args, **options)
 
     def __post_init__(self) -> None:
@@ -106,7 +111,8 @@ class Config(Checked):
         super().__post_init__()
         if not self.enable_kernels and self.attention_backend not in ("auto", "torch"):
             raise ValueError(
-                f"attention_backend={self.attention_backend!r} needs enable_kernels=True: without, it is 'torch'"
+                f"attention_backend={self.attention_backend!r} needs enable_kernels=True:"
+                " set it, or use attention_backend='torch'"
             )
 
 

@@ -1,28 +1,35 @@
-"""The text of a growing list of tokens, and where a stop string ends it.
+"""Incremental detokenization and stop strings.
 
-A token's text can depend on the tokens before it (leading spaces) and on those after it (bytes of one character), in ways
-that only the tokenizer knows. So tokens are decoded together with a few that come before them, and what that adds is
-text as soon as its last character is complete. Every token is decoded a bounded number of times, however long the text is.
+The text of a token can depend on the tokens before it (leading spaces) and after it (the bytes of
+one character). Only the tokenizer knows how. New tokens are therefore decoded together with a few
+tokens before them, and their text is released when its last character is complete. Every token is
+decoded a bounded number of times, whatever the length of the text.
+
+tokenizers.decoders.DecodeStream does the same for tokenizers in Rust. It needs unbounded time and
+releases nothing while bytes are not UTF-8, and it raises for tokens that cannot be decoded.
 """
 
 from transformers import PreTrainedTokenizerBase
 
-Window = tuple[tuple[int, ...], str, tuple[int, ...]]
+Tokens = tuple[int, ...]
 
 
 class Detokenizer:
-    """The text of one sequence's generated tokens, read as often as the caller likes.
+    """The text of one sequence's generated tokens, decoded incrementally.
 
-    While tokens come, the text only grows: with the token that completes a character, or later where a stop string could still
-    take it back. In the end it is `tokenizer.decode(generated token ids)`, unless that contradicts what was shown. It can where
-    bytes are not UTF-8: in a tokenizer that falls back to bytes, one wrong byte turns every character of its run of byte tokens
-    to U+FFFD. Then what was shown stays. A token that the tokenizer cannot decode is U+FFFD, too.
+    Streamed text is append-only. Text is released when a token completes a character, or later
+    while it could still become a stop string. The final text is `tokenizer.decode(generated token
+    ids)`, unless this contradicts released text. That can happen with invalid UTF-8: a tokenizer
+    with byte fallback turns a whole run of byte tokens into U+FFFD if one byte is invalid. Released
+    text is then kept. A token that the tokenizer cannot decode becomes U+FFFD.
 
-    token_ids | prompt | ............ | context | pending |     `text` ends with the context's
+    token_ids | prompt | ............ | context | pending |     `text` ends where the context ends
+
+    Instances are copied shallowly, so no attribute is mutated in place.
     """
 
-    MAX_CONTEXT = 8  # tokens; then only those that brought the newest text are kept
-    MAX_PENDING = 32  # tokens, far more than a character has; then they are text as they are
+    MAX_CONTEXT = 8  # tokens; a longer context is reduced to the tokens of the newest text
+    MAX_PENDING = 32  # tokens, far more than a character has; then their text is released as it is
 
     def __init__(
         self,
@@ -30,24 +37,23 @@ class Detokenizer:
         num_prompt_tokens: int,
         stop_strings: tuple[str, ...] = (),
     ) -> None:
-        self.tokenizer, self.stop_strings = tokenizer, stop_strings
-        self.num_prompt_tokens = self.num_tokens = (
-            num_prompt_tokens  # the second: tokens taken so far
-        )
-        self.num_unsafe = (
-            max(map(len, stop_strings), default=1) - 1
-        )  # last characters that may begin a stop string
+        self.tokenizer = tokenizer
+        self.stop_strings = stop_strings
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_decoded_tokens = num_prompt_tokens
         self.text = ""
-        # Context: the last tokens in `text`, enough to decode what follows as in its place; and what they are decoded alone.
-        # Pending: tokens that end within a character (with U+FFFD) or have no text.
-        self.window: Window = ((), "", ())
-        self.num_searched = 0  # characters in which stop strings were looked for
-        self.end: int | None = None  # where in the text a stop string starts that ended it
+        # The context is decoded with new tokens. `context_text` is its text when decoded alone.
+        # Pending tokens end within a character (with U+FFFD) or have no text.
+        self.window: tuple[Tokens, str, Tokens] = ((), "", ())  # context, context_text, pending
+        # With stop strings, the last characters of the text may be the start of one.
+        self.num_withheld = max(map(len, stop_strings), default=1) - 1
+        self.num_searched = 0  # characters in which stop strings were searched
+        self.end: int | None = None  # where the stop string that ended the text begins
 
     def read(self, token_ids: list[int], is_last: bool) -> str:
-        """What a caller may see: unless `token_ids` are the last ones, without what could still become something else.
+        """Return the text that can be released. `is_last` if no tokens follow.
 
-        With stop strings, these are only looked for in `meets_stop_string`; until then new tokens are not shown.
+        With stop strings, new tokens are decoded by `meets_stop_string` only.
         """
         if is_last and self.end is None:
             whole = self._decode(token_ids[self.num_prompt_tokens :])
@@ -56,70 +62,77 @@ class Detokenizer:
         if not self.stop_strings:
             self._advance(token_ids)
         if is_last or self.end is not None:
-            return (self.text + self._find_new(*self.window))[: self.end]
-        return self.text[: max(0, len(self.text) - self.num_unsafe)]
+            return (self.text + self._find_new_text(*self.window))[: self.end]
+        num_released = max(0, len(self.text) - self.num_withheld)
+        return self.text[:num_released]
 
     def meets_stop_string(self, token_ids: list[int], may_stop: bool) -> bool:
-        """Whether the newest token completes a stop string; the text then ends before it, and stays so.
+        """Return whether the newest token completes a stop string. The text ends before it.
 
-        Ask after each token. If Ctrl-C comes within, what it would have found is lost: ask a copy, as Request does.
+        Call it after each token. An interrupted call can miss a stop string, so Request calls it on
+        a copy.
         """
         num_searched = self.num_searched
         self._advance(token_ids)
         text = self.text
-        if self.window[
-            2
-        ]:  # a token can end a stop string and begin a character that is not complete
-            text += self._find_new(*self.window).rstrip("\ufffd")
+        _, _, pending = self.window
+        if pending:
+            # A token can end a stop string and begin a character that is incomplete.
+            text += self._find_new_text(*self.window).rstrip("\ufffd")
         self.num_searched = len(text)
         if may_stop and self.end is None:
-            starts = [
-                text.find(stop, max(0, num_searched - len(stop) + 1)) for stop in self.stop_strings
-            ]
+            starts: list[int] = []
+            for stop in self.stop_strings:
+                first = max(0, num_searched - len(stop) + 1)
+                starts.append(text.find(stop, first))
             self.end = min((start for start in starts if start >= 0), default=None)
         return self.end is not None
 
     def _advance(self, token_ids: list[int]) -> None:
-        """Take the tokens that are new, one by one, each as a whole, wherever Ctrl-C comes."""
-        for token_id in token_ids[self.num_tokens :]:
-            new, window = self._take(token_id, *self.window)
-            self.num_tokens, self.text, self.window = self.num_tokens + 1, self.text + new, window
+        for token_id in token_ids[self.num_decoded_tokens :]:
+            new_text, window = self._take(token_id, *self.window)
+            # CPython checks for signals at calls and jumps, not between these stores.
+            self.num_decoded_tokens, self.text, self.window = (
+                self.num_decoded_tokens + 1,
+                self.text + new_text,
+                window,
+            )
 
     def _take(
-        self, token_id: int, context: tuple[int, ...], context_text: str, pending: tuple[int, ...]
-    ) -> tuple[str, Window]:
-        """The text that one more token completes, and the window behind it."""
+        self, token_id: int, context: Tokens, context_text: str, pending: Tokens
+    ) -> tuple[str, tuple[Tokens, str, Tokens]]:
+        """Return the text that one more token releases, and the window after it."""
         text = self._decode((*context, *pending, token_id))
-        if (
-            text is None
-        ):  # what follows is decoded as if this token were not there; a character ends with it
-            new = self._find_new(context, context_text, pending)
-            return new + "\ufffd", (context, context_text, () if new else pending)
+        if text is None:
+            # The token becomes U+FFFD, and its neighbors are decoded as if it did not exist.
+            new_text = self._find_new_text(context, context_text, pending)
+            still_pending = () if new_text else pending
+            return new_text + "\ufffd", (context, context_text, still_pending)
         pending = (*pending, token_id)
-        if context and text.endswith(
-            "\ufffd"
-        ):  # a character's first bytes may turn those of the context to U+FFFD as well
-            context, context_text, text = (), "", self._decode(pending) or ""
-        new = text[len(context_text) :]
-        if len(pending) <= self.MAX_PENDING and (not new or new.endswith("\ufffd")):
+        if context and text.endswith("\ufffd"):
+            # The first bytes of a character can turn those of the context to U+FFFD as well.
+            context = ()
+            context_text = ""
+            text = self._decode(pending) or ""
+        new_text = text[len(context_text) :]
+        is_incomplete = not new_text or new_text.endswith("\ufffd")
+        if is_incomplete and len(pending) <= self.MAX_PENDING:
             return "", (context, context_text, pending)
         if len(context + pending) > self.MAX_CONTEXT:
-            context, text = (), self._decode(pending) or ""
-        return new, (context + pending, text, ())
+            context = ()
+            text = self._decode(pending) or ""
+        return new_text, (context + pending, text, ())
 
-    def _find_new(
-        self, context: tuple[int, ...], context_text: str, pending: tuple[int, ...]
-    ) -> str:
-        """What `pending` adds."""
+    def _find_new_text(self, context: Tokens, context_text: str, pending: Tokens) -> str:
+        """Return the text of `pending` after the context."""
         return (self._decode(context + pending) or "")[len(context_text) :]
 
-    def _decode(self, token_ids: list[int] | tuple[int, ...]) -> str | None:
-        """None if the tokenizer cannot."""
+    def _decode(self, token_ids: list[int] | Tokens) -> str | None:
+        """Return the text of `token_ids`, or None if the tokenizer cannot decode them."""
         try:
-            return str(
-                self.tokenizer.decode(
-                    list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-                )
+            text = self.tokenizer.decode(
+                list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
-        except Exception:  # whatever somebody's tokenizer raises
+        except Exception:  # depends on the tokenizer
             return None
+        return str(text)

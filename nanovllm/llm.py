@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tqdm import tqdm
 
@@ -24,11 +24,11 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.speculation import enable_speculation, make_speculative
-from nanovllm.engine.timeline import Timeline
 from nanovllm.engine.turns import SharedEngine
 from nanovllm.models.decoder import ModelSpec
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.trace.recorder import Timeline
 
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -155,8 +155,17 @@ class LLM(SharedEngine):
         if self.tokenizer is not None:
             text = Detokenizer(self.tokenizer, 0).read(beam.token_ids, is_last=True)
         request_id = self._take_turn(next, self.input_processor.ids)
-        output = {**first, **beam._asdict(), "request_id": request_id, "text": text}
-        return cast(RequestOutput, output)
+        return RequestOutput(
+            request_id=request_id,
+            sample_index=0,
+            prompt_token_ids=first["prompt_token_ids"],
+            token_ids=beam.token_ids,
+            text=text,
+            finish_reason=beam.finish_reason,
+            logprobs=beam.logprobs,
+            cumulative_logprob=beam.cumulative_logprob,
+            num_cached_tokens=first["num_cached_tokens"],
+        )
 
     def _generate(
         self, prompts: list[CheckedPrompt], use_tqdm: bool = False

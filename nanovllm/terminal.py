@@ -1,13 +1,13 @@
-"""What example.py, bench.py and `python -m nanovllm.trace` share."""
+"""Runs the main function of example.py, bench.py and python -m nanovllm.trace."""
 
 import os
 from collections.abc import Callable
 
 
 def run_program(main: Callable[[], None]) -> None:
-    """Run `main`. A reader of its output who leaves early (`| head`) ends the program."""
+    """Run `main`. If the reader of its output stops early (`| head`), end the program."""
     try:
         main()
         print(end="", flush=True)
     except BrokenPipeError:
-        os._exit(1)  # without the interpreter's own flush
+        os._exit(1)  # without the interpreter's own flush, which would raise again

@@ -42,7 +42,7 @@ from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.batch import SamplingBatch
 from nanovllm.engine import model_runner, worker
 from nanovllm.engine.memory import profile_sampling
-from nanovllm.kernels.cuda import attention, graphs, twins
+from nanovllm.kernels.cuda import attention, attention_kernels, graphs, layers, sampler
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import DecoderSpec
@@ -190,7 +190,7 @@ def find_loops(code: str) -> Iterator[int]:
 
 
 def find_compiled() -> Iterator[triton.compiler.CompiledKernel]:
-    for module in (attention, twins):
+    for module in (attention, attention_kernels, layers, sampler):
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):
                 for cache, *_ in kernel.device_caches.values():
@@ -249,7 +249,7 @@ LIFE = {  # lengths of prompts, and what their sampling params say
 def serve(num_heads: int, num_kv_heads: int, vocab_size: int, enforce_eager: bool) -> None:
     """A life of an engine on CPU tensors, whose kernels do nothing: all tokens are 0."""
     attention.reason_unavailable = lambda *_: None
-    graphs.record = lambda step, device, last: (SimpleNamespace(replay=lambda: None), step())
+    graphs.capture = lambda step, device, previous: (SimpleNamespace(replay=lambda: None), step())
     model_runner.find_logprobs = lambda logits, tokens, rows: [{0: 0.0} for _ in rows]
     Sampler.forward = launch_sampler
     with tempfile.TemporaryDirectory() as directory:
@@ -274,7 +274,7 @@ def serve(num_heads: int, num_kv_heads: int, vocab_size: int, enforce_eager: boo
     runner, executor = llm.model_runner, llm.model_runner.executor.worker
     if not enforce_eager:
         with torch.inference_mode():
-            sizes = graphs.batch_sizes(40)
+            sizes = graphs.list_batch_sizes(40)
             executor.graphs = graphs.CudaGraphs(
                 executor.model, executor.kv_caches, sizes, executor.block_table_width
             )
@@ -309,7 +309,7 @@ if __name__ == "__main__":
     parser.add_argument("--twice", action="store_true")
     args = parser.parse_args()
     driver.set_active(FakeDriver(args.arch))
-    kernels.find_twins = lambda device_type, dtype: twins.TWINS
+    kernels.find_optimized_layers = lambda device_type, dtype: layers.OPTIMIZED_LAYERS
     worker.copy_to = lambda batch, device: unpack(
         pack(batch)
     )  # its tensors lie in one, as on a GPU

@@ -28,8 +28,9 @@ from bench import (
 )
 from nanovllm import DEMO_MODEL
 from nanovllm.kernels import bench as kernels_bench
-from nanovllm.kernels.bench import HEADS, TOLERANCE
-from nanovllm.kernels.trial import check, make_batch, oracle
+from nanovllm.kernels.bench import QWEN3_HEADS, TOLERANCES
+from nanovllm.kernels.check import Shape, compare_with_torch, make_batch
+from nanovllm.layers import attention as oracle
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "3", "9"]
@@ -316,36 +317,29 @@ def store_too_much(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: T
 @pytest.mark.parametrize(
     "query_len, changes, complaint",
     [
-        (1, {"attend": skip_a_row}, "off by nan"),
-        (1, {"attend": zero_a_row}, "off by"),
-        (40, {"attend": skip_a_row}, "off by nan"),
-        (40, {"attend": zero_a_row}, "off by"),
-        (40, {"store_kvcache": shift_blocks}, "other slots"),
-        (1, {"store_kvcache": store_too_much}, "other slots"),
+        (1, {"attend": skip_a_row}, "an error of nan"),
+        (1, {"attend": zero_a_row}, "an error of"),
+        (40, {"attend": skip_a_row}, "an error of nan"),
+        (40, {"attend": zero_a_row}, "an error of"),
+        (40, {"store_kvcache": shift_blocks}, "outside slot_mapping"),
+        (1, {"store_kvcache": store_too_much}, "outside slot_mapping"),
     ],
 )
 def test_wrong_kernels_are_refused(
     query_len: int, changes: dict[str, Callable[..., object]], complaint: str, dtype: torch.dtype
 ) -> None:
-    settings = (
-        2,
-        40,
-        query_len,
-        16,
-        dtype,
-        torch.device("cpu"),
-        HEADS,
-        TOLERANCE[str(dtype).removeprefix("torch.")],
-    )
-    check(oracle, *settings)
+    shape = Shape(2, 40, query_len, *QWEN3_HEADS, block_size=16)
+    tolerance = TOLERANCES[str(dtype).removeprefix("torch.")]
+    settings = (shape, torch.device("cpu"), dtype, tolerance)
+    compare_with_torch(oracle, *settings)
     wrong = SimpleNamespace(NAME="wrong", store_kvcache=oracle.store_kvcache, attend=oracle.attend)
     vars(wrong).update(changes)
     with pytest.raises(RuntimeError, match=f"wrong: .*{complaint}"):
-        check(wrong, *settings)
+        compare_with_torch(wrong, *settings)
 
 
 @pytest.mark.parametrize("query_len", [1, 40])
 def test_either_kernel_is_timed_alone(query_len: int) -> None:
     """Of Triton's two, a batch that has no decodes launches the one, and a batch of decodes the other."""
-    batch = make_batch(2, 40, query_len, 16, torch.Generator())
+    batch = make_batch(Shape(2, 40, query_len, *QWEN3_HEADS, block_size=16), torch.Generator())
     assert batch.min_seqlen_q == batch.max_seqlen_q == query_len

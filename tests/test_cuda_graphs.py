@@ -12,7 +12,7 @@ from transformers import OPTConfig
 from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.batch import Batch
 from nanovllm.kernels.cuda import graphs
-from nanovllm.kernels.cuda.graphs import CudaGraphs, batch_sizes, pack_padded
+from nanovllm.kernels.cuda.graphs import CudaGraphs, list_batch_sizes, pack_padded
 from nanovllm.packing import copy_to, unpack
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 4, 7, 8, 9, 40, 256, 1000])
 def test_batch_sizes(max_num_seqs: int) -> None:
     """Every batch has a graph, and fewer than 8 rows or a sixteenth of it are padding."""
-    sizes = batch_sizes(max_num_seqs)
+    sizes = list_batch_sizes(max_num_seqs)
     assert sizes == sorted(set(sizes)) and sizes[-1] == max_num_seqs
     for num_seqs in range(1, max_num_seqs + 1):
         padding = min(size for size in sizes if size >= num_seqs) - num_seqs
@@ -62,7 +62,7 @@ def make_llm_with_graphs(
         executor = llm.model_runner.executor.worker
         if not ON_GPU:
             with torch.inference_mode():
-                sizes = batch_sizes(llm.config.max_num_seqs)
+                sizes = list_batch_sizes(llm.config.max_num_seqs)
                 executor.graphs = CudaGraphs(
                     executor.model, executor.kv_caches, sizes, executor.block_table_width
                 )
@@ -104,7 +104,7 @@ def test_tokens_of_opt_are_the_same(
     prompts = [random_prompt(i, 1 + 9 * i) for i in range(3)]
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
     assert [o["token_ids"] for o in outputs] == [oracle(prompt, 8) for prompt in prompts]
-    assert llm.model_runner.executor.worker.graphs.recorded[4][1].shape == (4, 32)
+    assert llm.model_runner.executor.worker.graphs.graphs[4][1].shape == (4, 32)
 
 
 def test_every_batch_size(make_llm_with_graphs: Callable[..., LLM]) -> None:
@@ -166,7 +166,7 @@ def test_the_profile_run_records_the_largest_alone(
         "nanovllm.engine.worker.count_blocks", lambda *args: (args[5](), (9, "arithmetic"))[1]
     )
     executor.allocate_kv_cache()
-    assert recorded == [[20], batch_sizes(20)]
+    assert recorded == [[20], list_batch_sizes(20)]
 
 
 def test_enforce_eager(make_llm: Callable[..., LLM]) -> None:

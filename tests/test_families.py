@@ -36,8 +36,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels import capture_decode_steps, kernelize
-from nanovllm.kernels.cpu.library import can_multiply
-from nanovllm.kernels.cpu.twins import PackedExperts
+from nanovllm.kernels.cpu.library import has_gemm
+from nanovllm.kernels.cpu.prepacked import PrepackedExperts
 from nanovllm.layers import attention
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
 from nanovllm.layers.tensor_parallel import TensorParallel
@@ -356,7 +356,7 @@ MOE_SPEC = MoESpec(
     num_experts=16, num_experts_per_tok=3, expert_size=24, normalize_weights=True, dense_layers=frozenset({0}),
 )  # fmt: skip
 needs_bfloat16 = pytest.mark.skipif(
-    not can_multiply(torch.bfloat16), reason="no compiler, or AMX that is not allowed"
+    not has_gemm(torch.bfloat16), reason="no compiler, or AMX that is not allowed"
 )
 
 
@@ -412,7 +412,7 @@ def test_moe_low_precision(is_packed: bool) -> None:
     )  # whom a near tie chooses is not what this is about
     if is_packed:
         kernelize(moe, torch.device("cpu"), torch.bfloat16)
-        assert type(moe.experts) is PackedExperts and not list(moe.parameters())
+        assert type(moe.experts) is PrepackedExperts and not list(moe.parameters())
     output = moe(x)
     expected = exact(x.float())
     assert (output - expected).norm() < (0.65 if is_packed else 0.9) * (rounded - expected).norm()

@@ -78,7 +78,7 @@ def test_tokens(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """With all twins, and the backend that auto takes: as far from float32 as transformers' own on the CPU, give or take half."""
+    """With all optimized layers, and the backend that auto takes: as far from float32 as transformers' own on the CPU, give or take half."""
     reference = make_checkpoint(tmp_path, dtype=dtype)
     llm = LLM(str(tmp_path), num_kvcache_blocks=64)
     model, seen = llm.model_runner.executor.worker.model, []
@@ -132,7 +132,7 @@ def test_the_last_gpu(make_llm: MakeLLM, tiny: tuple[str, Oracle]) -> None:
     for llm in (*llms, *llms):
         assert generate(llm) == [tiny[1](prompt, 40) for prompt in PROMPTS]
     executor = llms[1].model_runner.executor.worker
-    held = [*executor.model.parameters(), *executor.kv_caches, executor.graphs.packed]
+    held = [*executor.model.parameters(), *executor.kv_caches, executor.graphs.buffer]
     held += [hidden for _, hidden in executor.graphs.recorded.values()]
     assert {tensor.device for tensor in held} == {last} and torch.cuda.current_device() == 0
     with torch.cuda.device(last):

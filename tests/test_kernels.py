@@ -32,12 +32,13 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeCon
 from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.backends import BACKENDS
 from nanovllm.batch import Batch, SamplingBatch
-from nanovllm.kernels import Twin, kernelize
+from nanovllm.kernels import OptimizedLayer, kernelize
+from nanovllm.kernels.check import check_backend
 from nanovllm.kernels.cpu import attention as cpp_backend
+from nanovllm.kernels.cpu import layers as cpu_layers
 from nanovllm.kernels.cpu import library as cpu_library
-from nanovllm.kernels.cpu import twins as cpu_twins
-from nanovllm.kernels.cpu.twins import FusedLayers, PackedWeight
-from nanovllm.kernels.trial import try_backend
+from nanovllm.kernels.cpu.fused_layers import FusedLayers
+from nanovllm.kernels.cpu.prepacked import PrepackedWeight
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.norm import RMSNorm
@@ -53,7 +54,7 @@ needs_compiler = pytest.mark.skipif(
     which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler"
 )
 needs_products = pytest.mark.skipif(
-    not cpu_library.can_multiply(torch.bfloat16), reason="no compiler, or AMX that is not allowed"
+    not cpu_library.has_gemm(torch.bfloat16), reason="no compiler, or AMX that is not allowed"
 )
 all_dtypes = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
@@ -71,19 +72,21 @@ all_kernels = pytest.mark.parametrize(
 
 
 def exchange(
-    module: nn.Module, twins: list[type[Twin]], dtype: torch.dtype = torch.float32
+    module: nn.Module, optimized: list[type[OptimizedLayer]], dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """kernelize, with these twins."""
-    with patch.object(kernels, "find_twins", lambda device_type, dtype: twins):
+    """kernelize, with these optimized layers."""
+    with patch.object(kernels, "find_optimized_layers", lambda device_type, dtype: optimized):
         kernelize(module, DEVICE, dtype)
         return module
 
 
-def with_twins(module: nn.Module, functions: str) -> nn.Module:
-    """`module`, its layers exchanged for twins of kernels/cuda/twins.py, or those of kernels/cpu/twins.py without products."""
-    twins = cuda_twins().TWINS if functions == "cuda" else cpu_twins.SINGLE
-    fast = exchange(module, twins)
-    left = {base for twin in twins for base in twin.__bases__} & {
+def with_kernels(module: nn.Module, functions: str) -> nn.Module:
+    """`module`, its layers replaced by those of kernels/cuda/layers.py, or of kernels/cpu/layers.py without GEMM."""
+    optimized = (
+        cuda_layers().OPTIMIZED_LAYERS if functions == "cuda" else cpu_layers.LAYERS_WITHOUT_GEMM
+    )
+    fast = exchange(module, optimized)
+    left = {base for layer in optimized for base in layer.__bases__} & {
         type(layer) for layer in fast.modules()
     }
     assert left <= ({Attention} if functions == "cuda" else set()), (
@@ -92,8 +95,8 @@ def with_twins(module: nn.Module, functions: str) -> nn.Module:
     return fast
 
 
-def cuda_twins() -> ModuleType:
-    return import_module("nanovllm.kernels.cuda.twins")
+def cuda_layers() -> ModuleType:
+    return import_module("nanovllm.kernels.cuda.layers")
 
 
 @contextmanager
@@ -132,10 +135,10 @@ def make_layers(dtype: torch.dtype, device: str) -> nn.ModuleDict:
 def no_kernels_known() -> Iterator[None]:
     """Forget which kernels are loaded, before and after."""
     cached = (
-        kernels.find_twins,
+        kernels.find_optimized_layers,
         cpu_library.reason_unavailable,
         cpu_library.load,
-        cpu_library.can_multiply,
+        cpu_library.has_gemm,
     )
     for function in cached:
         function.cache_clear()
@@ -178,7 +181,7 @@ def test_layers(
         ]
         return [layers["norm"](wide), *rotated, layers["mlp"](wide * 5)]
 
-    outputs = compute(with_twins(make_layers(dtype, device), functions))
+    outputs = compute(with_kernels(make_layers(dtype, device), functions))
     for output, expected in zip(outputs, compute(make_layers(dtype, device))):
         assert output.dtype == dtype and output.is_contiguous()
         torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
@@ -208,8 +211,8 @@ def test_layers_of_opt(
     x[:1, 1] = torch.nan
     x[1:2] *= 1e-3  # so that eps counts
     expected = layer.final_layer_norm(x), layer.mlp(x)
-    fast = with_twins(layer, "cpu")
-    assert type(fast) is cpu_twins.FastOPTLayer
+    fast = with_kernels(layer, "cpu")
+    assert type(fast) is cpu_layers.FastOPTLayer
     for output, exact in zip((fast.final_layer_norm(x), fast.mlp(x)), expected):
         torch.testing.assert_close(output, exact, atol=tolerance, rtol=tolerance, equal_nan=True)
 
@@ -241,7 +244,7 @@ def test_norms_of_any_shape(
     ]
     inputs += [x.transpose(0, 1)[..., :20], x.reshape(7, 3, 2, 20)]
     expected = [[layer(each) for each in inputs] for layer in layers]
-    for layer, outputs in zip(with_twins(layers, functions), expected):
+    for layer, outputs in zip(with_kernels(layers, functions), expected):
         for each, output in zip(inputs, outputs):
             torch.testing.assert_close(layer(each), output, atol=tolerance, rtol=tolerance)
 
@@ -254,7 +257,7 @@ def test_angles(num_tokens: int, functions: str, device: str) -> None:
     )
     rotary = RotaryEmbedding(replace(RopeSpec.from_base(1e4, 20), attention_factor=1.5)).to(device)
     expected = rotary(positions)
-    for output, exact in zip(with_twins(rotary, functions)(positions), expected):
+    for output, exact in zip(with_kernels(rotary, functions)(positions), expected):
         assert output.dtype == torch.float32 and output.is_contiguous()
         torch.testing.assert_close(output, exact, atol=2e-6, rtol=2e-6)
 
@@ -301,14 +304,14 @@ def test_extreme_numbers(dtype: torch.dtype, functions: str, device: str) -> Non
         )
         return [layers["mlp"](gate_up), norm(rows.repeat(1, 150)), rotated]
 
-    outputs = compute(with_twins(make_layers(dtype, device), functions))
+    outputs = compute(with_kernels(make_layers(dtype, device), functions))
     torch.testing.assert_close(outputs, compute(make_layers(dtype, device)), equal_nan=True)
 
 
 @all_kernels
 def test_silu_to_the_last_digits(functions: str, device: str) -> None:
     gates = torch.linspace(-86.0, 90.0, 100_001, dtype=torch.float32, device=device)
-    mlp = with_twins(make_layers(torch.float32, device)["mlp"], functions)
+    mlp = with_kernels(make_layers(torch.float32, device)["mlp"], functions)
     output = mlp(torch.cat((gates, torch.ones_like(gates)))[None])[0]
     torch.testing.assert_close(
         output.double(), F.silu(gates.double()), rtol=5e-7 if functions == "cpu" else 1e-5, atol=0
@@ -325,15 +328,15 @@ def test_extreme_gates(dtype: torch.dtype, processor: str) -> None:
     x = torch.tensor([[1.0, 0.0]] * 40, dtype=dtype)
     expected = F.silu(gates).expand(40, -1)
     torch.testing.assert_close(
-        PackedWeight(weight, gated=True).multiply(x), expected, equal_nan=True
+        PrepackedWeight(weight, gated=True).multiply(x), expected, equal_nan=True
     )
 
 
 @all_kernels
-@pytest.mark.parametrize("has_twins", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("has_kernels", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_surroundings_change_nothing(
-    dtype: torch.dtype, has_twins: bool, functions: str, device: str
+    dtype: torch.dtype, has_kernels: bool, functions: str, device: str
 ) -> None:
     """Neither torch's default device and dtype nor its deterministic algorithms."""
     torch.manual_seed(0)
@@ -342,7 +345,7 @@ def test_surroundings_change_nothing(
     angles = torch.randn(2, 4, 1, 10).to(device)
     params = [SamplingParams(temperature=t, top_p=p) for t in (0.0, 1.0) for p in (0.5, 1.0)]
     layers = make_layers(dtype, device)
-    layers = with_twins(layers, functions) if has_twins else layers
+    layers = with_kernels(layers, functions) if has_kernels else layers
     new_sampler = type(layers["sampler"])
 
     def compute() -> list[torch.Tensor]:
@@ -353,8 +356,8 @@ def test_surroundings_change_nothing(
         ]
         rotated = layers["attention"].norm_and_rotate(heads, layers["attention"].q_norm, angles)
         outputs = [layers["norm"](wide), rotated, layers["mlp"](wide), *tokens]
-        if PackedWeight.can_hold(logits):
-            weight = PackedWeight(logits)
+        if PrepackedWeight.can_prepack(logits):
+            weight = PrepackedWeight(logits)
             outputs += [
                 weight.multiply(logits),
                 weight.rows(torch.zeros_like(tokens[0], dtype=torch.int32)),
@@ -386,10 +389,10 @@ def test_packed_weight(
 ) -> None:
     torch.manual_seed(0)
     weight = torch.randn(out_features, in_features).to(dtype)
-    assert PackedWeight.can_hold(weight) == (dtype == torch.float32 or in_features % 2 == 0)
-    if not PackedWeight.can_hold(weight):
+    assert PrepackedWeight.can_prepack(weight) == (dtype == torch.float32 or in_features % 2 == 0)
+    if not PrepackedWeight.can_prepack(weight):
         return
-    packed_weight = PackedWeight(weight)
+    packed_weight = PrepackedWeight(weight)
     bias = torch.randn(out_features).to(dtype) if has_bias else None
     for num_rows in (0, 1, 2, 5, 12, 13, 17, 32, 150):  # 4096 inputs: more rows than one pass takes
         x = torch.randn(num_rows, in_features).to(dtype)
@@ -421,7 +424,7 @@ def test_gated_weight(
     for num_rows in (0, 1, 12, 33, 150):
         x = torch.randn(num_rows, in_features).to(dtype) / in_features**0.5
         gate, up = (x.double() @ weight.double().T).chunk(2, dim=-1)
-        output = PackedWeight(weight, gated=True).multiply(x)
+        output = PrepackedWeight(weight, gated=True).multiply(x)
         tolerance = (
             {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-3, "rtol": 8e-3}
         )
@@ -438,11 +441,11 @@ def test_every_float16(bits: int, processor: str) -> None:
     rows = torch.stack((numbers, torch.zeros_like(numbers)), dim=-1)
     x = torch.tensor([[1.0, 0.0]] * 7, dtype=torch.float16)
     for num_rows in (1, 7):
-        output = PackedWeight(rows).multiply(x[:num_rows])
+        output = PrepackedWeight(rows).multiply(x[:num_rows])
         torch.testing.assert_close(
             output, numbers.expand(num_rows, -1), rtol=0, atol=0, equal_nan=True
         )
-    mlp = with_twins(make_layers(torch.float16, "cpu")["mlp"], "cpu")
+    mlp = with_kernels(make_layers(torch.float16, "cpu")["mlp"], "cpu")
     output = mlp(torch.cat((torch.full_like(numbers, 20.0), numbers))[None])
     torch.testing.assert_close(
         output[0],
@@ -484,7 +487,7 @@ def test_attention_on_any_processor(
 def test_fused_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """The same hidden states and K/V as without kernelize, and as with twins layer by layer: in long steps and short ones, of
+    """The same hidden states and K/V as without kernelize, and as with optimized layers, layer by layer: in long steps and short ones, of
     prefills, pieces and decodes."""
     make_checkpoint(tmp_path, dtype=dtype, max_position_embeddings=1024, **shape)
     llm = LLM(
@@ -570,7 +573,7 @@ def test_sample(vocab_size: int, dtype: torch.dtype, functions: str, device: str
     batch = make_sampling_batch(params, list(range(32)), list(range(100, 132)), vocab_size, device)
     sampler = Sampler(vocab_size).to(device)
     expected = sampler(logits, batch)
-    sampler = with_twins(sampler, functions)
+    sampler = with_kernels(sampler, functions)
     tokens = sampler(logits, batch)
     assert torch.equal(sampler(logits, SamplingBatch()), logits.float().argmax(-1))
     assert sampler(logits[:0], SamplingBatch()).shape == (0,)
@@ -578,11 +581,11 @@ def test_sample(vocab_size: int, dtype: torch.dtype, functions: str, device: str
 
 
 @all_kernels
-@pytest.mark.parametrize("has_twins", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("has_kernels", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocab_size", [3, 5001])
 def test_sample_from_extreme_logits(
-    vocab_size: int, dtype: torch.dtype, has_twins: bool, functions: str, device: str
+    vocab_size: int, dtype: torch.dtype, has_kernels: bool, functions: str, device: str
 ) -> None:
     """-1 for a row with a NaN, and for no other; a token that can be drawn for all others."""
     kinds = [{"temperature": t} for t in (0.0, 1e-6, 1.0, 1e6)] + [
@@ -596,7 +599,7 @@ def test_sample_from_extreme_logits(
         {"top_p": 0.9, "temperature": 1e-6},
     ]
     sampler, last = Sampler(vocab_size).to(device), vocab_size - 1
-    sampler = with_twins(sampler, functions) if has_twins else sampler
+    sampler = with_kernels(sampler, functions) if has_kernels else sampler
     noise = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0))
     all_low, one_left, one_high, two_high = (noise.clone() for _ in range(4))
     all_low[:] = -torch.inf
@@ -641,7 +644,7 @@ def test_add_and_norm(size: int, dtype: torch.dtype) -> None:
         torch.randn(size),
     )
     x, before, weight = x[0], x[0].clone(), weight.to(DEVICE, dtype)
-    add_rms_norm = cuda_twins().add_rms_norm
+    add_rms_norm = cuda_layers().add_rms_norm
     total, normed = add_rms_norm(x, branch, weight, 1e-3)
     assert torch.equal(total, x + branch) and torch.equal(
         normed, add_rms_norm(total, None, weight, 1e-3)[1]
@@ -676,7 +679,7 @@ def test_rotate_and_store(heads: tuple[int, int, int], has_norm: bool, dtype: to
     ]
 
     with torch.inference_mode():
-        query = cuda_twins().rotate_and_store(
+        query = cuda_layers().rotate_and_store(
             qkv, *norms, (angles.cos(), angles.sin()), caches[0], slots
         )
         parts = qkv.unflatten(1, (-1, head_dim)).split(
@@ -713,7 +716,7 @@ def test_filter(vocab_size: int, dtype: torch.dtype, functions: str, device: str
     )
     kinds = [SamplingParams(**dict(zip(names, values))) for values in settings]
     sampler = Sampler(vocab_size).to(device)
-    fast = with_twins(deepcopy(sampler), functions)
+    fast = with_kernels(deepcopy(sampler), functions)
     for shift in (0, 7):  # other settings for the same row
         params = [kinds[(row + shift) % len(kinds)] for row in range(rows)]
         batch = make_sampling_batch(params, [1] * rows, [2] * rows, vocab_size, device)
@@ -726,7 +729,7 @@ def test_filter(vocab_size: int, dtype: torch.dtype, functions: str, device: str
 @needs_triton
 def test_which_layers_are_fused() -> None:
     """A stack of decoder layers and nothing else; attention with Triton's way of storing K/V and no other."""
-    twins = cuda_twins()
+    layers_module = cuda_layers()
 
     class OtherLayer(DecoderLayer):
         pass
@@ -737,12 +740,17 @@ def test_which_layers_are_fused() -> None:
     )  # fmt: skip
     triton_backend = import_module("nanovllm.kernels.cuda.attention")
     for backend, kinds, expected in (
-        (triton_backend, (DecoderLayer, DecoderLayer), (twins.FusedLayers, twins.FusedAttention)),
-        (torch_backend, (DecoderLayer, DecoderLayer), (twins.FusedLayers, Attention)),
-        (triton_backend, (DecoderLayer, OtherLayer), (DecoderLayers, twins.FusedAttention)),
+        (
+            triton_backend,
+            (DecoderLayer, DecoderLayer),
+            (layers_module.FusedLayers, layers_module.FusedAttention),
+        ),
+        (torch_backend, (DecoderLayer, DecoderLayer), (layers_module.FusedLayers, Attention)),
+        (triton_backend, (DecoderLayer, OtherLayer), (DecoderLayers, layers_module.FusedAttention)),
     ):
         layers = exchange(
-            DecoderLayers(kind(spec, 0, backend, ALONE) for kind in kinds), twins.TWINS
+            DecoderLayers(kind(spec, 0, backend, ALONE) for kind in kinds),
+            layers_module.OPTIMIZED_LAYERS,
         )
         assert (type(layers), type(layers[0].self_attn)) == expected
 
@@ -837,7 +845,11 @@ def test_a_changed_layer_is_heard(
 
     layers = make(change, backends[functions])
     exchange(
-        layers, cuda_twins().TWINS if functions == "cuda" else cpu_twins.find_twins(dtype), dtype
+        layers,
+        cuda_layers().OPTIMIZED_LAYERS
+        if functions == "cuda"
+        else cpu_layers.find_optimized_layers(dtype),
+        dtype,
     )
     tolerance = 2e-5 if dtype == torch.float32 else 4e-2
     expected, unchanged = (
@@ -858,26 +870,30 @@ def test_a_changed_layer_is_heard(
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else str(value),
 )
-def test_engine_with_twins_of_a_gpu(
+def test_engine_with_kernels_of_a_gpu(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     family: type[PretrainedConfig],
     shape: dict[str, Any],
 ) -> None:
     """transformers' tokens: prompts in chunks, decodes, prefix hits and preemptions."""
-    oracle, twins = Oracle(make_checkpoint(tmp_path, family=family, **shape)), cuda_twins()
+    oracle, layers_module = Oracle(make_checkpoint(tmp_path, family=family, **shape)), cuda_layers()
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(kernels, "find_twins", lambda device_type, dtype: twins.TWINS)
+        monkeypatch.setattr(
+            kernels,
+            "find_optimized_layers",
+            lambda device_type, dtype: layers_module.OPTIMIZED_LAYERS,
+        )
     options = {"kvcache_block_size": 16, "num_kvcache_blocks": 4, "max_num_batched_tokens": 20}
     llm = LLM(str(tmp_path), device=DEVICE.type, attention_backend="triton", **options)
     kinds = {type(layer) for layer in llm.model_runner.executor.worker.model.modules()}
-    assert kinds >= {twins.FusedLayers, twins.FusedAttention} and not kinds & {
+    assert kinds >= {layers_module.FusedLayers, layers_module.FusedAttention} and not kinds & {
         Attention,
         DecoderLayers,
         RMSNorm,
         MLP,
     }
-    assert type(llm.model_runner.sampler) is twins.FastSampler
+    assert type(llm.model_runner.sampler) is layers_module.FastSampler
     prompts = [random_prompt(i, length) for i, length in enumerate((1, 15, 30))]
     for _ in range(2):
         outputs = llm.generate(
@@ -895,7 +911,7 @@ def test_the_trials_of_a_start(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     """They pass where the kernels are right, whatever the caller's default device is, and a wrong kernel is found: also one that
     is wrong from a context's second piece on, or joins splits wrongly. They leave the caller's random numbers alone."""
     backend, state = import_module("nanovllm.kernels.cuda.attention"), torch.get_rng_state()
-    trial = partial(try_backend, backend, DEVICE, dtype, 64, 16)
+    trial = partial(check_backend, backend, DEVICE, dtype, 64, 16)
     with torch.device("meta"):
         trial()
     assert torch.equal(torch.get_rng_state(), state)
@@ -937,7 +953,7 @@ def test_a_backend_that_fails_its_trial(
     monkeypatch.setattr(kernels, "import_module", modules.__getitem__)
     monkeypatch.setattr(kernels, "BACKENDS", {each: BACKENDS[each] for each in (name, "torch")})
     monkeypatch.setattr(
-        kernels, "try_backend", lambda backend, device, *rest: try_backend(backend, CPU, *rest)
+        kernels, "check_backend", lambda backend, device, *rest: check_backend(backend, CPU, *rest)
     )
     assert kernels.select_backend("auto", gpu, torch.bfloat16, 64, None) == (torch_backend, 16)
     assert (
@@ -954,7 +970,7 @@ def test_where_triton_does_not_work(
     no_kernels_known: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert (
-        kernels.find_twins("cuda", torch.float32) == []
+        kernels.find_optimized_layers("cuda", torch.float32) == []
         and "slow layers, since" in capfd.readouterr().err
     )
 

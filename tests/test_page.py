@@ -17,8 +17,9 @@ import torch
 from conftest import Oracle, greedy, random_prompt
 
 from nanovllm import LLM, trace
-from nanovllm.engine import timeline
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.trace import recorder
+from nanovllm.trace.__main__ import main as trace_main
 
 TEMPLATE = Path(trace.__file__).with_name("page.html")
 BROWSER = next(
@@ -88,7 +89,7 @@ def record(
 ) -> Callable[..., tuple[Path, list[State]]]:
     """Serve a load; the page of its trace, and what the engine had when each step was planned."""
     states: list[State] = []
-    postprocess = timeline._TracedScheduler.postprocess
+    postprocess = recorder._TracedScheduler.postprocess
 
     def keep_state(self: Any, seqs: list[Any], token_ids: list[int]) -> list[Any]:
         manager = self.block_manager
@@ -112,7 +113,7 @@ def record(
         states.append(state)
         return caught_up
 
-    monkeypatch.setattr(timeline._TracedScheduler, "postprocess", keep_state)
+    monkeypatch.setattr(recorder._TracedScheduler, "postprocess", keep_state)
 
     def serve(load: Callable[[LLM], None], **options: Any) -> tuple[Path, list[State]]:
         path = tmp_path / "trace.json"
@@ -126,7 +127,7 @@ def record(
         states.clear()
         with LLM(tiny[0], trace=path, **settings) as llm:
             load(llm)
-        trace.main([str(path), "-o", str(tmp_path / "timeline.html")])
+        trace_main([str(path), "-o", str(tmp_path / "timeline.html")])
         return tmp_path / "timeline.html", list(states)
 
     return serve
@@ -255,7 +256,7 @@ def example_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     traces = [directory / "mixed.json", directory / "prefill_first.json"]
     for path, enable_chunked_prefill in zip(traces, (True, False)):
         look_inside(path, enable_chunked_prefill)
-    trace.main([*map(str, traces), "-o", str(page)])
+    trace_main([*map(str, traces), "-o", str(page)])
     return page
 
 
@@ -450,7 +451,7 @@ def test_drafts(tmp_path: Path) -> None:
     path.write_text(json.dumps(events))
     text = trace.render(trace.read(path))
     assert "|A5 a+1 a" in text and "1 of 3 draft tokens right" in text
-    trace.main([str(path), "-o", str(page)])
+    trace_main([str(path), "-o", str(page)])
     words, cells, table, counts = run_script(
         page,
         """
@@ -500,7 +501,7 @@ def test_a_preemption_and_an_admission_share_a_column(tmp_path: Path) -> None:
         events.append({"ph": "C", "tid": 0, "name": "counters", "args": after})
     path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
     path.write_text(json.dumps(events))
-    trace.main([str(path), "-o", str(page)])
+    trace_main([str(path), "-o", str(page)])
     shown = run_script(
         page, "return runs[0].stretches.map(({ step, end, text }) => [step, end, String(text)]);"
     )
@@ -515,10 +516,10 @@ def test_it_needs_nothing_else(
     assert not re.search(r"https?:|src=|@import|url\(|<link|import\(|fetch\(", content)
     assert len(content) < len(TEMPLATE.read_text()) + 4000
     with pytest.raises(SystemExit):
-        trace.main([str(page.with_name("trace.json"))] * 2)
+        trace_main([str(page.with_name("trace.json"))] * 2)
     assert "only a page" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        trace.main(
+        trace_main(
             [
                 str(page.with_name("trace.json")),
                 "-o",

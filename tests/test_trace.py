@@ -21,6 +21,7 @@ from conftest import Oracle, check_invariants, greedy, random_prompt
 
 from nanovllm import LLM, trace
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.trace.__main__ import main as trace_main
 
 SMALL = {
     "kvcache_block_size": 4,
@@ -261,7 +262,7 @@ def test_text(
     recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    trace.main([str(recorded)])
+    trace_main([str(recorded)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:6] == [
         "  lane 0 |A16 A6 a  a  a  a  a  B+2 b   b   b  b  b  b  b  b  b  b  b  b  b  D+4 d  d",
@@ -311,7 +312,7 @@ def test_text_fits(recorded: Path, width: int) -> None:
 def test_picture(recorded: Path, tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     picture = tmp_path / f"timeline.{suffix}"
-    trace.main([str(recorded), "-o", str(picture)])
+    trace_main([str(recorded), "-o", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
 
 
@@ -325,7 +326,7 @@ def test_files_that_are_no_timeline(
     path = tmp_path / "trace.json"
     path.write_text(content)
     with pytest.raises(SystemExit):
-        trace.main([str(path)])
+        trace_main([str(path)])
     assert str(path) in capsys.readouterr().err
 
 
@@ -335,8 +336,8 @@ def test_a_file_that_is_cut_off(
     path = tmp_path / "trace.json"
     path.write_bytes(recorded.read_bytes()[:3000])
     with pytest.raises(SystemExit):
-        trace.main([str(path)])
+        trace_main([str(path)])
     assert "is not a timeline of nanovllm, or only a piece of one" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        trace.main([str(tmp_path / "nothing")])
+        trace_main([str(tmp_path / "nothing")])
     assert "No such file" in capsys.readouterr().err

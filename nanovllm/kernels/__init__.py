@@ -1,12 +1,14 @@
-"""The one door to all that is faster than plain torch: twins of layers, attention backends, CUDA graphs.
+"""Optimized layers, attention backends and CUDA graphs. The only entrance to this package.
 
-layers/ and models/ say what is computed, and know nothing of this. When an engine starts, `select_backend` chooses how K/V
-are stored and attended to, and once the weights are loaded, `kernelize` exchanges layers for their twins. All choices are
-made at start-up. Without this package, and the lines that call it, an engine is complete and slower.
+layers/ and models/ specify what is computed and do not import this package. When an engine starts,
+`select_backend` chooses how K/V are stored and read. After the weights are loaded, `kernelize`
+replaces layers by optimized subclasses. All choices are made at start. Without this package the
+engine is complete, and slower.
 
-In float32 a twin differs from its layer by the order of sums. In 16 bits it rounds less often: SwiGLU once, where the layer
-rounds silu(gate) and the product; on a CPU with packed weights, bias, residual and gate are applied in float32, before
-rounding. Each is a difference of about one unit in the last place.
+In float32 an optimized layer differs from the original in the order of sums. In 16-bit dtypes it
+rounds less often. SwiGLU is rounded once, where the original rounds silu(gate) and the result. With
+prepacked weights on a CPU, bias, residual and gate are applied in float32 before rounding. Each
+difference is about one unit in the last place.
 """
 
 import sys
@@ -18,70 +20,79 @@ import torch
 from torch import nn
 
 from nanovllm.backends import BACKENDS
+from nanovllm.kernels.check import check_backend, find_failure
 from nanovllm.kernels.cpu.shared_memory import share_memory as share_memory
-from nanovllm.kernels.cuda.graphs import CudaGraphs, batch_sizes
-from nanovllm.kernels.trial import try_backend, try_out
+from nanovllm.kernels.cuda.graphs import CudaGraphs, list_batch_sizes
 from nanovllm.layers.attention import Backend
 
 
 def select_backend(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None
 ) -> tuple[Backend, int]:
-    """The backend asked for ("auto": the fastest that works here) and its block size. Raises ValueError if none works."""
+    """Return the named backend ("auto": the fastest that can run here) and its block size.
+
+    Raises ValueError if it cannot run here.
+    """
     reasons: list[str] = []
     candidates = [name]
     if name == "auto":
         candidates = [each for each, entry in BACKENDS.items() if device.type in entry.device_types]
     for candidate in candidates:
+        reason: str | None
         try:
             backend = import_module(BACKENDS[candidate].module)
             size = block_size or backend.PREFERRED_BLOCK_SIZE
             reason = backend.reason_unavailable(device, dtype, head_dim, size)
             if reason is None and device.type == "cuda":
-                reason = try_out(partial(try_backend, backend, device, dtype, head_dim, size))
+                check = partial(check_backend, backend, device, dtype, head_dim, size)
+                reason = find_failure(check)
         except ImportError as error:
             reason = str(error)
         if reason is None:
             if candidate == "torch" and reasons:
-                print("nanovllm: slow attention, since " + "; ".join(reasons), file=sys.stderr)
+                message = f"using plain torch attention, which is slow: {'; '.join(reasons)}"
+                print(f"nanovllm: {message}", file=sys.stderr)
             return backend, size
-        reasons.append(f"attention_backend {candidate!r} cannot run here: {reason}")
+        reasons.append(f"attention_backend={candidate!r} cannot run here: {reason}")
     raise ValueError("; ".join(reasons))
 
 
-class Twin(nn.Module):
-    """Stands before a layer among the bases of its twin: the layer becomes its twin by a change of class."""
+class OptimizedLayer(nn.Module):
+    """Mixin for an optimized subclass of a layer. `kernelize` installs it in `__class__`."""
 
     dtype: torch.dtype  # of the model
 
-    def take_over(self) -> bool:
-        """Prepare a layer whose class has just been changed. False: it cannot be this twin."""
+    def convert(self) -> bool:
+        """Convert the weights of a layer whose class was just replaced.
+
+        Return False, and change nothing, if this subclass cannot replace the layer.
+        """
         return True
 
 
 def kernelize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Have every layer in `module` become its faster twin, if it has one for `device` and `dtype`.
+    """Replace the layers in `module` by optimized subclasses, where there are any.
 
-    From the top down, so that a layer's twin can take its parts as they are.
+    A module comes before its parts, so that its optimized class can still convert these.
     """
-    layer = type(module)
-    for twin in find_twins(device.type, dtype):
-        if layer in twin.__bases__:
-            module.__class__ = twin
-            fast = cast(Twin, module)
-            fast.dtype = dtype
-            if fast.take_over():
+    original = type(module)
+    for candidate in find_optimized_layers(device.type, dtype):
+        if original in candidate.__bases__:
+            module.__class__ = candidate
+            optimized = cast(OptimizedLayer, module)
+            optimized.dtype = dtype
+            if optimized.convert():
                 break
-            module.__class__ = layer
+            module.__class__ = original
     for child in module.children():
         kernelize(child, device, dtype)
 
 
 def has_known_code(module: nn.Module, *known: type[nn.Module]) -> bool:
-    """Whether a kernel may compute in place of `module`, without calling it.
+    """Return whether a kernel may compute in place of `module` without calling it.
 
-    Its class must be exactly one of `known`, and it must have no hooks and no methods of its own. A subclass, a hook or an
-    assigned `forward` would have no effect otherwise.
+    Its class must be exactly one of `known`, and it must have no hooks and no methods of its own.
+    Otherwise a subclass, a hook or an assigned `forward` would have no effect.
     """
     has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
     has_own_methods = not vars(module).keys().isdisjoint(dir(type(module)))
@@ -89,31 +100,36 @@ def has_known_code(module: nn.Module, *known: type[nn.Module]) -> bool:
 
 
 @cache
-def find_twins(device_type: str, dtype: torch.dtype) -> list[type[Twin]]:
-    """The twins that work here. If there are none, it is said on stderr why."""
+def find_optimized_layers(device_type: str, dtype: torch.dtype) -> list[type[OptimizedLayer]]:
+    """Return the optimized layers that work here. If there are none, print why."""
     try:
-        return import_module(f"nanovllm.kernels.{device_type}.twins").find_twins(dtype)
-    except (
-        ImportError,
-        RuntimeError,
-    ) as error:  # Triton is not installed, or the kernels do not work here
-        print(f"nanovllm: slow layers, since {error}", file=sys.stderr)
+        module = import_module(f"nanovllm.kernels.{device_type}.layers")
+        return module.find_optimized_layers(dtype)
+    except (ImportError, RuntimeError) as error:  # no Triton, or the kernels do not work here
+        print(f"nanovllm: using plain torch layers, which are slow: {error}", file=sys.stderr)
         return []
 
 
 @torch.inference_mode()
 def capture_decode_steps(
-    decoder: nn.Module, backend: Backend, kv_caches: list[torch.Tensor], max_num_seqs: int, block_table_width: int,
+    decoder: nn.Module,
+    backend: Backend,
+    kv_caches: list[torch.Tensor],
+    max_num_seqs: int,
+    block_table_width: int,
     only_largest: bool = False,
-) -> CudaGraphs | None:  # fmt: skip
-    """CUDA graphs of `decoder` over these caches; None where a step cannot be captured. The largest takes most of the memory.
+) -> CudaGraphs | None:
+    """Capture CUDA graphs of `decoder` over these caches. Return None if that is not possible.
 
-    A module whose shapes depend on the numbers in its input (which experts are chosen) says SUPPORTS_CUDA_GRAPHS = False.
+    A module whose shapes depend on the values of its input, such as the experts that are chosen,
+    has SUPPORTS_CUDA_GRAPHS = False. With `only_largest`, one graph is captured, which has most of
+    the memory of all.
     """
-    parts = (backend, *decoder.modules())
-    if kv_caches[0].device.type != "cuda" or not all(
-        getattr(part, "SUPPORTS_CUDA_GRAPHS", True) for part in parts
-    ):
+    parts = [backend, *decoder.modules()]
+    can_capture = all(getattr(part, "SUPPORTS_CUDA_GRAPHS", True) for part in parts)
+    if kv_caches[0].device.type != "cuda" or not can_capture:
         return None
-    sizes = batch_sizes(max_num_seqs)
-    return CudaGraphs(decoder, kv_caches, sizes[-1:] if only_largest else sizes, block_table_width)
+    sizes = list_batch_sizes(max_num_seqs)
+    if only_largest:
+        sizes = sizes[-1:]
+    return CudaGraphs(decoder, kv_caches, sizes, block_table_width)

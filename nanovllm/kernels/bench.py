@@ -1,9 +1,9 @@
-"""Check the attention kernels of every backend that runs here against the torch backend in float32, and time them.
+"""Check the attention kernels of every available backend against torch in float32, and time them.
 
     python -m nanovllm.kernels.bench --num-seqs 32 --context-len 512 --dtype float32
 
-trial.py says what they work on. They are timed with nothing of their data in a cache, as in a model, whose weights have passed
-through in between.
+check.py makes the inputs. Caches are flushed before each timed call, because in a model the weights
+of the other layers evict the K/V between two calls.
 """
 
 import argparse
@@ -12,26 +12,28 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from nanovllm.backends import BACKENDS
 from nanovllm.kernels import select_backend
-from nanovllm.kernels.trial import check
+from nanovllm.kernels.check import Shape, compare_with_torch
 
-HEADS = NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128  # of Qwen3-0.6B
-TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 8e-2}  # what rounding explains
+QWEN3_HEADS = (16, 8, 128)  # heads, KV heads and head_dim of Qwen3-0.6B
+TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 8e-2}  # what rounding explains
 
 
 def time_call(call: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of a call whose data are in no cache; on a GPU its own time, without the host's launch."""
+    """Return the median seconds of a call with flushed caches, on a GPU without the launch."""
     if device.type == "cuda":
-        from triton.testing import (
-            do_bench,
-        )  # it clears the L2 cache before each call, and the launch hides behind that
+        # do_bench clears the L2 cache before each call, which also hides the launch.
+        from triton.testing import do_bench
 
         return do_bench(call, return_mode="median") / 1e3
-    flush, seconds, end = torch.ones(1 << 26), list[float](), time.perf_counter() + 0.5  # 256 MiB
+    flush = torch.ones(1 << 26)  # 256 MiB
+    seconds: list[float] = []
+    end = time.perf_counter() + 0.5
     while len(seconds) < 5 or time.perf_counter() < end:
         flush.sum()
         start = time.perf_counter()
@@ -45,62 +47,61 @@ def measure(
 ) -> None:
     """Check and time all kernels and print a table. Raises RuntimeError if one is wrong."""
     dtype = getattr(torch, dtype_name)
-    hardware = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else platform.processor() or platform.machine()
-    )
+    hardware = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
     print(f"\n{hardware}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
     print("| kernel | sequences x tokens | backend | dtype | time | rate | max error |")
-    print(f"|{' --- |' * 7}", flush=True)
-    token_gb = 2 * NUM_KV_HEADS * HEAD_DIM * dtype.itemsize / 1e9
-    prompt_tflop = 2 * 2 * NUM_HEADS * HEAD_DIM * prompt_len**2 / 2 / 1e12
+    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    num_heads, num_kv_heads, head_dim = QWEN3_HEADS
+    token_gb = 2 * num_kv_heads * head_dim * dtype.itemsize / 1e9
+    prompt_tflop = 2 * 2 * num_heads * head_dim * prompt_len**2 / 2 / 1e12
+    tolerance = TOLERANCES[dtype_name]
     for name in reversed(BACKENDS):  # the fastest backend last
         try:
-            backend, block_size = select_backend(name, device, dtype, HEAD_DIM, None)
+            backend, block_size = select_backend(name, device, dtype, head_dim, None)
         except ValueError as error:
             print(error, file=sys.stderr)
             continue
-        settings = block_size, dtype, device, HEADS, TOLERANCE[dtype_name]
-        _, decode, decode_off = check(backend, num_seqs, context_len, 1, *settings)
-        store, prefill, prefill_off = check(backend, 1, prompt_len, prompt_len, *settings)
-        for kernel, call, shape, work, unit, off in (
-            (
-                "store_kvcache",
-                store,
-                f"1 x {prompt_len}",
-                2 * prompt_len * token_gb,
-                "GB/s",
-                0.0,
-            ),  # read and written
-            (
-                "decode",
-                decode,
-                f"{num_seqs} x {context_len}",
-                num_seqs * context_len * token_gb,
-                "GB/s",
-                decode_off,
-            ),
-            ("prefill", prefill, f"1 x {prompt_len}", prompt_tflop, "TFLOP/s", prefill_off),
-        ):
+        decodes = Shape(num_seqs, context_len, 1, *QWEN3_HEADS, block_size)
+        prompt = replace(decodes, num_seqs=1, context_len=prompt_len, query_len=prompt_len)
+        _, decode, decode_error = compare_with_torch(backend, decodes, device, dtype, tolerance)
+        store, prefill, prefill_error = compare_with_torch(
+            backend, prompt, device, dtype, tolerance
+        )
+
+        stored_gb = 2 * prompt_len * token_gb  # read and written
+        context_gb = num_seqs * context_len * token_gb
+        kernels = [
+            ("store_kvcache", f"1 x {prompt_len}", store, stored_gb, "GB/s", 0.0),
+            ("decode", f"{num_seqs} x {context_len}", decode, context_gb, "GB/s", decode_error),
+            ("prefill", f"1 x {prompt_len}", prefill, prompt_tflop, "TFLOP/s", prefill_error),
+        ]
+        for kernel, shape, call, work, unit, off_by in kernels:
             seconds = time_call(call, device)
-            figures = f"{seconds * 1e3:.4g} ms | {work / seconds:.4g} {unit} | {off:.2g}"
+            figures = f"{seconds * 1e3:.4g} ms | {work / seconds:.4g} {unit} | {off_by:.2g}"
             print(f"| {kernel} | {shape} | {name} | {dtype_name} | {figures} |", flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sizes = (256, 1024, 8192) if device.type == "cuda" else (32, 256, 2048)
+    num_seqs, context_len, prompt_len = 32, 256, 2048
+    if device.type == "cuda":
+        num_seqs, context_len, prompt_len = 256, 1024, 8192
     parser = argparse.ArgumentParser(
-        description="Check and time the attention kernels that run here."
+        description="Check and time the attention kernels of all available backends.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    for name, size in zip(
-        ("num-seqs", "context-len", "prompt-len"), sizes
-    ):  # of the decodes; of the prefill
-        parser.add_argument(
-            f"--{name}", type=int, default=size, metavar="N", help=f"{size} if not given"
-        )
-    parser.add_argument("--dtype", default="bfloat16", choices=TOLERANCE)
+    sizes = {
+        "--num-seqs": (num_seqs, "sequences in the decode batch"),
+        "--context-len": (context_len, "context tokens of each decode"),
+        "--prompt-len": (prompt_len, "prompt tokens of the prefill"),
+    }
+    for name, (default, meaning) in sizes.items():
+        parser.add_argument(name, type=int, default=default, metavar="N", help=meaning)
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=TOLERANCES, help="dtype of K/V and computation"
+    )
     args = parser.parse_args(argv)
     if min(args.num_seqs, args.context_len, args.prompt_len) < 1:
         parser.error("--num-seqs, --context-len and --prompt-len must be at least 1")

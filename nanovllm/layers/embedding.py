@@ -1,4 +1,4 @@
-"""Token ids to vectors, and vectors to logits: the two ends of the model, often one matrix."""
+"""Token embedding and output head, which often share one matrix."""
 
 from collections.abc import Iterator
 
@@ -6,31 +6,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.arithmetic import cdiv
 from nanovllm.layers.linear import Target
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
 
 class Embedding(nn.Module):
-    """A row of `weight` [vocab_size, hidden_size] per token id. As output head, the same shape gives logits.
+    """Looks up rows of `weight` [vocab_size, hidden_size]. As the output head it computes logits.
 
-    The vocabulary is divided among the ranks. Where it does not come out even, the last rows are padding that nobody sees.
+    The vocabulary is sharded over the ranks. If the ranks do not divide it, the last rows are
+    padding, and their logits are cut off.
     """
 
     def __init__(
         self, vocab_size: int, hidden_size: int, dtype: torch.dtype, tp: TensorParallel = ALONE
     ) -> None:
         super().__init__()
-        self.tp, self.vocab_size = tp, vocab_size
-        num_rows = -(-vocab_size // tp.size)
+        self.tp = tp
+        self.vocab_size = vocab_size
+        num_rows = cdiv(vocab_size, tp.size)
         self.first_id = min(tp.rank * num_rows, vocab_size)
         self.num_ids = min(num_rows, vocab_size - self.first_id)
         self.weight = nn.Parameter(torch.empty(num_rows, hidden_size, dtype=dtype))
 
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
-        yield (
-            f"{name}.weight",
-            Target(self.weight[: self.num_ids], 0, self.first_id, self.vocab_size),
-        )
+        rows = self.weight[: self.num_ids]
+        target = Target(rows, dim=0, start=self.first_id, full_size=self.vocab_size)
+        yield f"{name}.weight", target
+
+    # Optimized subclasses override these two.
 
     def look_up(self, rows: Tensor) -> Tensor:
         return F.embedding(rows, self.weight)
@@ -39,14 +43,14 @@ class Embedding(nn.Module):
         return F.linear(hidden, self.weight)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[num_tokens, hidden_size]"""
+        """Return the embeddings [num_tokens, hidden_size]."""
         if self.tp.size == 1:
             return self.look_up(token_ids)
         rows = token_ids - self.first_id
-        elsewhere = (rows < 0) | (rows >= self.num_ids)
-        found = self.look_up(rows.masked_fill(elsewhere, 0))
-        return self.tp.all_reduce(found.masked_fill(elsewhere[:, None], 0))
+        is_elsewhere = (rows < 0) | (rows >= self.num_ids)
+        found = self.look_up(rows.masked_fill(is_elsewhere, 0))
+        return self.tp.all_reduce(found.masked_fill(is_elsewhere[:, None], 0))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[num_rows, vocab_size] on rank 0; on the others their share."""
+        """Return logits [num_rows, vocab_size] on rank 0, and this rank's shard on others."""
         return self.tp.gather(self.multiply(hidden))[:, : self.vocab_size]

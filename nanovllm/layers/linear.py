@@ -1,11 +1,12 @@
-"""Linear layers of which every rank has a share (Megatron-LM, Shoeybi et al. 2019).
+"""Tensor-parallel linear layers (Megatron-LM, Shoeybi et al. 2019).
 
-A rank holds some of a weight's output rows (column parallel: the outputs stay divided) or some of its input columns (row
-parallel: the outputs of all ranks add up). Projections of the same input are one matrix, so that it is read in one product:
+A rank holds a shard of each weight: some output rows (column parallel, outputs stay sharded) or
+some input columns (row parallel, outputs are all-reduced). Projections of the same input are merged
+into one matrix, so that one GEMM computes them:
 
-    qkv_proj.weight [q rows | k rows | v rows, hidden]        in the checkpoint: q_proj, k_proj, v_proj
+    qkv_proj.weight [q rows | k rows | v rows, hidden]     in the checkpoint: q_proj, k_proj, v_proj
 
-A layer says which checkpoint tensors fill it (`targets`); models/weights.py does the reading.
+`targets` says which checkpoint tensors fill a layer. models/weights.py reads them.
 """
 
 from collections.abc import Iterator
@@ -20,31 +21,34 @@ from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint tensor goes: `destination` takes a share of its dimension `dim`, from index `start` on."""
+    """Where a checkpoint tensor goes.
+
+    `destination` receives the shard of the tensor that begins at index `start` of dimension `dim`.
+    `full_size` is the tensor's size in that dimension. None: `destination` receives all of it.
+    """
 
     destination: Tensor
     dim: int = 0
     start: int = 0
-    full_size: int | None = (
-        None  # of the tensor's dimension `dim`; None: as in `destination`, which takes everything
-    )
+    full_size: int | None = None
 
     @property
     def full_shape(self) -> list[int]:
         shape = list(self.destination.shape)
-        shape[self.dim] = self.full_size or shape[self.dim]
+        if self.full_size is not None:
+            shape[self.dim] = self.full_size
         return shape
 
     @property
-    def share(self) -> tuple[slice, ...]:
-        """The index of this rank's share in the full tensor."""
-        return (slice(None),) * self.dim + (
-            slice(self.start, self.start + self.destination.shape[self.dim]),
-        )
+    def shard(self) -> tuple[slice, ...]:
+        """The index of this rank's shard in the full tensor."""
+        end = self.start + self.destination.shape[self.dim]
+        before = [slice(None)] * self.dim
+        return (*before, slice(self.start, end))
 
 
 class Linear(nn.Module):
-    """y = x W^T + b over one rank's share of W."""
+    """y = x W^T + b, with one rank's shard of W."""
 
     def __init__(
         self,
@@ -60,13 +64,15 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """An optimized subclass overrides this."""
         return F.linear(x, self.weight, bias)
 
 
 class ColumnParallelLinear(Linear):
-    """One or several projections of one input, their outputs side by side.
+    """One or more projections of the same input, with concatenated outputs.
 
-    `parts`: checkpoint name -> full output size, divided among the ranks by units of `unit` features (heads, say).
+    `parts` maps checkpoint names to full output sizes. Each rank gets whole units of `unit`
+    features, such as heads.
     """
 
     def __init__(
@@ -78,25 +84,30 @@ class ColumnParallelLinear(Linear):
         tp: TensorParallel = ALONE,
         unit: int = 1,
     ) -> None:
-        sizes = {name: tp.divide(size // unit)[0] * unit for name, size in parts.items()}
+        sizes: dict[str, int] = {}
+        for name, full_size in parts.items():
+            num_units, _ = tp.divide(full_size // unit)
+            sizes[name] = num_units * unit
         super().__init__(in_features, sum(sizes.values()), bias, dtype, tp)
-        self.parts, self.full_sizes, self.unit = sizes, parts, unit
+        self.parts = sizes  # this rank's output size of each part
+        self.full_sizes = parts
+        self.unit = unit
 
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
         parent = name.rpartition(".")[0]
-        for key, parameter in self.named_parameters():
-            for (part, full_size), rows in zip(
-                self.full_sizes.items(), parameter.split(list(self.parts.values()))
-            ):
-                _, first = self.tp.divide(full_size // self.unit)
-                yield f"{parent}.{part}.{key}", Target(rows, 0, first * self.unit, full_size)
+        for key, parameter in self.named_parameters():  # weight, bias
+            shards = parameter.split(list(self.parts.values()))
+            for (part, full_size), rows in zip(self.full_sizes.items(), shards):
+                _, first_unit = self.tp.divide(full_size // self.unit)
+                start = first_unit * self.unit
+                yield f"{parent}.{part}.{key}", Target(rows, 0, start, full_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x, self.bias)
 
 
 class RowParallelLinear(Linear):
-    """The counterpart: takes divided inputs, and adds up the ranks' outputs. Rank 0 adds the bias."""
+    """Takes sharded inputs and all-reduces the outputs. Only rank 0 adds the bias."""
 
     def __init__(
         self,
@@ -115,4 +126,5 @@ class RowParallelLinear(Linear):
             yield f"{name}.bias", Target(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.tp.all_reduce(self.multiply(x, self.bias if self.tp.rank == 0 else None))
+        bias = self.bias if self.tp.rank == 0 else None
+        return self.tp.all_reduce(self.multiply(x, bias))

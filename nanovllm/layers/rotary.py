@@ -1,7 +1,8 @@
-"""Rotary position embedding (RoPE, Su et al. 2021): a query and a key meet at an angle that depends on their distance.
+"""Rotary position embedding (RoPE, Su et al. 2021).
 
-Dimension pair i of a head turns by position * inv_freq[i], fast pairs first. How contexts longer than the trained one are
-fitted in ("linear", "yarn", "llama3") is only a matter of these frequencies, and of a factor on cos and sin.
+Dimension pair i of a head is rotated by position * inv_freq[i], so that the score of a query and a
+key depends on their distance. The variants for longer contexts ("linear", "yarn", "llama3") differ
+only in these frequencies and in a factor on cos and sin.
 """
 
 from dataclasses import dataclass
@@ -12,36 +13,44 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class RopeSpec:
+    """Frequencies and scale of one RoPE variant."""
+
     inv_freq: tuple[float, ...]  # [head_dim / 2], radians per position, each a float32
-    attention_factor: float = 1.0  # of cos and sin: YaRN's, keeps the attention's temperature
+    attention_factor: float = 1.0  # YaRN's factor on cos and sin
 
     @classmethod
     def from_base(cls, theta: float, head_dim: int) -> "RopeSpec":
-        """The original frequencies. Computed on the CPU: one unit in a GPU's last place is 1.6e-3 rad at position 32k."""
+        """Compute the original frequencies, on the CPU.
+
+        A GPU rounds differently, and one unit in the last place is 1.6e-3 rad at position 32,768.
+        """
         pairs = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
         return cls(tuple((1.0 / theta**pairs).tolist()))
 
 
 class RotaryEmbedding(nn.Module):
+    """Computes cos and sin of the positions of a step, once for all layers."""
+
     inv_freq: Tensor
 
     def __init__(self, spec: RopeSpec) -> None:
         super().__init__()
         self.attention_factor = spec.attention_factor
-        self.register_buffer(
-            "inv_freq", torch.tensor(spec.inv_freq, dtype=torch.float32), persistent=False
-        )
+        inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, float32 [num_tokens, 1, head_dim / 2], computed once per step for all layers."""
+        """Return cos and sin, each float32 [num_tokens, 1, head_dim / 2]."""
         angles = (positions.float()[:, None] * self.inv_freq).unsqueeze(1)
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [num_tokens, num_heads, head_dim] by cos and sin [num_tokens, 1, head_dim / 2].
+    """Rotate x [num_tokens, num_heads, head_dim] by cos and sin [num_tokens, 1, head_dim / 2].
 
-    A pair is dimension i and i + head_dim / 2, as in Hugging Face models. It turns in float32 and is rounded once.
+    A pair is dimension i and i + head_dim / 2, as in Hugging Face models. The result is computed in
+    float32 and rounded once.
     """
     first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat(rotated, dim=-1).to(x.dtype)

@@ -1,7 +1,7 @@
-"""One rank of a model that several processes compute together (tensor parallelism; Megatron-LM, Shoeybi et al. 2019).
+"""One rank of a model under tensor parallelism (Megatron-LM, Shoeybi et al. 2019).
 
-A layer takes its rank as a value: nothing global says which rank a process is, and one process can have a part in several
-models. A single rank has no process group, and then nothing happens here.
+A layer receives its rank as an argument. There is no global rank, so one process can take part in
+several models. A single rank has no process group, and its collectives have no effect.
 """
 
 from dataclasses import dataclass, field
@@ -12,53 +12,60 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-FIRST_PART = 8192  # numbers of a message that travel with its size: most steps are shorter
+FIRST_PART = 8192  # numbers of a message that travel with its length; most steps have fewer
 
 
 @dataclass(frozen=True)
 class TensorParallel:
+    """One rank and its collectives. The default is a single rank."""
+
     rank: int = 0
     size: int = 1
-    # A ProcessGroupGloo or ProcessGroupNCCL, whose methods torch does not annotate. None: there is only this rank.
+    # A ProcessGroupGloo or ProcessGroupNCCL, whose methods torch does not annotate.
     group: Any = None
-    # A ProcessGroupGloo for what the hosts tell each other: an idle rank waits there for a message without spinning, and no GPU
-    # has to be waited for. On a CPU the same as `group`.
+    # A ProcessGroupGloo for messages between hosts. A rank that waits there for a message does not
+    # spin, and no GPU is involved. On a CPU it is the same as `group`.
     host_group: Any = None
-    # The size and the first part of a message: int32 [FIRST_PART] on the host.
+    # The length and the first part of a message: int32 [FIRST_PART] on the host.
     first: Tensor = field(default_factory=partial(torch.empty, 0))
 
     def divide(self, num: int) -> tuple[int, int]:
-        """How many of `num` heads or columns this rank has, and the first of them.
+        """Return how many of `num` heads or columns this rank has, and the index of its first one.
 
-        Where there are fewer of them than ranks it has one, the same one as its neighbours.
+        If there are fewer than ranks, each rank has one, and neighboring ranks share it.
         """
-        num_shares = min(num, self.size)
-        return num // num_shares, self.rank * num_shares // self.size * (num // num_shares)
+        num_shards = min(num, self.size)
+        shard_size = num // num_shards
+        shard = self.rank * num_shards // self.size
+        return shard_size, shard * shard_size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, in place."""
+        """Sum x over all ranks, in place."""
         if self.group is not None:
             self.group.allreduce(x).wait()
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """On rank 0 all ranks' x [num_rows, num_columns] side by side; on the others their own."""
-        if self.group is None or not len(x):
+        """Return all ranks' x [num_rows, num_columns] side by side on rank 0, and x on others."""
+        if self.group is None or len(x) == 0:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
         self.group.gather(parts, x, 0).wait()
         return torch.cat(parts, dim=-1) if parts else x
 
     def minimum(self, numbers: list[int]) -> list[int]:
-        """Of each number the least on any rank. Nobody goes on before all are here."""
+        """Return the minimum of each number over all ranks. Every rank waits for all others."""
         if self.group is None:
             return numbers
-        least = torch.tensor(numbers, device="cpu")
-        self.host_group.allreduce(least, dist.ReduceOp.MIN).wait()
-        return least.tolist()
+        smallest = torch.tensor(numbers, device="cpu")
+        self.host_group.allreduce(smallest, dist.ReduceOp.MIN).wait()
+        return smallest.tolist()
 
     def send(self, message: Tensor) -> None:
-        """To all ranks that `receive`, from rank 0: int32 [num_numbers] on the host. One broadcast, two if it is long."""
+        """Send int32 [num_numbers] on the host from rank 0 to all ranks that call `receive`.
+
+        This is one broadcast, or two if the message is long.
+        """
         self.first[0] = len(message)
         self.first[1 : len(message) + 1] = message[: FIRST_PART - 1]
         self.host_group.broadcast(self.first, 0).wait()
@@ -66,7 +73,7 @@ class TensorParallel:
             self.host_group.broadcast(message[FIRST_PART - 1 :], 0).wait()
 
     def receive(self) -> Tensor:
-        """What rank 0 sends next, on the host. Valid until the message after it."""
+        """Wait for the next message of rank 0. It is valid until the message after it."""
         self.host_group.broadcast(self.first, 0).wait()
         num_numbers = int(self.first[0])
         if num_numbers < FIRST_PART:

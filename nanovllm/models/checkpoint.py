@@ -1,4 +1,4 @@
-"""What a checkpoint directory says besides its weights: config, tokenizer, and which tokens end a text."""
+"""Reads the config, the tokenizer and the EOS token ids of a checkpoint directory."""
 
 import json
 import os
@@ -11,82 +11,82 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from nanovllm.checks import check_ints, naming
 from nanovllm.config import MAX_SIZE
 
-LOCAL: dict[str, bool] = {
-    "trust_remote_code": False,
-    "local_files_only": True,
-}  # of from_pretrained: no code, no network
+# Options of from_pretrained: run no code of the checkpoint, use no network.
+LOCAL: dict[str, bool] = {"trust_remote_code": False, "local_files_only": True}
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-_COPIES = [
-    "consolidated*",
-    "original/*",
-    "*/*.safetensors",
-]  # the same weights for other programs (Mistral's, Meta's)
+# The same weights for other programs, in repositories of Mistral and Meta.
+_COPIES = ["consolidated*", "original/*", "*/*.safetensors"]
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def find_checkpoint(model: str) -> Path:
-    """The directory of `model`, which is one or else a Hub id to download. Raises ValueError if it can be neither."""
+    """Return the directory `model`, or download the Hub id `model` and return its directory.
+
+    Raises ValueError if it is neither, or if a file in it is not a regular file.
+    """
     directory = Path(os.path.expanduser(model))
     if not directory.is_dir():
-        # OSError: of the network and of the Hub; ValueError: for what is no id.
-        with naming(
-            f"model {model!r}: there is no such directory, and it cannot be downloaded",
-            OSError,
-            ValueError,
-        ):
-            directory = Path(
-                snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_COPIES)
-            )
-    for path in [path for pattern in _FILES for path in directory.glob(pattern)]:
-        if path.exists() and not path.is_file():  # reading a named pipe would wait for its writer
-            raise ValueError(f"{path} is not a regular file")
+        problem = f"model={model!r}: no such directory, and it cannot be downloaded"
+        # OSError comes from the network and the Hub, ValueError from an invalid id.
+        with naming(problem, OSError, ValueError):
+            downloaded = snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_COPIES)
+        directory = Path(downloaded)
+    for pattern in _FILES:
+        for path in directory.glob(pattern):
+            # Reading a named pipe would wait for its writer.
+            if path.exists() and not path.is_file():
+                raise ValueError(f"{path} is not a regular file")
     return directory
 
 
 def read_config(directory: Path) -> PretrainedConfig:
-    """config.json with its family's defaults filled in. Raises ValueError for what transformers refuses."""
+    """Read config.json and fill in the defaults of its family.
+
+    Raises ValueError for a config that transformers rejects.
+    """
     with naming(directory / "config.json", Exception):
         return AutoConfig.from_pretrained(directory, **LOCAL)
 
 
 def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer, or None if the checkpoint comes without one. Raises ValueError if it cannot be made."""
+    """Load the tokenizer. Return None if the checkpoint has none.
+
+    Raises ValueError if it cannot be loaded.
+    """
     if not any((directory / name).is_file() for name in _VOCABULARIES):
         return None
-    with naming(f"the tokenizer in {directory}", Exception):
+    with naming(f"cannot load the tokenizer in {directory}", Exception):
         return AutoTokenizer.from_pretrained(directory, **LOCAL)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError, naming the file, if there is none."""
+    """Read the object in a JSON file. Raises ValueError, naming the file, if there is none."""
     with naming(path, OSError, ValueError, RecursionError):
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
-            raise ValueError("there is no JSON object in it")
+            raise ValueError(f"expected a JSON object, found {type(content).__name__}")
     return content
 
 
 def read_eos_token_ids(
     directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> frozenset[int]:
-    """Every id that generation_config.json or config.json calls an end; where neither does, the tokenizer's.
+    """Return every EOS id of generation_config.json and config.json, or else the tokenizer's.
 
-    A negative id means none, as null does. Ids above the vocabulary stay, though none is ever drawn: cut-down checkpoints
-    keep those of their originals.
+    A negative id means none, as null does. Ids above the vocabulary are kept. They occur in
+    checkpoints with a reduced vocabulary, and are never sampled.
     """
     path = directory / "generation_config.json"
     generation_config = read_json(path) if path.exists() else {}
-    given = generation_config.get("eos_token_id"), config.eos_token_id
-    ids = [
-        token_id
-        for each in given
-        if each is not None
-        for token_id in (each if isinstance(each, list) else [each])
-    ]
+    given: list[object] = []
+    for value in (generation_config.get("eos_token_id"), config.eos_token_id):
+        if isinstance(value, list):
+            given += value
+        elif value is not None:
+            given.append(value)
     with naming(path, TypeError):  # transformers has checked those of config.json
-        found = frozenset(
-            token_id
-            for token_id in check_ints("eos_token_id", ids, minimum=-MAX_SIZE)
-            if token_id >= 0
-        )
-    return found if found or tokenizer is None else frozenset([tokenizer.eos_token_id]) - {None}
+        token_ids = check_ints("eos_token_id", given, minimum=-MAX_SIZE)
+    valid = frozenset(token_id for token_id in token_ids if token_id >= 0)
+    if not valid and tokenizer is not None and tokenizer.eos_token_id is not None:
+        return frozenset([tokenizer.eos_token_id])
+    return valid

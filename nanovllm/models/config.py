@@ -1,7 +1,8 @@
-"""From a Hugging Face checkpoint's config to a ModelSpec: the one place that reads foreign field names.
+"""Converts a Hugging Face config to a ModelSpec. Only this module reads foreign field names.
 
-A family that differs by values is a row of ARCHITECTURES; one that differs by structure has a reader here, and its spec in a
-file of its own. What is not computed is refused by name, never ignored: a checkpoint that loads is one that is computed right.
+A family that differs by values is a row of ARCHITECTURES. A family that differs by structure has a
+reader here, and its spec in a file of its own. An unsupported feature is rejected with an error
+that names it, never ignored.
 """
 
 import math
@@ -22,19 +23,18 @@ from nanovllm.models.moe import MoESpec
 from nanovllm.models.opt import OPTSpec
 
 Fields = dict[str, Any]
+_ROPE_TYPES = ("default", "dynamic", "linear", "yarn", "llama3")
 
 
 def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> ModelSpec:
-    """The model that `config`, as read_config returns it, describes.
+    """Convert a config from `read_config`.
 
-    Raises ValueError for what cannot be computed, or not divided among that many ranks.
+    Raises ValueError if the model is not supported, or cannot be sharded over `num_ranks`.
     """
-    with naming(
-        Path(config.name_or_path or "", "config.json"), Exception
-    ):  # whatever a wrong value leads to
-        architecture = check_choice(
-            "architectures[0]", next(iter(config.architectures or ()), None), tuple(ARCHITECTURES)
-        )
+    path = Path(config.name_or_path or "", "config.json")
+    with naming(path, Exception):  # an invalid value can raise anything
+        names: list[str | None] = config.architectures or [None]
+        architecture = check_choice("architectures[0]", names[0], tuple(ARCHITECTURES))
         if getattr(config, "quantization_config", None):
             raise ValueError("quantized checkpoints (quantization_config) are not supported")
         check_choice("dtype", str(dtype).removeprefix("torch."), DTYPES)
@@ -48,14 +48,20 @@ def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> M
             "dtype": dtype,
         }
         spec = ARCHITECTURES[architecture](config, common)
-        for name, num in spec.divided_sizes.items():
-            if num % num_ranks:
-                raise ValueError(f"tensor_parallel_size={num_ranks} does not divide {name}={num}")
-        if max(heads := spec.num_kv_heads, num_ranks) % min(heads, num_ranks):
-            raise ValueError(
-                f"tensor_parallel_size={num_ranks} neither divides num_key_value_heads={heads} nor is its multiple"
-            )
+        _check_ranks(spec, num_ranks)
         return spec
+
+
+def _check_ranks(spec: ModelSpec, num_ranks: int) -> None:
+    for name, size in spec.divided_sizes.items():
+        if size % num_ranks != 0:
+            raise ValueError(f"tensor_parallel_size={num_ranks} does not divide {name}={size}")
+    num_heads = spec.num_kv_heads
+    if num_heads % num_ranks != 0 and num_ranks % num_heads != 0:
+        raise ValueError(
+            f"tensor_parallel_size={num_ranks} must divide num_key_value_heads={num_heads}"
+            " or be a multiple of it"
+        )
 
 
 def _read_size(config: PretrainedConfig, name: str) -> int:
@@ -65,46 +71,58 @@ def _read_size(config: PretrainedConfig, name: str) -> int:
 def _read_decoder(
     config: PretrainedConfig, common: Fields, make: type[DecoderSpec] = DecoderSpec, **family: Any
 ) -> DecoderSpec:
-    """A decoder. `family` is what its family decides, whatever config.json says."""
+    """Read a decoder. `family` has the fields that its family decides, whatever the config says."""
     check_choice("hidden_act", config.hidden_act, ("silu",))
-    window = getattr(config, "sliding_window", None) or common["max_len"]
-    kinds = getattr(config, "layer_types", None) or [
-        "full_attention" if window >= common["max_len"] else "sliding"
-    ]
-    if set(kinds) != {"full_attention"}:
+    _check_full_attention(config, common["max_len"])
+    num_heads = common["num_heads"]
+    num_kv_heads = _read_size(config, "num_key_value_heads")
+    if num_heads % num_kv_heads != 0:
         raise ValueError(
-            "sliding-window attention (sliding_window, layer_types, use_sliding_window) is not supported"
+            f"num_attention_heads={num_heads} must be a multiple of"
+            f" num_key_value_heads={num_kv_heads}"
         )
-    num_heads, num_kv_heads = common["num_heads"], _read_size(config, "num_key_value_heads")
-    if num_heads % num_kv_heads:
-        raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
     head_dim = getattr(config, "head_dim", None) or common["hidden_size"] // num_heads
     check_int("head_dim (by default hidden_size / num_attention_heads)", head_dim, 1, MAX_HEAD_DIM)
     rope, max_len = _read_rope(config, head_dim)
     has_bias = getattr(config, "attention_bias", False)
-    return make(
-        **{**common, "max_len": max_len},
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        intermediate_size=_read_size(config, "intermediate_size"),
-        norm_eps=check_number("rms_norm_eps", config.rms_norm_eps, low=0.0, open_low=True),
-        rope=rope,
-        **{
-            "qkv_bias": has_bias,
-            "o_bias": has_bias,
-            "mlp_bias": getattr(config, "mlp_bias", False),
-            **family,
-        },
-    )
+    fields = {
+        **common,
+        "max_len": max_len,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": _read_size(config, "intermediate_size"),
+        "norm_eps": check_number("rms_norm_eps", config.rms_norm_eps, low=0.0, open_low=True),
+        "rope": rope,
+        "qkv_bias": has_bias,
+        "o_bias": has_bias,
+        "mlp_bias": getattr(config, "mlp_bias", False),
+    }
+    return make(**{**fields, **family})
+
+
+def _check_full_attention(config: PretrainedConfig, max_len: int) -> None:
+    """Raise ValueError for sliding windows, unless the window covers every context."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types:
+        is_full = set(layer_types) == {"full_attention"}
+    else:
+        window = getattr(config, "sliding_window", None) or max_len
+        is_full = window >= max_len
+    if not is_full:
+        raise ValueError(
+            "sliding-window attention (sliding_window, layer_types, use_sliding_window)"
+            " is not supported"
+        )
 
 
 def _read_qwen3_moe(config: PretrainedConfig, common: Fields) -> DecoderSpec:
-    num_experts, step = _read_size(config, "num_experts"), _read_size(config, "decoder_sparse_step")
-    dense_layers = {
-        layer
-        for layer in range(common["num_layers"])
-        if (layer + 1) % step or layer in config.mlp_only_layers
-    }
+    num_experts = _read_size(config, "num_experts")
+    sparse_step = _read_size(config, "decoder_sparse_step")
+    dense_layers: set[int] = set()
+    for layer in range(common["num_layers"]):
+        if (layer + 1) % sparse_step != 0 or layer in config.mlp_only_layers:
+            dense_layers.add(layer)
+    num_chosen = check_int("num_experts_per_tok", config.num_experts_per_tok, 1, num_experts)
     return _read_decoder(
         config,
         common,
@@ -112,9 +130,7 @@ def _read_qwen3_moe(config: PretrainedConfig, common: Fields) -> DecoderSpec:
         qk_norm=True,
         mlp_bias=False,
         num_experts=num_experts,
-        num_experts_per_tok=check_int(
-            "num_experts_per_tok", config.num_experts_per_tok, 1, num_experts
-        ),
+        num_experts_per_tok=num_chosen,
         expert_size=_read_size(config, "moe_intermediate_size"),
         normalize_weights=config.norm_topk_prob,
         dense_layers=frozenset(dense_layers),
@@ -122,46 +138,48 @@ def _read_qwen3_moe(config: PretrainedConfig, common: Fields) -> DecoderSpec:
 
 
 def _read_rope(config: PretrainedConfig, head_dim: int) -> tuple[RopeSpec, int]:
-    """RoPE's frequencies, which transformers computes, and how many positions they serve."""
-    rope = {
-        name: value for name, value in config.rope_parameters.items() if value is not None
-    }  # null: the default
-    if rope.get("partial_rotary_factor", 1.0) != 1.0 or any(
-        isinstance(value, dict) for value in rope.values()
-    ):
+    """Return the frequencies, which transformers computes, and the number of valid positions."""
+    # null stands for the default.
+    rope = {name: value for name, value in config.rope_parameters.items() if value is not None}
+    is_partial = rope.get("partial_rotary_factor", 1.0) != 1.0
+    if is_partial or any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(
-            "partial_rotary_factor and rope_parameters by layer type are not supported"
+            "partial_rotary_factor and rope_parameters per layer type are not supported"
         )
-    rope_type, max_len = rope["rope_type"], config.max_position_embeddings
-    check_choice("rope_type", rope_type, ("default", "dynamic", "linear", "yarn", "llama3"))
-    if rope_type in ("default", "dynamic"):  # the second stretches only what is longer than max_len
+    rope_type = check_choice("rope_type", rope["rope_type"], _ROPE_TYPES)
+    if rope_type in ("default", "dynamic"):  # "dynamic" changes only contexts above max_len
         spec = RopeSpec.from_base(rope["rope_theta"], head_dim)
     else:
-        with torch.device("cpu"):
-            inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+        cpu = torch.device("cpu")
+        with cpu:
+            inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](config, cpu)
         spec = RopeSpec(tuple(inv_freq.tolist()), attention_factor)
+    max_len = config.max_position_embeddings  # llama3's includes the extension
     if rope_type == "yarn":
         max_len = rope.get("original_max_position_embeddings", max_len)
-    if rope_type in ("linear", "yarn"):  # max_position_embeddings of llama3 is the stretched one
+    if rope_type in ("linear", "yarn"):
         max_len = int(max_len * rope["factor"])
-    if not all(
-        0.0 < value < math.inf for value in (*spec.inv_freq, spec.attention_factor, max_len)
-    ):
+    values = [*spec.inv_freq, spec.attention_factor, max_len]
+    if not all(0.0 < value < math.inf for value in values):
         raise ValueError(
-            f"frequencies, attention_factor and positions must be positive and finite: rope_parameters={rope}"
+            f"rope_parameters={rope} is invalid: frequencies, attention factor and length must be"
+            " positive and finite"
         )
     return spec, max_len
 
 
 def _read_opt(config: PretrainedConfig, common: Fields) -> OPTSpec:
     check_choice("activation_function", config.activation_function, ("relu",))
-    if common["hidden_size"] % common["num_heads"]:
-        raise ValueError("hidden_size must be a multiple of num_attention_heads")
+    hidden_size, num_heads = common["hidden_size"], common["num_heads"]
+    if hidden_size % num_heads != 0:
+        raise ValueError(
+            f"hidden_size={hidden_size} must be a multiple of num_attention_heads={num_heads}"
+        )
     return OPTSpec(
         **common,
         embedding_size=_read_size(config, "word_embed_proj_dim"),
-        num_kv_heads=common["num_heads"],
-        head_dim=common["hidden_size"] // common["num_heads"],
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
         intermediate_size=_read_size(config, "ffn_dim"),
         norm_first=config.do_layer_norm_before,
         final_norm=config.do_layer_norm_before and not config._remove_final_layer_norm,

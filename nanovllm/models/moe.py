@@ -1,12 +1,15 @@
-"""Qwen3-MoE: in place of an MLP a layer has many small ones, the experts, of which a router gives each token a few.
+"""Qwen3-MoE: instead of one MLP, a layer has many small ones (experts), and a router sends each
+token to a few of them.
 
     token             t0      t1      t2          experts per token: 2 of 4
-    chosen            e3 e0   e0 e1   e3 e0
-    sorted by expert  e0: t0 t1 t2 | e1: t1 | e3: t0 t2       e2 is not computed, its weights are not read
+    routed to         e3 e0   e0 e1   e3 e0
+    sorted by expert  e0: t0 t1 t2 | e1: t1 | e3: t0 t2     e2 is neither computed nor read
 
-Every rank has a part of every expert's width. Whole experts per rank would save nothing, and leave ranks idle whose experts
-are not chosen; so the work is the same on all, whatever the routing. They choose the same experts, for they have the same x.
-Reference: Shazeer et al. 2017 (sparsely gated mixture of experts); Qwen3 Technical Report, 2025.
+Every rank holds a shard of each expert's width, so the work is the same on all ranks whatever the
+routing. Whole experts per rank would save nothing and leave ranks idle. All ranks route
+identically, because they have the same x.
+
+References: Shazeer et al. 2017 (sparsely gated mixture of experts); Qwen3 Technical Report, 2025.
 """
 
 from collections.abc import Iterator
@@ -23,12 +26,12 @@ from nanovllm.models.decoder import MLP, DecoderSpec
 
 @dataclass(frozen=True, kw_only=True)
 class MoESpec(DecoderSpec):
-    """A decoder with experts in all layers but `dense_layers`, which have an MLP of intermediate_size."""
+    """A decoder with experts in all layers but `dense_layers`, which have an ordinary MLP."""
 
     num_experts: int
     num_experts_per_tok: int
-    expert_size: int  # an expert's intermediate size
-    normalize_weights: bool  # of the chosen experts: their sum is 1
+    expert_size: int  # intermediate size of an expert
+    normalize_weights: bool  # so that the weights of a token's experts sum to 1
     dense_layers: frozenset[int]
 
     @property
@@ -43,47 +46,47 @@ class MoESpec(DecoderSpec):
 
 
 class Experts(nn.Module):
-    """SwiGLU with every expert's own weights, one tensor per matrix."""
+    """SwiGLU of every expert. The weights of all experts are stacked into one tensor per matrix."""
 
-    # How many tokens an expert gets is known on the host only after a synchronisation: a step runs eager.
+    # The numbers of tokens per expert are needed on the host, which a CUDA graph does not allow.
     SUPPORTS_CUDA_GRAPHS = False
 
     def __init__(self, spec: MoESpec, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
         size = spec.expert_size // tp.size
-        self.gate_up_proj = nn.Parameter(
-            torch.empty(spec.num_experts, 2 * size, spec.hidden_size, dtype=spec.dtype)
-        )
-        self.down_proj = nn.Parameter(
-            torch.empty(spec.num_experts, spec.hidden_size, size, dtype=spec.dtype)
-        )
+        gate_up_shape = (spec.num_experts, 2 * size, spec.hidden_size)
+        down_shape = (spec.num_experts, spec.hidden_size, size)
+        self.gate_up_proj = nn.Parameter(torch.empty(gate_up_shape, dtype=spec.dtype))
+        self.down_proj = nn.Parameter(torch.empty(down_shape, dtype=spec.dtype))
 
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
         size = self.down_proj.shape[2]
+        start, full_size = self.tp.rank * size, self.tp.size * size
         for expert, (gate_up, down) in enumerate(zip(self.gate_up_proj, self.down_proj)):
-            for part, rows in zip(("gate_proj", "up_proj"), gate_up.chunk(2)):
-                yield (
-                    f"{name}.{expert}.{part}.weight",
-                    Target(rows, 0, self.tp.rank * size, self.tp.size * size),
-                )
-            yield (
-                f"{name}.{expert}.down_proj.weight",
-                Target(down, 1, self.tp.rank * size, self.tp.size * size),
-            )
+            prefix = f"{name}.{expert}"
+            gate, up = gate_up.chunk(2)
+            yield f"{prefix}.gate_proj.weight", Target(gate, 0, start, full_size)
+            yield f"{prefix}.up_proj.weight", Target(up, 0, start, full_size)
+            yield f"{prefix}.down_proj.weight", Target(down, 1, start, full_size)
 
     def compute(self, expert: int, x: Tensor) -> Tensor:
-        """This rank's share of an expert's output for x [num_rows, hidden_size]."""
+        """Compute this rank's share of an expert's output for x [num_rows, hidden_size]."""
         gate, up = F.linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, self.down_proj[expert])
 
     def forward(self, x: Tensor, experts: Tensor) -> Tensor:
-        """What each of `experts` [num_tokens, k] makes of its token of x: [num_tokens, k, hidden_size]."""
-        chosen, order = experts.flatten().sort(stable=True)  # [num_tokens * k]
-        hit, counts = chosen.unique_consecutive(return_counts=True)
-        rows = x[order // experts.shape[1]].split(counts.tolist())
+        """Apply to each token of x [num_tokens, hidden_size] its `experts` [num_tokens, k].
+
+        Return [num_tokens, k, hidden_size].
+        """
+        num_chosen = experts.shape[1]
+        sorted_experts, order = experts.flatten().sort(stable=True)  # [num_tokens * k]
+        present, counts = sorted_experts.unique_consecutive(return_counts=True)
+        rows = x[order // num_chosen].split(counts.tolist())  # one part for each present expert
+        parts = [self.compute(expert, part) for expert, part in zip(present.tolist(), rows)]
         outputs = x.new_empty(len(order), x.shape[1])
-        outputs[order] = torch.cat([self.compute(*each) for each in zip(hit.tolist(), rows)])
+        outputs[order] = torch.cat(parts)
         return outputs.unflatten(0, experts.shape)
 
 
@@ -93,23 +96,19 @@ class MoE(nn.Module):
     def __init__(self, spec: MoESpec, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
-        self.num_experts_per_tok, self.normalize_weights = (
-            spec.num_experts_per_tok,
-            spec.normalize_weights,
-        )
-        self.gate = ColumnParallelLinear(
-            spec.hidden_size, {"gate": spec.num_experts}, False, spec.dtype
-        )  # whole on every rank
+        self.num_experts_per_tok = spec.num_experts_per_tok
+        self.normalize_weights = spec.normalize_weights
+        # The router. Without `tp` it is replicated on every rank.
+        parts = {"gate": spec.num_experts}
+        self.gate = ColumnParallelLinear(spec.hidden_size, parts, False, spec.dtype)
         self.experts = Experts(spec, tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, experts = (
-            self.gate(x).softmax(-1, dtype=torch.float32).topk(self.num_experts_per_tok)
-        )  # [num_tokens, k]
+        probabilities = self.gate(x).softmax(-1, dtype=torch.float32)
+        weights, experts = probabilities.topk(self.num_experts_per_tok)  # [num_tokens, k]
         if self.normalize_weights:
             weights = weights / weights.sum(-1, keepdim=True)
-        # In float32, and in the order of the probabilities: a token's sum does not depend on the others in the batch.
-        output = (
-            (self.experts(x, experts) * weights[..., None]).sum(1).to(x.dtype)
-        )  # [num_tokens, hidden_size]
-        return self.tp.all_reduce(output)
+        # The sum is in float32 and in the order of the probabilities, so that it does not depend on
+        # the other tokens of the batch.
+        weighted = self.experts(x, experts) * weights[..., None]  # [num_tokens, k, hidden_size]
+        return self.tp.all_reduce(weighted.sum(1).to(x.dtype))

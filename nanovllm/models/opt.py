@@ -1,11 +1,12 @@
-"""OPT (Zhang et al. 2022), a decoder like GPT-3's: from before RoPE, RMSNorm and gated MLPs.
+"""OPT (Zhang et al. 2022), a decoder like GPT-3, without RoPE, RMSNorm and gated MLPs.
 
-    ids -> embedding (-> project_in) + embedding of the position -> layers -> norm (-> project_out) -> logits
+    ids -> embedding (-> project_in) + position embedding -> layers -> norm (-> project_out) -> logits
 
     pre-norm:           x + attention(norm(x)), then x + mlp(norm(x))
     post-norm (350m):   norm(x + attention(x)), then norm(x + mlp(x))
 
-Modules are named as in Hugging Face checkpoints. Shapes are one rank's; positions, norms and projections are whole on each.
+Modules are named as in Hugging Face checkpoints. Shapes are those of one rank. Position embeddings,
+norms, project_in and project_out are replicated on every rank.
 """
 
 from dataclasses import dataclass
@@ -20,32 +21,29 @@ from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 from nanovllm.models.decoder import CausalLM, ModelSpec
 
-_FIRST_POSITION = 2  # the rows before it are padding's, and never read
+_FIRST_POSITION = 2  # the rows before it are for padding, which does not occur here
 
 
 @dataclass(frozen=True, kw_only=True)
 class OPTSpec(ModelSpec):
-    """What distinguishes one OPT from another. Read from config.json by models/config.py."""
+    """What distinguishes one OPT from another. models/config.py reads it."""
 
-    embedding_size: int  # of the tokens' embeddings and of the output head
+    embedding_size: int  # of the token embeddings and of the output head
     norm_first: bool
     final_norm: bool
     norm_has_weights: bool
-    bias: bool  # of the layers' projections; project_in and project_out have none
+    bias: bool  # of the projections in layers; project_in and project_out have none
     tie_embeddings: bool
 
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
-        head = (
-            None
-            if self.tie_embeddings
-            else Embedding(self.vocab_size, self.embedding_size, self.dtype, tp)
-        )
+        head: Embedding | None = None
+        if not self.tie_embeddings:
+            head = Embedding(self.vocab_size, self.embedding_size, self.dtype, tp)
         return CausalLM(OPTModel(self, backend, tp), head)
 
     def make_norm(self) -> nn.LayerNorm:
-        return nn.LayerNorm(
-            self.hidden_size, elementwise_affine=self.norm_has_weights, dtype=self.dtype
-        )
+        has_weights = self.norm_has_weights
+        return nn.LayerNorm(self.hidden_size, elementwise_affine=has_weights, dtype=self.dtype)
 
 
 class OPTAttention(nn.Module):
@@ -53,18 +51,16 @@ class OPTAttention(nn.Module):
         super().__init__()
         self.head_dim = spec.head_dim
         self.backend = backend
-        size, parts = (
-            spec.hidden_size,
-            dict.fromkeys(("q_proj", "k_proj", "v_proj"), spec.hidden_size),
-        )
+        size = spec.hidden_size
+        parts = {"q_proj": size, "k_proj": size, "v_proj": size}
         self.qkv_proj = ColumnParallelLinear(size, parts, spec.bias, spec.dtype, tp)
         self.out_proj = RowParallelLinear(size, size, spec.bias, spec.dtype, tp)
 
     def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
-        qkv = self.qkv_proj(x).chunk(3, dim=-1)
-        query, key, value = (
-            part.unflatten(-1, (-1, self.head_dim)) for part in qkv
-        )  # [num_tokens, num_heads, head_dim]
+        query, key, value = self.qkv_proj(x).chunk(3, dim=-1)
+        query = query.unflatten(-1, (-1, self.head_dim))  # [num_tokens, num_heads, head_dim]
+        key = key.unflatten(-1, (-1, self.head_dim))
+        value = value.unflatten(-1, (-1, self.head_dim))
         self.backend.store_kvcache(key, value, kv_cache, batch.slot_mapping)
         attended = self.backend.attend(query.contiguous(), kv_cache, batch, self.head_dim**-0.5)
         return self.out_proj(attended.flatten(1))
@@ -73,15 +69,12 @@ class OPTAttention(nn.Module):
 class OPTLayer(nn.Module):
     def __init__(self, spec: OPTSpec, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
+        hidden_size, width = spec.hidden_size, spec.intermediate_size
         self.norm_first = spec.norm_first
         self.self_attn = OPTAttention(spec, backend, tp)
         self.self_attn_layer_norm = spec.make_norm()
-        self.fc1 = ColumnParallelLinear(
-            spec.hidden_size, {"fc1": spec.intermediate_size}, spec.bias, spec.dtype, tp
-        )
-        self.fc2 = RowParallelLinear(
-            spec.intermediate_size, spec.hidden_size, spec.bias, spec.dtype, tp
-        )
+        self.fc1 = ColumnParallelLinear(hidden_size, {"fc1": width}, spec.bias, spec.dtype, tp)
+        self.fc2 = RowParallelLinear(width, hidden_size, spec.bias, spec.dtype, tp)
         self.final_layer_norm = spec.make_norm()
 
     def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
@@ -96,22 +89,19 @@ class OPTLayer(nn.Module):
 
 
 class OPTDecoder(nn.Module):
-    """Token ids to what the output head takes."""
+    """Token ids to hidden states of embedding_size."""
 
     def __init__(self, spec: OPTSpec, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
-        sizes = spec.embedding_size, spec.hidden_size
-        self.embed_tokens = Embedding(spec.vocab_size, spec.embedding_size, spec.dtype, tp)
-        self.embed_positions = Embedding(
-            spec.max_len + _FIRST_POSITION, spec.hidden_size, spec.dtype
-        )
-        is_narrow = spec.embedding_size != spec.hidden_size
-        self.project_in = (
-            RowParallelLinear(*sizes, False, spec.dtype) if is_narrow else nn.Identity()
-        )
-        self.project_out = (
-            RowParallelLinear(*sizes[::-1], False, spec.dtype) if is_narrow else nn.Identity()
-        )
+        hidden_size, embedding_size = spec.hidden_size, spec.embedding_size
+        num_positions = spec.max_len + _FIRST_POSITION
+        self.embed_tokens = Embedding(spec.vocab_size, embedding_size, spec.dtype, tp)
+        self.embed_positions = Embedding(num_positions, hidden_size, spec.dtype)
+        self.project_in: nn.Module = nn.Identity()
+        self.project_out: nn.Module = nn.Identity()
+        if embedding_size != hidden_size:
+            self.project_in = RowParallelLinear(embedding_size, hidden_size, False, spec.dtype)
+            self.project_out = RowParallelLinear(hidden_size, embedding_size, False, spec.dtype)
         self.layers = nn.ModuleList(OPTLayer(spec, backend, tp) for _ in range(spec.num_layers))
         self.final_layer_norm = spec.make_norm() if spec.final_norm else nn.Identity()
 
@@ -120,13 +110,12 @@ class OPTDecoder(nn.Module):
         x = x + self.embed_positions(batch.positions + _FIRST_POSITION)
         for layer, kv_cache in zip(self.layers, kv_caches):
             x = layer(x, kv_cache, batch)
-        return self.project_out(
-            self.final_layer_norm(x.index_select(0, batch.logits_indices))
-        )  # [num_logits, embedding_size]
+        x = x.index_select(0, batch.logits_indices)  # [num_logits, hidden_size]
+        return self.project_out(self.final_layer_norm(x))  # [num_logits, embedding_size]
 
 
 class OPTModel(nn.Module):
-    """The decoder, under the name that checkpoints give it."""
+    """Wraps the decoder, because checkpoints name its tensors model.decoder.*."""
 
     def __init__(self, spec: OPTSpec, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()

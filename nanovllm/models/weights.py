@@ -1,8 +1,9 @@
-"""Fills a model's parameters: from *.safetensors, strictly, or with random numbers.
+"""Fills a model's parameters from *.safetensors, or with random numbers.
 
-Every tensor of the checkpoint is used and every parameter is written exactly once; anything else is an error that names
-the tensors. Only buffers of RoPE are passed over: old checkpoints hold them, and the model computes them from config.json.
-Only this rank's share of a tensor is read from the file.
+Loading is strict. Every tensor of the checkpoint is used, and every parameter is written exactly
+once. A missing, unexpected or repeated tensor is an error that names it. Only RoPE buffers are
+skipped: old checkpoints contain them, and the model computes them from config.json. A rank reads
+only its shard of a tensor.
 """
 
 import re
@@ -29,10 +30,10 @@ _DAMAGED = (SafetensorError, OSError)  # what safe_open raises
 def check_sizes(
     spec: ModelSpec, directory: Path, device: torch.device, num_ranks: int, has_weights: bool
 ) -> None:
-    """Reject sizes in config.json that cannot be right, before anything of that size is made.
+    """Reject impossible sizes in config.json before anything of that size is allocated.
 
-    Raises ValueError for more layers than the checkpoint has, and for weights that exceed all memory
-    of the device. A layer counts as the smallest of the first four, because layers can differ.
+    Raises ValueError for more layers than the checkpoint has, and for weights that exceed the
+    device's memory. Layers can differ, so each counts as the smallest of the first four.
     """
     sizes = {
         "vocab_size": spec.vocab_size,
@@ -67,9 +68,9 @@ def _count_bytes(module: nn.Module) -> int:
 
 
 def _count_layers(directory: Path) -> int:
-    """The number of layers that the checkpoint's tensors belong to, by their names."""
+    """Count the layers in the names of the checkpoint's tensors."""
     numbers: set[int] = set()
-    for path in _weight_files(directory):
+    for path in _find_weight_files(directory):
         with naming(path, *_DAMAGED), safe_open(path, framework="pt") as file:
             for name in file.keys():
                 numbers.update(int(number) for number in re.findall(r"layers\.(\d+)\.", name))
@@ -78,103 +79,122 @@ def _count_layers(directory: Path) -> int:
 
 @torch.no_grad()
 def load_checkpoint(model: nn.Module, directory: Path) -> None:
-    """Copy the checkpoint in `directory` into `model`. Raises ValueError if the two do not match or a file is damaged."""
-    missing = _targets(model)
-    surplus: list[str] = []
+    """Copy the checkpoint in `directory` into `model`.
+
+    Raises ValueError if the two do not match or a file is damaged.
+    """
+    missing = _find_targets(model)
+    is_tied = "lm_head.weight" not in missing
     embedding = next(
         target for name, target in missing.items() if name.endswith("embed_tokens.weight")
     )
-    tied = "lm_head.weight" not in missing
-    tied_copies: list[Tensor] = []
-    for path in _weight_files(directory):
+    unexpected: list[str] = []
+    for path in _find_weight_files(directory):
         with naming(path, *_DAMAGED, ValueError), safe_open(path, framework="pt") as file:
             for name in file.keys():
-                full_name = (
-                    name if name in missing else f"model.{name}"
-                )  # a model saved without its head has no prefix
+                # A model that was saved without its head has no prefix.
+                full_name = name if name in missing else f"model.{name}"
                 if full_name in missing:
                     target = missing.pop(full_name)
-                    target.destination.copy_(_read_share(file, name, target))
-                elif (
-                    tied and name == "lm_head.weight"
-                ):  # many tied checkpoints hold the one matrix under two names
-                    tied_copies.append(_read_share(file, name, embedding))
+                    target.destination.copy_(_read_shard(file, name, target))
+                elif is_tied and name == "lm_head.weight":
+                    pass  # checked below, once the embedding is read
                 elif not name.endswith(_ROPE_BUFFERS):
-                    surplus.append(name)
-    if surplus or missing:
-        problems = {
-            "tensors without a parameter or repeated: ": surplus,
-            "parameters without a tensor: ": list(missing),
-        }
-        shown = [
-            what + ", ".join(names[:5]) + " ..." * (len(names) > 5)
-            for what, names in problems.items()
-            if names
-        ]
+                    unexpected.append(name)
+    problems = _list_problems("unexpected or repeated tensors", unexpected)
+    problems += _list_problems("missing tensors", list(missing))
+    if problems:
         raise ValueError(
-            f"the checkpoint in {directory} does not fit the model; {'; '.join(shown)}"
+            f"the checkpoint in {directory} does not match the model: {'; '.join(problems)}"
         )
-    if not all(
-        torch.equal(copy.to(embedding.destination), embedding.destination) for copy in tied_copies
-    ):
-        raise ValueError(
-            "tie_word_embeddings is set, but lm_head.weight differs from embed_tokens.weight"
-        )
+    if is_tied:
+        _check_tied_copies(directory, embedding)
+
+
+def _list_problems(title: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    shown = ", ".join(names[:5])
+    return [f"{title}: {shown}, ..." if len(names) > 5 else f"{title}: {shown}"]
+
+
+def _check_tied_copies(directory: Path, embedding: Target) -> None:
+    """Raise ValueError if a tied checkpoint has an output head that differs from the embedding."""
+    for path in _find_weight_files(directory):
+        with naming(path, *_DAMAGED, ValueError), safe_open(path, framework="pt") as file:
+            if "lm_head.weight" not in file.keys():
+                continue
+            copy = _read_shard(file, "lm_head.weight", embedding)
+            if not torch.equal(copy.to(embedding.destination), embedding.destination):
+                raise ValueError(
+                    "tie_word_embeddings is set, but lm_head.weight differs from"
+                    " embed_tokens.weight"
+                )
 
 
 def find_dtype(config: Config, hf_config: PretrainedConfig, directory: Path) -> torch.dtype:
-    """What `config` asks for, or else config.json, or else the first weight is stored in. float32 if none says it."""
-    given = hf_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    if isinstance(given, torch.dtype):
-        return given
-    for path in [] if config.load_format == "dummy" else _weight_files(directory)[:1]:
-        with naming(path, *_DAMAGED), safe_open(path, framework="pt") as file:
-            for name in file.keys():
-                return _DTYPES.get(file.get_slice(name).get_dtype(), torch.float32)
+    """Return the dtype of `config`, or else of config.json, or else of the first stored tensor."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    if isinstance(hf_config.dtype, torch.dtype):
+        return hf_config.dtype
+    if config.load_format == "dummy":
+        return torch.float32
+    path = _find_weight_files(directory)[0]
+    with naming(path, *_DAMAGED), safe_open(path, framework="pt") as file:
+        for name in file.keys():
+            return _DTYPES.get(file.get_slice(name).get_dtype(), torch.float32)
     return torch.float32
 
 
 @torch.no_grad()
 def init_dummy_weights(model: nn.Module, seed: int) -> None:
-    """Weights as at the start of training (load_format "dummy"): normal with deviation 0.02, norms 1, biases 0.
+    """Initialize as for training: normal with standard deviation 0.02, norms 1, biases 0.
 
-    They are the same ones on any number of ranks.
+    The weights are identical on any number of ranks.
     """
-    for name, target in _targets(model).items():
+    for name, target in _find_targets(model).items():
         full = target.destination.new_empty(target.full_shape)
         if full.dim() > 1:
-            full.normal_(
-                0.0, 0.02, generator=torch.Generator(full.device).manual_seed(seed % 2**64)
-            )
+            generator = torch.Generator(full.device).manual_seed(seed % 2**64)
+            full.normal_(0.0, 0.02, generator=generator)
             seed += 1
         else:
-            full.fill_(float(name.endswith("norm.weight")))
-        target.destination.copy_(full[target.share])
+            full.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+        target.destination.copy_(full[target.shard])
 
 
-def _targets(model: nn.Module) -> dict[str, Target]:
-    """Name in the checkpoint -> where it goes. A layer without `targets` takes its parameters whole, by their own names."""
+def _find_targets(model: nn.Module) -> dict[str, Target]:
+    """Map the names of checkpoint tensors to where they go.
+
+    A layer without `targets` receives its parameters whole, by their own names.
+    """
     targets: dict[str, Target] = {}
     for name, module in model.named_modules():
         if hasattr(module, "targets"):
             targets.update(module.targets(name))
         else:
-            targets.update(
-                (key, Target(parameter))
-                for key, parameter in module.named_parameters(name, recurse=False)
-            )
+            for key, parameter in module.named_parameters(name, recurse=False):
+                targets[key] = Target(parameter)
     return targets
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    """The first of these that there are. An index would tell nothing more: every tensor must be there once, in whatever file."""
+def _find_weight_files(directory: Path) -> list[Path]:
+    """Return the files of the first pattern that matches any.
+
+    An index file is not needed, because every tensor must be there once, in whatever file.
+    """
     for pattern in ("model.safetensors", "model-*.safetensors", "*.safetensors"):
-        if paths := sorted(directory.glob(pattern)):
+        paths = sorted(directory.glob(pattern))
+        if paths:
             return paths
-    raise ValueError(f"{directory} holds no *.safetensors (load_format='dummy' needs none)")
+    raise ValueError(
+        f"{directory} contains no *.safetensors files: add them, or set load_format='dummy'"
+        " for random weights"
+    )
 
 
-def _read_share(file: safe_open, name: str, target: Target) -> Tensor:
+def _read_shard(file: safe_open, name: str, target: Target) -> Tensor:
     stored = file.get_slice(name)
     if stored.get_shape() != target.full_shape:
         raise ValueError(
@@ -182,6 +202,7 @@ def _read_share(file: safe_open, name: str, target: Target) -> Tensor:
         )
     if stored.get_dtype() not in _DTYPES:
         raise ValueError(
-            f"tensor {name} is stored as {stored.get_dtype()}; supported are {', '.join(_DTYPES)}"
+            f"tensor {name} is stored as {stored.get_dtype()}: supported dtypes are"
+            f" {', '.join(_DTYPES)}"
         )
-    return stored[target.share]
+    return stored[target.shard]

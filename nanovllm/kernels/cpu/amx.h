@@ -1,13 +1,14 @@
-// Rows of x times a panel with AMX: registers ("tiles") of 16 rows of 64 bytes, and an instruction that adds to a tile of
-// 16 x 16 sums the products of 16 rows of x with 16 outputs over 32 inputs. Four tiles sum up ROWS rows x WIDTH outputs:
+// Rows of x times a panel with AMX: registers ("tiles") of 16 rows of 64 bytes, and an instruction
+// that adds to a tile of 16 x 16 sums the products of 16 rows of x with 16 outputs over 32 inputs.
+// Four tiles sum up ROWS rows x WIDTH outputs:
 //
 //                         panel: 6 | 7
 //     x: 4                sums:   0 | 1
 //        5                        2 | 3
 //
-// Tiles want whole lines of the cache, one after the other. So rows are copied first, to [depth / BLOCK, num_rows / ROWS,
-// BLOCK / LINE, ROWS, LINE]: a BLOCK of inputs of all rows and then the next, as that much of a panel fits into the
-// first-level cache, which the rows bypass.
+// Tiles want whole lines of the cache, one after the other. So rows are copied first, to [depth /
+// BLOCK, num_rows / ROWS, BLOCK / LINE, ROWS, LINE]: a BLOCK of inputs of all rows and then the
+// next, as that much of a panel fits into the first-level cache, which the rows bypass.
 #pragma once
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -29,7 +30,8 @@ struct Tiles {
     ~Tiles() { _tile_release(); }
 };
 
-// Linux is asked once per process, when the library is loaded: ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA.
+// Linux is asked once per process, when the library is loaded: ARCH_REQ_XCOMP_PERM for
+// XFEATURE_XTILEDATA.
 const bool Tiles::allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 
 class Rows {
@@ -43,18 +45,21 @@ class Rows {
         int64_t output_stride, row, end;
     } summed_up = {};  // rows that wait for their epilogue
 
-  public:
-    static constexpr int64_t NEXT_LINE = ROWS * LINE;  // from a LINE of a row to its next one, within a block
+public:
+    static constexpr int64_t NEXT_LINE =
+        ROWS * LINE;  // from a LINE of a row to its next one, within a block
 
     void shape(int64_t num_rows_, int64_t in_features) {
-        num_rows = num_rows_, depth = round_up(in_features, LINE), block = num_rows > ROWS ? BLOCK : depth;
+        num_rows = num_rows_, depth = round_up(in_features, LINE),
+        block = num_rows > ROWS ? BLOCK : depth;
         numbers = memory.get(round_up(num_rows, ROWS) * depth);
     }
 
     // A row's inputs from `start` on, the first of a block.
     bfloat16* find(int64_t row, int64_t start) const {
         int64_t size = std::min(block, depth - start);
-        return numbers + start * round_up(num_rows, ROWS) + row / ROWS * ROWS * size + row % ROWS * LINE;
+        return numbers + start * round_up(num_rows, ROWS) + row / ROWS * ROWS * size +
+               row % ROWS * LINE;
     }
 
     // find_row(i): where row i lies.
@@ -64,9 +69,11 @@ class Rows {
         shape(num_rows_, in_features);
         for (int64_t start = 0; start < depth; start += block)
             for (int64_t row = 0; row < num_rows; row++) {
-                const bfloat16 *x = find_row(row), *next = find_row(std::min(row + AHEAD, num_rows - 1));
+                const bfloat16 *x = find_row(row),
+                               *next = find_row(std::min(row + AHEAD, num_rows - 1));
                 bfloat16* to = find(row, start);
-                for (int64_t i = start; i < std::min(start + block, depth); i += LINE, to += NEXT_LINE) {
+                for (int64_t i = start; i < std::min(start + block, depth);
+                     i += LINE, to += NEXT_LINE) {
                     __mmask32 mask = in_features - i < LINE ? (1u << (in_features - i)) - 1 : -1;
                     _mm_prefetch(next + i, _MM_HINT_T0);
                     _mm512_store_si512(to, _mm512_maskz_loadu_epi16(mask, x + i));
@@ -74,56 +81,70 @@ class Rows {
             }
     }
 
-    // The last rows' epilogue is left to what follows: the next panel, while tiles sum it up, or finish(ROWS).
-    void multiply(const bfloat16* panel, const Epilogue& epilogue, bfloat16* output, int64_t output_stride) {
-        // Fetched meanwhile: the next panel, or, where few rows leave no time for that, this one's next lines. A core has few
-        // places for lines on their way, and tiles need them for the second-level cache's: rather than many lines with each
-        // LINE of several tiles, none are fetched, and the processor's own prefetching does better.
+    // The last rows' epilogue is left to what follows: the next panel, while tiles sum it up, or
+    // finish(ROWS).
+    void multiply(const bfloat16* panel, const Epilogue& epilogue, bfloat16* output,
+                  int64_t output_stride) {
+        // Fetched meanwhile: the next panel, or, where few rows leave no time for that, this one's
+        // next lines. A core has few places for lines on their way, and tiles need them for the
+        // second-level cache's: rather than many lines with each LINE of several tiles, none are
+        // fetched, and the processor's own prefetching does better.
         int64_t num_tiles = round_up(num_rows, ROWS) / ROWS;
-        int64_t fetches = num_tiles > 1 && num_tiles < 8 ? 0 : round_up(WIDTH, num_tiles) / num_tiles;
+        int64_t fetches =
+            num_tiles > 1 && num_tiles < 8 ? 0 : round_up(WIDTH, num_tiles) / num_tiles;
         const bfloat16* next = panel + WIDTH * (num_tiles == 1 ? 2 * LINE : depth);
         for (int64_t start = 0; start < depth; start += block) {
-            int64_t size = std::min(block, depth - start), rows_per_line = (ROWS * LINE - 1) / size + 1;
+            int64_t size = std::min(block, depth - start),
+                    rows_per_line = (ROWS * LINE - 1) / size + 1;
             auto meanwhile = [&] {
-                for (int64_t fetch = 0; fetch < fetches; fetch++, next += LINE) _mm_prefetch(next, _MM_HINT_T1);
+                for (int64_t fetch = 0; fetch < fetches; fetch++, next += LINE)
+                    _mm_prefetch(next, _MM_HINT_T1);
                 finish(rows_per_line);
             };
             for (int64_t row = 0; row < num_rows; row += ROWS) {
                 multiply_rows(start, row, panel, start > 0, &sums[row * WIDTH], WIDTH, meanwhile);
-                if (start + size == depth) summed_up = {epilogue, output, output_stride, row, std::min(row + ROWS, num_rows)};
+                if (start + size == depth)
+                    summed_up = {epilogue, output, output_stride, row,
+                                 std::min(row + ROWS, num_rows)};
             }
         }
     }
 
     void finish(int64_t num) {
         auto& [epilogue, output, stride, row, end] = summed_up;
-        for (; num > 0 && row < end; num--, row++) epilogue.store(&sums[row * WIDTH], output, row * stride);
+        for (; num > 0 && row < end; num--, row++)
+            epilogue.store(&sums[row * WIDTH], output, row * stride);
     }
 
-    // The sums of the rows from `first`, a multiple of ROWS, to `end`, and up to a whole number of ROWS; with `is_added`, added
-    // to what is there.
-    void multiply(const bfloat16* panel, int64_t first, int64_t end, float* output, int64_t stride, bool is_added) const {
+    // The sums of the rows from `first`, a multiple of ROWS, to `end`, and up to a whole number of
+    // ROWS; with `is_added`, added to what is there.
+    void multiply(const bfloat16* panel, int64_t first, int64_t end, float* output, int64_t stride,
+                  bool is_added) const {
         for (int64_t start = 0; start < depth; start += block)
             for (int64_t row = first; row < end; row += ROWS)
-                multiply_rows(start, row, panel, is_added || start > 0, output + (row - first) * stride, stride, [] {});
+                multiply_rows(start, row, panel, is_added || start > 0,
+                              output + (row - first) * stride, stride, [] {});
     }
 
-  private:
+private:
     template <class Meanwhile>
-    void multiply_rows(int64_t start, int64_t row, const bfloat16* panel, bool is_continued, float* sums, int64_t sums_stride,
-                       const Meanwhile& meanwhile) const {
-        auto multiply = num_rows - row > ROWS / 2 ? multiply_tiles<true, Meanwhile> : multiply_tiles<false, Meanwhile>;
-        multiply(find(row, start), panel + start * WIDTH, std::min(block, depth - start), is_continued, sums,
-                 sums_stride * sizeof(float), meanwhile);
+    void multiply_rows(int64_t start, int64_t row, const bfloat16* panel, bool is_continued,
+                       float* sums, int64_t sums_stride, const Meanwhile& meanwhile) const {
+        auto multiply = num_rows - row > ROWS / 2 ? multiply_tiles<true, Meanwhile>
+                                                  : multiply_tiles<false, Meanwhile>;
+        multiply(find(row, start), panel + start * WIDTH, std::min(block, depth - start),
+                 is_continued, sums, sums_stride * sizeof(float), meanwhile);
     }
 
     // The compiler does not know that tiles are loaded from memory and stored to it.
     static void wait_for_memory() { asm volatile("" ::: "memory"); }
 
-    // ROWS rows, or half of them, times `size` inputs of a panel; meanwhile() with every LINE of these.
+    // ROWS rows, or half of them, times `size` inputs of a panel; meanwhile() with every LINE of
+    // these.
     template <bool BOTH, class Meanwhile>
-    static void multiply_tiles(const bfloat16* x, const bfloat16* panel, int64_t size, bool is_continued, float* sums,
-                               int64_t sums_stride, const Meanwhile& meanwhile) {
+    static void multiply_tiles(const bfloat16* x, const bfloat16* panel, int64_t size,
+                               bool is_continued, float* sums, int64_t sums_stride,
+                               const Meanwhile& meanwhile) {
         float *upper = sums, *lower = sums + ROWS / 2 * sums_stride / sizeof(float);
         constexpr int64_t X_STRIDE = 64, PANEL_STRIDE = 2 * X_STRIDE;  // bytes
         wait_for_memory();

@@ -1,7 +1,8 @@
-"""Paged attention on a CPU, in C++ (decode.h, prefill.h): K/V are read where they lie.
+"""Paged attention on a CPU, in C++ (decode.h, prefill.h). K/V are read in place.
 
-A decode is bound by that reading, and a longer query by matrix products. A short one is computed as so many decodes, to the bit:
-so a draft's tokens are those of steps without drafts, in 16 bits as well.
+Decode is bound by memory bandwidth, prefill by GEMM. Queries of up to 8 tokens are computed as
+separate decodes, with bitwise identical results. Drafts therefore change no token in 16-bit dtypes
+either.
 """
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.kernels.cpu import library
-from nanovllm.kernels.cpu.library import call, can_multiply, load
+from nanovllm.kernels.cpu.library import call, has_gemm, load
 from nanovllm.layers.attention import attend_one
 
 NAME = "cpp"
@@ -21,44 +22,65 @@ _SHORT_QUERY = 8  # tokens, as in decode.h
 def reason_unavailable(
     device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
 ) -> str | None:
-    return library.reason_unavailable(dtype) if device.type == "cpu" else "it computes on a CPU"
+    if device.type != "cpu":
+        return "it needs a CPU device"
+    return library.reason_unavailable(dtype)
 
 
 def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write `key` and `value` [num_tokens, num_kv_heads, head_dim] to their slots; slot -1 is padding, not written."""
-    assert (
-        key[:1].is_contiguous() and value[:1].is_contiguous() and slot_mapping.dtype == torch.int32
-    )
-    sources = key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0)
+    """Write `key` and `value` [num_tokens, num_kv_heads, head_dim] to their slots.
+
+    A token with slot -1 is padding and is not written.
+    """
+    assert key[:1].is_contiguous() and value[:1].is_contiguous()
+    assert slot_mapping.dtype == torch.int32
+    num_tokens, num_kv_heads, head_dim = key.shape
     call(
         load(key.dtype).store_kvcache,
-        *sources,
+        key.data_ptr(),
+        value.data_ptr(),
+        key.stride(0),
+        value.stride(0),
         slot_mapping,
-        len(key),
-        key.shape[1] * key.shape[2],
+        num_tokens,
+        num_kv_heads * head_dim,
         *kv_cache,
     )
 
 
 def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
-    """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context; same shape out."""
-    output, kernels = torch.empty_like(query), load(query.dtype)
+    """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context.
+
+    Returns a tensor of the same shape.
+    """
+    output = torch.empty_like(query)
+    kernels = load(query.dtype)
     block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
-    contexts = batch.cu_seqlens_q, batch.context_lens, batch.block_tables, *batch.block_tables.shape
-    heads = num_kv_heads, query.shape[1] // num_kv_heads, head_dim
-    arguments = query, *kv_cache, output, *contexts, block_size, *heads, scale
+    arguments = [
+        query,
+        *kv_cache,
+        output,
+        batch.cu_seqlens_q,
+        batch.context_lens,
+        batch.block_tables,
+        *batch.block_tables.shape,
+        block_size,
+        num_kv_heads,
+        query.shape[1] // num_kv_heads,
+        head_dim,
+        scale,
+    ]
     call(kernels.decode_attention, *arguments)  # writes the rows of short queries
     if batch.max_seqlen_q <= _SHORT_QUERY:
         return output
-    if can_multiply(query.dtype) and head_dim % 2 == 0:
-        call(kernels.prefill_attention, *arguments)  # writes the others
+    if has_gemm(query.dtype) and head_dim % 2 == 0:
+        call(kernels.prefill_attention, *arguments)  # writes all other rows
         return output
     bounds = batch.cu_seqlens_q.tolist()
-    for start, end, context_len, block_table in zip(
-        bounds, bounds[1:], batch.context_lens.tolist(), batch.block_tables
-    ):
+    context_lens = batch.context_lens.tolist()
+    for index, block_table in enumerate(batch.block_tables):
+        start, end = bounds[index], bounds[index + 1]
         if end - start > _SHORT_QUERY:
-            output[start:end] = attend_one(
-                query[start:end], kv_cache, context_len, block_table, scale
-            )
+            rows = query[start:end]
+            output[start:end] = attend_one(rows, kv_cache, context_lens[index], block_table, scale)
     return output

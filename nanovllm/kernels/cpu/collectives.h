@@ -1,8 +1,9 @@
-// Collective operations of the ranks of one machine, through memory that they share. torch.distributed's take a millisecond
-// each where processors are virtual, a decoder layer's share of a decode step less than two.
+// Collective operations of the ranks of one machine, through memory that they share.
+// torch.distributed's take a millisecond each where processors are virtual, a decoder layer's share
+// of a decode step less than two.
 //
-// Every rank writes its part and waits until all have. There are two sets of parts, by turns: who comes to the next round
-// has read those of the last.
+// Every rank writes its part and waits until all have. There are two sets of parts, by turns: who
+// comes to the next round has read those of the last.
 #pragma once
 #include <atomic>
 #include <sched.h>
@@ -23,7 +24,8 @@ struct Member {
     int64_t rank, size, round, is_lost;  // is_lost: another rank has ended
 
     T* part(int64_t other) const {
-        return reinterpret_cast<T*>(reinterpret_cast<char*>(shared + 1) + (round % 2 * size + other) * Shared::PART_BYTES);
+        return reinterpret_cast<T*>(reinterpret_cast<char*>(shared + 1) +
+                                    (round % 2 * size + other) * Shared::PART_BYTES);
     }
 
     // All ranks' parts are written.
@@ -31,14 +33,17 @@ struct Member {
         int64_t next = round + 1;
         shared->ranks[rank].round.store(next, std::memory_order_release);
         for (int64_t other = 0; other < size && !is_lost; other++)
-            for (int64_t turn = 1; shared->ranks[other].round.load(std::memory_order_acquire) < next && !is_lost; turn++) {
+            for (int64_t turn = 1;
+                 shared->ranks[other].round.load(std::memory_order_acquire) < next && !is_lost;
+                 turn++) {
                 sched_yield();
                 if (turn % 1000 == 0) is_lost = kill(shared->ranks[other].pid, 0);
             }
     }
 };
 
-// x [size] becomes the sum of all ranks' x, in float, in the order of the ranks: the same bits on all.
+// x [size] becomes the sum of all ranks' x, in float, in the order of the ranks: the same bits on
+// all.
 extern "C" void all_reduce(Member* member, T* x, int64_t size) {
     constexpr int64_t PART = Shared::PART_BYTES / sizeof(T), BLOCK = 512;
     Team::form(size > SERIAL, [&] {
@@ -64,17 +69,20 @@ extern "C" void all_reduce(Member* member, T* x, int64_t size) {
 }
 
 // On rank 0 the rows of x [num_rows, num_columns] of all ranks, side by side in `output`.
-extern "C" void gather(Member* member, const T* x, T* output, int64_t num_rows, int64_t num_columns) {
+extern "C" void gather(Member* member, const T* x, T* output, int64_t num_rows,
+                       int64_t num_columns) {
     constexpr int64_t PART = Shared::PART_BYTES / sizeof(T);
     for (int64_t row = 0; row < num_rows; row++)
         for (int64_t first = 0; first < num_columns; first += PART, member->round++) {
             int64_t size = std::min(PART, num_columns - first);
-            if (member->rank) std::copy_n(x + row * num_columns + first, size, member->part(member->rank));
+            if (member->rank)
+                std::copy_n(x + row * num_columns + first, size, member->part(member->rank));
             member->meet();
             if (!member->rank)
                 for (int64_t other = 0; other < member->size; other++) {
                     const T* from = other ? member->part(other) : x + row * num_columns + first;
-                    std::copy_n(from, size, output + (row * member->size + other) * num_columns + first);
+                    std::copy_n(from, size,
+                                output + (row * member->size + other) * num_columns + first);
                 }
         }
 }

@@ -12,7 +12,9 @@
 #include <immintrin.h>
 #endif
 
-static constexpr int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+static constexpr int64_t round_up(int64_t size, int64_t multiple) {
+    return (size + multiple - 1) / multiple * multiple;
+}
 
 // Memory that begins with a line of the cache and stays as large as it ever was.
 template <class Number>
@@ -22,7 +24,7 @@ class Buffer {
     };
     std::vector<Line> lines;
 
-  public:
+public:
     Number* get(size_t size) {
         size_t num_lines = size * sizeof(Number) / sizeof(Line) + 1;
         if (lines.size() < num_lines) lines.resize(num_lines);
@@ -54,18 +56,21 @@ typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 
 constexpr float LOG2_E = 1.44269504f;
 
-// exp(x) for x up to 88, to about a unit in the last place: x = n * log(2) + rest, and the polynomial is Cephes' exp(rest).
-// 0 below -87.7; NaN stays NaN, as it compares false. Of a vector, or of a number in a loop of which the compiler makes vector
-// code.
+// exp(x) for x up to 88, to about a unit in the last place: x = n * log(2) + rest, and the
+// polynomial is Cephes' exp(rest). 0 below -87.7; NaN stays NaN, as it compares false. Of a vector,
+// or of a number in a loop of which the compiler makes vector code.
 template <class Float, class Bits>
 static Float exponential(Float x) {
     x = x < -88 ? Float{} - 88 : x;  // with std::max, gcc makes no vector code of it
-    Float shifted = x * LOG2_E + 0x1.8p23f, n = shifted - 0x1.8p23f;  // at this size a float has no fraction
+    Float shifted = x * LOG2_E + 0x1.8p23f,
+          n = shifted - 0x1.8p23f;                           // at this size a float has no fraction
     Float rest = x - n * 0.693359375f + n * 2.12194440e-4f;  // the first product is exact
     Float sum = 1.9875691500e-4f * rest + 1.3981999507e-3f;
-    for (float coefficient : {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f})
+    for (float coefficient :
+         {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f})
         sum = sum * rest + coefficient;
-    return sum * bit_cast<Float>((bit_cast<Bits>(shifted) + 127) << 23);  // times 2^n, which is 0 where n is -127
+    return sum * bit_cast<Float>((bit_cast<Bits>(shifted) + 127)
+                                 << 23);  // times 2^n, which is 0 where n is -127
 }
 
 // 2^x for x up to 127, good to 18 bits, in half the time. 0 below -126.5; NaN stays NaN.
@@ -74,7 +79,8 @@ static Float exponential(Float x) {
     x = x < -127 ? Vector{} - 127 : x;
     Vector shifted = x + NO_FRACTION, rest = x - (shifted - NO_FRACTION);
     Vector sum = 9.57010197e-3f * rest + 5.59178608e-2f;
-    for (float coefficient : {0.240247448f, 0.693121815f, 0.999999261f}) sum = sum * rest + coefficient;
+    for (float coefficient : {0.240247448f, 0.693121815f, 0.999999261f})
+        sum = sum * rest + coefficient;
     return sum * bit_cast<Vector>(bit_cast<Bits>(shifted) << 23);
 }
 
@@ -82,8 +88,8 @@ static float exponential(float x) { return exponential<float, uint32_t>(x); }
 static Vector exponential(Vector x) { return exponential<Vector, Bits>(x); }
 static Vector silu(Vector x) { return x / (1 + exponential(x > -88 ? -x : Vector{} + 88)); }
 
-// In place of each score exp(scale * score - highest); their sum. highest is then scale * the highest score, but finite
-// where all scores are -inf: they weigh nothing.
+// In place of each score exp(scale * score - highest); their sum. highest is then scale * the
+// highest score, but finite where all scores are -inf: they weigh nothing.
 static float exponentiate(float* scores, int64_t size, float scale, float& highest) {
     float base = -FLT_MAX, total = 0;
 #pragma omp simd reduction(max : base)
@@ -113,18 +119,26 @@ struct float16 {
     uint16_t bits;  // a sign, 5 bits of exponent and 10 of fraction
 
     operator float() const {
-        uint32_t magnitude = (bits & 0x7FFF) << 13;  // the exponent is 112 less than a float's; 31 is that of infinity
-        float value = bit_cast<float>(magnitude + (magnitude < 0x0F800000 ? 0x38000000 : 0x70000000));
-        value = magnitude < 0x00800000 ? 2 * value - 0x1p-14f : value;  // subnormal: no 1 before the fraction
+        uint32_t magnitude =
+            (bits & 0x7FFF)
+            << 13;  // the exponent is 112 less than a float's; 31 is that of infinity
+        float value =
+            bit_cast<float>(magnitude + (magnitude < 0x0F800000 ? 0x38000000 : 0x70000000));
+        value = magnitude < 0x00800000 ? 2 * value - 0x1p-14f
+                                       : value;  // subnormal: no 1 before the fraction
         return bit_cast<float>(bit_cast<uint32_t>(value) | (bits & 0x8000) << 16);
     }
 
     float16& operator=(float value) {  // to nearest, ties to even
         uint32_t wide = bit_cast<uint32_t>(value), magnitude = wide & 0x7FFFFFFF;
         uint32_t normal = (magnitude - 0x38000000 + 0xFFF + (magnitude >> 13 & 1)) >> 13;
-        uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f);  // a unit of 0.5 is one of these
+        uint32_t subnormal =
+            bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f);  // a unit of 0.5 is one of these
         uint32_t finite = magnitude < 0x38800000 ? subnormal - 0x3F000000 : normal;
-        bits = (magnitude < 0x47800000 ? finite : magnitude <= 0x7F800000 ? 0x7C00 : 0x7E00) | (wide >> 16 & 0x8000);
+        bits = (magnitude < 0x47800000    ? finite
+                : magnitude <= 0x7F800000 ? 0x7C00
+                                          : 0x7E00) |
+               (wide >> 16 & 0x8000);
         return *this;
     }
 };
@@ -151,10 +165,12 @@ static Vector widen(const T* from) {
     [[maybe_unused]] constexpr bool is_bfloat16 = std::is_same_v<T, bfloat16>;
 #if defined(__AVX512F__)
     __m256i bits = _mm256_loadu_si256((const __m256i*)from);
-    return is_bfloat16 ? (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16) : (Vector)_mm512_cvtph_ps(bits);
+    return is_bfloat16 ? (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)
+                       : (Vector)_mm512_cvtph_ps(bits);
 #elif defined(__AVX2__) && defined(__F16C__)
     __m128i bits = _mm_loadu_si128((const __m128i*)from);
-    return is_bfloat16 ? (Vector)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16) : (Vector)_mm256_cvtph_ps(bits);
+    return is_bfloat16 ? (Vector)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16)
+                       : (Vector)_mm256_cvtph_ps(bits);
 #else
     Vector wide;
     for (int64_t i = 0; i < LANES; i++) wide[i] = from[i];
@@ -171,7 +187,8 @@ static void narrow(Vector wide, T* to) {
 }
 #endif
 
-// Two vectors at once: of 16 floats each, they fill a line of the cache, which is written faster than its halves.
+// Two vectors at once: of 16 floats each, they fill a line of the cache, which is written faster
+// than its halves.
 template <class Number>
 static void narrow(Vector first, Vector second, Number* to) {
 #ifdef IN_PAIRS

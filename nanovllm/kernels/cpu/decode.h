@@ -1,18 +1,21 @@
-// Writing K/V to the paged cache, and attention of short queries: each of their tokens is a decode of its own.
+// Writing K/V to the paged cache, and attention of short queries: each of their tokens is a decode
+// of its own.
 //
-// A context is cut into parts of SPLIT tokens, tasks for the threads, and their results are joined (as in the Triton
-// backend). The keys, and then the values, of TOKENS tokens are read at a time, all heads of them, in the order of memory.
-// While a head's are multiplied, the same head's of the `next` tokens are fetched, a line here and there: a core has few places
-// for lines on their way from memory.
+// A context is cut into parts of SPLIT tokens, tasks for the threads, and their results are joined
+// (as in the Triton backend). The keys, and then the values, of TOKENS tokens are read at a time,
+// all heads of them, in the order of memory. While a head's are multiplied, the same head's of the
+// `next` tokens are fetched, a line here and there: a core has few places for lines on their way
+// from memory.
 #pragma once
 #include "team.h"
 
 constexpr int64_t SPLIT = 256, TOKENS = 8, SHORT_QUERY = 8;
 
-// The products of a group's queries [group_size, size] with the keys of TOKENS tokens: products [group_size, SPLIT].
+// The products of a group's queries [group_size, size] with the keys of TOKENS tokens: products
+// [group_size, SPLIT].
 template <class Number>
-static void multiply_keys(const Number* query, const Number* const* keys, const T* const* next, int64_t group_size, int64_t size,
-                          float* products) {
+static void multiply_keys(const Number* query, const Number* const* keys, const T* const* next,
+                          int64_t group_size, int64_t size, float* products) {
     for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)
         for (int token = 0; token < TOKENS; token++) {
             if (head == 0) fetch(next[token], size);
@@ -26,30 +29,34 @@ static void multiply_keys(const Number* query, const Number* const* keys, const 
 
 // sums [group_size, size] += weights [group_size, SPLIT] of TOKENS tokens, times their values.
 template <class Number>
-static void add_values(const Number* const* values, const T* const* next, const Number* weights, int64_t group_size, int64_t size,
-                       float* sums) {
+static void add_values(const Number* const* values, const T* const* next, const Number* weights,
+                       int64_t group_size, int64_t size, float* sums) {
     for (int token = 0; token < TOKENS; token++) fetch(next[token], size);
     for (int64_t head = 0; head < group_size; head++, weights += SPLIT, sums += size)
 #pragma omp simd
         for (int64_t i = 0; i < size; i++) {
             float sum = sums[i];
-            for (int token = 0; token < TOKENS; token++) sum += float(weights[token]) * float(values[token][i]);
+            for (int token = 0; token < TOKENS; token++)
+                sum += float(weights[token]) * float(values[token][i]);
             sums[i] = sum;
         }
 }
 
 #ifdef IN_PAIRS
 // The same with instructions that multiply pairs of bfloat16 as they are.
-// Numbers 0 to 15 (half 0) or 16 to 31 (half 1) of two registers, alternating: pairs, as products take them.
+// Numbers 0 to 15 (half 0) or 16 to 31 (half 1) of two registers, alternating: pairs, as products
+// take them.
 static __m512i interleave(__m512i left, __m512i right, int half) {
-    alignas(64) static constexpr uint16_t order[64] = {  // 32 and above: of `right`
+    alignas(64) static constexpr uint16_t order[64] = {
+        // 32 and above: of `right`
         0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
         11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
         22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
     return _mm512_permutex2var_epi16(left, _mm512_load_si512(order + 32 * half), right);
 }
-static void multiply_keys(const bfloat16* query, const bfloat16* const* keys, const bfloat16* const* next, int64_t group_size,
-                          int64_t size, float* products) {
+static void multiply_keys(const bfloat16* query, const bfloat16* const* keys,
+                          const bfloat16* const* next, int64_t group_size, int64_t size,
+                          float* products) {
     if (size % 32) return multiply_keys<bfloat16>(query, keys, next, group_size, size, products);
     for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)
         for (int token = 0; token < TOKENS; token += 4) {
@@ -62,24 +69,29 @@ static void multiply_keys(const bfloat16* query, const bfloat16* const* keys, co
                                                (__m512bh)_mm512_loadu_si512(keys[token + t] + i));
                 }
             // Four sums over 16 numbers each: halved together, until a number of each is left.
-            __m512 pairs01 = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]), _mm512_unpackhi_ps(sums[0], sums[1]));
-            __m512 pairs23 = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]), _mm512_unpackhi_ps(sums[2], sums[3]));
+            __m512 pairs01 = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]),
+                                           _mm512_unpackhi_ps(sums[0], sums[1]));
+            __m512 pairs23 = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]),
+                                           _mm512_unpackhi_ps(sums[2], sums[3]));
             __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(pairs01), _mm512_castps_pd(pairs23));
             __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(pairs01), _mm512_castps_pd(pairs23));
             __m512 quads = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
-            __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(quads), _mm512_extractf32x8_ps(quads, 1));
-            _mm_storeu_ps(products + token, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+            __m256 halves =
+                _mm256_add_ps(_mm512_castps512_ps256(quads), _mm512_extractf32x8_ps(quads, 1));
+            _mm_storeu_ps(products + token, _mm_add_ps(_mm256_castps256_ps128(halves),
+                                                       _mm256_extractf128_ps(halves, 1)));
         }
 }
 
-static void add_values(const bfloat16* const* values, const bfloat16* const* next, const bfloat16* weights, int64_t group_size,
-                       int64_t size, float* sums) {
+static void add_values(const bfloat16* const* values, const bfloat16* const* next,
+                       const bfloat16* weights, int64_t group_size, int64_t size, float* sums) {
     if (size % 32) return add_values<bfloat16>(values, next, weights, group_size, size, sums);
     for (int64_t i = 0; i < size; i += 32) {
         __m512bh pairs[2][TOKENS / 2];
         for (int pair = 0; pair < TOKENS / 2; pair++) {
             for (int token : {2 * pair, 2 * pair + 1}) __builtin_prefetch(next[token] + i);
-            __m512i left = _mm512_loadu_si512(values[2 * pair] + i), right = _mm512_loadu_si512(values[2 * pair + 1] + i);
+            __m512i left = _mm512_loadu_si512(values[2 * pair] + i),
+                    right = _mm512_loadu_si512(values[2 * pair + 1] + i);
             for (int half = 0; half < 2; half++)
                 pairs[half][pair] = (__m512bh)interleave(left, right, half);
         }
@@ -90,7 +102,8 @@ static void add_values(const bfloat16* const* values, const bfloat16* const* nex
                 for (int pair = 0; pair < TOKENS / 2; pair++) {
                     int32_t two_weights;
                     memcpy(&two_weights, weights + head * SPLIT + 2 * pair, sizeof two_weights);
-                    sum = _mm512_dpbf16_ps(sum, pairs[half][pair], (__m512bh)_mm512_set1_epi32(two_weights));
+                    sum = _mm512_dpbf16_ps(sum, pairs[half][pair],
+                                           (__m512bh)_mm512_set1_epi32(two_weights));
                 }
                 _mm512_storeu_ps(to, sum);
             }
@@ -98,19 +111,23 @@ static void add_values(const bfloat16* const* values, const bfloat16* const* nex
 }
 #endif
 
-// One query token of all heads against `num_tokens` tokens of its context: what their values, weighted, add up to, and
-// for the join with the rest of the context the highest score and the sum of the weights exp(score - highest). Loops of a
-// HEAD_DIM that the compiler knows have no remainders to look after.
+// One query token of all heads against `num_tokens` tokens of its context: what their values,
+// weighted, add up to, and for the join with the rest of the context the highest score and the sum
+// of the weights exp(score - highest). Loops of a HEAD_DIM that the compiler knows have no
+// remainders to look after.
 template <int64_t HEAD_DIM>
-static void attend_to_part(const T* query, const T* keys, const T* values, const int32_t* block_table, int64_t first_token,
-                           int64_t num_tokens, int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t any_dim,
-                           float scale, float* sums, float* highest, float* totals) {
+static void attend_to_part(const T* query, const T* keys, const T* values,
+                           const int32_t* block_table, int64_t first_token, int64_t num_tokens,
+                           int64_t block_size, int64_t num_kv_heads, int64_t group_size,
+                           int64_t any_dim, float scale, float* sums, float* highest,
+                           float* totals) {
     int64_t head_dim = HEAD_DIM ? HEAD_DIM : any_dim;
     int64_t num_heads = num_kv_heads * group_size;
     float scores[num_heads][SPLIT];
     Factor weights[num_heads][SPLIT], queries[num_heads * head_dim], memory[TOKENS * head_dim];
     std::copy_n(query, num_heads * head_dim, queries);
-    // The keys or values of TOKENS tokens, from `token` on. In place of those behind the end, the last one again.
+    // The keys or values of TOKENS tokens, from `token` on. In place of those behind the end, the
+    // last one again.
     auto find = [&](const T* cache, int64_t token, const T** found) {
         int64_t position = first_token + std::min(token, num_tokens - 1);
         int64_t block = position / block_size, offset = position % block_size;
@@ -119,12 +136,15 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
             if (token + i + 1 < num_tokens && ++offset == block_size) block++, offset = 0;
         }
     };
-    const T *now[TOKENS], *next[TOKENS];  // these tokens' keys or values, and those that are read after them
-    const Factor* wide[TOKENS];           // a head's of `now`
+    const T *now[TOKENS],
+        *next[TOKENS];           // these tokens' keys or values, and those that are read after them
+    const Factor* wide[TOKENS];  // a head's of `now`
     auto widen_now = [&] {
         for (int64_t i = 0; i < TOKENS; i++)
-            if (std::is_same_v<T, Factor>) wide[i] = (const Factor*)now[i];
-            else wide[i] = std::copy_n(now[i], head_dim, memory + i * head_dim) - head_dim;
+            if (std::is_same_v<T, Factor>)
+                wide[i] = (const Factor*)now[i];
+            else
+                wide[i] = std::copy_n(now[i], head_dim, memory + i * head_dim) - head_dim;
     };
     auto go_on = [&] {
         for (int64_t i = 0; i < TOKENS; i++) now[i] += head_dim, next[i] += head_dim;
@@ -135,14 +155,16 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
         find(is_last ? values : keys, is_last ? 0 : token + TOKENS, next);
         for (int64_t head = 0; head < num_heads; head += group_size) {
             widen_now();
-            multiply_keys(queries + head * head_dim, wide, next, group_size, head_dim, &scores[head][token]);
+            multiply_keys(queries + head * head_dim, wide, next, group_size, head_dim,
+                          &scores[head][token]);
             go_on();
         }
     }
     for (int64_t head = 0; head < num_heads; head++) {
         totals[head] = exponentiate(scores[head], num_tokens, scale, highest[head]);
         std::copy_n(scores[head], num_tokens, weights[head]);
-        std::fill(weights[head] + num_tokens, weights[head] + round_up(num_tokens, TOKENS), Factor{});
+        std::fill(weights[head] + num_tokens, weights[head] + round_up(num_tokens, TOKENS),
+                  Factor{});
     }
     std::fill_n(sums, num_heads * head_dim, 0);
     for (int64_t token = 0; token < num_tokens; token += TOKENS) {
@@ -150,14 +172,16 @@ static void attend_to_part(const T* query, const T* keys, const T* values, const
         find(values, token + TOKENS, next);
         for (int64_t head = 0; head < num_heads; head += group_size) {
             widen_now();
-            add_values(wide, next, &weights[head][token], group_size, head_dim, sums + head * head_dim);
+            add_values(wide, next, &weights[head][token], group_size, head_dim,
+                       sums + head * head_dim);
             go_on();
         }
     }
 }
 
-extern "C" void store_kvcache(const T* key, const T* value, int64_t key_stride, int64_t value_stride, const int32_t* slot_mapping,
-                              int64_t num_tokens, int64_t slot_size, T* keys, T* values) {
+extern "C" void store_kvcache(const T* key, const T* value, int64_t key_stride,
+                              int64_t value_stride, const int32_t* slot_mapping, int64_t num_tokens,
+                              int64_t slot_size, T* keys, T* values) {
     parallel_for(num_tokens, slot_size, [=](int64_t token) {
         int64_t slot = slot_mapping[token];
         if (slot < 0) return;
@@ -166,9 +190,11 @@ extern "C" void store_kvcache(const T* key, const T* value, int64_t key_stride, 
     });
 }
 
-extern "C" void decode_attention(const T* query, const T* keys, const T* values, T* output, const int32_t* cu_seqlens_q,
-                                 const int32_t* context_lens, const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
-                                 int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim, float scale) {
+extern "C" void decode_attention(const T* query, const T* keys, const T* values, T* output,
+                                 const int32_t* cu_seqlens_q, const int32_t* context_lens,
+                                 const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
+                                 int64_t block_size, int64_t num_kv_heads, int64_t group_size,
+                                 int64_t head_dim, float scale) {
     int64_t num_heads = num_kv_heads * group_size, size = num_heads * head_dim;
     struct Part {
         int64_t seq, row, first_token, num_tokens;
@@ -176,12 +202,17 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
     std::vector<Part> parts;  // those of a query's tokens that read the same K/V side by side
     for (int64_t seq = 0; seq < num_seqs; seq++) {
         int64_t start = cu_seqlens_q[seq], query_len = cu_seqlens_q[seq + 1] - start;
-        for (int64_t first = 0; first < context_lens[seq] && query_len <= SHORT_QUERY; first += SPLIT)
-            for (int64_t i = 0, seen = context_lens[seq] - query_len + 1; i < query_len; i++, seen++)
-                if (first < seen) parts.push_back({seq, start + i, first, std::min(SPLIT, seen - first)});
+        for (int64_t first = 0; first < context_lens[seq] && query_len <= SHORT_QUERY;
+             first += SPLIT)
+            for (int64_t i = 0, seen = context_lens[seq] - query_len + 1; i < query_len;
+                 i++, seen++)
+                if (first < seen)
+                    parts.push_back({seq, start + i, first, std::min(SPLIT, seen - first)});
     }
 
-    auto attend = head_dim == 64 ? attend_to_part<64> : head_dim == 128 ? attend_to_part<128> : attend_to_part<0>;
+    auto attend = head_dim == 64    ? attend_to_part<64>
+                  : head_dim == 128 ? attend_to_part<128>
+                                    : attend_to_part<0>;
     Team::form(parts.size() > 1, [&] {
         Team& team = Team::get();
         // Of each part: sums [num_heads, head_dim], highest [num_heads], totals [num_heads]
@@ -191,8 +222,9 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
         team.share(parts.size(), [&](int64_t i) {
             auto [seq, row, first_token, num_tokens] = parts[i];
             float *sums = results + i * stride, *highest = sums + size;
-            attend(query + row * size, keys, values, block_tables + seq * table_width, first_token, num_tokens, block_size,
-                   num_kv_heads, group_size, head_dim, scale, sums, highest, highest + num_heads);
+            attend(query + row * size, keys, values, block_tables + seq * table_width, first_token,
+                   num_tokens, block_size, num_kv_heads, group_size, head_dim, scale, sums, highest,
+                   highest + num_heads);
         });
         // Joined, each part's weights shrink by exp(its highest score - the highest of all).
         parallel_for(parts.size(), size, [&](size_t i) {
@@ -208,7 +240,8 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
                 for (const float* from : of_row) {
                     float factor = exponential(from[size + head] - highest);
                     total += factor * from[size + num_heads + head];
-                    for (int64_t d = 0; d < head_dim; d++) sum[d] += factor * from[head * head_dim + d];
+                    for (int64_t d = 0; d < head_dim; d++)
+                        sum[d] += factor * from[head * head_dim + d];
                 }
                 for (int64_t d = 0; d < head_dim; d++) out[head * head_dim + d] = sum[d] / total;
             }

@@ -1,7 +1,7 @@
 // Decoder layers in one call, of the other kernels: models/decoder.py says what they compute.
 //
-// Tokens are projected in pieces: what lies between two products then stays in the caches, and all layers use the same
-// memory for it.
+// Tokens are projected in pieces: what lies between two products then stays in the caches, and all
+// layers use the same memory for it.
 #pragma once
 #include "collectives.h"
 #include "decode.h"
@@ -15,27 +15,38 @@ struct Layer {
     float eps, scale;
 };
 
-// Adds to x [num_tokens, hidden_size], in place. A kv_cache [2, num_slots, num_kv_heads, head_dim] per layer. Where there are
-// several ranks, this one is `member`; rank 0 adds biases and residuals to its share of a product, before the shares are added.
-// With `only_kv`, the layers do nothing but write their K/V.
-extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t num_layers, int64_t num_slots, T* x, const float*
-                               cos, const float* sin, const int32_t* slot_mapping, const int32_t* cu_seqlens_q, const int32_t*
-                               context_lens, const int32_t* block_tables, int64_t num_tokens, int64_t num_seqs, int64_t
-                               table_width, int64_t block_size, Member* member, int64_t only_kv) {
-    // The pieces are one thread's each, as soon as there is ENOUGH for every thread: it finds in its own cache what it has
-    // written there. Else, and where ranks wait for each other, all threads share a piece.
+// Adds to x [num_tokens, hidden_size], in place. A kv_cache [2, num_slots, num_kv_heads, head_dim]
+// per layer. Where there are several ranks, this one is `member`; rank 0 adds biases and residuals
+// to its share of a product, before the shares are added. With `only_kv`, the layers do nothing but
+// write their K/V.
+extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t num_layers,
+                               int64_t num_slots, T* x, const float* cos, const float* sin,
+                               const int32_t* slot_mapping, const int32_t* cu_seqlens_q,
+                               const int32_t* context_lens, const int32_t* block_tables,
+                               int64_t num_tokens, int64_t num_seqs, int64_t table_width,
+                               int64_t block_size, Member* member, int64_t only_kv) {
+    // The pieces are one thread's each, as soon as there is ENOUGH for every thread: it finds in
+    // its own cache what it has written there. Else, and where ranks wait for each other, all
+    // threads share a piece.
     constexpr int64_t PIECE = 512, ENOUGH = 256;
-    int64_t num_threads = Size::get().find(), num_turns = (num_tokens - 1) / (PIECE * num_threads) + 1;
-    bool is_shared = member || num_tokens < ENOUGH * num_threads, is_first = !member || member->rank == 0;
-    int64_t piece = is_shared ? std::min(PIECE, num_tokens) : (num_tokens - 1) / (num_turns * num_threads) + 1;
+    int64_t num_threads = Size::get().find(),
+            num_turns = (num_tokens - 1) / (PIECE * num_threads) + 1;
+    bool is_shared = member || num_tokens < ENOUGH * num_threads,
+         is_first = !member || member->rank == 0;
+    int64_t piece =
+        is_shared ? std::min(PIECE, num_tokens) : (num_tokens - 1) / (num_turns * num_threads) + 1;
 
-    // An odd number of lines lies between rows: after a power of two, they would meet in few places of the caches.
+    // An odd number of lines lies between rows: after a power of two, they would meet in few places
+    // of the caches.
     auto find_stride = [](int64_t size) { return round_up(size, 2 * LINE) + LINE; };
-    int64_t of_piece = 0, of_token = 0;  // the memory for a piece (normed, qkv, gated), and for every token (query, attended)
+    int64_t of_piece = 0, of_token = 0;  // the memory for a piece (normed, qkv, gated), and for
+                                         // every token (query, attended)
     for (int64_t i = 0; i < num_layers; i++) {
         const Layer& layer = layers[i];
-        int64_t qkv_stride = find_stride((layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim);
-        of_piece = std::max(of_piece, piece * (layer.hidden_size + qkv_stride + find_stride(layer.intermediate_size)));
+        int64_t qkv_stride =
+            find_stride((layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim);
+        of_piece = std::max(of_piece, piece * (layer.hidden_size + qkv_stride +
+                                               find_stride(layer.intermediate_size)));
         of_token = std::max(of_token, 2 * layer.num_heads * layer.head_dim);
     }
     static thread_local Buffer<T> buffer;
@@ -44,20 +55,26 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
         auto for_pieces = [=](const auto& work) {
             auto turn = [&](int64_t i) {
                 int64_t first = i * piece, place = is_shared ? 0 : omp_get_thread_num();
-                work(first, std::min(piece, num_tokens - first), memory + num_tokens * of_token + place * of_piece);
+                work(first, std::min(piece, num_tokens - first),
+                     memory + num_tokens * of_token + place * of_piece);
             };
             int64_t num_pieces = (num_tokens - 1) / piece + 1;
             if (is_shared)
                 for (int64_t i = 0; i < num_pieces; i++) turn(i);
             else
-                Team::get().share(num_pieces, [&](int64_t i) { Team::work_alone([&] { turn(i); }); });
+                Team::get().share(num_pieces,
+                                  [&](int64_t i) { Team::work_alone([&] { turn(i); }); });
         };
         for (int64_t i = 0; i < num_layers; i++) {
             const Layer& layer = layers[i];
-            int64_t hidden_size = layer.hidden_size, intermediate_size = layer.intermediate_size, head_dim = layer.head_dim;
-            int64_t num_heads = layer.num_heads, num_kv_heads = layer.num_kv_heads, half = head_dim / 2;
-            int64_t q_size = num_heads * head_dim, kv_size = num_kv_heads * head_dim, qkv_size = q_size + 2 * kv_size;
-            int64_t qkv_stride = find_stride(qkv_size), gated_stride = find_stride(intermediate_size);
+            int64_t hidden_size = layer.hidden_size, intermediate_size = layer.intermediate_size,
+                    head_dim = layer.head_dim;
+            int64_t num_heads = layer.num_heads, num_kv_heads = layer.num_kv_heads,
+                    half = head_dim / 2;
+            int64_t q_size = num_heads * head_dim, kv_size = num_kv_heads * head_dim,
+                    qkv_size = q_size + 2 * kv_size;
+            int64_t qkv_stride = find_stride(qkv_size),
+                    gated_stride = find_stride(intermediate_size);
             int64_t skipped = only_kv ? q_size / WIDTH * WIDTH : 0;  // outputs, in whole panels
             const T* panels = layer.qkv + skipped * round_up(hidden_size, LINE);
             const T* bias = layer.qkv_bias ? layer.qkv_bias + skipped : nullptr;
@@ -67,31 +84,35 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
             for_pieces([&](int64_t first, int64_t size, T* normed) {
                 T *qkv = normed + piece * hidden_size, *key = qkv + q_size, *value = key + kv_size;
                 const float *c = cos + first * half, *s = sin + first * half;
-                rms_norm(x + first * hidden_size, layer.input_norm, normed, size, hidden_size, layer.eps);
-                linear(normed, panels, bias, nullptr, qkv + skipped, size, hidden_size, hidden_size, qkv_size - skipped,
-                       qkv_stride, false);
+                rms_norm(x + first * hidden_size, layer.input_norm, normed, size, hidden_size,
+                         layer.eps);
+                linear(normed, panels, bias, nullptr, qkv + skipped, size, hidden_size, hidden_size,
+                       qkv_size - skipped, qkv_stride, false);
                 if (!only_kv)
-                    rotary(qkv, c, s, layer.q_norm, query + first * q_size, size, qkv_stride, q_size, num_heads, half,
-                           layer.eps);
-                rotary(key, c, s, layer.k_norm, key, size, qkv_stride, qkv_stride, num_kv_heads, half, layer.eps);
-                store_kvcache(key, value, qkv_stride, qkv_stride, slot_mapping + first, size, kv_size, keys, values);
+                    rotary(qkv, c, s, layer.q_norm, query + first * q_size, size, qkv_stride,
+                           q_size, num_heads, half, layer.eps);
+                rotary(key, c, s, layer.k_norm, key, size, qkv_stride, qkv_stride, num_kv_heads,
+                       half, layer.eps);
+                store_kvcache(key, value, qkv_stride, qkv_stride, slot_mapping + first, size,
+                              kv_size, keys, values);
             });
             if (only_kv) continue;
             // All tokens' K/V are written: now those of one step can see each other.
             for (auto attend : {decode_attention, prefill_attention})
-                attend(query, keys, values, attended, cu_seqlens_q, context_lens, block_tables, num_seqs, table_width,
-                       block_size, num_kv_heads, num_heads / num_kv_heads, head_dim, layer.scale);
+                attend(query, keys, values, attended, cu_seqlens_q, context_lens, block_tables,
+                       num_seqs, table_width, block_size, num_kv_heads, num_heads / num_kv_heads,
+                       head_dim, layer.scale);
             for_pieces([&](int64_t first, int64_t size, T* normed) {
                 T *gated = normed + piece * hidden_size, *to = x + first * hidden_size;
                 const T* residual = is_first ? to : nullptr;
-                linear(attended + first * q_size, layer.o, is_first ? layer.o_bias : nullptr, residual, to, size, q_size, q_size,
-                       hidden_size, hidden_size, false);
+                linear(attended + first * q_size, layer.o, is_first ? layer.o_bias : nullptr,
+                       residual, to, size, q_size, q_size, hidden_size, hidden_size, false);
                 if (member) all_reduce(member, to, size * hidden_size);
                 rms_norm(to, layer.post_attention_norm, normed, size, hidden_size, layer.eps);
-                linear(normed, layer.gate_up, nullptr, nullptr, gated, size, hidden_size, hidden_size, intermediate_size,
-                       gated_stride, true);
-                linear(gated, layer.down, nullptr, residual, to, size, intermediate_size, gated_stride, hidden_size,
-                       hidden_size, false);
+                linear(normed, layer.gate_up, nullptr, nullptr, gated, size, hidden_size,
+                       hidden_size, intermediate_size, gated_stride, true);
+                linear(gated, layer.down, nullptr, residual, to, size, intermediate_size,
+                       gated_stride, hidden_size, hidden_size, false);
                 if (member) all_reduce(member, to, size * hidden_size);
             });
         }

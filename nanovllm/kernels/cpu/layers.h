@@ -4,7 +4,8 @@
 
 static float mean_square(const T* x, int64_t size) {
     Vector squares = {};
-    for (int64_t i = 0; i < size; i += LANES) squares += widen(x + i, size - i) * widen(x + i, size - i);
+    for (int64_t i = 0; i < size; i += LANES)
+        squares += widen(x + i, size - i) * widen(x + i, size - i);
     return add_up(squares) / size;
 }
 
@@ -13,17 +14,20 @@ static Vector normalize(const T* x, const T* weight, float factor, int64_t num) 
     return rounded(widen(x, num) * factor) * widen(weight, num);
 }
 
-extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tokens, int64_t size, float eps) {
+extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tokens, int64_t size,
+                         float eps) {
     parallel_for(num_tokens, size, [=](int64_t token) {
         const T* in = x + token * size;
         float factor = 1 / sqrtf(mean_square(in, size) + eps);
         for (int64_t i = 0; i < size; i += LANES)
-            narrow(normalize(in + i, weight + i, factor, size - i), output + token * size + i, size - i);
+            narrow(normalize(in + i, weight + i, factor, size - i), output + token * size + i,
+                   size - i);
     });
 }
 
 // Without the weight or the bias where it is null.
-extern "C" void layer_norm(const T* x, const T* weight, const T* bias, T* output, int64_t num_tokens, int64_t size, float eps) {
+extern "C" void layer_norm(const T* x, const T* weight, const T* bias, T* output,
+                           int64_t num_tokens, int64_t size, float eps) {
     parallel_for(num_tokens, size, [=](int64_t token) {
         const T* in = x + token * size;
         float sum = 0, squares = 0;
@@ -42,35 +46,40 @@ extern "C" void layer_norm(const T* x, const T* weight, const T* bias, T* output
     });
 }
 
-extern "C" void cos_and_sin(const int32_t* positions, const float* inv_freq, float attention_factor, float* cos, float* sin,
-                            int64_t num_tokens, int64_t half) {
+extern "C" void cos_and_sin(const int32_t* positions, const float* inv_freq, float attention_factor,
+                            float* cos, float* sin, int64_t num_tokens, int64_t half) {
     constexpr int64_t COST = 16;  // of a pair, in numbers
     parallel_for(num_tokens, COST * half, [=](int64_t token) {
         for (int64_t i = 0; i < half; i++) {
             float angle = positions[token] * inv_freq[i];
-            cos[token * half + i] = cosf(angle) * attention_factor, sin[token * half + i] = sinf(angle) * attention_factor;
+            cos[token * half + i] = cosf(angle) * attention_factor,
+                               sin[token * half + i] = sinf(angle) * attention_factor;
         }
     });
 }
 
-extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* norm_weight, T* output, int64_t num_tokens,
-                       int64_t stride, int64_t output_stride, int64_t num_heads, int64_t half, float eps) {
+extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* norm_weight,
+                       T* output, int64_t num_tokens, int64_t stride, int64_t output_stride,
+                       int64_t num_heads, int64_t half, float eps) {
     parallel_for(num_tokens, 2 * num_heads * half, [=](int64_t token) {
         const T* in = x + token * stride;
         T* out = output + token * output_stride;
-        float factors[num_heads];  // roots and divisions are slow one by one: first the squares, then those of all heads
+        float factors[num_heads];  // roots and divisions are slow one by one: first the squares,
+                                   // then those of all heads
         for (int64_t head = 0; head < num_heads; head++)
             factors[head] = norm_weight ? mean_square(in + head * 2 * half, 2 * half) + eps : 1;
 #pragma omp simd
         for (int64_t head = 0; head < num_heads; head++) factors[head] = 1 / sqrtf(factors[head]);
         for (int64_t head = 0; head < num_heads; head++, in += 2 * half, out += 2 * half) {
             auto read = [&](int64_t i, int64_t num) {
-                return norm_weight ? rounded(normalize(in + i, norm_weight + i, factors[head], num)) : widen(in + i, num);
+                return norm_weight ? rounded(normalize(in + i, norm_weight + i, factors[head], num))
+                                   : widen(in + i, num);
             };
             for (int64_t i = 0; i < half; i += LANES) {
                 int64_t num = half - i;
                 Vector a = read(i, num), b = read(half + i, num);
-                Vector c = widen(cos + token * half + i, num), s = widen(sin + token * half + i, num);
+                Vector c = widen(cos + token * half + i, num),
+                       s = widen(sin + token * half + i, num);
                 narrow(a * c - b * s, out + i, num);
                 narrow(b * c + a * s, out + half + i, num);
             }
@@ -82,7 +91,8 @@ extern "C" void silu_and_mul(const T* gate_up, T* output, int64_t num_tokens, in
     parallel_for(num_tokens, size, [=](int64_t token) {
         const T *gate = gate_up + token * 2 * size, *up = gate + size;
         for (int64_t i = 0; i < size; i += LANES)
-            narrow(silu(widen(gate + i, size - i)) * widen(up + i, size - i), output + token * size + i, size - i);
+            narrow(silu(widen(gate + i, size - i)) * widen(up + i, size - i),
+                   output + token * size + i, size - i);
     });
 }
 
@@ -99,40 +109,52 @@ struct Cut {
     float mass = 0;  // of these: the sum of their weights
 };
 
-// Where there may be fewer than max_num tokens above a logit that stays, of less mass than max_mass; the highest stays anyway.
-// As a quicksort that follows one side: in front of `values` come those that stay. The first pivot leaves few of them above it.
+// Where there may be fewer than max_num tokens above a logit that stays, of less mass than
+// max_mass; the highest stays anyway. As a quicksort that follows one side: in front of `values`
+// come those that stay. The first pivot leaves few of them above it.
 template <class Weigh>
-static Cut find_cut(float* values, int64_t num, float highest, int64_t max_num, float max_mass, const Weigh& weigh) {
+static Cut find_cut(float* values, int64_t num, float highest, int64_t max_num, float max_mass,
+                    const Weigh& weigh) {
     Cut cut{highest, 0};
     float pivot = -INFINITY;
     for (int64_t i = 0; i < num; i += 256) pivot = std::max(pivot, values[i]);
     for (; num > 0; pivot = values[num / 2]) {
-        float *above = std::partition(values, values + num, [=](float value) { return value > pivot; }), mass = 0;
+        float *above =
+                  std::partition(values, values + num, [=](float value) { return value > pivot; }),
+              mass = 0;
 #pragma omp simd reduction(+ : mass)
         for (float* value = values; value < above; value++) mass += weigh(*value);
         if (cut.num + (above - values) >= max_num || cut.mass + mass >= max_mass) {
             num = above - values;
         } else {
-            float* below = std::partition(above, values + num, [=](float value) { return value == pivot; });
-            cut = {pivot, cut.num + (below - values), cut.mass + mass + (below - above) * weigh(pivot)};
+            float* below =
+                std::partition(above, values + num, [=](float value) { return value == pivot; });
+            cut = {pivot, cut.num + (below - values),
+                   cut.mass + mass + (below - above) * weigh(pivot)};
             num -= below - values, values = below;
         }
     }
     return cut;
 }
 
-// The logits in float, and -inf for the tokens of some rows that top-k, then top-p, then min-p take away.
-extern "C" void filter_logits(const T* logits, float* output, const int64_t* rows, const float* temperatures, const int64_t* top_ks,
-                              const float* top_ps, const float* min_ps, int64_t num_logits, int64_t vocab_size, int64_t num_rows) {
+// The logits in float, and -inf for the tokens of some rows that top-k, then top-p, then min-p take
+// away.
+extern "C" void filter_logits(const T* logits, float* output, const int64_t* rows,
+                              const float* temperatures, const int64_t* top_ks, const float* top_ps,
+                              const float* min_ps, int64_t num_logits, int64_t vocab_size,
+                              int64_t num_rows) {
     parallel_for(num_logits, vocab_size, [=](int64_t row) {
         std::copy_n(logits + row * vocab_size, vocab_size, output + row * vocab_size);
     });
     parallel_for(num_rows, vocab_size, [=](int64_t i) {
         static thread_local Buffer<float> buffer;
-        float *row = output + rows[i] * vocab_size, *values = buffer.get(vocab_size + 1), highest = -INFINITY;
+        float *row = output + rows[i] * vocab_size, *values = buffer.get(vocab_size + 1),
+              highest = -INFINITY;
 #pragma omp simd reduction(max : highest)
         for (int64_t token = 0; token < vocab_size; token++) {
-            values[token] = row[token] == row[token] ? row[token] : -INFINITY;  // a NaN stays, and nothing is sorted by it
+            values[token] = row[token] == row[token]
+                                ? row[token]
+                                : -INFINITY;  // a NaN stays, and nothing is sorted by it
             highest = values[token] > highest ? values[token] : highest;
         }
         if (!std::isfinite(highest)) return;
@@ -146,22 +168,27 @@ extern "C" void filter_logits(const T* logits, float* output, const int64_t* row
 #pragma omp simd reduction(+ : mass)
             for (int64_t token = 0; token < vocab_size; token++) mass += weigh(values[token]);
         }
-        if (top_ps[i] < 1) cut = find_cut(values, cut.num, highest, top_ks[i], top_ps[i] * mass, weigh);
+        if (top_ps[i] < 1)
+            cut = find_cut(values, cut.num, highest, top_ks[i], top_ps[i] * mass, weigh);
         float lowest = std::max(cut.logit, highest + temperatures[i] * logf(min_ps[i]));
-        for (int64_t token = 0; token < vocab_size; token++) row[token] = row[token] < lowest ? -INFINITY : row[token];
+        for (int64_t token = 0; token < vocab_size; token++)
+            row[token] = row[token] < lowest ? -INFINITY : row[token];
     });
 }
 
-// The token with the highest logit + temperature * Gumbel noise per row, the first of equals; -1 where a logit is NaN. The
-// noise is sampler.gumbel_noise, -log(-log(1 - uniform)): as -log(1 - uniform) is above uniform, a token can only win if
-// uniform < exp((logit - highest score so far) / temperature). Hardly one in a thousand can, and needs logarithms; of the
-// first tokens all can, so that chunks begin small.
-extern "C" void sample(const T* logits, const int32_t* token_hashes, const int32_t* noise_keys, const float* temperatures,
-                       int64_t* tokens, int64_t num_rows, int64_t vocab_size) {
+// The token with the highest logit + temperature * Gumbel noise per row, the first of equals; -1
+// where a logit is NaN. The noise is sampler.gumbel_noise, -log(-log(1 - uniform)): as -log(1 -
+// uniform) is above uniform, a token can only win if uniform < exp((logit - highest score so far) /
+// temperature). Hardly one in a thousand can, and needs logarithms; of the first tokens all can, so
+// that chunks begin small.
+extern "C" void sample(const T* logits, const int32_t* token_hashes, const int32_t* noise_keys,
+                       const float* temperatures, int64_t* tokens, int64_t num_rows,
+                       int64_t vocab_size) {
     constexpr int64_t FIRST_CHUNK = 16, CHUNK = 1024;
     parallel_for(num_rows, vocab_size, [=](int64_t row) {
         const T* in = logits + row * vocab_size;
-        float temperature = temperatures ? temperatures[row] : 0, inverse = 1 / temperature, highest = -FLT_MAX;
+        float temperature = temperatures ? temperatures[row] : 0, inverse = 1 / temperature,
+              highest = -FLT_MAX;
         float scores[CHUNK], uniforms[CHUNK];
         int32_t can_win[CHUNK];
         int64_t token = 0, size;
@@ -178,7 +205,8 @@ extern "C" void sample(const T* logits, const int32_t* token_hashes, const int32
                     scores[i] = in[start + i];
                     uniforms[i] = int32_t(x) * (0x1p-31f * (1 - 0x1p-23f)) + 0x1p-33f;
                     float lead = (scores[i] - highest) * inverse;
-                    can_win[i] = !(uniforms[i] > 1.01f * exponential(lead > 0 ? 0 : lead));  // NaN can
+                    can_win[i] =
+                        !(uniforms[i] > 1.01f * exponential(lead > 0 ? 0 : lead));  // NaN can
                     num_left += can_win[i];
                 }
             } else {

@@ -1,9 +1,9 @@
-"""Compiles and loads kernels.cpp: when first used, with the C++ compiler of this machine for its processor.
+"""Compiles and loads kernels.cpp on first use, with this machine's C++ compiler for its processor.
 
-Not an extension module of torch, whose headers take half a minute to compile: the kernels get plain pointers through
-ctypes and are ready in a second. The library is kept in ~/.cache/nanovllm under a name that says what it was made of: the
-sources, the flags, the compiler and the processor. Where it cannot be kept, it is compiled at each start; where it cannot be
-compiled, the layers compute the same with torch.
+This is not a torch extension, because torch's headers take half a minute to compile. The kernels
+receive plain pointers through ctypes and compile in about a second. The library is cached in
+~/.cache/nanovllm, under a hash of the sources, flags, compiler and processor. If it cannot be
+cached, every start compiles it. If it cannot be compiled, plain torch layers are used.
 """
 
 import ctypes
@@ -23,26 +23,25 @@ import xxhash
 from torch import Tensor
 
 KINDS = {"P": ctypes.c_void_p, "I": ctypes.c_int64, "F": ctypes.c_float}
-SIGNATURES = {  # of the functions of kernels.cpp: pointers, int64_t and float
-    "store_kvcache": "PPIIPIIPP", "decode_attention": "PPPPPPPIIIIIIF", "prefill_attention": "PPPPPPPIIIIIIF",
-    "decoder_layers": "PPIIPPPPPPPIIIIPI", "linear": "PPPPPIIIIII", "gather_rows": "PPPII",
-    "rms_norm": "PPPIIF", "layer_norm": "PPPPIIF", "cos_and_sin": "PPFPPII", "rotary": "PPPPPIIIIIF",
-    "silu_and_mul": "PPII", "relu": "PII", "filter_logits": "PPPPPPPIII", "sample": "PPPPPII",
-    "all_reduce": "PPI", "gather": "PPPII",
-}  # fmt: skip
+SIGNATURES = {  # parameters of the functions in kernels.cpp: pointer, int64_t or float
+    "store_kvcache": "PPIIPIIPP",
+    "decode_attention": "PPPPPPPIIIIIIF",
+    "prefill_attention": "PPPPPPPIIIIIIF",
+    "decoder_layers": "PPIIPPPPPPPIIIIPI",
+    "linear": "PPPPPIIIIII",
+    "gather_rows": "PPPII",
+    "rms_norm": "PPPIIF",
+    "layer_norm": "PPPPIIF",
+    "cos_and_sin": "PPFPPII",
+    "rotary": "PPPPPIIIIIF",
+    "silu_and_mul": "PPII",
+    "relu": "PII",
+    "filter_logits": "PPPPPPPIII",
+    "sample": "PPPPPII",
+    "all_reduce": "PPI",
+    "gather": "PPPII",
+}
 SOURCE = Path(__file__).with_name("kernels.cpp")
-FLAGS = ["-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC"]
-FLAGS += [
-    "-mcpu=native" if platform.machine() == "arm64" else "-march=native"
-]  # arm64: a Mac, whose clang knows no other
-FLAGS += ["-mprefer-vector-width=512"] * (platform.machine() == "x86_64")
-FLAGS += (
-    ["-Xclang", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp"]
-)  # Apple's clang has OpenMP, but not its driver
-LINK_FLAGS = [
-    "-shared",
-    *["-undefined", "dynamic_lookup"] * (sys.platform == "darwin"),
-]  # its linker asks for what is to come
 DEFINES = {
     torch.float32: ["-DT=float"],
     torch.bfloat16: ["-DT=bfloat16", "-DT_IS_16_BITS", "-DT_IS_BFLOAT16"],
@@ -50,80 +49,109 @@ DEFINES = {
 }
 
 
+def _choose_flags() -> list[str]:
+    flags = ["-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC"]
+    # "arm64" is a Mac, whose clang does not know -march=native.
+    flags.append("-mcpu=native" if platform.machine() == "arm64" else "-march=native")
+    if platform.machine() == "x86_64":
+        flags.append("-mprefer-vector-width=512")
+    # Apple's clang has OpenMP, but its driver does not know the option.
+    flags += ["-Xclang", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp"]
+    return flags
+
+
+def _choose_link_flags() -> list[str]:
+    # The linker of a Mac otherwise rejects functions that are found at load time.
+    if sys.platform == "darwin":
+        return ["-shared", "-undefined", "dynamic_lookup"]
+    return ["-shared"]
+
+
+FLAGS = _choose_flags()
+LINK_FLAGS = _choose_link_flags()
+
+
 @cache
 def reason_unavailable(dtype: torch.dtype) -> str | None:
+    """Return why the kernels of `dtype` cannot be used here, or None."""
     try:
         load(dtype)
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # CXX is no command, or it fails, or what it makes cannot be loaded
-        return f"the C++ compiler {os.environ.get('CXX', 'c++')!r} made no CPU kernels: {error}"
+    except (OSError, ValueError) as error:
+        compiler = os.environ.get("CXX", "c++")
+        return (
+            f"the C++ compiler {compiler!r} cannot build the CPU kernels"
+            f" (set CXX to a C++20 compiler): {error}"
+        )
     return None
 
 
 @cache
-def can_multiply(dtype: torch.dtype) -> bool:
-    """Whether there are kernels for matrix products: unless the system keeps a processor's AMX to itself."""
-    return reason_unavailable(dtype) is None and bool(load(dtype).can_multiply())
+def has_gemm(dtype: torch.dtype) -> bool:
+    """Return whether there are GEMM kernels. The system can deny a process the use of AMX."""
+    return reason_unavailable(dtype) is None and bool(load(dtype).has_gemm())
 
 
 @cache
 def load(dtype: torch.dtype) -> ctypes.CDLL:
-    """The kernels of that dtype. Raises OSError or ValueError if there are none."""
-    compiler = shlex.split(os.environ.get("CXX", "")) or [
-        "c++"
-    ]  # it may have several words: "ccache g++"
-    target = _run(
-        *compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull
-    )  # version and processor features, as macros
+    """Return the kernels of `dtype`. Raises OSError or ValueError if there are none."""
+    compiler = shlex.split(os.environ.get("CXX", ""))  # it can have several words: "ccache g++"
+    if not compiler:
+        compiler = ["c++"]
+    # Its predefined macros name the version and the processor's features.
+    target = _run(*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
     sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("*.[ch]*")))
     digest = xxhash.xxh64_hexdigest(sources + target + repr((FLAGS, DEFINES[dtype])).encode())
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = Path(caches, "nanovllm", f"cpu_kernels_{digest}.so")
     try:
         library = ctypes.CDLL(str(path))
-    except OSError:  # it is not there, or damaged
+    except OSError:  # missing or damaged
         library = _build(compiler, dtype, path)
     for name, kinds in SIGNATURES.items():
-        if function := getattr(library, name, None):  # a test's stand-in lacks them
-            function.argtypes, function.restype = [KINDS[kind] for kind in kinds], None
+        function = getattr(library, name, None)  # a library made for a test lacks some
+        if function is not None:
+            function.argtypes = [KINDS[kind] for kind in kinds]
+            function.restype = None
     return library
 
 
 def _build(compiler: list[str], dtype: torch.dtype, path: Path) -> ctypes.CDLL:
+    """Compile the library, cache it at `path` if possible, and load it."""
     with tempfile.TemporaryDirectory() as scratch:
-        unlinked, linked = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
+        unlinked = Path(scratch, "kernels.o")
+        linked = Path(scratch, "kernels.so")
         _run(*compiler, *FLAGS, *DEFINES[dtype], "-c", str(SOURCE), "-o", str(unlinked))
-        # Linked without OpenMP: its functions are found in the copy that torch has loaded, with torch's threads.
+        # Without OpenMP, so that its functions resolve to torch's copy, with torch's threads.
         _run(*compiler, *LINK_FLAGS, str(unlinked), "-o", str(linked))
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(
-                dir=path.parent
-            ) as place:  # other processes see the whole library or none
-                linked = Path(shutil.copy(linked, place)).replace(path)
+            # Renaming within a directory is atomic: other processes see the whole file or none.
+            with tempfile.TemporaryDirectory(dir=path.parent) as beside:
+                linked = Path(shutil.copy(linked, beside)).replace(path)
         except OSError as error:  # no home, no permission, no space
-            print(
-                f"nanovllm: the CPU kernels will be compiled again next time: {error}",
-                file=sys.stderr,
-            )
-        return ctypes.CDLL(str(linked))  # once it is loaded, its file may go
+            message = f"cannot cache the compiled CPU kernels, every start compiles them: {error}"
+            print(f"nanovllm: {message}", file=sys.stderr)
+        return ctypes.CDLL(str(linked))
 
 
 def _run(*command: str) -> bytes:
     done = subprocess.run(command, capture_output=True)
-    if done.returncode:
-        raise OSError(f"it failed: {done.stderr.decode(errors='replace')}")
+    if done.returncode != 0:
+        output = done.stderr.decode(errors="replace")
+        raise OSError(f"{command[0]} exited with code {done.returncode}: {output}")
     return done.stdout
 
 
 def call(function: Callable[..., None], *arguments: object) -> None:
-    """With tensors as pointers to their numbers, which must be contiguous; for one that is not, pass its pointer."""
-    assert all([argument.is_contiguous() for argument in arguments if isinstance(argument, Tensor)])
-    function(
-        *[
-            argument.data_ptr() if isinstance(argument, Tensor) else argument
-            for argument in arguments
-        ]
-    )
+    """Call a C++ function. A tensor is passed as a pointer and must be contiguous.
+
+    Pass data_ptr() of a tensor that is not.
+    """
+    values: list[object] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            assert argument.is_contiguous()
+            values.append(argument.data_ptr())
+        else:
+            values.append(argument)
+    function(*values)

@@ -1,28 +1,34 @@
-// Rows of x times a panel with vectors, on any processor. The order of a sum does not depend on the number of rows. Every BLOCK
-// inputs are summed up on their own first, because one long sum would round more.
+// Rows of x times a panel with vectors, on any processor. The order of a sum does not depend on the
+// number of rows. Every BLOCK inputs are summed up on their own first, because one long sum would
+// round more.
 //
-// In float32 one instruction multiplies a vector of weights with one input. Where the processor multiplies pairs of bfloat16, one
-// instruction adds the products of two inputs and two weights to each sum of a vector. Elsewhere 16-bit numbers are widened to
-// float, and a vector of weights is multiplied with a pair of inputs. This gives sums of even and of odd inputs side by side,
-// which are added to each other in the end. Few rows widen the weights as they read them. Many share BLOCK inputs of the panel,
-// widened once, into the first-level cache, and put in the order in which they are read: [2 * WIDTH / TILE, BLOCK / 2, TILE],
-// for the TILE numbers that VECTORS vectors hold.
+// In float32 one instruction multiplies a vector of weights with one input. Where the processor
+// multiplies pairs of bfloat16, one instruction adds the products of two inputs and two weights to
+// each sum of a vector. Elsewhere 16-bit numbers are widened to float, and a vector of weights is
+// multiplied with a pair of inputs. This gives sums of even and of odd inputs side by side, which
+// are added to each other in the end. Few rows widen the weights as they read them. Many share
+// BLOCK inputs of the panel, widened once, into the first-level cache, and put in the order in
+// which they are read: [2 * WIDTH / TILE, BLOCK / 2, TILE], for the TILE numbers that VECTORS
+// vectors hold.
 #pragma once
 #include "common.h"
 
 #ifdef IN_PAIRS
 using Pair = int32_t;
-constexpr int64_t ROWS = 12, VECTORS = 2;  // of 32 registers, 24 hold sums, 2 weights and one a pair
+constexpr int64_t ROWS = 12,
+                  VECTORS = 2;  // of 32 registers, 24 hold sums, 2 weights and one a pair
 
 static Vector load_factors(const bfloat16* from) { return (Vector)_mm512_loadu_si512(from); }
 
 static Vector add_products(Vector sum, Pair pair, Vector weights) {
-    return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)weights);
+    return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair),
+                                    (__m512bh)weights);
 }
 #else
 using Pair = std::conditional_t<PAIR == 2, int64_t, int32_t>;
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int64_t VECTORS = std::min<int64_t>(4, PAIR * WIDTH / LANES), ROWS = 24 / VECTORS;  // 24 of 32 registers hold sums
+constexpr int64_t VECTORS = std::min<int64_t>(4, PAIR* WIDTH / LANES),
+                  ROWS = 24 / VECTORS;  // 24 of 32 registers hold sums
 #else
 constexpr int64_t ROWS = 6, VECTORS = 2;  // of 16 registers, 15
 #endif
@@ -37,9 +43,12 @@ static Vector add_products(Vector sum, Pair pair, Vector weights) {
     return sum + (Vector)(Pairs{} + pair) * weights;
 }
 #endif
-constexpr int64_t MIN_ROWS = round_up(64, ROWS), MAX_ROWS = 42 * ROWS, CACHED_BYTES = 1 << 19, BLOCK = 256, FEW_TILES = 4;
-constexpr int64_t PER_VECTOR = sizeof(Vector) / sizeof(Factor), ALL_VECTORS = PAIR * WIDTH / PER_VECTOR;
-constexpr int64_t TILE = VECTORS * PER_VECTOR, NUM_SUMS = ALL_VECTORS * LANES;  // of a row: WIDTH, or of even and odd inputs
+constexpr int64_t MIN_ROWS = round_up(64, ROWS), MAX_ROWS = 42 * ROWS, CACHED_BYTES = 1 << 19,
+                  BLOCK = 256, FEW_TILES = 4;
+constexpr int64_t PER_VECTOR = sizeof(Vector) / sizeof(Factor),
+                  ALL_VECTORS = PAIR * WIDTH / PER_VECTOR;
+constexpr int64_t TILE = VECTORS * PER_VECTOR,
+                  NUM_SUMS = ALL_VECTORS * LANES;  // of a row: WIDTH, or of even and odd inputs
 
 struct Tiles {
     static constexpr bool allowed = true;
@@ -47,18 +56,21 @@ struct Tiles {
 
 class Rows {
     template <class Weight>
-    using MultiplyTile = void(const Factor*, const Weight*, int64_t, float*, int64_t, bool, const T*, int64_t);
+    using MultiplyTile = void(const Factor*, const Weight*, int64_t, float*, int64_t, bool,
+                              const T*, int64_t);
     Buffer<Factor> memory;
     Factor* numbers;
     int64_t num_rows, depth;
     alignas(64) float sums[MAX_ROWS * NUM_SUMS];
     alignas(64) Factor widened[BLOCK * WIDTH];
 
-  public:
-    static constexpr int64_t NEXT_LINE = LINE;  // from a LINE of a row to its next one, within a block
+public:
+    static constexpr int64_t NEXT_LINE =
+        LINE;  // from a LINE of a row to its next one, within a block
 
     void shape(int64_t num_rows_, int64_t in_features) {
-        num_rows = num_rows_, depth = in_features, numbers = memory.get(num_rows * round_up(depth, BLOCK));
+        num_rows = num_rows_, depth = in_features,
+        numbers = memory.get(num_rows * round_up(depth, BLOCK));
     }
 
     // A row's inputs from `start` on, the first of a BLOCK.
@@ -70,7 +82,8 @@ class Rows {
         shape(num_rows_, in_features);
         for (int64_t start = 0; start < depth; start += BLOCK)
             for (int64_t row = 0; row < num_rows; row++)
-                std::copy_n(find_row(row) + start, std::min(BLOCK, depth - start), find(row, start));
+                std::copy_n(find_row(row) + start, std::min(BLOCK, depth - start),
+                            find(row, start));
     }
 
     void multiply(const T* panel, const Epilogue& epilogue, T* output, int64_t output_stride) {
@@ -78,32 +91,38 @@ class Rows {
         for (int64_t row = 0; row < num_rows; row++) {
             float joined[WIDTH];
             if (NUM_SUMS > WIDTH) join(row, joined, false);
-            epilogue.store(NUM_SUMS > WIDTH ? joined : &sums[row * WIDTH], output, row * output_stride);
+            epilogue.store(NUM_SUMS > WIDTH ? joined : &sums[row * WIDTH], output,
+                           row * output_stride);
         }
     }
 
     void finish(int64_t) {}  // multiply() has done it
 
-    // The sums of the rows from `first`, a multiple of ROWS, to `end`; with `is_added`, added to what is there.
-    void multiply(const T* panel, int64_t first, int64_t end, float* output, int64_t stride, bool is_added) {
+    // The sums of the rows from `first`, a multiple of ROWS, to `end`; with `is_added`, added to
+    // what is there.
+    void multiply(const T* panel, int64_t first, int64_t end, float* output, int64_t stride,
+                  bool is_added) {
         if (NUM_SUMS == WIDTH) return sum_up(panel, first, end - first, output, stride, is_added);
         sum_up(panel, first, end - first, sums, NUM_SUMS, false);
         for (int64_t row = 0; row < end - first; row++) join(row, output + row * stride, is_added);
     }
 
-  private:
+private:
     // While a block of the panel is multiplied, the next one is fetched.
-    void sum_up(const T* panel, int64_t first, int64_t num, float* output, int64_t stride, bool is_added) {
+    void sum_up(const T* panel, int64_t first, int64_t num, float* output, int64_t stride,
+                bool is_added) {
         int64_t num_tiles = round_up(num, ROWS) / ROWS;
         bool is_widened = !std::is_same_v<T, Factor> && num_tiles > FEW_TILES;
-        for (int64_t start = 0; start < depth; start += BLOCK, panel += BLOCK * WIDTH, is_added = true) {
+        for (int64_t start = 0; start < depth;
+             start += BLOCK, panel += BLOCK * WIDTH, is_added = true) {
             int64_t size = std::min(BLOCK, depth - start);
             if (is_widened) widen_block(panel, size);
             for (int64_t tile = 0; tile < num_tiles; tile++) {
                 int64_t row = num * tile / num_tiles, past = num * (tile + 1) / num_tiles;
                 auto multiply = [&](const auto* weights) {
-                    find_tile<ROWS>(past - row, weights)(find(first + row, start), weights, size, output + row * stride, stride,
-                                                         is_added, panel + (size + size * tile / num_tiles) * WIDTH, num_tiles);
+                    find_tile<ROWS>(past - row, weights)(
+                        find(first + row, start), weights, size, output + row * stride, stride,
+                        is_added, panel + (size + size * tile / num_tiles) * WIDTH, num_tiles);
                 };
                 is_widened ? multiply(widened) : multiply(panel);
             }
@@ -127,13 +146,16 @@ class Rows {
                     *(Vector*)to = load_factors(panel + pair * PAIR * WIDTH + first + i);
     }
 
-    // M rows of x times `size` inputs of a panel, or of a widened block. Meanwhile a tile of num_tiles fetches its share of as
-    // many inputs of the panel from `next` on, a few lines at a time: a core has few places for lines on their way.
+    // M rows of x times `size` inputs of a panel, or of a widened block. Meanwhile a tile of
+    // num_tiles fetches its share of as many inputs of the panel from `next` on, a few lines at a
+    // time: a core has few places for lines on their way.
     template <int M, class Weight>
-    static void multiply_tile(const Factor* x, const Weight* weights, int64_t size, float* sums, int64_t stride, bool is_added,
-                              const T* next, int64_t num_tiles) {
+    static void multiply_tile(const Factor* x, const Weight* weights, int64_t size, float* sums,
+                              int64_t stride, bool is_added, const T* next, int64_t num_tiles) {
         constexpr bool IS_PANEL = std::is_same_v<Weight, T>;
-        constexpr int V = M == 1 ? ALL_VECTORS : M == 2 ? std::min(2 * VECTORS, ALL_VECTORS) : VECTORS;
+        constexpr int V = M == 1   ? ALL_VECTORS
+                          : M == 2 ? std::min(2 * VECTORS, ALL_VECTORS)
+                                   : VECTORS;
         int64_t due = 0;  // of the panel's lines, ALL_VECTORS * num_tiles each
         for (int64_t first = 0; first < ALL_VECTORS; first += V) {
             const Weight* from = weights + first * PER_VECTOR * (IS_PANEL ? 1 : size / PAIR);
@@ -141,14 +163,17 @@ class Rows {
             for (int64_t start = 0; start < size; start += LINE) {
                 for (due += WIDTH * V; due > 0; due -= ALL_VECTORS * num_tiles, next += LINE)
                     __builtin_prefetch(next, 0, IS_PANEL ? 3 : 2);
-                for (int64_t i = start; i < std::min(start + LINE, size); i += PAIR, from += IS_PANEL ? PAIR * WIDTH : TILE) {
+                for (int64_t i = start; i < std::min(start + LINE, size);
+                     i += PAIR, from += IS_PANEL ? PAIR * WIDTH : TILE) {
                     Vector columns[V];
-                    for (int column = 0; column < V; column++) columns[column] = load_factors(from + column * PER_VECTOR);
+                    for (int column = 0; column < V; column++)
+                        columns[column] = load_factors(from + column * PER_VECTOR);
                     for (int row = 0; row < M; row++) {
                         Pair pair;
                         memcpy(&pair, x + row * BLOCK + i, sizeof pair);
                         for (int column = 0; column < V; column++)
-                            tile[row][column] = add_products(tile[row][column], pair, columns[column]);
+                            tile[row][column] =
+                                add_products(tile[row][column], pair, columns[column]);
                     }
                 }
             }

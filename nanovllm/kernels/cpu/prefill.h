@@ -1,18 +1,23 @@
-// Causal attention of several query tokens per sequence, as matrix products of tiles (FlashAttention-2, Dao 2023).
+// Causal attention of several query tokens per sequence, as matrix products of tiles
+// (FlashAttention-2, Dao 2023).
 //
-// PIECE tokens of the context at a time become panels, of keys and of values, which QUERIES query tokens share, some rows at
-// a time: scores, weights and the sums of values stay in a core's cache. A row keeps the highest score so far; where a piece
-// brings a higher one, what the row has summed up before is rescaled.
+// PIECE tokens of the context at a time become panels, of keys and of values, which QUERIES query
+// tokens share, some rows at a time: scores, weights and the sums of values stay in a core's cache.
+// A row keeps the highest score so far; where a piece brings a higher one, what the row has summed
+// up before is rescaled.
 #pragma once
 #include <array>
 
-#include "products.h"
+#include "gemm.h"
 
 constexpr int64_t QUERIES = 512, PIECE = 256, ROWS_AT_ONCE = round_up(32, ROWS);
-static_assert(PIECE <= BLOCK);          // so that a row of weights lies in one block
-constexpr int64_t STRIDE = PIECE + 16;  // of scores: with a power of two, a tile's rows would meet in few lines of the cache
-constexpr int64_t CHUNK = std::max(LINE, 2 * LANES);  // of scores: whole lines of weights, and two vectors
-constexpr int64_t AHEAD = 8;            // tokens whose keys and values are fetched ahead
+static_assert(PIECE <= BLOCK);  // so that a row of weights lies in one block
+constexpr int64_t STRIDE =
+    PIECE +
+    16;  // of scores: with a power of two, a tile's rows would meet in few lines of the cache
+constexpr int64_t CHUNK =
+    std::max(LINE, 2 * LANES);  // of scores: whole lines of weights, and two vectors
+constexpr int64_t AHEAD = 8;    // tokens whose keys and values are fetched ahead
 
 // Weights are powers of 2, or of e where they are not rounded to 16 bits afterwards.
 #ifdef T_IS_16_BITS
@@ -23,7 +28,8 @@ constexpr float LOG2_BASE = 1;
 static Vector power(Vector x) { return exponential(x); }
 #endif
 
-// The queries of one KV head, with `tokens_before` them: each sees these, and of the queries itself and those before it.
+// The queries of one KV head, with `tokens_before` them: each sees these, and of the queries itself
+// and those before it.
 class PrefixAttention {
     Buffer<T> key_memory, value_memory;
     Buffer<float> score_memory, output_memory;
@@ -35,32 +41,39 @@ class PrefixAttention {
     int64_t padded_dim;
 
     // Of `num_tokens` from `first` on, up to a whole panel.
-    void pack(const T* keys, const T* values, const int32_t* block_table, int64_t first, int64_t num_tokens,
-              int64_t block_size, int64_t row_size, int64_t head_dim) {
-        auto find = [&](int64_t token) {  // its place in the cache; for those behind the end, the last one's
+    void pack(const T* keys, const T* values, const int32_t* block_table, int64_t first,
+              int64_t num_tokens, int64_t block_size, int64_t row_size, int64_t head_dim) {
+        auto find = [&](int64_t token) {  // its place in the cache; for those behind the end, the
+                                          // last one's
             int64_t position = first + std::min(token, num_tokens - 1);
-            return (block_table[position / block_size] * block_size + position % block_size) * row_size;
+            return (block_table[position / block_size] * block_size + position % block_size) *
+                   row_size;
         };
         for (int64_t token = 0; token < round_up(num_tokens, WIDTH); token += PAIR) {
             const T* value[PAIR];
             for (int i = 0; i < PAIR; i++) {
                 int64_t place = find(token + i), next = find(token + i + AHEAD);
                 fetch(keys + next, head_dim), fetch(values + next, head_dim);
-                T* to = &key_panels[token / WIDTH * WIDTH * padded_dim + (token % WIDTH + i) * PAIR];
-                for (int64_t d = 0; d < head_dim; d += PAIR) memcpy(to + d * WIDTH, keys + place + d, PAIR * sizeof(T));
+                T* to =
+                    &key_panels[token / WIDTH * WIDTH * padded_dim + (token % WIDTH + i) * PAIR];
+                for (int64_t d = 0; d < head_dim; d += PAIR)
+                    memcpy(to + d * WIDTH, keys + place + d, PAIR * sizeof(T));
                 // A weight of zero would not silence everything that could be behind the context.
                 value[i] = token + i < num_tokens ? values + place : zeros.data();
             }
             for (int64_t d = 0; d < head_dim; d += WIDTH)
-                interleave(value[0] + d, value[PAIR - 1] + d, &value_panels[d * PIECE + token * WIDTH],
-                           std::min(WIDTH, head_dim - d));
+                interleave(value[0] + d, value[PAIR - 1] + d,
+                           &value_panels[d * PIECE + token * WIDTH], std::min(WIDTH, head_dim - d));
         }
     }
 
-    static void interleave(const float* value, const float*, float* to, int64_t size) { std::copy_n(value, size, to); }
+    static void interleave(const float* value, const float*, float* to, int64_t size) {
+        std::copy_n(value, size, to);
+    }
 
     template <class Number>
-    static void interleave(const Number* __restrict left, const Number* __restrict right, Number* __restrict to, int64_t size) {
+    static void interleave(const Number* __restrict left, const Number* __restrict right,
+                           Number* __restrict to, int64_t size) {
         auto pair = [=](int64_t i) {
             uint32_t bits = left[i].bits | uint32_t(right[i].bits) << 16;
             memcpy(to + 2 * i, &bits, sizeof bits);
@@ -71,18 +84,22 @@ class PrefixAttention {
             for (int64_t i = 0; i < size; i++) pair(i);
     }
 
-  public:
-    void attend(const T* query, const T* keys, const T* values, T* output, const int32_t* block_table, int64_t tokens_before,
-                int64_t num_queries, int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim,
+public:
+    void attend(const T* query, const T* keys, const T* values, T* output,
+                const int32_t* block_table, int64_t tokens_before, int64_t num_queries,
+                int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim,
                 float scale) {
         int64_t num_rows = num_queries * group_size, context_len = tokens_before + num_queries;
         padded_dim = round_up(head_dim, WIDTH);
-        auto offset_of = [&](int64_t row) {  // in query and output, where the other KV heads' rows lie between
-            return (row / group_size * num_kv_heads * group_size + row % group_size) * head_dim;
-        };
+        auto offset_of =
+            [&](int64_t row) {  // in query and output, where the other KV heads' rows lie between
+                return (row / group_size * num_kv_heads * group_size + row % group_size) * head_dim;
+            };
         zeros.assign(head_dim, T{});
-        key_panels = key_memory.get(PIECE * padded_dim), value_panels = value_memory.get(PIECE * padded_dim);
-        if (head_dim < padded_dim) std::fill_n(key_panels, PIECE * padded_dim, T{});  // what no pair is written to
+        key_panels = key_memory.get(PIECE * padded_dim),
+        value_panels = value_memory.get(PIECE * padded_dim);
+        if (head_dim < padded_dim)
+            std::fill_n(key_panels, PIECE * padded_dim, T{});  // what no pair is written to
         scores = score_memory.get(ROWS_AT_ONCE * STRIDE);
         outputs = output_memory.get((num_rows + ROWS_AT_ONCE) * padded_dim);
         highest.assign(num_rows, -FLT_MAX);
@@ -91,16 +108,21 @@ class PrefixAttention {
         queries.pack([&](int64_t row) { return query + offset_of(row); }, num_rows, head_dim);
         for (int64_t first = 0; first < context_len; first += PIECE) {
             int64_t num_tokens = std::min(PIECE, context_len - first);
-            pack(keys, values, block_table, first, num_tokens, block_size, num_kv_heads * head_dim, head_dim);
+            pack(keys, values, block_table, first, num_tokens, block_size, num_kv_heads * head_dim,
+                 head_dim);
             auto find_visible = [&](int64_t row) {  // tokens of this piece
-                return std::clamp<int64_t>(tokens_before + row / group_size + 1 - first, 0, num_tokens);
+                return std::clamp<int64_t>(tokens_before + row / group_size + 1 - first, 0,
+                                           num_tokens);
             };
-            int64_t first_row = std::max<int64_t>(0, first - tokens_before) * group_size;  // to see any of them
+            int64_t first_row =
+                std::max<int64_t>(0, first - tokens_before) * group_size;  // to see any of them
             first_row -= first_row % ROWS_AT_ONCE;
             for (int64_t start = first_row; start < num_rows; start += ROWS_AT_ONCE) {
-                int64_t size = std::min(ROWS_AT_ONCE, num_rows - start), end = round_up(find_visible(start + size - 1), CHUNK);
+                int64_t size = std::min(ROWS_AT_ONCE, num_rows - start),
+                        end = round_up(find_visible(start + size - 1), CHUNK);
                 for (int64_t panel = 0; panel < end; panel += WIDTH)
-                    queries.multiply(&key_panels[panel * padded_dim], start, start + size, &scores[panel], STRIDE, false);
+                    queries.multiply(&key_panels[panel * padded_dim], start, start + size,
+                                     &scores[panel], STRIDE, false);
                 for (int64_t row = 0; row < size; row++) {
                     float* s = &scores[row * STRIDE];
                     std::fill(s + find_visible(start + row), s + end, -INFINITY);
@@ -108,8 +130,8 @@ class PrefixAttention {
                 weigh(size, end, scale * LOG2_BASE, &highest[start], &totals[start],
                       first > 0 ? &outputs[start * padded_dim] : nullptr);
                 for (int64_t panel = 0; panel < head_dim; panel += WIDTH)
-                    weights.multiply(&value_panels[panel * PIECE], 0, size, &outputs[start * padded_dim + panel], padded_dim,
-                                     first > 0);
+                    weights.multiply(&value_panels[panel * PIECE], 0, size,
+                                     &outputs[start * padded_dim + panel], padded_dim, first > 0);
             }
         }
         for (int64_t row = 0; row < num_rows; row++) {
@@ -121,15 +143,17 @@ class PrefixAttention {
         }
     }
 
-  private:
-    // Turns scores up to `end` into weights: power(scale * (score - the highest)). Where a row's highest so far is exceeded, its
-    // `sums` so far, if there are any, shrink.
-    void weigh(int64_t num_rows, int64_t end, float scale, float* highest, float* totals, float* sums) {
+private:
+    // Turns scores up to `end` into weights: power(scale * (score - the highest)). Where a row's
+    // highest so far is exceeded, its `sums` so far, if there are any, shrink.
+    void weigh(int64_t num_rows, int64_t end, float scale, float* highest, float* totals,
+               float* sums) {
         float bases[ROWS_AT_ONCE], shrinks[round_up(ROWS_AT_ONCE, LANES)] = {};
         for (int64_t row = 0; row < num_rows; row++) {
             const float* s = &scores[row * STRIDE];
             Vector most = load(s);
-            for (int64_t i = LANES; i < end; i += LANES) most = load(s + i) > most ? load(s + i) : most;
+            for (int64_t i = LANES; i < end; i += LANES)
+                most = load(s + i) > most ? load(s + i) : most;
             float base = highest[row];
 #pragma omp simd reduction(max : base)
             for (int64_t i = 0; i < LANES; i++) base = most[i] > base ? most[i] : base;
@@ -159,14 +183,18 @@ class PrefixAttention {
     }
 };
 
-extern "C" void prefill_attention(const T* query, const T* keys, const T* values, T* output, const int32_t* cu_seqlens_q,
-                                  const int32_t* context_lens, const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
-                                  int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim, float scale) {
+extern "C" void prefill_attention(const T* query, const T* keys, const T* values, T* output,
+                                  const int32_t* cu_seqlens_q, const int32_t* context_lens,
+                                  const int32_t* block_tables, int64_t num_seqs,
+                                  int64_t table_width, int64_t block_size, int64_t num_kv_heads,
+                                  int64_t group_size, int64_t head_dim, float scale) {
     std::vector<std::array<int64_t, 3>> parts;  // sequence, first query token, KV head
     for (int64_t seq = 0; seq < num_seqs; seq++)
         if (int64_t query_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]; query_len > SHORT_QUERY)
-            for (int64_t first = (query_len - 1) / QUERIES * QUERIES; first >= 0; first -= QUERIES)  // the longest first
-                for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++) parts.push_back({seq, first, kv_head});
+            for (int64_t first = (query_len - 1) / QUERIES * QUERIES; first >= 0;
+                 first -= QUERIES)  // the longest first
+                for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++)
+                    parts.push_back({seq, first, kv_head});
     if (parts.empty()) return;
     Team::form(true, [&] {
         [[maybe_unused]] Tiles tiles;
@@ -175,10 +203,11 @@ extern "C" void prefill_attention(const T* query, const T* keys, const T* values
             auto [seq, first, kv_head] = parts[i];
             int64_t start = cu_seqlens_q[seq], query_len = cu_seqlens_q[seq + 1] - start;
             int64_t offset = ((start + first) * num_kv_heads + kv_head) * group_size * head_dim;
-            attention.attend(query + offset, keys + kv_head * head_dim, values + kv_head * head_dim, output + offset,
-                             block_tables + seq * table_width, context_lens[seq] - query_len + first,
-                             std::min(QUERIES, query_len - first), block_size, num_kv_heads, group_size, head_dim,
-                             scale);
+            attention.attend(query + offset, keys + kv_head * head_dim, values + kv_head * head_dim,
+                             output + offset, block_tables + seq * table_width,
+                             context_lens[seq] - query_len + first,
+                             std::min(QUERIES, query_len - first), block_size, num_kv_heads,
+                             group_size, head_dim, scale);
         });
     });
 }

@@ -1,9 +1,10 @@
-// How threads share the work of a call. They form a team, and go through the call side by side: of each piece of work they
-// take tasks as long as there are any, and go on when all are done.
+// How threads share the work of a call. They form a team, and go through the call side by side: of
+// each piece of work they take tasks as long as there are any, and go on when all are done.
 //
-// A thread that is not running, since other processes use its core, is missed while it holds a task, and in the end, where
-// OpenMP waits for every thread. Who waits for a task spins for a moment and then sleeps: an idle core is what makes the
-// system move a thread there. OpenMP's threads spin for long, and take the core from those that work: see Size.
+// A thread that is not running, since other processes use its core, is missed while it holds a
+// task, and in the end, where OpenMP waits for every thread. Who waits for a task spins for a
+// moment and then sleeps: an idle core is what makes the system move a thread there. OpenMP's
+// threads spin for long, and take the core from those that work: see Size.
 #pragma once
 #include <atomic>
 #include <ctime>
@@ -21,12 +22,13 @@ static int omp_get_thread_num() { return 0; }
 
 constexpr int64_t SERIAL = 1 << 14;  // numbers that one thread turns faster than others wake up
 
-// How many threads a team has: as many as torch, unless other processes use the cores. If the caller then loses a quarter of
-// its time, off its core or waiting for the team's threads, which are off theirs, the team goes on with a thread less. If it
-// loses nothing, it tries one more, the later the more often that has failed.
+// How many threads a team has: as many as torch, unless other processes use the cores. If the
+// caller then loses a quarter of its time, off its core or waiting for the team's threads, which
+// are off theirs, the team goes on with a thread less. If it loses nothing, it tries one more, the
+// later the more often that has failed.
 class Size {
-    static constexpr double SAMPLE = 0.001;      // seconds between two calls that are looked at
-    static constexpr double WINDOW = 0.2;        // seconds of such calls, after which the size may change
+    static constexpr double SAMPLE = 0.001;  // seconds between two calls that are looked at
+    static constexpr double WINDOW = 0.2;  // seconds of such calls, after which the size may change
     static constexpr int64_t LONGEST_WAIT = 32;  // windows
     int64_t most = 0, num_threads = 0, num_calm = 0, wait = 1;
     double start = 0, end = 0, cpu_time = 0, measured = 0, lost = 0;
@@ -38,7 +40,7 @@ class Size {
         return time.tv_sec + 1e-9 * time.tv_nsec;
     }
 
-  public:
+public:
     static Size& get() {  // the calling thread's
         static thread_local Size size;
         return size;
@@ -66,10 +68,12 @@ class Size {
         end = read(CLOCK_MONOTONIC), measured += end - start, lost += end - start - cpu_time;
         if (measured < WINDOW) return;
         if (lost > measured / 4)
-            num_threads = std::max<int64_t>(num_threads - 1, 1), wait = std::min(4 * wait, LONGEST_WAIT), num_calm = 0,
+            num_threads = std::max<int64_t>(num_threads - 1, 1),
+            wait = std::min(4 * wait, LONGEST_WAIT), num_calm = 0,
             measured = lost = 0;  // with more threads: it tells nothing about fewer
         else if (++num_calm >= wait)
-            num_threads = std::min(num_threads + 1, most), wait = std::max<int64_t>(wait / 2, 1), num_calm = 0;
+            num_threads = std::min(num_threads + 1, most), wait = std::max<int64_t>(wait / 2, 1),
+            num_calm = 0;
         measured /= 2, lost /= 2;  // what came before counts too: one bad moment is not enough
     }
 };
@@ -78,21 +82,23 @@ class Team {
     static constexpr int64_t SPINS = 2000;
     alignas(64) std::atomic<int64_t> num_taken;  // of the call's tasks
     alignas(64) std::atomic<int64_t> num_done;
-    static inline thread_local Team* current = nullptr;  // what this thread belongs to during a call
-    static inline thread_local int64_t end;              // of the tasks that it has come to
+    static inline thread_local Team* current =
+        nullptr;                             // what this thread belongs to during a call
+    static inline thread_local int64_t end;  // of the tasks that it has come to
 
     static Team& own() {
         static thread_local Team team;
         return team;
     }
 
-  public:
+public:
     static inline thread_local int64_t num_threads;
     Buffer<float> memory;
 
     static Team& get() { return *current; }
 
-    // work() on the threads of a team: of a new one, or, in one already, on this thread as on all the others.
+    // work() on the threads of a team: of a new one, or, in one already, on this thread as on all
+    // the others.
     template <class Work>
     static void form(bool is_worth_it, const Work& work) {
         if (current) return work();
@@ -139,7 +145,7 @@ class Team {
                 num_done.wait(done);
     }
 
-  private:
+private:
     static void pause() {
 #ifdef __x86_64__
         _mm_pause();
@@ -153,7 +159,8 @@ static void parallel_for(int64_t num, int64_t size, const Task& task) {
     int64_t at_once = std::max<int64_t>(1, SERIAL / 2 / size);
     Team::form(num * size > SERIAL, [&] {
         Team::get().share((num + at_once - 1) / at_once, [&](int64_t first) {
-            for (int64_t i = first * at_once; i < std::min(num, (first + 1) * at_once); i++) task(i);
+            for (int64_t i = first * at_once; i < std::min(num, (first + 1) * at_once); i++)
+                task(i);
         });
     });
 }

@@ -1,7 +1,7 @@
-"""flash-attn's kernels over the paged cache (Dao 2023). Optional: importing this module needs the package flash-attn.
+"""flash-attn's kernels over the paged cache (Dao 2023).
 
-Its rules: 16-bit numbers, head_dim a multiple of 8, blocks of a multiple of 256 tokens. Its causal
-masks are aligned at the bottom right, as ours.
+Importing this module needs the package flash-attn. It requires a 16-bit dtype and blocks of a
+multiple of 256 tokens. Its causal masks are aligned at the bottom right, as in layers/attention.py.
 """
 
 import torch
@@ -20,33 +20,45 @@ SUPPORTS_CUDA_GRAPHS = True
 def reason_unavailable(
     device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
 ) -> str | None:
-    """A GPU that is too old is found by the trial run."""
+    """A GPU that is too old is found by check_backend."""
     if device.type != "cuda":
         return "it needs a CUDA device"
     if dtype.itemsize != 2:
         return f"dtype must be bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
-    if head_dim % 8 or head_dim > 256:
+    if head_dim % 8 != 0 or head_dim > 256:
         return f"head_dim must be a multiple of 8 and at most 256, not {head_dim}"
-    if block_size % 256:
+    if block_size % 256 != 0:
         return f"kvcache_block_size must be a multiple of 256, not {block_size}"
     return None
 
 
 def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
-    """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context; same shape out."""
-    options = {"block_table": batch.block_tables, "softmax_scale": scale, "causal": True}
+    """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context.
+
+    Returns a tensor of the same shape.
+    """
+    key_cache, value_cache = kv_cache
     if batch.max_seqlen_q == 1:
-        query = query.unsqueeze(1)  # [num_seqs, 1, num_heads, head_dim]
-        return flash_attn_with_kvcache(
-            query, *kv_cache, cache_seqlens=batch.context_lens, **options
-        ).squeeze(1)
+        output = flash_attn_with_kvcache(
+            query.unsqueeze(1),  # [num_seqs, 1, num_heads, head_dim]
+            key_cache,
+            value_cache,
+            cache_seqlens=batch.context_lens,
+            block_table=batch.block_tables,
+            softmax_scale=scale,
+            causal=True,
+        )
+        return output.squeeze(1)
     cu_seqlens_k = F.pad(batch.context_lens.cumsum(0, dtype=torch.int32), (1, 0))
     return flash_attn_varlen_func(
         query,
-        *kv_cache,
+        key_cache,
+        value_cache,
         batch.cu_seqlens_q,
         cu_seqlens_k,
         batch.max_seqlen_q,
         batch.max_seqlen_k,
-        **options,
+        block_table=batch.block_tables,
+        softmax_scale=scale,
+        causal=True,
     )

@@ -1,0 +1,135 @@
+"""Checks an attention backend against the torch backend in float32, on random inputs.
+
+Blocks are in random order, and the rest of the KV cache is NaN, so that a read out of bounds shows
+in the output.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from nanovllm.arithmetic import cdiv
+from nanovllm.batch import Batch
+from nanovllm.layers import attention as reference
+from nanovllm.layers.attention import Backend
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a batch in which all sequences are alike."""
+
+    num_seqs: int
+    context_len: int
+    query_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+
+
+def find_failure(run: Callable[[], object]) -> str | None:
+    """Run some kernels. Return why they fail, or None.
+
+    Triton compiles for the GPU at hand with the C compiler of the host, and a wheel may lack this
+    GPU. Only a run shows whether that works.
+    """
+    try:
+        run()
+    except Exception as error:  # of the compiler, the driver or the launch
+        return f"the kernels fail on this GPU: {error!r}"
+    return None
+
+
+def check_backend(
+    backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+) -> None:
+    """Raise RuntimeError if the results of `backend` are wrong.
+
+    The contexts are long enough for several tiles and splits.
+    """
+    for query_len in (1, 300):
+        shape = Shape(
+            num_seqs=2,
+            context_len=300,
+            query_len=query_len,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=head_dim,
+            block_size=block_size,
+        )
+        compare_with_torch(backend, shape, device, dtype, tolerance=0.2)
+
+
+def make_batch(shape: Shape, random: torch.Generator) -> Batch:
+    """Make a batch in random blocks of a pool that is twice as large as needed.
+
+    Its slot_mapping covers the whole contexts.
+    """
+    device = random.device
+    blocks_per_seq = cdiv(shape.context_len, shape.block_size)
+    num_blocks = 2 * shape.num_seqs * blocks_per_seq
+    block_ids = torch.randperm(num_blocks, dtype=torch.int32, device=device, generator=random)
+    block_tables = block_ids[: num_blocks // 2].view(shape.num_seqs, blocks_per_seq)
+    positions = torch.arange(shape.context_len, dtype=torch.int32, device=device)
+    blocks = block_tables[:, positions // shape.block_size]
+    slots = blocks * shape.block_size + positions % shape.block_size
+    seq_indices = torch.arange(shape.num_seqs + 1, dtype=torch.int32, device=device)
+    cu_seqlens_q = seq_indices * shape.query_len
+    return Batch(
+        input_ids=positions,
+        positions=positions,
+        slot_mapping=slots.flatten(),
+        cu_seqlens_q=cu_seqlens_q,
+        context_lens=torch.full_like(seq_indices[1:], shape.context_len),
+        block_tables=block_tables,
+        max_seqlen_q=shape.query_len,
+        max_seqlen_k=shape.context_len,
+        logits_indices=cu_seqlens_q[1:] - 1,
+        min_seqlen_q=shape.query_len,
+    )
+
+
+def compare_with_torch(
+    backend: Backend,
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> tuple[Callable[[], object], Callable[[], object], float]:
+    """Store the K/V of whole contexts, attend to them, and compare both with the torch backend.
+
+    Return the two calls, to be timed, and the largest error of attention relative to the root mean
+    square of a head. Raises RuntimeError if the error exceeds `tolerance` or K/V are wrong.
+    """
+    random = torch.Generator(device).manual_seed(0)  # the caller's generator stays untouched
+    randn = partial(torch.randn, device=device, generator=random)
+    batch = make_batch(shape, random)
+    num_context_tokens = shape.num_seqs * shape.context_len
+    query = randn(shape.num_seqs * shape.query_len, shape.num_heads, shape.head_dim).to(dtype)
+    key, value = randn(2, num_context_tokens, shape.num_kv_heads, shape.head_dim).to(dtype)
+    num_blocks = 2 * batch.block_tables.numel()
+    cache_shape = (2, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+    kv_cache = torch.full(cache_shape, torch.nan, dtype=dtype, device=device)
+    expected_cache = kv_cache.clone()
+    reference.store_kvcache(key, value, expected_cache, batch.slot_mapping)
+    store = partial(backend.store_kvcache, key, value, kv_cache, batch.slot_mapping)
+    store()
+    # Bytes are compared, because NaN differs from NaN.
+    if not torch.equal(kv_cache.view(torch.uint8), expected_cache.view(torch.uint8)):
+        raise RuntimeError(
+            f"{backend.NAME}: store_kvcache writes outside slot_mapping, or values that differ"
+            " from key and value"
+        )
+    scale = shape.head_dim**-0.5
+    attend = partial(backend.attend, query, kv_cache, batch, scale)
+    expected = reference.attend(query.float(), kv_cache.float(), batch, scale)
+    magnitude = expected.square().mean(-1, keepdim=True).sqrt()
+    error = ((attend() - expected).abs() / magnitude).max().item()
+    if not error <= tolerance:  # also if it is NaN
+        raise RuntimeError(
+            f"{backend.NAME}: attention of {shape.query_len} query tokens in {dtype} has an error"
+            f" of {error:.2g} (tolerance {tolerance})"
+        )
+    return store, attend, error

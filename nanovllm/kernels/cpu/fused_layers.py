@@ -1,0 +1,171 @@
+"""All decoder layers of a step in one C++ call (fused_layers.h).
+
+Python between two kernels would take longer than a small kernel.
+"""
+
+import ctypes
+from dataclasses import replace
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.batch import Batch
+from nanovllm.kernels import OptimizedLayer, has_known_code
+from nanovllm.kernels.cpu import attention
+from nanovllm.kernels.cpu.library import call, load
+from nanovllm.kernels.cpu.prepacked import PrepackedWeight
+from nanovllm.kernels.cpu.shared_memory import SharedMemoryRank
+from nanovllm.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.models.decoder import MLP, Attention, DecoderLayer, DecoderLayers
+
+# A step of more tokens is computed layer by layer, because CPython handles Ctrl-C between calls.
+MAX_TOKENS_PER_CALL = 512
+_KNOWN = (DecoderLayer, Attention, MLP, RMSNorm, ColumnParallelLinear, RowParallelLinear)
+
+
+class _Layer(ctypes.Structure):
+    """Mirrors struct Layer of fused_layers.h."""
+
+    _fields_ = [
+        ("weights", ctypes.c_void_p * 10),
+        ("sizes", ctypes.c_int64 * 5),
+        ("eps_and_scale", ctypes.c_float * 2),
+    ]
+
+
+class FusedLayers(OptimizedLayer, DecoderLayers):
+    """Runs all decoder layers in one C++ call. Holds their prepacked weights instead of them."""
+
+    tensors: list[Tensor | None]  # what the pointers in `structs` point to
+    structs: "ctypes.Array[_Layer]"
+    tp: TensorParallel
+
+    def convert(self) -> bool:
+        layers = [layer for layer in self if can_fuse(layer)]
+        if len(layers) < len(self):
+            return False
+        self.tensors = []
+        self.tp = layers[0].self_attn.o_proj.tp
+        structs = [self._convert_layer(layer) for layer in layers]
+        self.structs = (_Layer * len(layers))(*structs)
+        del self[:]
+        return True
+
+    def _convert_layer(self, layer: DecoderLayer) -> _Layer:
+        attn, mlp = layer.self_attn, layer.mlp
+        assert isinstance(mlp, MLP)
+        head_dim = attn.head_dim
+        q_size, kv_size, _ = attn.qkv_proj.parts.values()
+        hidden_size, intermediate_size = mlp.down_proj.weight.shape
+        sizes = (hidden_size, q_size // head_dim, kv_size // head_dim, head_dim, intermediate_size)
+        tensors: list[Tensor | None] = [
+            layer.input_layernorm.weight,
+            layer.post_attention_layernorm.weight,
+            attn.q_norm.weight if attn.q_norm is not None else None,
+            attn.k_norm.weight if attn.k_norm is not None else None,
+            _prepack(attn.qkv_proj),
+            attn.qkv_proj.bias,
+            _prepack(attn.o_proj),
+            attn.o_proj.bias,
+            _prepack(mlp.gate_up_proj, gated=True),
+            _prepack(mlp.down_proj),
+        ]
+        self.tensors += tensors
+        pointers = tuple(tensor.data_ptr() if tensor is not None else None for tensor in tensors)
+        return _Layer(pointers, sizes, (layer.input_layernorm.eps, head_dim**-0.5))
+
+    def forward(
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_caches: list[Tensor], batch: Batch
+    ) -> Tensor:
+        """Run the layers on x [num_tokens, hidden_size], in place.
+
+        The last layer computes only K/V for tokens without logits.
+        """
+        rows = batch.logits_indices
+        has_other_rows = len(rows) < len(x)
+        num_whole = len(kv_caches) - 1 if has_other_rows else len(kv_caches)
+        layers_per_call = max(num_whole, 1) if len(x) <= MAX_TOKENS_PER_CALL else 1
+        for first in range(0, num_whole, layers_per_call):
+            end = min(first + layers_per_call, num_whole)
+            self._compute(first, kv_caches[first:end], x, cos_sin, batch)
+        if has_other_rows:
+            last_cache = kv_caches[-1:]
+            self._compute(num_whole, last_cache, x, cos_sin, batch, only_kv=True)
+            cu_seqlens_q = torch.searchsorted(rows, batch.cu_seqlens_q, out_int32=True)
+            slot_mapping = batch.slot_mapping[rows]
+            shorter = replace(batch, cu_seqlens_q=cu_seqlens_q, slot_mapping=slot_mapping)
+            cos, sin = cos_sin
+            chosen = x[rows]
+            self._compute(num_whole, last_cache, chosen, (cos[rows], sin[rows]), shorter)
+            x[rows] = chosen
+        if isinstance(self.tp, SharedMemoryRank):
+            self.tp.check()
+        return x
+
+    def _compute(
+        self,
+        first: int,
+        kv_caches: list[Tensor],
+        x: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        batch: Batch,
+        only_kv: bool = False,
+    ) -> None:
+        """Compute the layers that these caches belong to, beginning with layer `first`."""
+        if len(x) == 0:
+            return
+        pointers = [kv_cache.data_ptr() for kv_cache in kv_caches]
+        num_blocks, block_size = kv_caches[0].shape[1:3]
+        member = ctypes.byref(self.tp.member) if isinstance(self.tp, SharedMemoryRank) else None
+        call(
+            load(x.dtype).decoder_layers,
+            ctypes.byref(self.structs, first * ctypes.sizeof(_Layer)),
+            (ctypes.c_void_p * len(pointers))(*pointers),
+            len(kv_caches),
+            num_blocks * block_size,
+            x,
+            *cos_sin,
+            batch.slot_mapping,
+            batch.cu_seqlens_q,
+            batch.context_lens,
+            batch.block_tables,
+            len(x),
+            *batch.block_tables.shape,
+            block_size,
+            member,
+            only_kv,
+        )
+
+
+def _prepack(linear: Linear, gated: bool = False) -> Tensor:
+    """Prepack the weight of a layer and delete the original at once, to save memory."""
+    panels = PrepackedWeight(linear.weight, gated).panels
+    del linear.weight
+    return panels
+
+
+def can_fuse(layer: nn.Module) -> TypeGuard[DecoderLayer]:
+    """Return whether the C++ code computes the same as `layer`.
+
+    It attends with the C++ kernels, reduces in shared memory, and supports no biases in an MLP. All
+    weights of a layer have one dtype, and its norms have one eps.
+    """
+    parts = list(layer.modules())
+    has_known_parts = all([has_known_code(part, *_KNOWN) for part in parts])
+    if not isinstance(layer, DecoderLayer) or not has_known_parts:
+        return False
+    mlp, tp = layer.mlp, layer.self_attn.o_proj.tp
+    if not isinstance(mlp, MLP):
+        return False
+    linears = [part for part in parts if isinstance(part, Linear)]
+    epsilons = {part.eps for part in parts if isinstance(part, RMSNorm)}
+    dtypes = {parameter.dtype for parameter in layer.parameters()}
+    has_mlp_bias = mlp.gate_up_proj.bias is not None or mlp.down_proj.bias is not None
+    can_reduce = tp.size == 1 or isinstance(tp, SharedMemoryRank)
+    can_prepack = all([PrepackedWeight.can_prepack(linear.weight) for linear in linears])
+    is_uniform = len(epsilons) == 1 and len(dtypes) == 1
+    attends_here = layer.self_attn.backend is attention
+    return is_uniform and attends_here and can_reduce and can_prepack and not has_mlp_bias

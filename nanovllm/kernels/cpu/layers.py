@@ -1,0 +1,141 @@
+"""Optimized layers for CPUs, in C++. Each replaces several passes of torch over the same data.
+
+prepacked.py has the layers with GEMMs, and fused_layers.py runs all decoder layers in one C++ call.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.batch import SamplingBatch
+from nanovllm.kernels import OptimizedLayer, has_known_code
+from nanovllm.kernels.cpu.fused_layers import FusedLayers
+from nanovllm.kernels.cpu.library import call, has_gemm, load, reason_unavailable
+from nanovllm.kernels.cpu.prepacked import (
+    PrepackedColumnParallelLinear,
+    PrepackedEmbedding,
+    PrepackedExperts,
+    PrepackedRowParallelLinear,
+)
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.layers.sampler import Sampler
+from nanovllm.models.decoder import MLP, Attention
+from nanovllm.models.opt import OPTLayer
+
+
+class FastRMSNorm(OptimizedLayer, RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        output = torch.empty_like(x)
+        size = len(self.weight)
+        call(load(x.dtype).rms_norm, x, self.weight, output, x.numel() // size, size, self.eps)
+        return output
+
+
+class FastLayerNorm(OptimizedLayer, nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        output = torch.empty_like(x)
+        size = math.prod(self.normalized_shape)
+        layer_norm = load(x.dtype).layer_norm
+        call(layer_norm, x, self.weight, self.bias, output, x.numel() // size, size, self.eps)
+        return output
+
+
+class FastRotaryEmbedding(OptimizedLayer, RotaryEmbedding):
+    inv_freq: Tensor
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        assert positions.dtype == torch.int32
+        num_tokens, half = len(positions), len(self.inv_freq)
+        cos, sin = self.inv_freq.new_empty(2, num_tokens, 1, half)
+        # The library of the model's dtype, because that of float32 may not be compiled.
+        compute = load(self.dtype).cos_and_sin
+        factor = self.attention_factor
+        call(compute, positions, self.inv_freq, factor, cos, sin, num_tokens, half)
+        return cos, sin
+
+
+class FastAttention(OptimizedLayer, Attention):
+    def convert(self) -> bool:
+        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
+        return all([has_known_code(norm, RMSNorm) for norm in norms])
+
+    def norm_and_rotate(
+        self, heads: Tensor, norm: RMSNorm | None, cos_sin: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        assert heads[:1].is_contiguous()  # the tokens need not be adjacent
+        output = heads.new_empty(heads.shape)
+        num_tokens, num_heads, head_dim = heads.shape
+        weight = None if norm is None else norm.weight
+        eps = 0.0 if norm is None else norm.eps
+        strides = (heads.stride(0), output.stride(0))
+        sizes = (num_tokens, *strides, num_heads, head_dim // 2)
+        rotary = load(heads.dtype).rotary
+        call(rotary, heads.data_ptr(), *cos_sin, weight, output, *sizes, eps)
+        return output
+
+
+class FastMLP(OptimizedLayer, MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        gate_up = self.gate_up_proj(x)
+        output = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        call(load(gate_up.dtype).silu_and_mul, gate_up, output, *output.shape)
+        return self.down_proj(output)
+
+
+class FastOPTLayer(OptimizedLayer, OPTLayer):
+    def mlp(self, x: Tensor) -> Tensor:
+        x = self.fc1(x)
+        call(load(x.dtype).relu, x, *x.shape)  # in place
+        return self.fc2(x)
+
+
+class FastSampler(OptimizedLayer, Sampler):
+    """Filters without sorting, like the Triton kernel."""
+
+    def filter(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        logits = logits.contiguous()
+        output = torch.empty_like(logits, dtype=torch.float32)
+        rows, temperatures = batch.filtered_rows, batch.filtered_temperatures
+        assert rows is not None
+        filters = (rows, temperatures, batch.top_ks, batch.top_ps, batch.min_ps)
+        call(load(logits.dtype).filter_logits, logits, output, *filters, *logits.shape, len(rows))
+        return output
+
+    def draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        logits = logits.contiguous()
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        noise = (self.token_hashes, batch.noise_keys, batch.temperatures)
+        call(load(logits.dtype).sample, logits, *noise, tokens, *logits.shape)
+        return tokens
+
+
+LAYERS_WITHOUT_GEMM: list[type[OptimizedLayer]] = [
+    FastRMSNorm,
+    FastLayerNorm,
+    FastRotaryEmbedding,
+    FastAttention,
+    FastMLP,
+    FastOPTLayer,
+    FastSampler,
+]
+LAYERS_WITH_GEMM: list[type[OptimizedLayer]] = [
+    FusedLayers,
+    PrepackedColumnParallelLinear,
+    PrepackedRowParallelLinear,
+    PrepackedEmbedding,
+    PrepackedExperts,
+]
+
+
+def find_optimized_layers(dtype: torch.dtype) -> list[type[OptimizedLayer]]:
+    """Return the layers that work here. Raises RuntimeError if there are none."""
+    reason = reason_unavailable(dtype)
+    if reason is not None:
+        raise RuntimeError(reason)
+    if has_gemm(dtype):
+        return LAYERS_WITH_GEMM + LAYERS_WITHOUT_GEMM
+    return LAYERS_WITHOUT_GEMM

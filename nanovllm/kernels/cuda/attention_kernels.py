@@ -1,0 +1,246 @@
+"""The kernels of paged attention in Triton. K/V are read in place, through the block table.
+
+Online softmax (FlashAttention-2, Dao 2023): a program reads the context in tiles. With scores s_j
+and values v_j seen so far, it keeps the maximum m = max s_j, the sum l = sum exp(s_j - m) and the
+output acc = sum exp(s_j - m) v_j. If a tile has a larger maximum m', l and acc are rescaled by
+exp(m - m'). The result is acc / l. The kernels use exp2, so log2(e) is part of the scale.
+
+The query heads that share a KV head (GQA) are rows of one tile, so that K/V are read once for all
+of them. A tile of the context that every row attends to in full is read without a mask.
+
+M: rows of queries (TOKENS query tokens of GROUP heads). N: tokens in a tile of the context.
+D: head_dim. M and D are rounded up to a power of two and masked.
+"""
+
+import triton
+import triton.language as tl
+from triton.language import constexpr
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "num_seqs", "num_splits"],
+    do_not_specialize_on_alignment=["cu_seqlens_ptr", "context_lens_ptr", "tables_ptr"],
+)
+def attend_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    output_ptr,
+    split_outputs_ptr,
+    log_sums_ptr,
+    cu_seqlens_ptr,
+    context_lens_ptr,
+    tables_ptr,
+    scale,
+    table_stride,
+    num_seqs,
+    num_splits,
+    IS_DECODE: constexpr,
+    NUM_KV_HEADS: constexpr,
+    GROUP: constexpr,
+    TOKENS: constexpr,
+    M: constexpr,
+    N: constexpr,
+    D: constexpr,
+    HEAD_DIM: constexpr,
+    BLOCK_SIZE: constexpr,
+    PRECISION: constexpr,
+):
+    if IS_DECODE:
+        kv_head = tl.program_id(0)
+        seq = tl.program_id(1)
+        split = tl.program_id(2)
+        tile = 0
+    else:
+        kv_head, seq, tile = _find_tile(cu_seqlens_ptr, num_seqs, NUM_KV_HEADS, TOKENS)
+        split = 0
+    query_start = tl.load(cu_seqlens_ptr + seq)
+    query_len = tl.load(cu_seqlens_ptr + seq + 1) - query_start
+    if (tile * TOKENS < query_len) & ((query_len == 1) == IS_DECODE):
+        rows = tl.arange(0, M)
+        dims = tl.arange(0, D)
+        # The rows of a token are the heads of the group.
+        tokens = tile * TOKENS + rows // GROUP
+        heads = kv_head * GROUP + rows % GROUP
+        is_row = (rows < TOKENS * GROUP) & (tokens < query_len)
+        query_rows = (query_start + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+        mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+        query_ptrs = query_ptr + query_rows[:, None] * HEAD_DIM + dims[None, :]
+        query = tl.load(query_ptrs, mask=mask, other=0.0)
+
+        # The queries are the last tokens of the context, and each attends up to its own position.
+        context_len = tl.load(context_lens_ptr + seq)
+        first_position = context_len - query_len + tile * TOKENS  # of the tile's first token
+        last_visible = context_len - query_len + tokens  # [M]
+        visible_end = tl.minimum(context_len, first_position + TOKENS)  # to any row
+        tokens_per_split = tl.cdiv(tl.cdiv(visible_end, num_splits), N) * N
+        first = split * tokens_per_split
+        end = tl.minimum(first + tokens_per_split, visible_end)
+        num_seen_by_all = tl.maximum(0, tl.minimum(end, first_position + 1) - first)
+        unmasked_end = first + num_seen_by_all // N * N
+
+        key_ptr += kv_head * HEAD_DIM
+        value_ptr += kv_head * HEAD_DIM
+        table_ptr = tables_ptr + tl.cast(seq, tl.int64) * table_stride
+        acc = tl.zeros([M, D], dtype=tl.float32)
+        row_sum = tl.zeros([M], dtype=tl.float32)
+        row_max = tl.full([M], float("-inf"), dtype=tl.float32)
+        for start in range(first, unmasked_end, N):
+            acc, row_sum, row_max = _attend_to_tile(
+                acc,
+                row_sum,
+                row_max,
+                query,
+                key_ptr,
+                value_ptr,
+                table_ptr,
+                start,
+                end,
+                last_visible,
+                scale,
+                False,
+                NUM_KV_HEADS,
+                N,
+                D,
+                HEAD_DIM,
+                BLOCK_SIZE,
+                PRECISION,
+            )
+        for start in range(unmasked_end, end, N):
+            acc, row_sum, row_max = _attend_to_tile(
+                acc,
+                row_sum,
+                row_max,
+                query,
+                key_ptr,
+                value_ptr,
+                table_ptr,
+                start,
+                end,
+                last_visible,
+                scale,
+                True,
+                NUM_KV_HEADS,
+                N,
+                D,
+                HEAD_DIM,
+                BLOCK_SIZE,
+                PRECISION,
+            )
+
+        # The sum is 0 for an empty split, which a short context or a padding row of a CUDA graph
+        # can have. Its weight is exp2(-inf) = 0.
+        normalized = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+        if num_splits == 1:
+            output_ptrs = output_ptr + query_rows[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(output_ptrs, normalized.to(output_ptr.dtype.element_ty), mask=mask)
+        else:
+            head_rows = tl.cast(seq, tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+            split_rows = head_rows * num_splits + split
+            split_ptrs = split_outputs_ptr + split_rows[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(split_ptrs, normalized, mask=mask)
+            tl.store(log_sums_ptr + split_rows, row_max + tl.log2(row_sum), mask=is_row)
+
+
+@triton.jit
+def _attend_to_tile(
+    acc,
+    row_sum,
+    row_max,
+    query,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    start,
+    end,
+    last_visible,
+    scale,
+    IS_MASKED: constexpr,
+    NUM_KV_HEADS: constexpr,
+    N: constexpr,
+    D: constexpr,
+    HEAD_DIM: constexpr,
+    BLOCK_SIZE: constexpr,
+    PRECISION: constexpr,
+):
+    """Return acc, row_sum and row_max after N more tokens of the context, beginning at `start`."""
+    positions = start + tl.arange(0, N)
+    dims = tl.arange(0, D)
+    exists = positions < end
+    unsigned = positions.to(tl.uint32)  # divided by a power of two with a shift
+    entries = table_ptr + unsigned // BLOCK_SIZE
+    if IS_MASKED:
+        blocks = tl.load(entries, mask=exists, other=0)
+    else:
+        blocks = tl.load(entries)
+    slots = blocks * BLOCK_SIZE + (unsigned % BLOCK_SIZE).to(tl.int32)
+    offsets = (slots.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM))[:, None] + dims[None, :]  # [N, D]
+    # Slots behind the end of a context can be NaN, and NaN * 0 is NaN, so they are not loaded.
+    is_read = (exists[:, None] | (not IS_MASKED)) & (dims < HEAD_DIM)[None, :]
+    key = tl.load(key_ptr + offsets, mask=is_read, other=0.0)
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # [M, N]
+    if IS_MASKED:
+        scores = tl.where(positions[None, :] <= last_visible[:, None], scores, float("-inf"))
+    # The maximum is finite, because every row attends to the first token of the first tile.
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
+    weights = tl.exp2(tl.fma(scores, scale, -new_max[:, None]))
+    rescale = tl.exp2(row_max - new_max)
+    value = tl.load(value_ptr + offsets, mask=is_read, other=0.0)
+    acc = acc * rescale[:, None]
+    acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
+    return acc, row_sum * rescale + tl.sum(weights, axis=1), new_max
+
+
+@triton.jit
+def _find_tile(cu_seqlens_ptr, num_seqs, NUM_KV_HEADS: constexpr, TOKENS: constexpr):
+    """Return this program's KV head, its sequence, and the index of its tile in the sequence.
+
+    The last tiles of the batch come first. They attend to the longest contexts, and a long program
+    that starts late would leave the rest of the GPU idle. The tiles of sequence i are counted from
+    cu_seqlens[i] // TOKENS + i, which leaves room for an incomplete tile of every sequence. Some
+    programs therefore have no token.
+    """
+    index = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
+    low = 0
+    high = num_seqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(cu_seqlens_ptr + middle) // TOKENS + middle <= index:
+            low = middle
+        else:
+            high = middle - 1
+    tile = index - tl.load(cu_seqlens_ptr + low) // TOKENS - low
+    return tl.program_id(0) % NUM_KV_HEADS, low, tile
+
+
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["cu_seqlens_ptr"])
+def combine_splits_kernel(
+    split_outputs_ptr,
+    log_sums_ptr,
+    cu_seqlens_ptr,
+    output_ptr,
+    num_splits,
+    NUM_HEADS: constexpr,
+    D: constexpr,
+    HEAD_DIM: constexpr,
+    MAX_SPLITS: constexpr,
+):
+    seq = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    query_start = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
+    if tl.load(cu_seqlens_ptr + seq + 1) - query_start == 1:
+        splits = tl.arange(0, MAX_SPLITS)
+        dims = tl.arange(0, D)
+        exists = splits < num_splits
+        is_dim = dims < HEAD_DIM
+        rows = (seq * NUM_HEADS + head) * num_splits + splits
+        log_sums = tl.load(log_sums_ptr + rows, mask=exists, other=float("-inf"))
+        mask = exists[:, None] & is_dim[None, :]
+        split_ptrs = split_outputs_ptr + rows[:, None] * HEAD_DIM + dims[None, :]
+        outputs = tl.load(split_ptrs, mask=mask, other=0.0)
+        largest = tl.max(log_sums, axis=0)
+        weights = tl.exp2(log_sums - tl.where(largest == float("-inf"), 0.0, largest))
+        total = tl.sum(weights, axis=0)
+        output = tl.sum(outputs * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+        output_ptrs = output_ptr + (query_start * NUM_HEADS + head) * HEAD_DIM + dims
+        tl.store(output_ptrs, output.to(output_ptr.dtype.element_ty), mask=is_dim)

@@ -1,0 +1,321 @@
+"""Optimized layers for GPUs, in Triton. Each replaces several passes of torch over the same data.
+
+A program computes one token, and rounds where the replaced layers round. sampler.py has the kernels
+of the sampler.
+"""
+
+from collections.abc import Iterable
+from functools import cache, partial
+from typing import cast
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+from triton.language import constexpr
+
+from nanovllm.batch import Batch
+from nanovllm.kernels import OptimizedLayer, has_known_code
+from nanovllm.kernels.check import find_failure
+from nanovllm.kernels.cuda.attention import store_kvcache
+from nanovllm.kernels.cuda.launch import Launch, is_aligned, prepare
+from nanovllm.kernels.cuda.sampler import FastSampler
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.models.decoder import MLP, Attention, DecoderLayer, DecoderLayers
+
+_ROTATED_NUMBERS = 2048  # of a token's heads, for each program
+_SWIGLU_BLOCK = 1024
+
+
+class FastRMSNorm(OptimizedLayer, RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        _, normed = add_rms_norm(x.contiguous(), None, self.weight, self.eps)
+        return normed
+
+
+class FusedLayers(OptimizedLayer, DecoderLayers):
+    """Fuses each residual add with the RMSNorm after it, across layers too."""
+
+    def convert(self) -> bool:
+        return all([self._can_replace(layer) for layer in self])
+
+    @staticmethod
+    def _can_replace(layer: nn.Module) -> bool:
+        """The layer and its norms are not called. Attention and MLP are, so they can be any."""
+        if not isinstance(layer, DecoderLayer) or not has_known_code(layer, DecoderLayer):
+            return False
+        norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        return all([has_known_code(norm, RMSNorm) for norm in norms])
+
+    def forward(
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_caches: list[Tensor], batch: Batch
+    ) -> Tensor:
+        branch: Tensor | None = None  # the newest output, which is not yet added to x
+        for layer, kv_cache in zip(cast(Iterable[DecoderLayer], self), kv_caches):
+            norm = layer.input_layernorm
+            x, normed = add_rms_norm(x, branch, norm.weight, norm.eps)
+            branch = layer.self_attn(normed, cos_sin, kv_cache, batch)
+            norm = layer.post_attention_layernorm
+            x, normed = add_rms_norm(x, branch, norm.weight, norm.eps)
+            branch = layer.mlp(normed)
+        assert branch is not None
+        return x + branch
+
+
+def add_rms_norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return x + branch [..., size] and its RMSNorm. Without a branch, return x and its RMSNorm."""
+    assert x.is_contiguous() and (branch is None or branch.is_contiguous())
+    size = x.shape[-1]
+    total = x if branch is None else torch.empty_like(x)
+    normed = torch.empty_like(x)
+    launch = _prepare_norm(x.device, x.dtype, size, branch is not None, is_aligned(x))
+    launch((x.numel() // size, 1, 1), x, branch, weight, total, normed, size, eps)
+    return total, normed
+
+
+@cache
+def _prepare_norm(
+    device: torch.device, dtype: torch.dtype, size: int, has_branch: bool, aligned: bool
+) -> Launch:
+    block = triton.next_power_of_2(size)
+    num_warps = min(max(4, block // 512), 16)
+    return Launch(_add_rms_norm_kernel, HAS_BRANCH=has_branch, BLOCK=block, num_warps=num_warps)
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x_ptr,
+    branch_ptr,
+    weight_ptr,
+    total_ptr,
+    normed_ptr,
+    size,
+    eps,
+    HAS_BRANCH: constexpr,
+    BLOCK: constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < size
+    x = tl.load(x_ptr + token * size + offsets, mask=mask, other=0.0)
+    if HAS_BRANCH:
+        branch = tl.load(branch_ptr + token * size + offsets, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + branch.to(tl.float32)).to(x.dtype)
+        tl.store(total_ptr + token * size + offsets, x, mask=mask)
+    wide = x.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(wide * wide) / size + eps)
+    weight = tl.load(weight_ptr + offsets, mask=mask)
+    normed = _scale(wide, factor, weight)
+    tl.store(normed_ptr + token * size + offsets, normed, mask=mask)
+
+
+@triton.jit
+def _scale(x, factor, weight):
+    """x * factor * weight in the weight's dtype, rounded before and after the second product."""
+    rounded = (x * factor).to(weight.dtype).to(tl.float32)
+    return (rounded * weight.to(tl.float32)).to(weight.dtype)
+
+
+class FusedAttention(OptimizedLayer, Attention):
+    """Fuses q_norm, k_norm, RoPE and the K/V store into one kernel."""
+
+    def convert(self) -> bool:
+        """The kernel stores K/V like the triton backend and has one eps for both norms."""
+        if self.backend.store_kvcache is not store_kvcache:
+            return False
+        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
+        if not all([has_known_code(norm, RMSNorm) for norm in norms]):
+            return False
+        return len(norms) == 0 or (len(norms) == 2 and norms[0].eps == norms[1].eps)
+
+    def forward(
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor, batch: Batch
+    ) -> Tensor:
+        qkv = self.qkv_proj(x)
+        slots = batch.slot_mapping
+        query = rotate_and_store(qkv, self.q_norm, self.k_norm, cos_sin, kv_cache, slots)
+        attended = self.backend.attend(query, kv_cache, batch, self.head_dim**-0.5)
+        return self.o_proj(attended.flatten(1))
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    q_norm: RMSNorm | None,
+    k_norm: RMSNorm | None,
+    cos_sin: tuple[Tensor, Tensor],
+    kv_cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Turn qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] into queries and K/V.
+
+    Normalizes query and key heads if there are norms, and rotates them as rotary.apply_rotary.
+    Returns the query [num_tokens, num_heads, head_dim], and writes key and value to their slots. A
+    token with slot -1 is padding, whose K/V are not written.
+    """
+    assert all([tensor.is_contiguous() for tensor in (qkv, *cos_sin, kv_cache)])
+    num_kv_heads, head_dim = kv_cache.shape[3:]
+    num_tokens = len(qkv)
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    values_offset = kv_cache.stride(0)
+    query = qkv.new_empty(num_tokens, num_heads, head_dim)
+    has_norm = q_norm is not None
+    launch, num_programs = _prepare_rotation(
+        qkv.device,
+        qkv.dtype,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        values_offset,
+        has_norm,
+        is_aligned(qkv),
+    )
+    launch(
+        (num_tokens, num_programs, 1),
+        qkv,
+        q_norm.weight if q_norm is not None else None,
+        k_norm.weight if k_norm is not None else None,
+        q_norm.eps if q_norm is not None else 0.0,
+        *cos_sin,
+        query,
+        kv_cache,
+        slots,
+        values_offset,
+    )
+    return query
+
+
+@cache
+def _prepare_rotation(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    values_offset: int,
+    has_norm: bool,
+    aligned: bool,
+) -> tuple[Launch, int]:
+    """Return the kernel, and the number of programs for the heads of a token."""
+    num_all_heads = num_heads + 2 * num_kv_heads
+    block = triton.next_power_of_2(head_dim // 2)
+    max_heads = max(1, _ROTATED_NUMBERS // (2 * block))
+    heads = min(triton.next_power_of_2(num_all_heads), max_heads)
+    launch = Launch(
+        _rotate_and_store_kernel,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=head_dim // 2,
+        HAS_NORM=has_norm,
+        HEADS=heads,
+        BLOCK=block,
+    )
+    return launch, triton.cdiv(num_all_heads, heads)
+
+
+# slots_ptr can have any alignment in a packed batch.
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
+def _rotate_and_store_kernel(
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    eps,
+    cos_ptr,
+    sin_ptr,
+    query_ptr,
+    cache_ptr,
+    slots_ptr,
+    values_offset,
+    NUM_HEADS: constexpr,
+    NUM_KV_HEADS: constexpr,
+    HALF: constexpr,
+    HAS_NORM: constexpr,
+    HEADS: constexpr,
+    BLOCK: constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    # 64 bits, because slot * NUM_KV_HEADS * head_dim overflows 32 bits in large caches.
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    # Query heads come first, then key heads, then value heads.
+    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    dims = tl.arange(0, BLOCK)[None, :]
+    is_dim = dims < HALF
+    num_heads = NUM_HEADS + 2 * NUM_KV_HEADS
+    source = qkv_ptr + (token * num_heads + heads) * 2 * HALF + dims
+    first = tl.load(source, mask=is_dim & (heads < num_heads), other=0.0)  # [HEADS, BLOCK]
+    second = tl.load(source + HALF, mask=is_dim & (heads < num_heads), other=0.0)
+
+    x = first.to(tl.float32)
+    y = second.to(tl.float32)
+    if HAS_NORM:
+        squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
+        factor = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+        q_weight = tl.load(q_weight_ptr + dims, mask=is_dim)
+        k_weight = tl.load(k_weight_ptr + dims, mask=is_dim)
+        x = _scale(x, factor, tl.where(heads < NUM_HEADS, q_weight, k_weight)).to(tl.float32)
+        q_weight = tl.load(q_weight_ptr + HALF + dims, mask=is_dim)
+        k_weight = tl.load(k_weight_ptr + HALF + dims, mask=is_dim)
+        y = _scale(y, factor, tl.where(heads < NUM_HEADS, q_weight, k_weight)).to(tl.float32)
+    cos = tl.load(cos_ptr + token * HALF + dims, mask=is_dim)
+    sin = tl.load(sin_ptr + token * HALF + dims, mask=is_dim)
+    rotated_x = (x * cos - y * sin).to(first.dtype)
+    rotated_y = (y * cos + x * sin).to(first.dtype)
+
+    target = query_ptr + (token * NUM_HEADS + heads) * 2 * HALF + dims
+    tl.store(target, rotated_x, mask=is_dim & (heads < NUM_HEADS))
+    tl.store(target + HALF, rotated_y, mask=is_dim & (heads < NUM_HEADS))
+    if slot >= 0:
+        heads -= NUM_HEADS  # heads of the cache: keys, then values
+        kind = heads // NUM_KV_HEADS  # 0: a key, 1: a value
+        rows = slot * NUM_KV_HEADS + heads % NUM_KV_HEADS
+        target = cache_ptr + kind * values_offset + rows * 2 * HALF + dims
+        is_cached = is_dim & (heads >= 0) & (heads < 2 * NUM_KV_HEADS)
+        tl.store(target, tl.where(kind == 1, first, rotated_x), mask=is_cached)
+        tl.store(target + HALF, tl.where(kind == 1, second, rotated_y), mask=is_cached)
+
+
+class FastMLP(OptimizedLayer, MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        gate_up = self.gate_up_proj(x)
+        assert gate_up.is_contiguous()
+        num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+        output = gate_up.new_empty(num_tokens, size)
+        launch_key = (gate_up.device, gate_up.dtype, size, is_aligned(gate_up))
+        launch = prepare(_silu_and_mul_kernel, *launch_key, BLOCK=_SWIGLU_BLOCK)
+        launch((num_tokens, triton.cdiv(size, _SWIGLU_BLOCK), 1), gate_up, output, size)
+        return self.down_proj(output)
+
+
+@triton.jit
+def _silu_and_mul_kernel(gate_up_ptr, output_ptr, size, BLOCK: constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < size
+    gate = tl.load(gate_up_ptr + token * 2 * size + offsets, mask=mask).to(tl.float32)
+    up = tl.load(gate_up_ptr + token * 2 * size + size + offsets, mask=mask).to(tl.float32)
+    output = gate * tl.sigmoid(gate) * up
+    tl.store(output_ptr + token * size + offsets, output.to(output_ptr.dtype.element_ty), mask=mask)
+
+
+OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
+    FusedLayers,
+    FusedAttention,
+    FastRMSNorm,
+    FastMLP,
+    FastSampler,
+]
+
+
+def find_optimized_layers(dtype: torch.dtype) -> list[type[OptimizedLayer]]:
+    """Return the optimized layers. Raises RuntimeError if Triton does not work here."""
+    ones = partial(torch.ones, dtype=dtype, device="cuda")
+
+    def run() -> None:
+        _, normed = add_rms_norm(ones(2, 64), None, ones(64), eps=1e-6)
+        normed.tolist()  # waits for the kernel
+
+    reason = find_failure(run)
+    if reason is not None:
+        raise RuntimeError(reason)
+    return OPTIMIZED_LAYERS

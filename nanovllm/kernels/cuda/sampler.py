@@ -1,0 +1,233 @@
+"""The sampler for GPUs, in Triton.
+
+To sample, a row of logits is too long for one program. A program finds the best token of a part of
+a row, and torch takes the maximum over the parts. To filter, a program passes over a row several
+times and searches by bisection for the lowest logit that stays.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+from nanovllm.batch import SamplingBatch
+from nanovllm.kernels import OptimizedLayer
+from nanovllm.layers.sampler import Sampler, find_best
+
+_SAMPLE_BLOCK = 4096  # tokens of the vocabulary, for each program
+_FILTER_BLOCK = 4096
+
+
+class FastSampler(OptimizedLayer, Sampler):
+    token_hashes: Tensor
+
+    def draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        if batch.temperatures is None:
+            return find_best(logits)
+        num_rows, vocab_size = logits.shape
+        grid = (num_rows, triton.cdiv(vocab_size, _SAMPLE_BLOCK))
+        scores = torch.empty(grid, dtype=torch.float32, device=logits.device)
+        tokens = torch.empty(grid, dtype=torch.int64, device=logits.device)
+        _sample_kernel[grid](
+            logits,
+            self.token_hashes,
+            batch.noise_keys,
+            batch.temperatures,
+            scores,
+            tokens,
+            logits.stride(0),
+            vocab_size,
+            BLOCK=_SAMPLE_BLOCK,
+            enable_fp_fusion=True,
+        )
+        best = scores.argmax(-1, keepdim=True)
+        return tokens.gather(1, best).squeeze(1)
+
+    def filter(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """Filter without sorting.
+
+        Probabilities are summed in another order. If a sum equals top_p up to rounding, one token
+        more or less can stay. A row with an infinite logit keeps more tokens than necessary, which
+        changes nothing.
+        """
+        output = logits.to(torch.float32, copy=True)
+        assert batch.filtered_rows is not None
+        _filter_kernel[(len(batch.filtered_rows),)](
+            logits,
+            output,
+            batch.filtered_rows,
+            batch.filtered_temperatures,
+            batch.top_ks,
+            batch.top_ps,
+            batch.min_ps,
+            logits.stride(0),
+            logits.shape[1],
+            BLOCK=_FILTER_BLOCK,
+            num_warps=32,
+            enable_fp_fusion=True,
+        )
+        return output
+
+
+@triton.jit(do_not_specialize_on_alignment=["keys_ptr", "temperatures_ptr"])
+def _sample_kernel(
+    logits_ptr,
+    hashes_ptr,
+    keys_ptr,
+    temperatures_ptr,
+    scores_ptr,
+    tokens_ptr,
+    stride,
+    vocab_size,
+    BLOCK: constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    tokens = part * BLOCK + tl.arange(0, BLOCK)
+    mask = tokens < vocab_size
+    logits = tl.load(logits_ptr + row * stride + tokens, mask=mask, other=float("-inf"))
+    scores = logits.to(tl.float32)
+    temperature = tl.load(temperatures_ptr + row)
+    if temperature > 0:
+        # The hash and the noise of layers/noise.py.
+        x = tl.load(hashes_ptr + tokens, mask=mask, other=0).to(tl.uint32, bitcast=True)
+        x = x ^ tl.load(keys_ptr + 2 * row).to(tl.uint32, bitcast=True)
+        x = (x ^ (x >> 16)) * (tl.load(keys_ptr + 2 * row + 1).to(tl.uint32, bitcast=True) | 1)
+        x = ((x ^ (x >> 15)) * 0x2C1B3C6D) >> 1
+        number = x.to(tl.int32, bitcast=True).to(tl.float32)
+        uniform = number * (2.0**-31 * (1 - 2.0**-23)) + 2.0**-33
+        # -log(1 - uniform). Near 0, where 1 - uniform loses digits, its power series is used.
+        series = uniform * (1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4))))
+        exponential = tl.where(uniform < 0.01, series, -tl.log(1 - uniform))
+        scores -= temperature * tl.log(exponential)
+    # A part with a NaN has score NaN, which torch's argmax over the parts selects, and token -1.
+    is_nan = scores != scores
+    has_nan = tl.max(is_nan.to(tl.int32), axis=0) > 0
+    scores = tl.where(is_nan, float("-inf"), scores)
+    best = part * BLOCK + tl.argmax(scores, axis=0)
+    index = row * tl.num_programs(1) + part
+    tl.store(scores_ptr + index, tl.where(has_nan, float("nan"), tl.max(scores, axis=0)))
+    tl.store(tokens_ptr + index, tl.where(has_nan, -1, best).to(tl.int64))
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "rows_ptr",
+        "temperatures_ptr",
+        "top_ks_ptr",
+        "top_ps_ptr",
+        "min_ps_ptr",
+    ]
+)
+def _filter_kernel(
+    logits_ptr,
+    output_ptr,
+    rows_ptr,
+    temperatures_ptr,
+    top_ks_ptr,
+    top_ps_ptr,
+    min_ps_ptr,
+    stride,
+    vocab_size,
+    BLOCK: constexpr,
+):
+    index = tl.program_id(0)
+    row = tl.load(rows_ptr + index).to(tl.int64)
+    logits_ptr += row * stride
+    top_k = tl.load(top_ks_ptr + index).to(tl.int32)
+    top_p = tl.load(top_ps_ptr + index)
+    min_p = tl.load(min_ps_ptr + index)
+    scale = 1 / tl.load(temperatures_ptr + index)
+
+    maxima = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    for start in range(0, vocab_size, BLOCK):
+        logits = _load_logits(logits_ptr, start + tl.arange(0, BLOCK), vocab_size)
+        maxima = tl.maximum(maxima, logits)
+    highest = tl.max(maxima)
+    masses = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, vocab_size, BLOCK):
+        logits = _load_logits(logits_ptr, start + tl.arange(0, BLOCK), vocab_size)
+        masses += tl.exp((logits - highest) * scale)
+
+    cut = float("-inf")
+    count = vocab_size
+    mass = tl.sum(masses)
+    kept_mass = mass
+    if (top_k < vocab_size) & (highest < float("inf")):
+        cut, count, mass, kept_mass = _find_cut(
+            logits_ptr, vocab_size, highest, scale, cut, count, mass, top_k, float("inf"), BLOCK
+        )
+    if (top_p < 1) & (highest < float("inf")):
+        max_mass = top_p * kept_mass
+        cut, count, mass, kept_mass = _find_cut(
+            logits_ptr, vocab_size, highest, scale, cut, count, mass, top_k, max_mass, BLOCK
+        )
+    for start in range(0, vocab_size, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        logits = _load_logits(logits_ptr, tokens, vocab_size)
+        # False for NaN, which therefore stays.
+        is_removed = (logits < cut) | (tl.exp((logits - highest) * scale) < min_p)
+        mask = is_removed & (tokens < vocab_size)
+        tl.store(output_ptr + row * vocab_size + tokens, float("-inf"), mask=mask)
+
+
+@triton.jit
+def _find_cut(
+    logits_ptr,
+    vocab_size,
+    highest,
+    scale,
+    low,
+    count_low,
+    mass_low,
+    max_count,
+    max_mass,
+    BLOCK: constexpr,
+):
+    """Find the lowest logit that stays: fewer than max_count tokens, with less mass than max_mass,
+    have higher logits.
+
+    Bisection between `low` and `highest`. The tokens at or above `low` are count_low, and have
+    mass_low. Returns these three values for the cut, and the mass of the first max_count tokens,
+    which is valid if max_count is the only bound.
+    """
+    high = highest
+    count_high = 0  # of the tokens above `high`
+    mass_high = 0.0
+    while low < high:
+        pivot = tl.maximum(low * 0.5 + high * 0.5, low)
+        pivot = tl.where(pivot < high, pivot, low)  # it may have been rounded up
+        counts = tl.zeros([BLOCK], dtype=tl.int32)
+        masses = tl.zeros([BLOCK], dtype=tl.float32)
+        below = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+        above = tl.full([BLOCK], float("inf"), dtype=tl.float32)
+        for start in range(0, vocab_size, BLOCK):
+            logits = _load_logits(logits_ptr, start + tl.arange(0, BLOCK), vocab_size)
+            is_above = logits > pivot
+            counts += is_above.to(tl.int32)
+            masses += tl.where(is_above, tl.exp((logits - highest) * scale), 0.0)
+            above = tl.minimum(above, tl.where(is_above, logits, float("inf")))
+            below = tl.maximum(below, tl.where(is_above, float("-inf"), logits))
+        count = tl.sum(counts)
+        mass = tl.sum(masses)
+        # The end that moves becomes the logit of a token, so that the ends meet even if many
+        # logits are equal.
+        if (count < max_count) & (mass < max_mass):
+            high = tl.max(below)
+            count_high = count
+            mass_high = mass
+        else:
+            low = tl.min(above)
+            count_low = count
+            mass_low = mass
+    # Tokens with equal logits have equal mass.
+    missing_mass = (max_count - count_high) * (mass_low - mass_high) / (count_low - count_high)
+    kept_mass = mass_high + missing_mass
+    return low, count_low, mass_low, kept_mass
+
+
+@triton.jit
+def _load_logits(logits_ptr, tokens, vocab_size):
+    logits = tl.load(logits_ptr + tokens, mask=tokens < vocab_size, other=float("-inf"))
+    return logits.to(tl.float32)

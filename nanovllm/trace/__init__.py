@@ -1,0 +1,13 @@
+"""The timeline of an engine: recorded in a trace file, read, and shown as text, plot or page.
+
+recorder.py   LLM(..., trace="trace.json") writes the file
+reader.py     the file as a list of steps
+text.py       steps as text         picture.py   as a plot        page.py   as an HTML page
+"""
+
+from nanovllm.trace.page import make_page
+from nanovllm.trace.picture import draw
+from nanovllm.trace.reader import Step, read
+from nanovllm.trace.text import render
+
+__all__ = ["Step", "draw", "make_page", "read", "render"]

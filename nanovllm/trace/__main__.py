@@ -1,0 +1,55 @@
+"""Show a trace, the file written by LLM(..., trace="trace.json"), as lanes by steps.
+
+    python -m nanovllm.trace trace.json                    text that fits the terminal
+    python -m nanovllm.trace trace.json -o timeline.html   a page to walk through; takes two traces
+    python -m nanovllm.trace trace.json -o timeline.svg    a plot (pip install 'nanovllm[plot]')
+
+A letter names a request. It is upper case if a step prefills or recomputes a chunk of the request,
+and lower case if it decodes. If columns do not fit, each becomes one character, which can stand for
+several steps.
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+
+from nanovllm.terminal import run_program
+from nanovllm.trace import draw, make_page, read, render
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m nanovllm.trace",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "trace",
+        type=Path,
+        nargs="+",
+        help="trace written by LLM(..., trace=...), one or, for a page, two",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        default="",
+        help="write a page (.html) or a plot (.png, .svg, .pdf) instead of text",
+    )
+    args = parser.parse_args(argv)
+    try:
+        timelines = [read(path) for path in args.trace]
+        if args.output.endswith(".html"):
+            Path(args.output).write_text(make_page(timelines), "utf-8")
+        elif len(timelines) > 1:
+            raise ValueError("only a page can show two traces: pass -o timeline.html")
+        elif args.output:
+            draw(timelines[0], args.output)
+    except (ImportError, OSError, ValueError) as error:
+        parser.error(str(error))
+    if not args.output:
+        print(render(timelines[0], shutil.get_terminal_size((100, 24)).columns))
+
+
+if __name__ == "__main__":
+    run_program(main)

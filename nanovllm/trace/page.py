@@ -1,0 +1,48 @@
+"""Renders traces as one HTML page to walk through step by step. page.html is its template."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nanovllm.trace.reader import Step
+
+# The most common values of a sequence's work in a step, which the page fills in itself.
+_COMMON = {
+    "kind": "decode",
+    "num_tokens": 1,
+    "num_reused_tokens": 0,
+    "num_left": 0,
+    "draft_token_ids": [],
+    "full_blocks": [],
+}
+
+
+def make_page(timelines: list[list[Step]]) -> str:
+    """Render one or two timelines as a self-contained HTML page."""
+    runs: list[dict[str, Any]] = []
+    for steps in timelines:
+        shortened = [_shorten(step) for step in steps]
+        runs.append({"settings": steps[0].settings, "steps": shortened})
+    # "</" would end the page's script.
+    data = json.dumps(runs, separators=(",", ":")).replace("</", "<\\/")
+    template = Path(__file__).with_name("page.html").read_text("utf-8")
+    return template.replace("TIMELINES", data)
+
+
+def _shorten(step: Step) -> dict[str, Any]:
+    """The step as page.html reads it.
+
+    A row is [request_id, new_token_ids], or [request_id, new_token_ids, uncommon values].
+    """
+    rows: list[list[Any]] = []
+    for lane, work in step.lanes.items():
+        uncommon: dict[str, Any] = {}
+        for name, value in work.items():
+            if _COMMON.get(name) != value:
+                uncommon[name] = value
+        row = [uncommon.pop("request_id"), uncommon.pop("new_token_ids")]
+        if uncommon:
+            row.append({"lane": lane, **uncommon})
+        rows.append(row)
+    preempted = [{"lane": lane, **args} for lane, args in step.preempted.items()]
+    return {**step.info, "rows": rows, "preempted": preempted}

@@ -1,0 +1,62 @@
+"""Draws a trace as a plot: lanes above, the pool of blocks below. Needs matplotlib (extra plot)."""
+
+from typing import Any
+
+from nanovllm.arithmetic import cdiv
+from nanovllm.trace.reader import BLOCK_STATES, Step
+
+_COLORS = ("#4c72b0", "#a9bfe0", "#eeeeee")  # of BLOCK_STATES
+_MAX_ROWS = 32  # the plot grows up to this number of lanes
+_TITLE = (
+    "dark: prefill (hatched: after a prefix hit); light: decode; x: preemption;"
+    " one color per request"
+)
+
+
+def draw(steps: list[Step], path: str) -> None:
+    """Plot the timeline to a file.
+
+    Raises ImportError without matplotlib, ValueError for an unknown suffix.
+    """
+    from matplotlib.figure import Figure
+
+    num_lanes = 1 + max(lane for step in steps for lane in (*step.lanes, *step.preempted))
+    num_rows = min(num_lanes, _MAX_ROWS)
+    figure = Figure(figsize=(11, 2.6 + 0.28 * num_rows), layout="constrained")
+    lanes, pool = figure.subplots(2, sharex=True, height_ratios=[max(2, num_rows), 3])
+    for x, step in enumerate(steps):
+        for lane, work in step.lanes.items():
+            _draw_work(lanes, x, lane, work)
+        xs = [x] * len(step.preempted)
+        lanes.plot(xs, list(step.preempted), "kx", markersize=7, markeredgewidth=2)
+    lanes.set(
+        xlim=(0, len(steps)),
+        ylim=(num_lanes - 0.5, -0.5),
+        ylabel="lane",
+        yticks=range(0, num_lanes, cdiv(num_lanes, 16)),
+    )
+    figure.suptitle(_TITLE, size=9)
+    _draw_pool(pool, steps)
+    figure.legend(loc="outside lower right", fontsize=8, ncols=3)
+    figure.savefig(path, dpi=200)
+
+
+def _draw_work(axes: Any, x: int, lane: int, work: dict[str, Any]) -> None:
+    axes.barh(
+        lane,
+        1,
+        left=x,
+        color=f"C{work['request_id'] % 10}",
+        alpha=0.9 if work["kind"] == "prefill" else 0.35,
+        hatch="////" if work["num_reused_tokens"] else "",
+        edgecolor="white",
+    )
+
+
+def _draw_pool(axes: Any, steps: list[Step]) -> None:
+    # The counters are those after a step, so the last ones are repeated at the right edge.
+    series = [[step.info[name] for step in (*steps, steps[-1])] for name in BLOCK_STATES]
+    xs = range(len(steps) + 1)
+    axes.stackplot(xs, series, step="post", labels=BLOCK_STATES, colors=_COLORS)
+    num_blocks = sum(numbers[0] for numbers in series)
+    axes.set(xlabel="step", ylabel="blocks", ylim=(0, num_blocks))

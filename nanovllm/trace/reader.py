@@ -1,0 +1,81 @@
+"""Reads a trace: from the events that recorder.py has written to a list of steps."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+BLOCK_STATES = ("used", "reusable", "empty")
+PHASES = ("schedule", "prepare", "forward", "sample")
+
+
+@dataclass
+class Step:
+    """One step of a trace: counters, queues, and the work of each lane."""
+
+    # Kind, numbers of tokens, milliseconds, the queues when they change, counters after the step.
+    info: dict[str, Any]
+    settings: dict[str, Any]  # of the engine
+    lanes: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> kind, tokens, result
+    preempted: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> request_id, blocks
+
+
+def read(path: str | Path) -> list[Step]:
+    """Read the steps of a trace.
+
+    Raises ValueError for an invalid trace, OSError for an unreadable file.
+    """
+    try:
+        steps = _read_events(json.loads(Path(path).read_bytes()))
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        problem = f"{path} is not a nanovllm trace, or it is truncated"
+        raise ValueError(f"{problem}: {error!r}") from error
+    if not steps:
+        raise ValueError(f"{path} contains no steps")
+    return steps
+
+
+def _read_events(events: Iterable[dict[str, Any]]) -> list[Step]:
+    steps: list[Step] = []
+    settings: dict[str, Any] = {}
+    results = _Results({"drawn_token_ids": [], "accepted": [], "ended": []})
+    for event in events:
+        lane = event["tid"] - 1
+        args = event["args"]
+        kind = event["name"].split()[0]
+        if "kind" in args:  # a step begins
+            results = _Results(args)
+            steps.append(Step(args, settings))
+        elif "block_size" in args:
+            settings.update(args)
+        elif event["ph"] == "C":
+            steps[-1].info.update(args)
+        elif kind == "preempted":
+            steps[-1].preempted[lane] = args
+        elif kind in ("prefill", "decode"):
+            steps[-1].lanes[lane] = results.add_to({"kind": kind, **args})
+    return steps
+
+
+class _Results:
+    """The results of a step, which its event has for all sequences together."""
+
+    def __init__(self, args: dict[str, Any]) -> None:
+        self.sampled = iter(args.pop("drawn_token_ids"))
+        self.accepted = dict(args.pop("accepted"))
+        self.ended = dict(args.pop("ended"))
+
+    def add_to(self, work: dict[str, Any]) -> dict[str, Any]:
+        """Add the results of the next sequence to its work."""
+        request_id = work["request_id"]
+        work |= self.accepted.get(request_id, {})
+        work |= self.ended.get(request_id, {})
+        num_sampled = 0
+        if not work.get("num_left"):
+            num_sampled = 1 + len(work.get("draft_token_ids", ()))
+        sampled = list(islice(self.sampled, num_sampled))
+        valid = sampled[: 1 + work.get("num_accepted_tokens", 0)]
+        work["new_token_ids"] = [token_id for token_id in valid if token_id >= 0]  # -1: NaN
+        return work
