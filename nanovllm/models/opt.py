@@ -1,6 +1,6 @@
 """OPT (Zhang et al. 2022), a decoder like GPT-3, without RoPE, RMSNorm and gated MLPs.
 
-    ids -> embedding (-> project_in) + position embedding -> layers -> norm (-> project_out) -> logits
+    ids -> embedding (-> project_in) + positions -> layers -> norm (-> project_out) -> logits
 
     pre-norm:           x + attention(norm(x)), then x + mlp(norm(x))
     post-norm (350m):   norm(x + attention(x)), then norm(x + mlp(x))
