@@ -35,10 +35,10 @@ def test_first_command_is_the_example() -> None:
         and "t-e-n-a-l-p" in said
         and "num_decode_tokens" in said
     )
-    assert re.search(r"[1-9]\d* of \d+ prompt tokens from the cache", said)
+    assert re.search(r"[1-9]\d* of \d+ prompt tokens from the prefix cache", said)
     assert (
-        "block 14: no hash" in said
-        and "block 14: hash" in said
+        "block 14: not listed" in said
+        and "block 14: listed" in said
         and said.rstrip().endswith("open timeline.html in a browser")
     )
 
