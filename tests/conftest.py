@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,8 +32,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends import BACKENDS
-from nanovllm.batch import Batch
+from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import Config
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.sequence import Sequence
 
 VOCAB_SIZE = 97
 DEFAULTS = Config.__init__.__kwdefaults__
@@ -247,3 +249,16 @@ def check_invariants(llm: LLM) -> None:
     assert sorted(lanes + scheduler.free_lanes) == list(range(llm.model_runner.num_lanes))
     ids = [seq.seq_id for seq in [*scheduler.running, *scheduler.waiting]]
     assert ids == sorted(ids) == list(llm.requests)
+
+
+def make_sampling_batch(
+    params: list[SamplingParams],
+    seeds: list[int],
+    positions: list[int],
+    vocab_size: int,
+    device: str = "cpu",
+) -> SamplingBatch:
+    """What the model runner prepares for rows that sample the tokens at `positions`."""
+    runner = SimpleNamespace(vocab_size=vocab_size, device=torch.device(device))
+    rows = [Sequence(0, [0], p, seed=seed) for p, seed in zip(params, seeds, strict=True)]
+    return ModelRunner.prepare_sampling(runner, rows, positions)

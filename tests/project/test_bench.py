@@ -32,7 +32,7 @@ from nanovllm.kernels.bench import QWEN3_HEADS, TOLERANCES
 from nanovllm.kernels.check import Shape, compare_with_torch, make_batch
 from nanovllm.layers import attention as oracle
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TINY = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "3", "9"]
 
 

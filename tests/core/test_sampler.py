@@ -1,33 +1,17 @@
 """The sampler draws from the distribution that was asked for, and a seeded draw depends on nothing else."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import random_prompt
+from conftest import make_sampling_batch, random_prompt
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import SamplingBatch
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.noise import gumbel_noise, make_noise_keys
 from nanovllm.layers.sampler import Sampler
 
 VOCAB = 50
-
-
-def make_sampling_batch(
-    params: list[SamplingParams],
-    seeds: list[int],
-    positions: list[int],
-    vocab_size: int,
-    device: str = "cpu",
-) -> SamplingBatch:
-    """What the model runner prepares for rows that sample the tokens at `positions`."""
-    runner = SimpleNamespace(vocab_size=vocab_size, device=torch.device(device))
-    rows = [Sequence(0, [0], p, seed=seed) for p, seed in zip(params, seeds, strict=True)]
-    return ModelRunner.prepare_sampling(runner, rows, positions)
 
 
 def sample(

@@ -15,7 +15,7 @@ pytest.importorskip("ray.data", reason="ray is not installed")
 
 (SCRIPT,) = re.findall(
     r"```python\n(import ray\n.*?)```",
-    (Path(__file__).parent.parent / "README.md").read_text(),
+    (Path(__file__).parents[2] / "README.md").read_text(),
     flags=re.DOTALL,
 )
 

@@ -1,9 +1,9 @@
 """Compiles the Triton kernels for GPUs that are not here, as the engine launches them, and reads what came out.
 
-    python tests/compiled.py 90              the kernels of a few models on sm_90, a line of JSON each
-    python tests/compiled.py 90 --all        of many models: all numbers of heads, sizes and dtypes that matter to a kernel
-    python tests/compiled.py 90 --serving    what an engine compiles at its start and while it serves
-    python tests/compiled.py 90 --twice      what a step launches, and what it launches when it has all been compiled
+    python tests/kernels/compiled.py 90              the kernels of a few models on sm_90, a line of JSON each
+    python tests/kernels/compiled.py 90 --all        of many models: all numbers of heads, sizes and dtypes that matter to a kernel
+    python tests/kernels/compiled.py 90 --serving    what an engine compiles at its start and while it serves
+    python tests/kernels/compiled.py 90 --twice      what a step launches, and what it launches when it has all been compiled
 
 Triton gets a driver that claims to drive such a GPU, and whose launches do nothing. Layers and launchers are the engine's
 own, on CPU tensors: so tiles, warps, stages and the specialisation of arguments are those of real launches. The compiler
@@ -28,7 +28,7 @@ os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="triton")
 os.environ["TRITON_DEFAULT_FP_FUSION"] = (
     "0"  # as of Triton 3.10: the kernels must ask for it themselves
 )
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import triton

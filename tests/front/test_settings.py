@@ -246,7 +246,7 @@ def test_workers_of_xdist_see_the_gpu(visible: str | None) -> None:
     """They are started, as any process that a test starts, by one that has hidden its GPUs; a stand-in's driver claims one."""
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
     }
     for name in ("CUDA_VISIBLE_DEVICES", "NANOVLLM_TESTS_SEE", "PYTEST_XDIST_WORKER"):
         environment.pop(name, None)

@@ -13,7 +13,7 @@ import pytest
 
 from nanovllm.engine.llm_engine import LLMEngine
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^python3 -m venv .*$", README, flags=re.MULTILINE)
 

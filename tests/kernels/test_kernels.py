@@ -23,9 +23,16 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, Oracle, cover_pairs, make_batch, make_checkpoint, random_prompt
+from conftest import (
+    DEVICE,
+    Oracle,
+    cover_pairs,
+    make_batch,
+    make_checkpoint,
+    make_sampling_batch,
+    random_prompt,
+)
 from test_attention import check_attends
-from test_sampler import make_sampling_batch
 from torch import nn
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
