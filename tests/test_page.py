@@ -249,13 +249,13 @@ def test_policies_that_it_does_not_know(
 
 @pytest.fixture(scope="module")
 def example_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from example import look_inside
+    from example import show_scheduling
 
     directory = tmp_path_factory.mktemp("page")
     page = directory / "timeline.html"
     traces = [directory / "mixed.json", directory / "prefill_first.json"]
     for path, enable_chunked_prefill in zip(traces, (True, False)):
-        look_inside(path, enable_chunked_prefill)
+        show_scheduling(path, enable_chunked_prefill)
     trace_main([*map(str, traces), "-o", str(page)])
     return page
 

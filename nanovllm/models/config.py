@@ -33,8 +33,7 @@ def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> M
     """
     path = Path(config.name_or_path or "", "config.json")
     with naming(path, Exception):  # an invalid value can raise anything
-        names = config.architectures
-        name = names[0] if names else None
+        name = next(iter(config.architectures or ()), None)
         architecture = check_choice("architectures[0]", name, tuple(ARCHITECTURES))
         if getattr(config, "quantization_config", None):
             raise ValueError("quantized checkpoints (quantization_config) are not supported")

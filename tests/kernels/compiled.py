@@ -28,7 +28,7 @@ os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="triton")
 os.environ["TRITON_DEFAULT_FP_FUSION"] = (
     "0"  # as of Triton 3.10: the kernels must ask for it themselves
 )
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 import torch
 import triton

@@ -39,6 +39,9 @@ import triton.language as tl
 triton_backend = pytest.importorskip(
     "nanovllm.kernels.cuda.attention", reason="triton is not installed"
 )
+attention_kernels = pytest.importorskip(
+    "nanovllm.kernels.cuda.attention_kernels", exc_type=ImportError
+)
 SCALE = 0.1
 CPU = torch.device("cpu")
 needs_cpp = pytest.mark.skipif(
@@ -323,7 +326,9 @@ def test_empty_contexts_are_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
 def find_tiles_kernel(
     cu_seqlens_ptr, found_ptr, num_seqs, NUM_KV_HEADS: tl.constexpr, TOKENS: tl.constexpr
 ):
-    kv_head, seq, tile = triton_backend._find_tile(cu_seqlens_ptr, num_seqs, NUM_KV_HEADS, TOKENS)
+    kv_head, seq, tile = attention_kernels._find_tile(
+        cu_seqlens_ptr, num_seqs, NUM_KV_HEADS, TOKENS
+    )
     tl.store(found_ptr + 3 * tl.program_id(0), kv_head)
     tl.store(found_ptr + 3 * tl.program_id(0) + 1, seq)
     tl.store(found_ptr + 3 * tl.program_id(0) + 2, tile)
@@ -408,7 +413,7 @@ def test_tiles_are_wide_enough_for_hopper() -> None:
         kernels = triton_backend._prepare(
             is_decode, DEVICE, torch.float16, 4, 2, head_dim, 16, True
         )
-        assert kernels.attend.constants["D"] >= 64 and kernels.join.constants["D"] >= 64
+        assert kernels.attend.constants["D"] >= 64 and kernels.combine.constants["D"] >= 64
 
 
 @pytest.mark.parametrize("options", [{"kvcache_block_size": 4}, {"kvcache_block_size": 48}])

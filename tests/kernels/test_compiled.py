@@ -37,8 +37,8 @@ def kernels() -> dict[int, list[dict]]:
 def check(arch: int, kernels: list[dict]) -> None:
     names = {kernel["kernel"] for kernel in kernels}
     assert names >= {
-        "_attend_kernel",
-        "_join_splits_kernel",
+        "attend_kernel",
+        "combine_splits_kernel",
         "_add_rms_norm_kernel",
         "_rotate_and_store_kernel",
         "_filter_kernel",
@@ -79,7 +79,7 @@ def test_attention_loops(kernels: dict[int, list[dict]]) -> None:
     """The loops without a mask, in which most of the time is spent, in instructions of a warp; 526 and 500 with one loop."""
     found = {}
     for kernel in kernels[90]:
-        if kernel["kernel"] == "_attend_kernel" and (kernel["dtype"], kernel["head_dim"]) == (
+        if kernel["kernel"] == "attend_kernel" and (kernel["dtype"], kernel["head_dim"]) == (
             "bfloat16",
             128,
         ):
@@ -95,8 +95,8 @@ def test_what_is_known_is_launched_directly() -> None:
     first, second = finish(start(90, "--twice"))
     assert first["launched"] == second["launched"] and len(first["launched"]) > 12
     assert set(first["searched"]) >= {
-        "_attend_kernel",
-        "_join_splits_kernel",
+        "attend_kernel",
+        "combine_splits_kernel",
         "_rotate_and_store_kernel",
     }
     assert set(second["searched"]) == {"_sample_kernel", "_filter_kernel"}
@@ -106,8 +106,8 @@ def test_nothing_is_compiled_while_serving() -> None:
     """With graphs and without: the trial steps of an engine's start have met every kernel in every form."""
     compiled = finish(start(90, "--serving"))
     assert {event["kernel"] for event in compiled} >= {
-        "_attend_kernel",
-        "_join_splits_kernel",
+        "attend_kernel",
+        "combine_splits_kernel",
         "_sample_kernel",
     }
     assert not [event for event in compiled if event["part"] != "start"]

@@ -69,7 +69,7 @@ def make_llm_with_graphs(
         return llm
 
     if not ON_GPU:
-        monkeypatch.setattr(graphs, "record", record)
+        monkeypatch.setattr(graphs, "capture", record)
     return make
 
 

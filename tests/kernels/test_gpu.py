@@ -133,7 +133,7 @@ def test_the_last_gpu(make_llm: MakeLLM, tiny: tuple[str, Oracle]) -> None:
         assert generate(llm) == [tiny[1](prompt, 40) for prompt in PROMPTS]
     executor = llms[1].model_runner.executor.worker
     held = [*executor.model.parameters(), *executor.kv_caches, executor.graphs.buffer]
-    held += [hidden for _, hidden in executor.graphs.recorded.values()]
+    held += [hidden for _, hidden in executor.graphs.graphs.values()]
     assert {tensor.device for tensor in held} == {last} and torch.cuda.current_device() == 0
     with torch.cuda.device(last):
         assert generate(llms[0], params=SAMPLED) == generate(llms[1], params=SAMPLED)

@@ -932,13 +932,13 @@ def test_the_trials_of_a_start(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
 
     wrong: list[tuple[str, object]] = [
         ("attend", lambda query, *_: torch.zeros_like(query)),
-        ("_join_splits_kernel", MagicMock(arg_names=[])),
+        ("combine_splits_kernel", MagicMock(arg_names=[])),
     ]
     for name, function in (*wrong, ("attend", attend_to_64)):
         with monkeypatch.context() as patch:
             patch.setattr(backend, name, function)
             backend._prepare.cache_clear()
-            with pytest.raises(RuntimeError, match="are off by"):
+            with pytest.raises(RuntimeError, match="has an error of"):
                 trial()
     backend._prepare.cache_clear()
 
@@ -978,7 +978,7 @@ def test_where_triton_does_not_work(
 ) -> None:
     assert (
         kernels.find_optimized_layers("cuda", torch.float32) == []
-        and "slow layers, since" in capfd.readouterr().err
+        and "plain torch layers, which are slow:" in capfd.readouterr().err
     )
 
 
@@ -998,8 +998,8 @@ def test_without_a_compiler(
     assert llm.model_runner.executor.worker.backend is torch_backend
     messages = capfd.readouterr().err
     assert (
-        "slow attention, since" in messages
-        and "slow layers, since" in messages
+        "plain torch attention, which is slow:" in messages
+        and "plain torch layers, which are slow:" in messages
         and "compiler" in messages
     )
     (output,) = llm.generate(
@@ -1100,7 +1100,7 @@ def test_without_a_place_of_its_own(
 ) -> None:
     """The library is used and not kept, and nothing is left behind."""
     obstruct(tiny_build, monkeypatch)
-    assert load() == 42 and load() == 42 and "compiled again" in capfd.readouterr().err
+    assert load() == 42 and load() == 42 and "every start compiles them" in capfd.readouterr().err
     assert not list(Path(tempfile.gettempdir()).iterdir()) and not list(Path.cwd().iterdir())
     assert not tiny_build.exists() or not list(tiny_build.iterdir())
 
@@ -1122,7 +1122,7 @@ def test_a_compiler_of_several_words(tiny_build: Path, monkeypatch: pytest.Monke
     [
         ("'c++", "'c++"),
         ("no-such-compiler", "no-such-compiler"),
-        (r"sh -c 'printf \\351 >&2; false'", "failed: \ufffd"),
+        (r"sh -c 'printf \\351 >&2; false'", "code 1: \ufffd"),
     ],
 )
 def test_why_there_is_no_library(

@@ -45,8 +45,8 @@ def load(directory: Path, **options) -> LLM:
 @pytest.mark.parametrize(
     "edit, complaint",
     [
-        (lambda w: w.pop(LAYER), f"without a tensor: {LAYER}"),
-        (lambda w: w.update(extra=torch.ones(2)), "without a parameter.*: extra"),
+        (lambda w: w.pop(LAYER), f"missing tensors: {LAYER}"),
+        (lambda w: w.update(extra=torch.ones(2)), "unexpected.*: extra"),
         (
             lambda w: w.update({LAYER: torch.ones(3, 4)}),
             rf"{LAYER} has shape \[3, 4\], the model needs \[48, 32\]",
@@ -101,7 +101,7 @@ def test_buffers_of_rope_are_passed_over(checkpoint: Path) -> None:
         lambda w: w.update({"model.layers.0.self_attn.rotary_emb.weight": torch.ones(8)}),
     )
     with pytest.raises(
-        ValueError, match="without a parameter.*: model.layers.0.self_attn.rotary_emb.weight"
+        ValueError, match="unexpected.*: model.layers.0.self_attn.rotary_emb.weight"
     ):
         load(checkpoint)
 
@@ -109,7 +109,7 @@ def test_buffers_of_rope_are_passed_over(checkpoint: Path) -> None:
 def test_missing_shard(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, max_shard_size="10KB")
     sorted(tmp_path.glob("*.safetensors"))[1].unlink()
-    with pytest.raises(ValueError, match="parameters without a tensor: model"):
+    with pytest.raises(ValueError, match="missing tensors: model"):
         load(tmp_path)
 
 
@@ -121,7 +121,7 @@ def test_which_files_hold_the_weights(tmp_path: Path) -> None:
     load(tmp_path)
     for number, path in enumerate(sorted(tmp_path.glob("model-*.safetensors"))):
         path.rename(tmp_path / f"part-{number}.safetensors")
-    with pytest.raises(ValueError, match="without a parameter or repeated: tok_embeddings.weight"):
+    with pytest.raises(ValueError, match="unexpected or repeated tensors: tok_embeddings.weight"):
         load(tmp_path)
     (tmp_path / "consolidated.safetensors").unlink()
     load(tmp_path)
@@ -138,7 +138,7 @@ def test_truncated_file(checkpoint: Path) -> None:
 
 def test_no_weights(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="holds no"):
+    with pytest.raises(ValueError, match="contains no"):
         load(checkpoint)
     outputs = load(checkpoint, load_format="dummy").generate(
         [[1, 2], [3]], SamplingParams(max_tokens=4), use_tqdm=False
@@ -307,7 +307,7 @@ def test_tensor_in_two_shards(tmp_path: Path) -> None:
     first, second, *_ = sorted(tmp_path.glob("*.safetensors"))
     name, tensor = next(iter(load_file(first).items()))
     save_file({**load_file(second), name: tensor}, second)
-    with pytest.raises(ValueError, match=f"repeated: {name}"):
+    with pytest.raises(ValueError, match=f"repeated tensors: {name}"):
         load(tmp_path)
 
 
@@ -410,7 +410,7 @@ def test_ranks_of_a_linear_layer_make_the_whole() -> None:
         assert targets.keys() == weights.keys()
         for name, target in targets.items():
             assert target.full_shape == list(weights[name].shape)
-            target.destination.copy_(weights[name][target.share])
+            target.destination.copy_(weights[name][target.shard])
 
     with torch.no_grad():
         outputs = []

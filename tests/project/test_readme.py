@@ -90,7 +90,7 @@ def test_the_tour_names_every_module_once() -> None:
         str(path.relative_to(package)) for path in package.rglob("*.py") if path.stat().st_size
     }
     left = {module for module in modules if not module.startswith(("__init__", "demo_model"))}
-    tour = README[README.index("## A tour") : README.index("## Eight questions")]
+    tour = README[README.index("## Reading in one evening") : README.index("## Glossary")]
     cells = re.findall(r"^\| (`.*?) \|", tour, flags=re.MULTILINE)
     named = re.findall(r"`(\S+\.py)`", "\n".join(cells[1:]))  # behind the row of the step
     folders = tuple(re.findall(r"`(\w+/)`", "\n".join(cells)))

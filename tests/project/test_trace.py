@@ -211,7 +211,9 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
     llm = LLM(tiny[0], trace=path, **SMALL)
     with (
         file_size_limit(8000),
-        pytest.warns(RuntimeWarning, match=r"trace='.*' ends here: .*File too large") as warned,
+        pytest.warns(
+            RuntimeWarning, match=r"trace='.*' is incomplete, recording stopped: .*File too large"
+        ) as warned,
     ):
         outputs = llm.generate(PROMPTS, greedy(8), use_tqdm=False)
     assert len(warned) == 1
@@ -271,8 +273,8 @@ def test_text(
         "  lane 3 |                              E+4 e  e  e  e  e  e  !E !E",
         "  tokens |16  6  1  1  1  1  1  16  16  15  4  4  4  4  4  4  6  3  3  3  2  13  3  2  1  1  1",
     ]
-    assert "step 7: 2 + 14 = 16, the budget is full" in lines
-    assert "B: 22 prompt tokens, 20 of them reused; 14 tokens generated, 13 decodes" in lines
+    assert "step 7: 2 + 14 = 16 tokens, the whole budget" in lines
+    assert "B: 22 prompt tokens (20 reused), 14 generated tokens, 13 decodes" in lines
     assert "27 steps, 5 requests, 82 prefill and 54 decode tokens, 3 preemptions" in lines
 
 
@@ -337,7 +339,7 @@ def test_a_file_that_is_cut_off(
     path.write_bytes(recorded.read_bytes()[:3000])
     with pytest.raises(SystemExit):
         trace_main([str(path)])
-    assert "is not a timeline of nanovllm, or only a piece of one" in capsys.readouterr().err
+    assert "is not a nanovllm trace, or it is truncated" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         trace_main([str(tmp_path / "nothing")])
     assert "No such file" in capsys.readouterr().err

@@ -229,7 +229,7 @@ def test_sizes_that_do_not_divide(tmp_path: Path) -> None:
             LLM(str(tmp_path), tensor_parallel_size=size, **POOL)
     make_checkpoint(tmp_path, num_attention_heads=12, num_key_value_heads=4, intermediate_size=48)
     with pytest.raises(
-        ValueError, match="tensor_parallel_size=6 neither divides num_key_value_heads=4 nor"
+        ValueError, match="tensor_parallel_size=6 must divide num_key_value_heads=4"
     ):
         LLM(str(tmp_path), tensor_parallel_size=6, **POOL)
 
