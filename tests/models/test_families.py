@@ -285,7 +285,7 @@ def test_opt_tensors_that_do_not_fit(
 @pytest.mark.parametrize(
     "changes, complaint",
     [
-        ({"num_attention_heads": 5}, "hidden_size=64 must be a multiple of num_attention_heads=5"),
+        ({"num_attention_heads": 5}, "hidden_size=32 must be a multiple of num_attention_heads=5"),
         ({"ffn_dim": 0}, "ffn_dim"),
         ({"word_embed_proj_dim": "24"}, "word_embed_proj_dim"),
         # what differs in the config but not in the weights
