@@ -1,14 +1,16 @@
-// Rows of x times a panel with AMX: registers ("tiles") of 16 rows of 64 bytes, and an instruction
-// that adds to a tile of 16 x 16 sums the products of 16 rows of x with 16 outputs over 32 inputs.
-// Four tiles sum up ROWS rows x WIDTH outputs:
+// Multiplies rows of x by a panel with AMX.
+//
+// A tile register holds 16 rows of 64 bytes. One instruction adds the products of 16 rows of x and
+// 16 outputs, over 32 inputs, to a tile of 16 x 16 sums. Four tiles accumulate ROWS rows x WIDTH
+// outputs:
 //
 //                         panel: 6 | 7
 //     x: 4                sums:   0 | 1
 //        5                        2 | 3
 //
-// Tiles want whole lines of the cache, one after the other. So rows are copied first, to [depth /
-// BLOCK, num_rows / ROWS, BLOCK / LINE, ROWS, LINE]: a BLOCK of inputs of all rows and then the
-// next, as that much of a panel fits into the first-level cache, which the rows bypass.
+// Tiles load whole cache lines, one after the other. Rows are therefore copied first, to [depth /
+// BLOCK, num_rows / ROWS, BLOCK / LINE, ROWS, LINE]: a BLOCK of inputs of all rows, then the next
+// block. That much of a panel fits into the first-level cache, which the rows bypass.
 #pragma once
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -30,8 +32,8 @@ struct Tiles {
     ~Tiles() { _tile_release(); }
 };
 
-// Linux is asked once per process, when the library is loaded: ARCH_REQ_XCOMP_PERM for
-// XFEATURE_XTILEDATA.
+// Linux must permit the use of AMX. It is asked once per process, when the library is loaded:
+// ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA.
 const bool Tiles::allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 
 class Rows {
@@ -43,11 +45,11 @@ class Rows {
         Epilogue epilogue;
         bfloat16* output;
         int64_t output_stride, row, end;
-    } summed_up = {};  // rows that wait for their epilogue
+    } summed_up = {};  // summed rows whose epilogue is pending
 
 public:
     static constexpr int64_t NEXT_LINE =
-        ROWS * LINE;  // from a LINE of a row to its next one, within a block
+        ROWS * LINE;  // distance between adjacent lines of a row within a block
 
     void shape(int64_t num_rows_, int64_t in_features) {
         num_rows = num_rows_, depth = round_up(in_features, LINE),
@@ -55,14 +57,14 @@ public:
         numbers = memory.get(round_up(num_rows, ROWS) * depth);
     }
 
-    // A row's inputs from `start` on, the first of a block.
+    // Return a row's inputs from `start`, the first input of a block.
     bfloat16* find(int64_t row, int64_t start) const {
         int64_t size = std::min(block, depth - start);
         return numbers + start * round_up(num_rows, ROWS) + row / ROWS * ROWS * size +
                row % ROWS * LINE;
     }
 
-    // find_row(i): where row i lies.
+    // Copy the rows. find_row(i) returns a pointer to row i.
     template <class FindRow>
     void pack(const FindRow& find_row, int64_t num_rows_, int64_t in_features) {
         constexpr int64_t AHEAD = 8;  // rows
@@ -81,14 +83,14 @@ public:
             }
     }
 
-    // The last rows' epilogue is left to what follows: the next panel, while tiles sum it up, or
-    // finish(ROWS).
+    // Multiply all rows by a panel. The epilogue of the last rows is deferred: it runs while the
+    // next panel is multiplied, or in finish(ROWS).
     void multiply(const bfloat16* panel, const Epilogue& epilogue, bfloat16* output,
                   int64_t output_stride) {
-        // Fetched meanwhile: the next panel, or, where few rows leave no time for that, this one's
-        // next lines. A core has few places for lines on their way, and tiles need them for the
-        // second-level cache's: rather than many lines with each LINE of several tiles, none are
-        // fetched, and the processor's own prefetching does better.
+        // Prefetch the next panel, or with few rows, which leave no time for that, the next lines
+        // of this panel. A core can have few cache lines in flight, and tiles that read from the
+        // second-level cache need them. With several tiles per LINE, software prefetching is
+        // therefore slower than the processor's own.
         int64_t num_tiles = round_up(num_rows, ROWS) / ROWS;
         int64_t fetches =
             num_tiles > 1 && num_tiles < 8 ? 0 : round_up(WIDTH, num_tiles) / num_tiles;
@@ -116,8 +118,8 @@ public:
             epilogue.store(&sums[row * WIDTH], output, row * stride);
     }
 
-    // The sums of the rows from `first`, a multiple of ROWS, to `end`, and up to a whole number of
-    // ROWS; with `is_added`, added to what is there.
+    // Store the sums of the rows from `first`, a multiple of ROWS, to `end`, rounded up to whole
+    // ROWS. With `is_added`, add them to `output`.
     void multiply(const bfloat16* panel, int64_t first, int64_t end, float* output, int64_t stride,
                   bool is_added) const {
         for (int64_t start = 0; start < depth; start += block)
@@ -139,8 +141,8 @@ private:
     // The compiler does not know that tiles are loaded from memory and stored to it.
     static void wait_for_memory() { asm volatile("" ::: "memory"); }
 
-    // ROWS rows, or half of them, times `size` inputs of a panel; meanwhile() with every LINE of
-    // these.
+    // Multiply ROWS rows, or half of them, by `size` inputs of a panel. Call meanwhile() for every
+    // LINE.
     template <bool BOTH, class Meanwhile>
     static void multiply_tiles(const bfloat16* x, const bfloat16* panel, int64_t size,
                                bool is_continued, float* sums, int64_t sums_stride,

@@ -1,9 +1,9 @@
-// Collective operations of the ranks of one machine, through memory that they share.
-// torch.distributed's take a millisecond each where processors are virtual, a decoder layer's share
-// of a decode step less than two.
+// Collectives of ranks on one machine, through shared memory. torch.distributed needs about a
+// millisecond per collective on virtual machines, which is more than a decoder layer takes in a
+// decode step.
 //
-// Every rank writes its part and waits until all have. There are two sets of parts, by turns: who
-// comes to the next round has read those of the last.
+// Every rank writes its part and waits until all ranks have written theirs. There are two sets of
+// parts, used alternately: a rank that reaches a round has read all parts of the previous one.
 #pragma once
 #include <atomic>
 #include <sched.h>
@@ -11,7 +11,7 @@
 
 #include "team.h"
 
-struct Shared {  // behind it, two sets of a part per rank
+struct Shared {  // followed in memory by two sets of one part per rank
     static constexpr int64_t MAX_RANKS = 64, PART_BYTES = 1 << 20;
     struct alignas(64) Rank {
         std::atomic<int64_t> round;
@@ -21,14 +21,14 @@ struct Shared {  // behind it, two sets of a part per rank
 
 struct Member {
     Shared* shared;
-    int64_t rank, size, round, is_lost;  // is_lost: another rank has ended
+    int64_t rank, size, round, is_lost;  // is_lost: another rank has exited
 
     T* part(int64_t other) const {
         return reinterpret_cast<T*>(reinterpret_cast<char*>(shared + 1) +
                                     (round % 2 * size + other) * Shared::PART_BYTES);
     }
 
-    // All ranks' parts are written.
+    // Wait until all ranks have written their parts.
     void meet() {
         int64_t next = round + 1;
         shared->ranks[rank].round.store(next, std::memory_order_release);
@@ -42,8 +42,8 @@ struct Member {
     }
 };
 
-// x [size] becomes the sum of all ranks' x, in float, in the order of the ranks: the same bits on
-// all.
+// Sum x [size] over all ranks in place, in float and in the order of the ranks, so that the result
+// is bitwise identical on all.
 extern "C" void all_reduce(Member* member, T* x, int64_t size) {
     constexpr int64_t PART = Shared::PART_BYTES / sizeof(T), BLOCK = 512;
     Team::form(size > SERIAL, [&] {
@@ -68,7 +68,7 @@ extern "C" void all_reduce(Member* member, T* x, int64_t size) {
     });
 }
 
-// On rank 0 the rows of x [num_rows, num_columns] of all ranks, side by side in `output`.
+// Write the rows of all ranks' x [num_rows, num_columns] side by side to `output` on rank 0.
 extern "C" void gather(Member* member, const T* x, T* output, int64_t num_rows,
                        int64_t num_columns) {
     constexpr int64_t PART = Shared::PART_BYTES / sizeof(T);

@@ -16,7 +16,7 @@ static constexpr int64_t round_up(int64_t size, int64_t multiple) {
     return (size + multiple - 1) / multiple * multiple;
 }
 
-// Memory that begins with a line of the cache and stays as large as it ever was.
+// Memory that begins at a cache line and never shrinks.
 template <class Number>
 class Buffer {
     struct alignas(64) Line {
@@ -56,26 +56,27 @@ typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 
 constexpr float LOG2_E = 1.44269504f;
 
-// exp(x) for x up to 88, to about a unit in the last place: x = n * log(2) + rest, and the
-// polynomial is Cephes' exp(rest). 0 below -87.7; NaN stays NaN, as it compares false. Of a vector,
-// or of a number in a loop of which the compiler makes vector code.
+// exp(x) for x up to 88, with an error of about one unit in the last place: x = n * log(2) + rest,
+// and the polynomial is exp(rest) of the Cephes library. The result is 0 below -87.7, and NaN for
+// NaN. The argument is a vector, or a float in a loop that the compiler vectorizes.
 template <class Float, class Bits>
 static Float exponential(Float x) {
-    x = x < -88 ? Float{} - 88 : x;  // with std::max, gcc makes no vector code of it
+    x = x < -88 ? Float{} - 88 : x;  // gcc does not vectorize std::max
     Float shifted = x * LOG2_E + 0x1.8p23f,
-          n = shifted - 0x1.8p23f;                           // at this size a float has no fraction
+          n = shifted - 0x1.8p23f;                           // floats of this size have no fraction
     Float rest = x - n * 0.693359375f + n * 2.12194440e-4f;  // the first product is exact
     Float sum = 1.9875691500e-4f * rest + 1.3981999507e-3f;
     for (float coefficient :
          {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f})
         sum = sum * rest + coefficient;
     return sum * bit_cast<Float>((bit_cast<Bits>(shifted) + 127)
-                                 << 23);  // times 2^n, which is 0 where n is -127
+                                 << 23);  // multiplies by 2^n, which is 0 for n = -127
 }
 
-// 2^x for x up to 127, good to 18 bits, in half the time. 0 below -126.5; NaN stays NaN.
+// 2^x for x up to 127, accurate to 18 bits and twice as fast. The result is 0 below -126.5, and NaN
+// for NaN.
 [[maybe_unused]] static Vector power_of_two(Vector x) {
-    constexpr float NO_FRACTION = 0x1.8p23f + 127;  // of which the lower bits are 2^n's exponent
+    constexpr float NO_FRACTION = 0x1.8p23f + 127;  // its lower bits become the exponent of 2^n
     x = x < -127 ? Vector{} - 127 : x;
     Vector shifted = x + NO_FRACTION, rest = x - (shifted - NO_FRACTION);
     Vector sum = 9.57010197e-3f * rest + 5.59178608e-2f;
@@ -88,8 +89,8 @@ static float exponential(float x) { return exponential<float, uint32_t>(x); }
 static Vector exponential(Vector x) { return exponential<Vector, Bits>(x); }
 static Vector silu(Vector x) { return x / (1 + exponential(x > -88 ? -x : Vector{} + 88)); }
 
-// In place of each score exp(scale * score - highest); their sum. highest is then scale * the
-// highest score, but finite where all scores are -inf: they weigh nothing.
+// Replace each score by exp(scale * score - highest) and return the sum. `highest` becomes scale *
+// the highest score, or a finite number if all scores are -inf, whose weights are 0.
 static float exponentiate(float* scores, int64_t size, float scale, float& highest) {
     float base = -FLT_MAX, total = 0;
 #pragma omp simd reduction(max : base)
@@ -104,11 +105,11 @@ static float exponentiate(float* scores, int64_t size, float scale, float& highe
 }
 
 struct bfloat16 {
-    uint16_t bits;  // the upper half of a float's
+    uint16_t bits;  // the upper half of a float
 
     operator float() const { return bit_cast<float>(uint32_t(bits) << 16); }
 
-    bfloat16& operator=(float value) {  // to nearest, ties to even
+    bfloat16& operator=(float value) {  // rounds to nearest, ties to even
         uint32_t wide = bit_cast<uint32_t>(value);
         bits = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16;
         return *this;
@@ -116,24 +117,23 @@ struct bfloat16 {
 };
 
 struct float16 {
-    uint16_t bits;  // a sign, 5 bits of exponent and 10 of fraction
+    uint16_t bits;  // sign, 5 bits of exponent, 10 bits of fraction
 
     operator float() const {
         uint32_t magnitude =
             (bits & 0x7FFF)
-            << 13;  // the exponent is 112 less than a float's; 31 is that of infinity
+            << 13;  // the exponent is 112 less than a float's; 31 stands for infinity
         float value =
             bit_cast<float>(magnitude + (magnitude < 0x0F800000 ? 0x38000000 : 0x70000000));
-        value = magnitude < 0x00800000 ? 2 * value - 0x1p-14f
-                                       : value;  // subnormal: no 1 before the fraction
+        value = magnitude < 0x00800000 ? 2 * value - 0x1p-14f : value;  // subnormal: no implicit 1
         return bit_cast<float>(bit_cast<uint32_t>(value) | (bits & 0x8000) << 16);
     }
 
-    float16& operator=(float value) {  // to nearest, ties to even
+    float16& operator=(float value) {  // rounds to nearest, ties to even
         uint32_t wide = bit_cast<uint32_t>(value), magnitude = wide & 0x7FFFFFFF;
         uint32_t normal = (magnitude - 0x38000000 + 0xFFF + (magnitude >> 13 & 1)) >> 13;
-        uint32_t subnormal =
-            bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f);  // a unit of 0.5 is one of these
+        // One unit in the last place of 0.5 is that of a subnormal.
+        uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f);
         uint32_t finite = magnitude < 0x38800000 ? subnormal - 0x3F000000 : normal;
         bits = (magnitude < 0x47800000    ? finite
                 : magnitude <= 0x7F800000 ? 0x7C00
@@ -143,7 +143,7 @@ struct float16 {
     }
 };
 
-// What is multiplied: pairs of bfloat16 where the processor has an instruction for that, or floats.
+// The operands of products: pairs of bfloat16 if the processor can multiply them, else floats.
 #if defined(T_IS_BFLOAT16) && defined(__AVX512BF16__)
 #define IN_PAIRS
 using Factor = bfloat16;
@@ -187,8 +187,8 @@ static void narrow(Vector wide, T* to) {
 }
 #endif
 
-// Two vectors at once: of 16 floats each, they fill a line of the cache, which is written faster
-// than its halves.
+// Narrow two vectors at once. Two vectors of 16 floats fill a cache line of 16-bit numbers, which
+// is written faster than its halves.
 template <class Number>
 static void narrow(Vector first, Vector second, Number* to) {
 #ifdef IN_PAIRS
@@ -198,7 +198,7 @@ static void narrow(Vector first, Vector second, Number* to) {
     narrow(first, to), narrow(second, to + LANES);
 }
 
-// Of `num` numbers, where there may be less than a whole vector.
+// Widen or narrow `num` numbers, which can be fewer than a vector.
 template <class Number>
 static Vector widen(const Number* from, int64_t num) {
     if (num >= LANES) return widen(from);

@@ -1,17 +1,17 @@
-// Writing K/V to the paged cache, and attention of short queries: each of their tokens is a decode
-// of its own.
+// Stores K/V in the paged cache, and computes attention of short queries, in which every token is a
+// separate decode.
 //
-// A context is cut into parts of SPLIT tokens, tasks for the threads, and their results are joined
-// (as in the Triton backend). The keys, and then the values, of TOKENS tokens are read at a time,
-// all heads of them, in the order of memory. While a head's are multiplied, the same head's of the
-// `next` tokens are fetched, a line here and there: a core has few places for lines on their way
-// from memory.
+// A context is divided into splits of SPLIT tokens, which are tasks for the threads, and the
+// results are combined as in the Triton backend. The keys, and then the values, of TOKENS tokens
+// are read at a time, with all heads, in the order of memory. While those of one head are
+// multiplied, those of the same head of the `next` tokens are prefetched, spread over time because
+// a core can have few cache lines in flight.
 #pragma once
 #include "team.h"
 
 constexpr int64_t SPLIT = 256, TOKENS = 8, SHORT_QUERY = 8;
 
-// The products of a group's queries [group_size, size] with the keys of TOKENS tokens: products
+// Multiply the queries of a group [group_size, size] by the keys of TOKENS tokens. Store products
 // [group_size, SPLIT].
 template <class Number>
 static void multiply_keys(const Number* query, const Number* const* keys, const T* const* next,
@@ -27,7 +27,7 @@ static void multiply_keys(const Number* query, const Number* const* keys, const 
         }
 }
 
-// sums [group_size, size] += weights [group_size, SPLIT] of TOKENS tokens, times their values.
+// Add weights [group_size, SPLIT] of TOKENS tokens times their values to sums [group_size, size].
 template <class Number>
 static void add_values(const Number* const* values, const T* const* next, const Number* weights,
                        int64_t group_size, int64_t size, float* sums) {
@@ -43,12 +43,11 @@ static void add_values(const Number* const* values, const T* const* next, const 
 }
 
 #ifdef IN_PAIRS
-// The same with instructions that multiply pairs of bfloat16 as they are.
-// Numbers 0 to 15 (half 0) or 16 to 31 (half 1) of two registers, alternating: pairs, as products
-// take them.
+// The same with instructions that multiply pairs of bfloat16. Interleave numbers 0 to 15 (half 0)
+// or 16 to 31 (half 1) of two registers.
 static __m512i interleave(__m512i left, __m512i right, int half) {
     alignas(64) static constexpr uint16_t order[64] = {
-        // 32 and above: of `right`
+        // 32 and above select from `right`.
         0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
         11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
         22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
@@ -68,7 +67,7 @@ static void multiply_keys(const bfloat16* query, const bfloat16* const* keys,
                     sums[t] = _mm512_dpbf16_ps(sums[t], (__m512bh)_mm512_loadu_si512(query + i),
                                                (__m512bh)_mm512_loadu_si512(keys[token + t] + i));
                 }
-            // Four sums over 16 numbers each: halved together, until a number of each is left.
+            // Four sums of 16 numbers each are reduced by halves, all at once.
             __m512 pairs01 = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]),
                                            _mm512_unpackhi_ps(sums[0], sums[1]));
             __m512 pairs23 = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]),
@@ -111,10 +110,10 @@ static void add_values(const bfloat16* const* values, const bfloat16* const* nex
 }
 #endif
 
-// One query token of all heads against `num_tokens` tokens of its context: what their values,
-// weighted, add up to, and for the join with the rest of the context the highest score and the sum
-// of the weights exp(score - highest). Loops of a HEAD_DIM that the compiler knows have no
-// remainders to look after.
+// Attention of one query token, all heads, to `num_tokens` tokens of its context. Store the
+// weighted sums of the values, the highest score, and the sum of the weights exp(score - highest),
+// which are needed to combine splits. With a HEAD_DIM that the compiler knows, loops have no
+// remainders.
 template <int64_t HEAD_DIM>
 static void attend_to_part(const T* query, const T* keys, const T* values,
                            const int32_t* block_table, int64_t first_token, int64_t num_tokens,
@@ -126,8 +125,7 @@ static void attend_to_part(const T* query, const T* keys, const T* values,
     float scores[num_heads][SPLIT];
     Factor weights[num_heads][SPLIT], queries[num_heads * head_dim], memory[TOKENS * head_dim];
     std::copy_n(query, num_heads * head_dim, queries);
-    // The keys or values of TOKENS tokens, from `token` on. In place of those behind the end, the
-    // last one again.
+    // The keys or values of TOKENS tokens from `token`. Behind the end, the last token is repeated.
     auto find = [&](const T* cache, int64_t token, const T** found) {
         int64_t position = first_token + std::min(token, num_tokens - 1);
         int64_t block = position / block_size, offset = position % block_size;
@@ -137,8 +135,8 @@ static void attend_to_part(const T* query, const T* keys, const T* values,
         }
     };
     const T *now[TOKENS],
-        *next[TOKENS];           // these tokens' keys or values, and those that are read after them
-    const Factor* wide[TOKENS];  // a head's of `now`
+        *next[TOKENS];  // keys or values of these tokens, and of those that are read after them
+    const Factor* wide[TOKENS];  // one head of `now`
     auto widen_now = [&] {
         for (int64_t i = 0; i < TOKENS; i++)
             if (std::is_same_v<T, Factor>)
@@ -199,7 +197,7 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
     struct Part {
         int64_t seq, row, first_token, num_tokens;
     };
-    std::vector<Part> parts;  // those of a query's tokens that read the same K/V side by side
+    std::vector<Part> parts;  // query tokens that read the same K/V are adjacent
     for (int64_t seq = 0; seq < num_seqs; seq++) {
         int64_t start = cu_seqlens_q[seq], query_len = cu_seqlens_q[seq + 1] - start;
         for (int64_t first = 0; first < context_lens[seq] && query_len <= SHORT_QUERY;
@@ -215,7 +213,7 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
                                     : attend_to_part<0>;
     Team::form(parts.size() > 1, [&] {
         Team& team = Team::get();
-        // Of each part: sums [num_heads, head_dim], highest [num_heads], totals [num_heads]
+        // Results of a split: sums [num_heads, head_dim], highest [num_heads], totals [num_heads].
         int64_t stride = size + 2 * num_heads;
         team.share(1, [&](int64_t) { team.memory.get(parts.size() * stride); });
         float* results = team.memory.get(0);
@@ -226,7 +224,8 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
                    num_tokens, block_size, num_kv_heads, group_size, head_dim, scale, sums, highest,
                    highest + num_heads);
         });
-        // Joined, each part's weights shrink by exp(its highest score - the highest of all).
+        // Combine splits: the weights of each are scaled by exp(its highest score - the highest of
+        // all).
         parallel_for(parts.size(), size, [&](size_t i) {
             if (parts[i].first_token > 0) return;
             std::vector<const float*> of_row;

@@ -1,6 +1,7 @@
-// Decoder layers in one call, of the other kernels: models/decoder.py says what they compute.
+// All decoder layers in one call, made of the other kernels. models/decoder.py specifies what they
+// compute.
 //
-// Tokens are projected in pieces: what lies between two products then stays in the caches, and all
+// Tokens are projected in chunks, so that what lies between two GEMMs stays in the caches. All
 // layers use the same memory for it.
 #pragma once
 #include "collectives.h"
@@ -15,54 +16,54 @@ struct Layer {
     float eps, scale;
 };
 
-// Adds to x [num_tokens, hidden_size], in place. A kv_cache [2, num_slots, num_kv_heads, head_dim]
-// per layer. Where there are several ranks, this one is `member`; rank 0 adds biases and residuals
-// to its share of a product, before the shares are added. With `only_kv`, the layers do nothing but
-// write their K/V.
+// Run the layers on x [num_tokens, hidden_size], in place. Each layer has a kv_cache [2, num_slots,
+// num_kv_heads, head_dim]. If there are several ranks, this one is `member`. Rank 0 adds biases and
+// residuals to its shard of a GEMM before the all-reduce. With `only_kv`, the layers only write
+// their K/V.
 extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t num_layers,
                                int64_t num_slots, T* x, const float* cos, const float* sin,
                                const int32_t* slot_mapping, const int32_t* cu_seqlens_q,
                                const int32_t* context_lens, const int32_t* block_tables,
                                int64_t num_tokens, int64_t num_seqs, int64_t table_width,
                                int64_t block_size, Member* member, int64_t only_kv) {
-    // The pieces are one thread's each, as soon as there is ENOUGH for every thread: it finds in
-    // its own cache what it has written there. Else, and where ranks wait for each other, all
-    // threads share a piece.
-    constexpr int64_t PIECE = 512, ENOUGH = 256;
+    // If there are ENOUGH tokens for every thread, each chunk belongs to one thread, which finds in
+    // its own cache what it has written there. Otherwise, and with several ranks, all threads share
+    // a chunk.
+    constexpr int64_t TOKENS_PER_CHUNK = 512, ENOUGH = 256;
     int64_t num_threads = Size::get().find(),
-            num_turns = (num_tokens - 1) / (PIECE * num_threads) + 1;
+            num_turns = (num_tokens - 1) / (TOKENS_PER_CHUNK * num_threads) + 1;
     bool is_shared = member || num_tokens < ENOUGH * num_threads,
          is_first = !member || member->rank == 0;
-    int64_t piece =
-        is_shared ? std::min(PIECE, num_tokens) : (num_tokens - 1) / (num_turns * num_threads) + 1;
+    int64_t chunk = is_shared ? std::min(TOKENS_PER_CHUNK, num_tokens)
+                              : (num_tokens - 1) / (num_turns * num_threads) + 1;
 
-    // An odd number of lines lies between rows: after a power of two, they would meet in few places
-    // of the caches.
+    // Rows are an odd number of cache lines apart. With a power of two, they would compete for few
+    // sets of the caches.
     auto find_stride = [](int64_t size) { return round_up(size, 2 * LINE) + LINE; };
-    int64_t of_piece = 0, of_token = 0;  // the memory for a piece (normed, qkv, gated), and for
-                                         // every token (query, attended)
+    // Memory of a chunk (normed, qkv, gated), and of every token (query, attended).
+    int64_t chunk_size = 0, token_size = 0;
     for (int64_t i = 0; i < num_layers; i++) {
         const Layer& layer = layers[i];
         int64_t qkv_stride =
             find_stride((layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim);
-        of_piece = std::max(of_piece, piece * (layer.hidden_size + qkv_stride +
-                                               find_stride(layer.intermediate_size)));
-        of_token = std::max(of_token, 2 * layer.num_heads * layer.head_dim);
+        chunk_size = std::max(chunk_size, chunk * (layer.hidden_size + qkv_stride +
+                                                   find_stride(layer.intermediate_size)));
+        token_size = std::max(token_size, 2 * layer.num_heads * layer.head_dim);
     }
     static thread_local Buffer<T> buffer;
-    T* memory = buffer.get((is_shared ? 1 : num_threads) * of_piece + num_tokens * of_token);
+    T* memory = buffer.get((is_shared ? 1 : num_threads) * chunk_size + num_tokens * token_size);
     Team::form(true, [=] {
-        auto for_pieces = [=](const auto& work) {
+        auto for_chunks = [=](const auto& work) {
             auto turn = [&](int64_t i) {
-                int64_t first = i * piece, place = is_shared ? 0 : omp_get_thread_num();
-                work(first, std::min(piece, num_tokens - first),
-                     memory + num_tokens * of_token + place * of_piece);
+                int64_t first = i * chunk, place = is_shared ? 0 : omp_get_thread_num();
+                work(first, std::min(chunk, num_tokens - first),
+                     memory + num_tokens * token_size + place * chunk_size);
             };
-            int64_t num_pieces = (num_tokens - 1) / piece + 1;
+            int64_t num_chunks = (num_tokens - 1) / chunk + 1;
             if (is_shared)
-                for (int64_t i = 0; i < num_pieces; i++) turn(i);
+                for (int64_t i = 0; i < num_chunks; i++) turn(i);
             else
-                Team::get().share(num_pieces,
+                Team::get().share(num_chunks,
                                   [&](int64_t i) { Team::work_alone([&] { turn(i); }); });
         };
         for (int64_t i = 0; i < num_layers; i++) {
@@ -81,8 +82,8 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
             T *keys = kv_caches[i], *values = keys + num_slots * kv_size;
             T *query = memory, *attended = query + num_tokens * q_size;
 
-            for_pieces([&](int64_t first, int64_t size, T* normed) {
-                T *qkv = normed + piece * hidden_size, *key = qkv + q_size, *value = key + kv_size;
+            for_chunks([&](int64_t first, int64_t size, T* normed) {
+                T *qkv = normed + chunk * hidden_size, *key = qkv + q_size, *value = key + kv_size;
                 const float *c = cos + first * half, *s = sin + first * half;
                 rms_norm(x + first * hidden_size, layer.input_norm, normed, size, hidden_size,
                          layer.eps);
@@ -97,13 +98,13 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
                               kv_size, keys, values);
             });
             if (only_kv) continue;
-            // All tokens' K/V are written: now those of one step can see each other.
+            // The K/V of all tokens are written, so tokens of this step can attend to each other.
             for (auto attend : {decode_attention, prefill_attention})
                 attend(query, keys, values, attended, cu_seqlens_q, context_lens, block_tables,
                        num_seqs, table_width, block_size, num_kv_heads, num_heads / num_kv_heads,
                        head_dim, layer.scale);
-            for_pieces([&](int64_t first, int64_t size, T* normed) {
-                T *gated = normed + piece * hidden_size, *to = x + first * hidden_size;
+            for_chunks([&](int64_t first, int64_t size, T* normed) {
+                T *gated = normed + chunk * hidden_size, *to = x + first * hidden_size;
                 const T* residual = is_first ? to : nullptr;
                 linear(attended + first * q_size, layer.o, is_first ? layer.o_bias : nullptr,
                        residual, to, size, q_size, q_size, hidden_size, hidden_size, false);

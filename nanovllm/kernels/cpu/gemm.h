@@ -1,26 +1,26 @@
-// Matrix products with prepacked weights, with AMX's instructions or with any processor's vectors.
+// GEMM with prepacked weights, with AMX or with the vectors of any processor.
 //
-// A weight [out_features, in_features] is kept in panels of WIDTH outputs: [depth / PAIR, WIDTH,
-// PAIR]. In 16 bits the next pair of inputs lies side by side for all outputs, as AMX wants them;
-// in float32 the next input does. Depth is in_features, rounded up, and the rest is zeros. A panel
-// stays in a core's cache while all rows of x pass by, a few at a time; meanwhile the next panel is
-// fetched.
+// A weight [out_features, in_features] is stored in panels of WIDTH outputs: [depth / PAIR, WIDTH,
+// PAIR]. In 16-bit dtypes two adjacent inputs of an output are a pair, as AMX requires. In float32
+// PAIR is 1. Depth is in_features rounded up, and the padding is zero. A panel stays in a core's
+// cache while all rows of x are multiplied by it, a few at a time. Meanwhile the next panel is
+// prefetched.
 #pragma once
 #include "team.h"
 
 constexpr int64_t PAIR = sizeof(T) == 2 ? 2 : 1;
-constexpr int64_t WIDTH = 32, LINE = 64 / sizeof(T);  // LINE numbers fill a line of the cache
+constexpr int64_t WIDTH = 32, LINE = 64 / sizeof(T);  // numbers in a cache line
 constexpr int64_t TASKS_PER_THREAD = 4;
 
-// The epilogue of a panel's sums: `bias` and `residual`, of the output's shape, are added. If the
-// panel is `gated`, its first half holds gates and its second half what they let pass: silu(gate) *
-// up.
+// The epilogue of a panel's sums. It adds `bias` and `residual`, which has the shape of the output.
+// If the panel is `gated`, its first half is gate and its second half up, and the result is
+// silu(gate) * up.
 struct Epilogue {
-    int64_t size;  // numbers of the output in this panel
+    int64_t size;  // outputs of this panel
     const T *bias = nullptr, *residual = nullptr;
     bool gated = false;
 
-    // Of one row, `offset` behind the first row's in the output.
+    // Store one row. `offset` is its distance from the first row in the output.
     void store(const float* sums, T* output, int64_t offset) const {
         auto finish = [&](int64_t i) {
             Vector sum = load(sums + i);
@@ -29,7 +29,7 @@ struct Epilogue {
             if (residual) sum += widen(residual + offset + i, size - i);
             return sum;
         };
-        __builtin_prefetch(output + offset + size, 1);  // where this row of the next panel goes
+        __builtin_prefetch(output + offset + size, 1);  // this row of the next panel
         if (size == WIDTH)
             for (int64_t i = 0; i < WIDTH; i += 2 * LANES)
                 narrow(finish(i), finish(i + LANES), output + offset + i);
@@ -39,9 +39,10 @@ struct Epilogue {
     }
 };
 
-// Rows: up to MAX_ROWS rows of x, ROWS of them multiplied at a time, of which CACHED_BYTES stay in
-// a core's cache while all panels pass by, or MIN_ROWS, however deep: to read the weights once more
-// would take longer. Tiles: what a thread needs while it multiplies.
+// Rows holds up to MAX_ROWS rows of x and multiplies ROWS of them at a time. As many rows as fit
+// into CACHED_BYTES, but at least MIN_ROWS, are multiplied by all panels before the next ones,
+// because reading the weights again would take longer. Tiles is what a thread needs while it
+// multiplies.
 #if defined(T_IS_BFLOAT16) && defined(__AMX_BF16__)
 #include "amx.h"
 #else
@@ -50,8 +51,8 @@ struct Epilogue {
 
 extern "C" int has_gemm() { return Tiles::allowed; }
 
-// For a `gated` weight, out_features counts the gates: there are as many outputs, and twice as many
-// rows in the weight.
+// If the weight is `gated`, out_features is the number of outputs, and the weight has twice as many
+// rows.
 extern "C" void linear(const T* x, const T* panels, const T* bias, const T* residual, T* output,
                        int64_t num_rows, int64_t in_features, int64_t x_stride,
                        int64_t out_features, int64_t output_stride, int64_t gated) {
@@ -88,7 +89,7 @@ extern "C" void linear(const T* x, const T* panels, const T* bias, const T* resi
     });
 }
 
-// The rows of a weight that `ids` names.
+// Copy the rows of a weight at `ids`.
 extern "C" void gather_rows(const T* panels, const int32_t* ids, T* output, int64_t num_rows,
                             int64_t in_features) {
     int64_t depth = round_up(in_features, LINE);

@@ -1,4 +1,4 @@
-// What the layers do to every number, and the choice of the next token.
+// Elementwise parts of the layers, and sampling.
 #pragma once
 #include "team.h"
 
@@ -9,7 +9,7 @@ static float mean_square(const T* x, int64_t size) {
     return add_up(squares) / size;
 }
 
-// Rounded before the weight is applied, as in Hugging Face's models.
+// Rounds before the weight is applied, as Hugging Face models do.
 static Vector normalize(const T* x, const T* weight, float factor, int64_t num) {
     return rounded(widen(x, num) * factor) * widen(weight, num);
 }
@@ -25,7 +25,7 @@ extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tok
     });
 }
 
-// Without the weight or the bias where it is null.
+// `weight` and `bias` can be null.
 extern "C" void layer_norm(const T* x, const T* weight, const T* bias, T* output,
                            int64_t num_tokens, int64_t size, float eps) {
     parallel_for(num_tokens, size, [=](int64_t token) {
@@ -48,7 +48,7 @@ extern "C" void layer_norm(const T* x, const T* weight, const T* bias, T* output
 
 extern "C" void cos_and_sin(const int32_t* positions, const float* inv_freq, float attention_factor,
                             float* cos, float* sin, int64_t num_tokens, int64_t half) {
-    constexpr int64_t COST = 16;  // of a pair, in numbers
+    constexpr int64_t COST = 16;  // of a pair, as a number of elements
     parallel_for(num_tokens, COST * half, [=](int64_t token) {
         for (int64_t i = 0; i < half; i++) {
             float angle = positions[token] * inv_freq[i];
@@ -64,8 +64,9 @@ extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* 
     parallel_for(num_tokens, 2 * num_heads * half, [=](int64_t token) {
         const T* in = x + token * stride;
         T* out = output + token * output_stride;
-        float factors[num_heads];  // roots and divisions are slow one by one: first the squares,
-                                   // then those of all heads
+        // Square roots and divisions are slow one by one, so they are computed for all heads at
+        // once.
+        float factors[num_heads];
         for (int64_t head = 0; head < num_heads; head++)
             factors[head] = norm_weight ? mean_square(in + head * 2 * half, 2 * half) + eps : 1;
 #pragma omp simd
@@ -104,14 +105,15 @@ extern "C" void relu(T* x, int64_t num_tokens, int64_t size) {
 }
 
 struct Cut {
-    float logit;     // the lowest that stays
-    int64_t num;     // of the tokens from it on
-    float mass = 0;  // of these: the sum of their weights
+    float logit;     // the lowest logit that stays
+    int64_t num;     // number of tokens at or above it
+    float mass = 0;  // sum of their weights
 };
 
-// Where there may be fewer than max_num tokens above a logit that stays, of less mass than
-// max_mass; the highest stays anyway. As a quicksort that follows one side: in front of `values`
-// come those that stay. The first pivot leaves few of them above it.
+// Find the lowest logit that stays: fewer than max_num tokens, with less mass than max_mass, have
+// higher logits. The highest logit always stays. This is a quicksort that follows one side. Tokens
+// that stay are moved to the front of `values`. The first pivot is chosen so that few tokens are
+// above it.
 template <class Weigh>
 static Cut find_cut(float* values, int64_t num, float highest, int64_t max_num, float max_mass,
                     const Weigh& weigh) {
@@ -137,8 +139,8 @@ static Cut find_cut(float* values, int64_t num, float highest, int64_t max_num, 
     return cut;
 }
 
-// The logits in float, and -inf for the tokens of some rows that top-k, then top-p, then min-p take
-// away.
+// Write the logits as float. In some rows, tokens that top-k, then top-p, then min-p remove become
+// -inf.
 extern "C" void filter_logits(const T* logits, float* output, const int64_t* rows,
                               const float* temperatures, const int64_t* top_ks, const float* top_ps,
                               const float* min_ps, int64_t num_logits, int64_t vocab_size,
@@ -152,9 +154,8 @@ extern "C" void filter_logits(const T* logits, float* output, const int64_t* row
               highest = -INFINITY;
 #pragma omp simd reduction(max : highest)
         for (int64_t token = 0; token < vocab_size; token++) {
-            values[token] = row[token] == row[token]
-                                ? row[token]
-                                : -INFINITY;  // a NaN stays, and nothing is sorted by it
+            // NaN stays in `row` and does not take part in sorting.
+            values[token] = row[token] == row[token] ? row[token] : -INFINITY;
             highest = values[token] > highest ? values[token] : highest;
         }
         if (!std::isfinite(highest)) return;
@@ -176,11 +177,11 @@ extern "C" void filter_logits(const T* logits, float* output, const int64_t* row
     });
 }
 
-// The token with the highest logit + temperature * Gumbel noise per row, the first of equals; -1
-// where a logit is NaN. The noise is sampler.gumbel_noise, -log(-log(1 - uniform)): as -log(1 -
-// uniform) is above uniform, a token can only win if uniform < exp((logit - highest score so far) /
-// temperature). Hardly one in a thousand can, and needs logarithms; of the first tokens all can, so
-// that chunks begin small.
+// Find the token with the highest logit + temperature * Gumbel noise in each row, the first of
+// equals, or -1 if a logit is NaN. The noise is gumbel_noise of layers/noise.py, -log(-log(1 -
+// uniform)). Because -log(1 - uniform) exceeds uniform, a token can win only if uniform <
+// exp((logit - highest score so far) / temperature). Hardly one token in a thousand passes this
+// test and needs logarithms. All of the first tokens pass, so chunks begin small.
 extern "C" void sample(const T* logits, const int32_t* token_hashes, const int32_t* noise_keys,
                        const float* temperatures, int64_t* tokens, int64_t num_rows,
                        int64_t vocab_size) {
@@ -206,7 +207,7 @@ extern "C" void sample(const T* logits, const int32_t* token_hashes, const int32
                     uniforms[i] = int32_t(x) * (0x1p-31f * (1 - 0x1p-23f)) + 0x1p-33f;
                     float lead = (scores[i] - highest) * inverse;
                     can_win[i] =
-                        !(uniforms[i] > 1.01f * exponential(lead > 0 ? 0 : lead));  // NaN can
+                        !(uniforms[i] > 1.01f * exponential(lead > 0 ? 0 : lead));  // true for NaN
                     num_left += can_win[i];
                 }
             } else {

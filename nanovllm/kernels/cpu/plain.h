@@ -1,22 +1,21 @@
-// Rows of x times a panel with vectors, on any processor. The order of a sum does not depend on the
-// number of rows. Every BLOCK inputs are summed up on their own first, because one long sum would
-// round more.
+// Multiplies rows of x by a panel with vectors, on any processor. The order of a sum does not
+// depend on the number of rows. Every BLOCK inputs are summed separately, because one long sum
+// would round more.
 //
-// In float32 one instruction multiplies a vector of weights with one input. Where the processor
-// multiplies pairs of bfloat16, one instruction adds the products of two inputs and two weights to
-// each sum of a vector. Elsewhere 16-bit numbers are widened to float, and a vector of weights is
-// multiplied with a pair of inputs. This gives sums of even and of odd inputs side by side, which
-// are added to each other in the end. Few rows widen the weights as they read them. Many share
-// BLOCK inputs of the panel, widened once, into the first-level cache, and put in the order in
-// which they are read: [2 * WIDTH / TILE, BLOCK / 2, TILE], for the TILE numbers that VECTORS
-// vectors hold.
+// In float32 one instruction multiplies a vector of weights by one input. If the processor can
+// multiply pairs of bfloat16, one instruction adds the products of two inputs and two weights to
+// each sum of a vector. Otherwise 16-bit numbers are widened to float, and a vector of weights is
+// multiplied by a pair of inputs. The sums of even and odd inputs are then adjacent, and are added
+// at the end. For few rows, weights are widened as they are read. For many rows, BLOCK inputs of
+// the panel are widened once into the first-level cache, in the order in which they are read: [2 *
+// WIDTH / TILE, BLOCK / 2, TILE], where TILE numbers fill VECTORS vectors.
 #pragma once
 #include "common.h"
 
 #ifdef IN_PAIRS
 using Pair = int32_t;
 constexpr int64_t ROWS = 12,
-                  VECTORS = 2;  // of 32 registers, 24 hold sums, 2 weights and one a pair
+                  VECTORS = 2;  // of 32 registers, 24 hold sums, 2 weights and 1 a pair
 
 static Vector load_factors(const bfloat16* from) { return (Vector)_mm512_loadu_si512(from); }
 
@@ -30,7 +29,7 @@ using Pair = std::conditional_t<PAIR == 2, int64_t, int32_t>;
 constexpr int64_t VECTORS = std::min<int64_t>(4, PAIR* WIDTH / LANES),
                   ROWS = 24 / VECTORS;  // 24 of 32 registers hold sums
 #else
-constexpr int64_t ROWS = 6, VECTORS = 2;  // of 16 registers, 15
+constexpr int64_t ROWS = 6, VECTORS = 2;  // 15 of 16 registers are used
 #endif
 
 template <class Weight>
@@ -47,8 +46,8 @@ constexpr int64_t MIN_ROWS = round_up(64, ROWS), MAX_ROWS = 42 * ROWS, CACHED_BY
                   BLOCK = 256, FEW_TILES = 4;
 constexpr int64_t PER_VECTOR = sizeof(Vector) / sizeof(Factor),
                   ALL_VECTORS = PAIR * WIDTH / PER_VECTOR;
-constexpr int64_t TILE = VECTORS * PER_VECTOR,
-                  NUM_SUMS = ALL_VECTORS * LANES;  // of a row: WIDTH, or of even and odd inputs
+// Of a row: WIDTH, or twice that with separate sums of even and odd inputs.
+constexpr int64_t TILE = VECTORS * PER_VECTOR, NUM_SUMS = ALL_VECTORS * LANES;
 
 struct Tiles {
     static constexpr bool allowed = true;
@@ -66,17 +65,17 @@ class Rows {
 
 public:
     static constexpr int64_t NEXT_LINE =
-        LINE;  // from a LINE of a row to its next one, within a block
+        LINE;  // distance between adjacent lines of a row within a block
 
     void shape(int64_t num_rows_, int64_t in_features) {
         num_rows = num_rows_, depth = in_features,
         numbers = memory.get(num_rows * round_up(depth, BLOCK));
     }
 
-    // A row's inputs from `start` on, the first of a BLOCK.
+    // Return a row's inputs from `start`, the first input of a BLOCK.
     Factor* find(int64_t row, int64_t start) { return numbers + start * num_rows + row * BLOCK; }
 
-    // find_row(i): where row i lies.
+    // Copy the rows. find_row(i) returns a pointer to row i.
     template <class FindRow>
     void pack(const FindRow& find_row, int64_t num_rows_, int64_t in_features) {
         shape(num_rows_, in_features);
@@ -96,10 +95,10 @@ public:
         }
     }
 
-    void finish(int64_t) {}  // multiply() has done it
+    void finish(int64_t) {}  // multiply() has no deferred epilogue
 
-    // The sums of the rows from `first`, a multiple of ROWS, to `end`; with `is_added`, added to
-    // what is there.
+    // Store the sums of the rows from `first`, a multiple of ROWS, to `end`. With `is_added`, add
+    // them to `output`.
     void multiply(const T* panel, int64_t first, int64_t end, float* output, int64_t stride,
                   bool is_added) {
         if (NUM_SUMS == WIDTH) return sum_up(panel, first, end - first, output, stride, is_added);
@@ -108,7 +107,7 @@ public:
     }
 
 private:
-    // While a block of the panel is multiplied, the next one is fetched.
+    // While a block of the panel is multiplied, the next one is prefetched.
     void sum_up(const T* panel, int64_t first, int64_t num, float* output, int64_t stride,
                 bool is_added) {
         int64_t num_tiles = round_up(num, ROWS) / ROWS;
@@ -146,9 +145,9 @@ private:
                     *(Vector*)to = load_factors(panel + pair * PAIR * WIDTH + first + i);
     }
 
-    // M rows of x times `size` inputs of a panel, or of a widened block. Meanwhile a tile of
-    // num_tiles fetches its share of as many inputs of the panel from `next` on, a few lines at a
-    // time: a core has few places for lines on their way.
+    // Multiply M rows of x by `size` inputs of a panel or of a widened block. Meanwhile each of
+    // num_tiles tiles prefetches its share of as many inputs of the panel, from `next`, a few lines
+    // at a time, because a core can have few cache lines in flight.
     template <int M, class Weight>
     static void multiply_tile(const Factor* x, const Weight* weights, int64_t size, float* sums,
                               int64_t stride, bool is_added, const T* next, int64_t num_tiles) {
@@ -156,7 +155,8 @@ private:
         constexpr int V = M == 1   ? ALL_VECTORS
                           : M == 2 ? std::min(2 * VECTORS, ALL_VECTORS)
                                    : VECTORS;
-        int64_t due = 0;  // of the panel's lines, ALL_VECTORS * num_tiles each
+        // Prefetches that are due, in units of 1 / (ALL_VECTORS * num_tiles) lines.
+        int64_t due = 0;
         for (int64_t first = 0; first < ALL_VECTORS; first += V) {
             const Weight* from = weights + first * PER_VECTOR * (IS_PANEL ? 1 : size / PAIR);
             Vector tile[M][V] = {};
@@ -186,7 +186,7 @@ private:
         }
     }
 
-    // multiply_tile of 1 to M rows.
+    // Return multiply_tile for 1 to M rows.
     template <int M, class Weight>
     static MultiplyTile<Weight>* find_tile(int64_t num_rows, const Weight* weights) {
         if constexpr (M > 1)

@@ -1,25 +1,23 @@
-// Causal attention of several query tokens per sequence, as matrix products of tiles
-// (FlashAttention-2, Dao 2023).
+// Causal attention of queries of several tokens, as GEMMs of tiles (FlashAttention-2, Dao 2023).
 //
-// PIECE tokens of the context at a time become panels, of keys and of values, which QUERIES query
-// tokens share, some rows at a time: scores, weights and the sums of values stay in a core's cache.
-// A row keeps the highest score so far; where a piece brings a higher one, what the row has summed
-// up before is rescaled.
+// CONTEXT_TILE tokens of the context at a time are packed into panels of keys and of values.
+// QUERIES query tokens share them, some rows at a time, so that scores, weights and sums of values
+// stay in a core's cache. A row keeps the highest score so far. If a tile has a higher one, the
+// row's previous sums are rescaled.
 #pragma once
 #include <array>
 
 #include "gemm.h"
 
-constexpr int64_t QUERIES = 512, PIECE = 256, ROWS_AT_ONCE = round_up(32, ROWS);
-static_assert(PIECE <= BLOCK);  // so that a row of weights lies in one block
-constexpr int64_t STRIDE =
-    PIECE +
-    16;  // of scores: with a power of two, a tile's rows would meet in few lines of the cache
+constexpr int64_t QUERIES = 512, CONTEXT_TILE = 256, ROWS_AT_ONCE = round_up(32, ROWS);
+static_assert(CONTEXT_TILE <= BLOCK);  // a row of weights lies in one block
+// Of scores. With a power of two, the rows of a tile would compete for few sets of the cache.
+constexpr int64_t STRIDE = CONTEXT_TILE + 16;
 constexpr int64_t CHUNK =
-    std::max(LINE, 2 * LANES);  // of scores: whole lines of weights, and two vectors
-constexpr int64_t AHEAD = 8;    // tokens whose keys and values are fetched ahead
+    std::max(LINE, 2 * LANES);  // of scores: whole cache lines of weights, and two vectors
+constexpr int64_t AHEAD = 8;    // tokens whose keys and values are prefetched
 
-// Weights are powers of 2, or of e where they are not rounded to 16 bits afterwards.
+// Weights are powers of 2, or of e if they are not rounded to 16 bits afterwards.
 #ifdef T_IS_16_BITS
 constexpr float LOG2_BASE = LOG2_E;
 static Vector power(Vector x) { return power_of_two(x); }
@@ -28,8 +26,8 @@ constexpr float LOG2_BASE = 1;
 static Vector power(Vector x) { return exponential(x); }
 #endif
 
-// The queries of one KV head, with `tokens_before` them: each sees these, and of the queries itself
-// and those before it.
+// The queries of one KV head. Each attends to the `tokens_before` tokens before the queries, to the
+// queries before it, and to itself.
 class PrefixAttention {
     Buffer<T> key_memory, value_memory;
     Buffer<float> score_memory, output_memory;
@@ -40,11 +38,11 @@ class PrefixAttention {
     Rows queries, weights;
     int64_t padded_dim;
 
-    // Of `num_tokens` from `first` on, up to a whole panel.
+    // Pack `num_tokens` tokens from `first`, rounded up to a whole panel.
     void pack(const T* keys, const T* values, const int32_t* block_table, int64_t first,
               int64_t num_tokens, int64_t block_size, int64_t row_size, int64_t head_dim) {
-        auto find = [&](int64_t token) {  // its place in the cache; for those behind the end, the
-                                          // last one's
+        // The token's offset in the cache; behind the end, that of the last token.
+        auto find = [&](int64_t token) {
             int64_t position = first + std::min(token, num_tokens - 1);
             return (block_table[position / block_size] * block_size + position % block_size) *
                    row_size;
@@ -58,12 +56,13 @@ class PrefixAttention {
                     &key_panels[token / WIDTH * WIDTH * padded_dim + (token % WIDTH + i) * PAIR];
                 for (int64_t d = 0; d < head_dim; d += PAIR)
                     memcpy(to + d * WIDTH, keys + place + d, PAIR * sizeof(T));
-                // A weight of zero would not silence everything that could be behind the context.
+                // Slots behind the context can be NaN, which a weight of 0 would not remove.
                 value[i] = token + i < num_tokens ? values + place : zeros.data();
             }
             for (int64_t d = 0; d < head_dim; d += WIDTH)
                 interleave(value[0] + d, value[PAIR - 1] + d,
-                           &value_panels[d * PIECE + token * WIDTH], std::min(WIDTH, head_dim - d));
+                           &value_panels[d * CONTEXT_TILE + token * WIDTH],
+                           std::min(WIDTH, head_dim - d));
         }
     }
 
@@ -78,7 +77,7 @@ class PrefixAttention {
             uint32_t bits = left[i].bits | uint32_t(right[i].bits) << 16;
             memcpy(to + 2 * i, &bits, sizeof bits);
         };
-        if (size == WIDTH)  // a loop of a length that the compiler knows
+        if (size == WIDTH)  // the compiler knows this length
             for (int64_t i = 0; i < WIDTH; i++) pair(i);
         else
             for (int64_t i = 0; i < size; i++) pair(i);
@@ -91,31 +90,32 @@ public:
                 float scale) {
         int64_t num_rows = num_queries * group_size, context_len = tokens_before + num_queries;
         padded_dim = round_up(head_dim, WIDTH);
-        auto offset_of =
-            [&](int64_t row) {  // in query and output, where the other KV heads' rows lie between
-                return (row / group_size * num_kv_heads * group_size + row % group_size) * head_dim;
-            };
+        // Offset in query and output, where rows of other KV heads lie between.
+        auto offset_of = [&](int64_t row) {
+            return (row / group_size * num_kv_heads * group_size + row % group_size) * head_dim;
+        };
         zeros.assign(head_dim, T{});
-        key_panels = key_memory.get(PIECE * padded_dim),
-        value_panels = value_memory.get(PIECE * padded_dim);
-        if (head_dim < padded_dim)
-            std::fill_n(key_panels, PIECE * padded_dim, T{});  // what no pair is written to
+        key_panels = key_memory.get(CONTEXT_TILE * padded_dim),
+        value_panels = value_memory.get(CONTEXT_TILE * padded_dim);
+        // The padding, which is not written below.
+        if (head_dim < padded_dim) std::fill_n(key_panels, CONTEXT_TILE * padded_dim, T{});
         scores = score_memory.get(ROWS_AT_ONCE * STRIDE);
         outputs = output_memory.get((num_rows + ROWS_AT_ONCE) * padded_dim);
         highest.assign(num_rows, -FLT_MAX);
         totals.assign(num_rows, 0);
 
         queries.pack([&](int64_t row) { return query + offset_of(row); }, num_rows, head_dim);
-        for (int64_t first = 0; first < context_len; first += PIECE) {
-            int64_t num_tokens = std::min(PIECE, context_len - first);
+        for (int64_t first = 0; first < context_len; first += CONTEXT_TILE) {
+            int64_t num_tokens = std::min(CONTEXT_TILE, context_len - first);
             pack(keys, values, block_table, first, num_tokens, block_size, num_kv_heads * head_dim,
                  head_dim);
-            auto find_visible = [&](int64_t row) {  // tokens of this piece
+            // Number of tokens of this tile that a row attends to.
+            auto find_visible = [&](int64_t row) {
                 return std::clamp<int64_t>(tokens_before + row / group_size + 1 - first, 0,
                                            num_tokens);
             };
-            int64_t first_row =
-                std::max<int64_t>(0, first - tokens_before) * group_size;  // to see any of them
+            // The first row that attends to any of them.
+            int64_t first_row = std::max<int64_t>(0, first - tokens_before) * group_size;
             first_row -= first_row % ROWS_AT_ONCE;
             for (int64_t start = first_row; start < num_rows; start += ROWS_AT_ONCE) {
                 int64_t size = std::min(ROWS_AT_ONCE, num_rows - start),
@@ -130,7 +130,7 @@ public:
                 weigh(size, end, scale * LOG2_BASE, &highest[start], &totals[start],
                       first > 0 ? &outputs[start * padded_dim] : nullptr);
                 for (int64_t panel = 0; panel < head_dim; panel += WIDTH)
-                    weights.multiply(&value_panels[panel * PIECE], 0, size,
+                    weights.multiply(&value_panels[panel * CONTEXT_TILE], 0, size,
                                      &outputs[start * padded_dim + panel], padded_dim, first > 0);
             }
         }
@@ -144,8 +144,8 @@ public:
     }
 
 private:
-    // Turns scores up to `end` into weights: power(scale * (score - the highest)). Where a row's
-    // highest so far is exceeded, its `sums` so far, if there are any, shrink.
+    // Turn scores up to `end` into weights, power(scale * (score - highest)). If a row's highest
+    // score so far is exceeded, rescale its `sums`, if there are any.
     void weigh(int64_t num_rows, int64_t end, float scale, float* highest, float* totals,
                float* sums) {
         float bases[ROWS_AT_ONCE], shrinks[round_up(ROWS_AT_ONCE, LANES)] = {};

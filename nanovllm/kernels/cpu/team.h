@@ -1,10 +1,11 @@
-// How threads share the work of a call. They form a team, and go through the call side by side: of
-// each piece of work they take tasks as long as there are any, and go on when all are done.
+// Shares the work of a call among threads. The threads form a team and run through the call side by
+// side. In each parallel section they take tasks until none is left, and continue when all tasks
+// are done.
 //
-// A thread that is not running, since other processes use its core, is missed while it holds a
-// task, and in the end, where OpenMP waits for every thread. Who waits for a task spins for a
-// moment and then sleeps: an idle core is what makes the system move a thread there. OpenMP's
-// threads spin for long, and take the core from those that work: see Size.
+// A thread can lose its core to another process. The others wait for it only if it holds a task,
+// and at the end of the call, where OpenMP waits for every thread. A waiting thread spins briefly
+// and then sleeps, because an idle core is what makes the system move a thread there. OpenMP's own
+// threads spin for long and can take the core from working threads. `Size` reacts to this.
 #pragma once
 #include <atomic>
 #include <ctime>
@@ -20,16 +21,17 @@ static int omp_get_num_threads() { return 1; }
 static int omp_get_thread_num() { return 0; }
 #endif
 
-constexpr int64_t SERIAL = 1 << 14;  // numbers that one thread turns faster than others wake up
+// Work on fewer numbers is done by one thread, because waking others takes longer.
+constexpr int64_t SERIAL = 1 << 14;
 
-// How many threads a team has: as many as torch, unless other processes use the cores. If the
-// caller then loses a quarter of its time, off its core or waiting for the team's threads, which
-// are off theirs, the team goes on with a thread less. If it loses nothing, it tries one more, the
-// later the more often that has failed.
+// The number of threads of a team: as many as torch has, unless other processes use the cores. If
+// the caller loses a quarter of its time, off its core or waiting for threads that are off theirs,
+// the team gets one thread less. If it loses nothing, the team tries one more. Each failure makes
+// the next attempt later.
 class Size {
-    static constexpr double SAMPLE = 0.001;  // seconds between two calls that are looked at
-    static constexpr double WINDOW = 0.2;  // seconds of such calls, after which the size may change
-    static constexpr int64_t LONGEST_WAIT = 32;  // windows
+    static constexpr double SAMPLE = 0.001;  // seconds between two calls that are measured
+    static constexpr double WINDOW = 0.2;    // seconds of measured calls until the size can change
+    static constexpr int64_t LONGEST_WAIT = 32;  // in windows
     int64_t most = 0, num_threads = 0, num_calm = 0, wait = 1;
     double start = 0, end = 0, cpu_time = 0, measured = 0, lost = 0;
     bool is_sampled = false;
@@ -41,7 +43,7 @@ class Size {
     }
 
 public:
-    static Size& get() {  // the calling thread's
+    static Size& get() {  // of the calling thread
         static thread_local Size size;
         return size;
     }
@@ -51,40 +53,46 @@ public:
         return num_threads;
     }
 
-    // A call of one thread tells nothing, and must not stand for the next one.
+    // A call with one thread says nothing about sharing and is not measured.
     void begin(bool is_shared) {
         start = read(CLOCK_MONOTONIC);
         is_sampled = is_shared && most > 1 && start - end > SAMPLE;
         if (is_sampled) cpu_time = -read(CLOCK_THREAD_CPUTIME_ID);
     }
 
-    // The caller has done its share of the work. If it waits for others now, it may do so spinning.
+    // The caller has finished its share. From here on it may spin while it waits for others.
     void leave() {
         if (is_sampled) cpu_time += read(CLOCK_THREAD_CPUTIME_ID);
     }
 
     void finish() {
         if (!is_sampled) return;
-        end = read(CLOCK_MONOTONIC), measured += end - start, lost += end - start - cpu_time;
+        end = read(CLOCK_MONOTONIC);
+        measured += end - start;
+        lost += end - start - cpu_time;
         if (measured < WINDOW) return;
-        if (lost > measured / 4)
-            num_threads = std::max<int64_t>(num_threads - 1, 1),
-            wait = std::min(4 * wait, LONGEST_WAIT), num_calm = 0,
-            measured = lost = 0;  // with more threads: it tells nothing about fewer
-        else if (++num_calm >= wait)
-            num_threads = std::min(num_threads + 1, most), wait = std::max<int64_t>(wait / 2, 1),
+        if (lost > measured / 4) {
+            num_threads = std::max<int64_t>(num_threads - 1, 1);
+            wait = std::min(4 * wait, LONGEST_WAIT);
             num_calm = 0;
-        measured /= 2, lost /= 2;  // what came before counts too: one bad moment is not enough
+            measured = lost = 0;  // measurements with more threads say nothing about fewer
+        } else if (++num_calm >= wait) {
+            num_threads = std::min(num_threads + 1, most);
+            wait = std::max<int64_t>(wait / 2, 1);
+            num_calm = 0;
+        }
+        measured /= 2;  // the past counts half, because one slow moment is not enough
+        lost /= 2;
     }
 };
 
 class Team {
     static constexpr int64_t SPINS = 2000;
-    alignas(64) std::atomic<int64_t> num_taken;  // of the call's tasks
+    alignas(64) std::atomic<int64_t> num_taken;  // tasks of the call
     alignas(64) std::atomic<int64_t> num_done;
-    static inline thread_local Team* current =
-        nullptr;                             // what this thread belongs to during a call
-    static inline thread_local int64_t end;  // of the tasks that it has come to
+    static inline thread_local Team* current = nullptr;  // the team of this thread during a call
+    // Number of the call's tasks up to this parallel section.
+    static inline thread_local int64_t end;
 
     static Team& own() {
         static thread_local Team team;
@@ -97,8 +105,8 @@ public:
 
     static Team& get() { return *current; }
 
-    // work() on the threads of a team: of a new one, or, in one already, on this thread as on all
-    // the others.
+    // Run work() on the threads of a new team. Within a team, run it on this thread, as all others
+    // do.
     template <class Work>
     static void form(bool is_worth_it, const Work& work) {
         if (current) return work();
@@ -116,7 +124,7 @@ public:
         size.finish();
     }
 
-    // work() within a task: what it shares is done by this thread.
+    // Run work() within a task. This thread computes everything that it shares.
     template <class Work>
     static void work_alone(const Work& work) {
         static thread_local Team alone;
@@ -127,7 +135,7 @@ public:
         std::tie(current, end, num_threads) = outer;
     }
 
-    // task(i) for every i below num_tasks, on whatever thread of the team.
+    // Run task(i) for every i below num_tasks, on any thread of the team.
     template <class Task>
     void share(int64_t num_tasks, const Task& task) {
         int64_t first = end, num = 0;
@@ -153,7 +161,7 @@ private:
     }
 };
 
-// task(i) for every i below `num`, of which each turns `size` numbers.
+// Run task(i) for every i below `num`. A task processes `size` numbers.
 template <class Task>
 static void parallel_for(int64_t num, int64_t size, const Task& task) {
     int64_t at_once = std::max<int64_t>(1, SERIAL / 2 / size);
