@@ -607,7 +607,11 @@ def test_moe_refusals(
             "experts.6.up_proj",
             "repeated tensors: .*experts.6.up_proj.weight; .*experts.3.up_proj.weight",
         ),
-        ("gate", "gate.e_score_correction_bias", "repeated tensors: .*gate.e_score_correction_bias"),
+        (
+            "gate",
+            "gate.e_score_correction_bias",
+            "repeated tensors: .*gate.e_score_correction_bias",
+        ),
     ],
 )
 def test_moe_tensors_that_do_not_fit(

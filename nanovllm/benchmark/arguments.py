@@ -1,0 +1,143 @@
+"""The command line of bench.py, and what it asks for."""
+
+import argparse
+import ast
+import math
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm import SamplingParams
+from nanovllm.benchmark.engines import ENGINES, Setting
+from nanovllm.benchmark.shapes import ON_CPU, ON_GPU, SHAPES
+from nanovllm.config import Config
+from nanovllm.models.checkpoint import find_checkpoint, read_config
+
+
+def integer(low: int, high: float = 10**6) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        if not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text} is out of range: use {low} to {high}")
+        return int(text)
+
+    return integer
+
+
+def option(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Measure the throughput of nanovllm, transformers and vLLM on random prompts.",
+        epilog=(
+            "Default on a GPU: nano-vLLM's workload (qwen3-0.6b, 256 requests, 100 to 1024 prompt"
+            " tokens, 100 to 1024 output tokens). Default on a CPU: less than a minute (small, 32"
+            " requests, 32 to 256 prompt tokens, 32 to 256 output tokens)."
+        ),
+    )
+    add = parser.add_argument
+    shapes = ", ".join(SHAPES)
+    bounds: dict[str, Any] = {"type": integer(1), "nargs": 2, "metavar": ("LO", "HI")}
+    dtypes = ["auto", "float32", "bfloat16", "float16"]
+    add(
+        "--model",
+        help=f"checkpoint directory, Hub id, or a shape with random weights: {shapes}",
+    )
+    add("--num-seqs", type=integer(1), metavar="N", help="number of requests")
+    add("--input-len", help="prompt tokens per request, without the shared prefix", **bounds)
+    add("--output-len", help="output tokens per request", **bounds)
+    add("--shared-prefix", type=integer(0), default=0, metavar="N", help="tokens that all share")
+    add("--repeat", type=integer(1), default=1, metavar="N", help="runs per engine (default: 1)")
+    add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6)")
+    add(
+        "--seed", type=integer(0, math.inf), default=0, help="of lengths, ids, samples (default: 0)"
+    )
+    add("--dtype", default="auto", choices=dtypes, help="default: auto, the checkpoint's")
+    add(
+        "--engine",
+        nargs="+",
+        default=["nanovllm"],
+        choices=list(ENGINES),
+        help="engines to compare, which divide the GPU's memory equally (default: nanovllm)",
+    )
+    add(
+        "--batch-size",
+        type=integer(1),
+        metavar="N",
+        help="batch size of transformers, to be lowered if memory runs out (default: all requests)",
+    )
+    add(
+        "--set",
+        type=option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="option of nanovllm's LLM, can be repeated",
+    )
+    add("--json", action="store_true", help="print one line of JSON, everything else on stderr")
+    parser.set_defaults(**(ON_GPU if torch.cuda.is_available() else ON_CPU))
+    return parser
+
+
+def find_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of nanovllm's LLM.
+
+    Raises ValueError or TypeError for invalid arguments.
+    """
+    for name, (low, high) in (("--input-len", args.input_len), ("--output-len", args.output_len)):
+        if low > high:
+            raise ValueError(f"{name} {low} {high}: LO exceeds HI")
+    if args.batch_size and "transformers" not in args.engine:
+        raise ValueError("--batch-size needs --engine transformers")
+    if "vllm" in args.engine and find_spec("vllm") is None:
+        raise ValueError("--engine vllm: the package vllm is not installed")
+    longest_prompt = args.shared_prefix + args.input_len[1]
+    longest = longest_prompt + args.output_len[1]
+    options = {
+        "dtype": args.dtype,
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "seed": args.seed,
+        "load_format": "dummy" if args.model in SHAPES else "auto",
+        "max_model_len": longest,
+        "gpu_memory_utilization": 0.9 / len(set(args.engine)),
+        **{name: value for name, value in args.set if value != "auto"},
+    }
+    config = Config.from_options(args.model, **options)
+    SamplingParams(temperature=args.temperature)
+    if (config.max_model_len or 0) < longest:
+        raise ValueError(
+            f"--set max_model_len={config.max_model_len}: the longest request has {longest}"
+            " tokens, raise it"
+        )
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < longest_prompt:
+        raise ValueError(
+            f"--set enable_chunked_prefill=False: the longest prompt has {longest_prompt} tokens,"
+            f" add --set max_num_batched_tokens={longest_prompt}"
+        )
+    return options
+
+
+def make_setting(args: argparse.Namespace, scratch: str) -> Setting:
+    """Find the checkpoint, or write the config of a built-in shape to `scratch`.
+
+    Raises ValueError, TypeError or OSError for invalid arguments.
+    """
+    options = find_options(args)
+    model = scratch
+    if args.model in SHAPES:
+        SHAPES[args.model].save_pretrained(scratch)
+    else:
+        model = str(find_checkpoint(args.model))
+    hf_config = read_config(Path(model))
+    if options["dtype"] == "auto":
+        options["dtype"] = str(hf_config.dtype or torch.float32).removeprefix("torch.")
+    batch_size = args.batch_size or args.num_seqs
+    return Setting(model, hf_config, options, args.temperature, batch_size)

@@ -1,0 +1,174 @@
+"""The engines that bench.py can time: nanovllm, transformers and vLLM."""
+
+import atexit
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.models.checkpoint import LOCAL
+
+# Options that mean the same in vLLM.
+_OPTIONS_OF_VLLM = (
+    "dtype",
+    "seed",
+    "load_format",
+    "tensor_parallel_size",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "gpu_memory_utilization",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "enforce_eager",
+)
+
+
+class Request(NamedTuple):
+    prompt: list[int]
+    num_tokens: int  # to generate
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all engines are made from."""
+
+    model: str  # a checkpoint directory
+    hf_config: PretrainedConfig
+    options: dict[str, Any]  # of nanovllm's LLM
+    temperature: float
+    batch_size: int  # of transformers
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.options["device"])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.options["dtype"])
+
+
+class Engine(Protocol):
+    """An engine that can be timed."""
+
+    description: str
+    stats: dict[str, int]  # of the last run
+
+    def run(self, requests: list[Request]) -> list[list[int]]:
+        """Return the generated token ids of each request."""
+
+
+class NanoVLLM(Engine):
+    def __init__(self, setting: Setting) -> None:
+        self.llm = LLM(setting.model, **setting.options)
+        atexit.register(self.llm.exit)
+        self.temperature = setting.temperature
+        self.stats = {}
+        backend = self.llm.model_runner.executor.worker.backend.NAME
+        num_blocks = self.llm.stats["num_blocks"]
+        self.description = f"attention backend {backend}, {num_blocks} KV cache blocks"
+
+    def run(self, requests: list[Request]) -> list[list[int]]:
+        make_params = partial(SamplingParams, temperature=self.temperature, ignore_eos=True)
+        params = [make_params(max_tokens=request.num_tokens) for request in requests]
+        prompts = [request.prompt for request in requests]
+        before = self.llm.stats
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        after = self.llm.stats
+        self.stats = {
+            "num_cached_tokens": after["num_cached_tokens"] - before["num_cached_tokens"],
+            "num_preemptions": after["num_preemptions"] - before["num_preemptions"],
+        }
+        return [output["token_ids"] for output in outputs]
+
+
+class Transformers(Engine):
+    """Runs static batches of requests with similar output lengths.
+
+    A batch ends with its longest output.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        torch.manual_seed(setting.options["seed"] % 2**64)
+        self.stats = {}
+        self.device = setting.device
+        self.batch_size = setting.batch_size
+        options = {"dtype": setting.dtype, "attn_implementation": "sdpa"}
+        if setting.options["load_format"] == "dummy":
+            with self.device:
+                self.model = AutoModelForCausalLM.from_config(
+                    setting.hf_config, trust_remote_code=False, **options
+                )
+        else:
+            self.model = AutoModelForCausalLM.from_pretrained(setting.model, **LOCAL, **options)
+            self.model.to(self.device)
+        self.model.eval()
+        # This replaces the checkpoint's own, which can have an EOS and a top-k. The default of
+        # top_k is 50.
+        sampling: dict[str, Any] = {}
+        if setting.temperature > 0:
+            sampling = {"do_sample": True, "temperature": setting.temperature, "top_k": 0}
+        self.model.generation_config = GenerationConfig(pad_token_id=0, **sampling)
+        self.description = f"sdpa attention, static batches of {self.batch_size}"
+
+    @torch.inference_mode()
+    def run(self, requests: list[Request]) -> list[list[int]]:
+        outputs: list[list[int]] = [[] for _ in requests]
+        order = list(range(len(requests)))
+        order.sort(key=lambda i: (requests[i].num_tokens, len(requests[i].prompt)))
+        for start in range(0, len(order), self.batch_size):
+            batch = order[start : start + self.batch_size]
+            generated = self._run_batch([requests[i] for i in batch])
+            for i, token_ids in zip(batch, generated):
+                outputs[i] = token_ids[: requests[i].num_tokens]
+        return outputs
+
+    def _run_batch(self, requests: list[Request]) -> list[list[int]]:
+        lengths = torch.tensor([len(request.prompt) for request in requests], device=self.device)
+        width = int(lengths.max())
+        padded = [[0] * (width - len(prompt)) + prompt for prompt, _ in requests]
+        input_ids = torch.tensor(padded, device=self.device)  # [batch_size, width], padded left
+        positions = torch.arange(width, device=self.device)
+        mask = (positions >= width - lengths[:, None]).long()
+        longest = max(request.num_tokens for request in requests)
+        output = self.model.generate(input_ids, attention_mask=mask, max_new_tokens=longest)
+        return output[:, width:].tolist()
+
+
+class VLLM(Engine):
+    description = "vLLM's defaults for all other options"
+
+    def __init__(self, setting: Setting) -> None:
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+        import vllm
+
+        options: dict[str, Any] = {}
+        for name in _OPTIONS_OF_VLLM:
+            if name in setting.options:
+                options[name] = setting.options[name]
+        self.llm = vllm.LLM(model=setting.model, skip_tokenizer_init=True, **options)
+        self.stats = {}
+        self.make_params = partial(
+            vllm.SamplingParams,
+            temperature=setting.temperature,
+            ignore_eos=True,
+            detokenize=False,
+        )
+
+    def run(self, requests: list[Request]) -> list[list[int]]:
+        params = [self.make_params(max_tokens=request.num_tokens) for request in requests]
+        prompts = [{"prompt_token_ids": request.prompt} for request in requests]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+ENGINES: dict[str, Callable[[Setting], Engine]] = {
+    "nanovllm": NanoVLLM,
+    "transformers": Transformers,
+    "vllm": VLLM,
+}

@@ -1,0 +1,159 @@
+"""The roofline of a machine (Williams et al. 2009): the minimum time for a workload.
+
+It is the necessary memory traffic and FLOPs divided by peak rates, which are measured, not taken
+from a data sheet.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.benchmark import Timer
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from nanovllm.benchmark.engines import Request
+
+NOTE = "above 100% (null in JSON), caches or kernels are faster than the measured peak rates"
+
+
+class PeakRates(NamedTuple):
+    bytes_per_second: float
+    flops_per_second: float
+    matmul_dtype: str  # of the GEMMs that were measured
+
+    def __str__(self) -> str:
+        bandwidth = f"{self.bytes_per_second / 1e9:.4g} GB/s"
+        return f"{bandwidth} and {self.flops_per_second / 1e12:.4g} TFLOP/s in {self.matmul_dtype}"
+
+
+def measure_peak_rates(device: torch.device, dtype: torch.dtype) -> PeakRates:
+    """Measure memory bandwidth and GEMMs, for a model in `dtype`.
+
+    Bandwidth is that of large copies on a GPU, and of large reductions, which only read, on a CPU.
+    """
+    source = torch.rand(1 << 26, device=device)  # 256 MiB, more than a cache holds
+    if device.type == "cuda":
+        num_bytes = 2 * source.nbytes
+        seconds = time_best("target.copy_(source)", 0.3, source=source, target=source.clone())
+    else:
+        num_bytes = source.nbytes
+        seconds = time_best("source.max()", 0.3, source=source)
+    flops_per_second, matmul_dtype = find_matmul_rate(device, dtype)
+    name = str(matmul_dtype).removeprefix("torch.")
+    return PeakRates(num_bytes / seconds, flops_per_second, name)
+
+
+def find_matmul_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, torch.dtype]:
+    """Return the highest FLOP/s of GEMMs for a model in `dtype`, and the dtype that has it.
+
+    A CPU may multiply float32 numbers faster than 16-bit ones. Without instructions for bfloat16 or
+    float16, torch is about a hundred times slower in these, and a large GEMM takes seconds. Small
+    GEMMs therefore decide which dtypes are worth a large one. They run on one thread, because on a
+    busy machine threads wait for each other longer than a small GEMM takes.
+    """
+    if device.type == "cuda":
+        return measure_matmul(device, dtype, side=8192, min_seconds=0.3), dtype
+    small_rates: dict[torch.dtype, float] = {}
+    for each in (dtype, torch.float32):
+        small_rates[each] = measure_matmul(device, each, 128, 0.05, num_threads=1)
+    highest = max(small_rates.values())
+    rates: dict[torch.dtype, float] = {}
+    for each, small_rate in small_rates.items():
+        if small_rate >= highest / 4:
+            rates[each] = measure_matmul(device, each, side=1024, min_seconds=0.3)
+    best = max(rates, key=lambda each: rates[each])
+    return rates[best], best
+
+
+def measure_matmul(
+    device: torch.device,
+    dtype: torch.dtype,
+    side: int,
+    min_seconds: float,
+    num_threads: int | None = None,
+) -> float:
+    """Measure the best FLOP/s of GEMMs with matrices of `side` rows and columns."""
+    left, right = torch.randn(2, side, side, device=device).to(dtype)
+    seconds = time_best("left @ right", min_seconds, num_threads, left=left, right=right)
+    return 2 * side**3 / seconds
+
+
+def time_best(
+    statement: str, min_seconds: float, num_threads: int | None = None, **tensors: Tensor
+) -> float:
+    """Time `statement` repeatedly for at least `min_seconds`. Return the shortest time in seconds.
+
+    The statement runs on `num_threads` threads, by default on all that torch uses.
+    """
+    timer = Timer(statement, globals=tensors, num_threads=num_threads or torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=min_seconds).times)
+
+
+def find_roofline_fraction(roofline_seconds: float, seconds: float) -> float | None:
+    """Return the fraction of the roofline that was reached, or None if it exceeds 1."""
+    return roofline_seconds / seconds if roofline_seconds <= seconds else None
+
+
+class ModelSizes(NamedTuple):
+    matrices: int  # weights of all linear layers but the output head that a token meets
+    head: int  # weights of the output head
+    attention: int  # FLOPs for each pair of a query token and a context token
+    key_value: int  # numbers of K/V for each token
+
+
+def find_sizes(config: PretrainedConfig) -> ModelSizes:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    head = model.get_output_embeddings().weight.numel()
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    matrices = sum(linear.weight.numel() for linear in linears) - head
+    experts = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 3)
+    if experts:
+        matrices += experts * config.num_experts_per_tok // config.num_experts
+    num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return ModelSizes(
+        matrices=matrices,
+        head=head,
+        attention=2 * 2 * num_layers * num_heads * head_dim,  # query * key, weight * value
+        key_value=2 * num_layers * num_kv_heads * head_dim,
+    )
+
+
+def compute_roofline_seconds(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    requests: list[Request],
+    shared_prefix: int,
+    peak: PeakRates,
+) -> float:
+    """Compute the minimum seconds for `requests`: one prefill, then the fewest decode steps.
+
+        prefill        2 * matrices * tokens + 2 * head * prompts
+                       + attention * n^2 / 2 for each prompt of n tokens, in FLOPs
+        decode step i  of the requests with more than i output tokens, whose contexts have i tokens
+                       more than their prompts:
+                       2 * (matrices + head) * sequences + attention * context tokens, in FLOPs
+                       matrices + head + key_value * context tokens, in numbers to read
+
+    A prefill is bound by FLOPs, a decode step by FLOPs or by bandwidth, whichever takes longer. A
+    shared prefix counts once.
+    """
+    sizes = find_sizes(config)
+    num_repeats = len(requests) - 1
+    lengths = [len(request.prompt) for request in requests]
+    num_tokens = sum(lengths) - shared_prefix * num_repeats
+    num_pairs = (sum(n**2 for n in lengths) - shared_prefix**2 * num_repeats) / 2
+    flops: float = 2 * sizes.matrices * num_tokens + 2 * sizes.head * len(requests)
+    flops += sizes.attention * num_pairs
+    seconds = flops / peak.flops_per_second
+    num_weights = sizes.matrices + sizes.head
+    for step in range(1, max(request.num_tokens for request in requests)):
+        running = [request for request in requests if request.num_tokens > step]
+        num_context_tokens = sum(len(request.prompt) + step for request in running)
+        flops = 2 * num_weights * len(running) + sizes.attention * num_context_tokens
+        num_read_tokens = num_context_tokens - shared_prefix * (len(running) - 1)
+        num_bytes = (num_weights + sizes.key_value * num_read_tokens) * dtype.itemsize
+        seconds += max(flops / peak.flops_per_second, num_bytes / peak.bytes_per_second)
+    return seconds

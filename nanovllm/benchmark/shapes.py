@@ -1,0 +1,81 @@
+"""Built-in model shapes, run with random weights, and the default workloads."""
+
+from functools import partial
+from typing import Any
+
+from transformers import LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+_qwen3 = partial(
+    Qwen3Config, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True, dtype="bfloat16"
+)
+SHAPES: dict[str, PretrainedConfig] = {
+    "qwen3-0.6b": _qwen3(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+    ),
+    "small": _qwen3(
+        vocab_size=32000,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=4096,
+    ),
+    "llama-3.2-1b": LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rope_parameters={
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "rope_theta": 5e5,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
+    "opt-125m": OPTConfig(architectures=["OPTForCausalLM"], dtype="bfloat16"),
+    # 1/25 of Qwen3-30B-A3B: 1.0 billion parameters, 0.2 billion active per token.
+    "qwen3-moe": Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        vocab_size=32000,
+        hidden_size=1024,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        moe_intermediate_size=384,
+        num_experts=64,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+    ),
+}
+ON_GPU: dict[str, Any] = {  # nano-vLLM's workload
+    "model": "qwen3-0.6b",
+    "num_seqs": 256,
+    "input_len": [100, 1024],
+    "output_len": [100, 1024],
+}
+ON_CPU: dict[str, Any] = {
+    "model": "small",
+    "num_seqs": 32,
+    "input_len": [32, 256],
+    "output_len": [32, 256],
+}
