@@ -1,13 +1,16 @@
-"""Make the demo model: a Qwen3 checkpoint small enough to ship, and good enough to show when an engine computes nonsense.
+"""Train the demo model: a Qwen3 checkpoint that is small enough to ship and accurate enough that
+an error in the engine shows in its answers.
 
-Text, tokenizer and weights all come from this file. Every skill is one function that draws a question and its only right
-answer; a training row is a chat of such turns, half of the time after a system prompt, with loss on the answers alone.
-15% of the values (pairs of numbers, words, ...) and the last two wordings of every skill are never trained on.
+Text, tokenizer and weights all come from this file. A skill is one function that draws a question
+and its only correct answer. A training row is a chat of such turns, half of them after a system
+prompt, with loss on the answers only. 15% of the values (pairs of numbers, words, ...) and the
+last two wordings of every skill are held out.
 
-    python -m nanovllm.demo_model.train            # writes config, tokenizer and weights beside this file
+    python -m nanovllm.demo_model.train      # writes config, tokenizer and weights beside this file
 
-takes 40 minutes on one core. Exact greedy answers in percent of 200 per column, on single turns, from the saved weights in
-bfloat16 (float32 differs by 0.5 at most); every column has unseen values, and the third a system prompt never trained on:
+Training takes 40 minutes on one core. The table shows the percentage of exact greedy answers, for
+200 single turns per cell, in bfloat16 (float32 differs by at most 0.5). All columns use held-out
+values. The third column also uses held-out system prompts.
 
     skill           known wording   new wording   system prompt
     introduction            100.0          98.5           100.0
@@ -100,20 +103,20 @@ class Example(NamedTuple):
 
 
 class Draw:
-    """The random choices behind one example, either from the trained side or from the held-out side."""
+    """The random choices of one example, from the trained or from the held-out values."""
 
     def __init__(self, rng: random.Random, unseen_values: bool = False, unseen_wordings: bool = False) -> None:
         self.rng, self.unseen_values, self.unseen_wordings = rng, unseen_values, unseen_wordings
 
     def value(self, sample: Callable[[random.Random], T]) -> T:
-        """Sample until the value is on this side: a hash holds out 15% of all values."""
+        """Sample until the value is on this side. A hash holds out 15% of all values."""
         while True:
             value = sample(self.rng)
             if (zlib.crc32(repr(value).encode()) % 100 < 15) == self.unseen_values:
                 return value
 
     def pair(self, limit: int) -> list[int]:
-        """Two numbers below `limit`; (a, b) and (b, a) are on the same side."""
+        """Draw two numbers below `limit`. (a, b) and (b, a) are on the same side."""
         return self.rng.sample(self.value(lambda rng: sorted(rng.choices(range(limit), k=2))), 2)
 
     def wording(self, *wordings: str) -> str:
@@ -154,7 +157,7 @@ def addition(draw: Draw) -> Example:
 
 def backwards(draw: Draw) -> Example:
     def letters(rng: random.Random) -> str:
-        """A word, the head of one glued to the tail of another, or plain letters: to learn spelling rather than words."""
+        """Draw a word, a combination of two words, or random letters, to teach spelling, not words."""
         head, tail = rng.choice(WORDS)[: rng.randint(1, 4)], rng.choice(WORDS)[-rng.randint(2, 5) :]
         noise = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 9)))
         return rng.choice((rng.choice(WORDS), head + tail, noise))
@@ -185,7 +188,7 @@ def counting(draw: Draw) -> Example:
 
 
 def neighbour(draw: Draw, kind: str, names: list[str], index: int) -> Example:
-    """What comes after or before `names[index]` in a cycle."""
+    """Return the name after or before `names[index]` in a cycle."""
     side, step = draw.rng.choice((("after", 1), ("before", -1)))
     return Example(draw.wording(
         "What {kind} comes {side} {name}?", "Which {kind} comes {side} {name}?", "What {kind} is {side} {name}?",
@@ -248,7 +251,7 @@ def greeting(draw: Draw) -> Example:
 
 
 def unknown(draw: Draw) -> Example:
-    """Anything else, near misses of the other skills included."""
+    """A question about anything else, including questions close to other skills."""
     rng = draw.rng
     word, other = draw.value(lambda rng: rng.choice(WORDS)), rng.choice(WORDS)
     salad = [rng.choice("What Why How Who When Where Which Is Do Can Explain Write Give Find Make Tell Show The".split())]
@@ -279,7 +282,7 @@ SHARES = {"addition": 7, "backwards": 8, "counting": 5, "unknown": 4, "compariso
 
 
 def reword(rng: random.Random, question: str) -> str:
-    """What users do to any question: courtesy, capitals, punctuation."""
+    """Vary a question as users do: courtesy, capitals, punctuation."""
     if rng.random() < 0.2:
         prefix = rng.choice((
             "Please", "please", "Hi!", "Now", "So,", "Hey,", "OK,", "Question:", "Tell me:", "Can you tell me:",
@@ -299,7 +302,7 @@ def system_prompt(rng: random.Random) -> str:
 
 
 def held_out(skill: str, count: int, seed: int = 1, unseen_wordings: bool = False) -> Iterator[Example]:
-    """Examples whose values (where a skill has more than a few) and, optionally, wordings were never trained on."""
+    """Draw examples with held-out values and, optionally, held-out wordings."""
     rng = random.Random(f"{skill} {seed}")
     for _ in range(count):
         question, answer = SKILLS[skill](Draw(rng, unseen_values=True, unseen_wordings=unseen_wordings))
@@ -313,7 +316,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(rng: random.Random, vocab_size: int) -> Tokenizer:
-    """Byte-level BPE; every digit is a token, and so is the punctuation between two numbers."""
+    """Train byte-level BPE. Every digit is a token, as is the punctuation between two numbers."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -348,7 +351,7 @@ def encode_turn(tokenizer: Tokenizer, question: str, answer: str) -> Row:
 
 
 def conversation(rng: random.Random, tokenizer: Tokenizer, length: int) -> Row:
-    """A chat of at most `length` tokens, half of the time with a system prompt."""
+    """Draw a chat of at most `length` tokens, half of the time with a system prompt."""
     names, shares = list(SKILLS), [SHARES.get(name, 1) for name in SKILLS]
     ids, labels = encode_system(tokenizer, system_prompt(rng)) if rng.random() < 0.5 else ([], [])
     if len(ids) > length // 2:
@@ -364,7 +367,7 @@ def conversation(rng: random.Random, tokenizer: Tokenizer, length: int) -> Row:
 
 
 def collate(rows: list[Row], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded ids and next-token labels, both [num_rows, longest row]."""
+    """Return right-padded ids and next-token labels, both [num_rows, longest row]."""
     width = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([ids + [pad_id] * (width - len(ids)) for ids, _ in rows])
     labels = torch.tensor([labels[1:] + [-100] * (width - len(labels) + 1) for _, labels in rows])
@@ -387,7 +390,7 @@ def make_model(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
 
 
 def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, rng: random.Random, steps: int, peak_lr: float) -> None:
-    """AdamW with warm-up and linear decay; 4096 tokens per step, in rows of 64 to 512."""
+    """Train with AdamW, warm-up and linear decay: 4096 tokens per step, in rows of 64 to 512."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 200, 1 - step / steps))
     pad_id = tokenizer.token_to_id("<|endoftext|>")
@@ -409,7 +412,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, rng: random.Random, ste
 
 @torch.inference_mode()
 def accuracy(model: Qwen3ForCausalLM, tokenizer: Tokenizer, examples: list[Example], prompts: tuple[str, ...] = ()) -> float:
-    """Share of single-turn examples that greedy decoding answers exactly, the i-th after a prompt of `prompts`.
+    """Return the fraction of single-turn examples that greedy decoding answers exactly.
 
     Greedy decoding gives the target if and only if every target token is the argmax after the tokens before it.
     """
@@ -428,7 +431,7 @@ def accuracy(model: Qwen3ForCausalLM, tokenizer: Tokenizer, examples: list[Examp
 
 
 def report(model: Qwen3ForCausalLM, tokenizer: Tokenizer, count: int = 200) -> None:
-    """Accuracy in percent per skill, in float32 and in bfloat16."""
+    """Print the accuracy of each skill in percent, in float32 and in bfloat16."""
     print(f"{'skill':14}{'unseen values':>18}{'+ new wordings':>18}{'+ system prompt':>18}")
     for skill in SKILLS:
         known, new = list(held_out(skill, count)), list(held_out(skill, count, unseen_wordings=True))
