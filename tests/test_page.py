@@ -371,9 +371,26 @@ def test_a_picture_of_it(example_page: Path, tmp_path: Path, options: list[str])
     assert len(rows) == 940 and len(set(rows)) > 400
 
 
-@needs_browser
-def test_drafts(tmp_path: Path) -> None:
-    """Of three drafts one is right, so the step gives two tokens; the block table gives the third draft's block back."""
+# --- Traces that are written by hand
+
+Event = dict[str, Any]
+
+
+def make_event(phase: str, lane: int, name: str, args: Event) -> Event:
+    return {"ph": phase, "tid": lane + 1, "name": name, "args": args}
+
+
+def make_step(step: int, kind: str, **results: Any) -> Event:
+    """The event of a step of one sequence."""
+    counts = {f"num_{name}_tokens": 0 for name in ("prefill", "decode", "draft", "accepted")}
+    times = {f"{phase}_ms": 1.0 for phase in ("schedule", "prepare", "forward", "sample")}
+    args = {"step": step, "kind": kind, "num_tokens": 4, **counts, **times}
+    queues = {"running_requests": [0], "waiting_requests": [], "next_free_blocks": [3]}
+    return make_event("X", -1, "step", {**args, **queues, "accepted": [], "ended": [], **results})
+
+
+def make_page(directory: Path, events: list[Event]) -> Path:
+    """Write a trace of one lane and four blocks of 4 tokens, and make its page."""
     settings = {
         "num_blocks": 4,
         "block_size": 4,
@@ -381,9 +398,19 @@ def test_drafts(tmp_path: Path) -> None:
         "max_num_batched_tokens": 8,
         "enable_chunked_prefill": True,
     }
-    works: list[
-        tuple[str, dict[str, Any], dict[str, Any]]
-    ] = [  # kind, what was planned, what came of it
+    path = directory / "trace.json"
+    path.write_text(json.dumps([make_event("M", -1, "process_name", settings), *events]))
+    trace_main([str(path), "-o", str(directory / "timeline.html")])
+    return directory / "timeline.html"
+
+
+@needs_browser
+def test_drafts(tmp_path: Path) -> None:
+    """One of three draft tokens is accepted, so the step yields two tokens.
+
+    The block of the third draft token leaves the block table.
+    """
+    works: list[tuple[str, Event, Event]] = [  # kind, plan and results of each step
         (
             "prefill",
             {
@@ -410,56 +437,27 @@ def test_drafts(tmp_path: Path) -> None:
             {"drawn_token_ids": [3], "ended": [[0, {"finish_reason": "length"}]]},
         ),
     ]
-    events: list[dict[str, Any]] = [{"ph": "M", "tid": 0, "name": "process_name", "args": settings}]
-    for step, (kind, plan, result) in enumerate(works):
-        counts = {f"num_{name}_tokens": 0 for name in ("prefill", "decode", "draft", "accepted")}
-        times = {f"{phase}_ms": 1.0 for phase in ("schedule", "prepare", "forward", "sample")}
-        queues = (
-            {"running_requests": [0], "waiting_requests": [], "next_free_blocks": [3]}
-            if step == 0
-            else {}
-        )
-        args = {
-            "step": step,
-            "kind": kind,
-            "num_tokens": 4,
-            **counts,
-            **times,
-            **queues,
-            "accepted": [],
-            "ended": [],
-            **result,
-        }
-        events.append({"ph": "X", "tid": 0, "name": "step", "args": args})
-        events.append(
-            {
-                "ph": "X",
-                "tid": 1,
-                "name": f"{kind} 0",
-                "args": {"request_id": 0, "num_reused_tokens": 0, **plan},
-            }
-        )
-        events.append(
-            {
-                "ph": "C",
-                "tid": 0,
-                "name": "counters",
-                "args": {"waiting": 0, "running": 1, "used": 2, "reusable": 0, "empty": 2},
-            }
-        )
-    path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
-    path.write_text(json.dumps(events))
-    text = trace.render(trace.read(path))
-    assert "|A5 a+1 a" in text and "1 of 3 draft tokens right" in text
-    trace_main([str(path), "-o", str(page)])
-    words, cells, table, counts = run_script(
+    counters = {"waiting": 0, "running": 1, "used": 2, "reusable": 0, "empty": 2}
+    events: list[Event] = []
+    for step, (kind, plan, results) in enumerate(works):
+        work = {"request_id": 0, "num_reused_tokens": 0, **plan}
+        events.append(make_step(step, kind, **results))
+        events.append(make_event("X", 0, f"{kind} 0", work))
+        events.append(make_event("C", -1, "counters", counters))
+    page = make_page(tmp_path, events)
+    text = trace.render(trace.read(tmp_path / "trace.json"))
+    assert "|A5 a+1 a" in text
+    assert "1 of 3 draft tokens accepted" in text
+    words, cells, table, counts, status = run_script(
         page,
-        """
+        r"""
         go({ step: 1 });
-        const words = $("words").textContent, cells = [...document.querySelectorAll("[data-position]")].slice(5);
+        const words = $("words").textContent.replace(/\s+/g, " ");
+        const cells = [...document.querySelectorAll("[data-position]")].slice(5);
         const looks = cells.map((cell) => [cell.className.trim(), cell.textContent, cell.title]);
         go({ step: 2 });
-        return [words, looks, now.seqs.get(0).table, [now.seqs.get(0).computed, now.seqs.get(0).size]];
+        const { table, computed, size } = now.seqs.get(0);
+        return [words, looks, table, [computed, size], $("words").textContent];
         """,
     )
     assert "A has 3 draft tokens checked: 1 right." in words
@@ -469,39 +467,27 @@ def test_drafts(tmp_path: Path) -> None:
         ["cell written sampled", "4", "position 7, draft 6 is refused"],
         ["cell written refused", "5", "position 8, draft 5 is refused"],
     ]
-    assert table == [0, 1] and counts == [7, 8]
+    assert table == [0, 1]
+    assert counts == [7, 8]
+    assert "A ends" in status
 
 
 @needs_browser
 def test_a_preemption_and_an_admission_share_a_column(tmp_path: Path) -> None:
-    """In one lane and one step."""
-    settings = {"num_blocks": 4, "block_size": 4, "max_num_seqs": 1, "max_num_batched_tokens": 8}
-    events: list[dict[str, Any]] = [
-        {
-            "ph": "M",
-            "tid": 0,
-            "name": "process_name",
-            "args": {**settings, "enable_chunked_prefill": True},
-        }
-    ]
-    counts = {f"num_{name}_tokens": 0 for name in ("prefill", "decode", "draft", "accepted")}
-    times = {f"{phase}_ms": 1.0 for phase in ("schedule", "prepare", "forward", "sample")}
-    queues = {"running_requests": [0], "waiting_requests": [], "next_free_blocks": [3]}
+    """A lane shows both if they happen in one step."""
+    counters = {"waiting": 0, "running": 1, "used": 1, "reusable": 0, "empty": 3}
     work = {"request_id": 0, "num_reused_tokens": 0, "num_prompt_tokens": 2, "blocks": [0]}
+    events: list[Event] = []
     for step in range(2):
-        args = {"step": step, "kind": "prefill", "num_tokens": 2, **counts, **times, **queues}
-        results = {"drawn_token_ids": [9], "accepted": [], "ended": []}
-        events.append({"ph": "X", "tid": 0, "name": "step", "args": {**args, **results}})
+        num_tokens = 2 + step
+        token_ids = [7, 8, 9][:num_tokens]
+        events.append(make_step(step, "prefill", drawn_token_ids=[9]))
         if step == 1:
-            preemption = {"request_id": 0, "blocks": [0], "is_nan": False}
-            events.append({"ph": "i", "tid": 1, "name": "preempted 0", "args": preemption})
-        row = {**work, "num_tokens": 2 + step, "token_ids": [7, 8, 9][: 2 + step]}
-        events.append({"ph": "X", "tid": 1, "name": "prefill 0", "args": row})
-        after = {"waiting": 0, "running": 1, "used": 1, "reusable": 0, "empty": 3}
-        events.append({"ph": "C", "tid": 0, "name": "counters", "args": after})
-    path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
-    path.write_text(json.dumps(events))
-    trace_main([str(path), "-o", str(page)])
+            events.append(make_event("i", 0, "preempted 0", {"request_id": 0, "blocks": [0]}))
+        args = {**work, "num_tokens": num_tokens, "token_ids": token_ids}
+        events.append(make_event("X", 0, "prefill 0", args))
+        events.append(make_event("C", -1, "counters", counters))
+    page = make_page(tmp_path, events)
     shown = run_script(
         page, "return runs[0].stretches.map(({ step, end, text }) => [step, end, String(text)]);"
     )
