@@ -1,5 +1,6 @@
 """Shows a trace as text: lanes as rows, steps as columns. ASCII, which every terminal has."""
 
+from textwrap import wrap
 from typing import Any
 
 from nanovllm.arithmetic import cdiv
@@ -36,7 +37,10 @@ def render(steps: list[Step], width: int = 100) -> str:
     for name, row in rows.items():
         line = "".join(cell.ljust(size) for cell, size in zip(row, widths))
         lines.append(f"{name:>8} |{line}".rstrip())
-    return "\n".join([*lines, "", *[line[:width] for line in legend]])
+    lines.append("")
+    for sentence in legend:
+        lines += wrap(sentence, width)
+    return "\n".join(lines)
 
 
 def _squeeze(
@@ -94,8 +98,8 @@ def _legend(steps: list[Step]) -> list[str]:
         if name.endswith(("_ms", "_tokens")):
             total[name] = sum(step.info[name] for step in steps)
     lines = [
-        "A22: prefill of 22 tokens of A; A+4: prefill of 4 tokens after a prefix hit;"
-        " a: decode; !A: preemption"
+        "A22: prefill of 22 tokens of A; A+4: prefill of 4 tokens after a hit; a: decode;"
+        " !A: preemption"
     ]
     num_drafts = total["num_draft_tokens"]
     if num_drafts:
@@ -104,8 +108,7 @@ def _legend(steps: list[Step]) -> list[str]:
             f" {total['num_accepted_tokens']} of {num_drafts} draft tokens accepted in total"
         )
     lines.append(
-        "tokens: computed in the step; after it: waiting requests, and blocks that are"
-        " used, reusable (free, in the prefix cache), empty"
+        "after the step: waiting requests; used, reusable (free, in the prefix cache), empty blocks"
     )
     lines += _find_full_step(steps)
     for request_id, each in sorted(works.items())[:_MAX_REQUESTS]:

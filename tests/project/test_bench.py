@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
-from bench import (
-    Ceilings,
-    NanoVLLM,
-    Request,
-    find_floor,
-    find_matmul_rate,
-    find_share,
-    main,
-    measure_ceilings,
-)
+from bench import main
 from nanovllm import DEMO_MODEL
+from nanovllm.benchmark.engines import NanoVLLM, Request
+from nanovllm.benchmark.roofline import (
+    PeakRates,
+    compute_roofline_seconds,
+    find_matmul_rate,
+    find_roofline_fraction,
+    measure_peak_rates,
+)
 from nanovllm.kernels import bench as kernels_bench
 from nanovllm.kernels.bench import QWEN3_HEADS, TOLERANCES
 from nanovllm.kernels.check import Shape, compare_with_torch, make_batch
@@ -83,7 +82,9 @@ def test_engines_side_by_side() -> None:
         and report["versions"]["torch"]
     )
     for name, share in report["share_of_roofline"].items():
-        assert share == find_share(report["roofline"]["seconds"], report["median_seconds"][name])
+        assert share == find_roofline_fraction(
+            report["roofline"]["seconds"], report["median_seconds"][name]
+        )
     assert report["transformers"].endswith("static batches of 5") and "of roofline" in done.stderr
 
 
@@ -160,28 +161,31 @@ def test_floor() -> None:
     requests = [Request([1, 2, 3, 4], 3), Request([1, 2], 2)]
     # Prompts: 2 * 1728 * 6 + 2 * 80 * 2 + 96 * (16 + 4) / 2 = 22,016 FLOPs. Two steps, contexts of 5 and 3, then 6:
     # 2 * 1808 * 2 + 96 * 8 = 8,000 and 2 * 1808 + 96 * 6 = 4,192 FLOPs; 1808 + 24 * 8 = 2,000 and 1,952 numbers.
-    slow_processor = Ceilings(1e9, 1e3, "bfloat16")
-    slow_memory = Ceilings(1e3, 1e6, "bfloat16")
-    assert find_floor(config, torch.bfloat16, requests, 0, slow_processor) == pytest.approx(
-        22.016 + 8.0 + 4.192
-    )
-    assert find_floor(config, torch.bfloat16, requests, 0, slow_memory) == pytest.approx(
-        0.022016 + 4.0 + 3.904
-    )
+    slow_processor = PeakRates(1e9, 1e3, "bfloat16")
+    slow_memory = PeakRates(1e3, 1e6, "bfloat16")
+    assert compute_roofline_seconds(
+        config, torch.bfloat16, requests, 0, slow_processor
+    ) == pytest.approx(22.016 + 8.0 + 4.192)
+    assert compute_roofline_seconds(
+        config, torch.bfloat16, requests, 0, slow_memory
+    ) == pytest.approx(0.022016 + 4.0 + 3.904)
     # With the 2 tokens shared: 4 to compute, (16 + 4 - 4) / 2 pairs; the first step reads 6 tokens instead of 8.
-    assert find_floor(config, torch.bfloat16, requests, 2, slow_processor) == pytest.approx(
-        14.912 + 8.0 + 4.192
-    )
-    assert find_floor(config, torch.float32, requests, 2, slow_memory) == pytest.approx(
-        0.014912 + 7.808 + 7.808
-    )
+    assert compute_roofline_seconds(
+        config, torch.bfloat16, requests, 2, slow_processor
+    ) == pytest.approx(14.912 + 8.0 + 4.192)
+    assert compute_roofline_seconds(
+        config, torch.float32, requests, 2, slow_memory
+    ) == pytest.approx(0.014912 + 7.808 + 7.808)
 
 
 def test_ceilings_are_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the engines have not taken the memory that the copies and products need."""
     seen, make = [], NanoVLLM.__init__
-    ceilings = Ceilings(1e12, 1e12, "float32")
-    monkeypatch.setattr("bench.measure_ceilings", lambda *_: seen.append("ceilings") or ceilings)
+    ceilings = PeakRates(1e12, 1e12, "float32")
+    monkeypatch.setattr(
+        "nanovllm.benchmark.roofline.measure_peak_rates",
+        lambda *_: seen.append("ceilings") or ceilings,
+    )
     monkeypatch.setattr(NanoVLLM, "__init__", lambda *args: seen.append("engine") or make(*args))
     main(["--model", DEMO_MODEL, *TINY, "--set", "device=cpu"])
     assert seen == ["ceilings", "engine"]
@@ -223,7 +227,7 @@ def test_matmul_ceiling_is_that_of_the_fastest_dtype(
         seconds += max(min_seconds, one_call)
         return one_call
 
-    monkeypatch.setattr("bench.time_best", time_best)
+    monkeypatch.setattr("nanovllm.benchmark.roofline.time_best", time_best)
     rate, found = find_matmul_rate(torch.device("cpu"), dtype)
     assert found == fastest and rate == pytest.approx(MATMUL_RATES[machine][fastest][1])
     assert seconds < 1.0, "a large product in a slow dtype was timed"
@@ -232,22 +236,29 @@ def test_matmul_ceiling_is_that_of_the_fastest_dtype(
 def test_matmul_ceiling_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the model's dtype is measured: a GPU's 16-bit products are never slower."""
     rates = {torch.bfloat16: 4e14}
-    monkeypatch.setattr("bench.measure_matmul", lambda device, dtype, **_: rates[dtype])
+    monkeypatch.setattr(
+        "nanovllm.benchmark.roofline.measure_matmul", lambda device, dtype, **_: rates[dtype]
+    )
     assert find_matmul_rate(torch.device("cuda"), torch.bfloat16) == (4e14, torch.bfloat16)
 
 
 def test_ceilings_name_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.time_best", lambda statement, min_seconds, **tensors: 2**28 / 5e9)
-    monkeypatch.setattr("bench.find_matmul_rate", lambda device, dtype: (7e10, torch.float32))
-    ceilings = measure_ceilings(torch.device("cpu"), torch.bfloat16)
-    assert str(ceilings) == "5 GB/s, 0.07 TFLOP/s in float32"
+    monkeypatch.setattr(
+        "nanovllm.benchmark.roofline.time_best",
+        lambda statement, min_seconds, **tensors: 2**28 / 5e9,
+    )
+    monkeypatch.setattr(
+        "nanovllm.benchmark.roofline.find_matmul_rate", lambda device, dtype: (7e10, torch.float32)
+    )
+    ceilings = measure_peak_rates(torch.device("cpu"), torch.bfloat16)
+    assert str(ceilings) == "5 GB/s and 0.07 TFLOP/s in float32"
 
 
 def test_shares_are_of_a_whole() -> None:
     assert (
-        find_share(1.0, 4.0) == 0.25
-        and find_share(1.0, 1.0) == 1.0
-        and find_share(4.0, 1.0) is None
+        find_roofline_fraction(1.0, 4.0) == 0.25
+        and find_roofline_fraction(1.0, 1.0) == 1.0
+        and find_roofline_fraction(4.0, 1.0) is None
     )
 
 
