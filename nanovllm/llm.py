@@ -77,7 +77,7 @@ class LLM(SharedEngine):
 
         Raises ValueError or TypeError, and queues nothing, if any prompt cannot be served.
         """
-        return self._generate(self._check_all(prompts, sampling_params), use_tqdm)
+        return self._generate(self.check_prompts(prompts, sampling_params), use_tqdm)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[RequestOutput]:
         """Yield a request's output whenever it gains a token. Its `text` is append-only.
@@ -85,7 +85,7 @@ class LLM(SharedEngine):
         The prompts are checked now and queued when the first output is requested. Leaving the loop
         cancels their requests.
         """
-        return self._stream(self._check_all(prompts, sampling_params))
+        return self._stream(self.check_prompts(prompts, sampling_params))
 
     def chat(
         self,
@@ -98,18 +98,20 @@ class LLM(SharedEngine):
         The checkpoint's chat template turns a conversation into a prompt. The content of a message
         is a str, or a list of parts as in OpenAI's API, of which only type "text" is supported.
         """
-        if self.tokenizer is None:
-            raise ValueError("the checkpoint has no tokenizer, so no chat template: use generate")
         expected = "a list of dicts, or a list of such lists"
         check_type("messages", messages, (list, tuple), expected)
         conversations: list[Any] = list(messages)
         if conversations and isinstance(conversations[0], dict):
             conversations = [conversations]
-        prompts: list[Prompt] = [self._apply_chat_template(each) for each in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(self.encode_chats(conversations), sampling_params, use_tqdm)
+
+    def encode_chats(self, conversations: list[list[Message]]) -> list[Prompt]:
+        """Return the token ids of conversations, by the checkpoint's chat template."""
+        return [self._apply_chat_template(conversation) for conversation in conversations]
 
     def _apply_chat_template(self, conversation: list[Message]) -> list[int]:
-        assert self.tokenizer is not None
+        if self.tokenizer is None:
+            raise ValueError("the checkpoint has no tokenizer, so no chat template: use generate")
         # The template is code of the checkpoint, and can raise anything.
         with naming("these messages do not fit the checkpoint's chat template", Exception):
             joined = [_join_parts(message) for message in conversation]
@@ -138,7 +140,7 @@ class LLM(SharedEngine):
         check_bool("ignore_eos", ignore_eos)
         eos_token_ids = frozenset() if ignore_eos else self.eos_token_ids
         searches: list[BeamSearch] = []
-        for prompt, _ in self._check_all(prompts, None):
+        for prompt, _ in self.check_prompts(prompts, None):
             max_num_tokens = min(max_tokens, self.max_model_len - len(prompt))
             searches.append(
                 BeamSearch(prompt, beam_width, max_num_tokens, length_penalty, eos_token_ids)
@@ -189,7 +191,8 @@ class LLM(SharedEngine):
                         num_unfinished -= 1
                     yield output
 
-    def _check_all(self, prompts: Any, sampling_params: Any) -> list[CheckedPrompt]:
+    def check_prompts(self, prompts: Any, sampling_params: Any) -> list[CheckedPrompt]:
+        """Tokenize and check prompts and their sampling_params, as given to `generate`."""
         expected = "a str, a list of token ids, or a list of these"
         check_type("prompts", prompts, (str, list, tuple), expected)
         is_one = isinstance(prompts, str) or not all(

@@ -1,0 +1,74 @@
+"""Chat in the terminal: python -m nanovllm.chat [MODEL].
+
+Ctrl-C stops an answer, Ctrl-D ends the program.
+"""
+
+import argparse
+import time
+
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.llm import Message
+from nanovllm.outputs import RequestOutput
+
+
+def answer(llm: LLM, messages: list[Message], params: SamplingParams) -> str:
+    """Print the next message of a conversation as it is generated, then its figures."""
+    (prompt,) = llm.encode_chats([messages])
+    start = time.perf_counter()
+    first: float | None = None  # when the first token came
+    newest: RequestOutput | None = None
+    text = ""
+    try:
+        for newest in llm.stream([prompt], params):
+            if first is None:
+                first = time.perf_counter()
+            print(newest["text"][len(text) :], end="", flush=True)
+            text = newest["text"]
+    except KeyboardInterrupt:
+        print(" [stopped]", end="")
+    if newest is not None and first is not None:
+        num_tokens = len(newest["token_ids"])
+        rate = (num_tokens - 1) / max(time.perf_counter() - first, 1e-9)
+        num_cached, num_prompt = newest["num_cached_tokens"], len(newest["prompt_token_ids"])
+        print(
+            f"\n\033[2m{1e3 * (first - start):.0f} ms to the first token, {rate:.0f} tokens/s,"
+            f" {num_cached} of {num_prompt} prompt tokens from the prefix cache\033[0m"
+        )
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m nanovllm.chat", description=__doc__)
+    parser.add_argument("model", nargs="?", default=DEMO_MODEL, help="default: the demo model")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    parser.add_argument("--max-tokens", type=int, default=512, help="per answer (default: 512)")
+    args = parser.parse_args()
+    try:
+        params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+        llm = LLM(args.model)
+    except (ValueError, TypeError) as error:
+        parser.error(str(error))
+    messages: list[Message] = []
+    if args.system is not None:
+        messages.append({"role": "system", "content": args.system})
+    with llm:
+        while True:
+            try:
+                question = input("\n> ")
+            except KeyboardInterrupt:
+                continue
+            except EOFError:
+                break
+            messages.append({"role": "user", "content": question})
+            try:
+                text = answer(llm, messages, params)
+            except ValueError as error:  # such as a conversation above max_model_len
+                print(error)
+                messages.pop()
+                continue
+            messages.append({"role": "assistant", "content": text})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""A thread that owns an engine, for callers on an event loop.
+
+    async with engine.submit(prompts) as stream       event loop
+        EngineThread._add -> LLM.add_request          engine thread, between two steps
+    async for outputs in stream                       event loop
+        Stream <- LLM.step                            engine thread, after a step
+
+The event loop never waits for a step. The thread steps while there are unfinished requests and
+sleeps on a condition otherwise. Requests that arrive during a step join the next one.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from nanovllm import LLM
+from nanovllm.engine.input_processor import CheckedPrompt
+from nanovllm.outputs import RequestOutput
+
+Outputs = dict[int, RequestOutput]  # index of a choice -> its newest output
+
+
+class Unavailable(Exception):
+    """The engine is lost or shutting down."""
+
+
+class Stream:
+    """Carries the outputs of one HTTP request from the engine thread to the event loop.
+
+    Only the newest output of each choice is kept. A slow client therefore gets fewer and longer
+    chunks, and costs no memory.
+    """
+
+    def __init__(self, prompts: list[CheckedPrompt]) -> None:
+        self.prompts = prompts
+        self.request_ids: list[int] = []  # one per choice, written by the engine thread
+        self.newest: Outputs = {}
+        self.error: str | None = None
+        self.has_news = asyncio.Event()
+
+    def put(self, outputs: Outputs, error: str | None) -> None:
+        """Called on the event loop."""
+        self.newest.update(outputs)
+        self.error = error
+        self.has_news.set()
+
+    async def __aiter__(self) -> AsyncIterator[Outputs]:
+        """Yield new outputs until all choices have finished. Raises Unavailable."""
+        num_unfinished = sum(params.n for _, params in self.prompts)
+        while num_unfinished > 0:
+            await self.has_news.wait()
+            self.has_news.clear()
+            outputs = self.newest
+            self.newest = {}
+            for output in outputs.values():
+                if output["finish_reason"] is not None:
+                    num_unfinished -= 1
+            if outputs:
+                yield outputs
+            if self.error is not None and num_unfinished > 0:
+                raise Unavailable(self.error)
+
+
+class EngineThread(threading.Thread):
+    """Owns an engine and steps it while there are unfinished requests."""
+
+    def __init__(self, llm: LLM) -> None:
+        super().__init__(name="engine")
+        self.llm = llm
+        self.stop_reason: str | None = None
+        self.has_failed = False
+        self._condition = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()  # to run between two steps
+        self._streams: set[Stream] = set()  # open ones
+        self._choices: dict[int, tuple[Stream, int]] = {}  # request id -> stream, index of choice
+
+    def start_on(self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], None]) -> None:
+        """Start the thread. It calls `on_failure` on the event loop if the engine fails."""
+        self._loop = loop
+        self._on_failure = on_failure
+        self.start()
+
+    @asynccontextmanager
+    async def submit(self, prompts: list[CheckedPrompt]) -> AsyncIterator[Stream]:
+        """Queue prompts of `LLM.check_prompts`. Leaving the context aborts what is unfinished."""
+        stream = Stream(prompts)
+        with self._condition:
+            self.check()  # a stream that is open when the engine stops ends with an error
+            self._streams.add(stream)
+            self._commands.append(lambda: self._add(stream))
+            self._condition.notify()
+        try:
+            yield stream
+        finally:
+            with self._condition:
+                self._streams.discard(stream)
+                self._commands.append(lambda: self._abort(stream))
+                self._condition.notify()
+
+    def check(self) -> None:
+        """Raise Unavailable if the engine serves no more."""
+        if self.stop_reason is not None:
+            raise Unavailable(self.stop_reason)
+
+    def stop(self, reason: str) -> None:
+        """End all streams and shut the engine down. Returns at once. `join` waits for the end."""
+        with self._condition:
+            if self.stop_reason is None:
+                self.stop_reason = reason
+            self._condition.notify()
+
+    def run(self) -> None:
+        try:
+            while self.stop_reason is None:
+                with self._condition:
+                    self._condition.wait_for(self._is_due)
+                while self._commands:
+                    command = self._commands.popleft()
+                    command()
+                if self.stop_reason is None and not self.llm.is_finished():
+                    self._hand_over(self.llm.step())
+        except Exception as error:
+            self.has_failed = True
+            self.stop(f"the engine failed: {error!r}")
+            raise  # threading.excepthook prints the traceback
+        finally:
+            self._end_streams()
+            self.llm.exit()
+
+    def _is_due(self) -> bool:
+        return bool(self._commands) or self.stop_reason is not None or not self.llm.is_finished()
+
+    def _add(self, stream: Stream) -> None:
+        for token_ids, params in stream.prompts:
+            first_id = self.llm.add_request(token_ids, params)
+            for request_id in range(first_id, first_id + params.n):
+                self._choices[request_id] = (stream, len(stream.request_ids))
+                stream.request_ids.append(request_id)
+
+    def _abort(self, stream: Stream) -> None:
+        for request_id in stream.request_ids:
+            if self._choices.pop(request_id, None) is not None:
+                self.llm.abort(request_id)
+
+    def _hand_over(self, outputs: list[RequestOutput]) -> None:
+        """Give each stream its outputs of a step, in one call of the event loop."""
+        news: dict[Stream, Outputs] = {}
+        for output in outputs:
+            request_id = output["request_id"]
+            if request_id not in self._choices:
+                continue
+            stream, index = self._choices[request_id]
+            news.setdefault(stream, {})[index] = output
+            if output["finish_reason"] is not None:
+                del self._choices[request_id]
+        if news:
+            self._loop.call_soon_threadsafe(_put_all, news, None)
+
+    def _end_streams(self) -> None:
+        """Let all unfinished streams fail with the reason of the stop."""
+        with self._condition:
+            news: dict[Stream, Outputs] = {stream: {} for stream in self._streams}
+        self._loop.call_soon_threadsafe(_put_all, news, self.stop_reason)
+        if self.has_failed:
+            self._loop.call_soon_threadsafe(self._on_failure)
+
+
+def _put_all(news: dict[Stream, Outputs], error: str | None) -> None:
+    for stream, outputs in news.items():
+        stream.put(outputs, error)

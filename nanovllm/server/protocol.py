@@ -1,0 +1,210 @@
+"""OpenAI's objects: what a request asks for, and how outputs are written.
+
+https://platform.openai.com/docs/api-reference, with vLLM's extensions. Knows no HTTP.
+"""
+
+import json
+import time
+from dataclasses import fields
+from typing import Any
+from uuid import uuid4
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.checks import check_bool, check_int, check_type
+from nanovllm.engine.input_processor import CheckedPrompt
+from nanovllm.outputs import RequestOutput
+from nanovllm.server.engine_thread import Outputs
+
+Object = dict[str, Any]  # a JSON object
+
+DEFAULT_MAX_TOKENS = 16  # of a completion; a chat can use the rest of max_model_len
+MAX_SAMPLES = 4096  # prompts times n of one request
+MAX_LOGPROBS = 20  # OpenAI's limit
+SAMPLING = {field.name for field in fields(SamplingParams)}
+HANDLED = {
+    "model",
+    "prompt",
+    "messages",
+    "stream",
+    "stream_options",
+    "top_logprobs",
+    "max_completion_tokens",
+}
+# These do not change the result.
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+# Values that ask for what happens anyway. None, False, 0 and empty values always do.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "tool_choice": ("none", "auto"),
+}
+
+
+def parse_prompts(body: Object, is_chat: bool, llm: LLM) -> list[CheckedPrompt]:
+    """Return the prompts of a request, tokenized and checked.
+
+    Raises ValueError or TypeError with the engine's message.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        is_known = name in SAMPLING or name in HANDLED or name in IGNORED
+        is_neutral = not value or value in NEUTRAL.get(name, ())
+        if not is_known and not is_neutral:
+            raise ValueError(f"{name!r} with the value {value!r} is not supported: leave it out")
+    params = _parse_params(given, is_chat, llm.max_model_len)
+    prompts: Any = given.get("prompt")
+    if is_chat:
+        messages: Any = given.get("messages")
+        check_type("messages", messages, (list,), "a list of objects")
+        prompts = llm.encode_chats([messages])
+    checked = llm.check_prompts(prompts, params)
+    check_int("the number of prompts times n", len(checked) * params.n, 1, MAX_SAMPLES)
+    return checked
+
+
+def _parse_params(given: Object, is_chat: bool, max_model_len: int) -> SamplingParams:
+    options = {name: given[name] for name in SAMPLING & given.keys()}
+    default = max_model_len if is_chat else DEFAULT_MAX_TOKENS
+    options["max_tokens"] = given.get("max_completion_tokens", given.get("max_tokens", default))
+    if is_chat:  # `logprobs` is a bool, and `top_logprobs` their number
+        wants_logprobs = check_bool("logprobs", options.pop("logprobs", False))
+        if wants_logprobs:
+            options["logprobs"] = given.get("top_logprobs", 0)
+        elif given.get("top_logprobs"):
+            raise ValueError("top_logprobs needs logprobs=true")
+    if "logprobs" in options:
+        name = "top_logprobs" if is_chat else "logprobs"
+        check_int(name, options["logprobs"], 0, MAX_LOGPROBS)
+    return SamplingParams(**options)
+
+
+class Reply:
+    """Writes the outputs of one request."""
+
+    def __init__(self, body: Object, model: str, is_chat: bool, llm: LLM) -> None:
+        options = body.get("stream_options") or {}
+        check_type("stream_options", options, (dict,), "an object")
+        self.has_usage = check_bool("include_usage", options.get("include_usage") or False)
+        self.is_stream = check_bool("stream", body.get("stream") or False)
+        self.is_chat = is_chat
+        self.tokenizer = llm.tokenizer
+        kind = "text_completion"
+        if is_chat:
+            kind = "chat.completion.chunk" if self.is_stream else "chat.completion"
+        self.head = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self.sent: dict[int, tuple[int, int]] = {}  # choice -> characters and tokens sent
+        self.newest: Outputs = {}
+
+    def write_chunk(self, outputs: Outputs) -> str:
+        """Return the events for new `outputs`. A token without text has an event, too."""
+        self.newest.update(outputs)
+        events: list[str] = []
+        for index, output in outputs.items():
+            num_chars, num_tokens = self.sent.get(index, (0, 0))
+            self.sent[index] = (len(output["text"]), len(output["token_ids"]))
+            chunk = {**self.head, "choices": [self._choice(index, output, num_chars, num_tokens)]}
+            if self.has_usage:
+                chunk["usage"] = None
+            events.append(write_event(chunk))
+        return "".join(events)
+
+    def write_end(self) -> str:
+        """Return the events after the last token."""
+        if not self.has_usage:
+            return END
+        return write_event({**self.head, "choices": [], "usage": self._usage()}) + END
+
+    def write_whole(self) -> Object:
+        """Return the reply to a request that does not stream."""
+        choices = [self._choice(index, self.newest[index], 0, 0) for index in sorted(self.newest)]
+        return {**self.head, "choices": choices, "usage": self._usage()}
+
+    def _choice(self, index: int, output: RequestOutput, num_chars: int, num_tokens: int) -> Object:
+        """A choice without the characters and tokens that are sent already."""
+        text = output["text"][num_chars:]
+        choice: Object = {
+            "index": index,
+            "finish_reason": output["finish_reason"],
+            "logprobs": self._logprobs(output, num_tokens),
+        }
+        if not self.is_chat:
+            choice["text"] = text
+        elif self.is_stream:
+            choice["delta"] = {"content": text}
+            if num_tokens == 0:
+                choice["delta"]["role"] = "assistant"
+        else:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        return choice
+
+    def _logprobs(self, output: RequestOutput, start: int) -> Object | None:
+        if output["logprobs"] is None:
+            return None
+        token_ids = output["token_ids"]
+        tokens = [self._decode(token_id) for token_id in token_ids]
+        sampled: list[float] = []
+        tops: list[dict[str, float]] = []
+        for token_id, entry in zip(token_ids[start:], output["logprobs"][start:]):
+            sampled.append(entry[token_id])
+            tops.append({self._decode(each): logprob for each, logprob in entry.items()})
+        if self.is_chat:
+            content: list[Object] = []
+            for token, logprob, top in zip(tokens[start:], sampled, tops):
+                entries = [_describe_token(*item) for item in top.items()]
+                content.append({**_describe_token(token, logprob), "top_logprobs": entries})
+            return {"content": content}
+        offset = sum(len(token) for token in tokens[:start])
+        offsets: list[int] = []
+        for token in tokens[start:]:
+            offsets.append(offset)
+            offset += len(token)
+        return {
+            "tokens": tokens[start:],
+            "token_logprobs": sampled,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+    def _decode(self, token_id: int) -> str:
+        if self.tokenizer is None:
+            return f"token_id:{token_id}"
+        return str(self.tokenizer.decode([token_id]))
+
+    def _usage(self) -> Object:
+        num_prompt = num_cached = num_generated = 0
+        for output in self.newest.values():
+            num_generated += len(output["token_ids"])
+            if output["sample_index"] == 0:  # a prompt counts once
+                num_prompt += len(output["prompt_token_ids"])
+                num_cached += output["num_cached_tokens"]
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt + num_generated,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        }
+
+
+def _describe_token(token: str, logprob: float) -> Object:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode(errors="replace"))}
+
+
+def write_event(data: Object) -> str:
+    """Return a server-sent event. JSON in ASCII has no line separators, not even U+2028."""
+    return f"data: {json.dumps(data)}\n\n"
+
+
+END = "data: [DONE]\n\n"
+
+
+def describe_error(status: int, message: str, code: str | None = None) -> Object:
+    """Return OpenAI's error object."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
