@@ -34,12 +34,7 @@ from nanovllm.server.protocol import (
 MAX_BODY_BYTES = 32 * 2**20
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 GAUGES = {"num_waiting", "num_running", "num_free_blocks", "num_blocks"}
-WELCOME = """nanovllm serves OpenAI's API under /v1. To watch an engine step by step, start
-
-    python -m nanovllm.server --playground
-
-and open this page.
-"""
+WELCOME = "nanovllm serves OpenAI's API under /v1: see /v1/models, /health and /metrics.\n"
 
 
 class Api:

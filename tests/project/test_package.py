@@ -44,7 +44,12 @@ MAY_IMPORT = {  # part of the package -> parts
 REGISTRY = "nanovllm.backends"  # names modules, which nanovllm.kernels imports
 MAY_IMPORT_KERNELS = {"nanovllm.engine.worker", "nanovllm.engine.model_runner"}
 # Rare mechanisms, which the rest of the engine does not know.
-OUTSIDE_THE_CORE = ("nanovllm.engine.speculation", "nanovllm.engine.turns", "nanovllm.trace")
+OUTSIDE_THE_CORE = (
+    "nanovllm.engine.speculation",
+    "nanovllm.engine.turns",
+    "nanovllm.trace",
+    "nanovllm.server",
+)
 WITHOUT_TORCH = {
     "nanovllm.backends",
     "nanovllm.engine.scheduler",
