@@ -28,7 +28,7 @@ from nanovllm.engine.turns import SharedEngine
 from nanovllm.models.decoder import ModelSpec
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.trace.recorder import Timeline
+from nanovllm.trace.recorder import Timeline, TraceFile
 
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -46,12 +46,15 @@ class LLM(SharedEngine):
     @takes(Config)
     def __init__(self, *args: Any, **options: Any) -> None:
         config = Config.from_options(*args, **options)
-        self._timeline = None if config.trace is None else Timeline(config.trace)
+        self._timeline = self.make_timeline(config)
         super().__init__(config)
         if config.num_speculative_tokens:
             enable_speculation(self)
         if self._timeline is not None:
             self._timeline.begin(self.scheduler)
+
+    def make_timeline(self, config: Config) -> Timeline | None:
+        return None if config.trace is None else TraceFile(config.trace)
 
     def make_model_runner(self, spec: ModelSpec, directory: Path) -> ModelRunner:
         if self._timeline is None:

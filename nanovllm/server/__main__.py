@@ -19,6 +19,7 @@ from nanovllm import DEMO_MODEL, LLM
 from nanovllm.config import Config
 from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.openai_api import Api
+from nanovllm.server.playground import HOSTS, Playground
 
 SHUTDOWN = "the server is shutting down"
 GRACE = 5  # seconds for clients that do not read
@@ -63,6 +64,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, default=8000, help="0 chooses a free port (default: 8000)")
     add("--api-key", metavar="KEY", help="clients must send it as a bearer token")
+    add(
+        "--playground",
+        action="store_true",
+        help="serve a page that shows and controls every step",
+    )
     add_engine_options(
         parser.add_argument_group("engine options, see help(nanovllm.config.Config)")
     )
@@ -100,18 +106,29 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     names = [field.name for field in fields(Config)[1:]]
     options = {name: value for name, value in vars(args).items() if name in names}
+    if args.playground and (not is_loopback(args.host) or args.api_key or "trace" in options):
+        parser.error(
+            "--playground shows every prompt to everyone who opens the page, and records every"
+            " step: use a loopback --host, and neither --api-key nor --trace"
+        )
     if not is_loopback(args.host) and args.api_key is None:
         message = f"warning: --host {args.host} lets everyone in the network use this server"
         print(f"nanovllm: {message}: set --api-key", file=sys.stderr)
     for number in (signal.SIGINT, signal.SIGTERM):
         # uvicorn raises the signal again when it has shut down. The exit status is then 0.
         signal.signal(number, lambda *_: sys.exit(0))
+    playground: Playground | None = None
     try:
-        engine = EngineThread(LLM(args.model, **options))
+        if args.playground:
+            playground = Playground(args.model, options)
+        engine = playground or EngineThread(LLM(args.model, **options))
     except (ValueError, TypeError) as error:
         parser.error(str(error))
     name = "demo_model" if args.model == DEMO_MODEL else args.model
-    app = Api(engine, name, str(args.model), args.api_key).make_app()
+    api = Api(engine, name, str(args.model), args.api_key)
+    app = api.make_app()
+    if playground is not None:
+        app = api.make_app(playground.routes(), HOSTS)
     config = uvicorn.Config(
         app,
         args.host,

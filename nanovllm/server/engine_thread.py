@@ -115,22 +115,31 @@ class EngineThread(threading.Thread):
         try:
             while self.stop_reason is None:
                 with self._condition:
-                    self._condition.wait_for(self._is_due)
+                    self._condition.wait_for(self._is_due, self._delay())
                 while self._commands:
                     command = self._commands.popleft()
                     command()
-                if self.stop_reason is None and not self.llm.is_finished():
+                if self.stop_reason is None and self._may_step():
                     self._hand_over(self.llm.step())
         except Exception as error:
             self.has_failed = True
             self.stop(f"the engine failed: {error!r}")
             raise  # threading.excepthook prints the traceback
         finally:
-            self._end_streams()
+            self._end_streams(str(self.stop_reason))
+            if self.has_failed:
+                self._loop.call_soon_threadsafe(self._on_failure)
             self.llm.exit()
 
     def _is_due(self) -> bool:
-        return bool(self._commands) or self.stop_reason is not None or not self.llm.is_finished()
+        return bool(self._commands) or self.stop_reason is not None or self._may_step()
+
+    def _may_step(self) -> bool:
+        return not self.llm.is_finished()
+
+    def _delay(self) -> float | None:
+        """Seconds until `_may_step` can change without a command. None: never."""
+        return None
 
     def _add(self, stream: Stream) -> None:
         for token_ids, params in stream.prompts:
@@ -141,7 +150,9 @@ class EngineThread(threading.Thread):
 
     def _abort(self, stream: Stream) -> None:
         for request_id in stream.request_ids:
-            if self._choices.pop(request_id, None) is not None:
+            choice = self._choices.get(request_id)
+            if choice is not None and choice[0] is stream:
+                del self._choices[request_id]
                 self.llm.abort(request_id)
 
     def _hand_over(self, outputs: list[RequestOutput]) -> None:
@@ -158,13 +169,12 @@ class EngineThread(threading.Thread):
         if news:
             self._loop.call_soon_threadsafe(_put_all, news, None)
 
-    def _end_streams(self) -> None:
-        """Let all unfinished streams fail with the reason of the stop."""
+    def _end_streams(self, reason: str) -> None:
+        """Let all unfinished streams fail with `reason`."""
         with self._condition:
             news: dict[Stream, Outputs] = {stream: {} for stream in self._streams}
-        self._loop.call_soon_threadsafe(_put_all, news, self.stop_reason)
-        if self.has_failed:
-            self._loop.call_soon_threadsafe(self._on_failure)
+        self._choices.clear()
+        self._loop.call_soon_threadsafe(_put_all, news, reason)
 
 
 def _put_all(news: dict[Stream, Outputs], error: str | None) -> None:

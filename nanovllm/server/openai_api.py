@@ -7,7 +7,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 import prometheus_client as prometheus
@@ -34,7 +34,12 @@ from nanovllm.server.protocol import (
 MAX_BODY_BYTES = 32 * 2**20
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 GAUGES = {"num_waiting", "num_running", "num_free_blocks", "num_blocks"}
-WELCOME = "nanovllm serves OpenAI's API under /v1: see /v1/models, /health and /metrics.\n"
+WELCOME = """nanovllm serves OpenAI's API under /v1. To watch an engine step by step, start
+
+    python -m nanovllm.server --playground
+
+and open this page.
+"""
 
 
 class Api:
@@ -57,8 +62,10 @@ class Api:
             "nanovllm_request_seconds", "Time until the last token", **options
         )
 
-    def make_app(self) -> ASGIApp:
+    def make_app(self, routes: Sequence[Route] = (), hosts: Sequence[str] = ()) -> ASGIApp:
+        """Make the app. `routes` come before the API's. `hosts`, if given, are the only hosts."""
         routes = [
+            *routes,
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.complete, methods=["POST"]),
             Route("/v1/models", self.list_models),
@@ -68,7 +75,7 @@ class Api:
         ]
         errors = (HTTPException, Unavailable, ValueError, TypeError, Exception)
         handlers: Any = dict.fromkeys(errors, handle_error)
-        return SameOriginOnly(Starlette(routes=routes, exception_handlers=handlers))
+        return SameOriginOnly(Starlette(routes=routes, exception_handlers=handlers), hosts)
 
     async def complete(self, request: Request) -> Response:
         self._authorize(request)
@@ -160,17 +167,22 @@ class SameOriginOnly:
     """Rejects requests of other web pages that are open in the user's browser.
 
     There are no CORS headers, so such a page cannot read a reply. This keeps it from sending
-    requests, too. Following a link to `GET /` is allowed.
+    requests, too. Following a link to `GET /` is allowed. A page can also let its own host name
+    point to 127.0.0.1 (DNS rebinding). `hosts`, if given, are the only ones that are served.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
         self.app = app
+        self.hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self.app
-        if scope["type"] == "http" and is_foreign(Request(scope)):
-            message = "requests of other web pages are rejected"
-            app = respond(describe_error(403, message), 403)
+        if scope["type"] == "http":
+            request = Request(scope)
+            is_other_host = bool(self.hosts) and request.url.hostname not in self.hosts
+            if is_other_host or is_foreign(request):
+                message = "requests of other web pages are rejected"
+                app = respond(describe_error(403, message), 403)
         await app(scope, receive, send)
 
 

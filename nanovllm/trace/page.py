@@ -21,15 +21,18 @@ def make_page(timelines: list[list[Step]]) -> str:
     """Render one or two timelines as a self-contained HTML page."""
     runs: list[dict[str, Any]] = []
     for steps in timelines:
-        shortened = [_shorten(step) for step in steps]
+        shortened = [shorten(step) for step in steps]
         runs.append({"settings": steps[0].settings, "steps": shortened})
     # "</" would end the page's script.
     data = json.dumps(runs, separators=(",", ":")).replace("</", "<\\/")
-    template = Path(__file__).with_name("page.html").read_text("utf-8")
-    return template.replace("TIMELINES", data)
+    return read_template().replace("TIMELINES", data)
 
 
-def _shorten(step: Step) -> dict[str, Any]:
+def read_template() -> str:
+    return Path(__file__).with_name("page.html").read_text("utf-8")
+
+
+def shorten(step: Step) -> dict[str, Any]:
     """The step as page.html reads it.
 
     A row is [request_id, new_token_ids], or [request_id, new_token_ids, uncommon values].

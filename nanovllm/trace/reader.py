@@ -1,7 +1,6 @@
 """Reads a trace: from the events that recorder.py has written to a list of steps."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -27,36 +26,40 @@ def read(path: str | Path) -> list[Step]:
 
     Raises ValueError for an invalid trace, OSError for an unreadable file.
     """
+    reader = Reader()
     try:
-        steps = _read_events(json.loads(Path(path).read_bytes()))
+        for event in json.loads(Path(path).read_bytes()):
+            reader.add(event)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         problem = f"{path} is not a nanovllm trace, or it is truncated"
         raise ValueError(f"{problem}: {error!r}") from error
-    if not steps:
+    if not reader.steps:
         raise ValueError(f"{path} contains no steps")
-    return steps
+    return reader.steps
 
 
-def _read_events(events: Iterable[dict[str, Any]]) -> list[Step]:
-    steps: list[Step] = []
-    settings: dict[str, Any] = {}
-    results = _Results({"drawn_token_ids": [], "accepted": [], "ended": []})
-    for event in events:
+class Reader:
+    """Collects steps from the events of a trace, which come one after the other."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.settings: dict[str, Any] = {}
+
+    def add(self, event: dict[str, Any]) -> None:
         lane = event["tid"] - 1
         args = event["args"]
         kind = event["name"].split()[0]
         if "kind" in args:  # a step begins
-            results = _Results(args)
-            steps.append(Step(args, settings))
+            self.results = _Results(args)
+            self.steps.append(Step(args, self.settings))
         elif "block_size" in args:
-            settings.update(args)
+            self.settings.update(args)
         elif event["ph"] == "C":
-            steps[-1].info.update(args)
+            self.steps[-1].info.update(args)
         elif kind == "preempted":
-            steps[-1].preempted[lane] = args
+            self.steps[-1].preempted[lane] = args
         elif kind in ("prefill", "decode"):
-            steps[-1].lanes[lane] = results.add_to({"kind": kind, **args})
-    return steps
+            self.steps[-1].lanes[lane] = self.results.add_to({"kind": kind, **args})
 
 
 class _Results:

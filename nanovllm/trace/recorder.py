@@ -47,18 +47,9 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Timeline:
-    """The trace file, and the data of the current step until it is written."""
+    """The data of the current step until it is written. A subclass writes events."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raises ValueError if the file cannot be written."""
-        title = _event("M", 0, "thread_name", {"name": "steps"})
-        try:
-            # With "+", opening a named pipe does not wait for a reader, and `seek` rejects it.
-            self.file = open(path, "w+b", buffering=0)
-            self.file.write(b"[\n" + _encode(title).encode() + _END)
-            self.file.seek(-len(_END), os.SEEK_END)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"trace={os.fspath(path)!r} cannot be written: {error}") from error
+    def __init__(self) -> None:
         self.origin = time.perf_counter_ns()
         self.num_steps = 0
         self.queues: _Args = {}  # as of the last step; empty after a reset
@@ -124,10 +115,27 @@ class Timeline:
         self.num_steps += 1
 
     def write(self, events: str) -> None:
-        """Add encoded events.
+        """Write encoded events, separated by commas. All events of a step come in one call."""
+        raise NotImplementedError
 
-        If the disk is full, the file keeps its complete steps, and a warning is issued.
-        """
+
+class TraceFile(Timeline):
+    """Writes the events to a file."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Raises ValueError if the file cannot be written."""
+        super().__init__()
+        title = _event("M", 0, "thread_name", {"name": "steps"})
+        try:
+            # With "+", opening a named pipe does not wait for a reader, and `seek` rejects it.
+            self.file = open(path, "w+b", buffering=0)
+            self.file.write(b"[\n" + _encode(title).encode() + _END)
+            self.file.seek(-len(_END), os.SEEK_END)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"trace={os.fspath(path)!r} cannot be written: {error}") from error
+
+    def write(self, events: str) -> None:
+        """Add events. If the disk is full, the file keeps its complete steps, and warns."""
         if self.file.closed:
             return
         data = b",\n" + events.encode() + _END

@@ -1,0 +1,263 @@
+"""The engine behind `python -m nanovllm.server --playground`, and the endpoints of its live page.
+
+Its steps are recorded for the page, can be slowed down, held and taken one by one, and it can be
+replaced by another engine. The page shows all prompts, so the server listens on this machine only.
+"""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.checks import check_number, check_type
+from nanovllm.config import Config
+from nanovllm.outputs import RequestOutput
+from nanovllm.server.engine_thread import EngineThread, Stream
+from nanovllm.server.openai_api import read_json, respond
+from nanovllm.server.protocol import Object
+from nanovllm.trace.page import read_template, shorten
+from nanovllm.trace.reader import Reader
+from nanovllm.trace.recorder import Timeline
+
+DEFAULTS: dict[str, Any] = {
+    "kvcache_block_size": 4,
+    "num_kvcache_blocks": 40,
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 6,
+}
+OPTIONS = (
+    *DEFAULTS,
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "num_speculative_tokens",
+)
+HOSTS = ("127.0.0.1", "localhost", "::1")
+MAX_STEPS = 10_000  # of a recording; then an idle engine is replaced
+STEPS_PER_MESSAGE = 500
+MESSAGE_INTERVAL = 0.05  # seconds, because a page need not be drawn more often
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; base-uri 'none';"
+        " script-src 'nonce-NONCE'; frame-ancestors 'none'; form-action 'none'"
+    ),
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+
+
+class LiveTimeline(Timeline):
+    """Keeps the steps of an engine in memory, as JSON for the page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader = Reader()
+        self.steps: list[str] = []
+        self.token_ids: dict[int, None] = {}  # that occur, an ordered set
+
+    def write(self, events: str) -> None:
+        for event in json.loads(f"[{events}]"):
+            self.reader.add(event)
+        for step in self.reader.steps:
+            for work in step.lanes.values():
+                for name in ("token_ids", "new_token_ids", "draft_token_ids"):
+                    self.token_ids.update(dict.fromkeys(work.get(name, ())))
+            self.steps.append(json.dumps(shorten(step)))
+        self.reader.steps.clear()
+
+
+class WatchedLLM(LLM):
+    """An engine that records a LiveTimeline."""
+
+    def make_timeline(self, config: Config) -> Timeline:
+        self.timeline = LiveTimeline()
+        return self.timeline
+
+
+class Playground(EngineThread):
+    """An engine whose steps can be watched and held."""
+
+    llm: WatchedLLM
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        self.model = model
+        self.options = {**DEFAULTS, **options}
+        self.run_number = 1  # of the engine
+        self.pause: float | None = 0.0  # seconds between two steps, None to hold
+        self.num_single_steps = 0  # to be taken while the engine holds
+        self.next_time = 0.0
+        self.texts: dict[int, str] = {}  # of tokens
+        self.changed = asyncio.Event()  # set and replaced when there is something to show
+        super().__init__(WatchedLLM(model, **self.options))
+
+    # In the engine thread.
+
+    def replace(self, changes: dict[str, Any]) -> None:
+        """Start another engine. Raises ValueError or TypeError, and keeps this one, for invalid
+        options."""
+        options = {**self.options, **changes}
+        llm = WatchedLLM(self.model, **options)
+        self._end_streams("the engine was started anew")
+        self.llm.exit()
+        self.llm = llm
+        self.options = options
+        self.run_number += 1
+        self._announce()
+
+    def set_pace(self, pause: float | None, num_single_steps: int) -> None:
+        self.pause = pause
+        self.num_single_steps = num_single_steps
+        self._announce()
+
+    def add(self, stream: Stream) -> None:
+        self._add(stream)
+        self._announce()
+
+    def _may_step(self) -> bool:
+        if not super()._may_step():
+            return False
+        is_time = self.pause is not None and time.monotonic() >= self.next_time
+        return is_time or self.num_single_steps > 0
+
+    def _delay(self) -> float | None:
+        if self.pause is None or not super()._may_step():
+            return None
+        return max(0.0, self.next_time - time.monotonic())
+
+    def _hand_over(self, outputs: list[RequestOutput]) -> None:
+        super()._hand_over(outputs)
+        self.num_single_steps = max(0, self.num_single_steps - 1)
+        self.next_time = time.monotonic() + (self.pause or 0.0)
+        if len(self.llm.timeline.steps) > MAX_STEPS and self.llm.is_finished():
+            self.replace({})
+        self._announce()
+
+    def _announce(self) -> None:
+        def wake() -> None:
+            self.changed.set()
+            self.changed = asyncio.Event()
+
+        self._loop.call_soon_threadsafe(wake)
+
+    # On the event loop.
+
+    async def _call(self, function: Callable[..., None], *args: Any) -> None:
+        """Run function(*args) in the engine thread, between two steps."""
+        future: Future[None] = Future()
+
+        def command() -> None:
+            try:
+                function(*args)
+                future.set_result(None)
+            except Exception as error:
+                future.set_exception(error)
+
+        with self._condition:
+            self.check()
+            self._commands.append(command)
+            self._condition.notify()
+        await asyncio.wrap_future(future)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/", self.show_page),
+            Route("/playground/events", self.follow),
+            Route("/playground/prompts", self.take_prompts, methods=["POST"]),
+            Route("/playground/pace", self.take_pace, methods=["POST"]),
+            Route("/playground/engine", self.take_options, methods=["POST"]),
+        ]
+
+    async def show_page(self, request: Request) -> Response:
+        live = Path(__file__).with_name("live.html").read_text("utf-8")
+        page = read_template().replace("TIMELINES", "[]") + live
+        nonce = secrets.token_urlsafe()
+        headers = {name: value.replace("NONCE", nonce) for name, value in HEADERS.items()}
+        return HTMLResponse(page.replace("<script>", f'<script nonce="{nonce}">'), headers=headers)
+
+    async def follow(self, request: Request) -> Response:
+        """Send what there is to show, then what is new, as server-sent events.
+
+        A browser that reconnects sends the id of the last message, run:position.
+        """
+        last_id = request.headers.get("Last-Event-ID", "0:0")
+        run_number, _, position = last_id.partition(":")
+        messages = self._messages(int(run_number), max(0, int(position)))
+        return StreamingResponse(messages, media_type="text/event-stream")
+
+    async def _messages(self, run_number: int, position: int) -> AsyncIterator[str]:
+        num_texts = 0
+        while self.stop_reason is None:
+            changed = self.changed
+            if run_number != self.run_number:
+                run_number = self.run_number
+                position = 0
+            timeline = self.llm.timeline
+            steps = timeline.steps[position : position + STEPS_PER_MESSAGE]
+            self._name_tokens(timeline)
+            texts = dict(islice(list(self.texts.items()), num_texts, None))
+            state = json.dumps({**self._describe(), "first": position, "texts": texts})
+            position += len(steps)
+            num_texts += len(texts)
+            yield f"id: {run_number}:{position}\n"
+            yield f'data: {state[:-1]}, "steps": [{", ".join(steps)}]}}\n\n'
+            if position == len(timeline.steps):
+                await changed.wait()
+            await asyncio.sleep(MESSAGE_INTERVAL)
+
+    def _describe(self) -> Object:
+        waiting = list(self.llm.scheduler.waiting)[:20]
+        return {
+            "run": self.run_number,
+            "settings": self.llm.timeline.reader.settings,
+            "options": {name: getattr(self.llm.config, name) for name in OPTIONS},
+            "pause": self.pause,
+            "is_idle": self.llm.is_finished(),
+            "arrivals": [(seq.seq_id, len(seq.token_ids)) for seq in waiting],
+        }
+
+    def _name_tokens(self, timeline: LiveTimeline) -> None:
+        if self.llm.tokenizer is None:
+            return
+        for token_id in list(timeline.token_ids):
+            if token_id not in self.texts:
+                self.texts[token_id] = str(self.llm.tokenizer.decode([token_id]))
+
+    async def take_prompts(self, request: Request) -> Response:
+        """Queue prompts: {"chats": [text], "params": {...}}, or "prompts" without a template."""
+        body = await read_json(request)
+        llm = self.llm
+        options: Any = check_type("params", body.get("params", {}), (dict,), "an object")
+        params = SamplingParams(**options)
+        prompts: Any = body.get("prompts")
+        if prompts is None:
+            texts: Any = body.get("chats")
+            check_type("chats", texts, (list,), "a list of str")
+            prompts = llm.encode_chats([[{"role": "user", "content": text}] for text in texts])
+        await self._call(self.add, Stream(llm.check_prompts(prompts, params)))
+        return respond({})
+
+    async def take_pace(self, request: Request) -> Response:
+        body = await read_json(request)
+        pause = body.get("pause")
+        if pause is not None:
+            pause = check_number("pause", pause, 0.0, 60.0)
+        await self._call(self.set_pace, pause, int(check_number("steps", body.get("steps", 0), 0)))
+        return respond({})
+
+    async def take_options(self, request: Request) -> Response:
+        body = await read_json(request)
+        unknown = body.keys() - set(OPTIONS)
+        if unknown:
+            raise ValueError(f"the playground does not change {', '.join(sorted(unknown))}")
+        await self._call(self.replace, body)
+        return respond({})
