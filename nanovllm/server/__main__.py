@@ -31,15 +31,18 @@ class Server(uvicorn.Server):
     It sleeps until a signal or a failure of the engine, where uvicorn looks ten times a second.
     """
 
-    def __init__(self, config: uvicorn.Config, engine: EngineThread) -> None:
+    def __init__(self, config: uvicorn.Config, engine: EngineThread, greeting: str) -> None:
+        """Print `greeting` when clients can connect."""
         super().__init__(config)
         self.engine = engine
+        self.greeting = greeting
 
     async def startup(self, sockets: Any = None) -> None:
         self.loop = asyncio.get_running_loop()
         self.exit_requested = asyncio.Event()
         self.engine.start_on(self.loop, on_failure=self.exit_requested.set)
         await super().startup(sockets)
+        print(self.greeting, file=sys.stderr, flush=True)
 
     async def main_loop(self) -> None:
         await self.exit_requested.wait()
@@ -140,9 +143,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     socket = config.bind_socket()
     port = socket.getsockname()[1]
-    print(f"nanovllm: serving {name} on http://{args.host}:{port}", file=sys.stderr, flush=True)
+    greeting = f"nanovllm: serving {name} on http://{args.host}:{port}"
     try:
-        Server(config, engine).run([socket])
+        Server(config, engine, greeting).run([socket])
     finally:
         engine.stop(SHUTDOWN)
         if engine.is_alive():
