@@ -3,12 +3,9 @@
 Skipped without chromium. The page must show the state that the engine had in every step.
 """
 
-import html
 import json
 import re
-import shutil
 import struct
-import subprocess
 import zlib
 from collections.abc import Callable
 from itertools import count
@@ -17,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from browser import browse, needs_browser, run_script
 from conftest import Oracle, greedy, random_prompt
 
 from nanovllm import LLM, trace
@@ -25,48 +23,7 @@ from nanovllm.trace import recorder
 from nanovllm.trace.__main__ import main as trace_main
 
 TEMPLATE = Path(trace.__file__).with_name("page.html")
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-needs_browser = pytest.mark.skipif(
-    BROWSER is None, reason="no chromium or google-chrome is installed"
-)
-
 State = dict[str, Any]
-
-
-def browse(page: Path, *options: str, fragment: str = "") -> subprocess.CompletedProcess[str]:
-    """Open `page` headless, and check that its console stays empty."""
-    assert BROWSER is not None
-    command = [
-        BROWSER,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--enable-logging=stderr",
-        *options,
-    ]
-    done = subprocess.run(
-        [*command, page.as_uri() + fragment],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    assert "CONSOLE" not in done.stderr, done.stderr
-    return done
-
-
-def run_script(page: Path, script: str) -> Any:
-    """Run the body of a JavaScript function in `page`, and return its result."""
-    probe = page.with_suffix(".probe.html")
-    call = f"document.body.textContent = JSON.stringify((() => {{{script}}})())"
-    probe.write_text(f"{page.read_text()}<script>{call}</script>")
-    done = browse(probe, "--dump-dom")
-    body = re.search("<body>(.*?)</body>", done.stdout, flags=re.DOTALL)
-    assert body, done.stdout[-2000:]
-    return json.loads(html.unescape(body[1]).replace("\xa0", " "))
 
 
 def count_blocks(manager: Any) -> list[Any]:
