@@ -1,4 +1,4 @@
-"""Tiny random checkpoints and transformers' own greedy tokens for them, the authority that the engine is held against."""
+"""Tiny random checkpoints, and transformers' greedy tokens for them, which the engine must match."""
 
 import gc
 import importlib
@@ -14,18 +14,11 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-IS_WORKER = (
-    "PYTEST_XDIST_WORKER" in os.environ
-)  # of pytest-xdist: started by a process that has come through here before
-if IS_WORKER and (visible := os.environ.pop("NANOVLLM_TESTS_SEE", None)) is not None:
-    del os.environ["CUDA_VISIBLE_DEVICES"]
-    os.environ.update({} if visible == "all" else {"CUDA_VISIBLE_DEVICES": visible})
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")  # of the kernels for GPUs
 if not ON_GPU:
-    os.environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # read when triton is imported: kernels then run on CPU tensors
+    # Triton reads this when it is imported. Kernels then run on CPU tensors.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
@@ -40,12 +33,11 @@ from nanovllm.engine.sequence import Sequence
 VOCAB_SIZE = 97
 DEFAULTS = Config.__init__.__kwdefaults__
 
-if ON_GPU:  # what a test does not mark `gpu` is meant for the CPU, also in processes that it starts; this one keeps its GPUs
+if ON_GPU:
+    # A test without the marker `gpu` runs on the CPU, as do the processes that it starts.
     torch.cuda.init()
-    torch.cuda.device_count()  # remembered from here on
+    torch.cuda.device_count()  # torch remembers the number
     VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not IS_WORKER:
-        os.environ["NANOVLLM_TESTS_SEE"] = "all" if VISIBLE is None else VISIBLE
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     DEFAULTS["device"] = "cpu"
 
@@ -60,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def gpus_are_seen(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """By tests that are marked `gpu`, which give back what they have taken of one."""
+    """Show the GPUs to tests with the marker `gpu`, and free their memory afterwards."""
     if not request.node.get_closest_marker("gpu"):
         yield
         return

@@ -226,29 +226,7 @@ def test_exit_leaves_nothing_to_the_garbage_collector(make_llm: MakeLLM) -> None
         gc.enable()
 
 
-CLAIMS_A_GPU = """
-import json, os, subprocess, sys, torch
-
-torch.cuda.is_available = lambda: os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-torch.cuda.init, torch.cuda.device_count = lambda: None, lambda: 1
-import conftest
-
-script, name = sys.argv[1:]
-print(json.dumps([name, getattr(conftest, "VISIBLE", "nothing")]), flush=True)
-children = {"first": {"worker": {"PYTEST_XDIST_WORKER": "gw0"}, "child": {}}, "worker": {"worker's child": {}}}
-for child, environment in children.get(name, {}).items():
-    subprocess.run([sys.executable, "-c", script, script, child], env={**os.environ, **environment}, check=True)
-"""
-
-
-@pytest.mark.parametrize("visible", ["3", None])
-def test_workers_of_xdist_see_the_gpu(visible: str | None) -> None:
-    """They are started, as any process that a test starts, by one that has hidden its GPUs; a stand-in's driver claims one."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
-    }
-    for name in ("CUDA_VISIBLE_DEVICES", "NANOVLLM_TESTS_SEE", "PYTEST_XDIST_WORKER"):
+for name in ("CUDA_VISIBLE_DEVICES", "NANOVLLM_TESTS_SEE", "PYTEST_XDIST_WORKER"):
         environment.pop(name, None)
     environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     command = [sys.executable, "-c", CLAIMS_A_GPU, CLAIMS_A_GPU, "first"]
