@@ -1,14 +1,9 @@
 """What surrounds an engine: the caller's torch settings, the GPU that is current, and the memory that is left behind."""
 
 import gc
-import json
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -224,18 +219,3 @@ def test_exit_leaves_nothing_to_the_garbage_collector(make_llm: MakeLLM) -> None
         assert not any(ref() is not None for ref in left)
     finally:
         gc.enable()
-
-
-for name in ("CUDA_VISIBLE_DEVICES", "NANOVLLM_TESTS_SEE", "PYTEST_XDIST_WORKER"):
-        environment.pop(name, None)
-    environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    command = [sys.executable, "-c", CLAIMS_A_GPU, CLAIMS_A_GPU, "first"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    seen = dict(json.loads(line) for line in done.stdout.splitlines())
-    assert seen == {
-        "first": visible,
-        "worker": visible,
-        "worker's child": "nothing",
-        "child": "nothing",
-    }
