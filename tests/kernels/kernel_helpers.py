@@ -1,8 +1,6 @@
 """Random layers, batches and settings that the tests of this folder share."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from shutil import which
@@ -34,7 +32,7 @@ ATTENTION_TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16:
 BATCHES = {  # query lengths and context lengths
     "decodes": ([1] * 9, [1, 15, 16, 17, 32, 33, 3, 700, 129]),
     "prefills": ([1, 15, 16, 17, 70], [1, 15, 16, 17, 70]),
-    "chunks behind prefixes": ([5, 1, 20, 3, 33], [37, 64, 100, 3, 333]),
+    "chunks behind prefixes": ([5, 1, 20, 3, 33], [37, 64, 100, 3, 133]),
     "decodes beside chunks": ([1, 40, 1, 2, 1], [700, 41, 1, 300, 16]),
 }
 GATES = [
@@ -87,9 +85,7 @@ def make_spec(dtype: torch.dtype, head_dim: int = 16, **changes) -> DecoderSpec:
 
 def make_layers(dtype: torch.dtype, device: str) -> nn.ModuleDict:
     """Make a layer of each kind, always with the same weights. The MLP has no projections."""
-    spec = make_spec(
-        dtype, head_dim=20, hidden_size=100, num_heads=5, num_kv_heads=5, qk_norm=True
-    )
+    spec = make_spec(dtype, head_dim=20, hidden_size=100, num_heads=5, num_kv_heads=5, qk_norm=True)
     mlp = MLP(spec, ALONE)
     mlp.gate_up_proj = nn.Identity()
     mlp.down_proj = nn.Identity()
@@ -158,17 +154,3 @@ def compare_attention(
     limit = tolerance or ATTENTION_TOLERANCE[query.dtype]
     torch.testing.assert_close(output.float(), expected, atol=limit, rtol=limit)
     return output
-
-
-@contextmanager
-def unusual_torch_defaults(deterministic: bool) -> Iterator[None]:
-    """A caller's default device, default dtype and choice of algorithms."""
-    try:
-        torch.set_default_device("meta")
-        torch.set_default_dtype(torch.float64)
-        torch.use_deterministic_algorithms(deterministic)
-        yield
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(torch.float32)
-        torch.use_deterministic_algorithms(False)

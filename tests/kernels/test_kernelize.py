@@ -45,7 +45,8 @@ class OtherLayer(DecoderLayer):
 
 @needs_triton
 @pytest.mark.parametrize(
-    "last_layer, has_triton_attention", [(DecoderLayer, True), (DecoderLayer, False), (OtherLayer, True)]
+    "last_layer, has_triton_attention",
+    [(DecoderLayer, True), (DecoderLayer, False), (OtherLayer, True)],
 )
 def test_only_known_layers_are_fused(
     last_layer: type[DecoderLayer], has_triton_attention: bool
@@ -57,9 +58,7 @@ def test_only_known_layers_are_fused(
     layers = DecoderLayers(kind(spec, 0, backend, ALONE) for kind in kinds)
     optimized = triton_layers()
     install(layers, optimized.OPTIMIZED_LAYERS)
-    assert type(layers) is (
-        optimized.FusedLayers if last_layer is DecoderLayer else DecoderLayers
-    )
+    assert type(layers) is (optimized.FusedLayers if last_layer is DecoderLayer else DecoderLayers)
     assert type(layers[0].self_attn) is (
         optimized.FusedAttention if has_triton_attention else Attention
     )

@@ -12,7 +12,6 @@ from kernel_helpers import (
     needs_compiler,
     optimize,
     randomize,
-    unusual_torch_defaults,
 )
 from torch import nn
 
@@ -177,9 +176,15 @@ def test_torch_defaults_do_not_change_layers(
         return outputs
 
     expected = compute()
-    # On a GPU, torch has no deterministic cumsum.
-    with unusual_torch_defaults(deterministic=device == "cpu"):
+    try:
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(device == "cpu")  # a GPU has no such cumsum
         outputs = compute()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
     for one, other in zip(outputs, expected):
         assert one.dtype == other.dtype
         assert one.device == other.device
