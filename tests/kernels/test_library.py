@@ -1,4 +1,4 @@
-"""The C++ library is compiled once, cached safely, and used without a cache if there is no place."""
+"""The C++ library is compiled once, cached safely, and usable where it cannot be cached."""
 
 import errno
 import multiprocessing
