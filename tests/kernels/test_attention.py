@@ -161,13 +161,15 @@ def test_store_kvcache_writes_its_slots_and_no_others(
     merged = torch.randn(6, 3, num_kv_heads, head_dim, device=device).to(dtype)
     _, key, value = merged.unbind(1)
     slots = torch.tensor([3, -1, 63, 0, 20, -1], dtype=torch.int32, device=device)
-    cache_shape = (2, 4, 16, num_kv_heads, head_dim)
-    kv_cache = torch.full(cache_shape, torch.nan, dtype=dtype, device=device)
-    load_backend(name).store_kvcache(key, value, kv_cache, slots)
-    keys, values = kv_cache.flatten(1, 2)
+    # The keys and values of 64 slots, behind memory that a write to slot -1 would hit.
+    buffer_shape = (3, 4, 16, num_kv_heads, head_dim)
+    buffer = torch.full(buffer_shape, torch.nan, dtype=dtype, device=device)
+    load_backend(name).store_kvcache(key, value, buffer[1:], slots)
+    before, keys, values = buffer.flatten(1, 2)
     written = slots.long()[slots >= 0]
     assert torch.equal(keys[written], key[slots >= 0])
     assert torch.equal(values[written], value[slots >= 0])
+    assert before.isnan().all()
     assert keys.isnan().all(-1).all(-1).sum() == 64 - 4
     assert values.isnan().all(-1).all(-1).sum() == 64 - 4
 

@@ -156,8 +156,10 @@ def test_rotate_and_store_matches_norm_rotation_and_store(
     angles = torch.randn(6, 1, head_dim // 2).to(DEVICE)
     cos_sin = (angles.cos(), angles.sin())
     slots = torch.tensor([9, -1, 63, 0, -1, 17], dtype=torch.int32, device=DEVICE)
-    cache_shape = (2, 4, 16, num_kv_heads, head_dim)
-    cache = torch.full(cache_shape, 7.0, dtype=dtype, device=DEVICE)
+    # The KV cache lies behind memory that a write to slot -1 would hit.
+    buffer_shape = (3, 4, 16, num_kv_heads, head_dim)
+    buffer = torch.full(buffer_shape, 7.0, dtype=dtype, device=DEVICE)
+    cache = buffer[1:]
     expected_cache = cache.clone()
 
     query = triton_layers().rotate_and_store(qkv, *norms, cos_sin, cache, slots)
@@ -171,6 +173,7 @@ def test_rotate_and_store_matches_norm_rotation_and_store(
     torch.testing.assert_close(query, expected_query, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(cache[0], expected_cache[0], atol=tolerance, rtol=tolerance)
     assert torch.equal(cache[1], expected_cache[1])
+    assert (buffer[0] == 7.0).all()
     assert query.is_contiguous()
 
 
