@@ -88,7 +88,7 @@ def test_one_call_for_all_layers_matches_plain_layers(
                 written = cache.flatten(1, 2)[:, batch.slot_mapping]
                 expected = plain_cache.flatten(1, 2)[:, batch.slot_mapping]
                 torch.testing.assert_close(written, expected, **limits)
-            # Three threads share the work of a KV head, fewer do not.
+            # The number of threads changes how work is divided, but not the result.
             for count in (1, 2, 3):
                 torch.set_num_threads(count)
                 output = fused(batch, caches)

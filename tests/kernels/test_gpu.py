@@ -160,7 +160,7 @@ def test_a_step_synchronizes_the_host_once(
     params: SamplingParams,
     num_reads: int,
 ) -> None:
-    """To read the tokens, and the four columns of log probabilities. torch rejects all others."""
+    """To read the tokens, and the four columns of log probabilities. torch raises at any other."""
     llm = make_llm(**POOL, enforce_eager=enforce_eager)
     tolist = torch.Tensor.tolist
     reads = []
@@ -219,7 +219,7 @@ def test_nothing_is_compiled_while_serving(
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 def test_memory_stays_within_gpu_memory_utilization(tmp_path: Path, enforce_eager: bool) -> None:
-    """In the largest steps too, while another process holds memory of the GPU."""
+    """In the largest steps too, while other tensors hold 2 GiB of the GPU."""
     make_checkpoint(
         tmp_path, dtype=torch.bfloat16, vocab_size=50_000, num_hidden_layers=8, head_dim=128,
         num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=8192,
