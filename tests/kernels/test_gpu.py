@@ -1,7 +1,10 @@
-"""What only a GPU can show. The kernels' grids and the graphs are in test_attention, test_kernels and test_cuda_graphs, which
-use a GPU where there is one."""
+"""The engine on a GPU: its tokens, its host synchronizations and its memory.
+
+Attention, layers and CUDA graphs have tests of their own, which use a GPU where there is one.
+"""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,6 @@ from conftest import (
     Oracle,
     check_invariants,
     greedy,
-    make_batch,
     make_checkpoint,
     random_prompt,
 )
@@ -41,57 +43,56 @@ def generate(
     llm: LLM,
     prompts: list[list[int]] = PROMPTS,
     params: SamplingParams | list[SamplingParams] = GREEDY,
-) -> list:
-    return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+) -> list[list[int]]:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [output["token_ids"] for output in outputs]
 
 
-# --- the same tokens
-
-
-def test_auto_takes_the_kernels(make_llm: MakeLLM, tiny: tuple[str, Oracle]) -> None:
-    llm = make_llm(**POOL)
-    assert (
-        llm.model_runner.executor.worker.backend.NAME in ("triton", "flash_attn")
-        and llm.model_runner.executor.worker.graphs
-    )
-    assert generate(llm) == [tiny[1](prompt, 40) for prompt in PROMPTS]
+@pytest.fixture
+def expected(tiny: tuple[str, Oracle]) -> list[list[int]]:
+    """The tokens that transformers generates for PROMPTS."""
+    return [tiny[1](prompt, 40) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("chunked", [True, False], ids=["mixed", "prefill first"])
-def test_tokens(
+def test_engine_matches_transformers(
     make_llm: MakeLLM, tiny: tuple[str, Oracle], chunked: bool, enforce_eager: bool
 ) -> None:
-    """Cold and warm, in a pool that is too small: preempted, found in the cache, in batches that grow and shrink."""
+    """Twice in a pool that is too small, so with preemptions and prefix hits."""
     llm = make_llm(
-        kvcache_block_size=16, num_kvcache_blocks=8, max_model_len=64, max_num_batched_tokens=40, max_num_seqs=11,
-        enable_chunked_prefill=chunked, enforce_eager=enforce_eager,
+        kvcache_block_size=16, num_kvcache_blocks=8, max_model_len=64, max_num_batched_tokens=40,
+        max_num_seqs=11, enable_chunked_prefill=chunked, enforce_eager=enforce_eager,
     )  # fmt: skip
+    worker = llm.model_runner.executor.worker
+    assert worker.backend.NAME == "triton"
+    assert (worker.graphs is None) == enforce_eager
     prompts = [random_prompt(i, length) for i, length in enumerate((1, 15, 16, 17, 33))] * 2
     for _ in range(2):
-        assert generate(llm, prompts, SamplingParams(temperature=0.0, max_tokens=8)) == [
-            tiny[1](prompt, 8) for prompt in prompts
-        ]
+        assert generate(llm, prompts, greedy(8)) == [tiny[1](prompt, 8) for prompt in prompts]
         check_invariants(llm)
-    assert llm.stats["num_cached_tokens"] and llm.stats["num_preemptions"]
+    assert llm.stats["num_cached_tokens"]
+    assert llm.stats["num_preemptions"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """With all optimized layers, and the backend that auto takes: as far from float32 as transformers' own on the CPU, give or take half."""
+def test_logits_are_as_exact_as_those_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """With the backend that "auto" selects. The error is at most 1.5 times that on the CPU."""
     reference = make_checkpoint(tmp_path, dtype=dtype)
     llm = LLM(str(tmp_path), num_kvcache_blocks=64)
-    model, seen = llm.model_runner.executor.worker.model, []
+    model = llm.model_runner.executor.worker.model
     compute_logits = model.compute_logits
-    monkeypatch.setattr(
-        model, "compute_logits", lambda hidden: seen.append(compute_logits(hidden)) or seen[-1]
-    )
+    seen = []
+
+    def record(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(compute_logits(hidden))
+        return seen[-1]
+
+    monkeypatch.setattr(model, "compute_logits", record)
     prompt = random_prompt(3, 40)
-    generate(
-        llm,
-        [prompt[:length] for length in range(1, 41)],
-        SamplingParams(temperature=0.0, max_tokens=1),
-    )
+    generate(llm, [prompt[:length] for length in range(1, 41)], greedy(1))
     ours = torch.cat(seen).float().cpu()
     with torch.inference_mode():
         theirs = reference(torch.tensor([prompt])).logits[0].float()
@@ -100,19 +101,18 @@ def test_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dt
     assert (ours - exact).norm() < 1.5 * (theirs - exact).norm() + 1e-5 * exact.norm()
 
 
-def test_seeds_draw_the_same_on_either_device(make_llm: MakeLLM) -> None:
-    tokens, logprobs = [], []
+def test_a_seed_samples_the_same_tokens_on_both_devices(make_llm: MakeLLM) -> None:
+    outputs = []
     for device in ("cpu", "cuda"):
-        outputs = make_llm(device=device, **POOL).generate(PROMPTS, SAMPLED, use_tqdm=False)
-        tokens.append([output["token_ids"] for output in outputs])
-        logprobs.append(
-            torch.tensor([output["cumulative_logprob"] for output in outputs if output["logprobs"]])
-        )
-    assert tokens[0] == tokens[1]
-    torch.testing.assert_close(logprobs[0], logprobs[1], atol=1e-3, rtol=1e-4)
+        outputs.append(make_llm(device=device, **POOL).generate(PROMPTS, SAMPLED, use_tqdm=False))
+    for on_cpu, on_gpu in zip(*outputs):
+        assert on_cpu["token_ids"] == on_gpu["token_ids"]
+        if on_cpu["logprobs"]:
+            expected = pytest.approx(on_cpu["cumulative_logprob"], abs=1e-3, rel=1e-4)
+            assert on_gpu["cumulative_logprob"] == expected
 
 
-def test_the_callers_settings_change_nothing(make_llm: MakeLLM) -> None:
+def test_settings_of_the_caller_change_nothing(make_llm: MakeLLM) -> None:
     expected = generate(make_llm(**POOL), params=SAMPLED)
     with torch.device("meta"), torch.autocast("cuda", dtype=torch.float16), torch.enable_grad():
         torch.set_float32_matmul_precision("medium")
@@ -122,101 +122,68 @@ def test_the_callers_settings_change_nothing(make_llm: MakeLLM) -> None:
             torch.set_float32_matmul_precision("highest")
 
 
-# --- several devices, several engines
-
-
-def test_the_last_gpu(make_llm: MakeLLM, tiny: tuple[str, Oracle]) -> None:
-    """And one on the first beside it, which was there before: each computes, and records its graphs, on its own."""
+def test_engines_on_the_first_and_the_last_gpu_are_independent(
+    make_llm: MakeLLM, expected: list[list[int]]
+) -> None:
     last = torch.device("cuda", torch.cuda.device_count() - 1)
     llms = [make_llm(device=name, **POOL) for name in ("cuda:0", str(last))]
     for llm in (*llms, *llms):
-        assert generate(llm) == [tiny[1](prompt, 40) for prompt in PROMPTS]
-    executor = llms[1].model_runner.executor.worker
-    held = [*executor.model.parameters(), *executor.kv_caches, executor.graphs.buffer]
-    held += [hidden for _, hidden in executor.graphs.graphs.values()]
-    assert {tensor.device for tensor in held} == {last} and torch.cuda.current_device() == 0
+        assert generate(llm) == expected
+    worker = llms[1].model_runner.executor.worker
+    held = [*worker.model.parameters(), *worker.kv_caches, worker.graphs.buffer]
+    held += [hidden for _, hidden in worker.graphs.graphs.values()]
+    assert {tensor.device for tensor in held} == {last}
+    assert torch.cuda.current_device() == 0
     with torch.cuda.device(last):
         assert generate(llms[0], params=SAMPLED) == generate(llms[1], params=SAMPLED)
         assert torch.cuda.current_device() == last.index
-
-
-def test_two_engines(make_llm: MakeLLM, tiny: tuple[str, Oracle]) -> None:
-    """In turns, step by step; the end of one is not that of the other."""
-    one, two = make_llm(**POOL), make_llm(**POOL, enforce_eager=True)
-    expected = [tiny[1](prompt, 40) for prompt in PROMPTS]
-    outputs: dict[LLM, dict[int, list[int]]] = {one: {}, two: {}}  # by request
-    for llm in outputs:
-        for prompt in PROMPTS:
-            llm.add_request(prompt, GREEDY)
-    while not (one.is_finished() and two.is_finished()):
-        for llm in outputs:
-            outputs[llm].update(
-                (output["request_id"], output["token_ids"]) for output in llm.step()
-            )
-    assert outputs[one] == outputs[two] == dict(enumerate(expected))
-    one.exit()
-    assert generate(two) == expected
+    llms[0].exit()
+    assert generate(llms[1]) == expected
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_ranks(tiny: tuple[str, Oracle]) -> None:
+def test_two_ranks_match_transformers(tiny: tuple[str, Oracle], expected: list[list[int]]) -> None:
     with LLM(tiny[0], tensor_parallel_size=2, **POOL) as llm:
-        assert generate(llm) == [tiny[1](prompt, 40) for prompt in PROMPTS]
+        assert generate(llm) == expected
 
 
-# --- a step
-
-
-def test_a_batch_crosses_whole() -> None:
-    batch = make_batch([4, 3], [9, 3], torch.randint(99, (2, 5), dtype=torch.int32))
-    for name in ("input_ids", "positions", "slot_mapping"):
-        getattr(batch, name)[:] = torch.randint(1000, (7,))
-    moved = batch.to(torch.device("cuda"))
-    for name, value in vars(batch).items():
-        other = getattr(moved, name)
-        if isinstance(value, torch.Tensor):
-            assert other.is_cuda and torch.equal(other.cpu(), value)
-        else:
-            assert other == value
-
-
+@pytest.mark.parametrize(
+    "params, num_reads",
+    [(SAMPLED[0], 1), (SAMPLED[2], 1), (GREEDY, 1), (SAMPLED[3], 1), (SAMPLED[4], 5)],
+    ids=["sampled", "filtered", "greedy", "penalties", "logprobs"],
+)
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_the_host_waits_once_a_step(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, enforce_eager: bool
+def test_a_step_synchronizes_the_host_once(
+    make_llm: MakeLLM,
+    monkeypatch: pytest.MonkeyPatch,
+    enforce_eager: bool,
+    params: SamplingParams,
+    num_reads: int,
 ) -> None:
-    """For the tokens, and once more for each of the four columns of log probabilities: torch refuses every other time."""
+    """To read the tokens, and the four columns of log probabilities. torch raises at any other."""
     llm = make_llm(**POOL, enforce_eager=enforce_eager)
-    runner, waits, tolist = llm.model_runner, [], torch.Tensor.tolist
+    tolist = torch.Tensor.tolist
+    reads = []
 
     def read(tensor: torch.Tensor) -> list:
-        waits[-1] += tensor.is_cuda
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("default")
+        if tensor.is_cuda:
+            reads.append(tensor)
         numbers = tolist(tensor)
         torch.cuda.set_sync_debug_mode(mode)
         return numbers
 
-    run, sample = runner.run, runner.sample
-    for params, num_waits in (
-        (SAMPLED[0], 1),
-        (SAMPLED[2], 1),
-        (GREEDY, 1),
-        (SAMPLED[3], 1),
-        (SAMPLED[4], 5),
-    ):
-        for prompt in PROMPTS:
-            llm.add_request(prompt, params)
-        while not llm.is_finished():
-            waits.append(0)
-            with monkeypatch.context() as patch:
-                patch.setattr(torch.Tensor, "tolist", read)
-                for name, call in (("run", run), ("sample", sample)):
-                    patch.setattr(
-                        runner, name, lambda *args, call=call: without_waiting(call, *args)
-                    )
-                llm.step()
-        assert set(waits) == {num_waits}
-        waits.clear()
+    monkeypatch.setattr(torch.Tensor, "tolist", read)
+    for name in ("run", "sample"):
+        call = getattr(llm.model_runner, name)
+        monkeypatch.setattr(llm.model_runner, name, partial(without_waiting, call))
+    for prompt in PROMPTS:
+        llm.add_request(prompt, params)
+    while not llm.is_finished():
+        reads.clear()
+        llm.step()
+        assert len(reads) == num_reads
 
 
 def without_waiting(function: Callable, *args: object) -> object:
@@ -237,66 +204,52 @@ def test_nothing_is_compiled_while_serving(
     make_checkpoint(tmp_path, dtype=torch.bfloat16, vocab_size=128)
     llm = LLM(str(tmp_path), gpu_memory_utilization=0.2, enforce_eager=enforce_eager, **options)
     compiled = []
-    monkeypatch.setattr(
-        triton.knobs.runtime, "jit_post_compile_hook", lambda **details: compiled.append(details)
-    )
+
+    def record(**details) -> None:
+        compiled.append(details)
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", record)
+    filtered = {"top_k": 3, "presence_penalty": 1.0, "logprobs": 2}
     for num_seqs, length in ((1, 1), (3, 17), (33, 100), (2, 200)):
         prompts = [random_prompt(i, length) for i in range(num_seqs)]
-        for params in (
-            {"temperature": 0.0},
-            {},
-            {"top_p": 0.9},
-            {"top_k": 3, "presence_penalty": 1.0, "logprobs": 2},
-        ):
-            generate(llm, prompts, SamplingParams(max_tokens=20, **params))
+        for settings in ({"temperature": 0.0}, {}, {"top_p": 0.9}, filtered):
+            generate(llm, prompts, SamplingParams(max_tokens=20, **settings))
     assert not compiled
 
 
-# --- memory
-
-
-def count_reserved() -> int:
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved()
-
-
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_memory_stays_within_its_share(tmp_path: Path, enforce_eager: bool) -> None:
-    """Also in the largest steps, and with somebody else on the GPU. Of 32 KB a token, the KV cache takes all there is."""
-    shape = dict(
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=8192,
-    )
-    make_checkpoint(tmp_path, dtype=torch.bfloat16, vocab_size=50_000, **shape)
+def test_memory_stays_within_gpu_memory_utilization(tmp_path: Path, enforce_eager: bool) -> None:
+    """In the largest steps too, while other tensors hold 2 GiB of the GPU."""
+    make_checkpoint(
+        tmp_path, dtype=torch.bfloat16, vocab_size=50_000, num_hidden_layers=8, head_dim=128,
+        num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=8192,
+    )  # fmt: skip
     other = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
     torch.cuda.empty_cache()
     free_before, total = torch.cuda.mem_get_info()
-    llm = LLM(
-        str(tmp_path), gpu_memory_utilization=0.2, max_model_len=8192, enforce_eager=enforce_eager
-    )
-    costly = dict(top_p=0.9, repetition_penalty=1.1, logprobs=5, min_tokens=5, stop_token_ids=[7])
-    params = SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True, **costly)
+    options = {"max_model_len": 8192, "enforce_eager": enforce_eager}
+    llm = LLM(str(tmp_path), gpu_memory_utilization=0.2, **options)
+    params = SamplingParams(
+        max_tokens=30, ignore_eos=True, top_p=0.9, repetition_penalty=1.1, logprobs=5,
+        min_tokens=5, stop_token_ids=[7],
+    )  # fmt: skip
     generate(llm, [random_prompt(i, 200) for i in range(300)], params)
     taken = free_before - torch.cuda.mem_get_info()[0]
     assert 0.15 * total < taken < 0.2 * total + (256 << 20)
     del other
 
 
-def test_no_more_blocks_than_sequences_can_use() -> None:
+def test_the_pool_is_no_larger_than_sequences_can_use() -> None:
     llm = LLM(DEMO_MODEL, max_num_seqs=8, max_model_len=100, kvcache_block_size=16)
-    assert llm.stats["num_blocks"] == 8 * 7 and not len(llm.model_runner.penalties.counts)
+    assert llm.stats["num_blocks"] == 8 * 7
 
 
-def test_exit_gives_the_memory_back(make_llm: MakeLLM) -> None:
-    generate(
-        make_llm(**POOL), params=SAMPLED
-    )  # what stays with the process: the workspaces of cuBLAS
-    before = count_reserved()
+def test_exit_frees_the_memory(make_llm: MakeLLM) -> None:
+    generate(make_llm(**POOL), params=SAMPLED)  # allocates workspaces of cuBLAS, which stay
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
     llm = make_llm(num_kvcache_blocks=100_000, kvcache_block_size=16)  # of 8 KB
     generate(llm, params=SAMPLED)
-    assert count_reserved() > before + 700_000_000
+    assert torch.cuda.memory_reserved() > before + 700_000_000
     llm.exit()
     assert torch.cuda.memory_reserved() < before + 100_000_000

@@ -1,0 +1,156 @@
+"""Random layers, batches and settings that the tests of this folder share."""
+
+import os
+from importlib import import_module
+from importlib.util import find_spec
+from shutil import which
+from types import ModuleType
+from unittest.mock import patch
+
+import pytest
+import torch
+from conftest import DEVICE, make_batch
+from torch import nn
+
+from nanovllm import kernels
+from nanovllm.arithmetic import cdiv
+from nanovllm.batch import Batch
+from nanovllm.kernels import OptimizedLayer, kernelize
+from nanovllm.kernels.cpu import layers as cpu_layers
+from nanovllm.layers import attention as torch_backend
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
+from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.tensor_parallel import ALONE
+from nanovllm.models.decoder import MLP, Attention, DecoderSpec
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SCALE = 0.1  # of attention scores
+# float32 in another order of summation, and values of about 1 rounded to 11 or 8 bits.
+ATTENTION_TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+BATCHES = {  # query lengths and context lengths
+    "decodes": ([1] * 9, [1, 15, 16, 17, 32, 33, 3, 700, 129]),
+    "prefills": ([1, 15, 16, 17, 70], [1, 15, 16, 17, 70]),
+    "chunks behind prefixes": ([5, 1, 20, 3, 33], [37, 64, 100, 3, 133]),
+    "decodes beside chunks": ([1, 40, 1, 2, 1], [700, 41, 1, 300, 16]),
+}
+GATES = [
+    -1e4, -100.0, -89.0, -88.0, -87.0, -1.0, -0.0, 0.0, 1.0, 88.0, 89.0, 100.0, 1e4, 1e38,
+    torch.inf, torch.nan,
+] * 3  # fmt: skip
+
+has_compiler = which(os.environ.get("CXX", "c++")) is not None
+needs_compiler = pytest.mark.skipif(not has_compiler, reason="no C++ compiler")
+needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="no triton")
+all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# The kernels, and the device that has their tensors. Without a GPU, Triton's are interpreted.
+all_kernels = pytest.mark.parametrize(
+    "language, device",
+    [
+        pytest.param("cpp", "cpu", marks=needs_compiler, id="cpp"),
+        pytest.param("triton", DEVICE.type, marks=needs_triton, id="triton"),
+    ],
+)
+
+
+def triton_layers() -> ModuleType:
+    return import_module("nanovllm.kernels.cuda.layers")
+
+
+def install(
+    module: nn.Module, optimized: list[type[OptimizedLayer]], dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """kernelize `module` with these optimized layers."""
+    with patch.object(kernels, "find_optimized_layers", lambda device_type, dtype: optimized):
+        kernelize(module, DEVICE, dtype)
+    return module
+
+
+def optimize(module: nn.Module, language: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """kernelize `module` with the layers of kernels/cuda or, without GEMM, of kernels/cpu."""
+    if language == "triton":
+        return install(module, triton_layers().OPTIMIZED_LAYERS, dtype)
+    return install(module, cpu_layers.LAYERS_WITHOUT_GEMM, dtype)
+
+
+def make_spec(dtype: torch.dtype, head_dim: int = 16, **changes) -> DecoderSpec:
+    settings = dict(
+        vocab_size=80, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1,
+        intermediate_size=40, norm_eps=1e-3, tie_embeddings=True, max_len=64,
+        rope=RopeSpec.from_base(1e4, head_dim), head_dim=head_dim, dtype=dtype,
+    )  # fmt: skip
+    return DecoderSpec(**{**settings, **changes})
+
+
+def make_layers(dtype: torch.dtype, device: str) -> nn.ModuleDict:
+    """Make a layer of each kind, always with the same weights. The MLP has no projections."""
+    spec = make_spec(dtype, head_dim=20, hidden_size=100, num_heads=5, num_kv_heads=5, qk_norm=True)
+    mlp = MLP(spec, ALONE)
+    mlp.gate_up_proj = nn.Identity()
+    mlp.down_proj = nn.Identity()
+    layers = nn.ModuleDict(
+        {
+            "norm": RMSNorm(300, 1e-3, dtype),
+            "rotary": RotaryEmbedding(RopeSpec(spec.rope.inv_freq, attention_factor=1.5)),
+            "attention": Attention(spec, torch_backend, ALONE),
+            "mlp": mlp,
+            "sampler": Sampler(80),
+        }
+    )
+    return randomize(layers).to(device)
+
+
+def randomize(module: nn.Module) -> nn.Module:
+    """Fill all weights with the same random numbers in every call. Norms have weights around 1."""
+    torch.manual_seed(0)
+    for parameter in module.requires_grad_(False).parameters():
+        nn.init.normal_(parameter, float(parameter.dim() == 1), 0.3)
+    return module
+
+
+def make_step(
+    lengths: tuple[list[int], list[int]],
+    heads: tuple[int, int, int],
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+) -> tuple[torch.Tensor, torch.Tensor, Batch]:
+    """Make a query, a KV cache and a batch whose blocks are in random order.
+
+    The slots that no context covers hold NaN. Equal arguments give equal numbers.
+    """
+    query_lens, context_lens = lengths
+    num_heads, num_kv_heads, head_dim = heads
+    torch.manual_seed(sum(context_lens) + head_dim)
+    num_blocks = [cdiv(length, block_size) for length in context_lens]
+    pool_size = sum(num_blocks) + 3
+    block_ids = torch.randperm(pool_size).int().split([*num_blocks, 3])
+    tables = torch.zeros(len(context_lens), max(num_blocks), dtype=torch.int32)
+    cache_shape = (2, pool_size, block_size, num_kv_heads, head_dim)
+    kv_cache = torch.full(cache_shape, torch.nan, dtype=dtype)
+    for table, ids, length in zip(tables, block_ids, context_lens):
+        table[: len(ids)] = ids
+        positions = torch.arange(length)
+        slots = ids[positions // block_size] * block_size + positions % block_size
+        kv = torch.randn(2, length, num_kv_heads, head_dim)
+        kv_cache.flatten(1, 2)[:, slots] = kv.to(dtype)
+    query = torch.randn(sum(query_lens), num_heads, head_dim).to(dtype)
+    batch = make_batch(query_lens, context_lens, tables, device)
+    return query.to(device), kv_cache.to(device), batch
+
+
+def compare_attention(
+    backend: ModuleType,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    batch: Batch,
+    tolerance: float | None = None,
+) -> torch.Tensor:
+    """Compare `backend` with the torch backend in float32, and return its output."""
+    expected = torch_backend.attend(query.float(), kv_cache.float(), batch, SCALE)
+    output = backend.attend(query, kv_cache, batch, SCALE)
+    assert output.dtype == query.dtype
+    limit = tolerance or ATTENTION_TOLERANCE[query.dtype]
+    torch.testing.assert_close(output.float(), expected, atol=limit, rtol=limit)
+    return output

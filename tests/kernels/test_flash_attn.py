@@ -1,0 +1,100 @@
+"""The flash_attn backend calls the package as documented. A stand-in computes with torch."""
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import DEVICE, make_batch
+from kernel_helpers import BATCHES, CPU, compare_attention, make_step
+
+from nanovllm import LLM
+from nanovllm.layers import attention as torch_backend
+
+pytest.importorskip("triton", reason="triton is not installed")
+FLASH_ATTN = "nanovllm.kernels.cuda.flash_attn"
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    block_table: torch.Tensor,
+) -> torch.Tensor:
+    assert causal
+    assert k.shape[1] % 256 == 0
+    for tensor in (cu_seqlens_q, cu_seqlens_k, block_table):
+        assert tensor.dtype == torch.int32
+        assert tensor.stride(-1) == 1
+    query_lens = cu_seqlens_q.diff().tolist()
+    context_lens = cu_seqlens_k.diff().tolist()
+    assert max(query_lens) == max_seqlen_q
+    assert max(context_lens) == max_seqlen_k
+    batch = make_batch(query_lens, context_lens, block_table, q.device)
+    return torch_backend.attend(q, torch.stack((k, v)), batch, softmax_scale)
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    **options,
+) -> torch.Tensor:
+    num_seqs, query_len = q.shape[:2]
+    assert cache_seqlens.dtype == torch.int32
+    bounds = torch.arange(num_seqs + 1, dtype=torch.int32, device=q.device) * query_len
+    contexts = F.pad(cache_seqlens.cumsum(0, dtype=torch.int32), (1, 0))
+    longest = int(cache_seqlens.max())
+    rows = q.flatten(0, 1)
+    lengths = (bounds, contexts, query_len, longest)
+    return flash_attn_varlen_func(rows, k_cache, v_cache, *lengths, **options).view_as(q)
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The backend, imported over the stand-in for the package."""
+    package = ModuleType("flash_attn")
+    package.flash_attn_varlen_func = flash_attn_varlen_func
+    package.flash_attn_with_kvcache = flash_attn_with_kvcache
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.delitem(sys.modules, FLASH_ATTN, raising=False)
+    yield import_module(FLASH_ATTN)
+    sys.modules.pop(FLASH_ATTN, None)
+
+
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+def test_flash_attn_receives_the_whole_batch(
+    backend: ModuleType, lengths: tuple[list[int], list[int]]
+) -> None:
+    compare_attention(backend, *make_step(lengths, (4, 2, 64), 256, torch.float32, DEVICE))
+
+
+def test_flash_attn_names_what_it_does_not_support(backend: ModuleType) -> None:
+    gpu = torch.device("cuda")
+    bf16 = torch.bfloat16
+    assert backend.PREFERRED_BLOCK_SIZE == 256
+    assert backend.reason_unavailable(gpu, bf16, 128, 256) is None
+    assert "CUDA" in backend.reason_unavailable(CPU, bf16, 128, 256)
+    assert "256" in backend.reason_unavailable(gpu, bf16, 128, 16)
+    assert "dtype" in backend.reason_unavailable(gpu, torch.float32, 128, 256)
+    for head_dim in (10, 264):
+        assert "head_dim" in backend.reason_unavailable(gpu, bf16, head_dim, 256)
+
+
+def test_a_missing_package_is_named(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.delitem(sys.modules, FLASH_ATTN, raising=False)
+    with pytest.raises(ValueError, match="flash_attn"):
+        make_llm(attention_backend="flash_attn", kvcache_block_size=256)

@@ -1,0 +1,260 @@
+"""An engine uses kernels only where they work, and only for code that they know."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from conftest import DEVICE, Oracle, greedy, make_batch, random_prompt
+from kernel_helpers import (
+    CPU,
+    all_kernels,
+    install,
+    make_spec,
+    needs_triton,
+    randomize,
+    triton_layers,
+)
+from torch import nn
+
+from nanovllm import LLM, kernels
+from nanovllm.backends import BACKENDS
+from nanovllm.batch import Batch
+from nanovllm.kernels.check import check_backend
+from nanovllm.kernels.cpu import attention as cpp_backend
+from nanovllm.kernels.cpu import layers as cpu_layers
+from nanovllm.kernels.cpu import library
+from nanovllm.layers import attention as torch_backend
+from nanovllm.layers.attention import Backend
+from nanovllm.layers.tensor_parallel import ALONE
+from nanovllm.models.decoder import Attention, DecoderLayer, DecoderLayers
+
+
+def import_triton_backend() -> Any:
+    return import_module("nanovllm.kernels.cuda.attention")
+
+
+class OtherLayer(DecoderLayer):
+    pass
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "last_layer, has_triton_attention",
+    [(DecoderLayer, True), (DecoderLayer, False), (OtherLayer, True)],
+)
+def test_only_known_layers_are_fused(
+    last_layer: type[DecoderLayer], has_triton_attention: bool
+) -> None:
+    """FusedLayers needs plain layers, and FusedAttention stores K/V as the triton backend does."""
+    backend = import_triton_backend() if has_triton_attention else torch_backend
+    spec = make_spec(torch.float32)
+    kinds = (DecoderLayer, last_layer)
+    layers = DecoderLayers(kind(spec, 0, backend, ALONE) for kind in kinds)
+    optimized = triton_layers()
+    install(layers, optimized.OPTIMIZED_LAYERS)
+    assert type(layers) is (optimized.FusedLayers if last_layer is DecoderLayer else DecoderLayers)
+    assert type(layers[0].self_attn) is (
+        optimized.FusedAttention if has_triton_attention else Attention
+    )
+
+
+def double_in_subclass(module: nn.Module, method: str = "forward") -> None:
+    kind = type(module)
+    original = getattr(kind, method)
+    module.__class__ = type("Subclass", (kind,), {method: lambda *args: 2 * original(*args)})
+
+
+def double_on_instance(module: nn.Module) -> None:
+    original = module.forward
+    module.forward = lambda *args: 2 * original(*args)
+
+
+def double_in_hook(module: nn.Module) -> None:
+    module.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def double_in_pre_hook(module: nn.Module) -> None:
+    module.register_forward_pre_hook(lambda module, args: 2 * args[0])
+
+
+def change_eps(norm: nn.Module) -> None:
+    norm.eps = 3.0
+
+
+def remove_query_norm(attention: nn.Module) -> None:
+    attention.q_norm = None
+
+
+def add_bias(linear: nn.Module) -> None:
+    linear.bias = nn.Parameter(torch.ones_like(linear.weight[:, 0]))
+
+
+CHANGES: list[tuple[Callable[[nn.Module], None], list[str]]] = [
+    (
+        double_in_subclass,
+        [
+            "",
+            "self_attn",
+            "mlp",
+            "input_layernorm",
+            "post_attention_layernorm",
+            "self_attn.q_norm",
+            "self_attn.k_norm",
+            "self_attn.qkv_proj",
+            "mlp.down_proj",
+        ],
+    ),
+    (partial(double_in_subclass, method="norm_and_rotate"), ["self_attn"]),
+    (double_on_instance, ["self_attn.o_proj", "input_layernorm"]),
+    (double_in_hook, ["", "self_attn.k_norm"]),
+    (double_in_pre_hook, ["mlp.down_proj"]),
+    (change_eps, ["post_attention_layernorm", "self_attn.k_norm"]),
+    (remove_query_norm, ["self_attn"]),
+    (add_bias, ["mlp.gate_up_proj"]),
+]
+
+
+@all_kernels
+@pytest.mark.parametrize(
+    "change, part", [(change, part) for change, parts in CHANGES for part in parts]
+)
+def test_a_changed_layer_keeps_its_effect(
+    change: Callable[[nn.Module], None], part: str, language: str, device: str
+) -> None:
+    """Subclasses, hooks, assigned methods and other settings are never silently replaced."""
+    spec = make_spec(torch.float32, qk_norm=True)
+    backend = cpp_backend if language == "cpp" else import_triton_backend()
+    slots = torch.tensor([*range(9), 51], dtype=torch.int32, device=device)
+    tables = torch.arange(4, dtype=torch.int32).view(2, 2)
+    batch = replace(make_batch([9, 1], [9, 20], tables, device), slot_mapping=slots)
+    x = torch.randn(10, 32, generator=torch.Generator().manual_seed(1)).to(device)
+    angles = torch.linspace(-2, 2, 80, device=device).view(10, 1, 8)
+
+    def make(backend: Backend) -> DecoderLayers:
+        layers = (DecoderLayer(spec, i, backend, ALONE) for i in range(2))
+        return randomize(DecoderLayers(layers)).to(device)
+
+    def compute(layers: DecoderLayers) -> torch.Tensor:
+        torch.manual_seed(2)
+        caches = [torch.randn(2, 4, 16, 1, 16).to(device) for _ in range(2)]
+        with torch.inference_mode():
+            output = layers(x.clone(), (angles.cos(), angles.sin()), caches, batch)
+        return output[batch.logits_indices]
+
+    plain = make(torch_backend)
+    unchanged = compute(plain)
+    change(plain[1].get_submodule(part))
+    expected = compute(plain)
+    layers = make(backend)
+    change(layers[1].get_submodule(part))
+    if language == "cpp":
+        install(layers, cpu_layers.find_optimized_layers(torch.float32))
+    else:
+        install(layers, triton_layers().OPTIMIZED_LAYERS)
+    torch.testing.assert_close(compute(layers), expected, atol=2e-5, rtol=2e-5)
+    assert (expected - unchanged).abs().max() > 1e-4
+
+
+@needs_triton
+def test_the_check_at_start_finds_wrong_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that ignore all but the first tile of a context, or do not combine splits."""
+    backend = import_triton_backend()
+    state = torch.get_rng_state()
+    check = partial(check_backend, backend, DEVICE, torch.float16, 64, 16)
+    with torch.device("meta"):
+        check()
+    assert torch.equal(torch.get_rng_state(), state)
+
+    def attend_to_64(
+        query: torch.Tensor, kv_cache: torch.Tensor, batch: Batch, scale: float
+    ) -> torch.Tensor:
+        shorter = replace(batch, context_lens=batch.context_lens.clamp(max=64))
+        return torch_backend.attend(query, kv_cache, shorter, scale)
+
+    for name, function in (
+        ("attend", attend_to_64),
+        ("combine_splits_kernel", MagicMock(arg_names=[])),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, name, function)
+            backend._prepare.cache_clear()
+            with pytest.raises(RuntimeError, match="has an error of"):
+                check()
+    backend._prepare.cache_clear()
+
+
+def test_auto_skips_a_backend_that_fails_on_this_gpu(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """For example a wheel that was not built for it. Requested by name, it raises an error."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no kernel image is available for execution on the device")
+
+    failing = SimpleNamespace(
+        PREFERRED_BLOCK_SIZE=256, reason_unavailable=lambda *_: None, store_kvcache=fail
+    )
+    modules = {BACKENDS["triton"].module: failing, BACKENDS["torch"].module: torch_backend}
+    monkeypatch.setattr(kernels, "import_module", modules.__getitem__)
+    monkeypatch.setattr(kernels, "BACKENDS", {name: BACKENDS[name] for name in ("triton", "torch")})
+    monkeypatch.setattr(
+        kernels, "check_backend", lambda backend, device, *rest: check_backend(backend, CPU, *rest)
+    )
+    gpu_model = (torch.device("cuda"), torch.bfloat16, 64, None)
+    assert kernels.select_backend("auto", *gpu_model) == (torch_backend, 16)
+    reason = "'triton' cannot run here: the kernels fail on this GPU: RuntimeError('no kernel image"
+    assert reason in capfd.readouterr().err
+    with pytest.raises(ValueError, match="no kernel image"):
+        kernels.select_backend("triton", *gpu_model)
+
+
+@pytest.fixture
+def forget_kernels() -> Iterator[None]:
+    """Clear the caches of what works here, before and after the test."""
+    cached = (
+        kernels.find_optimized_layers,
+        library.reason_unavailable,
+        library.load,
+        library.has_gemm,
+    )
+    for function in cached:
+        function.cache_clear()
+    yield
+    for function in cached:
+        function.cache_clear()
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="Triton works there")
+def test_without_a_gpu_triton_layers_are_not_used(
+    forget_kernels: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert kernels.find_optimized_layers("cuda", torch.float32) == []
+    assert "plain torch layers, which are slow:" in capfd.readouterr().err
+
+
+def test_without_a_compiler_the_engine_uses_torch(
+    tiny: tuple[str, Oracle],
+    make_llm: Callable[..., LLM],
+    forget_kernels: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ValueError, match="no-such-compiler"):
+        make_llm(device="cpu", attention_backend="cpp")
+    llm = make_llm(device="cpu")
+    assert llm.model_runner.executor.worker.backend is torch_backend
+    messages = capfd.readouterr().err
+    assert "plain torch attention, which is slow:" in messages
+    assert "plain torch layers, which are slow:" in messages
+    assert "no-such-compiler" in messages
+    prompt = random_prompt(0, 9)
+    (output,) = llm.generate([prompt], greedy(8), use_tqdm=False)
+    assert output["token_ids"] == tiny[1](prompt, 8)

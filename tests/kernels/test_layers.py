@@ -1,0 +1,191 @@
+"""Optimized layers, in C++ and in Triton, compute the same as the plain layers they replace."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import make_sampling_batch
+from kernel_helpers import (
+    GATES,
+    all_dtypes,
+    all_kernels,
+    make_layers,
+    needs_compiler,
+    optimize,
+    randomize,
+)
+from torch import nn
+
+from nanovllm import SamplingParams
+from nanovllm.batch import SamplingBatch
+from nanovllm.kernels.cpu.layers import FastOPTLayer
+from nanovllm.kernels.cpu.prepacked import PrepackedWeight
+from nanovllm.layers import attention as torch_backend
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.tensor_parallel import ALONE
+from nanovllm.models.decoder import MLP
+from nanovllm.models.opt import OPTLayer, OPTSpec
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def check_close(output: torch.Tensor, expected: torch.Tensor) -> None:
+    limit = TOLERANCE[expected.dtype]
+    assert output.dtype == expected.dtype
+    torch.testing.assert_close(output, expected, atol=limit, rtol=limit, equal_nan=True)
+
+
+@all_kernels
+@all_dtypes
+@pytest.mark.parametrize("num_tokens", [0, 1, 70])
+def test_optimized_layers_match_plain_ones(
+    num_tokens: int, dtype: torch.dtype, language: str, device: str
+) -> None:
+    layers = make_layers(dtype, device)
+    optimized = optimize(make_layers(dtype, device), language, dtype)
+    assert not {type(layer) for layer in optimized.modules()} & {RMSNorm, MLP, Sampler}
+    torch.manual_seed(0)
+    wide = torch.randn(num_tokens, 300).to(device, dtype)
+    heads = wide[:, 100:200].unflatten(-1, (5, 20))  # tokens are not adjacent
+    angles = torch.randn(num_tokens, 1, 10).to(device)
+    positions = torch.randint(40_000, (num_tokens,), dtype=torch.int32).to(device)
+
+    def compute(layers: nn.ModuleDict) -> list[torch.Tensor]:
+        attention = layers["attention"]
+        outputs = [*layers["rotary"](positions), layers["norm"](wide), layers["mlp"](wide * 5)]
+        for norm in (None, attention.q_norm):
+            outputs.append(attention.norm_and_rotate(heads, norm, (angles.cos(), angles.sin())))
+        return outputs
+
+    for output, expected in zip(compute(optimized), compute(layers)):
+        assert output.is_contiguous()
+        check_close(output, expected)
+
+
+@needs_compiler
+@all_dtypes
+@pytest.mark.parametrize("has_weights", [True, False])
+@pytest.mark.parametrize("num_tokens", [0, 70])
+def test_optimized_opt_layers_match_plain_ones(
+    num_tokens: int, has_weights: bool, dtype: torch.dtype
+) -> None:
+    spec = OPTSpec(
+        vocab_size=80, hidden_size=100, embedding_size=100, num_layers=1, num_heads=5,
+        num_kv_heads=5, head_dim=20, intermediate_size=150, norm_first=True, final_norm=True,
+        norm_has_weights=has_weights, bias=True, tie_embeddings=True, max_len=16, dtype=dtype,
+    )  # fmt: skip
+    layer = randomize(OPTLayer(spec, torch_backend, ALONE))
+    x = torch.randn(num_tokens, 100).to(dtype) * 3 + 1
+    x[:1, 1] = torch.nan
+    x[1:2] *= 1e-3  # small enough for eps to matter
+    expected = (layer.final_layer_norm(x), layer.mlp(x))
+    optimize(layer, "cpp", dtype)
+    assert type(layer) is FastOPTLayer
+    check_close(layer.final_layer_norm(x), expected[0])
+    check_close(layer.mlp(x), expected[1])
+
+
+@all_kernels
+def test_optimized_norms_take_any_shape(language: str, device: str) -> None:
+    norms = [RMSNorm(20, 1e-3, torch.float32)]
+    if language == "cpp":
+        norms += [nn.LayerNorm(20), nn.LayerNorm(20, bias=False)]
+        norms.append(nn.LayerNorm(20, elementwise_affine=False))
+    norms = randomize(nn.ModuleList(norms)).to(device)
+    x = torch.randn(7, 3, 40).to(device)
+    inputs = [
+        x[:, :, :20],
+        x[:, 0, 20:],
+        x[0, 0, :20],
+        x[:, :, ::2],
+        x[:0, :, :20],
+        x[:1, 0].expand(7, 40)[:, :20],
+        x.transpose(0, 1)[..., :20],
+        x.reshape(7, 3, 2, 20),
+    ]
+    expected = [[norm(each) for each in inputs] for norm in norms]
+    for norm, outputs in zip(optimize(norms, language), expected):
+        for each, output in zip(inputs, outputs):
+            check_close(norm(each), output)
+
+
+@all_kernels
+@all_dtypes
+def test_extreme_numbers_give_the_same_infinities_and_nans(
+    dtype: torch.dtype, language: str, device: str
+) -> None:
+    gates = torch.tensor(GATES, dtype=dtype, device=device)
+    gate_up = torch.cat((gates, torch.ones_like(gates)))[None]
+    inf, nan = torch.inf, torch.nan
+    pairs = [[0.0, 0.0], [1e30, -2e30], [1e38, 1.0], [1e-30, 0.0], [inf, 1.0], [nan, 1.0]]
+    rows = torch.tensor(pairs).to(device, dtype)
+    cos = torch.ones(len(rows), 1, 10, device=device)
+
+    def compute(layers: nn.ModuleDict) -> list[torch.Tensor]:
+        attention = layers["attention"]
+        for norm in (layers["norm"], attention.q_norm):
+            nn.init.ones_(norm.weight)
+            norm.eps = 1e-6
+        heads = rows.repeat(1, 10)[:, None]
+        rotated = attention.norm_and_rotate(heads, attention.q_norm, (cos, cos * 0.5))
+        return [layers["mlp"](gate_up), layers["norm"](rows.repeat(1, 150)), rotated]
+
+    outputs = compute(optimize(make_layers(dtype, device), language, dtype))
+    torch.testing.assert_close(outputs, compute(make_layers(dtype, device)), equal_nan=True)
+
+
+@all_kernels
+def test_silu_is_exact_to_the_last_digits(language: str, device: str) -> None:
+    gates = torch.linspace(-86.0, 90.0, 100_001, dtype=torch.float32, device=device)
+    mlp = optimize(make_layers(torch.float32, device)["mlp"], language)
+    output = mlp(torch.cat((gates, torch.ones_like(gates)))[None])[0]
+    tolerance = 5e-7 if language == "cpp" else 1e-5
+    torch.testing.assert_close(output.double(), F.silu(gates.double()), rtol=tolerance, atol=0)
+
+
+@all_kernels
+@pytest.mark.parametrize("is_optimized", [True, False], ids=["kernels", "torch"])
+def test_torch_defaults_do_not_change_layers(
+    is_optimized: bool, language: str, device: str
+) -> None:
+    layers = make_layers(torch.bfloat16, device)
+    if is_optimized:
+        optimize(layers, language, torch.bfloat16)
+    new_sampler = type(layers["sampler"])
+    wide = torch.randn(4, 300).to(device, torch.bfloat16)
+    heads = wide[:, :80].unflatten(1, (4, 20))
+    logits = wide[:, :80].contiguous()
+    angles = torch.randn(2, 4, 1, 10).to(device)
+    positions = torch.arange(4, dtype=torch.int32, device=device)
+    params = [SamplingParams(temperature=t, top_p=p) for t in (0.0, 1.0) for p in (0.5, 1.0)]
+
+    def compute() -> list[torch.Tensor]:
+        batch = make_sampling_batch(params, [1, 2, 3, 4], [5, 6, 7, 8], 80, device)
+        q_norm = layers["attention"].q_norm
+        outputs = [
+            layers["norm"](wide),
+            *layers["rotary"](positions),
+            layers["attention"].norm_and_rotate(heads, q_norm, angles),
+            layers["mlp"](wide),
+            new_sampler(80).to(device)(logits, batch),
+            layers["sampler"](logits, SamplingBatch()),
+        ]
+        if PrepackedWeight.can_prepack(logits):
+            weight = PrepackedWeight(logits)
+            outputs += [weight.multiply(logits), weight.rows(positions)]
+        return outputs
+
+    expected = compute()
+    try:
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(device == "cpu")  # a GPU has no such cumsum
+        outputs = compute()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    for one, other in zip(outputs, expected):
+        assert one.dtype == other.dtype
+        assert one.device == other.device
+        assert torch.equal(one, other)

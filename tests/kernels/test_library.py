@@ -1,0 +1,146 @@
+"""The C++ library is compiled once, cached safely, and usable where it cannot be cached."""
+
+import errno
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_helpers import needs_compiler
+
+from nanovllm.kernels.cpu import library
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Give the library a tiny source and a home of its own. Return the folder that caches it."""
+    for name in ("sources", "home", "scratch", "here"):
+        (tmp_path / name).mkdir()
+    source = tmp_path / "sources" / "kernels.cpp"
+    source.write_text('extern "C" int answer() { return 42; }')
+    monkeypatch.setattr(library, "SOURCE", source)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.chdir(tmp_path / "here")
+    library.reason_unavailable.cache_clear()
+    yield tmp_path / "home" / ".cache" / "nanovllm"
+    library.reason_unavailable.cache_clear()
+    library.load.cache_clear()
+
+
+def load() -> int:
+    library.load.cache_clear()
+    return library.load(torch.float32).answer()
+
+
+def load_in_processes(num_processes: int) -> None:
+    """Load in several processes at once. One that has loaded a file does not read it again."""
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=lambda: sys.exit(load() != 42)) for _ in range(num_processes)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+
+
+@needs_compiler
+def test_the_library_is_compiled_once(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", f"env {os.environ.get('CXX', 'c++')}")  # a command of two words
+    assert load() == 42
+    assert cache_dir.stat().st_mode & 0o777 == 0o700
+    (cached,) = cache_dir.iterdir()
+    commands: list[tuple[str, ...]] = []
+    run = subprocess.run
+
+    def record(command: tuple[str, ...], **options) -> object:
+        commands.append(command)
+        return run(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", record)
+    assert load() == 42
+    (only,) = commands
+    assert "-E" in only  # the preprocessor names the compiler and the processor
+    assert list(cache_dir.iterdir()) == [cached]
+
+
+@needs_compiler
+def test_processes_compile_at_the_same_time(cache_dir: Path) -> None:
+    load_in_processes(6)
+    assert len(list(cache_dir.iterdir())) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("share", [0, 0.01], ids=["empty", "truncated"])
+def test_a_damaged_library_is_compiled_again(cache_dir: Path, share: float) -> None:
+    load_in_processes(1)
+    (cached,) = cache_dir.iterdir()
+    whole = cached.read_bytes()
+    cached.write_bytes(whole[: int(share * len(whole))])
+    load_in_processes(1)
+    assert [path.read_bytes() for path in cache_dir.iterdir()] == [whole]
+
+
+@needs_compiler
+def test_xdg_cache_home_is_respected_unless_empty(
+    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    assert load() == 42
+    assert list((tmp_path / "elsewhere" / "nanovllm").iterdir())
+    assert not cache_dir.exists()
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert load() == 42
+    assert list(cache_dir.iterdir())
+    assert not list(Path.cwd().iterdir())
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copy", copy)
+
+
+def remove_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(library.SOURCE))  # a file
+
+
+@needs_compiler
+@pytest.mark.parametrize("obstruct", [fill_disk, remove_home])
+def test_a_library_that_cannot_be_cached_is_used_and_removed(
+    cache_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    obstruct: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    obstruct(monkeypatch)
+    assert load() == 42
+    assert load() == 42
+    assert "every start compiles them" in capfd.readouterr().err
+    assert not list(Path(tempfile.gettempdir()).iterdir())
+    assert not list(Path.cwd().iterdir())
+    assert not cache_dir.exists() or not list(cache_dir.iterdir())
+
+
+@pytest.mark.parametrize(
+    "compiler, reason",
+    [
+        ("'c++", "'c++"),
+        ("no-such-compiler", "no-such-compiler"),
+        (r"sh -c 'printf \\351 >&2; false'", "code 1: \ufffd"),
+    ],
+)
+def test_the_error_names_the_compiler_and_its_output(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, reason: str
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    library.load.cache_clear()
+    assert reason in library.reason_unavailable(torch.float32)

@@ -1,0 +1,135 @@
+"""The optimized samplers filter and draw like the plain sampler, also from extreme logits."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from conftest import cover_pairs, make_sampling_batch
+from kernel_helpers import all_kernels, optimize
+
+from nanovllm import SamplingParams
+from nanovllm.batch import SamplingBatch
+from nanovllm.layers.sampler import Sampler
+
+
+@all_kernels
+@pytest.mark.parametrize(
+    "dtype, vocab_size",
+    [
+        (torch.float32, 5),
+        (torch.float32, 5001),
+        (torch.bfloat16, 1024),
+        (torch.bfloat16, 5001),
+        (torch.float16, 5001),
+    ],
+    ids=str,
+)
+def test_optimized_sampler_draws_the_same_tokens(
+    vocab_size: int, dtype: torch.dtype, language: str, device: str
+) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(16, vocab_size).to(device, dtype)
+    logits[0] = 1.0  # of equal logits, the first token is sampled
+    params = []
+    for temperature in (0.0, 0.7, 1.3, 1e-3):
+        for top_k in (-1, 3):
+            params += [SamplingParams(temperature=temperature, top_k=top_k)] * 2
+    batch = make_sampling_batch(params, list(range(16)), [100] * 16, vocab_size, device)
+    sampler = Sampler(vocab_size).to(device)
+    expected = sampler(logits, batch)
+    optimize(sampler, language, dtype)
+    assert torch.equal(sampler(logits, batch), expected)
+    assert expected[0] == 0
+    assert torch.equal(sampler(logits, SamplingBatch()), logits.float().argmax(-1))
+    assert sampler(logits[:0], SamplingBatch()).shape == (0,)
+
+
+EXTREME_PARAMS = [
+    *[{"temperature": temperature} for temperature in (0.0, 1e-6, 1.0, 1e6)],
+    {"top_k": 2},
+    {"min_p": 0.1},
+    {"top_k": 2, "top_p": 0.5, "min_p": 0.1},
+    {"top_p": 1e-50},
+    {"top_p": 0.9, "temperature": 1e-6},
+]
+
+
+@all_kernels
+@pytest.mark.parametrize("is_optimized", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize(
+    "dtype, vocab_size",
+    [(torch.float32, 5001), (torch.bfloat16, 3), (torch.float16, 3)],
+    ids=str,
+)
+def test_a_row_gives_minus_one_exactly_if_it_has_a_nan(
+    vocab_size: int, dtype: torch.dtype, is_optimized: bool, language: str, device: str
+) -> None:
+    sampler = Sampler(vocab_size).to(device)
+    if is_optimized:
+        optimize(sampler, language, dtype)
+    last = vocab_size - 1
+    noise = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0))
+    all_low = torch.full_like(noise, -torch.inf)
+    one_left = all_low.clone()
+    one_left[last] = noise[last]
+    one_high = noise.clone()
+    one_high[last] = torch.inf
+    two_high = noise.clone()
+    two_high[1:] = torch.inf
+    rows = [all_low, one_left, one_high, two_high]
+    expected = [0, last, last, 1]
+    negative_nan = -torch.tensor(torch.nan)  # its sign bit is set
+    for others in (noise, all_low, two_high):
+        for positions in (0, last // 2, last, slice(None)):
+            row = others.clone()
+            row[positions] = torch.nan if positions == last else negative_nan
+            rows.append(row)
+            expected.append(-1)
+    logits = torch.stack(rows).to(device, dtype)
+    seeds = list(range(len(rows)))
+    for settings in EXTREME_PARAMS:
+        params = [SamplingParams(**settings)] * len(rows)
+        batch = make_sampling_batch(params, seeds, [3] * len(rows), vocab_size, device)
+        assert sampler(logits, batch).tolist() == expected, settings
+
+
+@all_kernels
+@pytest.mark.parametrize(
+    "dtype, vocab_size",
+    [
+        (torch.float32, 3),
+        (torch.float32, 5000),
+        (torch.bfloat16, 97),
+        (torch.float16, 97),
+        (torch.bfloat16, 5000),
+    ],
+    ids=str,
+)
+def test_optimized_filter_keeps_the_same_tokens(
+    vocab_size: int, dtype: torch.dtype, language: str, device: str
+) -> None:
+    """Among many tokens, a sum that rounds differently can move the cut by one value."""
+    num_rows = 12
+    torch.manual_seed(0)
+    logits = (torch.randn(num_rows, vocab_size) * 3).to(device, dtype)
+    logits[::2] = logits[::2].round()  # equal logits at the cuts
+    logits[3] = 1.0
+    logits[4] = 0.0
+    logits[4, vocab_size // 2 :] = -0.0
+    logits[5, ::3] = -torch.inf
+    before = logits.clone()
+    names = ("temperature", "top_k", "top_p", "min_p")
+    settings = cover_pairs(
+        (0.6, 1.0, 7.0), (-1, 1, 2, 40), (1.0, 0.53, 0.97, 1e-6, 1e-50), (0.0, 0.03)
+    )
+    kinds = [SamplingParams(**dict(zip(names, values))) for values in settings]
+    sampler = Sampler(vocab_size).to(device)
+    optimized = optimize(deepcopy(sampler), language, dtype)
+    for shift in (0, num_rows):  # all kinds, in two steps
+        params = [kinds[(row + shift) % len(kinds)] for row in range(num_rows)]
+        batch = make_sampling_batch(params, [1] * num_rows, [2] * num_rows, vocab_size, device)
+        filtered = optimized.filter(logits, batch)
+        expected = sampler.filter(logits, batch)
+        assert filtered.dtype == torch.float32
+        assert len(logits[filtered != expected].unique()) <= (1 if vocab_size > 1000 else 0)
+    assert torch.equal(logits, before)
