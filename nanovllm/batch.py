@@ -1,4 +1,4 @@
-"""The message from the engine to the model: one step as plain numbers, without padding or phases.
+"""The message from the engine to the model: one step as plain tensors, without phases.
 
 ModelRunner builds it. The model and its attention read it. Three sequences that compute 3, 1 and 2
 tokens look like this (block size 4):

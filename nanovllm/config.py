@@ -64,7 +64,7 @@ class Config(Checked):
         load_format: "dummy": random weights in the shapes of config.json.
         seed: Seed of the engine. The same calls give the same samples.
         num_speculative_tokens: Maximum number of draft tokens per sequence and step, proposed by
-            prompt lookup. At most 7 are used. Outputs do not change.
+            prompt lookup. At most 7 are used. On a GPU they can change rounding.
         trace: File for the engine's trace. ui.perfetto.dev and `python -m nanovllm.trace` open it.
     """
 

@@ -89,6 +89,7 @@ class BlockManager:
     def allocate(self, seq: Sequence, prefix: list[Block]) -> bool:
         """Build the block table: `prefix`, then new blocks for all other tokens.
 
+        The tokens of `prefix` count as computed.
         Return False, and change nothing, if there are not enough free blocks.
         """
         num_new = cdiv(len(seq.token_ids), self.block_size) - len(prefix)
@@ -122,7 +123,7 @@ class BlockManager:
             return
         for index in range(start // self.block_size, end // self.block_size):
             block_hash = self._hash(seq, index)
-            if block_hash in self.hash_to_block_id:  # this block is a duplicate
+            if block_hash in self.hash_to_block_id:  # listed already, or a duplicate
                 continue
             block = self.blocks[seq.block_table[index]]
             block.hash = block_hash
@@ -138,7 +139,7 @@ class BlockManager:
             block.token_ids = []
 
     def free(self, seq: Sequence, num_tokens: int = 0) -> None:
-        """Release the blocks behind the first `num_tokens` tokens of `seq`.
+        """Release the blocks behind the first `num_tokens` tokens of `seq`, which stay computed.
 
         block_table | kept | kept | released | released |
                     `- num_tokens -'   second     first     in the order of eviction

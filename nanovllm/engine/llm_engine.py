@@ -151,7 +151,7 @@ class LLMEngine:
         """Commit new tokens and finish reasons. They survive an interrupt from here on."""
         for index, seq in enumerate(seqs):
             if seq.num_logits == 0:
-                continue  # partially prefilled
+                continue  # no token was sampled
             request = self.requests[seq.seq_id]
             request.commit(logprobs[index] if logprobs is not None else None)
             if request.finish_reason is not None:

@@ -5,7 +5,7 @@ bytes of a block  = block size * bytes of a token
 GPU               = min(gpu_memory_utilization * total, GPU_SHARE_OF_FREE * free before loading)
                     - weights - CUDA graphs - peak of the largest step
 CPU               = CPU_SHARE * available after loading the weights / ranks
-both              = at most what max_num_seqs sequences of max_model_len can use
+upper limit       = what max_num_seqs sequences of max_model_len can use
 several ranks     = the smallest of all ranks, because they share block tables
 available         = the least of what the machine and the cgroups (version 2) of this process have
 """

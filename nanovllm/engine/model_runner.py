@@ -37,7 +37,7 @@ Value = TypeVar("Value")
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Shield a computation from the caller's torch settings.
 
-    Triton and CUDA graphs use the current GPU. The index of a CPU is None, which changes nothing.
+    Triton and CUDA graphs use the current GPU. On a CPU the index is None, which has no effect.
     """
     with (
         torch.inference_mode(),
@@ -141,17 +141,17 @@ class ModelRunner:
         slot_mapping = block_tables[seq_index, blocks] * self.block_size + offsets
         first_logits = query_lens - num_logits  # offset of a query's first token with logits
         logits_indices = np.flatnonzero(offset_in_query >= first_logits[seq_index])
-        tensor = torch.from_numpy
+        from_numpy = torch.from_numpy
         return Batch(
-            input_ids=tensor(np.array(input_ids, np.int32)),
-            positions=tensor(positions),
-            slot_mapping=tensor(slot_mapping),
-            cu_seqlens_q=tensor(cu_seqlens_q),
-            context_lens=tensor(context_lens),
-            block_tables=tensor(block_tables),
+            input_ids=from_numpy(np.array(input_ids, np.int32)),
+            positions=from_numpy(positions),
+            slot_mapping=from_numpy(slot_mapping),
+            cu_seqlens_q=from_numpy(cu_seqlens_q),
+            context_lens=from_numpy(context_lens),
+            block_tables=from_numpy(block_tables),
             max_seqlen_q=int(query_lens.max()),
             max_seqlen_k=max_seqlen_k,
-            logits_indices=tensor(logits_indices.astype(np.int32)),
+            logits_indices=from_numpy(logits_indices.astype(np.int32)),
             min_seqlen_q=int(query_lens.min()),
         )
 

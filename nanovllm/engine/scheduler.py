@@ -120,7 +120,8 @@ class Scheduler:
         return True
 
     def _may_start(self, num_new_tokens: int, budget: int) -> bool:
-        return True  # a prompt above the budget starts with a chunk of it
+        """Overridden by PrefillFirstScheduler. A prompt above the budget starts with a chunk."""
+        return True
 
     def _plan_tokens(self, seq: Sequence, budget: int) -> int:
         """Set and return the number of tokens of `seq` that this step computes."""

@@ -7,10 +7,10 @@ have their K/V in the cache. Every step moves this number towards the number of 
     K/V in the cache | num_computed_tokens ........ | num_scheduled_tokens |
                                                       `-- computed by this step
 
-A decode is a sequence that is one token behind. The K/V of the newest token are never in the
-cache, because the newest token is the input of the next step.
+A decode is a sequence that is one generated token behind. The K/V of the newest token are never in
+the cache, because the newest token is the input of the next step.
 
-This module does not know text, log probabilities or callers (see engine/request.py).
+This module does not know text or callers (see engine/request.py).
 """
 
 from dataclasses import dataclass
@@ -61,8 +61,8 @@ class Sequence:
 
         # What the current step does with the sequence.
         self.num_scheduled_tokens = 0
-        self.num_logits = 0  # 1 if the step reaches the newest token, else 0
-        self.is_decode = False  # the step computes the newest generated token, and nothing else
+        self.num_logits = 0  # of the newest scheduled tokens; 0 if the newest token is not reached
+        self.is_decode = False  # all that was missing is the newest generated token
 
     def check_end(self) -> FinishReason | None:
         """Return why the newest token ends the sequence, or None if it does not."""

@@ -10,7 +10,7 @@ its place (as in Leviathan et al. 2023, without their rejection sampling).
 A draft costs time. The cost of steps is measured when the engine starts, and a step computes those
 draft tokens that raise its expected tokens per second. The acceptance rate of a sequence is learned
 from its earlier proposals, whether a step computed them or not. Drafts take the tokens and blocks
-that a step leaves over. No sequence waits or is preempted for a draft.
+that a step leaves over, and can evict cached blocks. No sequence waits or is preempted for a draft.
 """
 
 import timeit
@@ -265,6 +265,8 @@ class Speculator:
             proposal.token_ids = proposal.proposer.propose(self.max_draft_len)
             proposal.position = len(seq.token_ids)
             max_len = seq.max_num_tokens - len(seq.token_ids) - 1
+            if proposal.acceptance_rate == 0.0:  # see _compute_nothing
+                continue
             probability = 1.0
             for token_id in proposal.token_ids[: max(0, max_len)]:
                 probability *= proposal.acceptance_rate

@@ -65,7 +65,7 @@ class Worker:
         else:
             self.device = find_device(config.device, place.local_rank)
             self.tp = connect(self.device, config.tensor_parallel_size, place)
-        # Triton uses the current GPU. The index of a CPU is None, which changes nothing.
+        # Triton uses the current GPU. On a CPU the index is None, which has no effect.
         with torch.accelerator.device_index(self.device.index):
             self._select_backend()
             self.meter = MemoryMeter(self.device)

@@ -85,7 +85,8 @@ def attend_one(
     output = torch.empty_like(query)
     for start in range(0, len(query), TILE):
         tile = slice(start, start + TILE)
-        num_keys = context_len - max(0, len(query) - start - TILE)  # up to the tile's last token
+        tile_end = min(start + TILE, len(query))
+        num_keys = context_len - len(query) + tile_end  # up to the tile's last token
         mask = positions[:num_keys] <= query_positions[tile, None]  # [num_queries, num_keys]
         attended = F.scaled_dot_product_attention(
             query[tile].transpose(0, 1)[None],  # [1, num_heads, num_queries, head_dim]

@@ -28,7 +28,7 @@ CosSin = tuple[Tensor, Tensor]  # of the positions of all tokens
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """What the engine needs to know about a model. Each structure has a subclass that makes it."""
+    """What the engine needs to know about a model. A subclass of each architecture builds it."""
 
     vocab_size: int
     hidden_size: int
@@ -83,13 +83,17 @@ class Attention(nn.Module):
         self.head_dim = spec.head_dim
         self.scale = spec.head_dim**-0.5
         self.backend = backend
-        q_size = spec.num_heads * spec.head_dim
-        kv_size = spec.num_kv_heads * spec.head_dim
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        total_q_size = spec.num_heads * spec.head_dim  # of all ranks
+        total_kv_size = spec.num_kv_heads * spec.head_dim
         self.qkv_proj = ColumnParallelLinear(
-            spec.hidden_size, parts, spec.qkv_bias, spec.dtype, tp, spec.head_dim
+            spec.hidden_size,
+            {"q_proj": total_q_size, "k_proj": total_kv_size, "v_proj": total_kv_size},
+            bias=spec.qkv_bias,
+            dtype=spec.dtype,
+            tp=tp,
+            unit=spec.head_dim,
         )
-        self.o_proj = RowParallelLinear(q_size, spec.hidden_size, spec.o_bias, spec.dtype, tp)
+        self.o_proj = RowParallelLinear(total_q_size, spec.hidden_size, spec.o_bias, spec.dtype, tp)
         self.q_size = self.qkv_proj.parts["q_proj"]  # of this rank
         self.kv_size = self.qkv_proj.parts["k_proj"]
         self.q_norm: RMSNorm | None = None

@@ -107,7 +107,7 @@ class Playground(EngineThread):
         options."""
         options = {**self.options, **changes}
         llm = WatchedLLM(self.model, **options)
-        self._end_streams("the engine was started anew")
+        self._end_streams("the engine was replaced")
         self.llm.exit()
         self.llm = llm
         self.options = options

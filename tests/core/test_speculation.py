@@ -248,6 +248,36 @@ def test_a_guess_may_have_nan(tmp_path: Any, make_llm: MakeLLM, backend: str) ->
     assert llm.stats["num_draft_tokens"] > 0
 
 
+def test_nan_logits_end_a_request_although_drafts_are_cheap(
+    tmp_path: Any, make_llm: MakeLLM
+) -> None:
+    """The step after NaN logits has no draft, whatever drafts cost. NaN is then the request's."""
+    make_checkpoint(tmp_path, tie_word_embeddings=False)
+    edit_weights(tmp_path, lambda weights: weights["model.embed_tokens.weight"][5].fill_(torch.nan))
+
+    class Proposer:
+        def __init__(self, token_ids: list[int]) -> None: ...
+
+        def propose(self, num_tokens: int) -> list[int]:
+            return [7] * num_tokens
+
+    llm = make_llm(str(tmp_path), num_speculative_tokens=2)
+    make_guess(llm, Proposer)
+    speculator = llm.scheduler.speculator
+    assert speculator is not None
+    speculator.draft_costs = [cost / 10 for cost in FREE]
+    llm.add_request([8, 9, 10], greedy(6))
+    llm.step()
+    (seq,) = llm.scheduler.running
+    seq.token_ids[-1] = 5  # its logits will be NaN in every step
+    with pytest.warns(RuntimeWarning, match="NaN"):
+        for _ in range(10):
+            llm.step()
+            if llm.is_finished():
+                break
+    assert seq.finish_reason == "error"
+
+
 def test_drafts_take_what_is_left(make_llm: MakeLLM) -> None:
     """Nobody waits for a draft or is preempted for one."""
     prompts = [random_prompt(seed, 6) for seed in range(5)]

@@ -92,7 +92,7 @@ def test_api_requests_are_shown_and_fail_if_the_engine_is_replaced(url: str) -> 
         lines = response.iter_lines()
         next(lines)
         command(url, "engine", {})
-        assert "the engine was started anew" in "\n".join(lines)
+        assert "the engine was replaced" in "\n".join(lines)
     command(url, "pace", {"pause": 0, "steps": 0})
     assert post(url, {"prompt": [5], "max_tokens": 2}).status_code == 200
 

@@ -1,8 +1,8 @@
 """Paged attention on a CPU, in C++ (decode.h, prefill.h). K/V are read in place.
 
 Decode is bound by memory bandwidth, prefill by GEMM. Queries of up to 8 tokens are computed as
-separate decodes, with bitwise identical results. Drafts therefore change no token in 16-bit dtypes
-either.
+separate decodes, with bitwise identical results. With prepacked linear layers, drafts therefore
+change no token in 16-bit dtypes either.
 """
 
 import torch

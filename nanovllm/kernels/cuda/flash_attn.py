@@ -1,7 +1,8 @@
 """flash-attn's kernels over the paged cache (Dao 2023).
 
-Importing this module needs the package flash-attn. It requires a 16-bit dtype and blocks of a
-multiple of 256 tokens. Its causal masks are aligned at the bottom right, as in layers/attention.py.
+Importing this module needs the package flash-attn. The kernels require a 16-bit dtype and blocks
+of a multiple of 256 tokens. Their causal masks are aligned at the bottom right, as in
+layers/attention.py.
 """
 
 import torch
