@@ -73,7 +73,9 @@ def make_checkpoint(
     family: type[PretrainedConfig] = Qwen3Config,
     **changes,
 ) -> PreTrainedModel:
-    """Save a random model of 2 layers in `directory`; weights large enough that greedy paths differ between prompts."""
+    """Save a random model of 2 layers. Its weights are large, so that prompts give different
+    tokens.
+    """
     torch.manual_seed(0)
     settings = dict(
         vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -92,7 +94,7 @@ def make_checkpoint(
 
 
 def edit_weights(directory: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Let `edit` change the dict of tensors of a checkpoint's only file."""
+    """Change the tensors in a checkpoint's only file with `edit`."""
     weights = load_file(directory / "model.safetensors")
     edit(weights)
     save_file(weights, directory / "model.safetensors")
@@ -104,7 +106,7 @@ def edit_config(directory: Path, **changes) -> None:
 
 
 class Oracle:
-    """transformers' greedy continuation of a prompt, one prompt at a time, remembered."""
+    """The greedy continuation of a prompt by transformers, one prompt at a time, cached."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -133,7 +135,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Oracle]:
 
 @pytest.fixture
 def make_llm(tiny: tuple[str, Oracle]) -> Callable[..., LLM]:
-    """An engine over the tiny checkpoint with a small pool, unless the options say otherwise."""
+    """Makes engines for the tiny checkpoint, by default with a small pool."""
 
     def make(model: str = tiny[0], **options) -> LLM:
         return LLM(model, **{"num_kvcache_blocks": 64, "kvcache_block_size": 4, **options})
@@ -154,7 +156,7 @@ def random_prompt(seed: int, length: int) -> list[int]:
 def cover_pairs(
     *factors: Iterable[Any], allowed: Callable[..., bool] = lambda *_: True
 ) -> list[tuple[Any, ...]]:
-    """A covering array, found greedily: few of all combinations, in which any two values of different factors meet.
+    """Choose a covering array greedily: few combinations in which any two values occur together.
 
     Combinations that are not `allowed` are left out.
     """
@@ -173,7 +175,7 @@ def cover_pairs(
 
 
 def load_backend(name: str) -> ModuleType:
-    """A registered attention backend. Raises ImportError if it needs a package that is not installed."""
+    """Load a registered attention backend. Raises ImportError if a package is missing."""
     backend = importlib.import_module(BACKENDS[name].module)
     assert backend.NAME == name
     return backend
@@ -186,9 +188,10 @@ def find_obstacle(
     head_dim: int = 64,
     block_size: int | None = None,
 ) -> str | None:
-    """Why a registered attention backend cannot run here; None: it can.
+    """Return why a registered attention backend cannot run here, or None.
 
-    Unlike select_backend this is no trial run, in which a wrong backend is like a missing one.
+    Unlike select_backend it does not check results, so a wrong backend does not pass as a missing
+    one.
     """
     try:
         backend = load_backend(name)
@@ -209,7 +212,7 @@ def make_batch(
     block_tables: torch.Tensor,
     device: torch.device | str = "cpu",
 ) -> Batch:
-    """A batch for attention: of its tokens, all 0 in slot 0, the last ones' logits are wanted."""
+    """Make a batch for attention. All tokens are 0 in slot 0, and the last ones need logits."""
     zeros = torch.zeros(sum(query_lens), dtype=torch.int32, device=device)
     bounds = torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32)
     lens = torch.tensor(context_lens, dtype=torch.int32, device=device)
@@ -220,7 +223,7 @@ def make_batch(
 
 
 def check_invariants(llm: LLM) -> None:
-    """Promise 2 of the block manager, promise 1's bookkeeping, and the bounds on what runs. Between any two steps."""
+    """Check the block pool, the queues and the limits of an engine between two steps."""
     scheduler, manager = llm.scheduler, llm.scheduler.block_manager
     held = [block_id for seq in scheduler.running for block_id in seq.block_table]
     free = list(manager.free_block_ids)
@@ -250,7 +253,7 @@ def make_sampling_batch(
     vocab_size: int,
     device: str = "cpu",
 ) -> SamplingBatch:
-    """What the model runner prepares for rows that sample the tokens at `positions`."""
+    """Prepare the SamplingBatch of rows that sample the tokens at `positions`."""
     runner = SimpleNamespace(vocab_size=vocab_size, device=torch.device(device))
     rows = [Sequence(0, [0], p, seed=seed) for p, seed in zip(params, seeds, strict=True)]
     return ModelRunner.prepare_sampling(runner, rows, positions)

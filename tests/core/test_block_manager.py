@@ -1,4 +1,4 @@
-"""The block manager against a model of it, and what it promises about hits, collisions and eviction."""
+"""The block manager: hits, collisions, duplicates and eviction, against a simple model of it."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ PARAMS = SamplingParams()
 
 
 class Colliding(BlockManager):
-    """Two hash values for all blocks."""
+    """A block manager in which all hashes are one of two values."""
 
     @classmethod
     def compute_hash(cls, token_ids: list[int], prefix: int = -1) -> int:
@@ -60,7 +60,7 @@ def admit(manager: BlockManager, seq: Sequence) -> bool:
 def test_random_life(
     data: st.DataObject, num_blocks: int, manager_class: type[BlockManager], caching: bool
 ) -> None:
-    """`contents` is what the K/V cache would hold: for each block the tokens of the whole prefix that it ends."""
+    """Blocks hold what they claim in any order of calls. `contents` has the prefix of each block."""
     manager = manager_class(num_blocks, BLOCK_SIZE, caching)
     live: list[Sequence] = []
     contents: dict[int, list[int]] = {}
@@ -164,7 +164,7 @@ def test_eviction_is_least_recently_used_and_tail_first() -> None:
 
 
 def test_duplicates_do_not_unmap_each_other() -> None:
-    """Two sequences compute the same block before either could find the other's: one is findable until it is evicted."""
+    """Two sequences compute the same block at once. One copy is listed until it is evicted."""
     manager = BlockManager(4, 2)
     first, duplicate = Sequence(0, [1, 1, 2], PARAMS), Sequence(1, [1, 1, 2], PARAMS)
     assert manager.allocate(first, []) and manager.allocate(duplicate, [])
@@ -180,7 +180,7 @@ def test_duplicates_do_not_unmap_each_other() -> None:
 
 
 def make_duplicates() -> tuple[BlockManager, Sequence, Sequence]:
-    """Two sequences that computed the same first block, each on its own, and only the second one a tail."""
+    """Two sequences that computed the same first block separately. Only the second has a tail."""
     manager = BlockManager(6, 2)
     first, duplicate = Sequence(0, [1, 1, 2], PARAMS), Sequence(1, [1, 1, 2, 2, 3], PARAMS)
     assert manager.allocate(first, []) and manager.allocate(duplicate, [])

@@ -1,4 +1,4 @@
-"""What a caller can rely on: inputs, outputs, errors, sharing, and a random life of the whole engine."""
+"""The engine as its users see it: inputs, outputs, errors, and random use of all calls together."""
 
 import inspect
 import pydoc
@@ -88,7 +88,7 @@ def test_wrong_options_are_named(make_llm: MakeLLM, options: dict, complaint: st
 
 
 def test_every_option_is_seen_with_its_default() -> None:
-    """By `help` and `inspect`; an editor reads the annotations of Config."""
+    """`help` and `inspect` show the options, and editors read the annotations of Config."""
     parameters = inspect.signature(LLM).parameters
     assert (
         list(parameters) == [field.name for field in fields(Config)]
@@ -151,7 +151,7 @@ def test_kv_cache_size(make_llm: MakeLLM) -> None:
 def test_memory_of_a_cgroup(
     tmp_path: Path, memberships: str, limits: dict[str, dict[str, object]], left: int | None
 ) -> None:
-    """Each uses 700, of which 200 can be reclaimed."""
+    """Each cgroup uses 700 bytes, of which 200 can be reclaimed."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text(memberships + "\n")
     for group, files in limits.items():
@@ -168,7 +168,7 @@ def test_memory_of_a_cgroup(
 
 
 class FakeGPU:
-    """What count_blocks asks a MemoryMeter on a GPU of 1000 bytes per token and 100,000 in all."""
+    """A MemoryMeter of a GPU with 100,000 bytes, where a token takes 1000."""
 
     device = torch.device("cuda")
     total = 100_000_000
@@ -187,7 +187,7 @@ class FakeGPU:
 def test_kv_cache_size_on_a_gpu(
     make_llm: MakeLLM, free: int, utilization: float, tokens: int
 ) -> None:
-    """A share of the whole GPU or what others have left of it, less this engine's weights and largest step."""
+    """The cache gets a share of the GPU, or of what is free, without weights and the largest step."""
     llm = make_llm()
     spec = replace(
         llm.model_runner.executor.worker.spec, num_layers=125, num_kv_heads=1, head_dim=1
@@ -204,7 +204,7 @@ def test_kv_cache_size_on_a_gpu(
 
 
 def test_the_largest_step_is_one(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every kind of sampling, of which nothing stays."""
+    """The profile run samples with every kind of parameters and leaves no state."""
     llm = make_llm(max_num_batched_tokens=301, max_num_seqs=7)
     runner, seen = llm.model_runner, []
     apply, lengths = Penalties.apply, []
@@ -260,7 +260,7 @@ def test_wrong_sampling_params_are_named(field: str, value: object) -> None:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    """And are kept as Python's own, which do not overflow."""
+    """They are converted to Python's numbers, which do not overflow."""
     given = {"temperature": np.float32(0.5), "top_p": np.float16(0.5), "top_k": np.int8(5), "max_tokens": np.int64(70),
              "seed": np.uint64(2**64 - 1), "stop_token_ids": np.array([3, 4]), "logprobs": np.int32(2), "min_p": 0}  # fmt: skip
     params = SamplingParams(**given)
@@ -328,7 +328,7 @@ def test_a_refused_call_queues_nothing(make_llm: MakeLLM, prompts: object, compl
 
 @pytest.mark.parametrize("wrong", [torch.tensor(1.5), np.array([1, 2])], ids=str)
 def test_numbers_that_look_like_an_index(make_llm: MakeLLM, wrong: object) -> None:
-    """They have __index__, and refuse it."""
+    """Arrays have __index__, and raise in it."""
     llm = make_llm()
     with pytest.raises(TypeError, match="only integer .* index"):
         llm.generate([[1], [2, wrong], [3]], GREEDY, use_tqdm=False)
@@ -524,7 +524,7 @@ def test_no_global_state_is_left(make_llm: MakeLLM) -> None:
 def test_text_grows_whole_characters_only(
     demo: LLM, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Feed known tokens one by one: the text only grows, shows no broken character, and ends as the tokenizer decodes it."""
+    """Streamed text is append-only, has no broken character, and ends as the tokenizer decodes it."""
     token_ids = demo.tokenizer.encode(text)
     script = iter(token_ids)
     monkeypatch.setattr(ModelRunner, "sample", lambda self, logits, seqs: ([[next(script)]], None))
@@ -565,7 +565,7 @@ def test_chat_wants_messages(demo: LLM) -> None:
 
 
 def test_chat_with_parts(demo: LLM) -> None:
-    """As OpenAI's clients send them: texts are joined, all else is refused by its type."""
+    """Text parts are joined, as OpenAI's clients send them. Other types are rejected by name."""
     parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "12 + 30?"}]
     (joined,) = demo.chat(
         [{"role": "user", "content": "What is\n12 + 30?"}], GREEDY, use_tqdm=False
@@ -588,7 +588,7 @@ def test_chat_with_parts(demo: LLM) -> None:
 
 
 def test_chat_template_that_fails(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it raises."""
+    """An error of the template becomes a ValueError."""
     for template in (
         "{{ messages[0].content + 1 }}",
         "{{ messages[7].content.x.y }}",
@@ -602,7 +602,7 @@ def test_chat_template_that_fails(demo: LLM, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_half_a_character(demo: LLM) -> None:
-    """The error says what is wrong, and where."""
+    """The error names the prompt and the position of the surrogate."""
     text = "x" * 50 + "\ud83d"  # of an emoji
     for call in (
         demo.generate,
@@ -626,7 +626,7 @@ def test_chat_needs_a_tokenizer(make_llm: MakeLLM) -> None:
 @given(data=st.data())
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 def test_random_life(tiny: tuple[str, Oracle], data: st.DataObject) -> None:
-    """Requests come, are aborted, streamed and waited for, in any order, on a small pool; what ends is right."""
+    """Requests are added, aborted, streamed and generated in any order on a small pool."""
     draw = data.draw
     llm = LLM(
         tiny[0],

@@ -1,4 +1,6 @@
-"""Promise 1: greedy float32 tokens equal transformers' own, whatever the blocks, budgets, pools, caches and policies."""
+"""Greedy float32 tokens match transformers, whatever the blocks, budgets, pools, caches and
+policies.
+"""
 
 from collections.abc import Callable
 from itertools import product
@@ -23,7 +25,7 @@ from nanovllm.engine.model_runner import ModelRunner
 
 
 def list_ways(dtype: torch.dtype) -> list[dict]:
-    """The ways to compute a model on a CPU: with each backend that is registered for it, and without kernels."""
+    """List the ways to compute a model on a CPU: every registered backend, and without kernels."""
     on_cpu = [name for name, entry in BACKENDS.items() if "cpu" in entry.device_types]
     runnable = [
         name for name in on_cpu if find_obstacle(name, torch.device("cpu"), dtype, 16, 4) is None
@@ -81,7 +83,7 @@ def test_grid(
 def test_recomputation_longer_than_a_step(
     tiny: tuple[str, Oracle], make_llm: Callable[..., LLM]
 ) -> None:
-    """Prefill first: a preempted sequence that has outgrown the token budget still ends, and ends right."""
+    """Prefill first: a preempted sequence that exceeds the token budget is recomputed and finishes."""
     prompts = [random_prompt(1, 6), random_prompt(2, 6)]
     llm = make_llm(
         enable_chunked_prefill=False,
@@ -143,7 +145,7 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
 def test_low_precision_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict
 ) -> None:
-    """As far from float32 as transformers' own logits in that dtype are, give or take half. With and without kernels."""
+    """Logits differ from float32 by at most 1.5 times as much as those of transformers."""
     reference = make_checkpoint(tmp_path, dtype=dtype)
     seen: list[torch.Tensor] = []
     llm = LLM(str(tmp_path), num_kvcache_blocks=64, **options)
@@ -166,7 +168,7 @@ def test_low_precision_logits(
 def test_batch_is_flat_and_tight(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """slot_mapping and block_tables say what batch.py promises, for prefills, chunks and decodes in one step."""
+    """slot_mapping and block_tables are as batch.py says, for prefills, chunks and decodes."""
     llm = make_llm(max_num_batched_tokens=16)
     batches = []
     prepare = ModelRunner.prepare_batch

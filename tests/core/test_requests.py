@@ -1,4 +1,4 @@
-"""The request surface: when a text ends, penalties, logprobs, n samples, beam search."""
+"""What a request can ask for: ends, penalties, log probabilities, n samples and beam search."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ def demo() -> LLM:
 
 @pytest.fixture
 def say(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict]]:
-    """Stream what comes out when the model says these token ids, whatever it is asked."""
+    """Stream the output of a model that samples these token ids whatever the logits are."""
 
     def say(token_ids: list[int], prompt_len: int = 1, **params) -> list[dict]:
         script: Iterator[int] = iter([*token_ids, *[0] * 200])
@@ -122,7 +122,7 @@ def test_precedence(
     ],
 )
 def test_text_and_stop_strings_split_everywhere(demo: LLM, say: Callable, text: str) -> None:
-    """Every stretch of the text as stop string: cut exactly, never shown in part, and found with the token that ends it."""
+    """Any part of the text as stop string cuts the text exactly, and is never shown in part."""
     ids = demo.tokenizer.encode(text)
     texts = [o["text"] for o in say(ids)]
     assert texts[-1] == text and all(text.startswith(shown) for shown in texts)
@@ -153,7 +153,7 @@ def test_what_only_begins_like_a_stop_string_is_shown_in_the_end(demo: LLM, say:
 
 
 def test_bytes_that_are_no_text(demo: LLM, say: Callable) -> None:
-    """Forty bytes that begin no character: shown when they are more than MAX_PENDING, and in the end as the tokenizer says."""
+    """Forty bytes without a character are shown after MAX_PENDING, and at the end as decoded."""
     vocabulary = demo.tokenizer.get_vocab()
     continuation = vocabulary["\u0122"]  # the byte-level alphabet's sign for byte 0x80
     assert demo.tokenizer.decode([continuation]) == "\ufffd"
@@ -202,7 +202,7 @@ def test_stop_needs_a_tokenizer(make_llm: MakeLLM) -> None:
 def penalized_greedy(
     model: torch.nn.Module, prompt: list[int], params: SamplingParams
 ) -> list[int]:
-    """The definition, one token and one vocabulary entry at a time."""
+    """The definition of the penalties, one token and one vocabulary entry at a time."""
     token_ids = list(prompt)
     for _ in range(params.max_tokens):
         logits = model(torch.tensor([token_ids])).logits[0, -1].tolist()
@@ -221,7 +221,7 @@ def penalized_greedy(
 
 @torch.inference_mode()
 def test_penalties(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
-    """In one batch with plain requests, with and without preemptions, lanes changing hands."""
+    """Penalties hold in a batch with other requests, with and without preemptions."""
     kinds = [
         {}, {"presence_penalty": 1.5}, {"frequency_penalty": 0.7}, {"repetition_penalty": 1.8}, {"repetition_penalty": 0.7},
         {"presence_penalty": -0.5, "frequency_penalty": 1.2, "repetition_penalty": 1.3},
@@ -245,7 +245,7 @@ def test_penalties(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
 
 
 def test_penalties_change_a_sequences_own_tokens_only() -> None:
-    """Whatever else is in the batch, and whoever had its lane before."""
+    """Neither other sequences nor the previous owner of a lane matter."""
     penalties, logits = Penalties(50, 20, torch.device("cpu")), torch.ones(2, 50)
     for prompts in ([1, 2, 3, 4, 5, 6], [7, 8]), ([9], [10, 11, 12]):
         seqs = [
@@ -259,7 +259,7 @@ def test_penalties_change_a_sequences_own_tokens_only() -> None:
 
 
 def test_penalties_cost_memory_where_they_are_asked_for(make_llm: MakeLLM) -> None:
-    """A row of counts for each lane that has asked, however many lanes there are."""
+    """A row of counts is allocated for each lane that has used a penalty."""
     llm = make_llm()
     params = [
         SamplingParams(temperature=0.0, max_tokens=6, frequency_penalty=float(i in (4, 6)))
@@ -404,7 +404,7 @@ def test_seeds_of_samples_are_documented_functions() -> None:
 def beams(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[LLM, torch.nn.Module, int | None]:
-    """A vocabulary of 12, so that beams end early and all texts can be listed."""
+    """A vocabulary of 12 tokens, so that beams end early and all texts can be listed."""
     directory = tmp_path_factory.mktemp("beams")
     model = make_checkpoint(directory, vocab_size=12, eos_token_id=request.param)
     return LLM(str(directory), num_kvcache_blocks=200, kvcache_block_size=4), model, request.param
@@ -506,7 +506,7 @@ def test_beam_search_options(beams: tuple, arguments: tuple) -> None:
 
 
 def test_many_requests_cost_what_they_are(make_llm: MakeLLM) -> None:
-    """Thousands come and go while steps run; what is touched per step is what runs, not what waits."""
+    """The cost of a step depends on running requests, not on thousands of waiting ones."""
     llm = make_llm(max_num_seqs=4)
     ids = [
         llm.add_request([1 + i % 50, 2], SamplingParams(temperature=0.0, max_tokens=2))
@@ -523,7 +523,7 @@ def test_many_requests_cost_what_they_are(make_llm: MakeLLM) -> None:
 
 
 def test_lanes_are_as_many_as_can_run(make_llm: MakeLLM) -> None:
-    """A running sequence holds a block: more lanes than blocks would cost memory for nothing."""
+    """A running sequence holds a block, so more lanes than blocks would waste memory."""
     llm = make_llm(max_num_seqs=10**9)
     outputs = llm.generate(
         [[1 + i, 2] for i in range(90)],
@@ -537,7 +537,7 @@ def test_lanes_are_as_many_as_can_run(make_llm: MakeLLM) -> None:
 
 
 def test_rules_are_the_sequences_own() -> None:
-    """Without an engine: stop tokens, min_tokens and max_tokens on a bare sequence."""
+    """Stop tokens, min_tokens and max_tokens of a Sequence work without an engine."""
     seq = Sequence(
         0, [1], SamplingParams(max_tokens=4, min_tokens=1), stop_token_ids=frozenset({EOS, STOP})
     )
@@ -550,7 +550,7 @@ def test_rules_are_the_sequences_own() -> None:
 
 @pytest.mark.parametrize("bound", [1e-6, 1e6])
 def test_repetition_penalties_at_their_bounds_stay_finite(bound: float) -> None:
-    """For logits up to 1e32, which is what SamplingParams promises."""
+    """SamplingParams promises this for logits up to 1e32."""
     penalties, seq = (
         Penalties(2, 20, torch.device("cpu")),
         Sequence(0, [0, 1], SamplingParams(repetition_penalty=bound)),
@@ -566,7 +566,7 @@ def test_repetition_penalties_at_their_bounds_stay_finite(bound: float) -> None:
 
 @pytest.fixture
 def poisoned(tmp_path: Path) -> tuple[str, Oracle]:
-    """A checkpoint in which whoever reads token 96 computes NaN."""
+    """A checkpoint in which token 96 as input gives NaN."""
     oracle = Oracle(make_checkpoint(tmp_path, tie_word_embeddings=False))
     edit_weights(
         tmp_path,
@@ -629,7 +629,7 @@ TWO_TOKENS = SamplingParams(temperature=0.0, max_tokens=2)
 
 
 def make_tokenizer(chat_template: str | None) -> PreTrainedTokenizerFast:
-    """A token per byte; its encoding of a text begins with BOS."""
+    """A tokenizer with a token per byte, which puts BOS before a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(
         models.BPE({token: i for i, token in enumerate([*alphabet, *SPECIAL])}, [])
@@ -672,7 +672,7 @@ def test_bos_comes_once(tmp_path: Path) -> None:
 
 
 def test_no_template(tmp_path: Path) -> None:
-    """OPT's tokenizers have none; a text goes on to be served."""
+    """A tokenizer without a chat template still serves text prompts."""
     make_checkpoint(tmp_path, family=OPTConfig, ffn_dim=40, vocab_size=260)
     make_tokenizer(None).save_pretrained(tmp_path)
     llm = LLM(str(tmp_path), num_kvcache_blocks=32)
@@ -682,7 +682,7 @@ def test_no_template(tmp_path: Path) -> None:
 
 
 def test_several_tokens_end_a_text(tmp_path: Path) -> None:
-    """As in Llama 3's generation_config.json: each of them, and where transformers ends."""
+    """Each EOS token of generation_config.json ends a text, as in transformers."""
     oracle = Oracle(make_checkpoint(tmp_path))
     prompts = [random_prompt(seed, 9) for seed in range(2)]
     ends = [oracle(prompt, 8)[5] for prompt in prompts]

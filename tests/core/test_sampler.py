@@ -1,4 +1,4 @@
-"""The sampler draws from the distribution that was asked for, and a seeded draw depends on nothing else."""
+"""The sampler draws from the requested distribution, and a seeded sample depends on nothing else."""
 
 from collections.abc import Callable
 
@@ -49,7 +49,7 @@ def test_draws_follow_softmax(logits: torch.Tensor, temperature: float) -> None:
 
 
 def filter_by_definition(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
-    """Probabilities after temperature, top-k, top-p and min-p, written as the definitions say."""
+    """Probabilities after temperature, top-k, top-p and min-p, by their definitions."""
     probs = torch.softmax(logits.double() / p.temperature, -1)
     order = probs.argsort(descending=True).tolist()
     kept = order[: p.top_k] if p.top_k > 0 else order
@@ -122,7 +122,7 @@ def test_equal_logits_stay_or_go_together() -> None:
 
 
 def test_greedy_and_mixed_batches(logits: torch.Tensor) -> None:
-    """Each row of a mixed batch is what it is alone; a greedy row in it is the argmax."""
+    """A row of a mixed batch gives what it gives alone. A greedy row gives the argmax."""
     kinds = [
         SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=3), SamplingParams(temperature=0.0, top_k=3),
         SamplingParams(top_p=0.5), SamplingParams(min_p=0.3, temperature=3.0), SamplingParams(temperature=1e-4),
@@ -150,7 +150,7 @@ def test_large_vocabulary_in_chunks() -> None:
 
 
 def test_noise_is_gumbel_and_uncorrelated() -> None:
-    """Over tokens, over positions of a seed and over seeds at a position, neighbours know nothing of each other."""
+    """Noise is uncorrelated over tokens, over positions of a seed, and over seeds."""
     hashes = Sampler(2000).token_hashes
     by_position = gumbel_noise(
         hashes, torch.from_numpy(make_noise_keys([5] * 500, list(range(500))))
@@ -175,7 +175,7 @@ def test_no_two_tokens_share_their_noise() -> None:
 
 
 def test_filters_that_filter_nothing_keep_the_tail() -> None:
-    """Far more tokens than a float32 sum of their probabilities can tell apart: top_p=1 is still off."""
+    """top_p=1 is off, even if a float32 sum of probabilities reaches 1 too early."""
     logits = torch.zeros(200_000)
     logits[0] = 12.0
     counts = draw_many(logits, SamplingParams(min_p=1e-30), 200)
@@ -194,7 +194,9 @@ def test_extreme_keys_stay_finite() -> None:
 
 
 def test_a_seed_decides_alone(make_llm: Callable[..., LLM]) -> None:
-    """The same tokens alone, in a batch, in chunks, from a warm cache, after preemptions, under either policy."""
+    """Samples are the same alone, in a batch, in chunks, after hits and preemptions, with both
+    policies.
+    """
     prompts = [random_prompt(i, 6 + i) for i in range(5)]
     params = [
         SamplingParams(temperature=0.9, top_p=0.9, seed=100 + i, max_tokens=12) for i in range(5)
@@ -217,7 +219,7 @@ def test_a_seed_decides_alone(make_llm: Callable[..., LLM]) -> None:
 
 
 def test_engine_seed(make_llm: Callable[..., LLM]) -> None:
-    """Without seeds of their own, requests differ from each other and repeat with the engine's seed."""
+    """Requests without seeds differ from each other and repeat with the engine's seed."""
     prompts = [random_prompt(1, 4)] * 3
     first, same, other = (
         make_llm(seed=seed).generate(prompts, use_tqdm=False) for seed in (1, 1, 2)

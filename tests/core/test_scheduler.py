@@ -1,4 +1,4 @@
-"""The scheduler alone, under random loads: its bounds, its order, and that everybody ends."""
+"""The scheduler under random loads: its limits, its order, and that every sequence finishes."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -104,7 +104,9 @@ def test_random_loads(
 
 
 def test_the_two_policies() -> None:
-    """A long prompt arrives while another sequence decodes: mixed steps serve both, prefill first makes one wait."""
+    """A long prompt arrives during a decode. Mixed steps serve both, prefill first delays the
+    decode.
+    """
     kinds = {}
     for policy in (Scheduler, PrefillFirstScheduler):
         scheduler = make_scheduler(max_num_batched_tokens=8, policy=policy)

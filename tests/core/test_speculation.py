@@ -1,4 +1,4 @@
-"""Drafts change no token: whatever the drafter guesses, and however often it is right."""
+"""Drafts change no token, whatever is proposed and however often it is accepted."""
 
 import random
 import timeit
@@ -35,7 +35,7 @@ FREE = [0.0, *[1.0] * 256]  # costs of steps where drafts cost nothing
 
 
 class Clairvoyant:
-    """Guesses from what an engine without drafts has answered, and wrongly as often as `share_right` says."""
+    """Proposes the tokens of an engine without drafts, or with some probability random ones."""
 
     def __init__(self, outputs: list[RequestOutput], share_right: float) -> None:
         self.answers = [output["prompt_token_ids"] + output["token_ids"] for output in outputs]
@@ -57,14 +57,14 @@ class Clairvoyant:
 
 
 def make_guess(llm: LLM, drafter: Any) -> None:
-    """Have `llm` draft with it, and whatever it costs."""
+    """Make `llm` use this proposer, and draft at any cost."""
     speculator = llm.scheduler.speculator
     assert speculator is not None
     speculator.make_proposer, speculator.plain_costs, speculator.draft_costs = drafter, FREE, FREE
 
 
 def watch(llm: LLM) -> None:
-    """After every step: no block more than without drafts, and none that can be found holds what is not a sequence's own."""
+    """Check after every step that drafts leave no blocks behind and list no wrong ones."""
     postprocess = llm.scheduler.postprocess
 
     def check(seqs: list[Sequence], samples: list[list[int]]) -> None:
@@ -99,7 +99,7 @@ def same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
 @given(data=st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_drafts_change_no_token(tiny: tuple[str, Oracle], data: st.DataObject) -> None:
-    """Any load, pool, policy and drafter, in float32: tokens, ends and log probabilities as without drafts."""
+    """Tokens, ends and log probabilities are those without drafts, for any load, pool and policy."""
     draw = data.draw
     options = dict(
         kvcache_block_size=draw(st.sampled_from([2, 4, 5])),
@@ -192,7 +192,7 @@ def test_two_ranks(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
 
 
 def test_ends_within_an_accepted_draft() -> None:
-    """Of a stop string, of EOS and of the number of tokens: nothing behind the end is told, and streamed text only grows."""
+    """Nothing after a stop string, EOS or max_tokens is reported, and streamed text is append-only."""
     make = lambda **options: LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64, **options)  # noqa: E731
     plain, llm = make(), make(num_speculative_tokens=6)
     prompt = plain.tokenizer.apply_chat_template(
@@ -224,7 +224,7 @@ def test_ends_within_an_accepted_draft() -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_a_guess_may_have_nan(tmp_path: Any, make_llm: MakeLLM, backend: str) -> None:
-    """A token whose embedding is NaN, guessed and never drawn, ends nothing, even where NaN reaches the tokens before it."""
+    """A rejected draft token with NaN ends no request, although NaN reaches the tokens before it."""
     make_checkpoint(tmp_path, tie_word_embeddings=False)
     edit_weights(
         tmp_path,
@@ -279,7 +279,7 @@ def test_nan_logits_end_a_request_although_drafts_are_cheap(
 
 
 def test_drafts_take_what_is_left(make_llm: MakeLLM) -> None:
-    """Nobody waits for a draft or is preempted for one."""
+    """No sequence waits for a draft or is preempted for one."""
     prompts = [random_prompt(seed, 6) for seed in range(5)]
     options = dict(num_kvcache_blocks=17, kvcache_block_size=2, max_num_batched_tokens=9)
     plain = make_llm(**options)
@@ -331,7 +331,7 @@ def test_prompt_lookup() -> None:
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 5))
 def test_prompt_lookup_as_a_search(token_ids: list[int], num_tokens: int) -> None:
-    """Grown token by token, it finds what a search through the whole text finds."""
+    """The index finds what a search through the whole text finds."""
     grown: list[int] = []
     drafter = PromptLookup(grown)
     for token_id in token_ids:
@@ -369,7 +369,7 @@ def choose(speculator: Speculator, decodes: list[Decode], budget: int = 100) -> 
 
 
 def test_drafts_that_pay() -> None:
-    """The likeliest draft tokens first, while they raise the tokens per second."""
+    """The most probable draft tokens are computed while they raise tokens per second."""
     linear = [float(n) for n in range(65)]  # bound by computation
     sure, unsure = make_decode(0.9), make_decode(0.1)
     both = [sure, unsure]
@@ -413,7 +413,7 @@ def test_learning() -> None:
 
 
 def test_steps_are_measured() -> None:
-    """Every size is run, in sequences of one token and its draft; what lies between is interpolated."""
+    """Steps of one token and its draft per sequence are measured, and sizes between interpolated."""
     seen: list[list[int]] = []
     plain, draft, _ = measure_steps(
         lambda seqs: seen.append([seq.num_scheduled_tokens for seq in seqs]), 4, 3, 100, 64
@@ -424,7 +424,7 @@ def test_steps_are_measured() -> None:
 
 
 def test_long_contexts_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token of a draft attends to all of them."""
+    """Each draft token attends to the whole context, which counts as cost."""
     clock = [0.0]
     monkeypatch.setattr(timeit, "repeat", partial(timeit.repeat, timer=lambda: clock[0]))
 
@@ -441,7 +441,7 @@ def test_long_contexts_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_timeline_counts_drafts(make_llm: MakeLLM, tmp_path: Path) -> None:
-    """In the step that computes them: what the model gets is what was planned, and what becomes of it is what stats say."""
+    """The trace has drafts in the step that computes them, with the results that stats report."""
     prompts = [random_prompt(seed, 9) for seed in range(3)]
     params = SamplingParams(temperature=0.0, max_tokens=20)
     expected = make_llm().generate(prompts, params, use_tqdm=False)
@@ -473,7 +473,7 @@ def test_the_timeline_counts_drafts(make_llm: MakeLLM, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_short_query_is_so_many_decodes(dtype: torch.dtype) -> None:
-    """To the bit, across the parts that a context is cut into."""
+    """Results are bitwise identical, across the splits of a context."""
     torch.manual_seed(0)
     contexts, query_lens = [700, 258, 5, 90], [5, 3, 5, 1]
     kv_cache = torch.randn(2, 300, 4, 2, 32).to(dtype)

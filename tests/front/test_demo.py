@@ -1,4 +1,4 @@
-"""Tests of meaning: the shipped model answers right, and still does when its work is cut up, evicted and shared."""
+"""The demo model answers correctly, also with chunks, eviction and shared prefixes."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_size() -> None:
 
 @pytest.mark.parametrize("skill", SKILLS)
 def test_skills_on_what_was_held_out(llm: LLM, skill: str) -> None:
-    """Greedy answers to questions with values that were not trained on, plain, reworded, and behind system prompts."""
+    """Greedy answers with held-out values: plain, reworded, and after system prompts."""
     plain = list(held_out(skill, 40))
     reworded = list(held_out(skill, 40, seed=2, unseen_wordings=True))
     right = 0

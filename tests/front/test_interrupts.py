@@ -1,4 +1,4 @@
-"""Calls that are cut short, by Ctrl-C or an error, anywhere: they take their requests back, and the next call is served right."""
+"""Calls interrupted anywhere, by Ctrl-C or an error: the next call is served correctly."""
 
 import random
 import signal
@@ -28,7 +28,7 @@ def interrupt(*_: object, **__: object) -> None:
 
 
 class CtrlC:
-    """Ctrl-C at a chosen time, as a real signal: once, or twice within some 20 microseconds."""
+    """Sends Ctrl-C as a real signal at a chosen time, once or twice within 20 microseconds."""
 
     def __init__(self) -> None:
         self.is_awaited = self.comes_again = False
@@ -43,7 +43,7 @@ class CtrlC:
             raise KeyboardInterrupt
 
     def cuts_short(self, call: Callable[[], object], seconds: float, num: int = 1) -> bool:
-        """Whether Ctrl-C, which comes `num` times from `seconds` on, has come before the call's end."""
+        """Return whether Ctrl-C, sent `num` times after `seconds`, interrupts the call."""
         try:
             return self._cuts_short(call, seconds, num)
         except KeyboardInterrupt:  # the second one
@@ -96,7 +96,7 @@ Told = list[tuple[list[int], str, str]]
 
 
 def tell(outputs: list[dict]) -> Told:
-    """What has become of the requests: token ids, text and end of each."""
+    """The token ids, text and finish reason of each request."""
     last = {output["request_id"]: output for output in outputs}
     return [(last[i]["token_ids"], last[i]["text"], last[i]["finish_reason"]) for i in sorted(last)]
 
@@ -110,7 +110,7 @@ def by_stream(llm: LLM) -> Told:
 
 
 def shortest_of(times: int, call: Callable[[], object]) -> float:
-    """Seconds of the fastest call: a slow moment of the machine must not delay Ctrl-C past the end."""
+    """Seconds of the fastest call, so that a slow moment does not delay Ctrl-C past the end."""
     durations = []
     for _ in range(times):
         start = time.perf_counter()
@@ -121,7 +121,7 @@ def shortest_of(times: int, call: Callable[[], object]) -> float:
 
 @pytest.mark.parametrize("call", [by_generate, by_stream])
 def test_ctrl_c_at_any_moment(demo: LLM, ctrl_c: CtrlC, call: Callable[[LLM], Told]) -> None:
-    """Another request, which is queued at the time, goes on."""
+    """Another request that is queued at the time continues."""
     rng = random.Random(0)
     expected = by_generate(demo)
     demo.scheduler.num_preemptions = 0
@@ -145,7 +145,7 @@ def test_ctrl_c_at_any_moment(demo: LLM, ctrl_c: CtrlC, call: Callable[[LLM], To
 
 
 def test_ctrl_c_in_a_servers_loop(demo: LLM, ctrl_c: CtrlC) -> None:
-    """Whoever goes on with it misses nothing but, rarely, the report that was on its way."""
+    """A loop that continues misses nothing but, rarely, the report of the interrupted step."""
     rng = random.Random(1)
     expected = by_generate(demo)
     duration = shortest_of(3, lambda: by_generate(demo))
@@ -180,7 +180,7 @@ def test_interrupted_generate(
     error: type[BaseException],
     where: str,
 ) -> None:
-    """Its requests are gone, other people's go on, and blocks that were published but never written are not believed."""
+    """Its requests are cancelled, others continue, and listed blocks without K/V are not reused."""
     llm, prompts = make_llm(), [random_prompt(i, 9) for i in range(3)]
     other = llm.add_request(prompts[0], GREEDY)
     llm.step()
@@ -225,7 +225,7 @@ def test_ctrl_c_again_while_starting_over(
 
 
 def test_text_of_a_token_that_is_cut_off(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C between the search for a stop string and the token's being noted, then an abort: no text without its token."""
+    """Ctrl-C between the stop string search and the commit: the text has no uncommitted token."""
     request_id = demo.add_request("1, 2, 3", SamplingParams(temperature=0.0, stop="#"))
     demo.step()
     with monkeypatch.context() as patch:
@@ -243,7 +243,7 @@ def test_text_of_a_token_that_is_cut_off(demo: LLM, monkeypatch: pytest.MonkeyPa
 def test_a_hit_that_is_not_used(
     tiny: tuple[str, Oracle], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C in a request's first step: what was cached is computed again, and not reported as reused."""
+    """Ctrl-C in a request's first step: its prefix is recomputed, and not reported as cached."""
     llm = make_llm()
     prompt = random_prompt(3, 14)
     llm.generate(prompt, GREEDY, use_tqdm=False)
@@ -264,7 +264,7 @@ def test_a_hit_that_is_not_used(
 def test_an_end_that_is_not_noted(
     tiny: tuple[str, Oracle], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C once a sequence has ended for the scheduler, and before the caller's request has: the end comes again."""
+    """Ctrl-C after the scheduler finishes a sequence and before the commit: it finishes again."""
     llm = make_llm()
     request_id = llm.add_request(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=2))
     llm.step()
@@ -278,7 +278,7 @@ def test_an_end_that_is_not_noted(
 
 
 def test_a_request_whose_id_nobody_got(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C once add_request has queued it: it is taken back, and nobody is told of it."""
+    """Ctrl-C after add_request has queued a request: it is cancelled and not reported."""
     llm = make_llm()
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -313,7 +313,7 @@ def test_a_report_that_fails_comes_again(demo: LLM, monkeypatch: pytest.MonkeyPa
 def test_a_warning_that_is_an_error_harms_nobody(
     tiny: tuple[str, Oracle], make_llm: MakeLLM
 ) -> None:
-    """It says of one request that its logits are NaN. All others are served right, and the end is told all the same."""
+    """The warning about NaN logits can raise. Other requests continue, and the end is reported."""
     llm = make_llm()
     sample = llm.model_runner.sample
     bad, *good = (llm.add_request(prompt, GREEDY) for prompt in PROMPTS)
@@ -342,7 +342,7 @@ def test_a_warning_that_is_an_error_harms_nobody(
 
 
 def test_penalties_interrupted_while_they_count(make_llm: MakeLLM, ctrl_c: CtrlC) -> None:
-    """What was not counted is counted the next time, and nothing twice."""
+    """Tokens are counted by the next step, and none twice."""
     params = SamplingParams(
         temperature=0.0, max_tokens=12, frequency_penalty=1.0, repetition_penalty=1.3
     )

@@ -1,4 +1,4 @@
-"""What surrounds an engine: the caller's torch settings, the GPU that is current, and the memory that is left behind."""
+"""An engine's surroundings: the caller's torch settings, the current GPU, and freed memory."""
 
 import gc
 import weakref
@@ -100,7 +100,7 @@ def test_the_callers_settings_change_nothing(
 def test_the_engines_gpu_is_the_current_one(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the engine is made and while it computes and samples. Before and after it is the caller's. Played on the CPU."""
+    """It is current while the engine starts and computes. Otherwise the caller's is."""
     current, seen = ["the caller's"], set()
 
     @contextmanager
@@ -148,7 +148,7 @@ def test_the_engines_gpu_is_the_current_one(
 def test_graphs_are_recorded_undisturbed(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They repeat what the caller's settings were when the engine was made."""
+    """CUDA graphs are captured without the caller's autocast."""
     seen: list[bool] = []
     monkeypatch.setattr(
         kernels,
@@ -161,7 +161,7 @@ def test_graphs_are_recorded_undisturbed(
 
 
 def test_torchs_switches_are_obeyed(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As everywhere in torch: the engine computes with the precision of matrix products that the caller has set."""
+    """The engine computes with the caller's float32 matmul precision."""
     llm, seen = make_llm(), []
     forward = type(llm.model_runner.sampler).forward
     monkeypatch.setattr(
@@ -178,7 +178,7 @@ def test_torchs_switches_are_obeyed(make_llm: MakeLLM, monkeypatch: pytest.Monke
 
 
 def test_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that is current when the engine is made, also when another one is afterwards."""
+    """It is the GPU that is current when the engine is made, even if another one is later."""
     for name, value in {"is_available": True, "device_count": 4, "current_device": 2}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     names = "auto", "cuda", "cuda:1", "cpu"
@@ -201,7 +201,7 @@ def test_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_exit_leaves_nothing_to_the_garbage_collector(make_llm: MakeLLM) -> None:
-    """The memory is free when exit returns, though the caller still has the engine."""
+    """The memory is free when exit returns, although the caller still has the engine."""
     llm = make_llm(max_num_seqs=4)
     llm.generate(PROMPTS, SamplingParams(repetition_penalty=1.3, max_tokens=3), use_tqdm=False)
     runner = llm.model_runner

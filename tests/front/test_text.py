@@ -1,4 +1,4 @@
-"""From tokens to text, for each kind of tokenizer: what is shown while tokens come, what in the end, where a stop string cuts."""
+"""From tokens to text, for each kind of tokenizer: streaming, the final text, and stop strings."""
 
 import random
 import sys
@@ -38,7 +38,7 @@ ALPHABET = [*"abt  é你好👩\u200dÿ\n▁\u0302", "the cat", " sat", "日本�
 
 
 def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """With two special tokens, and one added token that is none."""
+    """A tokenizer with two special tokens and one added ordinary token."""
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
     return PreTrainedTokenizerFast(
@@ -47,7 +47,7 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """GPT-2, Qwen, Llama 3."""
+    """As in GPT-2, Qwen and Llama 3."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = (
         pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -61,7 +61,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def byte_fallback(strip: bool, scheme: str | None) -> PreTrainedTokenizerFast:
-    """Llama 2 (strip, no scheme), Mistral (strip, "first"), Gemma (no strip, no scheme)."""
+    """As in Llama 2 (strip, no scheme), Mistral (strip, "first") and Gemma (no strip, no scheme)."""
     words = Tokenizer(models.BPE(unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     words.train_from_iterator(
@@ -91,7 +91,7 @@ def byte_fallback(strip: bool, scheme: str | None) -> PreTrainedTokenizerFast:
 
 
 def unigram(scheme: str) -> PreTrainedTokenizerFast:
-    """T5: pieces with a sign for the space, no bytes."""
+    """As in T5: a sign for the space, no bytes."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
@@ -103,7 +103,7 @@ def unigram(scheme: str) -> PreTrainedTokenizerFast:
 
 
 def word_piece() -> PreTrainedTokenizerFast:
-    """BERT."""
+    """As in BERT."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = (
         pre_tokenizers.BertPreTokenizer(),
@@ -149,7 +149,7 @@ def byte_ids(tokenizer: PreTrainedTokenizerBase, data: bytes) -> list[int]:
 def stream(
     tokenizer: PreTrainedTokenizerBase, token_ids: list[int], stop_strings: tuple[str, ...] = ()
 ) -> list[str]:
-    """What is shown after each token, and in the end."""
+    """The text shown after each token, and at the end."""
     reader = Detokenizer(tokenizer, len(PROMPT), stop_strings)
     ends = range(1, len(token_ids) + 1)
     shown = [reader.read([*PROMPT, *token_ids[:end]], is_last=False) for end in ends]
@@ -176,7 +176,7 @@ def check_stream(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> li
 @many
 @given(st.data())
 def test_text_grows_to_what_the_tokenizer_says(name: str, data: st.DataObject) -> None:
-    """Any text, special and added tokens in between, where characters may be cut in two by them."""
+    """For any text, with special and added tokens that can split characters."""
     tokenizer = TOKENIZERS[name]
     token_ids = encode(
         tokenizer, data.draw(st.lists(st.sampled_from(ALPHABET), max_size=30).map("".join))
@@ -208,7 +208,7 @@ def test_thousands_of_texts(name: str) -> None:
 
 @each_tokenizer
 def test_thousands_of_tokens_that_are_no_text(name: str) -> None:
-    """Any tokens: bytes in any order, pieces that begin no word, special tokens; read in strides, shown the same."""
+    """Random tokens: invalid bytes, parts of words, special tokens. Strides change nothing."""
     rng, tokenizer = random.Random(0), TOKENIZERS[name]
     vocabulary = list(tokenizer.get_vocab().values())
     bytes_ = (
@@ -229,7 +229,7 @@ def test_thousands_of_tokens_that_are_no_text(name: str) -> None:
 
 
 def test_what_was_shown_stays() -> None:
-    """The rule where the tokenizer contradicts itself: a run of bytes is U+FFFD for each, once one of them is wrong."""
+    """If one byte is invalid, the tokenizer turns its whole run to U+FFFD. Released text stays."""
     tokenizer = TOKENIZERS["llama"]
     good, bad = byte_ids(tokenizer, "é你".encode()), byte_ids(tokenizer, b"\xff")
     assert stream(tokenizer, good)[-2:] == ["é你"] * 2
@@ -255,7 +255,7 @@ CUT |= {"special, then split", "bytes, then text", "text after one wrong byte"}
 
 
 def pathological(name: str, length: int) -> dict[str, list[int]]:
-    """Streams that a window of tokens could lose its hold on."""
+    """Streams that keep tokens pending for long."""
     tokenizer = TOKENIZERS[name]
     vocabulary = tokenizer.get_vocab()
     special = [vocabulary["<s>"], vocabulary["</s>"]] * length
@@ -334,7 +334,7 @@ def test_each_token_is_decoded_a_bounded_number_of_times(
 def expected_cut(
     texts: list[str], stops: tuple[str, ...], asks: list[tuple[int, bool]]
 ) -> tuple[int, str] | None:
-    """The definition: at which ask a stop string is found that its token ended, and the text before it."""
+    """The definition: the first token that completes a stop string, and the text before it."""
     for number, (end, may_stop) in enumerate(asks):
         known, text = ["", *texts][end - 1], texts[end - 1]
         starts = [text.find(stop, max(0, len(known) - len(stop) + 1)) for stop in stops]
@@ -347,7 +347,7 @@ def expected_cut(
 @many
 @given(st.data())
 def test_stop_strings_cut_where_the_definition_says(name: str, data: st.DataObject) -> None:
-    """Stop strings that overlap and hold each other; asked after every token, read in between."""
+    """Stop strings can overlap and contain each other. The text is read in between."""
     tokenizer = TOKENIZERS[name]
     letters = st.lists(st.sampled_from(["a", "b", "é", "the", " "]), min_size=1, max_size=4).map(
         "".join
@@ -386,7 +386,7 @@ def test_stop_strings_cut_where_the_definition_says(name: str, data: st.DataObje
 def test_a_token_ends_a_stop_string_and_begins_a_character(
     max_tokens: int, reason: str, text: str
 ) -> None:
-    """GPT-2 has 59 tokens like b".\xe2". The text ends before the stop string, at that token."""
+    r"""GPT-2 has 59 tokens like b".\xe2". The text ends before the stop string, at that token."""
     letters = pre_tokenizers.ByteLevel.alphabet()
     vocabulary = {letter: i for i, letter in enumerate([*sorted(letters), ".\u00e2"])}
     model = models.BPE(vocabulary, [(".", "\u00e2")])
@@ -430,7 +430,7 @@ def test_a_step_costs_what_is_new(stops: tuple[str, ...]) -> None:
 
 
 def tell(reader: Detokenizer, token_ids: list[int], shown: list[Any]) -> None:
-    """A sequence's life, or what is left of it: `shown` grows by what each token brings."""
+    """Feed the rest of a sequence. `shown` grows by what each token releases."""
     while len(shown) < len(token_ids):
         end = len(shown) + 1
         stops = reader.meets_stop_string(token_ids[:end], True)
@@ -447,7 +447,7 @@ LIVES = [
 
 @each_tokenizer
 def test_tokens_that_cannot_be_decoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is U+FFFD, whatever the tokenizer raises; the text of the others, leading spaces too, is as without them."""
+    """Each becomes U+FFFD. The text of the others, with leading spaces, does not change."""
     rng, tokenizer, bad = random.Random(0), TOKENIZERS[name], 10**6
     original = type(tokenizer).decode
 
@@ -491,7 +491,7 @@ def test_tokens_that_cannot_be_decoded(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 class LineInterrupts:
-    """A context in which Ctrl-C comes at the lines numbered `targets`, counted over the functions whose code `covers` accepts."""
+    """Raises KeyboardInterrupt at the lines numbered `targets` of functions that `covers` accepts."""
 
     def __init__(self, covers: Callable[[CodeType], bool], *targets: int) -> None:
         self.covers = covers

@@ -1,4 +1,4 @@
-"""Callers at the wrong moment: within a step, from other threads, in a forked process. Never a wrong token, never a hang."""
+"""Calls within a step, from other threads, and in forked processes: no wrong token, no hang."""
 
 import gc
 import os
@@ -22,7 +22,7 @@ PROMPTS = [random_prompt(i, 5 + i) for i in range(4)]
 
 @pytest.fixture
 def within_a_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
-    """Have something called in the middle of every step, when the sequences are chosen and not yet computed."""
+    """Call something in every step, after scheduling and before the forward pass."""
 
     def install(call: Callable[[], object]) -> None:
         prepare_batch = ModelRunner.prepare_batch
@@ -77,7 +77,7 @@ def test_a_stream_is_collected_within_a_step(
 def test_a_signal_handler_may_abort(
     tiny: tuple[str, Oracle], make_llm: MakeLLM, within_a_step: Callable
 ) -> None:
-    """It may do nothing else: every other call is refused, and changes nothing."""
+    """Every other call within a step is rejected and changes nothing."""
     llm = make_llm()
     other = llm.add_request(PROMPTS[0], GREEDY)
     refusals: list[str] = []
@@ -127,7 +127,9 @@ def in_threads(*calls: Callable[[], object]) -> None:
 
 
 def test_threads_share_steps(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
-    """Four threads, twenty calls each, in several ways: all are right, and in fewer steps than one after the other."""
+    """Four threads with twenty calls each get correct results in fewer steps than one after the
+    other.
+    """
     llm = make_llm(num_kvcache_blocks=48)
     expected = [tiny[1](prompt, 6) for prompt in PROMPTS]
     steps: list[int] = []
@@ -160,7 +162,7 @@ def test_threads_share_steps(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> Non
 
 
 def test_a_loop_beside_a_thread(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
-    """`step` reports the requests of `add_request`, whoever ran the steps, and no others."""
+    """`step` reports the requests of `add_request` only, whichever thread ran the steps."""
     llm, stop = make_llm(), threading.Event()
 
     def generate() -> None:
@@ -189,7 +191,7 @@ def test_a_loop_beside_a_thread(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> 
 def test_a_signal_handler_aborts_while_its_thread_waits(
     make_llm: MakeLLM, within_a_step: Callable
 ) -> None:
-    """For another thread's step, after which the abort takes effect."""
+    """The abort takes effect after the other thread's step."""
     llm, handled = make_llm(), []
     other = llm.add_request(PROMPTS[0], GREEDY)
     is_held = threading.Event()
@@ -218,7 +220,7 @@ def test_a_signal_handler_aborts_while_its_thread_waits(
 
 
 def test_another_thread_waits_for_the_step(make_llm: MakeLLM, within_a_step: Callable) -> None:
-    """An abort waits for nothing, and takes effect after the step."""
+    """An abort returns at once and takes effect after the step."""
     llm, threads = make_llm(), []
     request_id = llm.add_request(PROMPTS[0], GREEDY)
     done: list[str] = []
@@ -247,12 +249,12 @@ def test_another_thread_waits_for_the_step(make_llm: MakeLLM, within_a_step: Cal
 
 
 def test_an_abort_after_the_last_look(make_llm: MakeLLM) -> None:
-    """While a call gives the lock back: it is not left to some later call."""
+    """An abort while a call releases the lock is not left to a later call."""
     llm, late = make_llm(), []
     request_id = llm.add_request(PROMPTS[0], GREEDY)
 
     class Callers(set):
-        """Aborts when the lock is free, and its last owner still listed."""
+        """Aborts while the lock is free and its last owner is still listed."""
 
         def discard(self, thread: int) -> None:
             if not late:
@@ -291,7 +293,7 @@ def test_aborts_from_another_thread_are_in_nobodys_way(
 
 
 def test_exit_from_another_thread(make_llm: MakeLLM, within_a_step: Callable) -> None:
-    """It waits for the step. Who is served meanwhile gets an error."""
+    """exit waits for the step. Calls that wait get an error."""
     llm, threads = make_llm(), []
 
     def exit_soon() -> None:
@@ -311,7 +313,9 @@ def test_exit_from_another_thread(make_llm: MakeLLM, within_a_step: Callable) ->
 
 
 def test_after_a_fork(tiny: tuple[str, Oracle]) -> None:
-    """Neither the parent's engine nor a new one can compute there: OpenMP would wait for threads that are not there."""
+    """Neither the parent's engine nor a new one computes there, because OpenMP's threads are
+    missing.
+    """
     code = f"""if True:
         import os, sys
         from nanovllm import LLM

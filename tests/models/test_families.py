@@ -1,6 +1,7 @@
-"""Each family that loads: transformers' tokens, cold, warm, in chunks, preempted, on two ranks; and what is refused by name.
+"""Every family that loads matches transformers, and what is unsupported is rejected by name.
 
-Then what only OPT has (learned positions, names without a prefix) and what only Qwen3-MoE has (a router and its experts).
+OPT (learned positions, names without a prefix) and Qwen3-MoE (router, experts) have tests of their
+own.
 """
 
 import json
@@ -144,7 +145,7 @@ def test_tokens(tmp_path: Path, name: str) -> None:
     ids=lambda rope: rope["rope_type"],
 )  # fmt: skip
 def test_frequencies_are_those_of_transformers(tmp_path: Path, rope: dict[str, Any]) -> None:
-    """To the last bit, on whatever device the caller computes."""
+    """They are bitwise identical, whatever the caller's default device is."""
     model = make_checkpoint(tmp_path, family=LlamaConfig, rope_parameters=rope)
     with torch.device("meta"):
         spec = read_spec(read_config(tmp_path), torch.float32, 1)
@@ -156,7 +157,7 @@ def test_frequencies_are_those_of_transformers(tmp_path: Path, rope: dict[str, A
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_low_precision_logits(tmp_path: Path, name: str) -> None:
-    """In bfloat16 no farther from float32 than transformers' own, give or take half."""
+    """In bfloat16 logits differ from float32 by at most 1.5 times as much as those of transformers."""
     oracle = make_family(tmp_path, name, dtype=torch.bfloat16)
     prompt = random_prompt(3, 40)
     llm = LLM(str(tmp_path), num_kvcache_blocks=64)
@@ -226,7 +227,7 @@ OPT_BIAS = "model.decoder.layers.1.self_attn.k_proj.bias"
 
 @pytest.fixture
 def opt(tmp_path: Path) -> Oracle:
-    """Of an OPT checkpoint in tmp_path, which has every kind of tensor."""
+    """An OPT checkpoint with every kind of tensor."""
     return make_family(tmp_path, "opt", word_embed_proj_dim=24)
 
 
@@ -235,7 +236,7 @@ def load(directory: Path, **options: Any) -> LLM:
 
 
 def test_opt_names_without_the_prefix(opt: Oracle, tmp_path: Path) -> None:
-    """The checkpoints of 350m, 6.7b, 13b and 30b were saved without a head: "decoder." instead of "model.decoder."."""
+    """The checkpoints of 350m, 6.7b, 13b and 30b begin with "decoder.", not "model.decoder."."""
     edit_weights(
         tmp_path,
         lambda w: [w.update({name.removeprefix("model."): w.pop(name)}) for name in list(w)],
@@ -317,7 +318,7 @@ def test_opt_sizes_that_do_not_divide(opt: Oracle, tmp_path: Path) -> None:
 
 
 def test_opt_every_position_that_was_learned(opt: Oracle, tmp_path: Path) -> None:
-    """The sequence ends where the matrix of positions does."""
+    """A sequence can use all learned positions, and no more."""
     prompt = random_prompt(1, 250)
     (output,) = load(tmp_path).generate(
         prompt, SamplingParams(temperature=0.0, max_tokens=50), use_tqdm=False
@@ -328,7 +329,7 @@ def test_opt_every_position_that_was_learned(opt: Oracle, tmp_path: Path) -> Non
 
 
 def test_opt_dummy_weights(opt: Oracle, tmp_path: Path) -> None:
-    """Norms start at 1 and biases at 0, also those of norms; the same on any number of ranks."""
+    """Norms are 1 and biases 0, on any number of ranks."""
     (tmp_path / "model.safetensors").unlink()
     prompts, token_ids = [random_prompt(seed, 9) for seed in range(3)], []
     for size in (1, 2):
@@ -370,7 +371,7 @@ def make_moe(dtype: torch.dtype = torch.float32) -> MoE:
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_moe_every_token_gets_its_experts(normalize: bool) -> None:
-    """Against the definition, one token and one expert at a time; the weights of the others are not even looked at."""
+    """Matches the definition, one token and one expert at a time. Other experts are not read."""
     moe, x = make_moe(), torch.randn(5, MOE_SPEC.hidden_size)
     moe.normalize_weights = normalize
     probabilities = (x @ moe.gate.weight.T).softmax(-1)
@@ -392,8 +393,11 @@ def test_moe_every_token_gets_its_experts(normalize: bool) -> None:
 
 @pytest.mark.parametrize("is_packed", [False, pytest.param(True, marks=needs_bfloat16)])
 def test_moe_low_precision(is_packed: bool) -> None:
-    """Nearer to float32 than transformers' block, by a tenth, or a third: by the float32 weights and sums, and by SwiGLU's one
-    rounding. Packed, a token gets alone the same bits as among others."""
+    """Closer to float32 than transformers' block, because weights, sums and SwiGLU round less
+    often.
+
+    With prepacked weights a token's result does not depend on the batch, to the bit.
+    """
     moe, x = make_moe(torch.bfloat16), torch.randn(50, MOE_SPEC.hidden_size).bfloat16()
     config = Qwen3MoeConfig(
         num_experts=16,
@@ -425,10 +429,11 @@ def test_moe_low_precision(is_packed: bool) -> None:
 def test_moe_near_ties(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kernelized: bool, dtype: torch.dtype
 ) -> None:
-    """In 16 bits rounding decides a router's near ties, and another expert changes tokens. Apart from that, only rounding does.
+    """In 16 bits rounding can decide near ties of the router. Apart from that, only rounding
+    differs.
 
-    Experts come in pairs of almost equal probability, so a token's third expert is always half of a near tie. Given
-    nanovllm's choices, float32 is as near to nanovllm as to transformers, and chooses the same tokens within rounding.
+    Experts come in pairs of almost equal probability, so a token's third expert is half of a near
+    tie. Given nanovllm's choices, float32 is as close to nanovllm as to transformers.
     """
     model = make_checkpoint(
         tmp_path,
@@ -458,7 +463,9 @@ def test_moe_near_ties(
     )  # of each choice: log(probability of the third best / of the least probable that is chosen)
 
     def compute_theirs(*, is_forced: bool) -> Tensor:
-        """Log probabilities [num_generated, vocab_size] after the same tokens, with their choice of experts or with ours."""
+        """Log probabilities [num_generated, vocab_size] of transformers, with its experts or with
+        ours.
+        """
         layers = iter(chosen.values())
 
         def choose(probabilities: Tensor, k: int, dim: int) -> tuple[Tensor, Tensor]:
@@ -477,7 +484,9 @@ def test_moe_near_ties(
         return logits.float().log_softmax(-1)
 
     def regret(logprobs: Tensor) -> Tensor:
-        """By how much, at most, the best token is more probable than the one that was generated."""
+        """The largest difference between the best token's log probability and the generated
+        token's.
+        """
         return (logprobs.amax(-1) - logprobs[range(len(ours)), output["token_ids"]]).max()
 
     rounded = compute_theirs(is_forced=True)
@@ -492,7 +501,7 @@ def test_moe_near_ties(
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_moe_the_width_is_divided(size: int) -> None:
-    """Dummy weights are the same on any number of ranks, and what the ranks compute adds up."""
+    """Dummy weights are the same on any number of ranks, and the ranks' outputs sum to the whole."""
     whole = MoE(MOE_SPEC, TensorParallel()).requires_grad_(False)
     init_dummy_weights(whole, seed=1)
     x = torch.randn(7, MOE_SPEC.hidden_size)
@@ -529,7 +538,7 @@ def test_moe_low_precision_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_moe_steps_run_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which shapes they have depends on the routing. A decoder whose layers are all dense is captured."""
+    """Shapes depend on the routing. A model with dense layers only is captured."""
     monkeypatch.setattr("nanovllm.kernels.CudaGraphs", lambda *arguments: "captured")
     backend, kv_caches = (
         SimpleNamespace(SUPPORTS_CUDA_GRAPHS=True),
@@ -542,7 +551,7 @@ def test_moe_steps_run_eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def change_moe_config(tmp_path: Path) -> Callable[..., Oracle]:
-    """A checkpoint whose config.json is changed afterwards; None removes a field."""
+    """A checkpoint with a changed config.json. None removes a field."""
 
     def change(made_with: dict[str, Any], **changes: Any) -> Oracle:
         oracle = Oracle(

@@ -1,4 +1,4 @@
-"""Promise 7: a checkpoint that does not fit is refused by name."""
+"""A checkpoint that does not fit is rejected with an error that names the reason."""
 
 import json
 import os
@@ -86,7 +86,7 @@ def test_tied_head_stored_twice(checkpoint: Path) -> None:
 
 
 def test_buffers_of_rope_are_passed_over(checkpoint: Path) -> None:
-    """transformers saved each layer's frequencies once (Llama 2 holds them), other trainers the cosines too."""
+    """transformers once saved each layer's frequencies, and other trainers the cosines, too."""
     prompt, greedy = [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8)
     expected = load(checkpoint).generate(prompt, greedy, use_tqdm=False)[0]["token_ids"]
     buffers = {
@@ -203,7 +203,7 @@ def test_configs_that_are_not_computed(checkpoint: Path, changes: dict, complain
 def test_sizes_beyond_all_memory(
     checkpoint: Path, changes: dict, load_format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rejected before anything of that size is made. A million layers of a tiny model need 43 GB."""
+    """Rejected before allocation. A million layers of a tiny model need 43 GB."""
     monkeypatch.setattr(
         psutil, "virtual_memory", lambda: SimpleNamespace(total=32e9, available=1e9)
     )
@@ -241,7 +241,7 @@ def test_dtypes_that_are_not_computed(checkpoint: Path, dtype: str) -> None:
 def test_no_code_of_a_checkpoint_is_run_and_no_network_asked(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is it asked for on stdin: transformers would."""
+    """Nor is the user asked on stdin, as transformers does."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on stdin"))
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("asked the network"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -258,7 +258,7 @@ def test_no_code_of_a_checkpoint_is_run_and_no_network_asked(
 
 
 def test_old_style_rope_config(checkpoint: Path) -> None:
-    """rope_theta and rope_scaling, as transformers 4 wrote them, mean what rope_parameters means now."""
+    """rope_theta and rope_scaling of transformers 4 mean what rope_parameters means now."""
     prompt, greedy = [5, 6, 7, 8] * 5, SamplingParams(temperature=0.0, max_tokens=16)
     edit_config(
         checkpoint, rope_parameters={"rope_type": "linear", "rope_theta": 30.0, "factor": 2.0}
@@ -279,7 +279,7 @@ def test_old_style_rope_config(checkpoint: Path) -> None:
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
 def test_damaged_files_are_named(checkpoint: Path, name: str, content: bytes | None) -> None:
-    """Even where they are needed for nothing but the dtype. None stands for a directory in place of the file."""
+    """Also if only the dtype is read. None: a directory in place of the file."""
     edit_config(checkpoint, dtype=None)
     (checkpoint / name).unlink(missing_ok=True)
     (checkpoint / name).mkdir() if content is None else (checkpoint / name).write_bytes(content)
@@ -374,7 +374,7 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_what_is_downloaded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a Hub repository's files those that are read: no copy of the weights in another program's format."""
+    """Only files that are read, without copies of the weights in other formats."""
     read = [
         "config.json", "generation_config.json", "model.safetensors.index.json", "model-00001-of-00003.safetensors",
         "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "vocab.json", "merges.txt",
@@ -396,7 +396,7 @@ def test_what_is_downloaded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_ranks_of_a_linear_layer_make_the_whole() -> None:
-    """Loaded shares of two ranks: the column parallel outputs side by side and the row parallel outputs summed."""
+    """Column-parallel outputs are concatenated, row-parallel outputs summed."""
     torch.manual_seed(0)
     full = {
         "a.q.weight": torch.randn(8, 6),

@@ -1,5 +1,6 @@
-"""bench.py runs, says what it ran, compares engines on the same work, and refuses what cannot run; so does the benchmark of the
-kernels, which also tells right kernels from wrong ones."""
+"""bench.py compares engines on the same work and rejects invalid options. So does kernels/bench.py,
+which also detects wrong kernels.
+"""
 
 import json
 import math
@@ -48,7 +49,7 @@ def bench(*command: str) -> subprocess.CompletedProcess:
 def refuse(
     main: Callable[[list[str]], None], arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> str:
-    """What is said of bad arguments."""
+    """Return the message for invalid arguments."""
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2
@@ -179,7 +180,7 @@ def test_floor() -> None:
 
 
 def test_ceilings_are_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the engines have not taken the memory that the copies and products need."""
+    """Before the engines take the memory that copies and GEMMs need."""
     seen, make = [], NanoVLLM.__init__
     ceilings = PeakRates(1e12, 1e12, "float32")
     monkeypatch.setattr(
@@ -234,7 +235,7 @@ def test_matmul_ceiling_is_that_of_the_fastest_dtype(
 
 
 def test_matmul_ceiling_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the model's dtype is measured: a GPU's 16-bit products are never slower."""
+    """Only the model's dtype is measured, because 16-bit GEMMs are never slower on a GPU."""
     rates = {torch.bfloat16: 4e14}
     monkeypatch.setattr(
         "nanovllm.benchmark.roofline.measure_matmul", lambda device, dtype, **_: rates[dtype]
@@ -351,6 +352,6 @@ def test_wrong_kernels_are_refused(
 
 @pytest.mark.parametrize("query_len", [1, 40])
 def test_either_kernel_is_timed_alone(query_len: int) -> None:
-    """Of Triton's two, a batch that has no decodes launches the one, and a batch of decodes the other."""
+    """A batch without decodes launches one kernel of Triton's two, a batch of decodes the other."""
     batch = make_batch(Shape(2, 40, query_len, *QWEN3_HEADS, block_size=16), torch.Generator())
     assert batch.min_seqlen_q == batch.max_seqlen_q == query_len

@@ -1,7 +1,6 @@
-"""How the package is built: which module may import which, that it is a whole engine without kernels, and annotations.
+"""Which module may import which, and that the engine is complete without kernels.
 
-Imports and annotations are read off the sources. Each of their rules is also broken on purpose: one that cannot fail
-protects nothing.
+Each rule is also broken on purpose.
 """
 
 import ast
@@ -59,7 +58,7 @@ WITHOUT_TORCH = {
 
 
 def read_sources() -> dict[str, str]:
-    """Module name -> source. The demo model's training is a program of its own."""
+    """Map module names to sources, without the demo model's training script."""
     paths = [
         path.relative_to(PACKAGE.parent)
         for path in PACKAGE.rglob("*.py")
@@ -89,7 +88,7 @@ def find_names(source: str, modules: set[str]) -> set[str]:
 
 
 def is_wrong(name: str, target: str) -> bool:
-    """Whether module `name` must not import `target`."""
+    """Return whether module `name` must not import `target`."""
     (_, part), (package, target_part) = ([*module.split("."), ""][:2] for module in (name, target))
     if package != "nanovllm":
         return package == "torch" and name in WITHOUT_TORCH
@@ -214,7 +213,7 @@ def test_registered_modules_are_imported_by_kernels() -> None:
 
 
 class WithoutKernels(ast.NodeTransformer):
-    """Removes imports of nanovllm.kernels, and what depends on enable_kernels."""
+    """Removes imports of nanovllm.kernels and the code that depends on enable_kernels."""
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom | None:
         names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -226,7 +225,7 @@ class WithoutKernels(ast.NodeTransformer):
 
 @pytest.fixture(scope="module")
 def plain_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a copy of the package without nanovllm/kernels and the engine's uses of it."""
+    """A copy of the package without nanovllm/kernels and the engine's uses of it."""
     folder = tmp_path_factory.mktemp("without_kernels")
     ignored = shutil.ignore_patterns("kernels", "demo_model", "__pycache__")
     shutil.copytree(PACKAGE, folder / "nanovllm", ignore=ignored)
@@ -255,7 +254,7 @@ def generate(
     prompts: list[list[int]],
     params: list[dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Outputs and stats of an engine in a process of its own, with the package that is in `folder`."""
+    """Outputs and stats of an engine in another process, with the package in `folder`."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps([str(folder), model, options, prompts, params])],
         env={**os.environ, "PYTHONPATH": str(folder)},
@@ -270,7 +269,7 @@ def generate(
 
 
 def test_tokens_without_kernels(plain_package: Path, tiny: tuple[str, Oracle]) -> None:
-    """Chunks, prefix hits and preemptions: transformers' tokens."""
+    """They match transformers, with chunks, prefix hits and preemptions."""
     prompts = [random_prompt(i // 2, 1 + 9 * (i // 2)) for i in range(12)]
     options = {"kvcache_block_size": 4, "num_kvcache_blocks": 24, "max_num_batched_tokens": 40}
     outputs, stats = generate(
@@ -299,7 +298,7 @@ def test_bfloat16_without_kernels(plain_package: Path, tmp_path: Path) -> None:
 
 
 def test_enable_kernels(tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off: the files of the tour are those that run, in float32 and in 16 bits, on one rank and on two."""
+    """If it is False, only files of the tour run, in float32 and 16 bits, on one rank and on two."""
     met: set[str] = set()
     parts = [
         (decoder.DecoderLayer, "forward"), (decoder.Attention, "forward"), (decoder.MLP, "forward"), (RMSNorm, "forward"),
@@ -345,7 +344,7 @@ def test_enable_kernels_and_a_backend_of_theirs(tiny: tuple[str, Oracle], backen
 
 
 def find_unannotated(source: str) -> list[str]:
-    """Functions and methods with an argument or a result of unknown type. Triton's kernels have a legend instead."""
+    """Functions with an argument or a result without annotation, except Triton kernels."""
     found: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and not any(

@@ -1,4 +1,4 @@
-"""The README's commands are the ones that work, and the example says something."""
+"""The README's commands and code work, and its quotations are up to date."""
 
 import inspect
 import os

@@ -1,4 +1,4 @@
-"""The timeline: whole after every step, true to what the engine did, and shown as text and as a picture."""
+"""The trace file is valid after every step, matches the engine, and is shown as text and plot."""
 
 import gc
 import json
@@ -38,7 +38,7 @@ PROMPTS = [
 
 
 def check_trace(path: Path, llm: LLM) -> list[dict[str, Any]]:
-    """The events, if they are what `llm` has done."""
+    """Return the events, after checking them against the engine's statistics."""
     events = json.loads(path.read_bytes())
     steps = [event for event in events if event["ph"] == "X" and "kind" in event["args"]]
     lanes = [event for event in events if event["ph"] == "X" and event["tid"] > 0]
@@ -126,7 +126,7 @@ def test_an_interrupted_step_leaves_it_whole(
 
 
 def test_ctrl_c_once_a_step_is_written(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
-    """What comes behind it leaves the file whole, and says that everything starts over."""
+    """The file stays valid, and the next step reports the reset."""
     path = tmp_path / "trace.json"
     llm = LLM(tiny[0], trace=path, **SMALL)
     timeline, file = llm.scheduler.timeline, llm.scheduler.timeline.file
@@ -163,7 +163,7 @@ def test_nothing_is_paid_when_it_is_off(tiny: tuple[str, Oracle]) -> None:
 def test_exit_leaves_nothing_to_the_garbage_collector(
     tiny: tuple[str, Oracle], tmp_path: Path
 ) -> None:
-    """Neither the timeline nor the classes that take notes refer to the parts that they watch."""
+    """The timeline does not keep the parts that it records alive."""
     llm = LLM(tiny[0], trace=tmp_path / "trace.json", **SMALL)
     llm.generate(PROMPTS, greedy(3), use_tqdm=False)
     left = [weakref.ref(kv_cache) for kv_cache in llm.model_runner.executor.worker.kv_caches]
@@ -195,7 +195,7 @@ llm.generate([[1, 2, 3]] * 20, SamplingParams(max_tokens=100), use_tqdm=False)
 
 @contextmanager
 def file_size_limit(num_bytes: int) -> Iterator[None]:
-    """A write beyond it fails as one to a full disk does: a first one may write a part, the next raises OSError."""
+    """Writes beyond it fail as on a full disk: the first can be partial, the next raises OSError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -252,7 +252,7 @@ def test_a_file_without_room_for_its_first_byte(tiny: tuple[str, Oracle], tmp_pa
 
 @pytest.fixture(scope="module")
 def recorded(tiny: tuple[str, Oracle], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prefix hit, chunks beside decodes, preemptions."""
+    """A trace with a prefix hit, chunks beside decodes, and preemptions."""
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     llm = LLM(tiny[0], trace=path, **SMALL)
     llm.generate(PROMPTS[0], greedy(6), use_tqdm=False)
@@ -279,7 +279,7 @@ def test_text(
 
 
 def test_text_of_a_character_per_column(recorded: Path) -> None:
-    """Of several steps the most remarkable: a preemption, then a prefill; numbers are bars, as high as the highest."""
+    """The most important of several steps is shown: a preemption, then a prefill."""
     assert trace.render(trace.read(recorded), 20).splitlines()[1:7] == [
         "  lane 0 |AaBbbbbD",
         "  lane 1 |  CCcccc",
@@ -298,7 +298,7 @@ def test_readers_that_leave(recorded: Path) -> None:
 
 
 def test_text_is_ascii(recorded: Path) -> None:
-    """Also where there are more steps than columns: any terminal can show it."""
+    """Also with more steps than columns."""
     steps = trace.read(recorded)
     assert all(trace.render(steps * repeat).isascii() for repeat in (1, 10))
 

@@ -1,4 +1,4 @@
-"""Several ranks: one rank's tokens, whatever is sampled; a rank that is lost ends the call, and leaves nothing behind."""
+"""Several ranks give the tokens of one, and a lost rank ends the call and leaves nothing behind."""
 
 import gc
 import importlib
@@ -38,7 +38,7 @@ POOL = {"num_kvcache_blocks": 64, "kvcache_block_size": 4}
 
 
 def find_ranks(process: psutil.Process | None = None) -> list[psutil.Process]:
-    """The other ranks of `process` (this one), in order of rank: children of its fork server."""
+    """The processes of the other ranks, in order of rank. They are children of the fork server."""
     children = (process or psutil.Process()).children()
     return [
         rank
@@ -50,7 +50,7 @@ def find_ranks(process: psutil.Process | None = None) -> list[psutil.Process]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """No process of a rank, no shared memory."""
+    """Check that no process of a rank and no shared memory is left."""
     before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     yield
     gc.collect()
@@ -72,7 +72,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("name, size", [("gqa", 2), ("gqa", 4), ("mqa", 2), ("mqa", 4), ("mha", 4)])
 def test_tokens(tmp_path: Path, name: str, size: int) -> None:
-    """Cold, warm, in chunks and preempted: transformers' tokens."""
+    """They match transformers, cold, warm, in chunks and after preemptions."""
     oracle = Oracle(make_checkpoint(tmp_path, **SHAPES[name]))
     prompts = [
         [token_id % 90 for token_id in random_prompt(seed, length)]
@@ -89,7 +89,7 @@ def test_tokens(tmp_path: Path, name: str, size: int) -> None:
 
 
 def test_everything_sampled_is_equal(tiny: tuple[str, Oracle]) -> None:
-    """On 1, 2 and 4 ranks: seeds, filters, penalties, logprobs, n and beams."""
+    """Seeds, filters, penalties, logprobs, n and beams give the same on 1, 2 and 4 ranks."""
     prompts = [random_prompt(seed, 5 + 3 * seed) for seed in range(5)]
     params = [
         SamplingParams(seed=7, max_tokens=12),
@@ -124,7 +124,7 @@ def test_everything_sampled_is_equal(tiny: tuple[str, Oracle]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Prepacked or not, the shares of a weight give what the whole gives, up to rounding."""
+    """The shards of a weight give the result of the whole up to rounding, prepacked or not."""
     make_checkpoint(tmp_path, dtype=dtype)
     prompts = [random_prompt(seed, 20) for seed in range(8)]
     values = []
@@ -196,7 +196,7 @@ def test_a_batch_survives_packing(num_seqs: int, width: int) -> None:
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_long_messages_arrive(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two pieces; and short ones afterwards. From host to host: NCCL, played by a mock, has no part in it."""
+    """They are sent in two parts. Messages go from host to host, without NCCL."""
     store, received, nccl = dist.HashStore(), [], MagicMock()
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -235,7 +235,7 @@ def test_sizes_that_do_not_divide(tmp_path: Path) -> None:
 
 
 def test_the_cache_is_divided(tiny: tuple[str, Oracle], capfd: pytest.CaptureFixture[str]) -> None:
-    """Two ranks with one K/V head each: blocks of half the bytes, so twice as many in the same memory of each."""
+    """With one KV head per rank, blocks have half the bytes, so memory holds twice as many."""
     num_blocks = []
     for size in (1, 2):
         with LLM(
@@ -250,7 +250,7 @@ def test_the_cache_is_divided(tiny: tuple[str, Oracle], capfd: pytest.CaptureFix
 
 
 def lose_within(seconds: float, llm: LLM, match: str, max_tokens: int = 190) -> None:
-    """A call fails and names the rank, as do all later ones, and nothing is left."""
+    """The call fails and names the rank, as do later ones, and nothing is left."""
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=match):
         while time.monotonic() - start < seconds:
@@ -293,7 +293,7 @@ def test_a_rank_dies_in_a_step(tiny: tuple[str, Oracle], dtype: str, max_tokens:
 def test_a_gpu_waits_for_a_lost_rank(
     tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which shows where the tokens are read: until NCCL is aborted, they never come. The call ends all the same."""
+    """Tokens never arrive until NCCL is aborted. The call ends nevertheless."""
     llm, aborted = LLM(tiny[0], tensor_parallel_size=2, **POOL), threading.Event()
     executor, tokens = (
         llm.model_runner.executor.worker,
@@ -347,7 +347,7 @@ FAILING = """
 def test_a_rank_fails(
     tmp_path: Path, tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its traceback comes with the error; those that fail with it are not blamed. Its environment is that of rank 0."""
+    """The error has its traceback. Ranks that fail because of it are not named."""
     LLM(
         tiny[0], tensor_parallel_size=2, **POOL
     ).exit()  # the fork server is there, which knows no PURPOSE
@@ -386,7 +386,7 @@ class FakeProcess:
 
 @pytest.mark.parametrize("is_dead", [False, True])
 def test_a_dead_rank_is_the_cause(is_dead: bool) -> None:
-    """Also if it is seen together with others, which fail since it has gone. A ValueError stays one."""
+    """Also if it is noticed together with ranks that failed because of it. A ValueError stays one."""
     seen, others = make_executor(), []
     for _ in range(2):
         pipe, other = Pipe()
@@ -421,7 +421,7 @@ LOST = """
 
 
 def test_a_fork_of_an_engine_that_is_lost(tiny: tuple[str, Oracle]) -> None:
-    """There is nothing left whose end, in the forked process, would wait for threads that are not there."""
+    """The forked process exits without waiting for threads that it does not have."""
     command = [sys.executable, "-c", textwrap.dedent(LOST), tiny[0]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "rank 1 of 2 has ended with exit code -9\n0\n", done.stderr
@@ -436,7 +436,7 @@ def test_a_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
 
 
 def test_rank_0_fails(tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of a step, where the others wait for it."""
+    """In the middle of a step, while the others wait for it."""
     llm = LLM(tiny[0], tensor_parallel_size=2, **POOL)
     monkeypatch.setattr(llm.model_runner.executor.worker, "compute", lambda batch: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -445,7 +445,7 @@ def test_rank_0_fails(tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch)
 
 
 def test_exit_in_a_step(tiny: tuple[str, Oracle]) -> None:
-    """By another thread, or a signal handler: at once, since nobody waits for a rank that has been ended."""
+    """By another thread or a signal handler. It returns at once."""
     llm = LLM(tiny[0], tensor_parallel_size=2, **POOL)
     llm.generate([1], greedy(2), use_tqdm=False)
     seconds: list[float] = []
@@ -465,7 +465,7 @@ def test_exit_in_a_step(tiny: tuple[str, Oracle]) -> None:
 
 
 class GroupOfGraphs:
-    """As of NCCL: its abort waits until nobody holds the CUDA graphs that have a collective operation in them."""
+    """Like NCCL's group: abort waits until all CUDA graphs with collectives are gone."""
 
     def __init__(self) -> None:
         graphs = threading.Event()  # any object that can be referred to weakly
@@ -500,7 +500,7 @@ def test_graphs_end_before_the_group(is_stuck: bool, monkeypatch: pytest.MonkeyP
 
 
 def test_an_abort_that_does_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else holds the graphs, such as the traceback of an error: the engine's end does not wait for that."""
+    """A traceback can keep the graphs alive. The engine's end does not wait for that."""
     monkeypatch.setattr(executor_module, "_EXIT_TIMEOUT", 0.5)
     group = GroupOfGraphs()
     held = group.worker.graphs
@@ -514,8 +514,10 @@ def test_an_abort_that_does_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_end_of_a_serving_rank(
     error: Exception | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of torchrun's. When rank 0 has gone, the graphs end before the group. When it fails, perhaps while it records them, the
-    error's traceback holds them: then nothing waits for the group's end."""
+    """Under torchrun: when rank 0 exits, the graphs end before the group.
+
+    If the rank fails, a traceback can keep the graphs alive, and nothing waits for the group.
+    """
     group, messages = GroupOfGraphs(), [torch.zeros(1)]
 
     def receive(self: TensorParallel) -> torch.Tensor:
@@ -546,7 +548,7 @@ def test_the_end_of_a_serving_rank(
 
 
 def test_interrupted_calls_are_undone(tiny: tuple[str, Oracle]) -> None:
-    """Ctrl-C at any moment of a step: the ranks keep step, the next call is right."""
+    """Ctrl-C at any moment of a step: ranks stay in step, and the next call is correct."""
     prompt = random_prompt(5, 12)
     handler = signal.signal(
         signal.SIGINT, signal.default_int_handler
@@ -617,10 +619,10 @@ SERVING = """
 
 @pytest.mark.parametrize("how", ["kill", "ctrl-c"])
 def test_rank_0_is_ended(tiny: tuple[str, Oracle], how: str) -> None:
-    """By SIGKILL, or by Ctrl-C, which hits the whole process group and leads to the end of the script: no rank is left.
+    """By SIGKILL, or by Ctrl-C, which reaches the whole process group: no rank is left.
 
-    A forked process is refused, and ends without waiting for what it does not have; another one lives on. The script is a
-    `python -c`, which has no module that could be imported again.
+    A forked process is rejected and exits at once. The script is `python -c`, which cannot be
+    imported.
     """
     command = [sys.executable, "-c", textwrap.dedent(SERVING), tiny[0]]
     with subprocess.Popen(
@@ -658,7 +660,7 @@ LAUNCHED = {
 def test_a_launcher_that_sets_too_little(
     tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch, rank: str, missing: str
 ) -> None:
-    """Such as srun and mpirun: every rank names the variable, and waits for nobody."""
+    """Such as srun and mpirun: every rank names the variable and exits."""
     for name, value in {**LAUNCHED, "RANK": rank, "LOCAL_RANK": rank}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(missing)
@@ -702,7 +704,7 @@ AGAIN = "torchrun's processes serve one engine, and it has ended: start them aga
 def run_torchrun(
     tmp_path: Path, num_agents: int, num_ranks: int, script: str, *args: str
 ) -> list[tuple[int, str, str]]:
-    """Status, output and errors of each agent, started as on as many machines."""
+    """Status, output and errors of each agent, started as on several machines."""
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -720,8 +722,7 @@ def run_torchrun(
 
 
 def test_two_machines(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
-    """Two agents of torchrun on this one. Rank 0's engine is never told to exit: the end of its process is enough. It stays
-    the only one."""
+    """Two agents of torchrun on this machine. The end of rank 0's process ends the others."""
     results = run_torchrun(tmp_path, 2, 1, TORCHRUN, tiny[0])
     assert [status for status, *_ in results] == [0, 0], results
     expected = [tiny[1]([1, 2, 3], 8), tiny[1]([4] * 20, 8)]
@@ -746,7 +747,7 @@ EXITING = """
 
 
 def test_exit_under_torchrun(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
-    """The other ranks leave, though rank 0's process and `llm` live on."""
+    """The other ranks exit, while rank 0's process continues."""
     (tmp_path / "left").mkdir()
     ((status, out, err),) = run_torchrun(tmp_path, 1, 2, EXITING, tiny[0], str(tmp_path / "left"))
     assert (status, out) == (0, "['1']\n"), err
@@ -755,7 +756,7 @@ def test_exit_under_torchrun(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
 def test_a_rank_of_torchrun_fails(
     tmp_path: Path, tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun may end rank 0 before it can tell: the rank shows its traceback itself."""
+    """The rank prints its traceback itself, because torchrun may end rank 0 first."""
     monkeypatch.setenv("PURPOSE", "on purpose")
     ((status, _, err),) = run_torchrun(tmp_path, 1, 2, FAILING, tiny[0])
     assert status != 0 and "ZeroDivisionError: on purpose" in err

@@ -1,4 +1,4 @@
-"""The README's replicas under Ray Data: each answer once, the same as one engine's, though one replica is killed."""
+"""The README's replicas under Ray Data give every answer once, although one replica is killed."""
 
 import os
 import re
