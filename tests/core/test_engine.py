@@ -406,7 +406,7 @@ def test_step_reports_what_others_gained_meanwhile(make_llm: MakeLLM) -> None:
     mine = llm.add_request(random_prompt(0, 5), GREEDY)
     outputs = llm.generate(random_prompt(1, 5), SamplingParams(max_tokens=9), use_tqdm=False)
     assert [o["request_id"] for o in outputs] == [mine + 1]
-    assert not llm.is_finished(), "the other one has ended, but nobody has been told"
+    assert not llm.is_finished(), "the other one has ended, but it has not been reported"
     (news,) = llm.step()
     assert (news["request_id"], news["finish_reason"], len(news["token_ids"])) == (
         mine,

@@ -97,7 +97,7 @@ def test_random_loads(
                 (len(oldest.token_ids), oldest.num_computed_tokens)
             ], "it stands still"
     else:
-        raise AssertionError("not everybody ended")
+        raise AssertionError("not every sequence finished")
     assert len(scheduler.block_manager.free_block_ids) == num_blocks
     for seq in seqs:
         assert seq.finish_reason == "abort" or len(seq.token_ids) == seq.max_num_tokens

@@ -42,9 +42,9 @@ class Clairvoyant:
         self.share_right, self.random = share_right, random.Random(0)
 
     def __call__(self, token_ids: list[int]) -> "Clairvoyant":
-        drafter = Clairvoyant([], self.share_right)
-        drafter.answers, drafter.random, drafter.token_ids = self.answers, self.random, token_ids
-        return drafter
+        proposer = Clairvoyant([], self.share_right)
+        proposer.answers, proposer.random, proposer.token_ids = self.answers, self.random, token_ids
+        return proposer
 
     def propose(self, num_tokens: int) -> list[int]:
         length = len(self.token_ids)
@@ -56,11 +56,11 @@ class Clairvoyant:
         ]
 
 
-def make_guess(llm: LLM, drafter: Any) -> None:
+def use_proposer(llm: LLM, proposer: Any) -> None:
     """Make `llm` use this proposer, and draft at any cost."""
     speculator = llm.scheduler.speculator
     assert speculator is not None
-    speculator.make_proposer, speculator.plain_costs, speculator.draft_costs = drafter, FREE, FREE
+    speculator.make_proposer, speculator.plain_costs, speculator.draft_costs = proposer, FREE, FREE
 
 
 def watch(llm: LLM) -> None:
@@ -75,11 +75,11 @@ def watch(llm: LLM) -> None:
                 assert len(seq.block_table) == -(-seq.num_computed_tokens // manager.block_size), (
                     "what a draft took is back"
                 )
-            told = [
+            listed = [
                 seq.token_ids[i : i + manager.block_size]
                 for i in range(0, seq.num_computed_tokens, manager.block_size)
             ]
-            for block_id, tokens in zip(seq.block_table, told):
+            for block_id, tokens in zip(seq.block_table, listed):
                 assert (
                     manager.blocks[block_id].hash == -1
                     or manager.blocks[block_id].token_ids == tokens
@@ -131,7 +131,7 @@ def test_drafts_change_no_token(tiny: tuple[str, Oracle], data: st.DataObject) -
     )
     expected = LLM(tiny[0], **options).generate(prompts, wishes, use_tqdm=False)
     llm = LLM(tiny[0], num_speculative_tokens=draw(st.sampled_from([1, 3, 8])), **options)
-    make_guess(llm, Clairvoyant(expected, draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]))))
+    use_proposer(llm, Clairvoyant(expected, draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]))))
     watch(llm)
     for _ in range(2):  # with a cold cache, then with a warm one
         same(llm.generate(prompts, wishes, use_tqdm=False), expected)
@@ -151,7 +151,7 @@ def test_a_right_guess_saves_a_step(
     expected = make_llm().generate(prompt, greedy(41), use_tqdm=False)
     assert expected[0]["token_ids"] == tiny[1](prompt, 41)
     llm = make_llm(num_speculative_tokens=4)
-    make_guess(llm, Clairvoyant(expected, share_right))
+    use_proposer(llm, Clairvoyant(expected, share_right))
     num_steps = 0
     llm.add_request(prompt, greedy(41))
     while not llm.is_finished():
@@ -177,7 +177,7 @@ def test_families(tmp_path: Any, family: Any, enable_kernels: bool) -> None:
     params = SamplingParams(temperature=0.5, max_tokens=20, seed=3, logprobs=1)
     expected = LLM(str(tmp_path), **options).generate(prompts, params, use_tqdm=False)
     llm = LLM(str(tmp_path), num_speculative_tokens=3, **options)
-    make_guess(llm, Clairvoyant(expected, 0.7))
+    use_proposer(llm, Clairvoyant(expected, 0.7))
     same(llm.generate(prompts, params, use_tqdm=False), expected)
     assert 0 < llm.stats["num_accepted_tokens"] < llm.stats["num_draft_tokens"]
 
@@ -186,7 +186,7 @@ def test_two_ranks(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
     prompts = [random_prompt(seed, 7) for seed in range(3)]
     with make_llm(num_speculative_tokens=3, tensor_parallel_size=2) as llm:
         expected = make_llm().generate(prompts, greedy(20), use_tqdm=False)
-        make_guess(llm, Clairvoyant(expected, 0.7))
+        use_proposer(llm, Clairvoyant(expected, 0.7))
         same(llm.generate(prompts, greedy(20), use_tqdm=False), expected)
         assert llm.stats["num_accepted_tokens"] > 0
 
@@ -203,7 +203,7 @@ def test_ends_within_an_accepted_draft() -> None:
     free = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     whole = plain.generate(prompt, free, use_tqdm=False)
     text = whole[0]["text"]
-    make_guess(llm, Clairvoyant(whole, 1.0))
+    use_proposer(llm, Clairvoyant(whole, 1.0))
     cases = [
         SamplingParams(temperature=0.0, max_tokens=40, stop=[text[9:12]]),
         SamplingParams(temperature=0.0, max_tokens=40, stop=[text[4:6], text[8:10]], min_tokens=4),
@@ -223,7 +223,9 @@ def test_ends_within_an_accepted_draft() -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "auto"])
-def test_a_guess_may_have_nan(tmp_path: Any, make_llm: MakeLLM, backend: str) -> None:
+def test_a_rejected_draft_token_may_have_nan(
+    tmp_path: Any, make_llm: MakeLLM, backend: str
+) -> None:
     """A rejected draft token with NaN ends no request, although NaN reaches the tokens before it."""
     make_checkpoint(tmp_path, tie_word_embeddings=False)
     edit_weights(
@@ -243,7 +245,7 @@ def test_a_guess_may_have_nan(tmp_path: Any, make_llm: MakeLLM, backend: str) ->
     expected = make_llm(str(tmp_path)).generate(prompts, params, use_tqdm=False)
     assert not any(VOCAB_SIZE - 1 in output["token_ids"][:-1] for output in expected)
     llm = make_llm(str(tmp_path), num_speculative_tokens=2, attention_backend=backend)
-    make_guess(llm, Poisoner)
+    use_proposer(llm, Poisoner)
     same(llm.generate(prompts, params, use_tqdm=False), expected)
     assert llm.stats["num_draft_tokens"] > 0
 
@@ -262,7 +264,7 @@ def test_nan_logits_end_a_request_although_drafts_are_cheap(
             return [7] * num_tokens
 
     llm = make_llm(str(tmp_path), num_speculative_tokens=2)
-    make_guess(llm, Proposer)
+    use_proposer(llm, Proposer)
     speculator = llm.scheduler.speculator
     assert speculator is not None
     speculator.draft_costs = [cost / 10 for cost in FREE]
@@ -285,7 +287,7 @@ def test_drafts_take_what_is_left(make_llm: MakeLLM) -> None:
     plain = make_llm(**options)
     expected = plain.generate(prompts, greedy(14), use_tqdm=False)
     llm = make_llm(num_speculative_tokens=8, **options)
-    make_guess(llm, Clairvoyant(expected, 0.0))
+    use_proposer(llm, Clairvoyant(expected, 0.0))
     speculator, steps = llm.scheduler.speculator, []
     assert speculator is not None
     choose = speculator.choose
@@ -319,24 +321,24 @@ def test_drafts_take_what_is_left(make_llm: MakeLLM) -> None:
 
 def test_prompt_lookup() -> None:
     token_ids = [1, 2, 3, 4, 5, 2, 3]
-    drafter = PromptLookup(token_ids)
-    assert drafter.propose(3) == [4, 5, 2], "what followed 2 3"
+    proposer = PromptLookup(token_ids)
+    assert proposer.propose(3) == [4, 5, 2], "what followed 2 3"
     token_ids += [9, 1, 2, 3]
-    assert drafter.propose(3) == [4, 5, 2], "1 2 3 rather than 2 3, which 9 followed the last time"
+    assert proposer.propose(3) == [4, 5, 2], "1 2 3 rather than 2 3, which 9 followed the last time"
     token_ids += [7, 7, 7]
-    assert drafter.propose(4) == [7, 7, 7, 7], "an occurrence that overlaps the end"
+    assert proposer.propose(4) == [7, 7, 7, 7], "an occurrence that overlaps the end"
     token_ids.append(8)
-    assert drafter.propose(4) == [] and PromptLookup([1]).propose(4) == []
+    assert proposer.propose(4) == [] and PromptLookup([1]).propose(4) == []
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 5))
 def test_prompt_lookup_as_a_search(token_ids: list[int], num_tokens: int) -> None:
     """The index finds what a search through the whole text finds."""
     grown: list[int] = []
-    drafter = PromptLookup(grown)
+    proposer = PromptLookup(grown)
     for token_id in token_ids:
         grown.append(token_id)
-        guess = drafter.propose(num_tokens)
+        proposed = proposer.propose(num_tokens)
     expected: list[int] = []
     for size in (3, 2):
         ends = [
@@ -348,7 +350,7 @@ def test_prompt_lookup_as_a_search(token_ids: list[int], num_tokens: int) -> Non
             found = grown[ends[-1] : ends[-1] + num_tokens]
             expected = (found * num_tokens)[:num_tokens]
             break
-    assert guess == expected
+    assert proposed == expected
 
 
 Decode = tuple[Sequence, Proposal]
@@ -446,7 +448,7 @@ def test_the_timeline_counts_drafts(make_llm: MakeLLM, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=20)
     expected = make_llm().generate(prompts, params, use_tqdm=False)
     llm = make_llm(num_speculative_tokens=4, trace=tmp_path / "trace.json")
-    make_guess(llm, Clairvoyant(expected, 0.6))
+    use_proposer(llm, Clairvoyant(expected, 0.6))
     run, computed = llm.model_runner.executor.worker.compute, []
     llm.model_runner.executor.worker.compute = lambda batch: (
         computed.append(len(batch.input_ids)),
@@ -497,6 +499,6 @@ def test_drafts_change_no_token_in_16_bits(make_llm: MakeLLM) -> None:
         prompts, params, use_tqdm=False
     )
     llm = make_llm(dtype="bfloat16", num_kvcache_blocks=200, num_speculative_tokens=7)
-    make_guess(llm, Clairvoyant(expected, 0.8))
+    use_proposer(llm, Clairvoyant(expected, 0.8))
     same(llm.generate(prompts, params, use_tqdm=False), expected)
     assert llm.stats["num_accepted_tokens"] > 100

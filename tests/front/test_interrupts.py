@@ -42,14 +42,14 @@ class CtrlC:
             self.comes_again = False
             raise KeyboardInterrupt
 
-    def cuts_short(self, call: Callable[[], object], seconds: float, num: int = 1) -> bool:
+    def interrupts(self, call: Callable[[], object], seconds: float, num: int = 1) -> bool:
         """Return whether Ctrl-C, sent `num` times after `seconds`, interrupts the call."""
         try:
-            return self._cuts_short(call, seconds, num)
+            return self._interrupts(call, seconds, num)
         except KeyboardInterrupt:  # the second one
             return True
 
-    def _cuts_short(self, call: Callable[[], object], seconds: float, num: int) -> bool:
+    def _interrupts(self, call: Callable[[], object], seconds: float, num: int) -> bool:
         try:
             self.is_awaited, self.comes_again = True, num == 2
             signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -92,21 +92,21 @@ REQUESTS = [
     ([5 + i] * (10 + 4 * i), SamplingParams(max_tokens=7, ignore_eos=True, seed=i, **kind))
     for i, kind in enumerate(KINDS)
 ]
-Told = list[tuple[list[int], str, str]]
+Report = list[tuple[list[int], str, str]]
 
 
-def tell(outputs: list[dict]) -> Told:
+def summarize(outputs: list[dict]) -> Report:
     """The token ids, text and finish reason of each request."""
     last = {output["request_id"]: output for output in outputs}
     return [(last[i]["token_ids"], last[i]["text"], last[i]["finish_reason"]) for i in sorted(last)]
 
 
-def by_generate(llm: LLM) -> Told:
-    return tell(llm.generate(*map(list, zip(*REQUESTS)), use_tqdm=False))
+def by_generate(llm: LLM) -> Report:
+    return summarize(llm.generate(*map(list, zip(*REQUESTS)), use_tqdm=False))
 
 
-def by_stream(llm: LLM) -> Told:
-    return tell(list(llm.stream(*map(list, zip(*REQUESTS)))))
+def by_stream(llm: LLM) -> Report:
+    return summarize(list(llm.stream(*map(list, zip(*REQUESTS)))))
 
 
 def shortest_of(times: int, call: Callable[[], object]) -> float:
@@ -120,17 +120,17 @@ def shortest_of(times: int, call: Callable[[], object]) -> float:
 
 
 @pytest.mark.parametrize("call", [by_generate, by_stream])
-def test_ctrl_c_at_any_moment(demo: LLM, ctrl_c: CtrlC, call: Callable[[LLM], Told]) -> None:
+def test_ctrl_c_at_any_moment(demo: LLM, ctrl_c: CtrlC, call: Callable[[LLM], Report]) -> None:
     """Another request that is queued at the time continues."""
     rng = random.Random(0)
     expected = by_generate(demo)
     demo.scheduler.num_preemptions = 0
     assert call(demo) == expected and demo.stats["num_preemptions"]
     duration = shortest_of(3, lambda: call(demo))
-    num_cut_short = 0
+    num_interrupted = 0
     for _ in range(ROUNDS):
         other = demo.add_request(*REQUESTS[0])
-        num_cut_short += ctrl_c.cuts_short(
+        num_interrupted += ctrl_c.interrupts(
             lambda: call(demo), rng.uniform(1e-4, 1.1 * duration), rng.choice([1, 2])
         )
         assert call(demo) == expected
@@ -139,9 +139,9 @@ def test_ctrl_c_at_any_moment(demo: LLM, ctrl_c: CtrlC, call: Callable[[LLM], To
         while not demo.is_finished():
             outputs += demo.step()
         outputs += demo.step()
-        assert outputs[-1]["request_id"] == other and tell(outputs[-1:]) == expected[:1]
+        assert outputs[-1]["request_id"] == other and summarize(outputs[-1:]) == expected[:1]
         assert demo.stats["num_free_blocks"] == 26 and demo.step() == []
-    assert num_cut_short > ROUNDS / 3
+    assert num_interrupted > ROUNDS / 3
 
 
 def test_ctrl_c_in_a_servers_loop(demo: LLM, ctrl_c: CtrlC) -> None:
@@ -149,7 +149,7 @@ def test_ctrl_c_in_a_servers_loop(demo: LLM, ctrl_c: CtrlC) -> None:
     rng = random.Random(1)
     expected = by_generate(demo)
     duration = shortest_of(3, lambda: by_generate(demo))
-    num_cut_short = num_lost = 0
+    num_interrupted = num_lost = 0
     for _ in range(ROUNDS // 2):
         ids = [demo.add_request(*request) for request in REQUESTS]
         last: dict[int, dict] = {}
@@ -158,17 +158,17 @@ def test_ctrl_c_in_a_servers_loop(demo: LLM, ctrl_c: CtrlC) -> None:
             while not demo.is_finished():
                 last.update((output["request_id"], output) for output in demo.step())
 
-        while ctrl_c.cuts_short(serve, rng.uniform(1e-4, duration / 2), rng.choice([1, 2])):
-            num_cut_short += 1
+        while ctrl_c.interrupts(serve, rng.uniform(1e-4, duration / 2), rng.choice([1, 2])):
+            num_interrupted += 1
         assert sorted(last) == [*ids, ids[-1] + 1]
-        told = tell(list(last.values()))
-        num_lost += sum(finish_reason is None for *_, finish_reason in told)
+        reports = summarize(list(last.values()))
+        num_lost += sum(finish_reason is None for *_, finish_reason in reports)
         assert all(
             entry == known
-            for entry, known in zip(told, expected, strict=True)
+            for entry, known in zip(reports, expected, strict=True)
             if entry[2] is not None
         )
-    assert num_cut_short > ROUNDS / 3 and num_lost <= num_cut_short / 5
+    assert num_interrupted > ROUNDS / 3 and num_lost <= num_interrupted / 5
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
@@ -261,7 +261,7 @@ def test_a_hit_that_is_not_used(
     assert output["token_ids"] == tiny[1](prompt, 1)
 
 
-def test_an_end_that_is_not_noted(
+def test_an_end_that_is_not_committed(
     tiny: tuple[str, Oracle], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C after the scheduler finishes a sequence and before the commit: it finishes again."""
@@ -277,7 +277,9 @@ def test_an_end_that_is_not_noted(
     assert (output["token_ids"], output["finish_reason"]) == (tiny[1](PROMPTS[0], 2), "length")
 
 
-def test_a_request_whose_id_nobody_got(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_whose_id_was_not_returned_is_cancelled(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C after add_request has queued a request: it is cancelled and not reported."""
     llm = make_llm()
     with monkeypatch.context() as patch:
@@ -310,7 +312,7 @@ def test_a_report_that_fails_comes_again(demo: LLM, monkeypatch: pytest.MonkeyPa
     assert [o["request_id"] for o in demo.step()] == [request_id]
 
 
-def test_a_warning_that_is_an_error_harms_nobody(
+def test_a_warning_that_raises_affects_no_other_request(
     tiny: tuple[str, Oracle], make_llm: MakeLLM
 ) -> None:
     """The warning about NaN logits can raise. Other requests continue, and the end is reported."""
@@ -348,12 +350,12 @@ def test_penalties_interrupted_while_they_count(make_llm: MakeLLM, ctrl_c: CtrlC
     )
     (expected,) = make_llm().generate(PROMPTS[0], params, use_tqdm=False)
     llm = make_llm()
-    count, rng, num_cut_short = llm.model_runner.penalties._count, random.Random(2), 0
+    count, rng, num_interrupted = llm.model_runner.penalties._count, random.Random(2), 0
 
     def count_and_be_interrupted(seqs: list) -> list[int]:
-        nonlocal num_cut_short
-        if ctrl_c.cuts_short(lambda: count(seqs), rng.uniform(1e-6, 2e-4)):
-            num_cut_short += 1
+        nonlocal num_interrupted
+        if ctrl_c.interrupts(lambda: count(seqs), rng.uniform(1e-6, 2e-4)):
+            num_interrupted += 1
             raise KeyboardInterrupt
         return count(seqs)
 
@@ -368,4 +370,4 @@ def test_penalties_interrupted_while_they_count(make_llm: MakeLLM, ctrl_c: CtrlC
             request_id,
             expected["token_ids"],
         )
-    assert num_cut_short > 20
+    assert num_interrupted > 20

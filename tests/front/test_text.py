@@ -429,7 +429,7 @@ def test_a_step_costs_what_is_new(stops: tuple[str, ...]) -> None:
 # --- errors and interruptions
 
 
-def tell(reader: Detokenizer, token_ids: list[int], shown: list[Any]) -> None:
+def feed(reader: Detokenizer, token_ids: list[int], shown: list[Any]) -> None:
     """Feed the rest of a sequence. `shown` grows by what each token releases."""
     while len(shown) < len(token_ids):
         end = len(shown) + 1
@@ -529,11 +529,11 @@ def test_interrupted_at_any_line(
     expected: list[Any] = []
     reader = Detokenizer(tokenizer, 0, stops)
     with LineInterrupts(is_the_detokenizers) as count:
-        tell(reader, token_ids, expected)
+        feed(reader, token_ids, expected)
     for target in range(1, count.num_lines + 1):
         shown: list[Any] = []
         reader = Detokenizer(tokenizer, 0, stops)
         with pytest.raises(KeyboardInterrupt), LineInterrupts(is_the_detokenizers, target):
-            tell(reader, token_ids, shown)
-        tell(reader, token_ids, shown)
+            feed(reader, token_ids, shown)
+        feed(reader, token_ids, shown)
         assert shown == expected, target

@@ -158,7 +158,7 @@ def test_threads_share_steps(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> Non
     assert not wrongs
     check_invariants(llm)
     assert llm.is_finished() and llm.stats["num_free_blocks"] == 48
-    assert len(steps) < 4 * 20 * 6, "as many as if nobody had shared"
+    assert len(steps) < 4 * 20 * 6, "as many as without sharing"
 
 
 def test_a_loop_beside_a_thread(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
@@ -244,7 +244,7 @@ def test_another_thread_waits_for_the_step(make_llm: MakeLLM, within_a_step: Cal
     llm.generate(PROMPTS[2], SamplingParams(max_tokens=1), use_tqdm=False)
     threads[0].join(30)
     assert done == ["abort", "step"] and llm.is_finished() and llm.step() == [], (
-        "the thread's step has told of it"
+        "the thread's step has reported it"
     )
 
 
@@ -329,13 +329,13 @@ def test_after_a_fork(tiny: tuple[str, Oracle]) -> None:
                 try:
                     call()
                 except RuntimeError as error:
-                    print("refused:", error, flush=True)
+                    print("rejected:", error, flush=True)
             os._exit(0)
         os.wait()
         print(len(llm.generate([1, 2, 3], use_tqdm=False)[0]["token_ids"]))"""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100
     )
-    assert done.stdout.count("refused: this process was forked") == 4 and done.stdout.endswith(
+    assert done.stdout.count("rejected: this process was forked") == 4 and done.stdout.endswith(
         "64\n"
     )

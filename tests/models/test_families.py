@@ -221,7 +221,7 @@ def test_close_but_different(
 
 OPT_POSITIONS = "model.decoder.embed_positions.weight"
 OPT_PROJECTION = "model.decoder.project_in.weight"
-OPT_SURPLUS = "model.decoder.layers.0.fc3.bias"
+OPT_UNEXPECTED = "model.decoder.layers.0.fc3.bias"
 OPT_BIAS = "model.decoder.layers.1.self_attn.k_proj.bias"
 
 
@@ -250,7 +250,7 @@ def test_opt_names_without_the_prefix(opt: Oracle, tmp_path: Path) -> None:
     [
         (lambda w: w.pop(OPT_POSITIONS), f"missing tensors: {OPT_POSITIONS}"),
         (lambda w: w.pop(OPT_PROJECTION), f"missing tensors: {OPT_PROJECTION}"),
-        (lambda w: w.update({OPT_SURPLUS: torch.ones(2)}), f"unexpected.*: {OPT_SURPLUS}"),
+        (lambda w: w.update({OPT_UNEXPECTED: torch.ones(2)}), f"unexpected.*: {OPT_UNEXPECTED}"),
         (
             lambda w: w.update({OPT_POSITIONS.removeprefix("model."): w[OPT_POSITIONS].clone()}),
             "repeated tensors: .*embed_positions",
@@ -268,7 +268,7 @@ def test_opt_names_without_the_prefix(opt: Oracle, tmp_path: Path) -> None:
     ids=[
         "no-positions",
         "no-projection",
-        "surplus",
+        "unexpected",
         "twice",
         "no-offset",
         "misshapen",

@@ -64,7 +64,7 @@ def load(directory: Path, **options) -> LLM:
     ],
     ids=[
         "missing",
-        "surplus",
+        "unexpected",
         "misshapen",
         "tied-but-different",
         "no-float",

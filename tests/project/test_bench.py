@@ -46,7 +46,7 @@ def bench(*command: str) -> subprocess.CompletedProcess:
     )
 
 
-def refuse(
+def expect_rejection(
     main: Callable[[list[str]], None], arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> str:
     """Return the message for invalid arguments."""
@@ -145,7 +145,7 @@ def test_it_ends_when_nobody_reads_on() -> None:
 def test_bad_options(
     arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert complaint in refuse(main, arguments, capsys)
+    assert complaint in expect_rejection(main, arguments, capsys)
 
 
 def test_floor() -> None:
@@ -299,7 +299,7 @@ def test_table() -> None:
 
 @pytest.mark.parametrize("option", ["--num-seqs", "--context-len", "--prompt-len", "--dtype"])
 def test_bad_options_of_the_kernels(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert option in refuse(kernels_bench.main, [option, "0"], capsys)
+    assert option in expect_rejection(kernels_bench.main, [option, "0"], capsys)
 
 
 def skip_a_row(query: Tensor, *arguments) -> Tensor:
@@ -337,7 +337,7 @@ def store_too_much(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: T
         (1, {"store_kvcache": store_too_much}, "outside slot_mapping"),
     ],
 )
-def test_wrong_kernels_are_refused(
+def test_wrong_kernels_are_rejected(
     query_len: int, changes: dict[str, Callable[..., object]], complaint: str, dtype: torch.dtype
 ) -> None:
     shape = Shape(2, 40, query_len, *QWEN3_HEADS, block_size=16)

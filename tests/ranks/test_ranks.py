@@ -246,7 +246,7 @@ def test_the_cache_is_divided(tiny: tuple[str, Oracle], capfd: pytest.CaptureFix
     assert f"the smallest of 2 ranks = {num_blocks[1]} blocks" in capfd.readouterr().err
 
 
-# --- What is lost, and what is left
+# --- Lost ranks
 
 
 def lose_within(seconds: float, llm: LLM, match: str, max_tokens: int = 190) -> None:
@@ -629,8 +629,8 @@ def test_rank_0_is_ended(tiny: tuple[str, Oracle], how: str) -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         try:
-            refused, child, reason = (process.stdout.readline() for _ in range(3))
-            assert "forked" in refused and (child, reason) == ("child 0\n", "length\n")
+            rejection, child, reason = (process.stdout.readline() for _ in range(3))
+            assert "forked" in rejection and (child, reason) == ("child 0\n", "length\n")
             (rank,) = find_ranks(psutil.Process(process.pid))
             if how == "kill":
                 process.kill()
