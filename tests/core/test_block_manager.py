@@ -1,7 +1,5 @@
 """The block manager: hits, collisions, duplicates and eviction, against a simple model of it."""
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,11 +16,11 @@ class Colliding(BlockManager):
     """A block manager in which all hashes are one of two values."""
 
     @classmethod
-    def compute_hash(cls, token_ids: list[int], prefix: int = -1) -> int:
+    def compute_hash(cls, token_ids, prefix=-1):
         return sum(token_ids) % 2
 
 
-def check(manager: BlockManager, seqs: list[Sequence]) -> None:
+def check(manager, seqs):
     held = [block_id for seq in seqs for block_id in seq.block_table]
     free = list(manager.free_block_ids)
     assert sorted([*set(held), *free]) == list(range(manager.num_blocks))
@@ -37,12 +35,12 @@ def check(manager: BlockManager, seqs: list[Sequence]) -> None:
     )
 
 
-def snapshot(manager: BlockManager) -> tuple:
+def snapshot(manager):
     blocks = [(b.ref_count, b.hash, tuple(b.token_ids)) for b in manager.blocks]
     return list(manager.free_block_ids), dict(manager.hash_to_block_id), blocks
 
 
-def admit(manager: BlockManager, seq: Sequence) -> bool:
+def admit(manager, seq):
     if not manager.allocate(seq, manager.find_prefix(seq)):
         return False
     manager.list_full_blocks(seq, seq.num_computed_tokens, len(seq.token_ids))
@@ -57,9 +55,7 @@ def admit(manager: BlockManager, seq: Sequence) -> bool:
     caching=st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
-def test_random_life(
-    data: st.DataObject, num_blocks: int, manager_class: type[BlockManager], caching: bool
-) -> None:
+def test_random_life(data, num_blocks, manager_class, caching):
     """Blocks hold what they claim in any order of calls. `contents` has the prefix of each block."""
     manager = manager_class(num_blocks, BLOCK_SIZE, caching)
     live: list[Sequence] = []
@@ -105,7 +101,7 @@ def test_random_life(
         check(manager, live)
 
 
-def test_shared_within_a_step_and_last_token_recomputed() -> None:
+def test_shared_within_a_step_and_last_token_recomputed():
     manager = BlockManager(10, 4)
     first, second = (Sequence(i, list(range(8)), PARAMS) for i in range(2))
     assert admit(manager, first)
@@ -115,19 +111,19 @@ def test_shared_within_a_step_and_last_token_recomputed() -> None:
     assert manager.blocks[first.block_table[0]].ref_count == 2
 
 
-def test_hash_is_chained() -> None:
+def test_hash_is_chained():
     one = BlockManager.compute_hash([1, 2, 3])
     assert one == BlockManager.compute_hash([1, 2, 3]) != BlockManager.compute_hash([1, 2, 4])
     assert BlockManager.compute_hash([4], one) != BlockManager.compute_hash([4])
 
 
-def test_a_collision_of_other_tokens_is_no_hit() -> None:
+def test_a_collision_of_other_tokens_is_no_hit():
     manager = Colliding(10, 2)
     assert admit(manager, Sequence(0, [1, 1, 0, 0, 5], PARAMS))
     assert manager.find_prefix(Sequence(1, [0, 2, 0, 0, 5], PARAMS)) == []
 
 
-def test_each_engine_has_hashes_of_its_own() -> None:
+def test_each_engine_has_hashes_of_its_own():
     tables = []
     for _ in range(2):
         manager = BlockManager(10, 2)
@@ -136,7 +132,7 @@ def test_each_engine_has_hashes_of_its_own() -> None:
     assert not tables[0] & tables[1] and max(tables[0]) > 2**64
 
 
-def test_eviction_is_least_recently_used_and_tail_first() -> None:
+def test_eviction_is_least_recently_used_and_tail_first():
     manager = BlockManager(7, 2)
     old, new = Sequence(0, [1, 1, 2, 2, 3, 3, 9], PARAMS), Sequence(1, [4, 4, 5, 5, 9], PARAMS)
     assert admit(manager, old) and admit(manager, new)
@@ -163,7 +159,7 @@ def test_eviction_is_least_recently_used_and_tail_first() -> None:
     ]
 
 
-def test_duplicates_do_not_unmap_each_other() -> None:
+def test_duplicates_do_not_unmap_each_other():
     """Two sequences compute the same block at once. One copy is listed until it is evicted."""
     manager = BlockManager(4, 2)
     first, duplicate = Sequence(0, [1, 1, 2], PARAMS), Sequence(1, [1, 1, 2], PARAMS)
@@ -179,7 +175,7 @@ def test_duplicates_do_not_unmap_each_other() -> None:
     ] == first.block_table[:1]
 
 
-def make_duplicates() -> tuple[BlockManager, Sequence, Sequence]:
+def make_duplicates():
     """Two sequences that computed the same first block separately. Only the second has a tail."""
     manager = BlockManager(6, 2)
     first, duplicate = Sequence(0, [1, 1, 2], PARAMS), Sequence(1, [1, 1, 2, 2, 3], PARAMS)
@@ -189,13 +185,13 @@ def make_duplicates() -> tuple[BlockManager, Sequence, Sequence]:
     return manager, first, duplicate
 
 
-def test_a_duplicate_can_be_a_parent() -> None:
+def test_a_duplicate_can_be_a_parent():
     manager, first, duplicate = make_duplicates()
     hits = [block.block_id for block in manager.find_prefix(Sequence(2, [1, 1, 2, 2, 3], PARAMS))]
     assert hits == [first.block_table[0], duplicate.block_table[1]]
 
 
-def test_a_head_with_a_duplicate_is_not_evicted_before_its_tail() -> None:
+def test_a_head_with_a_duplicate_is_not_evicted_before_its_tail():
     manager, first, duplicate = make_duplicates()
     head, tail = first.block_table[0], duplicate.block_table[1]
     manager.free(first)
@@ -204,11 +200,11 @@ def test_a_head_with_a_duplicate_is_not_evicted_before_its_tail() -> None:
 
 
 @pytest.fixture(params=[64, 100_000])
-def big_manager(request: pytest.FixtureRequest) -> Iterator[BlockManager]:
+def big_manager(request):
     yield BlockManager(request.param, 16)
 
 
-def test_whole_pool_can_be_used(big_manager: BlockManager) -> None:
+def test_whole_pool_can_be_used(big_manager):
     seq = Sequence(0, [0] * (big_manager.num_blocks * 16), PARAMS)
     assert admit(big_manager, seq) and not big_manager.free_block_ids
     seq.token_ids.append(0)

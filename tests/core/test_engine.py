@@ -4,15 +4,13 @@ import inspect
 import pydoc
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB_SIZE, Oracle, check_invariants, greedy, random_prompt
+from conftest import VOCAB_SIZE, check_invariants, greedy, random_prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,11 +21,10 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.penalties import Penalties
 
 GREEDY = greedy(6)
-MakeLLM = Callable[..., LLM]
 
 
 @pytest.fixture(scope="module")
-def demo() -> LLM:
+def demo():
     return LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=512)
 
 
@@ -82,12 +79,12 @@ def demo() -> LLM:
     ],
     ids=str,
 )
-def test_wrong_options_are_named(make_llm: MakeLLM, options: dict, complaint: str) -> None:
+def test_wrong_options_are_named(make_llm, options, complaint):
     with pytest.raises((ValueError, TypeError), match=complaint):
         make_llm(**options)
 
 
-def test_every_option_is_seen_with_its_default() -> None:
+def test_every_option_is_seen_with_its_default():
     """`help` and `inspect` show the options, and editors read the annotations of Config."""
     parameters = inspect.signature(LLM).parameters
     assert (
@@ -110,7 +107,7 @@ def test_every_option_is_seen_with_its_default() -> None:
     } == {True}
 
 
-def test_options_hold_under_python_O(tiny: tuple[str, Oracle]) -> None:
+def test_options_hold_under_python_O(tiny):
     code = f"from nanovllm import LLM\ntry: LLM({tiny[0]!r}, max_num_seqs=0)\nexcept ValueError as e: print(e)"
     done = subprocess.run(
         [sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True
@@ -118,14 +115,14 @@ def test_options_hold_under_python_O(tiny: tuple[str, Oracle]) -> None:
     assert "max_num_seqs" in done.stdout
 
 
-def test_max_model_len_defaults(make_llm: MakeLLM) -> None:
+def test_max_model_len_defaults(make_llm):
     assert make_llm().max_model_len == 256
     assert make_llm(num_kvcache_blocks=10).max_model_len == 40
     assert make_llm(max_model_len=30).max_model_len == 30
     assert LLM(DEMO_MODEL, num_kvcache_blocks=1000).max_model_len <= 4096
 
 
-def test_kv_cache_size(make_llm: MakeLLM) -> None:
+def test_kv_cache_size(make_llm):
     block_bytes = (
         4 * 2 * 2 * 2 * 16 * 4
     )  # block size, K and V, layers, KV heads, head_dim, bytes of a float32
@@ -148,9 +145,7 @@ def test_kv_cache_size(make_llm: MakeLLM) -> None:
     ],
     ids=["none", "own", "parent", "container", "not-version-2"],
 )  # fmt: skip
-def test_memory_of_a_cgroup(
-    tmp_path: Path, memberships: str, limits: dict[str, dict[str, object]], left: int | None
-) -> None:
+def test_memory_of_a_cgroup(tmp_path, memberships, limits, left):
     """Each cgroup uses 700 bytes, of which 200 can be reclaimed."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text(memberships + "\n")
@@ -173,10 +168,10 @@ class FakeGPU:
     device = torch.device("cuda")
     total = 100_000_000
 
-    def __init__(self, free_before: int) -> None:
+    def __init__(self, free_before):
         self.free_before = free_before
 
-    def peak(self) -> int:
+    def peak(self):
         return 10_000_000
 
 
@@ -184,9 +179,7 @@ class FakeGPU:
     "free, utilization, tokens",
     [(100_000_000, 0.9, 80_000), (100_000_000, 0.5, 40_000), (40_000_000, 0.9, 28_000)],
 )
-def test_kv_cache_size_on_a_gpu(
-    make_llm: MakeLLM, free: int, utilization: float, tokens: int
-) -> None:
+def test_kv_cache_size_on_a_gpu(make_llm, free, utilization, tokens):
     """The cache gets a share of the GPU, or of what is free, without weights and the largest step."""
     llm = make_llm()
     spec = replace(
@@ -203,7 +196,7 @@ def test_kv_cache_size_on_a_gpu(
         count_blocks(config, spec, 10, 1000, FakeGPU(10_000_000), lambda: None)
 
 
-def test_the_largest_step_is_one(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_step_is_one(make_llm, monkeypatch):
     """The profile run samples with every kind of parameters and leaves no state."""
     llm = make_llm(max_num_batched_tokens=301, max_num_seqs=7)
     runner, seen = llm.model_runner, []
@@ -254,12 +247,12 @@ def test_the_largest_step_is_one(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPa
         ("temperature", np.float32("nan")), ("temperature", np.bool_(True)),
     ],
 )  # fmt: skip
-def test_wrong_sampling_params_are_named(field: str, value: object) -> None:
+def test_wrong_sampling_params_are_named(field, value):
     with pytest.raises((ValueError, TypeError), match=field):
         SamplingParams(**{field: value})
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numbers_of_numpy_are_numbers():
     """They are converted to Python's numbers, which do not overflow."""
     given = {"temperature": np.float32(0.5), "top_p": np.float16(0.5), "top_k": np.int8(5), "max_tokens": np.int64(70),
              "seed": np.uint64(2**64 - 1), "stop_token_ids": np.array([3, 4]), "logprobs": np.int32(2), "min_p": 0}  # fmt: skip
@@ -286,7 +279,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 # --- generate
 
 
-def test_forms_of_prompts(demo: LLM) -> None:
+def test_forms_of_prompts(demo):
     ids = demo.tokenizer.encode("What is 1 + 2?")
     outputs = [
         *demo.generate("What is 1 + 2?", GREEDY, use_tqdm=False),
@@ -313,7 +306,7 @@ def test_forms_of_prompts(demo: LLM) -> None:
         (["text"], "no tokenizer"),
     ],
 )
-def test_a_refused_call_queues_nothing(make_llm: MakeLLM, prompts: object, complaint: str) -> None:
+def test_a_refused_call_queues_nothing(make_llm, prompts, complaint):
     llm = make_llm(num_kvcache_blocks=10)
     for call in (llm.generate, llm.stream):
         with pytest.raises((ValueError, TypeError), match=complaint):
@@ -327,7 +320,7 @@ def test_a_refused_call_queues_nothing(make_llm: MakeLLM, prompts: object, compl
 
 
 @pytest.mark.parametrize("wrong", [torch.tensor(1.5), np.array([1, 2])], ids=str)
-def test_numbers_that_look_like_an_index(make_llm: MakeLLM, wrong: object) -> None:
+def test_numbers_that_look_like_an_index(make_llm, wrong):
     """Arrays have __index__, and raise in it."""
     llm = make_llm()
     with pytest.raises(TypeError, match="only integer .* index"):
@@ -335,7 +328,7 @@ def test_numbers_that_look_like_an_index(make_llm: MakeLLM, wrong: object) -> No
     assert llm.is_finished()
 
 
-def test_numbers_that_are_not_int_serve_as_token_ids(make_llm: MakeLLM) -> None:
+def test_numbers_that_are_not_int_serve_as_token_ids(make_llm):
     llm = make_llm()
     expected = llm.generate([3, 4], GREEDY, use_tqdm=False)[0]["token_ids"]
     for prompts in ([np.int64(3), np.int32(4)], [(3, 4)], [[np.uint8(3), 4]]):
@@ -343,7 +336,7 @@ def test_numbers_that_are_not_int_serve_as_token_ids(make_llm: MakeLLM) -> None:
         assert output["token_ids"] == expected and output["prompt_token_ids"] == [3, 4]
 
 
-def test_prompt_above_the_budget_of_whole_prompts(make_llm: MakeLLM) -> None:
+def test_prompt_above_the_budget_of_whole_prompts(make_llm):
     with pytest.raises(ValueError, match="max_num_batched_tokens=8"):
         make_llm(enable_chunked_prefill=False, max_num_batched_tokens=8).add_request([1] * 9)
     assert (
@@ -356,7 +349,7 @@ def test_prompt_above_the_budget_of_whole_prompts(make_llm: MakeLLM) -> None:
     )
 
 
-def test_finish_reasons(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
+def test_finish_reasons(tiny, make_llm):
     prompt = random_prompt(4, 7)
     expected = tiny[1](prompt, 33)
     llm = make_llm(num_kvcache_blocks=10)
@@ -379,13 +372,13 @@ def test_finish_reasons(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
     assert whole["text"] == "" and whole["logprobs"] is None and whole["cumulative_logprob"] is None
 
 
-def test_eos_comes_from_both_configs(demo: LLM) -> None:
+def test_eos_comes_from_both_configs(demo):
     assert demo.eos_token_ids == set(
         demo.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     )
 
 
-def test_prefix_hits_are_reported(make_llm: MakeLLM) -> None:
+def test_prefix_hits_are_reported(make_llm):
     llm = make_llm(max_num_batched_tokens=64)
     shared = random_prompt(0, 12)
     prompts = [shared + random_prompt(i, 3) for i in range(1, 4)]
@@ -401,7 +394,7 @@ def test_prefix_hits_are_reported(make_llm: MakeLLM) -> None:
 # --- sharing an engine
 
 
-def test_step_reports_what_others_gained_meanwhile(make_llm: MakeLLM) -> None:
+def test_step_reports_what_others_gained_meanwhile(make_llm):
     llm = make_llm()
     mine = llm.add_request(random_prompt(0, 5), GREEDY)
     outputs = llm.generate(random_prompt(1, 5), SamplingParams(max_tokens=9), use_tqdm=False)
@@ -416,7 +409,7 @@ def test_step_reports_what_others_gained_meanwhile(make_llm: MakeLLM) -> None:
     assert llm.is_finished() and llm.step() == []
 
 
-def test_stream(demo: LLM) -> None:
+def test_stream(demo):
     whole = demo.generate(["count", "7"], GREEDY, use_tqdm=False)
     seen: dict[int, list] = {}
     for output in demo.stream(["count", "7"], GREEDY):
@@ -434,7 +427,7 @@ def test_stream(demo: LLM) -> None:
         )
 
 
-def test_leaving_a_stream_takes_its_requests_back(make_llm: MakeLLM) -> None:
+def test_leaving_a_stream_takes_its_requests_back(make_llm):
     llm = make_llm(max_num_seqs=2)
     stream = llm.stream([random_prompt(i, 5) for i in range(5)], GREEDY)
     assert llm.is_finished(), "queued when the first output is asked for"
@@ -444,7 +437,7 @@ def test_leaving_a_stream_takes_its_requests_back(make_llm: MakeLLM) -> None:
     assert llm.is_finished() and llm.stats["num_free_blocks"] == 64 and llm.step() == []
 
 
-def test_abort_and_generate_inside_a_stream(make_llm: MakeLLM) -> None:
+def test_abort_and_generate_inside_a_stream(make_llm):
     llm = make_llm()
     last: dict[int, dict] = {}
     for output in llm.stream([random_prompt(i, 5) for i in range(3)], GREEDY):
@@ -456,7 +449,7 @@ def test_abort_and_generate_inside_a_stream(make_llm: MakeLLM) -> None:
     assert len(last[0]["token_ids"]) == 6 and llm.is_finished()
 
 
-def test_abort(make_llm: MakeLLM) -> None:
+def test_abort(make_llm):
     llm = make_llm(max_num_seqs=1)
     first, second = llm.add_request([1, 2], GREEDY), llm.add_request([3], GREEDY)
     llm.step()
@@ -471,7 +464,7 @@ def test_abort(make_llm: MakeLLM) -> None:
     ]
 
 
-def test_several_engines_and_exit(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
+def test_several_engines_and_exit(tiny, make_llm):
     prompt = random_prompt(0, 9)
     with make_llm(kvcache_block_size=2) as one, make_llm(kvcache_block_size=8) as two:
         streams = [one.stream(prompt, GREEDY), two.stream(prompt, GREEDY)]
@@ -483,7 +476,7 @@ def test_several_engines_and_exit(tiny: tuple[str, Oracle], make_llm: MakeLLM) -
             call(prompt)
 
 
-def test_no_module_is_needed_that_a_laptop_lacks() -> None:
+def test_no_module_is_needed_that_a_laptop_lacks():
     code = "import sys, nanovllm; print(sorted({'triton', 'flash_attn'} & set(sys.modules)))"
     blocked = (
         "import sys; sys.modules['triton'] = sys.modules['flash_attn'] = None; import nanovllm"
@@ -497,7 +490,7 @@ def test_no_module_is_needed_that_a_laptop_lacks() -> None:
     )
 
 
-def test_no_global_state_is_left(make_llm: MakeLLM) -> None:
+def test_no_global_state_is_left(make_llm):
     before = (
         torch.get_default_dtype(),
         torch.get_default_device(),
@@ -521,9 +514,7 @@ def test_no_global_state_is_left(make_llm: MakeLLM) -> None:
     "text",
     ["naïve café", "你好，世界", "👩‍👩‍👧 family", "é̂ combining", "plain", " leading", "a\ufffdb"],
 )
-def test_text_grows_whole_characters_only(
-    demo: LLM, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_grows_whole_characters_only(demo, text, monkeypatch):
     """Streamed text is append-only, has no broken character, and ends as the tokenizer decodes it."""
     token_ids = demo.tokenizer.encode(text)
     script = iter(token_ids)
@@ -534,7 +525,7 @@ def test_text_grows_whole_characters_only(
         assert text.startswith(shown)
 
 
-def test_text_cut_inside_a_character(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_cut_inside_a_character(demo, monkeypatch):
     token_ids = demo.tokenizer.encode("ab👧")[:-1]
     script = iter(token_ids)
     monkeypatch.setattr(ModelRunner, "sample", lambda self, logits, seqs: ([[next(script)]], None))
@@ -542,7 +533,7 @@ def test_text_cut_inside_a_character(demo: LLM, monkeypatch: pytest.MonkeyPatch)
     assert "\ufffd" not in texts[-2] and texts[-1] == demo.tokenizer.decode(token_ids)
 
 
-def test_chat(demo: LLM) -> None:
+def test_chat(demo):
     user = {"role": "user", "content": "What is 2 + 3?"}
     (one,) = demo.chat([user], GREEDY, use_tqdm=False)
     two = demo.chat(
@@ -556,7 +547,7 @@ def test_chat(demo: LLM) -> None:
     assert demo.chat([], GREEDY, use_tqdm=False) == []
 
 
-def test_chat_wants_messages(demo: LLM) -> None:
+def test_chat_wants_messages(demo):
     with pytest.raises(TypeError, match="messages"):
         demo.chat("hi")
     for wrong in ([["a"]], [3], [{"role": "user", "content": "hi"}, "x"]):
@@ -564,7 +555,7 @@ def test_chat_wants_messages(demo: LLM) -> None:
             demo.chat(wrong)
 
 
-def test_chat_with_parts(demo: LLM) -> None:
+def test_chat_with_parts(demo):
     """Text parts are joined, as OpenAI's clients send them. Other types are rejected by name."""
     parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "12 + 30?"}]
     (joined,) = demo.chat(
@@ -587,7 +578,7 @@ def test_chat_with_parts(demo: LLM) -> None:
         assert len(str(caught.value)) < 200
 
 
-def test_chat_template_that_fails(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_template_that_fails(demo, monkeypatch):
     """An error of the template becomes a ValueError."""
     for template in (
         "{{ messages[0].content + 1 }}",
@@ -601,7 +592,7 @@ def test_chat_template_that_fails(demo: LLM, monkeypatch: pytest.MonkeyPatch) ->
     assert demo.is_finished()
 
 
-def test_half_a_character(demo: LLM) -> None:
+def test_half_a_character(demo):
     """The error names the prompt and the position of the surrogate."""
     text = "x" * 50 + "\ud83d"  # of an emoji
     for call in (
@@ -615,7 +606,7 @@ def test_half_a_character(demo: LLM) -> None:
         demo.chat([{"role": "user", "content": [{"type": "text", "text": text}]}])
 
 
-def test_chat_needs_a_tokenizer(make_llm: MakeLLM) -> None:
+def test_chat_needs_a_tokenizer(make_llm):
     with pytest.raises(ValueError, match="no tokenizer"):
         make_llm().chat([{"role": "user", "content": "hi"}])
 
@@ -625,7 +616,7 @@ def test_chat_needs_a_tokenizer(make_llm: MakeLLM) -> None:
 
 @given(data=st.data())
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-def test_random_life(tiny: tuple[str, Oracle], data: st.DataObject) -> None:
+def test_random_life(tiny, data):
     """Requests are added, aborted, streamed and generated in any order on a small pool."""
     draw = data.draw
     llm = LLM(
@@ -641,7 +632,7 @@ def test_random_life(tiny: tuple[str, Oracle], data: st.DataObject) -> None:
     prompts: dict[int, list[int]] = {}
     outputs: dict[int, dict] = {}
 
-    def new_request() -> tuple[list[int], SamplingParams]:
+    def new_request():
         seed, length = draw(st.integers(0, 3)), draw(st.integers(1, 15))
         return random_prompt(seed, length), SamplingParams(
             temperature=0.0, max_tokens=draw(st.integers(1, 8))

@@ -2,9 +2,7 @@
 policies.
 """
 
-from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ from nanovllm.backends import BACKENDS
 from nanovllm.engine.model_runner import ModelRunner
 
 
-def list_ways(dtype: torch.dtype) -> list[dict]:
+def list_ways(dtype):
     """List the ways to compute a model on a CPU: every registered backend, and without kernels."""
     on_cpu = [name for name, entry in BACKENDS.items() if "cpu" in entry.device_types]
     runnable = [
@@ -42,14 +40,7 @@ WAYS = list_ways(torch.float32)
     cover_pairs(WAYS, [4, 16], [True, False], [True, False]),
     ids=str,
 )
-def test_grid(
-    tiny: tuple[str, Oracle],
-    make_llm: Callable[..., LLM],
-    how: dict,
-    block_size: int,
-    chunked: bool,
-    caching: bool,
-) -> None:
+def test_grid(tiny, make_llm, how, block_size, chunked, caching):
     b, oracle = block_size, tiny[1]
     lengths = [1, b - 1, b, b + 1, 2 * b, 2 * b + 1]
     prompts = [random_prompt(length, length) for length in lengths]
@@ -80,9 +71,7 @@ def test_grid(
         assert bool(llm.stats["num_cached_tokens"]) == caching
 
 
-def test_recomputation_longer_than_a_step(
-    tiny: tuple[str, Oracle], make_llm: Callable[..., LLM]
-) -> None:
+def test_recomputation_longer_than_a_step(tiny, make_llm):
     """Prefill first: a preempted sequence that exceeds the token budget is recomputed and finishes."""
     prompts = [random_prompt(1, 6), random_prompt(2, 6)]
     llm = make_llm(
@@ -120,7 +109,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_shapes(tmp_path: Path, name: str) -> None:
+def test_shapes(tmp_path, name):
     oracle = Oracle(make_checkpoint(tmp_path, **SHAPES[name]))
     llm = LLM(str(tmp_path), num_kvcache_blocks=64, kvcache_block_size=4, max_num_batched_tokens=24)
     prompts = [random_prompt(seed, 10 * seed + 1) for seed in range(5)]
@@ -128,7 +117,7 @@ def test_shapes(tmp_path: Path, name: str) -> None:
     assert [o["token_ids"] for o in outputs] == [oracle(prompt, 24) for prompt in prompts]
 
 
-def test_sharded_checkpoint(tmp_path: Path) -> None:
+def test_sharded_checkpoint(tmp_path):
     oracle = Oracle(make_checkpoint(tmp_path, max_shard_size="10KB"))
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     prompt = random_prompt(0, 9)
@@ -142,9 +131,7 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
     [(dtype, way) for dtype in (torch.bfloat16, torch.float16) for way in list_ways(dtype)],
     ids=str,
 )
-def test_low_precision_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict
-) -> None:
+def test_low_precision_logits(tmp_path, monkeypatch, dtype, options):
     """Logits differ from float32 by at most 1.5 times as much as those of transformers."""
     reference = make_checkpoint(tmp_path, dtype=dtype)
     seen: list[torch.Tensor] = []
@@ -165,9 +152,7 @@ def test_low_precision_logits(
     assert (ours - exact).norm() < 1.5 * (theirs - exact).norm()
 
 
-def test_batch_is_flat_and_tight(
-    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_is_flat_and_tight(make_llm, monkeypatch):
     """slot_mapping and block_tables are as batch.py says, for prefills, chunks and decodes."""
     llm = make_llm(max_num_batched_tokens=16)
     batches = []

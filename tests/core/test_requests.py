@@ -1,10 +1,8 @@
 """What a request can ask for: ends, penalties, log probabilities, n samples and beam search."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise, product
-from pathlib import Path
-from types import FrameType
 
 import pytest
 import torch
@@ -24,20 +22,19 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.penalties import Penalties
 from nanovllm.engine.sequence import Sequence
 
-MakeLLM = Callable[..., LLM]
 EOS, STOP = 2, 7  # token ids of the scripted engine
 
 
 @pytest.fixture(scope="module")
-def demo() -> LLM:
+def demo():
     return LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=512)
 
 
 @pytest.fixture
-def say(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict]]:
+def say(demo, monkeypatch):
     """Stream the output of a model that samples these token ids whatever the logits are."""
 
-    def say(token_ids: list[int], prompt_len: int = 1, **params) -> list[dict]:
+    def say(token_ids, prompt_len=1, **params):
         script: Iterator[int] = iter([*token_ids, *[0] * 200])
         monkeypatch.setattr(
             ModelRunner, "run", lambda self, seqs: None
@@ -84,16 +81,7 @@ LETTERS = "abcdefgh"
         ("e", {"stop_token_ids": ["e"], "min_tokens": 5}, 1, 8, "length", "abcdefgh"),
     ],
 )
-def test_precedence(
-    demo: LLM,
-    say: Callable,
-    token: str,
-    params: dict,
-    prompt_len: int,
-    num_tokens: int,
-    reason: str,
-    text: str,
-) -> None:
+def test_precedence(demo, say, token, params, prompt_len, num_tokens, reason, text):
     ids = [demo.tokenizer.convert_tokens_to_ids(letter) for letter in LETTERS]
     ids[4] = demo.tokenizer.eos_token_id if token == "eos" else ids[4]
     if "stop_token_ids" in params:
@@ -121,7 +109,7 @@ def test_precedence(
         "👧👧👧👧👧👧👧👧👧👧👧👧👧👧👧👧",
     ],
 )
-def test_text_and_stop_strings_split_everywhere(demo: LLM, say: Callable, text: str) -> None:
+def test_text_and_stop_strings_split_everywhere(demo, say, text):
     """Any part of the text as stop string cuts the text exactly, and is never shown in part."""
     ids = demo.tokenizer.encode(text)
     texts = [o["text"] for o in say(ids)]
@@ -145,14 +133,14 @@ def test_text_and_stop_strings_split_everywhere(demo: LLM, say: Callable, text: 
         )
 
 
-def test_what_only_begins_like_a_stop_string_is_shown_in_the_end(demo: LLM, say: Callable) -> None:
+def test_what_only_begins_like_a_stop_string_is_shown_in_the_end(demo, say):
     ids = [demo.tokenizer.convert_tokens_to_ids(letter) for letter in "abcabd"]
     texts = [o["text"] for o in say(ids, stop="abcx")]
     assert texts == ["", "", "", "a", "ab", "abcabd"], "as many characters wait as may begin one"
     assert [o["text"] for o in say(ids[:5], stop="abcx")][-1] == "abcab"
 
 
-def test_bytes_that_are_no_text(demo: LLM, say: Callable) -> None:
+def test_bytes_that_are_no_text(demo, say):
     """Forty bytes without a character are shown after MAX_PENDING, and at the end as decoded."""
     vocabulary = demo.tokenizer.get_vocab()
     continuation = vocabulary["\u0122"]  # the byte-level alphabet's sign for byte 0x80
@@ -161,9 +149,7 @@ def test_bytes_that_are_no_text(demo: LLM, say: Callable) -> None:
     assert texts[-1] == demo.tokenizer.decode([continuation] * 40) and len(texts[-2]) == 33
 
 
-def test_detokenisation_is_linear(
-    demo: LLM, say: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_detokenisation_is_linear(demo, say, monkeypatch):
     decoded = []
     decode = type(demo.tokenizer).decode
     monkeypatch.setattr(
@@ -175,7 +161,7 @@ def test_detokenisation_is_linear(
     assert sorted(decoded)[-2] <= 40, "but for the whole, once, in the end"
 
 
-def test_min_tokens_bars_eos_in_the_model(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
+def test_min_tokens_bars_eos_in_the_model(tiny, make_llm):
     prompt = random_prompt(4, 7)
     llm = make_llm()
     first = tiny[1](prompt, 1)[0]
@@ -189,7 +175,7 @@ def test_min_tokens_bars_eos_in_the_model(tiny: tuple[str, Oracle], make_llm: Ma
     ] == [first]
 
 
-def test_stop_needs_a_tokenizer(make_llm: MakeLLM) -> None:
+def test_stop_needs_a_tokenizer(make_llm):
     with pytest.raises(ValueError, match="stop_token_ids"):
         make_llm().generate([1], SamplingParams(stop="x"))
     (output,) = make_llm().generate([1], SamplingParams(stop=[], max_tokens=2), use_tqdm=False)
@@ -199,9 +185,7 @@ def test_stop_needs_a_tokenizer(make_llm: MakeLLM) -> None:
 # --- penalties
 
 
-def penalized_greedy(
-    model: torch.nn.Module, prompt: list[int], params: SamplingParams
-) -> list[int]:
+def penalized_greedy(model, prompt, params):
     """The definition of the penalties, one token and one vocabulary entry at a time."""
     token_ids = list(prompt)
     for _ in range(params.max_tokens):
@@ -220,7 +204,7 @@ def penalized_greedy(
 
 
 @torch.inference_mode()
-def test_penalties(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
+def test_penalties(tiny, make_llm):
     """Penalties hold in a batch with other requests, with and without preemptions."""
     kinds = [
         {}, {"presence_penalty": 1.5}, {"frequency_penalty": 0.7}, {"repetition_penalty": 1.8}, {"repetition_penalty": 0.7},
@@ -244,7 +228,7 @@ def test_penalties(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
         assert "num_kvcache_blocks" not in options or llm.stats["num_preemptions"]
 
 
-def test_penalties_change_a_sequences_own_tokens_only() -> None:
+def test_penalties_change_a_sequences_own_tokens_only():
     """Neither other sequences nor the previous owner of a lane matter."""
     penalties, logits = Penalties(50, 20, torch.device("cpu")), torch.ones(2, 50)
     for prompts in ([1, 2, 3, 4, 5, 6], [7, 8]), ([9], [10, 11, 12]):
@@ -258,7 +242,7 @@ def test_penalties_change_a_sequences_own_tokens_only() -> None:
         assert [row.nonzero().flatten().tolist() for row in changed] == list(prompts)
 
 
-def test_penalties_cost_memory_where_they_are_asked_for(make_llm: MakeLLM) -> None:
+def test_penalties_cost_memory_where_they_are_asked_for(make_llm):
     """A row of counts is allocated for each lane that has used a penalty."""
     llm = make_llm()
     params = [
@@ -274,9 +258,7 @@ def test_penalties_cost_memory_where_they_are_asked_for(make_llm: MakeLLM) -> No
     )
 
 
-def test_a_plain_batch_does_no_extra_work(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plain_batch_does_no_extra_work(make_llm, monkeypatch):
     llm = make_llm()
     monkeypatch.setattr(llm.model_runner, "penalties", None)
     monkeypatch.setattr("nanovllm.engine.model_runner.find_logprobs", None)
@@ -287,7 +269,7 @@ def test_a_plain_batch_does_no_extra_work(
 
 
 @torch.inference_mode()
-def test_logprobs_are_the_models_own(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
+def test_logprobs_are_the_models_own(tiny, make_llm):
     prompts = [random_prompt(i, 6) for i in range(4)]
     params = [
         SamplingParams(seed=1, logprobs=3, max_tokens=8), SamplingParams(temperature=0.0, logprobs=0, max_tokens=8),
@@ -316,7 +298,7 @@ def test_logprobs_are_the_models_own(tiny: tuple[str, Oracle], make_llm: MakeLLM
             assert output["cumulative_logprob"] == pytest.approx(float(chosen), abs=1e-3)
 
 
-def test_logprobs_in_a_stream(make_llm: MakeLLM) -> None:
+def test_logprobs_in_a_stream(make_llm):
     llm = make_llm()
     outputs = list(llm.stream([1, 2, 3], SamplingParams(logprobs=1, max_tokens=4)))
     assert [len(o["logprobs"]) for o in outputs] == [1, 2, 3, 4]
@@ -333,7 +315,7 @@ def test_logprobs_in_a_stream(make_llm: MakeLLM) -> None:
 
 
 @pytest.mark.parametrize("chunked", [True, False])
-def test_samples_share_the_prompt(make_llm: MakeLLM, chunked: bool) -> None:
+def test_samples_share_the_prompt(make_llm, chunked):
     llm = make_llm(enable_chunked_prefill=chunked)
     prompts = [random_prompt(0, 13), random_prompt(1, 9)]
     outputs = llm.generate(prompts, SamplingParams(n=3, seed=5, max_tokens=8), use_tqdm=False)
@@ -350,21 +332,21 @@ def test_samples_share_the_prompt(make_llm: MakeLLM, chunked: bool) -> None:
     assert [o["token_ids"] for o in again] == [o["token_ids"] for o in outputs]
 
 
-def test_a_long_prompt_in_pieces_is_computed_once_for_all_samples(make_llm: MakeLLM) -> None:
+def test_a_long_prompt_in_pieces_is_computed_once_for_all_samples(make_llm):
     llm = make_llm(max_num_batched_tokens=8)
     outputs = llm.generate(random_prompt(0, 33), SamplingParams(n=4, max_tokens=2), use_tqdm=False)
     assert [o["num_cached_tokens"] for o in outputs] == [0, 32, 32, 32]
 
 
-def test_abort_costs_the_same_beside_any_number_of_requests(make_llm: MakeLLM) -> None:
-    def count_opcodes_of_abort(num_others: int) -> int:
+def test_abort_costs_the_same_beside_any_number_of_requests(make_llm):
+    def count_opcodes_of_abort(num_others):
         with make_llm(max_num_seqs=1) as llm:
             for _ in range(num_others):
                 llm.add_request([1], SamplingParams(n=2))
             request_id = llm.add_request([1], SamplingParams(n=2))
             num_opcodes = 0
 
-            def trace(frame: FrameType, event: str, arg: object) -> object:
+            def trace(frame, event, arg):
                 nonlocal num_opcodes
                 frame.f_trace_opcodes = True
                 num_opcodes += event == "opcode"
@@ -379,7 +361,7 @@ def test_abort_costs_the_same_beside_any_number_of_requests(make_llm: MakeLLM) -
     assert count_opcodes_of_abort(2) == count_opcodes_of_abort(500)
 
 
-def test_abort_ends_all_samples(make_llm: MakeLLM) -> None:
+def test_abort_ends_all_samples(make_llm):
     llm = make_llm(max_num_seqs=2)
     request_id = llm.add_request([1, 2, 3], SamplingParams(n=3))
     llm.step()
@@ -391,7 +373,7 @@ def test_abort_ends_all_samples(make_llm: MakeLLM) -> None:
     check_invariants(llm)
 
 
-def test_seeds_of_samples_are_documented_functions() -> None:
+def test_seeds_of_samples_are_documented_functions():
     from nanovllm.engine.input_processor import _derive_seed
 
     assert len({_derive_seed(seed, index) for seed, index in product(range(30), range(30))}) == 900
@@ -401,9 +383,7 @@ def test_seeds_of_samples_are_documented_functions() -> None:
 
 
 @pytest.fixture(scope="module", params=[None, 5], ids=["no-eos", "eos"])
-def beams(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> tuple[LLM, torch.nn.Module, int | None]:
+def beams(tmp_path_factory, request):
     """A vocabulary of 12 tokens, so that beams end early and all texts can be listed."""
     directory = tmp_path_factory.mktemp("beams")
     model = make_checkpoint(directory, vocab_size=12, eos_token_id=request.param)
@@ -412,7 +392,7 @@ def beams(
 
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0, -0.5])
 @pytest.mark.parametrize("width", [1, 2, 5])
-def test_beam_search_equals_transformers(beams: tuple, width: int, length_penalty: float) -> None:
+def test_beam_search_equals_transformers(beams, width, length_penalty):
     llm, model, eos = beams
     generator = torch.Generator().manual_seed(width)
     prompts = [
@@ -450,7 +430,7 @@ def test_beam_search_equals_transformers(beams: tuple, width: int, length_penalt
 
 
 @torch.inference_mode()
-def test_beam_search_is_exhaustive_if_wide_enough(beams: tuple) -> None:
+def test_beam_search_is_exhaustive_if_wide_enough(beams):
     llm, model, _ = beams
     prompt, length = [7, 9, 8], 3
     best = llm.beam_search(prompt, 144, length, ignore_eos=True)[0][:20]
@@ -468,7 +448,7 @@ def test_beam_search_is_exhaustive_if_wide_enough(beams: tuple) -> None:
     assert [o["cumulative_logprob"] for o in best] == pytest.approx(values.tolist(), abs=1e-4)
 
 
-def test_beams_share_their_past(beams: tuple) -> None:
+def test_beams_share_their_past(beams):
     llm = beams[0]
     before = llm.stats
     llm.beam_search([7] * 40, 4, 12, ignore_eos=True)
@@ -481,7 +461,7 @@ def test_beams_share_their_past(beams: tuple) -> None:
     assert computed <= 40 + 4 * 12 * 4, "no more than a block per beam and step"
 
 
-def test_beam_search_on_a_tight_pool(beams: tuple, tmp_path: Path) -> None:
+def test_beam_search_on_a_tight_pool(beams, tmp_path):
     llm, _, eos = beams
     make_checkpoint(tmp_path, vocab_size=12, eos_token_id=eos)
     tight = LLM(str(tmp_path), num_kvcache_blocks=7, kvcache_block_size=4, max_num_batched_tokens=5)
@@ -497,7 +477,7 @@ def test_beam_search_on_a_tight_pool(beams: tuple, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(0, 3), (2, 0), (2.5, 3), (2, 3, "x"), (2, 3, 1.0, "no")])
-def test_beam_search_options(beams: tuple, arguments: tuple) -> None:
+def test_beam_search_options(beams, arguments):
     with pytest.raises((ValueError, TypeError)):
         beams[0].beam_search([1], *arguments)
 
@@ -505,7 +485,7 @@ def test_beam_search_options(beams: tuple, arguments: tuple) -> None:
 # --- a server's loop
 
 
-def test_many_requests_cost_what_they_are(make_llm: MakeLLM) -> None:
+def test_many_requests_cost_what_they_are(make_llm):
     """The cost of a step depends on running requests, not on thousands of waiting ones."""
     llm = make_llm(max_num_seqs=4)
     ids = [
@@ -522,7 +502,7 @@ def test_many_requests_cost_what_they_are(make_llm: MakeLLM) -> None:
     assert [seen[i]["finish_reason"] for i in ids] == ["length"] * 20 + ["abort"] * 2980
 
 
-def test_lanes_are_as_many_as_can_run(make_llm: MakeLLM) -> None:
+def test_lanes_are_as_many_as_can_run(make_llm):
     """A running sequence holds a block, so more lanes than blocks would waste memory."""
     llm = make_llm(max_num_seqs=10**9)
     outputs = llm.generate(
@@ -536,7 +516,7 @@ def test_lanes_are_as_many_as_can_run(make_llm: MakeLLM) -> None:
     )
 
 
-def test_rules_are_the_sequences_own() -> None:
+def test_rules_are_the_sequences_own():
     """Stop tokens, min_tokens and max_tokens of a Sequence work without an engine."""
     seq = Sequence(
         0, [1], SamplingParams(max_tokens=4, min_tokens=1), stop_token_ids=frozenset({EOS, STOP})
@@ -549,7 +529,7 @@ def test_rules_are_the_sequences_own() -> None:
 
 
 @pytest.mark.parametrize("bound", [1e-6, 1e6])
-def test_repetition_penalties_at_their_bounds_stay_finite(bound: float) -> None:
+def test_repetition_penalties_at_their_bounds_stay_finite(bound):
     """SamplingParams promises this for logits up to 1e32."""
     penalties, seq = (
         Penalties(2, 20, torch.device("cpu")),
@@ -565,7 +545,7 @@ def test_repetition_penalties_at_their_bounds_stay_finite(bound: float) -> None:
 
 
 @pytest.fixture
-def poisoned(tmp_path: Path) -> tuple[str, Oracle]:
+def poisoned(tmp_path):
     """A checkpoint in which token 96 as input gives NaN."""
     oracle = Oracle(make_checkpoint(tmp_path, tie_word_embeddings=False))
     edit_weights(
@@ -581,7 +561,7 @@ def poisoned(tmp_path: Path) -> tuple[str, Oracle]:
     [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"logprobs": 2, "repetition_penalty": 1.2}],
     ids=str,
 )
-def test_nan_logits_end_one_request(poisoned: tuple[str, Oracle], dtype: str, params: dict) -> None:
+def test_nan_logits_end_one_request(poisoned, dtype, params):
     llm = LLM(poisoned[0], dtype=dtype, num_kvcache_blocks=64, kvcache_block_size=4)
     healthy = [
         [token_id % 90 for token_id in prompt]
@@ -607,7 +587,7 @@ def test_nan_logits_end_one_request(poisoned: tuple[str, Oracle], dtype: str, pa
     check_invariants(llm)
 
 
-def test_beams_whose_logits_are_nan(poisoned: tuple[str, Oracle]) -> None:
+def test_beams_whose_logits_are_nan(poisoned):
     llm = LLM(poisoned[0], num_kvcache_blocks=64)
     with pytest.warns(RuntimeWarning, match="NaN"):
         failed, found = llm.beam_search([[VOCAB_SIZE - 1], [3, 4]], 2, 1)
@@ -628,7 +608,7 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 TWO_TOKENS = SamplingParams(temperature=0.0, max_tokens=2)
 
 
-def make_tokenizer(chat_template: str | None) -> PreTrainedTokenizerFast:
+def make_tokenizer(chat_template):
     """A tokenizer with a token per byte, which puts BOS before a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(
@@ -651,7 +631,7 @@ def make_tokenizer(chat_template: str | None) -> PreTrainedTokenizerFast:
     )
 
 
-def test_bos_comes_once(tmp_path: Path) -> None:
+def test_bos_comes_once(tmp_path):
     make_checkpoint(tmp_path, vocab_size=260)
     tokenizer = make_tokenizer(LLAMA_TEMPLATE)
     tokenizer.save_pretrained(tmp_path)
@@ -671,7 +651,7 @@ def test_bos_comes_once(tmp_path: Path) -> None:
     )
 
 
-def test_no_template(tmp_path: Path) -> None:
+def test_no_template(tmp_path):
     """A tokenizer without a chat template still serves text prompts."""
     make_checkpoint(tmp_path, family=OPTConfig, ffn_dim=40, vocab_size=260)
     make_tokenizer(None).save_pretrained(tmp_path)
@@ -681,7 +661,7 @@ def test_no_template(tmp_path: Path) -> None:
     assert len(llm.generate("hi there", TWO_TOKENS, use_tqdm=False)[0]["token_ids"]) == 2
 
 
-def test_several_tokens_end_a_text(tmp_path: Path) -> None:
+def test_several_tokens_end_a_text(tmp_path):
     """Each EOS token of generation_config.json ends a text, as in transformers."""
     oracle = Oracle(make_checkpoint(tmp_path))
     prompts = [random_prompt(seed, 9) for seed in range(2)]

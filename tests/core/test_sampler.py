@@ -1,12 +1,10 @@
 """The sampler draws from the requested distribution, and a seeded sample depends on nothing else."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from conftest import make_sampling_batch, random_prompt
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.batch import SamplingBatch
 from nanovllm.layers.noise import gumbel_noise, make_noise_keys
 from nanovllm.layers.sampler import Sampler
@@ -14,23 +12,19 @@ from nanovllm.layers.sampler import Sampler
 VOCAB = 50
 
 
-def sample(
-    logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]
-) -> list[int]:
+def sample(logits, params, seeds, positions):
     batch = make_sampling_batch(params, seeds, positions, logits.shape[-1])
     return Sampler(logits.shape[-1])(logits, batch).tolist()
 
 
-def draw_many(
-    logits: torch.Tensor, params: SamplingParams, num_draws: int = 20_000
-) -> torch.Tensor:
+def draw_many(logits, params, num_draws=20_000):
     tokens = sample(
         logits.expand(num_draws, -1), [params] * num_draws, [11] * num_draws, list(range(num_draws))
     )
     return torch.bincount(torch.tensor(tokens), minlength=logits.shape[-1])
 
 
-def chi_square_per_degree(counts: torch.Tensor, probs: torch.Tensor) -> float:
+def chi_square_per_degree(counts, probs):
     expected = probs * counts.sum()
     likely = expected > 5
     assert counts[~likely].sum() <= 3 * expected[~likely].sum() + 10
@@ -38,17 +32,17 @@ def chi_square_per_degree(counts: torch.Tensor, probs: torch.Tensor) -> float:
 
 
 @pytest.fixture
-def logits() -> torch.Tensor:
+def logits():
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)) * 2
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
-def test_draws_follow_softmax(logits: torch.Tensor, temperature: float) -> None:
+def test_draws_follow_softmax(logits, temperature):
     counts = draw_many(logits, SamplingParams(temperature=temperature))
     assert chi_square_per_degree(counts, torch.softmax(logits / temperature, -1)) < 1.6
 
 
-def filter_by_definition(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
+def filter_by_definition(logits, p):
     """Probabilities after temperature, top-k, top-p and min-p, by their definitions."""
     probs = torch.softmax(logits.double() / p.temperature, -1)
     order = probs.argsort(descending=True).tolist()
@@ -75,14 +69,14 @@ def filter_by_definition(logits: torch.Tensor, p: SamplingParams) -> torch.Tenso
     ],
     ids=str,
 )  # fmt: skip
-def test_filters_match_their_definitions(logits: torch.Tensor, params: SamplingParams) -> None:
+def test_filters_match_their_definitions(logits, params):
     probs = filter_by_definition(logits, params)
     counts = draw_many(logits, params)
     assert counts[probs == 0].sum() == 0
     assert chi_square_per_degree(counts, probs) < 2.0
 
 
-def test_crossing_token_stays() -> None:
+def test_crossing_token_stays():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     assert (draw_many(logits, SamplingParams(top_p=0.79), 5000) > 0).tolist() == [
         True,
@@ -98,7 +92,7 @@ def test_crossing_token_stays() -> None:
     ]
 
 
-def test_equal_logits_stay_or_go_together() -> None:
+def test_equal_logits_stay_or_go_together():
     logits = torch.tensor(
         [0.0, 2.0, 0.0, 2.0, 0.0, 2.0, -1.0]
     )  # probabilities of 2: 0.28 each, of 0: 0.04, of -1: 0.01
@@ -121,7 +115,7 @@ def test_equal_logits_stay_or_go_together() -> None:
         ), settings
 
 
-def test_greedy_and_mixed_batches(logits: torch.Tensor) -> None:
+def test_greedy_and_mixed_batches(logits):
     """A row of a mixed batch gives what it gives alone. A greedy row gives the argmax."""
     kinds = [
         SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=3), SamplingParams(temperature=0.0, top_k=3),
@@ -142,14 +136,14 @@ def test_greedy_and_mixed_batches(logits: torch.Tensor) -> None:
     )
 
 
-def test_large_vocabulary_in_chunks() -> None:
+def test_large_vocabulary_in_chunks():
     rows = torch.randn(5, 300_000, generator=torch.Generator().manual_seed(2))
     params, seeds, positions = [SamplingParams()] * 5, [3] * 5, [1, 2, 3, 4, 5]
     together = sample(rows, params, seeds, positions)
     assert together == [sample(rows[i : i + 1], params[:1], [3], [i + 1])[0] for i in range(5)]
 
 
-def test_noise_is_gumbel_and_uncorrelated() -> None:
+def test_noise_is_gumbel_and_uncorrelated():
     """Noise is uncorrelated over tokens, over positions of a seed, and over seeds."""
     hashes = Sampler(2000).token_hashes
     by_position = gumbel_noise(
@@ -170,11 +164,11 @@ def test_noise_is_gumbel_and_uncorrelated() -> None:
         assert winners.var() / winners.mean() < 1.3
 
 
-def test_no_two_tokens_share_their_noise() -> None:
+def test_no_two_tokens_share_their_noise():
     assert len(Sampler(300_000).token_hashes.unique()) == 300_000
 
 
-def test_filters_that_filter_nothing_keep_the_tail() -> None:
+def test_filters_that_filter_nothing_keep_the_tail():
     """top_p=1 is off, even if a float32 sum of probabilities reaches 1 too early."""
     logits = torch.zeros(200_000)
     logits[0] = 12.0
@@ -182,18 +176,18 @@ def test_filters_that_filter_nothing_keep_the_tail() -> None:
     assert counts[100_000:].sum() > 20
 
 
-def test_extreme_filters_keep_the_most_probable(logits: torch.Tensor) -> None:
+def test_extreme_filters_keep_the_most_probable(logits):
     for params in (SamplingParams(top_p=1e-50), SamplingParams(temperature=1e6, top_k=1)):
         assert draw_many(logits, params, 50)[logits.argmax()] == 50
 
 
-def test_extreme_keys_stay_finite() -> None:
+def test_extreme_keys_stay_finite():
     keys = torch.tensor([[0, 0], [-1, -1], [2**31 - 1, -(2**31)], [-(2**31), 1]], dtype=torch.int32)
     noise = gumbel_noise(torch.arange(-1000, 1000, dtype=torch.int32), keys)
     assert noise.isfinite().all() and noise.abs().max() < 25
 
 
-def test_a_seed_decides_alone(make_llm: Callable[..., LLM]) -> None:
+def test_a_seed_decides_alone(make_llm):
     """Samples are the same alone, in a batch, in chunks, after hits and preemptions, with both
     policies.
     """
@@ -218,7 +212,7 @@ def test_a_seed_decides_alone(make_llm: Callable[..., LLM]) -> None:
         assert "num_kvcache_blocks" not in options or llm.stats["num_preemptions"]
 
 
-def test_engine_seed(make_llm: Callable[..., LLM]) -> None:
+def test_engine_seed(make_llm):
     """Requests without seeds differ from each other and repeat with the engine's seed."""
     prompts = [random_prompt(1, 4)] * 3
     first, same, other = (

@@ -12,21 +12,17 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 8
 
 
-def make_scheduler(
-    num_blocks: int = NUM_BLOCKS, policy: type[Scheduler] = Scheduler, **options
-) -> Scheduler:
+def make_scheduler(num_blocks=NUM_BLOCKS, policy=Scheduler, **options):
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 16, **options}
     return policy(BlockManager(num_blocks, BLOCK_SIZE), **settings)
 
 
-def make_sequence(
-    seq_id: int, prompt_len: int, max_tokens: int, first_token: int | None = None
-) -> Sequence:
+def make_sequence(seq_id, prompt_len, max_tokens, first_token=None):
     prompt = [seq_id if first_token is None else first_token, *range(1, prompt_len)]
     return Sequence(seq_id, prompt, SamplingParams(max_tokens=max_tokens))
 
 
-def run_step(scheduler: Scheduler) -> list[Sequence]:
+def run_step(scheduler):
     seqs = scheduler.schedule()
     for seq in seqs:
         is_complete = seq.num_computed_tokens + seq.num_scheduled_tokens == len(seq.token_ids)
@@ -48,14 +44,7 @@ def run_step(scheduler: Scheduler) -> list[Sequence]:
     aborted=st.sets(st.integers(0, 11), max_size=3),
 )
 @settings(max_examples=300, deadline=None)
-def test_random_loads(
-    loads: list[tuple[int, int, int]],
-    num_blocks: int,
-    max_num_seqs: int,
-    budget: int,
-    chunked: bool,
-    aborted: set[int],
-) -> None:
+def test_random_loads(loads, num_blocks, max_num_seqs, budget, chunked, aborted):
     budget = budget if chunked else max(budget, 16)
     scheduler = make_scheduler(
         num_blocks,
@@ -103,7 +92,7 @@ def test_random_loads(
         assert seq.finish_reason == "abort" or len(seq.token_ids) == seq.max_num_tokens
 
 
-def test_the_two_policies() -> None:
+def test_the_two_policies():
     """A long prompt arrives during a decode. Mixed steps serve both, prefill first delays the
     decode.
     """
@@ -121,7 +110,7 @@ def test_the_two_policies() -> None:
     assert kinds[PrefillFirstScheduler] == [[(1, 8)], [(0, 1), (1, 1)], [(0, 1)]]
 
 
-def test_max_num_seqs_bounds_residents() -> None:
+def test_max_num_seqs_bounds_residents():
     scheduler = make_scheduler(num_blocks=100, max_num_seqs=2, max_num_batched_tokens=1)
     for i in range(4):
         scheduler.add(make_sequence(i, 5, 3))
@@ -130,7 +119,7 @@ def test_max_num_seqs_bounds_residents() -> None:
         assert sum(bool(seq.block_table) for seq in [*scheduler.running, *scheduler.waiting]) <= 2
 
 
-def test_the_newest_is_preempted_and_keeps_its_tokens() -> None:
+def test_the_newest_is_preempted_and_keeps_its_tokens():
     scheduler = make_scheduler(num_blocks=4)
     old, new = make_sequence(0, 4, 9), make_sequence(1, 4, 9)
     scheduler.add(old)
@@ -148,7 +137,7 @@ def test_the_newest_is_preempted_and_keeps_its_tokens() -> None:
     assert len(new.token_ids) == 13
 
 
-def test_hits_of_a_preempted_sequence_are_not_counted_again() -> None:
+def test_hits_of_a_preempted_sequence_are_not_counted_again():
     scheduler = make_scheduler()
     scheduler.add(seq := make_sequence(0, 9, 3))
     run_step(scheduler)
@@ -158,7 +147,7 @@ def test_hits_of_a_preempted_sequence_are_not_counted_again() -> None:
     assert seq.num_cached_tokens == 0 == scheduler.num_cached_tokens
 
 
-def test_stats_add_up() -> None:
+def test_stats_add_up():
     scheduler = make_scheduler(num_blocks=100)
     scheduler.add(make_sequence(0, 9, 4, first_token=0))
     scheduler.add(make_sequence(1, 9, 4, first_token=0))

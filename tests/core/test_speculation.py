@@ -2,17 +2,14 @@
 
 import random
 import timeit
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import (
     VOCAB_SIZE,
-    Oracle,
     check_invariants,
     edit_weights,
     greedy,
@@ -28,25 +25,23 @@ from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.speculation import PromptLookup, Proposal, Speculator, measure_steps
 from nanovllm.kernels.cpu import attention as cpp
-from nanovllm.outputs import RequestOutput
 
-MakeLLM = Callable[..., LLM]
 FREE = [0.0, *[1.0] * 256]  # costs of steps where drafts cost nothing
 
 
 class Clairvoyant:
     """Proposes the tokens of an engine without drafts, or with some probability random ones."""
 
-    def __init__(self, outputs: list[RequestOutput], share_right: float) -> None:
+    def __init__(self, outputs, share_right):
         self.answers = [output["prompt_token_ids"] + output["token_ids"] for output in outputs]
         self.share_right, self.random = share_right, random.Random(0)
 
-    def __call__(self, token_ids: list[int]) -> "Clairvoyant":
+    def __call__(self, token_ids):
         proposer = Clairvoyant([], self.share_right)
         proposer.answers, proposer.random, proposer.token_ids = self.answers, self.random, token_ids
         return proposer
 
-    def propose(self, num_tokens: int) -> list[int]:
+    def propose(self, num_tokens):
         length = len(self.token_ids)
         answer = next((answer for answer in self.answers if answer[:length] == self.token_ids), [])
         rights = answer[length : length + num_tokens]
@@ -56,18 +51,18 @@ class Clairvoyant:
         ]
 
 
-def use_proposer(llm: LLM, proposer: Any) -> None:
+def use_proposer(llm, proposer):
     """Make `llm` use this proposer, and draft at any cost."""
     speculator = llm.scheduler.speculator
     assert speculator is not None
     speculator.make_proposer, speculator.plain_costs, speculator.draft_costs = proposer, FREE, FREE
 
 
-def watch(llm: LLM) -> None:
+def watch(llm):
     """Check after every step that drafts leave no blocks behind and list no wrong ones."""
     postprocess = llm.scheduler.postprocess
 
-    def check(seqs: list[Sequence], samples: list[list[int]]) -> None:
+    def check(seqs, samples):
         postprocess(seqs, samples)
         manager = llm.scheduler.block_manager
         for seq in llm.scheduler.running:
@@ -88,7 +83,7 @@ def watch(llm: LLM) -> None:
     llm.scheduler.postprocess = check  # type: ignore[method-assign]
 
 
-def same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
+def same(ours, theirs):
     for one, other in zip(ours, theirs, strict=True):
         for key in ("token_ids", "text", "finish_reason"):
             assert one[key] == other[key]
@@ -98,7 +93,7 @@ def same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-def test_drafts_change_no_token(tiny: tuple[str, Oracle], data: st.DataObject) -> None:
+def test_drafts_change_no_token(tiny, data):
     """Tokens, ends and log probabilities are those without drafts, for any load, pool and policy."""
     draw = data.draw
     options = dict(
@@ -144,9 +139,7 @@ def test_drafts_change_no_token(tiny: tuple[str, Oracle], data: st.DataObject) -
 
 
 @pytest.mark.parametrize("share_right", [0.0, 0.5, 1.0])
-def test_a_right_guess_saves_a_step(
-    tiny: tuple[str, Oracle], make_llm: MakeLLM, share_right: float
-) -> None:
+def test_a_right_guess_saves_a_step(tiny, make_llm, share_right):
     prompt = random_prompt(1, 9)
     expected = make_llm().generate(prompt, greedy(41), use_tqdm=False)
     assert expected[0]["token_ids"] == tiny[1](prompt, 41)
@@ -165,7 +158,7 @@ def test_a_right_guess_saves_a_step(
 
 @pytest.mark.parametrize("family", [LlamaConfig, OPTConfig, Qwen3MoeConfig])
 @pytest.mark.parametrize("enable_kernels", [True, False])
-def test_families(tmp_path: Any, family: Any, enable_kernels: bool) -> None:
+def test_families(tmp_path, family, enable_kernels):
     of_family: dict[str, Any] = {}
     if family is OPTConfig:
         of_family = dict(ffn_dim=48, word_embed_proj_dim=32)
@@ -182,7 +175,7 @@ def test_families(tmp_path: Any, family: Any, enable_kernels: bool) -> None:
     assert 0 < llm.stats["num_accepted_tokens"] < llm.stats["num_draft_tokens"]
 
 
-def test_two_ranks(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
+def test_two_ranks(tiny, make_llm):
     prompts = [random_prompt(seed, 7) for seed in range(3)]
     with make_llm(num_speculative_tokens=3, tensor_parallel_size=2) as llm:
         expected = make_llm().generate(prompts, greedy(20), use_tqdm=False)
@@ -191,7 +184,7 @@ def test_two_ranks(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
         assert llm.stats["num_accepted_tokens"] > 0
 
 
-def test_ends_within_an_accepted_draft() -> None:
+def test_ends_within_an_accepted_draft():
     """Nothing after a stop string, EOS or max_tokens is reported, and streamed text is append-only."""
     make = lambda **options: LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64, **options)  # noqa: E731
     plain, llm = make(), make(num_speculative_tokens=6)
@@ -223,9 +216,7 @@ def test_ends_within_an_accepted_draft() -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "auto"])
-def test_a_rejected_draft_token_may_have_nan(
-    tmp_path: Any, make_llm: MakeLLM, backend: str
-) -> None:
+def test_a_rejected_draft_token_may_have_nan(tmp_path, make_llm, backend):
     """A rejected draft token with NaN ends no request, although NaN reaches the tokens before it."""
     make_checkpoint(tmp_path, tie_word_embeddings=False)
     edit_weights(
@@ -234,9 +225,9 @@ def test_a_rejected_draft_token_may_have_nan(
     )
 
     class Poisoner:
-        def __init__(self, token_ids: list[int]) -> None: ...
+        def __init__(self, token_ids): ...
 
-        def propose(self, num_tokens: int) -> list[int]:
+        def propose(self, num_tokens):
             return [VOCAB_SIZE - 1] * num_tokens
 
     params = SamplingParams(temperature=0.0, max_tokens=12)
@@ -250,17 +241,15 @@ def test_a_rejected_draft_token_may_have_nan(
     assert llm.stats["num_draft_tokens"] > 0
 
 
-def test_nan_logits_end_a_request_although_drafts_are_cheap(
-    tmp_path: Any, make_llm: MakeLLM
-) -> None:
+def test_nan_logits_end_a_request_although_drafts_are_cheap(tmp_path, make_llm):
     """The step after NaN logits has no draft, whatever drafts cost. NaN is then the request's."""
     make_checkpoint(tmp_path, tie_word_embeddings=False)
     edit_weights(tmp_path, lambda weights: weights["model.embed_tokens.weight"][5].fill_(torch.nan))
 
     class Proposer:
-        def __init__(self, token_ids: list[int]) -> None: ...
+        def __init__(self, token_ids): ...
 
-        def propose(self, num_tokens: int) -> list[int]:
+        def propose(self, num_tokens):
             return [7] * num_tokens
 
     llm = make_llm(str(tmp_path), num_speculative_tokens=2)
@@ -280,7 +269,7 @@ def test_nan_logits_end_a_request_although_drafts_are_cheap(
     assert seq.finish_reason == "error"
 
 
-def test_drafts_take_what_is_left(make_llm: MakeLLM) -> None:
+def test_drafts_take_what_is_left(make_llm):
     """No sequence waits for a draft or is preempted for one."""
     prompts = [random_prompt(seed, 6) for seed in range(5)]
     options = dict(num_kvcache_blocks=17, kvcache_block_size=2, max_num_batched_tokens=9)
@@ -292,7 +281,7 @@ def test_drafts_take_what_is_left(make_llm: MakeLLM) -> None:
     assert speculator is not None
     choose = speculator.choose
 
-    def watch_choose(seqs: list[Sequence], proposals: dict, budget: int) -> dict:
+    def watch_choose(seqs, proposals, budget):
         before = llm.stats
         drafts = choose(seqs, proposals, budget)
         steps.append(
@@ -319,7 +308,7 @@ def test_drafts_take_what_is_left(make_llm: MakeLLM) -> None:
 # --- its parts
 
 
-def test_prompt_lookup() -> None:
+def test_prompt_lookup():
     token_ids = [1, 2, 3, 4, 5, 2, 3]
     proposer = PromptLookup(token_ids)
     assert proposer.propose(3) == [4, 5, 2], "what followed 2 3"
@@ -332,7 +321,7 @@ def test_prompt_lookup() -> None:
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 5))
-def test_prompt_lookup_as_a_search(token_ids: list[int], num_tokens: int) -> None:
+def test_prompt_lookup_as_a_search(token_ids, num_tokens):
     """The index finds what a search through the whole text finds."""
     grown: list[int] = []
     proposer = PromptLookup(grown)
@@ -353,10 +342,7 @@ def test_prompt_lookup_as_a_search(token_ids: list[int], num_tokens: int) -> Non
     assert proposed == expected
 
 
-Decode = tuple[Sequence, Proposal]
-
-
-def make_decode(acceptance: float, num_tokens: int = 8, **params: Any) -> Decode:
+def make_decode(acceptance, num_tokens=8, **params):
     seq = Sequence(0, [1, 2, 3] * 3, SamplingParams(max_tokens=num_tokens, **params))
     seq.token_ids.append(1)
     seq.num_computed_tokens, seq.num_scheduled_tokens, seq.num_logits = 9, 1, 1
@@ -364,13 +350,13 @@ def make_decode(acceptance: float, num_tokens: int = 8, **params: Any) -> Decode
     return seq, Proposal(PromptLookup(seq.token_ids), acceptance_rate=acceptance)
 
 
-def choose(speculator: Speculator, decodes: list[Decode], budget: int = 100) -> list[list[int]]:
+def choose(speculator, decodes, budget=100):
     seqs = [seq for seq, _ in decodes]
     drafts = speculator.choose(seqs, dict(decodes), budget)
     return [drafts.get(seq, []) for seq in seqs]
 
 
-def test_drafts_that_pay() -> None:
+def test_drafts_that_pay():
     """The most probable draft tokens are computed while they raise tokens per second."""
     linear = [float(n) for n in range(65)]  # bound by computation
     sure, unsure = make_decode(0.9), make_decode(0.1)
@@ -395,11 +381,11 @@ def test_drafts_that_pay() -> None:
 @pytest.mark.parametrize(
     "params", [{"presence_penalty": 1.0}, {"repetition_penalty": 1.1}, {"min_tokens": 3}]
 )
-def test_who_gets_no_drafts(params: dict[str, Any]) -> None:
+def test_who_gets_no_drafts(params):
     assert choose(Speculator(4, FREE, FREE), [make_decode(0.9, **params)]) == [[]]
 
 
-def test_learning() -> None:
+def test_learning():
     proposal = Proposal(PromptLookup([1]), token_ids=[1, 2, 3, 4], position=2)
     proposal.learn([9, 9])
     assert proposal.acceptance_rate == 0.5
@@ -414,7 +400,7 @@ def test_learning() -> None:
     assert proposal.acceptance_rate < 0.001
 
 
-def test_steps_are_measured() -> None:
+def test_steps_are_measured():
     """Steps of one token and its draft per sequence are measured, and sizes between interpolated."""
     seen: list[list[int]] = []
     plain, draft, _ = measure_steps(
@@ -425,12 +411,12 @@ def test_steps_are_measured() -> None:
     assert seen == [size for size in sizes for _ in range(3)]
 
 
-def test_long_contexts_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_contexts_cost_more(monkeypatch):
     """Each draft token attends to the whole context, which counts as cost."""
     clock = [0.0]
     monkeypatch.setattr(timeit, "repeat", partial(timeit.repeat, timer=lambda: clock[0]))
 
-    def run(seqs: list[Sequence]) -> None:
+    def run(seqs):
         clock[0] += sum(
             seq.num_scheduled_tokens * (1.0 + 0.01 * len(seq.token_ids)) for seq in seqs
         )
@@ -442,7 +428,7 @@ def test_long_contexts_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(Speculator(4, FREE, FREE, context_cost=0.001), [decode]) == [[2, 3, 1, 2]]
 
 
-def test_the_timeline_counts_drafts(make_llm: MakeLLM, tmp_path: Path) -> None:
+def test_the_timeline_counts_drafts(make_llm, tmp_path):
     """The trace has drafts in the step that computes them, with the results that stats report."""
     prompts = [random_prompt(seed, 9) for seed in range(3)]
     params = SamplingParams(temperature=0.0, max_tokens=20)
@@ -474,7 +460,7 @@ def test_the_timeline_counts_drafts(make_llm: MakeLLM, tmp_path: Path) -> None:
     reason="needs a C++ compiler",
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_short_query_is_so_many_decodes(dtype: torch.dtype) -> None:
+def test_a_short_query_is_so_many_decodes(dtype):
     """Results are bitwise identical, across the splits of a context."""
     torch.manual_seed(0)
     contexts, query_lens = [700, 258, 5, 90], [5, 3, 5, 1]
@@ -492,7 +478,7 @@ def test_a_short_query_is_so_many_decodes(dtype: torch.dtype) -> None:
     cpp.reason_unavailable(torch.device("cpu"), torch.bfloat16, 16, 4) is not None,
     reason="needs a C++ compiler",
 )
-def test_drafts_change_no_token_in_16_bits(make_llm: MakeLLM) -> None:
+def test_drafts_change_no_token_in_16_bits(make_llm):
     prompts = [random_prompt(seed, 9) for seed in range(6)]
     params = SamplingParams(temperature=0.7, max_tokens=60, seed=1)
     expected = make_llm(dtype="bfloat16", num_kvcache_blocks=200).generate(

@@ -14,7 +14,7 @@ PRIMES = (
 GREEDY = greedy(600)
 
 
-def ask(llm: LLM, questions: list[str], system: str = "") -> list[str]:
+def ask(llm, questions, system=""):
     start = [{"role": "system", "content": system}] if system else []
     chats = [[*start, {"role": "user", "content": question}] for question in questions]
     outputs = llm.chat(chats, GREEDY, use_tqdm=False)
@@ -23,16 +23,16 @@ def ask(llm: LLM, questions: list[str], system: str = "") -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def llm() -> LLM:
+def llm():
     return LLM(DEMO_MODEL, num_kvcache_blocks=2000)
 
 
-def test_size() -> None:
+def test_size():
     assert (Path(DEMO_MODEL) / "model.safetensors").stat().st_size < 6_000_000
 
 
 @pytest.mark.parametrize("skill", SKILLS)
-def test_skills_on_what_was_held_out(llm: LLM, skill: str) -> None:
+def test_skills_on_what_was_held_out(llm, skill):
     """Greedy answers with held-out values: plain, reworded, and after system prompts."""
     plain = list(held_out(skill, 40))
     reworded = list(held_out(skill, 40, seed=2, unseen_wordings=True))
@@ -54,7 +54,7 @@ def test_skills_on_what_was_held_out(llm: LLM, skill: str) -> None:
     ],
     ids=str,
 )
-def test_known_answers_however_they_are_computed(options: dict) -> None:
+def test_known_answers_however_they_are_computed(options):
     llm = LLM(DEMO_MODEL, **{"num_kvcache_blocks": 200, "kvcache_block_size": 4, **options})
     questions = [
         "introduce yourself",

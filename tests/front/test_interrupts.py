@@ -4,36 +4,32 @@ import random
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from types import FrameType
 
 import pytest
-import torch
-from conftest import Oracle, check_invariants, greedy, random_prompt
+from conftest import check_invariants, greedy, random_prompt
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Request
 
-MakeLLM = Callable[..., LLM]
 GREEDY = greedy(6)
 PROMPTS = [random_prompt(i, 5 + i) for i in range(4)]
 ROUNDS = 30
 
 
-def interrupt(*_: object, **__: object) -> None:
+def interrupt(*_, **__):
     raise KeyboardInterrupt
 
 
 class CtrlC:
     """Sends Ctrl-C as a real signal at a chosen time, once or twice within 20 microseconds."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.is_awaited = self.comes_again = False
 
-    def handle(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number, frame):
         if self.is_awaited:
             self.is_awaited = False
             signal.setitimer(signal.ITIMER_REAL, 20e-6 * self.comes_again)
@@ -42,14 +38,14 @@ class CtrlC:
             self.comes_again = False
             raise KeyboardInterrupt
 
-    def interrupts(self, call: Callable[[], object], seconds: float, num: int = 1) -> bool:
+    def interrupts(self, call, seconds, num=1):
         """Return whether Ctrl-C, sent `num` times after `seconds`, interrupts the call."""
         try:
             return self._interrupts(call, seconds, num)
         except KeyboardInterrupt:  # the second one
             return True
 
-    def _interrupts(self, call: Callable[[], object], seconds: float, num: int) -> bool:
+    def _interrupts(self, call, seconds, num):
         try:
             self.is_awaited, self.comes_again = True, num == 2
             signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -62,7 +58,7 @@ class CtrlC:
 
 
 @pytest.fixture(scope="module")
-def ctrl_c() -> Iterator[CtrlC]:
+def ctrl_c():
     ctrl_c = CtrlC()
     before = signal.signal(signal.SIGALRM, ctrl_c.handle)
     yield ctrl_c
@@ -71,7 +67,7 @@ def ctrl_c() -> Iterator[CtrlC]:
 
 
 @pytest.fixture(scope="module")
-def demo() -> LLM:
+def demo():
     return LLM(
         DEMO_MODEL,
         dtype="float32",
@@ -92,24 +88,23 @@ REQUESTS = [
     ([5 + i] * (10 + 4 * i), SamplingParams(max_tokens=7, ignore_eos=True, seed=i, **kind))
     for i, kind in enumerate(KINDS)
 ]
-Report = list[tuple[list[int], str, str]]
 
 
-def summarize(outputs: list[dict]) -> Report:
+def summarize(outputs):
     """The token ids, text and finish reason of each request."""
     last = {output["request_id"]: output for output in outputs}
     return [(last[i]["token_ids"], last[i]["text"], last[i]["finish_reason"]) for i in sorted(last)]
 
 
-def by_generate(llm: LLM) -> Report:
+def by_generate(llm):
     return summarize(llm.generate(*map(list, zip(*REQUESTS)), use_tqdm=False))
 
 
-def by_stream(llm: LLM) -> Report:
+def by_stream(llm):
     return summarize(list(llm.stream(*map(list, zip(*REQUESTS)))))
 
 
-def shortest_of(times: int, call: Callable[[], object]) -> float:
+def shortest_of(times, call):
     """Seconds of the fastest call, so that a slow moment does not delay Ctrl-C past the end."""
     durations = []
     for _ in range(times):
@@ -120,7 +115,7 @@ def shortest_of(times: int, call: Callable[[], object]) -> float:
 
 
 @pytest.mark.parametrize("call", [by_generate, by_stream])
-def test_ctrl_c_at_any_moment(demo: LLM, ctrl_c: CtrlC, call: Callable[[LLM], Report]) -> None:
+def test_ctrl_c_at_any_moment(demo, ctrl_c, call):
     """Another request that is queued at the time continues."""
     rng = random.Random(0)
     expected = by_generate(demo)
@@ -144,7 +139,7 @@ def test_ctrl_c_at_any_moment(demo: LLM, ctrl_c: CtrlC, call: Callable[[LLM], Re
     assert num_interrupted > ROUNDS / 3
 
 
-def test_ctrl_c_in_a_servers_loop(demo: LLM, ctrl_c: CtrlC) -> None:
+def test_ctrl_c_in_a_servers_loop(demo, ctrl_c):
     """A loop that continues misses nothing but, rarely, the report of the interrupted step."""
     rng = random.Random(1)
     expected = by_generate(demo)
@@ -154,7 +149,7 @@ def test_ctrl_c_in_a_servers_loop(demo: LLM, ctrl_c: CtrlC) -> None:
         ids = [demo.add_request(*request) for request in REQUESTS]
         last: dict[int, dict] = {}
 
-        def serve(last: dict[int, dict] = last) -> None:
+        def serve(last=last):
             while not demo.is_finished():
                 last.update((output["request_id"], output) for output in demo.step())
 
@@ -173,13 +168,7 @@ def test_ctrl_c_in_a_servers_loop(demo: LLM, ctrl_c: CtrlC) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("where", ["prepare_batch", "prepare_sampling"])
-def test_interrupted_generate(
-    tiny: tuple[str, Oracle],
-    make_llm: MakeLLM,
-    monkeypatch: pytest.MonkeyPatch,
-    error: type[BaseException],
-    where: str,
-) -> None:
+def test_interrupted_generate(tiny, make_llm, monkeypatch, error, where):
     """Its requests are cancelled, others continue, and listed blocks without K/V are not reused."""
     llm, prompts = make_llm(), [random_prompt(i, 9) for i in range(3)]
     other = llm.add_request(prompts[0], GREEDY)
@@ -188,7 +177,7 @@ def test_interrupted_generate(
     with monkeypatch.context() as patch:
         original = getattr(ModelRunner, where)
 
-        def fail_on_second_call(self: ModelRunner, *args: object) -> object:
+        def fail_on_second_call(self, *args):
             calls.append(1)
             if len(calls) == 2:
                 raise error
@@ -205,9 +194,7 @@ def test_interrupted_generate(
     assert news["request_id"] == other and news["token_ids"] == tiny[1](prompts[0], 6)
 
 
-def test_ctrl_c_again_while_starting_over(
-    tiny: tuple[str, Oracle], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_again_while_starting_over(tiny, make_llm, monkeypatch):
     llm = make_llm()
     other = llm.add_request(PROMPTS[3], GREEDY)
     llm.step()
@@ -224,7 +211,7 @@ def test_ctrl_c_again_while_starting_over(
     ]
 
 
-def test_text_of_a_token_that_is_cut_off(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_of_a_token_that_is_cut_off(demo, monkeypatch):
     """Ctrl-C between the stop string search and the commit: the text has no uncommitted token."""
     request_id = demo.add_request("1, 2, 3", SamplingParams(temperature=0.0, stop="#"))
     demo.step()
@@ -240,9 +227,7 @@ def test_text_of_a_token_that_is_cut_off(demo: LLM, monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_a_hit_that_is_not_used(
-    tiny: tuple[str, Oracle], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hit_that_is_not_used(tiny, make_llm, monkeypatch):
     """Ctrl-C in a request's first step: its prefix is recomputed, and not reported as cached."""
     llm = make_llm()
     prompt = random_prompt(3, 14)
@@ -261,9 +246,7 @@ def test_a_hit_that_is_not_used(
     assert output["token_ids"] == tiny[1](prompt, 1)
 
 
-def test_an_end_that_is_not_committed(
-    tiny: tuple[str, Oracle], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_that_is_not_committed(tiny, make_llm, monkeypatch):
     """Ctrl-C after the scheduler finishes a sequence and before the commit: it finishes again."""
     llm = make_llm()
     request_id = llm.add_request(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=2))
@@ -277,9 +260,7 @@ def test_an_end_that_is_not_committed(
     assert (output["token_ids"], output["finish_reason"]) == (tiny[1](PROMPTS[0], 2), "length")
 
 
-def test_a_request_whose_id_was_not_returned_is_cancelled(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_whose_id_was_not_returned_is_cancelled(make_llm, monkeypatch):
     """Ctrl-C after add_request has queued a request: it is cancelled and not reported."""
     llm = make_llm()
     with monkeypatch.context() as patch:
@@ -302,7 +283,7 @@ def test_a_request_whose_id_was_not_returned_is_cancelled(
     )
 
 
-def test_a_report_that_fails_comes_again(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_fails_comes_again(demo, monkeypatch):
     request_id = demo.add_request("hello", SamplingParams(max_tokens=1))
     with monkeypatch.context() as patch:
         patch.setattr("nanovllm.detokenizer.Detokenizer.read", interrupt)
@@ -312,15 +293,13 @@ def test_a_report_that_fails_comes_again(demo: LLM, monkeypatch: pytest.MonkeyPa
     assert [o["request_id"] for o in demo.step()] == [request_id]
 
 
-def test_a_warning_that_raises_affects_no_other_request(
-    tiny: tuple[str, Oracle], make_llm: MakeLLM
-) -> None:
+def test_a_warning_that_raises_affects_no_other_request(tiny, make_llm):
     """The warning about NaN logits can raise. Other requests continue, and the end is reported."""
     llm = make_llm()
     sample = llm.model_runner.sample
     bad, *good = (llm.add_request(prompt, GREEDY) for prompt in PROMPTS)
 
-    def poison(logits: torch.Tensor, seqs: list) -> object:
+    def poison(logits, seqs):
         token_ids, logprobs = sample(logits, seqs)
         return [[-1] if seq.seq_id == bad else own for seq, own in zip(seqs, token_ids)], logprobs
 
@@ -343,7 +322,7 @@ def test_a_warning_that_raises_affects_no_other_request(
     check_invariants(llm)
 
 
-def test_penalties_interrupted_while_they_count(make_llm: MakeLLM, ctrl_c: CtrlC) -> None:
+def test_penalties_interrupted_while_they_count(make_llm, ctrl_c):
     """Tokens are counted by the next step, and none twice."""
     params = SamplingParams(
         temperature=0.0, max_tokens=12, frequency_penalty=1.0, repetition_penalty=1.3
@@ -352,7 +331,7 @@ def test_penalties_interrupted_while_they_count(make_llm: MakeLLM, ctrl_c: CtrlC
     llm = make_llm()
     count, rng, num_interrupted = llm.model_runner.penalties._count, random.Random(2), 0
 
-    def count_and_be_interrupted(seqs: list) -> list[int]:
+    def count_and_be_interrupted(seqs):
         nonlocal num_interrupted
         if ctrl_c.interrupts(lambda: count(seqs), rng.uniform(1e-6, 2e-4)):
             num_interrupted += 1

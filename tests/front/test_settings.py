@@ -2,25 +2,24 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import pytest
 import torch
-from conftest import Oracle, greedy, random_prompt
+from conftest import greedy, random_prompt
 
-from nanovllm import LLM, SamplingParams, kernels
+from nanovllm import SamplingParams, kernels
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.penalties import Penalties
 from nanovllm.engine.worker import Worker, find_device
 
-MakeLLM = Callable[..., LLM]
 GREEDY = greedy(6)
 PROMPTS = [random_prompt(i, 5 + i) for i in range(4)]
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype):
     torch.set_default_dtype(dtype)
     try:
         yield
@@ -29,7 +28,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def deterministic() -> Iterator[None]:
+def deterministic():
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -57,9 +56,7 @@ SURROUNDINGS: dict[str, Callable[[], list[AbstractContextManager]]] = {
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
-def test_the_callers_settings_change_nothing(
-    tiny: tuple[str, Oracle], make_llm: MakeLLM, surroundings: str, backend: str
-) -> None:
+def test_the_callers_settings_change_nothing(tiny, make_llm, surroundings, backend):
     kinds = [
         {},
         {"presence_penalty": 1.0, "repetition_penalty": 1.3},
@@ -70,7 +67,7 @@ def test_the_callers_settings_change_nothing(
         SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "seed": 5, **kind}) for kind in kinds
     ]
 
-    def serve(llm: LLM) -> list:
+    def serve(llm):
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         return [(o["token_ids"], o["finish_reason"]) for o in outputs]
 
@@ -97,21 +94,19 @@ def test_the_callers_settings_change_nothing(
     assert serve(llm) == expected, "and nothing wrong is left in the prefix cache"
 
 
-def test_the_engines_gpu_is_the_current_one(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engines_gpu_is_the_current_one(make_llm, monkeypatch):
     """It is current while the engine starts and computes. Otherwise the caller's is."""
     current, seen = ["the caller's"], set()
 
     @contextmanager
-    def device_index(index: int | None) -> Iterator[None]:
+    def device_index(index):
         current.append(f"the engine's, {index}")
         try:
             yield
         finally:
             current.pop()
 
-    def watch(owner: object, name: str) -> None:
+    def watch(owner, name):
         original = getattr(owner, name)
         monkeypatch.setattr(
             owner,
@@ -145,9 +140,7 @@ def test_the_engines_gpu_is_the_current_one(
     assert current == ["the caller's"]
 
 
-def test_graphs_are_recorded_undisturbed(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_are_recorded_undisturbed(make_llm, monkeypatch):
     """CUDA graphs are captured without the caller's autocast."""
     seen: list[bool] = []
     monkeypatch.setattr(
@@ -160,7 +153,7 @@ def test_graphs_are_recorded_undisturbed(
     assert set(seen) == {False}
 
 
-def test_torchs_switches_are_obeyed(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_switches_are_obeyed(make_llm, monkeypatch):
     """The engine computes with the caller's float32 matmul precision."""
     llm, seen = make_llm(), []
     forward = type(llm.model_runner.sampler).forward
@@ -177,7 +170,7 @@ def test_torchs_switches_are_obeyed(make_llm: MakeLLM, monkeypatch: pytest.Monke
         torch.set_float32_matmul_precision("highest")
 
 
-def test_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_gpu_it_is(monkeypatch):
     """It is the GPU that is current when the engine is made, even if another one is later."""
     for name, value in {"is_available": True, "device_count": 4, "current_device": 2}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
@@ -200,7 +193,7 @@ def test_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_device("cpu").index is None, "on a CPU, the caller's GPU stays the current one"
 
 
-def test_exit_leaves_nothing_to_the_garbage_collector(make_llm: MakeLLM) -> None:
+def test_exit_leaves_nothing_to_the_garbage_collector(make_llm):
     """The memory is free when exit returns, although the caller still has the engine."""
     llm = make_llm(max_num_seqs=4)
     llm.generate(PROMPTS, SamplingParams(repetition_penalty=1.3, max_tokens=3), use_tqdm=False)

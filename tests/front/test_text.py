@@ -3,9 +3,7 @@
 import random
 import sys
 import time
-from collections.abc import Callable
 from itertools import pairwise
-from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -37,7 +35,7 @@ CORPUS = [
 ALPHABET = [*"abt  é你好👩\u200dÿ\n▁\u0302", "the cat", " sat", "日本語", "\ufffd"]
 
 
-def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+def wrap(tokenizer):
     """A tokenizer with two special tokens and one added ordinary token."""
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
@@ -46,7 +44,7 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
-def byte_level() -> PreTrainedTokenizerFast:
+def byte_level():
     """As in GPT-2, Qwen and Llama 3."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = (
@@ -60,7 +58,7 @@ def byte_level() -> PreTrainedTokenizerFast:
     return wrap(tokenizer)
 
 
-def byte_fallback(strip: bool, scheme: str | None) -> PreTrainedTokenizerFast:
+def byte_fallback(strip, scheme):
     """As in Llama 2 (strip, no scheme), Mistral (strip, "first") and Gemma (no strip, no scheme)."""
     words = Tokenizer(models.BPE(unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -90,7 +88,7 @@ def byte_fallback(strip: bool, scheme: str | None) -> PreTrainedTokenizerFast:
     return wrap(tokenizer)
 
 
-def unigram(scheme: str) -> PreTrainedTokenizerFast:
+def unigram(scheme):
     """As in T5: a sign for the space, no bytes."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
@@ -102,7 +100,7 @@ def unigram(scheme: str) -> PreTrainedTokenizerFast:
     return wrap(tokenizer)
 
 
-def word_piece() -> PreTrainedTokenizerFast:
+def word_piece():
     """As in BERT."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = (
@@ -134,21 +132,19 @@ many = settings(
 PROMPT = [0, 1, 2]
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
+def decode(tokenizer, token_ids):
     return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode(tokenizer, text):
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def byte_ids(tokenizer: PreTrainedTokenizerBase, data: bytes) -> list[int]:
+def byte_ids(tokenizer, data):
     return [tokenizer.convert_tokens_to_ids(BYTES[byte]) for byte in data]
 
 
-def stream(
-    tokenizer: PreTrainedTokenizerBase, token_ids: list[int], stop_strings: tuple[str, ...] = ()
-) -> list[str]:
+def stream(tokenizer, token_ids, stop_strings=()):
     """The text shown after each token, and at the end."""
     reader = Detokenizer(tokenizer, len(PROMPT), stop_strings)
     ends = range(1, len(token_ids) + 1)
@@ -156,7 +152,7 @@ def stream(
     return [*shown, reader.read([*PROMPT, *token_ids], is_last=True)]
 
 
-def check_stream(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> list[str]:
+def check_stream(tokenizer, token_ids):
     shown = stream(tokenizer, token_ids)
     for end, (before, after) in enumerate(pairwise(shown), 1):
         assert after.startswith(before)
@@ -175,7 +171,7 @@ def check_stream(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> li
 @each_tokenizer
 @many
 @given(st.data())
-def test_text_grows_to_what_the_tokenizer_says(name: str, data: st.DataObject) -> None:
+def test_text_grows_to_what_the_tokenizer_says(name, data):
     """For any text, with special and added tokens that can split characters."""
     tokenizer = TOKENIZERS[name]
     token_ids = encode(
@@ -193,7 +189,7 @@ def test_text_grows_to_what_the_tokenizer_says(name: str, data: st.DataObject) -
 
 
 @each_tokenizer
-def test_thousands_of_texts(name: str) -> None:
+def test_thousands_of_texts(name):
     rng, tokenizer = random.Random(0), TOKENIZERS[name]
     for _ in range(300):
         text = "".join(
@@ -207,7 +203,7 @@ def test_thousands_of_texts(name: str) -> None:
 
 
 @each_tokenizer
-def test_thousands_of_tokens_that_are_no_text(name: str) -> None:
+def test_thousands_of_tokens_that_are_no_text(name):
     """Random tokens: invalid bytes, parts of words, special tokens. Strides change nothing."""
     rng, tokenizer = random.Random(0), TOKENIZERS[name]
     vocabulary = list(tokenizer.get_vocab().values())
@@ -228,7 +224,7 @@ def test_thousands_of_tokens_that_are_no_text(name: str) -> None:
             assert reader.read(token_ids[:end], is_last=False) == shown[end - 1]
 
 
-def test_what_was_shown_stays() -> None:
+def test_what_was_shown_stays():
     """If one byte is invalid, the tokenizer turns its whole run to U+FFFD. Released text stays."""
     tokenizer = TOKENIZERS["llama"]
     good, bad = byte_ids(tokenizer, "é你".encode()), byte_ids(tokenizer, b"\xff")
@@ -254,7 +250,7 @@ CUT = {
 CUT |= {"special, then split", "bytes, then text", "text after one wrong byte"}
 
 
-def pathological(name: str, length: int) -> dict[str, list[int]]:
+def pathological(name, length):
     """Streams that keep tokens pending for long."""
     tokenizer = TOKENIZERS[name]
     vocabulary = tokenizer.get_vocab()
@@ -297,9 +293,7 @@ def pathological(name: str, length: int) -> dict[str, list[int]]:
 @pytest.mark.parametrize(
     "name", ["byte-level", "llama", "mistral", "gemma", "unigram", "unigram-first", "word-piece"]
 )
-def test_each_token_is_decoded_a_bounded_number_of_times(
-    name: str, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_token_is_decoded_a_bounded_number_of_times(name, length, monkeypatch):
     tokenizer = TOKENIZERS[name]
     original = type(tokenizer).decode
     decoded: list[int] = []
@@ -331,9 +325,7 @@ def test_each_token_is_decoded_a_bounded_number_of_times(
 # --- stop strings
 
 
-def expected_cut(
-    texts: list[str], stops: tuple[str, ...], asks: list[tuple[int, bool]]
-) -> tuple[int, str] | None:
+def expected_cut(texts, stops, asks):
     """The definition: the first token that completes a stop string, and the text before it."""
     for number, (end, may_stop) in enumerate(asks):
         known, text = ["", *texts][end - 1], texts[end - 1]
@@ -346,7 +338,7 @@ def expected_cut(
 @pytest.mark.parametrize("name", ["byte-level", "llama", "unigram", "word-piece"])
 @many
 @given(st.data())
-def test_stop_strings_cut_where_the_definition_says(name: str, data: st.DataObject) -> None:
+def test_stop_strings_cut_where_the_definition_says(name, data):
     """Stop strings can overlap and contain each other. The text is read in between."""
     tokenizer = TOKENIZERS[name]
     letters = st.lists(st.sampled_from(["a", "b", "é", "the", " "]), min_size=1, max_size=4).map(
@@ -383,9 +375,7 @@ def test_stop_strings_cut_where_the_definition_says(name: str, data: st.DataObje
 
 
 @pytest.mark.parametrize("max_tokens, reason, text", [(2, "stop", "a"), (1, "length", "a")])
-def test_a_token_ends_a_stop_string_and_begins_a_character(
-    max_tokens: int, reason: str, text: str
-) -> None:
+def test_a_token_ends_a_stop_string_and_begins_a_character(max_tokens, reason, text):
     r"""GPT-2 has 59 tokens like b".\xe2". The text ends before the stop string, at that token."""
     letters = pre_tokenizers.ByteLevel.alphabet()
     vocabulary = {letter: i for i, letter in enumerate([*sorted(letters), ".\u00e2"])}
@@ -413,7 +403,7 @@ def test_a_token_ends_a_stop_string_and_begins_a_character(
     ],
     ids=["long", "periodic", "many"],
 )
-def test_a_step_costs_what_is_new(stops: tuple[str, ...]) -> None:
+def test_a_step_costs_what_is_new(stops):
     tokenizer = TOKENIZERS["byte-level"]
     token_ids = encode(tokenizer, stops[0][:1000])
     reader = Detokenizer(tokenizer, 0, stops)
@@ -429,7 +419,7 @@ def test_a_step_costs_what_is_new(stops: tuple[str, ...]) -> None:
 # --- errors and interruptions
 
 
-def feed(reader: Detokenizer, token_ids: list[int], shown: list[Any]) -> None:
+def feed(reader, token_ids, shown):
     """Feed the rest of a sequence. `shown` grows by what each token releases."""
     while len(shown) < len(token_ids):
         end = len(shown) + 1
@@ -446,12 +436,12 @@ LIVES = [
 
 
 @each_tokenizer
-def test_tokens_that_cannot_be_decoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_cannot_be_decoded(name, monkeypatch):
     """Each becomes U+FFFD. The text of the others, with leading spaces, does not change."""
     rng, tokenizer, bad = random.Random(0), TOKENIZERS[name], 10**6
     original = type(tokenizer).decode
 
-    def decode_known(self: PreTrainedTokenizerBase, ids: list[int], **options: bool) -> str:
+    def decode_known(self, ids, **options):
         if bad in ids:
             raise OverflowError(bad)
         return original(self, ids, **options)
@@ -493,19 +483,19 @@ def test_tokens_that_cannot_be_decoded(name: str, monkeypatch: pytest.MonkeyPatc
 class LineInterrupts:
     """Raises KeyboardInterrupt at the lines numbered `targets` of functions that `covers` accepts."""
 
-    def __init__(self, covers: Callable[[CodeType], bool], *targets: int) -> None:
+    def __init__(self, covers, *targets):
         self.covers = covers
         self.targets = targets
         self.num_lines = 0
 
-    def __enter__(self) -> "LineInterrupts":
+    def __enter__(self):
         sys.settrace(self._trace)
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *exception):
         sys.settrace(None)
 
-    def _trace(self, frame: FrameType, event: str, argument: object) -> Callable | None:
+    def _trace(self, frame, event, argument):
         if not self.covers(frame.f_code):
             return None
         if event == "line":
@@ -516,14 +506,12 @@ class LineInterrupts:
 
 
 @pytest.mark.parametrize("name, text, stops", LIVES)
-def test_interrupted_at_any_line(
-    name: str, text: str, stops: tuple, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_at_any_line(name, text, stops, monkeypatch):
     monkeypatch.setattr(Detokenizer, "MAX_PENDING", 4)
     tokenizer = TOKENIZERS[name]
     token_ids = [*encode(tokenizer, text), *[tokenizer.bos_token_id] * 6, *encode(tokenizer, text)]
 
-    def is_the_detokenizers(code: CodeType) -> bool:
+    def is_the_detokenizers(code):
         return code.co_filename == module.__file__
 
     expected: list[Any] = []

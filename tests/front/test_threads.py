@@ -7,24 +7,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
-from conftest import Oracle, check_invariants, greedy, random_prompt
+from conftest import check_invariants, greedy, random_prompt
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.engine.model_runner import ModelRunner
 
-MakeLLM = Callable[..., LLM]
 GREEDY = greedy(6)
 PROMPTS = [random_prompt(i, 5 + i) for i in range(4)]
 
 
 @pytest.fixture
-def within_a_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+def within_a_step(monkeypatch):
     """Call something in every step, after scheduling and before the forward pass."""
 
-    def install(call: Callable[[], object]) -> None:
+    def install(call):
         prepare_batch = ModelRunner.prepare_batch
         monkeypatch.setattr(
             ModelRunner,
@@ -38,9 +36,7 @@ def within_a_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], obj
 # --- within a step
 
 
-def test_abort_within_a_step(
-    tiny: tuple[str, Oracle], make_llm: MakeLLM, within_a_step: Callable
-) -> None:
+def test_abort_within_a_step(tiny, make_llm, within_a_step):
     llm = make_llm()
     ids = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS]
     llm.step()
@@ -56,12 +52,10 @@ def test_abort_within_a_step(
     assert len(last[ids[1]]["token_ids"]) == 2, "the step that it was aborted in still counts"
 
 
-def test_a_stream_is_collected_within_a_step(
-    tiny: tuple[str, Oracle], make_llm: MakeLLM, within_a_step: Callable
-) -> None:
+def test_a_stream_is_collected_within_a_step(tiny, make_llm, within_a_step):
     llm = make_llm(max_num_seqs=8)
 
-    def abandon_a_stream() -> None:
+    def abandon_a_stream():
         stream = llm.stream(PROMPTS[3], SamplingParams(max_tokens=30))
         next(stream)
         cycle: list = [stream]
@@ -74,15 +68,13 @@ def test_a_stream_is_collected_within_a_step(
     assert llm.is_finished() and llm.stats["num_free_blocks"] == 64
 
 
-def test_a_signal_handler_may_abort(
-    tiny: tuple[str, Oracle], make_llm: MakeLLM, within_a_step: Callable
-) -> None:
+def test_a_signal_handler_may_abort(tiny, make_llm, within_a_step):
     """Every other call within a step is rejected and changes nothing."""
     llm = make_llm()
     other = llm.add_request(PROMPTS[0], GREEDY)
     refusals: list[str] = []
 
-    def handler(*_: object) -> None:
+    def handler(*_):
         llm.abort(other)
         calls = (
             llm.step,
@@ -117,7 +109,7 @@ def test_a_signal_handler_may_abort(
 # --- other threads
 
 
-def in_threads(*calls: Callable[[], object]) -> None:
+def in_threads(*calls):
     threads = [threading.Thread(target=call) for call in calls]
     for thread in threads:
         thread.start()
@@ -126,7 +118,7 @@ def in_threads(*calls: Callable[[], object]) -> None:
         assert not thread.is_alive()
 
 
-def test_threads_share_steps(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
+def test_threads_share_steps(tiny, make_llm):
     """Four threads with twenty calls each get correct results in fewer steps than one after the
     other.
     """
@@ -137,19 +129,19 @@ def test_threads_share_steps(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> Non
     llm.scheduler.schedule = lambda: (steps.append(1), schedule())[1]
     wrongs: list[object] = []
 
-    def generate() -> None:
+    def generate():
         for _ in range(20):
             outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
             wrongs.extend(
                 o for o, token_ids in zip(outputs, expected) if o["token_ids"] != token_ids
             )
 
-    def stream() -> None:
+    def stream():
         for i in range(20):
             *_, last = llm.stream(PROMPTS[i % 4], GREEDY)
             wrongs.extend([last] * (last["token_ids"] != expected[i % 4]))
 
-    def beams() -> None:
+    def beams():
         for i in range(20):
             (best,) = llm.beam_search(PROMPTS[i % 4], 1, 6, ignore_eos=True)[0]
             wrongs.extend([best] * (best["token_ids"] != expected[i % 4]))
@@ -161,11 +153,11 @@ def test_threads_share_steps(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> Non
     assert len(steps) < 4 * 20 * 6, "as many as without sharing"
 
 
-def test_a_loop_beside_a_thread(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> None:
+def test_a_loop_beside_a_thread(tiny, make_llm):
     """`step` reports the requests of `add_request` only, whichever thread ran the steps."""
     llm, stop = make_llm(), threading.Event()
 
-    def generate() -> None:
+    def generate():
         while not stop.is_set():
             assert llm.generate(PROMPTS[3], GREEDY, use_tqdm=False)[0]["token_ids"] == tiny[1](
                 PROMPTS[3], 6
@@ -188,15 +180,13 @@ def test_a_loop_beside_a_thread(tiny: tuple[str, Oracle], make_llm: MakeLLM) -> 
     assert not thread.is_alive() and llm.is_finished() and llm.step() == []
 
 
-def test_a_signal_handler_aborts_while_its_thread_waits(
-    make_llm: MakeLLM, within_a_step: Callable
-) -> None:
+def test_a_signal_handler_aborts_while_its_thread_waits(make_llm, within_a_step):
     """The abort takes effect after the other thread's step."""
     llm, handled = make_llm(), []
     other = llm.add_request(PROMPTS[0], GREEDY)
     is_held = threading.Event()
 
-    def hold() -> None:
+    def hold():
         if threading.current_thread() is thread and not is_held.is_set():
             is_held.set()
             while len(llm._callers) < 2:
@@ -219,19 +209,19 @@ def test_a_signal_handler_aborts_while_its_thread_waits(
     assert handled == [None] and llm.is_finished() and llm.stats["num_free_blocks"] == 64
 
 
-def test_another_thread_waits_for_the_step(make_llm: MakeLLM, within_a_step: Callable) -> None:
+def test_another_thread_waits_for_the_step(make_llm, within_a_step):
     """An abort returns at once and takes effect after the step."""
     llm, threads = make_llm(), []
     request_id = llm.add_request(PROMPTS[0], GREEDY)
     done: list[str] = []
 
-    def call() -> None:
+    def call():
         llm.abort(request_id)
         done.append("abort")
         llm.step()
         done.append("step")
 
-    def from_another_thread() -> None:
+    def from_another_thread():
         if not threads:
             threads.append(threading.Thread(target=call))
             threads[0].start()
@@ -248,7 +238,7 @@ def test_another_thread_waits_for_the_step(make_llm: MakeLLM, within_a_step: Cal
     )
 
 
-def test_an_abort_after_the_last_look(make_llm: MakeLLM) -> None:
+def test_an_abort_after_the_last_look(make_llm):
     """An abort while a call releases the lock is not left to a later call."""
     llm, late = make_llm(), []
     request_id = llm.add_request(PROMPTS[0], GREEDY)
@@ -256,7 +246,7 @@ def test_an_abort_after_the_last_look(make_llm: MakeLLM) -> None:
     class Callers(set):
         """Aborts while the lock is free and its last owner is still listed."""
 
-        def discard(self, thread: int) -> None:
+        def discard(self, thread):
             if not late:
                 late.append(llm._lock.locked())
                 llm.abort(request_id)
@@ -272,12 +262,10 @@ def test_an_abort_after_the_last_look(make_llm: MakeLLM) -> None:
     )
 
 
-def test_aborts_from_another_thread_are_in_nobodys_way(
-    tiny: tuple[str, Oracle], make_llm: MakeLLM
-) -> None:
+def test_aborts_from_another_thread_are_in_nobodys_way(tiny, make_llm):
     llm, stop = make_llm(), threading.Event()
 
-    def abort_often() -> None:
+    def abort_often():
         while not stop.wait(1e-5):
             llm.abort(10**9)
 
@@ -292,11 +280,11 @@ def test_aborts_from_another_thread_are_in_nobodys_way(
         thread.join()
 
 
-def test_exit_from_another_thread(make_llm: MakeLLM, within_a_step: Callable) -> None:
+def test_exit_from_another_thread(make_llm, within_a_step):
     """exit waits for the step. Calls that wait get an error."""
     llm, threads = make_llm(), []
 
-    def exit_soon() -> None:
+    def exit_soon():
         if not threads:
             threads.append(threading.Thread(target=llm.exit))
             threads[0].start()
@@ -312,7 +300,7 @@ def test_exit_from_another_thread(make_llm: MakeLLM, within_a_step: Callable) ->
 # --- other processes
 
 
-def test_after_a_fork(tiny: tuple[str, Oracle]) -> None:
+def test_after_a_fork(tiny):
     """Neither the parent's engine nor a new one computes there, because OpenMP's threads are
     missing.
     """

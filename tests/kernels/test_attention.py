@@ -5,7 +5,6 @@ All slots that no context covers hold NaN, so that a read out of bounds shows. W
 Triton's kernels run in its interpreter. That cannot multiply bfloat16, which is left out.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanovllm.backends import BACKENDS
-from nanovllm.batch import Batch
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.layers import attention as torch_backend
 
@@ -34,11 +32,11 @@ HEADS = [(8, 1, 16), (14, 2, 64), (6, 2, 80), (4, 2, 128), (2, 2, 256), (3, 1, 1
 BLOCK_SIZES = [2, 16, 48, 256]
 
 
-def is_interpreted(name: str, device: torch.device) -> bool:
+def is_interpreted(name, device):
     return device == CPU and "cpu" not in BACKENDS[name].device_types
 
 
-def find_test_device(name: str) -> torch.device | None:
+def find_test_device(name):
     """The GPU if there is one and the backend runs on it, else the CPU, or None."""
     for device in (DEVICE, CPU):
         if any(find_obstacle(name, device, dtype) is None for dtype in DTYPES):
@@ -50,7 +48,7 @@ TEST_DEVICES = {name: find_test_device(name) for name in BACKENDS}
 RUNNABLE = [name for name, device in TEST_DEVICES.items() if device is not None]
 
 
-def list_cases(name: str) -> list[Any]:
+def list_cases(name):
     """The test cases of a backend: a covering array of what it supports, for each dtype.
 
     Triton's interpreter is slow, and gets one covering array in which the dtypes alternate.
@@ -60,7 +58,7 @@ def list_cases(name: str) -> list[Any]:
         reason = find_obstacle(name, DEVICE, torch.float16)
         return [pytest.param(name, *[None] * 4, marks=pytest.mark.skip(reason=f"{name}: {reason}"))]
 
-    def allowed(dtype: torch.dtype, _: str, heads: tuple[int, int, int], block_size: int) -> bool:
+    def allowed(dtype, _, heads, block_size):
         return find_obstacle(name, device, dtype, heads[-1], block_size) is None
 
     groups = [[dtype] for dtype in DTYPES]
@@ -78,16 +76,12 @@ def list_cases(name: str) -> list[Any]:
     [case for name in BACKENDS for case in list_cases(name)],
     ids=str,
 )
-def test_backend_matches_the_torch_backend(
-    name: str, dtype: torch.dtype, batch_name: str, heads: tuple[int, int, int], block_size: int
-) -> None:
+def test_backend_matches_the_torch_backend(name, dtype, batch_name, heads, block_size):
     step = make_step(BATCHES[batch_name], heads, block_size, dtype, TEST_DEVICES[name])
     compare_attention(load_backend(name), *step)
 
 
-def attend_by_definition(
-    query: torch.Tensor, kv_cache: torch.Tensor, batch: Batch, scale: float
-) -> torch.Tensor:
+def attend_by_definition(query, kv_cache, batch, scale):
     """Attention in float64, one query token and one head at a time."""
     block_size, num_kv_heads = kv_cache.shape[2:4]
     group_size = query.shape[1] // num_kv_heads
@@ -108,12 +102,7 @@ def attend_by_definition(
 
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("heads, block_size", [((6, 2, 80), 16), ((3, 1, 10), 48)], ids=str)
-def test_torch_backend_matches_softmax(
-    monkeypatch: pytest.MonkeyPatch,
-    lengths: tuple[list[int], list[int]],
-    heads: tuple[int, int, int],
-    block_size: int,
-) -> None:
+def test_torch_backend_matches_softmax(monkeypatch, lengths, heads, block_size):
     monkeypatch.setattr(torch_backend, "TILE", 30)  # less than the longest queries
     arguments = (lengths, heads, block_size, torch.float32)
     output = torch_backend.attend(*make_step(*arguments, DEVICE), SCALE)
@@ -126,9 +115,7 @@ class LargestTensor(TorchDispatchMode):
 
     num_bytes = 0
 
-    def __torch_dispatch__(
-        self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
@@ -136,7 +123,7 @@ class LargestTensor(TorchDispatchMode):
         return output
 
 
-def test_torch_backend_holds_one_tile_of_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_backend_holds_one_tile_of_the_mask(monkeypatch):
     monkeypatch.setattr(torch_backend, "TILE", 40)
     query, kv_cache, batch = make_step(([5000], [5000]), (4, 2, 16), 16, torch.bfloat16)
     with LargestTensor() as largest:
@@ -150,9 +137,7 @@ def test_torch_backend_holds_one_tile_of_the_mask(monkeypatch: pytest.MonkeyPatc
     [(torch.float32, 3, 80), (torch.bfloat16, 1, 10), (torch.float16, 8, 256)],
     ids=str,
 )
-def test_store_kvcache_writes_its_slots_and_no_others(
-    name: str, dtype: torch.dtype, num_kv_heads: int, head_dim: int
-) -> None:
+def test_store_kvcache_writes_its_slots_and_no_others(name, dtype, num_kv_heads, head_dim):
     device = TEST_DEVICES[name]
     obstacle = find_obstacle(name, device, dtype)
     if obstacle is not None:
@@ -179,9 +164,7 @@ def test_store_kvcache_writes_its_slots_and_no_others(
 @pytest.mark.parametrize(
     "lengths", [([1, 1, 1], [700, 3, 300]), ([9, 40], [700, 40])], ids=["decode", "prefill"]
 )
-def test_cpp_backend_survives_extreme_scores(
-    lengths: tuple[list[int], list[int]], dtype: torch.dtype
-) -> None:
+def test_cpp_backend_survives_extreme_scores(lengths, dtype):
     tolerance = {torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
     query, kv_cache, batch = make_step(lengths, (4, 2, 64), 16, dtype)
     large = query * 1e4

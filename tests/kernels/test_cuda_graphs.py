@@ -3,25 +3,21 @@
 Without a GPU, a stand-in for a graph calls the captured function again on the static batch.
 """
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import DEVICE, ON_GPU, Oracle, greedy, make_batch, random_prompt
+from conftest import DEVICE, ON_GPU, greedy, make_batch, random_prompt
 
-from nanovllm import LLM
-from nanovllm.batch import Batch
 from nanovllm.kernels.cuda import graphs
 from nanovllm.kernels.cuda.graphs import CudaGraphs, list_batch_sizes, pack_padded
 from nanovllm.packing import copy_to, unpack
 
 pytest.importorskip("triton", reason="triton is not installed")
-MakeLLM = Callable[..., LLM]
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 9, 40, 1000])
-def test_little_of_a_graph_is_padding(max_num_seqs: int) -> None:
+def test_little_of_a_graph_is_padding(max_num_seqs):
     sizes = list_batch_sizes(max_num_seqs)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == max_num_seqs
@@ -30,7 +26,7 @@ def test_little_of_a_graph_is_padding(max_num_seqs: int) -> None:
         assert padding < max(8, num_seqs / 8)
 
 
-def test_padding_rows_read_and_write_nothing() -> None:
+def test_padding_rows_read_and_write_nothing():
     tokens = torch.randint(99, (3,), dtype=torch.int32)
     batch = make_batch([1] * 3, [5, 3, 8], torch.randint(99, (3, 2), dtype=torch.int32))
     for name in ("input_ids", "positions", "slot_mapping"):
@@ -47,12 +43,12 @@ def test_padding_rows_read_and_write_nothing() -> None:
 
 
 @pytest.fixture
-def make_llm_with_graphs(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
-    def capture(step: Callable[[], torch.Tensor], *_: object) -> tuple[object, torch.Tensor]:
+def make_llm_with_graphs(make_llm, monkeypatch):
+    def capture(step, *_):
         output = step()
         return SimpleNamespace(replay=lambda: output.copy_(step())), output
 
-    def make(**options) -> LLM:
+    def make(**options):
         options |= {"attention_backend": "triton", "kvcache_block_size": 16}
         llm = make_llm(device=DEVICE.type, **options)
         worker = llm.model_runner.executor.worker
@@ -68,9 +64,7 @@ def make_llm_with_graphs(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> 
     return make
 
 
-def test_engine_with_graphs_matches_transformers(
-    tiny: tuple[str, Oracle], make_llm_with_graphs: MakeLLM
-) -> None:
+def test_engine_with_graphs_matches_transformers(tiny, make_llm_with_graphs):
     """With batches that grow and shrink, chunks of one token, preemptions and padding rows."""
     options = {"num_kvcache_blocks": 6, "max_model_len": 64, "max_num_batched_tokens": 18}
     llm = make_llm_with_graphs(max_num_seqs=11, **options)
@@ -82,7 +76,7 @@ def test_engine_with_graphs_matches_transformers(
     assert llm.stats["num_preemptions"]
 
 
-def test_graphs_match_eager_steps_at_every_batch_size(make_llm_with_graphs: MakeLLM) -> None:
+def test_graphs_match_eager_steps_at_every_batch_size(make_llm_with_graphs):
     """Hidden states and KV caches. Some rows are chunks of one token, without logits."""
     max_num_seqs = 40 if ON_GPU else 9
     llm = make_llm_with_graphs(num_kvcache_blocks=90, max_num_seqs=max_num_seqs, max_model_len=32)
@@ -100,14 +94,14 @@ def test_graphs_match_eager_steps_at_every_batch_size(make_llm_with_graphs: Make
         seq.block_table += [seq.lane + 45] * (2 - len(seq.block_table))
     before = [torch.randn_like(kv_cache) for kv_cache in worker.kv_caches]
 
-    def run(step: Callable[[Batch], torch.Tensor], batch: Batch) -> list[torch.Tensor]:
+    def run(step, batch):
         """Return the hidden states and the KV caches after the step."""
         for kv_cache, saved in zip(worker.kv_caches, before):
             kv_cache.copy_(saved)
         hidden = step(batch).clone()
         return [hidden, *[kv_cache.clone() for kv_cache in worker.kv_caches]]
 
-    def run_eagerly(batch: Batch) -> torch.Tensor:
+    def run_eagerly(batch):
         return worker.model(copy_to(batch, worker.device), worker.kv_caches)
 
     for num_seqs in range(1, max_num_seqs + 1) if ON_GPU else (9, 8, 5, 3, 1):
@@ -120,6 +114,6 @@ def test_graphs_match_eager_steps_at_every_batch_size(make_llm_with_graphs: Make
 
 
 @pytest.mark.gpu
-def test_torch_attention_is_not_captured(make_llm: MakeLLM) -> None:
+def test_torch_attention_is_not_captured(make_llm):
     """It reads lengths on the host."""
     assert make_llm(attention_backend="torch").model_runner.executor.worker.graphs is None

@@ -1,7 +1,6 @@
 """The flash_attn backend calls the package as documented. A stand-in computes with torch."""
 
 import sys
-from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
 
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 from conftest import DEVICE, make_batch
 from kernel_helpers import BATCHES, CPU, compare_attention, make_step
 
-from nanovllm import LLM
 from nanovllm.layers import attention as torch_backend
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -19,17 +17,17 @@ FLASH_ATTN = "nanovllm.kernels.cuda.flash_attn"
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    causal: bool,
-    block_table: torch.Tensor,
-) -> torch.Tensor:
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale,
+    causal,
+    block_table,
+):
     assert causal
     assert k.shape[1] % 256 == 0
     for tensor in (cu_seqlens_q, cu_seqlens_k, block_table):
@@ -43,13 +41,7 @@ def flash_attn_varlen_func(
     return torch_backend.attend(q, torch.stack((k, v)), batch, softmax_scale)
 
 
-def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    **options,
-) -> torch.Tensor:
+def flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens, **options):
     num_seqs, query_len = q.shape[:2]
     assert cache_seqlens.dtype == torch.int32
     bounds = torch.arange(num_seqs + 1, dtype=torch.int32, device=q.device) * query_len
@@ -61,7 +53,7 @@ def flash_attn_with_kvcache(
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def backend(monkeypatch):
     """The backend, imported over the stand-in for the package."""
     package = ModuleType("flash_attn")
     package.flash_attn_varlen_func = flash_attn_varlen_func
@@ -73,13 +65,11 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
-def test_flash_attn_receives_the_whole_batch(
-    backend: ModuleType, lengths: tuple[list[int], list[int]]
-) -> None:
+def test_flash_attn_receives_the_whole_batch(backend, lengths):
     compare_attention(backend, *make_step(lengths, (4, 2, 64), 256, torch.float32, DEVICE))
 
 
-def test_flash_attn_names_what_it_does_not_support(backend: ModuleType) -> None:
+def test_flash_attn_names_what_it_does_not_support(backend):
     gpu = torch.device("cuda")
     bf16 = torch.bfloat16
     assert backend.PREFERRED_BLOCK_SIZE == 256
@@ -91,9 +81,7 @@ def test_flash_attn_names_what_it_does_not_support(backend: ModuleType) -> None:
         assert "head_dim" in backend.reason_unavailable(gpu, bf16, head_dim, 256)
 
 
-def test_a_missing_package_is_named(
-    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named(make_llm, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.delitem(sys.modules, FLASH_ATTN, raising=False)
     with pytest.raises(ValueError, match="flash_attn"):

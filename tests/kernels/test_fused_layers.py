@@ -1,9 +1,6 @@
 """Kernels that span several layers compute the same as the layers one after the other."""
 
-from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from kernel_helpers import (
     randomize,
     triton_layers,
 )
-from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
@@ -49,9 +46,7 @@ needs_gemm = pytest.mark.skipif(
     ],
     ids=str,
 )
-def test_one_call_for_all_layers_matches_plain_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_one_call_for_all_layers_matches_plain_layers(tmp_path, monkeypatch, shape, dtype):
     """Hidden states and K/V, in all steps of an engine: prefills, chunks and decodes."""
     make_checkpoint(tmp_path, dtype=dtype, max_position_embeddings=1024, **shape)
     options = {"num_kvcache_blocks": 64, "kvcache_block_size": 16, "max_num_batched_tokens": 640}
@@ -60,7 +55,7 @@ def test_one_call_for_all_layers_matches_plain_layers(
     prepare_batch = runner.prepare_batch
     batches = []
 
-    def record(seqs: list) -> object:
+    def record(seqs):
         batch = prepare_batch(seqs)
         batches.append(deepcopy(batch))
         return batch
@@ -102,9 +97,7 @@ def test_one_call_for_all_layers_matches_plain_layers(
 
 @needs_gemm
 @all_dtypes
-def test_other_requests_do_not_change_logits(
-    make_llm: Callable[..., LLM], dtype: torch.dtype
-) -> None:
+def test_other_requests_do_not_change_logits(make_llm, dtype):
     llm = make_llm(dtype=str(dtype).removeprefix("torch."), enable_prefix_caching=False)
     params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=5)
     prompts = [random_prompt(n, n) for n in (30, 1, 9, 17, 40)]
@@ -120,7 +113,7 @@ def test_other_requests_do_not_change_logits(
 @pytest.mark.parametrize(
     "dtype, size", [(torch.float32, 5), (torch.float16, 100), (torch.float32, 2048)], ids=str
 )
-def test_residual_add_and_norm_round_like_two_operations(dtype: torch.dtype, size: int) -> None:
+def test_residual_add_and_norm_round_like_two_operations(dtype, size):
     torch.manual_seed(0)
     x, branch = (torch.randn(2, 7, size) * 3).to(DEVICE, dtype)
     weight = torch.randn(size).to(DEVICE, dtype)
@@ -142,9 +135,7 @@ def test_residual_add_and_norm_round_like_two_operations(dtype: torch.dtype, siz
     ),
     ids=str,
 )
-def test_rotate_and_store_matches_norm_rotation_and_store(
-    heads: tuple[int, int, int], has_norm: bool, dtype: torch.dtype
-) -> None:
+def test_rotate_and_store_matches_norm_rotation_and_store(heads, has_norm, dtype):
     num_heads, num_kv_heads, head_dim = heads
     attention = make_layers(dtype, DEVICE.type)["attention"]
     norms = [None, None]
@@ -186,12 +177,7 @@ def test_rotate_and_store_matches_norm_rotation_and_store(
     ],
     ids=["qwen3", "qwen3_moe"],
 )
-def test_engine_with_triton_kernels_matches_transformers(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    family: type[PretrainedConfig],
-    shape: dict[str, Any],
-) -> None:
+def test_engine_with_triton_kernels_matches_transformers(tmp_path, monkeypatch, family, shape):
     """With chunked prompts, prefix hits and preemptions."""
     oracle = Oracle(make_checkpoint(tmp_path, family=family, **shape))
     layers = triton_layers()

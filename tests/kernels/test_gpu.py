@@ -3,15 +3,12 @@
 Attention, layers and CUDA graphs have tests of their own, which use a GPU where there is one.
 """
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
     VOCAB_SIZE,
-    Oracle,
     check_invariants,
     greedy,
     make_checkpoint,
@@ -21,7 +18,6 @@ from conftest import (
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 
 pytestmark = pytest.mark.gpu
-MakeLLM = Callable[..., LLM]
 GREEDY = greedy(40)
 POOL = {"num_kvcache_blocks": 64, "kvcache_block_size": 16}
 PROMPTS = [random_prompt(i, 1 + 7 * i) for i in range(8)]
@@ -39,26 +35,20 @@ SAMPLED = [
 ]
 
 
-def generate(
-    llm: LLM,
-    prompts: list[list[int]] = PROMPTS,
-    params: SamplingParams | list[SamplingParams] = GREEDY,
-) -> list[list[int]]:
+def generate(llm, prompts=PROMPTS, params=GREEDY):
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [output["token_ids"] for output in outputs]
 
 
 @pytest.fixture
-def expected(tiny: tuple[str, Oracle]) -> list[list[int]]:
+def expected(tiny):
     """The tokens that transformers generates for PROMPTS."""
     return [tiny[1](prompt, 40) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("chunked", [True, False], ids=["mixed", "prefill first"])
-def test_engine_matches_transformers(
-    make_llm: MakeLLM, tiny: tuple[str, Oracle], chunked: bool, enforce_eager: bool
-) -> None:
+def test_engine_matches_transformers(make_llm, tiny, chunked, enforce_eager):
     """Twice in a pool that is too small, so with preemptions and prefix hits."""
     llm = make_llm(
         kvcache_block_size=16, num_kvcache_blocks=8, max_model_len=64, max_num_batched_tokens=40,
@@ -76,9 +66,7 @@ def test_engine_matches_transformers(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_logits_are_as_exact_as_those_of_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
+def test_logits_are_as_exact_as_those_of_transformers(tmp_path, monkeypatch, dtype):
     """With the backend that "auto" selects. The error is at most 1.5 times that on the CPU."""
     reference = make_checkpoint(tmp_path, dtype=dtype)
     llm = LLM(str(tmp_path), num_kvcache_blocks=64)
@@ -86,7 +74,7 @@ def test_logits_are_as_exact_as_those_of_transformers(
     compute_logits = model.compute_logits
     seen = []
 
-    def record(hidden: torch.Tensor) -> torch.Tensor:
+    def record(hidden):
         seen.append(compute_logits(hidden))
         return seen[-1]
 
@@ -101,7 +89,7 @@ def test_logits_are_as_exact_as_those_of_transformers(
     assert (ours - exact).norm() < 1.5 * (theirs - exact).norm() + 1e-5 * exact.norm()
 
 
-def test_a_seed_samples_the_same_tokens_on_both_devices(make_llm: MakeLLM) -> None:
+def test_a_seed_samples_the_same_tokens_on_both_devices(make_llm):
     outputs = []
     for device in ("cpu", "cuda"):
         outputs.append(make_llm(device=device, **POOL).generate(PROMPTS, SAMPLED, use_tqdm=False))
@@ -112,7 +100,7 @@ def test_a_seed_samples_the_same_tokens_on_both_devices(make_llm: MakeLLM) -> No
             assert on_gpu["cumulative_logprob"] == expected
 
 
-def test_settings_of_the_caller_change_nothing(make_llm: MakeLLM) -> None:
+def test_settings_of_the_caller_change_nothing(make_llm):
     expected = generate(make_llm(**POOL), params=SAMPLED)
     with torch.device("meta"), torch.autocast("cuda", dtype=torch.float16), torch.enable_grad():
         torch.set_float32_matmul_precision("medium")
@@ -122,9 +110,7 @@ def test_settings_of_the_caller_change_nothing(make_llm: MakeLLM) -> None:
             torch.set_float32_matmul_precision("highest")
 
 
-def test_engines_on_the_first_and_the_last_gpu_are_independent(
-    make_llm: MakeLLM, expected: list[list[int]]
-) -> None:
+def test_engines_on_the_first_and_the_last_gpu_are_independent(make_llm, expected):
     last = torch.device("cuda", torch.cuda.device_count() - 1)
     llms = [make_llm(device=name, **POOL) for name in ("cuda:0", str(last))]
     for llm in (*llms, *llms):
@@ -142,7 +128,7 @@ def test_engines_on_the_first_and_the_last_gpu_are_independent(
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_ranks_match_transformers(tiny: tuple[str, Oracle], expected: list[list[int]]) -> None:
+def test_two_ranks_match_transformers(tiny, expected):
     with LLM(tiny[0], tensor_parallel_size=2, **POOL) as llm:
         assert generate(llm) == expected
 
@@ -153,19 +139,13 @@ def test_two_ranks_match_transformers(tiny: tuple[str, Oracle], expected: list[l
     ids=["sampled", "filtered", "greedy", "penalties", "logprobs"],
 )
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_a_step_synchronizes_the_host_once(
-    make_llm: MakeLLM,
-    monkeypatch: pytest.MonkeyPatch,
-    enforce_eager: bool,
-    params: SamplingParams,
-    num_reads: int,
-) -> None:
+def test_a_step_synchronizes_the_host_once(make_llm, monkeypatch, enforce_eager, params, num_reads):
     """To read the tokens, and the four columns of log probabilities. torch raises at any other."""
     llm = make_llm(**POOL, enforce_eager=enforce_eager)
     tolist = torch.Tensor.tolist
     reads = []
 
-    def read(tensor: torch.Tensor) -> list:
+    def read(tensor):
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("default")
         if tensor.is_cuda:
@@ -186,7 +166,7 @@ def test_a_step_synchronizes_the_host_once(
         assert len(reads) == num_reads
 
 
-def without_waiting(function: Callable, *args: object) -> object:
+def without_waiting(function, *args):
     torch.cuda.set_sync_debug_mode("error")
     try:
         return function(*args)
@@ -196,16 +176,14 @@ def without_waiting(function: Callable, *args: object) -> object:
 
 @pytest.mark.parametrize("options", [{}, {"num_kvcache_blocks": 2000}], ids=["profiled", "given"])
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_nothing_is_compiled_while_serving(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enforce_eager: bool, options: dict
-) -> None:
+def test_nothing_is_compiled_while_serving(tmp_path, monkeypatch, enforce_eager, options):
     import triton
 
     make_checkpoint(tmp_path, dtype=torch.bfloat16, vocab_size=128)
     llm = LLM(str(tmp_path), gpu_memory_utilization=0.2, enforce_eager=enforce_eager, **options)
     compiled = []
 
-    def record(**details) -> None:
+    def record(**details):
         compiled.append(details)
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", record)
@@ -218,7 +196,7 @@ def test_nothing_is_compiled_while_serving(
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_memory_stays_within_gpu_memory_utilization(tmp_path: Path, enforce_eager: bool) -> None:
+def test_memory_stays_within_gpu_memory_utilization(tmp_path, enforce_eager):
     """In the largest steps too, while other tensors hold 2 GiB of the GPU."""
     make_checkpoint(
         tmp_path, dtype=torch.bfloat16, vocab_size=50_000, num_hidden_layers=8, head_dim=128,
@@ -239,12 +217,12 @@ def test_memory_stays_within_gpu_memory_utilization(tmp_path: Path, enforce_eage
     del other
 
 
-def test_the_pool_is_no_larger_than_sequences_can_use() -> None:
+def test_the_pool_is_no_larger_than_sequences_can_use():
     llm = LLM(DEMO_MODEL, max_num_seqs=8, max_model_len=100, kvcache_block_size=16)
     assert llm.stats["num_blocks"] == 8 * 7
 
 
-def test_exit_frees_the_memory(make_llm: MakeLLM) -> None:
+def test_exit_frees_the_memory(make_llm):
     generate(make_llm(**POOL), params=SAMPLED)  # allocates workspaces of cuBLAS, which stay
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()

@@ -4,8 +4,6 @@ Each library is compiled once. All dtypes are tested with native instructions, a
 set the dtypes that take a path of their own there.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,7 +32,7 @@ BUILDS += LESSER.get(torch.backends.cpu.get_cpu_capability(), [])
 
 
 @pytest.fixture(scope="module", params=BUILDS, ids=str)
-def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+def dtype(request):
     """The dtype of the kernels, which are compiled for one instruction set."""
     processor, dtype = request.param
     cached = (library.reason_unavailable, library.load, library.has_gemm)
@@ -56,8 +54,8 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     "in_features, out_features", [(2, 1), (30, 64), (31, 40), (64, 100), (320, 16), (4096, 130)]
 )
 def test_prepacked_weight_multiplies_like_a_linear_layer(
-    in_features: int, out_features: int, has_bias: bool, dtype: torch.dtype
-) -> None:
+    in_features, out_features, has_bias, dtype
+):
     torch.manual_seed(0)
     plain = torch.randn(out_features, in_features).to(dtype)
     # 16-bit inputs are packed in pairs.
@@ -83,9 +81,7 @@ def test_prepacked_weight_multiplies_like_a_linear_layer(
 
 
 @pytest.mark.parametrize("in_features, out_features", [(2, 1), (30, 16), (64, 100), (1030, 48)])
-def test_gated_weight_computes_swiglu(
-    in_features: int, out_features: int, dtype: torch.dtype
-) -> None:
+def test_gated_weight_computes_swiglu(in_features, out_features, dtype):
     torch.manual_seed(0)
     plain = torch.randn(2 * out_features, in_features).to(dtype)
     prepacked = PrepackedWeight(plain, gated=True)
@@ -98,7 +94,7 @@ def test_gated_weight_computes_swiglu(
         torch.testing.assert_close(prepacked.multiply(x).double(), F.silu(gate) * up, **limits)
 
 
-def test_gated_weight_takes_extreme_gates(dtype: torch.dtype) -> None:
+def test_gated_weight_takes_extreme_gates(dtype):
     gates = torch.tensor(GATES, dtype=dtype)
     column = torch.cat((gates, torch.ones_like(gates)))
     weight = torch.stack((column, torch.zeros_like(column)), dim=-1)
@@ -107,7 +103,7 @@ def test_gated_weight_takes_extreme_gates(dtype: torch.dtype) -> None:
     torch.testing.assert_close(output, F.silu(gates).expand(40, -1), equal_nan=True)
 
 
-def test_every_float16_is_read_and_written_exactly(dtype: torch.dtype) -> None:
+def test_every_float16_is_read_and_written_exactly(dtype):
     if dtype != torch.float16:
         pytest.skip("of float16 only")
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype)
@@ -124,7 +120,5 @@ def test_every_float16_is_read_and_written_exactly(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("lengths", [*BATCHES.values(), ([9, 600], [700, 600])], ids=str)
 @pytest.mark.parametrize("heads", [(4, 2, 80), (14, 2, 128), (3, 1, 10)], ids=str)
-def test_attention_matches_the_torch_backend(
-    lengths: tuple[list[int], list[int]], heads: tuple[int, int, int], dtype: torch.dtype
-) -> None:
+def test_attention_matches_the_torch_backend(lengths, heads, dtype):
     compare_attention(cpp_backend, *make_step(lengths, heads, 16, dtype))

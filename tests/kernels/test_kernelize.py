@@ -1,16 +1,15 @@
 """An engine uses kernels only where they work, and only for code that they know."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
-from conftest import DEVICE, Oracle, greedy, make_batch, random_prompt
+from conftest import DEVICE, greedy, make_batch, random_prompt
 from kernel_helpers import (
     CPU,
     all_kernels,
@@ -22,20 +21,18 @@ from kernel_helpers import (
 )
 from torch import nn
 
-from nanovllm import LLM, kernels
+from nanovllm import kernels
 from nanovllm.backends import BACKENDS
-from nanovllm.batch import Batch
 from nanovllm.kernels.check import check_backend
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.cpu import layers as cpu_layers
 from nanovllm.kernels.cpu import library
 from nanovllm.layers import attention as torch_backend
-from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import Attention, DecoderLayer, DecoderLayers
 
 
-def import_triton_backend() -> Any:
+def import_triton_backend():
     return import_module("nanovllm.kernels.cuda.attention")
 
 
@@ -48,9 +45,7 @@ class OtherLayer(DecoderLayer):
     "last_layer, has_triton_attention",
     [(DecoderLayer, True), (DecoderLayer, False), (OtherLayer, True)],
 )
-def test_only_known_layers_are_fused(
-    last_layer: type[DecoderLayer], has_triton_attention: bool
-) -> None:
+def test_only_known_layers_are_fused(last_layer, has_triton_attention):
     """FusedLayers needs plain layers, and FusedAttention stores K/V as the triton backend does."""
     backend = import_triton_backend() if has_triton_attention else torch_backend
     spec = make_spec(torch.float32)
@@ -64,34 +59,34 @@ def test_only_known_layers_are_fused(
     )
 
 
-def double_in_subclass(module: nn.Module, method: str = "forward") -> None:
+def double_in_subclass(module, method="forward"):
     kind = type(module)
     original = getattr(kind, method)
     module.__class__ = type("Subclass", (kind,), {method: lambda *args: 2 * original(*args)})
 
 
-def double_on_instance(module: nn.Module) -> None:
+def double_on_instance(module):
     original = module.forward
     module.forward = lambda *args: 2 * original(*args)
 
 
-def double_in_hook(module: nn.Module) -> None:
+def double_in_hook(module):
     module.register_forward_hook(lambda module, args, output: 2 * output)
 
 
-def double_in_pre_hook(module: nn.Module) -> None:
+def double_in_pre_hook(module):
     module.register_forward_pre_hook(lambda module, args: 2 * args[0])
 
 
-def change_eps(norm: nn.Module) -> None:
+def change_eps(norm):
     norm.eps = 3.0
 
 
-def remove_query_norm(attention: nn.Module) -> None:
+def remove_query_norm(attention):
     attention.q_norm = None
 
 
-def add_bias(linear: nn.Module) -> None:
+def add_bias(linear):
     linear.bias = nn.Parameter(torch.ones_like(linear.weight[:, 0]))
 
 
@@ -124,9 +119,7 @@ CHANGES: list[tuple[Callable[[nn.Module], None], list[str]]] = [
 @pytest.mark.parametrize(
     "change, part", [(change, part) for change, parts in CHANGES for part in parts]
 )
-def test_a_changed_layer_keeps_its_effect(
-    change: Callable[[nn.Module], None], part: str, language: str, device: str
-) -> None:
+def test_a_changed_layer_keeps_its_effect(change, part, language, device):
     """Subclasses, hooks, assigned methods and other settings are never silently replaced."""
     spec = make_spec(torch.float32, qk_norm=True)
     backend = cpp_backend if language == "cpp" else import_triton_backend()
@@ -136,11 +129,11 @@ def test_a_changed_layer_keeps_its_effect(
     x = torch.randn(10, 32, generator=torch.Generator().manual_seed(1)).to(device)
     angles = torch.linspace(-2, 2, 80, device=device).view(10, 1, 8)
 
-    def make(backend: Backend) -> DecoderLayers:
+    def make(backend):
         layers = (DecoderLayer(spec, i, backend, ALONE) for i in range(2))
         return randomize(DecoderLayers(layers)).to(device)
 
-    def compute(layers: DecoderLayers) -> torch.Tensor:
+    def compute(layers):
         torch.manual_seed(2)
         caches = [torch.randn(2, 4, 16, 1, 16).to(device) for _ in range(2)]
         with torch.inference_mode():
@@ -162,7 +155,7 @@ def test_a_changed_layer_keeps_its_effect(
 
 
 @needs_triton
-def test_the_check_at_start_finds_wrong_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_at_start_finds_wrong_kernels(monkeypatch):
     """Also those that ignore all but the first tile of a context, or do not combine splits."""
     backend = import_triton_backend()
     state = torch.get_rng_state()
@@ -171,9 +164,7 @@ def test_the_check_at_start_finds_wrong_kernels(monkeypatch: pytest.MonkeyPatch)
         check()
     assert torch.equal(torch.get_rng_state(), state)
 
-    def attend_to_64(
-        query: torch.Tensor, kv_cache: torch.Tensor, batch: Batch, scale: float
-    ) -> torch.Tensor:
+    def attend_to_64(query, kv_cache, batch, scale):
         shorter = replace(batch, context_lens=batch.context_lens.clamp(max=64))
         return torch_backend.attend(query, kv_cache, shorter, scale)
 
@@ -189,12 +180,10 @@ def test_the_check_at_start_finds_wrong_kernels(monkeypatch: pytest.MonkeyPatch)
     backend._prepare.cache_clear()
 
 
-def test_auto_skips_a_backend_that_fails_on_this_gpu(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_skips_a_backend_that_fails_on_this_gpu(monkeypatch, capfd):
     """For example a wheel that was not built for it. Requested by name, it raises an error."""
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise RuntimeError("no kernel image is available for execution on the device")
 
     failing = SimpleNamespace(
@@ -215,7 +204,7 @@ def test_auto_skips_a_backend_that_fails_on_this_gpu(
 
 
 @pytest.fixture
-def forget_kernels() -> Iterator[None]:
+def forget_kernels():
     """Clear the caches of what works here, before and after the test."""
     cached = (
         kernels.find_optimized_layers,
@@ -232,20 +221,14 @@ def forget_kernels() -> Iterator[None]:
 
 @needs_triton
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="Triton works there")
-def test_without_a_gpu_triton_layers_are_not_used(
-    forget_kernels: None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_triton_layers_are_not_used(forget_kernels, capfd):
     assert kernels.find_optimized_layers("cuda", torch.float32) == []
     assert "plain torch layers, which are slow:" in capfd.readouterr().err
 
 
 def test_without_a_compiler_the_engine_uses_torch(
-    tiny: tuple[str, Oracle],
-    make_llm: Callable[..., LLM],
-    forget_kernels: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    tiny, make_llm, forget_kernels, monkeypatch, capfd
+):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ValueError, match="no-such-compiler"):
         make_llm(device="cpu", attention_backend="cpp")

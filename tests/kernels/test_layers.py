@@ -29,7 +29,7 @@ from nanovllm.models.opt import OPTLayer, OPTSpec
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
-def check_close(output: torch.Tensor, expected: torch.Tensor) -> None:
+def check_close(output, expected):
     limit = TOLERANCE[expected.dtype]
     assert output.dtype == expected.dtype
     torch.testing.assert_close(output, expected, atol=limit, rtol=limit, equal_nan=True)
@@ -38,9 +38,7 @@ def check_close(output: torch.Tensor, expected: torch.Tensor) -> None:
 @all_kernels
 @all_dtypes
 @pytest.mark.parametrize("num_tokens", [0, 1, 70])
-def test_optimized_layers_match_plain_ones(
-    num_tokens: int, dtype: torch.dtype, language: str, device: str
-) -> None:
+def test_optimized_layers_match_plain_ones(num_tokens, dtype, language, device):
     layers = make_layers(dtype, device)
     optimized = optimize(make_layers(dtype, device), language, dtype)
     assert not {type(layer) for layer in optimized.modules()} & {RMSNorm, MLP, Sampler}
@@ -50,7 +48,7 @@ def test_optimized_layers_match_plain_ones(
     angles = torch.randn(num_tokens, 1, 10).to(device)
     positions = torch.randint(40_000, (num_tokens,), dtype=torch.int32).to(device)
 
-    def compute(layers: nn.ModuleDict) -> list[torch.Tensor]:
+    def compute(layers):
         attention = layers["attention"]
         outputs = [*layers["rotary"](positions), layers["norm"](wide), layers["mlp"](wide * 5)]
         for norm in (None, attention.q_norm):
@@ -66,9 +64,7 @@ def test_optimized_layers_match_plain_ones(
 @all_dtypes
 @pytest.mark.parametrize("has_weights", [True, False])
 @pytest.mark.parametrize("num_tokens", [0, 70])
-def test_optimized_opt_layers_match_plain_ones(
-    num_tokens: int, has_weights: bool, dtype: torch.dtype
-) -> None:
+def test_optimized_opt_layers_match_plain_ones(num_tokens, has_weights, dtype):
     spec = OPTSpec(
         vocab_size=80, hidden_size=100, embedding_size=100, num_layers=1, num_heads=5,
         num_kv_heads=5, head_dim=20, intermediate_size=150, norm_first=True, final_norm=True,
@@ -86,7 +82,7 @@ def test_optimized_opt_layers_match_plain_ones(
 
 
 @all_kernels
-def test_optimized_norms_take_any_shape(language: str, device: str) -> None:
+def test_optimized_norms_take_any_shape(language, device):
     norms = [RMSNorm(20, 1e-3, torch.float32)]
     if language == "cpp":
         norms += [nn.LayerNorm(20), nn.LayerNorm(20, bias=False)]
@@ -111,9 +107,7 @@ def test_optimized_norms_take_any_shape(language: str, device: str) -> None:
 
 @all_kernels
 @all_dtypes
-def test_extreme_numbers_give_the_same_infinities_and_nans(
-    dtype: torch.dtype, language: str, device: str
-) -> None:
+def test_extreme_numbers_give_the_same_infinities_and_nans(dtype, language, device):
     gates = torch.tensor(GATES, dtype=dtype, device=device)
     gate_up = torch.cat((gates, torch.ones_like(gates)))[None]
     inf, nan = torch.inf, torch.nan
@@ -121,7 +115,7 @@ def test_extreme_numbers_give_the_same_infinities_and_nans(
     rows = torch.tensor(pairs).to(device, dtype)
     cos = torch.ones(len(rows), 1, 10, device=device)
 
-    def compute(layers: nn.ModuleDict) -> list[torch.Tensor]:
+    def compute(layers):
         attention = layers["attention"]
         for norm in (layers["norm"], attention.q_norm):
             nn.init.ones_(norm.weight)
@@ -135,7 +129,7 @@ def test_extreme_numbers_give_the_same_infinities_and_nans(
 
 
 @all_kernels
-def test_silu_is_exact_to_the_last_digits(language: str, device: str) -> None:
+def test_silu_is_exact_to_the_last_digits(language, device):
     gates = torch.linspace(-86.0, 90.0, 100_001, dtype=torch.float32, device=device)
     mlp = optimize(make_layers(torch.float32, device)["mlp"], language)
     output = mlp(torch.cat((gates, torch.ones_like(gates)))[None])[0]
@@ -145,9 +139,7 @@ def test_silu_is_exact_to_the_last_digits(language: str, device: str) -> None:
 
 @all_kernels
 @pytest.mark.parametrize("is_optimized", [True, False], ids=["kernels", "torch"])
-def test_torch_defaults_do_not_change_layers(
-    is_optimized: bool, language: str, device: str
-) -> None:
+def test_torch_defaults_do_not_change_layers(is_optimized, language, device):
     layers = make_layers(torch.bfloat16, device)
     if is_optimized:
         optimize(layers, language, torch.bfloat16)
@@ -159,7 +151,7 @@ def test_torch_defaults_do_not_change_layers(
     positions = torch.arange(4, dtype=torch.int32, device=device)
     params = [SamplingParams(temperature=t, top_p=p) for t in (0.0, 1.0) for p in (0.5, 1.0)]
 
-    def compute() -> list[torch.Tensor]:
+    def compute():
         batch = make_sampling_batch(params, [1, 2, 3, 4], [5, 6, 7, 8], 80, device)
         q_norm = layers["attention"].q_norm
         outputs = [

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from nanovllm.kernels.cpu import library
 
 
 @pytest.fixture
-def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache_dir(tmp_path, monkeypatch):
     """Give the library a tiny source and a home of its own. Return the folder that caches it."""
     for name in ("sources", "home", "scratch", "here"):
         (tmp_path / name).mkdir()
@@ -35,12 +34,12 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     library.load.cache_clear()
 
 
-def load() -> int:
+def load():
     library.load.cache_clear()
     return library.load(torch.float32).answer()
 
 
-def load_in_processes(num_processes: int) -> None:
+def load_in_processes(num_processes):
     """Load in several processes at once. One that has loaded a file does not read it again."""
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=lambda: sys.exit(load() != 42)) for _ in range(num_processes)]
@@ -52,7 +51,7 @@ def load_in_processes(num_processes: int) -> None:
 
 
 @needs_compiler
-def test_the_library_is_compiled_once(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_compiled_once(cache_dir, monkeypatch):
     monkeypatch.setenv("CXX", f"env {os.environ.get('CXX', 'c++')}")  # a command of two words
     assert load() == 42
     assert cache_dir.stat().st_mode & 0o777 == 0o700
@@ -60,7 +59,7 @@ def test_the_library_is_compiled_once(cache_dir: Path, monkeypatch: pytest.Monke
     commands: list[tuple[str, ...]] = []
     run = subprocess.run
 
-    def record(command: tuple[str, ...], **options) -> object:
+    def record(command, **options):
         commands.append(command)
         return run(command, **options)
 
@@ -72,14 +71,14 @@ def test_the_library_is_compiled_once(cache_dir: Path, monkeypatch: pytest.Monke
 
 
 @needs_compiler
-def test_processes_compile_at_the_same_time(cache_dir: Path) -> None:
+def test_processes_compile_at_the_same_time(cache_dir):
     load_in_processes(6)
     assert len(list(cache_dir.iterdir())) == 1
 
 
 @needs_compiler
 @pytest.mark.parametrize("share", [0, 0.01], ids=["empty", "truncated"])
-def test_a_damaged_library_is_compiled_again(cache_dir: Path, share: float) -> None:
+def test_a_damaged_library_is_compiled_again(cache_dir, share):
     load_in_processes(1)
     (cached,) = cache_dir.iterdir()
     whole = cached.read_bytes()
@@ -89,9 +88,7 @@ def test_a_damaged_library_is_compiled_again(cache_dir: Path, share: float) -> N
 
 
 @needs_compiler
-def test_xdg_cache_home_is_respected_unless_empty(
-    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_xdg_cache_home_is_respected_unless_empty(cache_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     assert load() == 42
     assert list((tmp_path / "elsewhere" / "nanovllm").iterdir())
@@ -102,25 +99,22 @@ def test_xdg_cache_home_is_respected_unless_empty(
     assert not list(Path.cwd().iterdir())
 
 
-def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def copy(*_: object) -> None:
+def fill_disk(monkeypatch):
+    def copy(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(shutil, "copy", copy)
 
 
-def remove_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def remove_home(monkeypatch):
     monkeypatch.setenv("HOME", str(library.SOURCE))  # a file
 
 
 @needs_compiler
 @pytest.mark.parametrize("obstruct", [fill_disk, remove_home])
 def test_a_library_that_cannot_be_cached_is_used_and_removed(
-    cache_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    obstruct: Callable[[pytest.MonkeyPatch], None],
-) -> None:
+    cache_dir, monkeypatch, capfd, obstruct
+):
     obstruct(monkeypatch)
     assert load() == 42
     assert load() == 42
@@ -138,9 +132,7 @@ def test_a_library_that_cannot_be_cached_is_used_and_removed(
         (r"sh -c 'printf \\351 >&2; false'", "code 1: \ufffd"),
     ],
 )
-def test_the_error_names_the_compiler_and_its_output(
-    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, reason: str
-) -> None:
+def test_the_error_names_the_compiler_and_its_output(cache_dir, monkeypatch, compiler, reason):
     monkeypatch.setenv("CXX", compiler)
     library.load.cache_clear()
     assert reason in library.reason_unavailable(torch.float32)

@@ -24,9 +24,7 @@ from nanovllm.layers.sampler import Sampler
     ],
     ids=str,
 )
-def test_optimized_sampler_draws_the_same_tokens(
-    vocab_size: int, dtype: torch.dtype, language: str, device: str
-) -> None:
+def test_optimized_sampler_draws_the_same_tokens(vocab_size, dtype, language, device):
     torch.manual_seed(0)
     logits = torch.randn(16, vocab_size).to(device, dtype)
     logits[0] = 1.0  # of equal logits, the first token is sampled
@@ -62,8 +60,8 @@ EXTREME_PARAMS = [
     ids=str,
 )
 def test_a_row_gives_minus_one_exactly_if_it_has_a_nan(
-    vocab_size: int, dtype: torch.dtype, is_optimized: bool, language: str, device: str
-) -> None:
+    vocab_size, dtype, is_optimized, language, device
+):
     sampler = Sampler(vocab_size).to(device)
     if is_optimized:
         optimize(sampler, language, dtype)
@@ -105,9 +103,7 @@ def test_a_row_gives_minus_one_exactly_if_it_has_a_nan(
     ],
     ids=str,
 )
-def test_optimized_filter_keeps_the_same_tokens(
-    vocab_size: int, dtype: torch.dtype, language: str, device: str
-) -> None:
+def test_optimized_filter_keeps_the_same_tokens(vocab_size, dtype, language, device):
     """Among many tokens, a sum that rounds differently can move the cut by one value."""
     num_rows = 12
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ from nanovllm.kernels.cuda import attention as triton_backend
 from nanovllm.kernels.cuda import attention_kernels
 
 
-def test_padding_rows_of_a_cuda_graph_are_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_rows_of_a_cuda_graph_are_harmless(monkeypatch):
     """Their contexts are empty, and so are some splits of the others."""
     monkeypatch.setattr(triton_backend, "_count_splits", lambda *_: 5)
     lengths = ([1, 1, 1], [40, 1, 300])
@@ -28,7 +28,7 @@ def test_padding_rows_of_a_cuda_graph_are_harmless(monkeypatch: pytest.MonkeyPat
 
 
 @triton.jit
-def find_tiles_kernel(bounds_ptr, found_ptr, num_seqs, NUM_KV_HEADS: tl.constexpr):
+def find_tiles_kernel(bounds_ptr, found_ptr, num_seqs, NUM_KV_HEADS):
     kv_head, seq, tile = attention_kernels._find_tile(bounds_ptr, num_seqs, NUM_KV_HEADS, 64)
     tl.store(found_ptr + 3 * tl.program_id(0), kv_head)
     tl.store(found_ptr + 3 * tl.program_id(0) + 1, seq)
@@ -36,7 +36,7 @@ def find_tiles_kernel(bounds_ptr, found_ptr, num_seqs, NUM_KV_HEADS: tl.constexp
 
 
 @pytest.mark.parametrize("query_lens", [[1], [1, 64, 1, 65, 63, 2, 128], [300]], ids=str)
-def test_prefill_programs_start_with_the_longest_tiles(query_lens: list[int]) -> None:
+def test_prefill_programs_start_with_the_longest_tiles(query_lens):
     """A late tile attends to more of the context. Last, it would keep other processors waiting."""
     bounds = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
     num_programs = 2 * (sum(query_lens) // 64 + len(query_lens))
@@ -50,7 +50,7 @@ def test_prefill_programs_start_with_the_longest_tiles(query_lens: list[int]) ->
 
 
 @pytest.mark.parametrize("head_dim, is_decode", [(16, False), (20, True), (32, False)])
-def test_16_bit_tiles_are_at_least_64_wide(head_dim: int, is_decode: bool) -> None:
+def test_16_bit_tiles_are_at_least_64_wide(head_dim, is_decode):
     """Some releases of Triton fault on Hopper with tiles of 32."""
     shape = (4, 2, head_dim, 16, True)
     kernels = triton_backend._prepare(is_decode, DEVICE, torch.float16, *shape)
@@ -67,6 +67,6 @@ def test_16_bit_tiles_are_at_least_64_wide(head_dim: int, is_decode: bool) -> No
         (257, 16, "head_dim"),
     ],
 )
-def test_unsupported_sizes_are_rejected(head_dim: int, block_size: int, option: str) -> None:
+def test_unsupported_sizes_are_rejected(head_dim, block_size, option):
     reason = triton_backend.reason_unavailable(DEVICE, torch.float16, head_dim, block_size)
     assert option in reason

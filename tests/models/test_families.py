@@ -6,9 +6,7 @@ own.
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,12 +98,12 @@ DIVIDED = {
 }
 
 
-def make_family(directory: Path, name: str, **changes: Any) -> Oracle:
+def make_family(directory, name, **changes):
     family, settings = FAMILIES[name]
     return Oracle(make_checkpoint(directory, family=family, **{**settings, **changes}))
 
 
-def generate(llm: LLM, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+def generate(llm, prompts, num_tokens):
     outputs = llm.generate(
         prompts, SamplingParams(temperature=0.0, max_tokens=num_tokens), use_tqdm=False
     )
@@ -113,7 +111,7 @@ def generate(llm: LLM, prompts: list[list[int]], num_tokens: int) -> list[list[i
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tokens(tmp_path: Path, name: str) -> None:
+def test_tokens(tmp_path, name):
     oracle = make_family(tmp_path, name)
     prompts = [random_prompt(length, length) for length in (1, 3, 4, 5, 8, 9, 33, 100)]
     prompts.append(prompts[-1][:50] + random_prompt(0, 10))
@@ -144,7 +142,7 @@ def test_tokens(tmp_path: Path, name: str) -> None:
     ],
     ids=lambda rope: rope["rope_type"],
 )  # fmt: skip
-def test_frequencies_are_those_of_transformers(tmp_path: Path, rope: dict[str, Any]) -> None:
+def test_frequencies_are_those_of_transformers(tmp_path, rope):
     """They are bitwise identical, whatever the caller's default device is."""
     model = make_checkpoint(tmp_path, family=LlamaConfig, rope_parameters=rope)
     with torch.device("meta"):
@@ -156,7 +154,7 @@ def test_frequencies_are_those_of_transformers(tmp_path: Path, rope: dict[str, A
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_low_precision_logits(tmp_path: Path, name: str) -> None:
+def test_low_precision_logits(tmp_path, name):
     """In bfloat16 logits differ from float32 by at most 1.5 times as much as those of transformers."""
     oracle = make_family(tmp_path, name, dtype=torch.bfloat16)
     prompt = random_prompt(3, 40)
@@ -198,9 +196,7 @@ def test_low_precision_logits(tmp_path: Path, name: str) -> None:
         (LlamaConfig, dict(quantization_config={"quant_method": "gptq", "bits": 4}), "quantized"),
     ],
 )
-def test_close_but_different(
-    tmp_path: Path, family: type[PretrainedConfig], changes: dict[str, Any], complaint: str
-) -> None:
+def test_close_but_different(tmp_path, family, changes, complaint):
     settings = dict(
         hidden_size=32,
         intermediate_size=48,
@@ -226,16 +222,16 @@ OPT_BIAS = "model.decoder.layers.1.self_attn.k_proj.bias"
 
 
 @pytest.fixture
-def opt(tmp_path: Path) -> Oracle:
+def opt(tmp_path):
     """An OPT checkpoint with every kind of tensor."""
     return make_family(tmp_path, "opt", word_embed_proj_dim=24)
 
 
-def load(directory: Path, **options: Any) -> LLM:
+def load(directory, **options):
     return LLM(str(directory), num_kvcache_blocks=32, **options)
 
 
-def test_opt_names_without_the_prefix(opt: Oracle, tmp_path: Path) -> None:
+def test_opt_names_without_the_prefix(opt, tmp_path):
     """The checkpoints of 350m, 6.7b, 13b and 30b begin with "decoder.", not "model.decoder."."""
     edit_weights(
         tmp_path,
@@ -275,9 +271,7 @@ def test_opt_names_without_the_prefix(opt: Oracle, tmp_path: Path) -> None:
         "tied-but-different",
     ],
 )
-def test_opt_tensors_that_do_not_fit(
-    opt: Oracle, tmp_path: Path, edit: Callable, complaint: str
-) -> None:
+def test_opt_tensors_that_do_not_fit(opt, tmp_path, edit, complaint):
     edit_weights(tmp_path, edit)
     with pytest.raises(ValueError, match=complaint):
         load(tmp_path)
@@ -297,15 +291,13 @@ def test_opt_tensors_that_do_not_fit(
         ({"tie_word_embeddings": False}, "missing tensors: lm_head.weight"),
     ],
 )
-def test_opt_configs_that_do_not_fit(
-    opt: Oracle, tmp_path: Path, changes: dict[str, Any], complaint: str
-) -> None:
+def test_opt_configs_that_do_not_fit(opt, tmp_path, changes, complaint):
     edit_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=complaint):
         load(tmp_path)
 
 
-def test_opt_sizes_that_do_not_divide(opt: Oracle, tmp_path: Path) -> None:
+def test_opt_sizes_that_do_not_divide(opt, tmp_path):
     with pytest.raises(
         ValueError, match="tensor_parallel_size=3 does not divide num_attention_heads=4"
     ):
@@ -317,7 +309,7 @@ def test_opt_sizes_that_do_not_divide(opt: Oracle, tmp_path: Path) -> None:
         load(tmp_path, tensor_parallel_size=2)
 
 
-def test_opt_every_position_that_was_learned(opt: Oracle, tmp_path: Path) -> None:
+def test_opt_every_position_that_was_learned(opt, tmp_path):
     """A sequence can use all learned positions, and no more."""
     prompt = random_prompt(1, 250)
     (output,) = load(tmp_path).generate(
@@ -328,7 +320,7 @@ def test_opt_every_position_that_was_learned(opt: Oracle, tmp_path: Path) -> Non
         load(tmp_path, max_model_len=257)
 
 
-def test_opt_dummy_weights(opt: Oracle, tmp_path: Path) -> None:
+def test_opt_dummy_weights(opt, tmp_path):
     """Norms are 1 and biases 0, on any number of ranks."""
     (tmp_path / "model.safetensors").unlink()
     prompts, token_ids = [random_prompt(seed, 9) for seed in range(3)], []
@@ -361,7 +353,7 @@ needs_bfloat16 = pytest.mark.skipif(
 )
 
 
-def make_moe(dtype: torch.dtype = torch.float32) -> MoE:
+def make_moe(dtype=torch.float32):
     torch.manual_seed(0)
     moe = MoE(replace(MOE_SPEC, dtype=dtype), TensorParallel()).requires_grad_(False)
     for parameter in moe.parameters():
@@ -370,7 +362,7 @@ def make_moe(dtype: torch.dtype = torch.float32) -> MoE:
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_moe_every_token_gets_its_experts(normalize: bool) -> None:
+def test_moe_every_token_gets_its_experts(normalize):
     """Matches the definition, one token and one expert at a time. Other experts are not read."""
     moe, x = make_moe(), torch.randn(5, MOE_SPEC.hidden_size)
     moe.normalize_weights = normalize
@@ -392,7 +384,7 @@ def test_moe_every_token_gets_its_experts(normalize: bool) -> None:
 
 
 @pytest.mark.parametrize("is_packed", [False, pytest.param(True, marks=needs_bfloat16)])
-def test_moe_low_precision(is_packed: bool) -> None:
+def test_moe_low_precision(is_packed):
     """Closer to float32 than transformers' block, because weights, sums and SwiGLU round less
     often.
 
@@ -426,9 +418,7 @@ def test_moe_low_precision(is_packed: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_kernelized", [True, False])
-def test_moe_near_ties(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kernelized: bool, dtype: torch.dtype
-) -> None:
+def test_moe_near_ties(tmp_path, monkeypatch, is_kernelized, dtype):
     """In 16 bits rounding can decide near ties of the router. Apart from that, only rounding
     differs.
 
@@ -462,13 +452,13 @@ def test_moe_near_ties(
         [],
     )  # of each choice: log(probability of the third best / of the least probable that is chosen)
 
-    def compute_theirs(*, is_forced: bool) -> Tensor:
+    def compute_theirs(*, is_forced):
         """Log probabilities [num_generated, vocab_size] of transformers, with its experts or with
         ours.
         """
         layers = iter(chosen.values())
 
-        def choose(probabilities: Tensor, k: int, dim: int) -> tuple[Tensor, Tensor]:
+        def choose(probabilities, k, dim):
             experts = torch.cat(next(layers))
             weights = probabilities.gather(dim, experts)
             gaps.append((topk(probabilities, k).values[:, -1] / weights.amin(dim)).log())
@@ -483,7 +473,7 @@ def test_moe_near_ties(
         assert not is_forced or next(layers, None) is None
         return logits.float().log_softmax(-1)
 
-    def regret(logprobs: Tensor) -> Tensor:
+    def regret(logprobs):
         """The largest difference between the best token's log probability and the generated
         token's.
         """
@@ -500,7 +490,7 @@ def test_moe_near_ties(
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_moe_the_width_is_divided(size: int) -> None:
+def test_moe_the_width_is_divided(size):
     """Dummy weights are the same on any number of ranks, and the ranks' outputs sum to the whole."""
     whole = MoE(MOE_SPEC, TensorParallel()).requires_grad_(False)
     init_dummy_weights(whole, seed=1)
@@ -516,7 +506,7 @@ def test_moe_the_width_is_divided(size: int) -> None:
     torch.testing.assert_close(total, whole(x))
 
 
-def test_moe_low_precision_on_two_ranks(tmp_path: Path) -> None:
+def test_moe_low_precision_on_two_ranks(tmp_path):
     make_checkpoint(
         tmp_path, family=Qwen3MoeConfig, dtype=torch.bfloat16, **SIX_EXPERTS, initializer_range=0.1
     )
@@ -537,7 +527,7 @@ def test_moe_low_precision_on_two_ranks(tmp_path: Path) -> None:
     assert (values[0] - values[1]).abs().mean() < 0.02 * values[0].std()
 
 
-def test_moe_steps_run_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moe_steps_run_eager(monkeypatch):
     """Shapes depend on the routing. A model with dense layers only is captured."""
     monkeypatch.setattr("nanovllm.kernels.CudaGraphs", lambda *arguments: "captured")
     backend, kv_caches = (
@@ -550,10 +540,10 @@ def test_moe_steps_run_eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def change_moe_config(tmp_path: Path) -> Callable[..., Oracle]:
+def change_moe_config(tmp_path):
     """A checkpoint with a changed config.json. None removes a field."""
 
-    def change(made_with: dict[str, Any], **changes: Any) -> Oracle:
+    def change(made_with, **changes):
         oracle = Oracle(
             make_checkpoint(tmp_path, family=Qwen3MoeConfig, **{**SIX_EXPERTS, **made_with})
         )
@@ -568,9 +558,7 @@ def change_moe_config(tmp_path: Path) -> Callable[..., Oracle]:
 @pytest.mark.parametrize(
     "name, other", [("num_experts", "num_local_experts"), ("num_local_experts", "num_experts")]
 )
-def test_moe_either_name_of_num_experts(
-    tmp_path: Path, change_moe_config: Callable[..., Oracle], name: str, other: str
-) -> None:
+def test_moe_either_name_of_num_experts(tmp_path, change_moe_config, name, other):
     oracle, prompt = change_moe_config({}, **{name: 6, other: None}), random_prompt(1, 9)
     with LLM(str(tmp_path), num_kvcache_blocks=16) as llm:
         output = llm.generate(
@@ -594,14 +582,7 @@ def test_moe_either_name_of_num_experts(
         ({}, {"mlp_only_layers": [0]}, 1, "missing tensors: .*layers.0.mlp.gate_proj.weight"),
     ],
 )  # fmt: skip
-def test_moe_refusals(
-    tmp_path: Path,
-    change_moe_config: Callable[..., Oracle],
-    made_with: dict[str, Any],
-    changes: dict[str, Any],
-    num_ranks: int,
-    complaint: str,
-) -> None:
+def test_moe_refusals(tmp_path, change_moe_config, made_with, changes, num_ranks, complaint):
     change_moe_config(made_with, **changes)
     with pytest.raises(ValueError, match=complaint):
         LLM(str(tmp_path), num_kvcache_blocks=16, tensor_parallel_size=num_ranks)
@@ -623,16 +604,10 @@ def test_moe_refusals(
         ),
     ],
 )
-def test_moe_tensors_that_do_not_fit(
-    tmp_path: Path,
-    change_moe_config: Callable[..., Oracle],
-    old: str,
-    new: str | None,
-    complaint: str,
-) -> None:
+def test_moe_tensors_that_do_not_fit(tmp_path, change_moe_config, old, new, complaint):
     change_moe_config({})
 
-    def edit(weights: dict[str, torch.Tensor]) -> None:
+    def edit(weights):
         tensor = weights.pop(f"model.layers.1.mlp.{old}.weight")
         if new is not None:
             weights[f"model.layers.1.mlp.{new}.weight"] = tensor

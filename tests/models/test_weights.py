@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear, Target
+from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.checkpoint import find_checkpoint
 
@@ -33,12 +32,12 @@ YARN = {
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def checkpoint(tmp_path):
     make_checkpoint(tmp_path)
     return tmp_path
 
 
-def load(directory: Path, **options) -> LLM:
+def load(directory, **options):
     return LLM(str(directory), num_kvcache_blocks=16, **options)
 
 
@@ -72,20 +71,20 @@ def load(directory: Path, **options) -> LLM:
         "no-dimension",
     ],
 )
-def test_tensors_that_do_not_fit(checkpoint: Path, edit: Callable, complaint: str) -> None:
+def test_tensors_that_do_not_fit(checkpoint, edit, complaint):
     edit_weights(checkpoint, edit)
     with pytest.raises(ValueError, match=complaint):
         load(checkpoint)
 
 
-def test_tied_head_stored_twice(checkpoint: Path) -> None:
+def test_tied_head_stored_twice(checkpoint):
     edit_weights(
         checkpoint, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()})
     )
     load(checkpoint)
 
 
-def test_buffers_of_rope_are_passed_over(checkpoint: Path) -> None:
+def test_buffers_of_rope_are_passed_over(checkpoint):
     """transformers once saved each layer's frequencies, and other trainers the cosines, too."""
     prompt, greedy = [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8)
     expected = load(checkpoint).generate(prompt, greedy, use_tqdm=False)[0]["token_ids"]
@@ -106,14 +105,14 @@ def test_buffers_of_rope_are_passed_over(checkpoint: Path) -> None:
         load(checkpoint)
 
 
-def test_missing_shard(tmp_path: Path) -> None:
+def test_missing_shard(tmp_path):
     make_checkpoint(tmp_path, max_shard_size="10KB")
     sorted(tmp_path.glob("*.safetensors"))[1].unlink()
     with pytest.raises(ValueError, match="missing tensors: model"):
         load(tmp_path)
 
 
-def test_which_files_hold_the_weights(tmp_path: Path) -> None:
+def test_which_files_hold_the_weights(tmp_path):
     """The index is not needed, and copies for other programs are not read."""
     make_checkpoint(tmp_path, max_shard_size="10KB")
     (tmp_path / "model.safetensors.index.json").unlink()
@@ -127,7 +126,7 @@ def test_which_files_hold_the_weights(tmp_path: Path) -> None:
     load(tmp_path)
 
 
-def test_truncated_file(checkpoint: Path) -> None:
+def test_truncated_file(checkpoint):
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     for dtype in ("float32", None):
@@ -136,7 +135,7 @@ def test_truncated_file(checkpoint: Path) -> None:
             load(checkpoint)
 
 
-def test_no_weights(checkpoint: Path) -> None:
+def test_no_weights(checkpoint):
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="contains no"):
         load(checkpoint)
@@ -186,7 +185,7 @@ LONGROPE = {
     ],
     ids=lambda value: ", ".join(f"{name}={value}"[:40] for name, value in value.items()) if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_configs_that_are_not_computed(checkpoint: Path, changes: dict, complaint: str) -> None:
+def test_configs_that_are_not_computed(checkpoint, changes, complaint):
     edit_config(checkpoint, **changes)
     for options in ({}, {"dtype": "float32"}, {"load_format": "dummy"}):
         with pytest.raises(ValueError, match=complaint):
@@ -200,9 +199,7 @@ def test_configs_that_are_not_computed(checkpoint: Path, changes: dict, complain
     + [{"num_hidden_layers": 10**6, "layer_types": None}],
     ids=str,
 )
-def test_sizes_beyond_all_memory(
-    checkpoint: Path, changes: dict, load_format: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_beyond_all_memory(checkpoint, changes, load_format, monkeypatch):
     """Rejected before allocation. A million layers of a tiny model need 43 GB."""
     monkeypatch.setattr(
         psutil, "virtual_memory", lambda: SimpleNamespace(total=32e9, available=1e9)
@@ -213,9 +210,7 @@ def test_sizes_beyond_all_memory(
         load(checkpoint, load_format=load_format)
 
 
-def test_weights_that_fit_are_not_rejected(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_fit_are_not_rejected(checkpoint, tmp_path, monkeypatch):
     num_bytes = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
     memory = SimpleNamespace(total=num_bytes, available=num_bytes)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
@@ -223,7 +218,7 @@ def test_weights_that_fit_are_not_rejected(
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
-def test_a_named_pipe_is_no_file_of_a_checkpoint(checkpoint: Path, name: str) -> None:
+def test_a_named_pipe_is_no_file_of_a_checkpoint(checkpoint, name):
     (checkpoint / name).unlink(missing_ok=True)
     os.mkfifo(checkpoint / name)
     with pytest.raises(ValueError, match=f"{name} is not a regular file"):
@@ -231,16 +226,14 @@ def test_a_named_pipe_is_no_file_of_a_checkpoint(checkpoint: Path, name: str) ->
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
-def test_dtypes_that_are_not_computed(checkpoint: Path, dtype: str) -> None:
+def test_dtypes_that_are_not_computed(checkpoint, dtype):
     edit_config(checkpoint, dtype=dtype)
     for options in ({}, {"load_format": "dummy"}):
         with pytest.raises(ValueError, match=f"config.json: dtype must be one of .*{dtype}"):
             load(checkpoint, **options)
 
 
-def test_no_code_of_a_checkpoint_is_run_and_no_network_asked(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_code_of_a_checkpoint_is_run_and_no_network_asked(checkpoint, monkeypatch):
     """Nor is the user asked on stdin, as transformers does."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on stdin"))
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("asked the network"))
@@ -257,7 +250,7 @@ def test_no_code_of_a_checkpoint_is_run_and_no_network_asked(
         load(checkpoint)
 
 
-def test_old_style_rope_config(checkpoint: Path) -> None:
+def test_old_style_rope_config(checkpoint):
     """rope_theta and rope_scaling of transformers 4 mean what rope_parameters means now."""
     prompt, greedy = [5, 6, 7, 8] * 5, SamplingParams(temperature=0.0, max_tokens=16)
     edit_config(
@@ -278,7 +271,7 @@ def test_old_style_rope_config(checkpoint: Path) -> None:
     "content", [b"", b"{", b"[]", b"5", b"null", b"\xff\xfe\x00", b"[" * 10**5, None], ids=repr
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
-def test_damaged_files_are_named(checkpoint: Path, name: str, content: bytes | None) -> None:
+def test_damaged_files_are_named(checkpoint, name, content):
     """Also if only the dtype is read. None: a directory in place of the file."""
     edit_config(checkpoint, dtype=None)
     (checkpoint / name).unlink(missing_ok=True)
@@ -287,7 +280,7 @@ def test_damaged_files_are_named(checkpoint: Path, name: str, content: bytes | N
         load(checkpoint)
 
 
-def test_damaged_tokenizer_is_named(checkpoint: Path) -> None:
+def test_damaged_tokenizer_is_named(checkpoint):
     for content in (
         b"",
         b"{}",
@@ -302,7 +295,7 @@ def test_damaged_tokenizer_is_named(checkpoint: Path) -> None:
             load(checkpoint)
 
 
-def test_tensor_in_two_shards(tmp_path: Path) -> None:
+def test_tensor_in_two_shards(tmp_path):
     make_checkpoint(tmp_path, max_shard_size="10KB")
     first, second, *_ = sorted(tmp_path.glob("*.safetensors"))
     name, tensor = next(iter(load_file(first).items()))
@@ -312,13 +305,13 @@ def test_tensor_in_two_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["2", 2.5, True, [5, "2"], [None], {"a": 1}], ids=str)
-def test_eos_that_is_none(checkpoint: Path, value: object) -> None:
+def test_eos_that_is_none(checkpoint, value):
     (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(ValueError, match="generation_config.json: each of eos_token_id"):
         load(checkpoint)
 
 
-def test_dtype_of_the_weights_if_the_config_has_none(tmp_path: Path) -> None:
+def test_dtype_of_the_weights_if_the_config_has_none(tmp_path):
     make_checkpoint(tmp_path, dtype=torch.bfloat16)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["dtype"]
@@ -326,12 +319,12 @@ def test_dtype_of_the_weights_if_the_config_has_none(tmp_path: Path) -> None:
     assert load(tmp_path).model_runner.executor.worker.spec.dtype == torch.bfloat16
 
 
-def test_a_tokenizer_without_a_vocabulary_is_none(checkpoint: Path) -> None:
+def test_a_tokenizer_without_a_vocabulary_is_none(checkpoint):
     (checkpoint / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
     assert load(checkpoint).tokenizer is None
 
 
-def test_eos_is_every_one_that_is_named(checkpoint: Path) -> None:
+def test_eos_is_every_one_that_is_named(checkpoint):
     edit_config(checkpoint, eos_token_id=5)
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     assert load(checkpoint).eos_token_ids == {5, 7, 9}
@@ -348,9 +341,7 @@ def test_eos_is_every_one_that_is_named(checkpoint: Path) -> None:
     ],
     ids=str,
 )
-def test_a_negative_eos_is_none(
-    checkpoint: Path, of_config: object, of_generation: object, expected: set[int]
-) -> None:
+def test_a_negative_eos_is_none(checkpoint, of_config, of_generation, expected):
     edit_config(checkpoint, eos_token_id=of_config)
     (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": of_generation}))
     assert load(checkpoint).eos_token_ids == expected
@@ -360,7 +351,7 @@ def test_a_negative_eos_is_none(
     assert with_tokenizer.eos_token_ids == (expected or {with_tokenizer.tokenizer.eos_token_id})
 
 
-def test_not_a_checkpoint(tmp_path: Path) -> None:
+def test_not_a_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="no such directory"):
         LLM(tmp_path / "nothing")
     with pytest.raises(ValueError, match="cannot be downloaded"):
@@ -373,7 +364,7 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
         LLM(str(tmp_path))
 
 
-def test_what_is_downloaded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_downloaded(checkpoint, monkeypatch):
     """Only files that are read, without copies of the weights in other formats."""
     read = [
         "config.json", "generation_config.json", "model.safetensors.index.json", "model-00001-of-00003.safetensors",
@@ -387,7 +378,7 @@ def test_what_is_downloaded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -
     ]  # fmt: skip
     downloaded: list[str] = []
 
-    def download(model: str, **patterns: list[str]) -> str:
+    def download(model, **patterns):
         downloaded.extend(filter_repo_objects([*read, *copies], **patterns))
         return str(checkpoint)
 
@@ -395,7 +386,7 @@ def test_what_is_downloaded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -
     assert find_checkpoint("org/name") == checkpoint and downloaded == read
 
 
-def test_ranks_of_a_linear_layer_make_the_whole() -> None:
+def test_ranks_of_a_linear_layer_make_the_whole():
     """Column-parallel outputs are concatenated, row-parallel outputs summed."""
     torch.manual_seed(0)
     full = {
@@ -406,7 +397,7 @@ def test_ranks_of_a_linear_layer_make_the_whole() -> None:
     }
     x = torch.randn(3, 6)
 
-    def fill(targets: dict[str, Target], weights: dict[str, torch.Tensor]) -> None:
+    def fill(targets, weights):
         assert targets.keys() == weights.keys()
         for name, target in targets.items():
             assert target.full_shape == list(weights[name].shape)

@@ -7,14 +7,12 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import Qwen3Config
 
 from bench import main
@@ -36,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 TINY = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "3", "9"]
 
 
-def bench(*command: str) -> subprocess.CompletedProcess:
+def bench(*command):
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",
@@ -46,9 +44,7 @@ def bench(*command: str) -> subprocess.CompletedProcess:
     )
 
 
-def expect_rejection(
-    main: Callable[[list[str]], None], arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> str:
+def expect_rejection(main, arguments, capsys):
     """Return the message for invalid arguments."""
     with pytest.raises(SystemExit) as end:
         main(arguments)
@@ -56,7 +52,7 @@ def expect_rejection(
     return capsys.readouterr().err
 
 
-def test_engines_side_by_side() -> None:
+def test_engines_side_by_side():
     done = bench(
         "bench.py",
         "--model",
@@ -89,7 +85,7 @@ def test_engines_side_by_side() -> None:
     assert report["transformers"].endswith("static batches of 5") and "of roofline" in done.stderr
 
 
-def test_built_in_shape_and_shared_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+def test_built_in_shape_and_shared_prefix(capsys):
     main(
         [
             "--model",
@@ -107,7 +103,7 @@ def test_built_in_shape_and_shared_prefix(capsys: pytest.CaptureFixture[str]) ->
     assert "num_cached_tokens 128" in output and "output tok/s" in output
 
 
-def test_it_ends_when_nobody_reads_on() -> None:
+def test_it_ends_when_nobody_reads_on():
     command = [sys.executable, "bench.py", "--model", DEMO_MODEL, *TINY]
     with subprocess.Popen(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True) as process:
         process.stdout.close()  # as `| head` does
@@ -142,13 +138,11 @@ def test_it_ends_when_nobody_reads_on() -> None:
         (["--model", "./nowhere"], "no such directory"),
     ],
 )
-def test_bad_options(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_options(arguments, complaint, capsys):
     assert complaint in expect_rejection(main, arguments, capsys)
 
 
-def test_floor() -> None:
+def test_floor():
     sizes = dict(
         hidden_size=8,
         intermediate_size=16,
@@ -179,7 +173,7 @@ def test_floor() -> None:
     ) == pytest.approx(0.014912 + 7.808 + 7.808)
 
 
-def test_ceilings_are_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ceilings_are_measured_first(monkeypatch):
     """Before the engines take the memory that copies and GEMMs need."""
     seen, make = [], NanoVLLM.__init__
     ceilings = PeakRates(1e12, 1e12, "float32")
@@ -213,14 +207,10 @@ MATMUL_RATES = {  # a machine -> the FLOP/s of small and of large products in ea
         ("slow to start", FLOAT16, FLOAT32),
     ],
 )
-def test_matmul_ceiling_is_that_of_the_fastest_dtype(
-    machine: str, dtype: torch.dtype, fastest: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matmul_ceiling_is_that_of_the_fastest_dtype(machine, dtype, fastest, monkeypatch):
     seconds = 0.0
 
-    def time_best(
-        statement: str, min_seconds: float, *_: object, left: Tensor, right: Tensor
-    ) -> float:
+    def time_best(statement, min_seconds, *_, left, right):
         nonlocal seconds
         assert left.dtype == right.dtype and left.shape == right.shape
         side = len(left)
@@ -234,7 +224,7 @@ def test_matmul_ceiling_is_that_of_the_fastest_dtype(
     assert seconds < 1.0, "a large product in a slow dtype was timed"
 
 
-def test_matmul_ceiling_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmul_ceiling_of_a_gpu(monkeypatch):
     """Only the model's dtype is measured, because 16-bit GEMMs are never slower on a GPU."""
     rates = {torch.bfloat16: 4e14}
     monkeypatch.setattr(
@@ -243,7 +233,7 @@ def test_matmul_ceiling_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_matmul_rate(torch.device("cuda"), torch.bfloat16) == (4e14, torch.bfloat16)
 
 
-def test_ceilings_name_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ceilings_name_their_dtype(monkeypatch):
     monkeypatch.setattr(
         "nanovllm.benchmark.roofline.time_best",
         lambda statement, min_seconds, **tensors: 2**28 / 5e9,
@@ -255,7 +245,7 @@ def test_ceilings_name_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(ceilings) == "5 GB/s and 0.07 TFLOP/s in float32"
 
 
-def test_shares_are_of_a_whole() -> None:
+def test_shares_are_of_a_whole():
     assert (
         find_roofline_fraction(1.0, 4.0) == 0.25
         and find_roofline_fraction(1.0, 1.0) == 1.0
@@ -264,10 +254,8 @@ def test_shares_are_of_a_whole() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, OSError])
-def test_error_of_a_run_is_no_bad_option(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(*_: object) -> None:
+def test_error_of_a_run_is_no_bad_option(error, monkeypatch):
+    def run(*_):
         raise error("while it is timed")
 
     monkeypatch.setattr(NanoVLLM, "run", run)
@@ -278,7 +266,7 @@ def test_error_of_a_run_is_no_bad_option(
 # --- Single kernels
 
 
-def test_table() -> None:
+def test_table():
     sizes = ["--num-seqs", "3", "--context-len", "20", "--prompt-len", "50", "--dtype", "float32"]
     done = bench("-m", "nanovllm.kernels.bench", *sizes)
     assert done.returncode == 0, done.stderr
@@ -298,27 +286,27 @@ def test_table() -> None:
 
 
 @pytest.mark.parametrize("option", ["--num-seqs", "--context-len", "--prompt-len", "--dtype"])
-def test_bad_options_of_the_kernels(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_of_the_kernels(option, capsys):
     assert option in expect_rejection(kernels_bench.main, [option, "0"], capsys)
 
 
-def skip_a_row(query: Tensor, *arguments) -> Tensor:
+def skip_a_row(query, *arguments):
     output = torch.full_like(query, torch.nan)  # as memory may be
     output[:-1] = oracle.attend(query, *arguments)[:-1]
     return output
 
 
-def zero_a_row(query: Tensor, *arguments) -> Tensor:
+def zero_a_row(query, *arguments):
     output = oracle.attend(query, *arguments)
     output[-1, -1] = 0.0
     return output
 
 
-def shift_blocks(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+def shift_blocks(key, value, kv_cache, slot_mapping):
     oracle.store_kvcache(key, value, kv_cache, slot_mapping.roll(1))
 
 
-def store_too_much(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_too_much(key, value, kv_cache, slot_mapping):
     oracle.store_kvcache(key, value, kv_cache, slot_mapping)
     slots = kv_cache.flatten(1, 2)  # [2, num_slots, num_kv_heads, head_dim]
     foreign = set(range(slots.shape[1])) - set(slot_mapping.tolist())
@@ -337,9 +325,7 @@ def store_too_much(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: T
         (1, {"store_kvcache": store_too_much}, "outside slot_mapping"),
     ],
 )
-def test_wrong_kernels_are_rejected(
-    query_len: int, changes: dict[str, Callable[..., object]], complaint: str, dtype: torch.dtype
-) -> None:
+def test_wrong_kernels_are_rejected(query_len, changes, complaint, dtype):
     shape = Shape(2, 40, query_len, *QWEN3_HEADS, block_size=16)
     tolerance = TOLERANCES[str(dtype).removeprefix("torch.")]
     settings = (shape, torch.device("cpu"), dtype, tolerance)
@@ -351,7 +337,7 @@ def test_wrong_kernels_are_rejected(
 
 
 @pytest.mark.parametrize("query_len", [1, 40])
-def test_either_kernel_is_timed_alone(query_len: int) -> None:
+def test_either_kernel_is_timed_alone(query_len):
     """A batch without decodes launches one kernel of Triton's two, a batch of decodes the other."""
     batch = make_batch(Shape(2, 40, query_len, *QWEN3_HEADS, block_size=16), torch.Generator())
     assert batch.min_seqlen_q == batch.max_seqlen_q == query_len

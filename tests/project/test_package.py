@@ -10,14 +10,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, Oracle, make_checkpoint, random_prompt
+from conftest import VOCAB_SIZE, make_checkpoint, random_prompt
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
@@ -57,7 +55,7 @@ WITHOUT_TORCH = {
 }
 
 
-def read_sources() -> dict[str, str]:
+def read_sources():
     """Map module names to sources, without the demo model's training script."""
     paths = [
         path.relative_to(PACKAGE.parent)
@@ -68,7 +66,7 @@ def read_sources() -> dict[str, str]:
     return {name: (PACKAGE.parent / path).read_text() for name, path in zip(names, paths)}
 
 
-def find_imports(source: str, modules: set[str]) -> Iterator[str]:
+def find_imports(source, modules):
     """The modules that `source` imports, also in functions and for type checkers."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -79,7 +77,7 @@ def find_imports(source: str, modules: set[str]) -> Iterator[str]:
             yield from [name if name in modules else node.module for name in names]
 
 
-def find_names(source: str, modules: set[str]) -> set[str]:
+def find_names(source, modules):
     """The modules that `source` names in quotes, for import_module."""
     constants = [
         node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)
@@ -87,7 +85,7 @@ def find_names(source: str, modules: set[str]) -> set[str]:
     return {value for value in constants if isinstance(value, str)} & modules - {"nanovllm"}
 
 
-def is_wrong(name: str, target: str) -> bool:
+def is_wrong(name, target):
     """Return whether module `name` must not import `target`."""
     (_, part), (package, target_part) = ([*module.split("."), ""][:2] for module in (name, target))
     if package != "nanovllm":
@@ -102,7 +100,7 @@ def is_wrong(name: str, target: str) -> bool:
     return part == "engine" and target_part in ("llm", "")  # the package itself imports llm
 
 
-def find_wrong_imports(sources: dict[str, str]) -> list[str]:
+def find_wrong_imports(sources):
     imports = {name: set(find_imports(source, set(sources))) for name, source in sources.items()}
     for name, source in sources.items():
         importer = "nanovllm.kernels" if name == REGISTRY else name
@@ -122,7 +120,7 @@ def find_wrong_imports(sources: dict[str, str]) -> list[str]:
     return wrong
 
 
-def test_imports_point_down() -> None:
+def test_imports_point_down():
     assert find_wrong_imports(read_sources()) == []
 
 
@@ -178,7 +176,7 @@ def test_imports_point_down() -> None:
         ("engine.sequence", "if TYPE_CHECKING:\n    from torch import Tensor", "torch"),
     ],
 )
-def test_a_wrong_import_is_found(module: str, line: str, target: str) -> None:
+def test_a_wrong_import_is_found(module, line, target):
     sources = read_sources()
     sources[f"nanovllm.{module}"] += f"\n{line}\n"
     assert f"nanovllm.{module} imports {target}" in find_wrong_imports(sources)
@@ -195,14 +193,14 @@ def test_a_wrong_import_is_found(module: str, line: str, target: str) -> None:
         ("layers.norm", "from nanovllm.layers import norm"),
     ],
 )
-def test_a_circle_is_found(module: str, line: str) -> None:
+def test_a_circle_is_found(module, line):
     sources = read_sources()
     sources[f"nanovllm.{module}"] += f"\n{line}\n"
     (wrong,) = find_wrong_imports(sources)
     assert wrong.startswith("circle") and f"nanovllm.{module}" in wrong
 
 
-def test_registered_modules_are_imported_by_kernels() -> None:
+def test_registered_modules_are_imported_by_kernels():
     sources = read_sources()
     sources["nanovllm.kernels.cuda.attention"] += "\nfrom nanovllm.kernels import kernelize\n"
     (wrong,) = find_wrong_imports(sources)
@@ -215,16 +213,16 @@ def test_registered_modules_are_imported_by_kernels() -> None:
 class WithoutKernels(ast.NodeTransformer):
     """Removes imports of nanovllm.kernels and the code that depends on enable_kernels."""
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom | None:
+    def visit_ImportFrom(self, node):
         names = [f"{node.module}.{alias.name}" for alias in node.names]
         return None if any(name.startswith("nanovllm.kernels") for name in names) else node
 
-    def visit_If(self, node: ast.If) -> ast.If | None:
+    def visit_If(self, node):
         return None if "enable_kernels" in ast.unparse(node.test) else node
 
 
 @pytest.fixture(scope="module")
-def plain_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain_package(tmp_path_factory):
     """A copy of the package without nanovllm/kernels and the engine's uses of it."""
     folder = tmp_path_factory.mktemp("without_kernels")
     ignored = shutil.ignore_patterns("kernels", "demo_model", "__pycache__")
@@ -247,13 +245,7 @@ with nanovllm.LLM(model, **options) as llm:
 """
 
 
-def generate(
-    folder: Path,
-    model: str,
-    options: dict[str, Any],
-    prompts: list[list[int]],
-    params: list[dict[str, Any]],
-) -> tuple[list[dict[str, Any]], dict[str, int]]:
+def generate(folder, model, options, prompts, params):
     """Outputs and stats of an engine in another process, with the package in `folder`."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps([str(folder), model, options, prompts, params])],
@@ -268,7 +260,7 @@ def generate(
     return json.loads(done.stdout)
 
 
-def test_tokens_without_kernels(plain_package: Path, tiny: tuple[str, Oracle]) -> None:
+def test_tokens_without_kernels(plain_package, tiny):
     """They match transformers, with chunks, prefix hits and preemptions."""
     prompts = [random_prompt(i // 2, 1 + 9 * (i // 2)) for i in range(12)]
     options = {"kvcache_block_size": 4, "num_kvcache_blocks": 24, "max_num_batched_tokens": 40}
@@ -281,7 +273,7 @@ def test_tokens_without_kernels(plain_package: Path, tiny: tuple[str, Oracle]) -
     assert stats["num_cached_tokens"] and stats["num_preemptions"]
 
 
-def test_bfloat16_without_kernels(plain_package: Path, tmp_path: Path) -> None:
+def test_bfloat16_without_kernels(plain_package, tmp_path):
     make_checkpoint(tmp_path, dtype=torch.bfloat16)
     settings = [
         {"temperature": 0.0},
@@ -297,7 +289,7 @@ def test_bfloat16_without_kernels(plain_package: Path, tmp_path: Path) -> None:
         assert all(0 <= token_id < VOCAB_SIZE for token_id in output["token_ids"])
 
 
-def test_enable_kernels(tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enable_kernels(tiny, monkeypatch):
     """If it is False, only files of the tour run, in float32 and 16 bits, on one rank and on two."""
     met: set[str] = set()
     parts = [
@@ -332,7 +324,7 @@ def test_enable_kernels(tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "torch"])
-def test_enable_kernels_and_a_backend_of_theirs(tiny: tuple[str, Oracle], backend: str) -> None:
+def test_enable_kernels_and_a_backend_of_theirs(tiny, backend):
     with pytest.raises(
         ValueError, match=f"attention_backend='{backend}' needs enable_kernels=True"
     ):

@@ -7,7 +7,6 @@ import json
 import re
 import struct
 import zlib
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from browser import browse, needs_browser, run_script
-from conftest import Oracle, greedy, random_prompt
+from conftest import greedy, random_prompt
 
 from nanovllm import LLM, trace
 from nanovllm.engine.scheduler import Scheduler
@@ -26,7 +25,7 @@ TEMPLATE = Path(trace.__file__).with_name("page.html")
 State = dict[str, Any]
 
 
-def count_blocks(manager: Any) -> list[Any]:
+def count_blocks(manager):
     """Used and reusable blocks, and the text that the page shows for them."""
     free = manager.free_block_ids
     reusable = sum(manager.blocks[block_id].hash != -1 for block_id in free)
@@ -37,14 +36,12 @@ def count_blocks(manager: Any) -> list[Any]:
 
 
 @pytest.fixture
-def record(
-    tiny: tuple[str, Oracle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[Path, list[State]]]:
+def record(tiny, tmp_path, monkeypatch):
     """Serve a load. Return the page of its trace, and the engine's state in each step."""
     states: list[State] = []
     postprocess = recorder._TracedScheduler.postprocess
 
-    def keep_state(self: Any, seqs: list[Any], samples: list[list[int]]) -> None:
+    def keep_state(self, seqs, samples):
         manager = self.block_manager
         state = {
             "waiting": [seq.seq_id for seq in self.waiting][:10],
@@ -67,7 +64,7 @@ def record(
 
     monkeypatch.setattr(recorder._TracedScheduler, "postprocess", keep_state)
 
-    def serve(load: Callable[[LLM], None], **options: Any) -> tuple[Path, list[State]]:
+    def serve(load, **options):
         path = tmp_path / "trace.json"
         settings = {
             "kvcache_block_size": 4,
@@ -85,7 +82,7 @@ def record(
     return serve
 
 
-def busy(llm: LLM) -> None:
+def busy(llm):
     """Serve requests with prefix hits, duplicates, chunks, preemptions, aborts and NaN logits.
 
     One step is interrupted.
@@ -96,7 +93,7 @@ def busy(llm: LLM) -> None:
     sample = llm.model_runner.sample
     num_steps = 0
 
-    def disturbed_sample(logits: torch.Tensor, seqs: list[Any]) -> Any:
+    def disturbed_sample(logits, seqs):
         if num_steps == 30:
             raise KeyboardInterrupt
         if num_steps in (12, 14):
@@ -157,7 +154,7 @@ TEXTS = r"""
 """
 
 
-def read_narrative(page: Path) -> str:
+def read_narrative(page):
     """The sentences of all steps of the first timeline."""
     steps = run_script(page, f'{TEXTS} return textsOf(["words"])[0];')
     return " ".join(words for (words,) in steps)
@@ -173,9 +170,7 @@ def read_narrative(page: Path) -> str:
         {"enable_prefix_caching": False},
     ],
 )
-def test_it_shows_the_state_of_the_engine(
-    record: Callable[..., tuple[Path, list[State]]], options: dict[str, Any]
-) -> None:
+def test_it_shows_the_state_of_the_engine(record, options):
     """Queues, block tables, reference counts, listed blocks and eviction order match.
 
     They match in every step, forwards and backwards.
@@ -192,9 +187,7 @@ def test_it_shows_the_state_of_the_engine(
 
 @needs_browser
 @pytest.mark.filterwarnings("ignore:request .* ends with an error")
-def test_errors_resets_and_aborts_are_narrated(
-    record: Callable[..., tuple[Path, list[State]]],
-) -> None:
+def test_errors_resets_and_aborts_are_narrated(record):
     page, _ = record(busy)
     narrative = read_narrative(page)
     error = r'The logits of (\w) are NaN\. \1 finishes with "error", and its blocks are removed'
@@ -203,17 +196,17 @@ def test_errors_resets_and_aborts_are_narrated(
     assert re.search(r"\w was aborted before this step\.", narrative)
 
 
-def preempt_the_oldest(scheduler: Scheduler, num_steps: int) -> None:
+def preempt_the_oldest(scheduler, num_steps):
     if num_steps % 5 == 4 and len(scheduler.running) > 1:
         scheduler.preempt(scheduler.running[0])
 
 
-def admit_the_shortest(scheduler: Scheduler, num_steps: int) -> None:
+def admit_the_shortest(scheduler, num_steps):
     for seq in sorted(scheduler.waiting, key=lambda seq: len(seq.token_ids)):
         scheduler.waiting.move_to_end(seq)
 
 
-def evict_in_reverse_order(scheduler: Scheduler, num_steps: int) -> None:
+def evict_in_reverse_order(scheduler, num_steps):
     for block_id in list(scheduler.block_manager.free_block_ids):
         scheduler.block_manager.free_block_ids.move_to_end(block_id, last=False)
 
@@ -221,15 +214,11 @@ def evict_in_reverse_order(scheduler: Scheduler, num_steps: int) -> None:
 @needs_browser
 @pytest.mark.filterwarnings("ignore:request .* ends with an error")
 @pytest.mark.parametrize("change", [preempt_the_oldest, admit_the_shortest, evict_in_reverse_order])
-def test_unknown_policies_are_shown(
-    record: Callable[..., tuple[Path, list[State]]],
-    change: Callable[[Scheduler, int], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unknown_policies_are_shown(record, change, monkeypatch):
     schedule = Scheduler.schedule
     num_steps = count()
 
-    def changed_schedule(self: Scheduler) -> list[Any]:
+    def changed_schedule(self):
         change(self, next(num_steps))
         return schedule(self)
 
@@ -245,7 +234,7 @@ def test_unknown_policies_are_shown(
 
 
 @pytest.fixture(scope="module")
-def example_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def example_page(tmp_path_factory):
     from example import show_scheduling
 
     directory = tmp_path_factory.mktemp("page")
@@ -294,7 +283,7 @@ SENTENCES = {
 
 
 @needs_browser
-def test_the_narrative_of_the_example(example_page: Path) -> None:
+def test_the_narrative_of_the_example(example_page):
     texts = run_script(example_page, f'{TEXTS} return textsOf(["words", "budget", "count"]);')
     for (number, step), sentences in SENTENCES.items():
         narrative = texts[number][step][0]
@@ -306,7 +295,7 @@ def test_the_narrative_of_the_example(example_page: Path) -> None:
 
 
 @needs_browser
-def test_it_can_be_walked_through(example_page: Path) -> None:
+def test_it_can_be_walked_through(example_page):
     """The slider, keys and clicks work. Pointing explains a block or a token."""
     seen = run_script(
         example_page,
@@ -362,7 +351,7 @@ def test_it_can_be_walked_through(example_page: Path) -> None:
     assert seen["timeline"] == [0, 0]
 
 
-def read_png(path: Path) -> list[bytes]:
+def read_png(path):
     """The rows of a picture."""
     content = path.read_bytes()
     _, height = struct.unpack(">II", content[16:24])
@@ -380,7 +369,7 @@ def read_png(path: Path) -> list[bytes]:
 
 @needs_browser
 @pytest.mark.parametrize("options", [[], ["--blink-settings=preferredColorScheme=0"]])
-def test_a_screenshot(example_page: Path, tmp_path: Path, options: list[str]) -> None:
+def test_a_screenshot(example_page, tmp_path, options):
     picture = tmp_path / "page.png"
     browse(
         example_page,
@@ -398,11 +387,11 @@ def test_a_screenshot(example_page: Path, tmp_path: Path, options: list[str]) ->
 Event = dict[str, Any]
 
 
-def make_event(phase: str, lane: int, name: str, args: Event) -> Event:
+def make_event(phase, lane, name, args):
     return {"ph": phase, "tid": lane + 1, "name": name, "args": args}
 
 
-def make_step(step: int, kind: str, **results: Any) -> Event:
+def make_step(step, kind, **results):
     """The event of a step of one sequence."""
     counts = {f"num_{name}_tokens": 0 for name in ("prefill", "decode", "draft", "accepted")}
     times = {f"{phase}_ms": 1.0 for phase in ("schedule", "prepare", "forward", "sample")}
@@ -411,7 +400,7 @@ def make_step(step: int, kind: str, **results: Any) -> Event:
     return make_event("X", -1, "step", {**args, **queues, "accepted": [], "ended": [], **results})
 
 
-def make_page(directory: Path, events: list[Event]) -> Path:
+def make_page(directory, events):
     """Write a trace of one lane and four blocks of 4 tokens, and make its page."""
     settings = {
         "num_blocks": 4,
@@ -427,7 +416,7 @@ def make_page(directory: Path, events: list[Event]) -> Path:
 
 
 @needs_browser
-def test_drafts(tmp_path: Path) -> None:
+def test_drafts(tmp_path):
     """One of three draft tokens is accepted, so the step yields two tokens.
 
     The block of the third draft token leaves the block table.
@@ -495,7 +484,7 @@ def test_drafts(tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_a_preemption_and_an_admission_share_a_column(tmp_path: Path) -> None:
+def test_a_preemption_and_an_admission_share_a_column(tmp_path):
     """A lane shows both if they happen in one step."""
     counters = {"waiting": 0, "running": 1, "used": 1, "reusable": 0, "empty": 3}
     work = {"request_id": 0, "num_reused_tokens": 0, "num_prompt_tokens": 2, "blocks": [0]}
@@ -516,9 +505,7 @@ def test_a_preemption_and_an_admission_share_a_column(tmp_path: Path) -> None:
     assert shown == [[0, 1, "2"], [1, 1.5, "×A"], [1.5, 2, "3"]]
 
 
-def test_it_is_self_contained(
-    record: Callable[..., tuple[Path, list[State]]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_self_contained(record, capsys):
     page, _ = record(lambda llm: llm.generate([random_prompt(1, 9)], greedy(3), use_tqdm=False))
     content = page.read_text()
     assert not re.search(r"https?:|src=|@import|url\(|<link|import\(|fetch\(", content)

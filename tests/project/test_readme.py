@@ -18,14 +18,14 @@ README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^python3 -m venv .*$", README, flags=re.MULTILINE)
 
 
-def run(*command: str, **environment: str) -> str:
+def run(*command, **environment):
     env = {**os.environ, **environment}
     return subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, check=True
     ).stdout
 
 
-def test_first_command_is_the_example() -> None:
+def test_first_command_is_the_example():
     assert COMMANDS[0].endswith("python example.py")
     said = run("example.py", PYTHONIOENCODING="ascii")  # every terminal can show it
     assert (
@@ -43,7 +43,7 @@ def test_first_command_is_the_example() -> None:
     )
 
 
-def test_example_ends_when_nobody_reads_on() -> None:
+def test_example_ends_when_nobody_reads_on():
     with subprocess.Popen(
         [sys.executable, "example.py"], cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True
     ) as process:
@@ -60,31 +60,31 @@ def test_example_ends_when_nobody_reads_on() -> None:
         (["--model", "example.py"], "no such directory"),
     ],
 )
-def test_example_says_what_is_wrong(arguments: list[str], complaint: str) -> None:
+def test_example_says_what_is_wrong(arguments, complaint):
     done = subprocess.run(
         [sys.executable, "example.py", *arguments], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 2 and complaint in done.stderr and "Traceback" not in done.stderr
 
 
-def test_second_command_is_what_ci_runs() -> None:
+def test_second_command_is_what_ci_runs():
     assert COMMANDS[1].endswith("python -m pytest")
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o100
     assert "pip install -q -e '.[test]'" in COMMANDS[1]
 
 
-def test_readme_code_runs(tmp_path: Path) -> None:
+def test_readme_code_runs(tmp_path):
     code, with_ray = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     assert with_ray.startswith("import ray\n")  # which test_ray.py runs
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
 
 
-def test_readme_quotes_the_step() -> None:
+def test_readme_quotes_the_step():
     (quoted,) = re.findall(r"```py\n(.*?)```", README, flags=re.DOTALL)
     assert textwrap.indent(quoted, " " * 8) in inspect.getsource(LLMEngine._step)
 
 
-def test_the_tour_names_every_module_once() -> None:
+def test_the_tour_names_every_module_once():
     package = ROOT / "nanovllm"
     modules = {
         str(path.relative_to(package)) for path in package.rglob("*.py") if path.stat().st_size
@@ -99,19 +99,19 @@ def test_the_tour_names_every_module_once() -> None:
     assert len(set(named)) == len(named) and set(named) <= modules
 
 
-def test_readmes_picture_is_there() -> None:
+def test_readmes_picture_is_there():
     (picture,) = re.findall(r"--screenshot=(\S+)", README)
     assert f"]({picture})" in README and (ROOT / picture).exists()
 
 
-def test_readme_shows_what_is_printed() -> None:
+def test_readme_shows_what_is_printed():
     ((command, shown),) = re.findall(
         r"```console\n\$ python (.*?) .*?\n(.*?)```", README, flags=re.DOTALL
     )
     assert shown in run(command)
 
 
-def test_top_level_is_as_designed() -> None:
+def test_top_level_is_as_designed():
     if not (ROOT / ".git").exists():
         return
     tracked = subprocess.run(

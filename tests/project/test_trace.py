@@ -10,14 +10,10 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from conftest import Oracle, check_invariants, greedy, random_prompt
+from conftest import check_invariants, greedy, random_prompt
 
 from nanovllm import LLM, trace
 from nanovllm.engine.scheduler import Scheduler
@@ -37,7 +33,7 @@ PROMPTS = [
 ]
 
 
-def check_trace(path: Path, llm: LLM) -> list[dict[str, Any]]:
+def check_trace(path, llm):
     """Return the events, after checking them against the engine's statistics."""
     events = json.loads(path.read_bytes())
     steps = [event for event in events if event["ph"] == "X" and "kind" in event["args"]]
@@ -82,9 +78,7 @@ def check_trace(path: Path, llm: LLM) -> list[dict[str, Any]]:
         {"tensor_parallel_size": 2},
     ],
 )
-def test_it_is_true_after_every_step(
-    tiny: tuple[str, Oracle], tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_it_is_true_after_every_step(tiny, tmp_path, options):
     path = tmp_path / "trace.json"
     with LLM(tiny[0], trace=path, **{**SMALL, **options}) as llm:
         assert json.loads(path.read_bytes())  # before the first one
@@ -103,15 +97,13 @@ def test_it_is_true_after_every_step(
         )
 
 
-def test_an_interrupted_step_leaves_it_whole(
-    tiny: tuple[str, Oracle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_step_leaves_it_whole(tiny, tmp_path, monkeypatch):
     path = tmp_path / "trace.json"
     llm = LLM(tiny[0], trace=path, **SMALL)
     sample = llm.model_runner.sampler.forward
     for fails in (False, True, False):
 
-        def forward(*args: Any, fails: bool = fails) -> torch.Tensor:
+        def forward(*args, fails=fails):
             if fails:
                 raise KeyboardInterrupt
             return sample(*args)
@@ -125,17 +117,17 @@ def test_an_interrupted_step_leaves_it_whole(
     assert trace.read(path)
 
 
-def test_ctrl_c_once_a_step_is_written(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
+def test_ctrl_c_once_a_step_is_written(tiny, tmp_path):
     """The file stays valid, and the next step reports the reset."""
     path = tmp_path / "trace.json"
     llm = LLM(tiny[0], trace=path, **SMALL)
     timeline, file = llm.scheduler.timeline, llm.scheduler.timeline.file
 
     class Interrupted:
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name):
             return getattr(file, name)
 
-        def write(self, data: bytes) -> int:
+        def write(self, data):
             timeline.file = file
             file.write(data)
             raise KeyboardInterrupt
@@ -155,14 +147,12 @@ def test_ctrl_c_once_a_step_is_written(tiny: tuple[str, Oracle], tmp_path: Path)
     ]
 
 
-def test_nothing_is_paid_when_it_is_off(tiny: tuple[str, Oracle]) -> None:
+def test_nothing_is_paid_when_it_is_off(tiny):
     llm = LLM(tiny[0], **SMALL)
     assert type(llm.scheduler) is Scheduler and not hasattr(llm.scheduler, "timeline")
 
 
-def test_exit_leaves_nothing_to_the_garbage_collector(
-    tiny: tuple[str, Oracle], tmp_path: Path
-) -> None:
+def test_exit_leaves_nothing_to_the_garbage_collector(tiny, tmp_path):
     """The timeline does not keep the parts that it records alive."""
     llm = LLM(tiny[0], trace=tmp_path / "trace.json", **SMALL)
     llm.generate(PROMPTS, greedy(3), use_tqdm=False)
@@ -176,7 +166,7 @@ def test_exit_leaves_nothing_to_the_garbage_collector(
         gc.enable()
 
 
-def test_a_killed_process_leaves_it_whole(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
+def test_a_killed_process_leaves_it_whole(tiny, tmp_path):
     path = tmp_path / "trace.json"
     script = f"""
 import itertools, os, signal
@@ -194,7 +184,7 @@ llm.generate([[1, 2, 3]] * 20, SamplingParams(max_tokens=100), use_tqdm=False)
 
 
 @contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
+def file_size_limit(num_bytes):
     """Writes beyond it fail as on a full disk: the first can be partial, the next raises OSError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
@@ -204,9 +194,7 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_ends_the_timeline_and_nothing_else(
-    tiny: tuple[str, Oracle], tmp_path: Path
-) -> None:
+def test_a_full_disk_ends_the_timeline_and_nothing_else(tiny, tmp_path):
     path = tmp_path / "trace.json"
     llm = LLM(tiny[0], trace=path, **SMALL)
     with (
@@ -228,7 +216,7 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
     assert path.read_bytes() == content
 
 
-def test_paths_that_cannot_be_written(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
+def test_paths_that_cannot_be_written(tiny, tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)  # without a reader: to open it for writing only would wait for one
     paths = {
@@ -242,7 +230,7 @@ def test_paths_that_cannot_be_written(tiny: tuple[str, Oracle], tmp_path: Path) 
             LLM(tiny[0], trace=path, **SMALL)
 
 
-def test_a_file_without_room_for_its_first_byte(tiny: tuple[str, Oracle], tmp_path: Path) -> None:
+def test_a_file_without_room_for_its_first_byte(tiny, tmp_path):
     with (
         file_size_limit(0),
         pytest.raises(ValueError, match=r"trace='.*' cannot be written: .*File too large"),
@@ -251,7 +239,7 @@ def test_a_file_without_room_for_its_first_byte(tiny: tuple[str, Oracle], tmp_pa
 
 
 @pytest.fixture(scope="module")
-def recorded(tiny: tuple[str, Oracle], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(tiny, tmp_path_factory):
     """A trace with a prefix hit, chunks beside decodes, and preemptions."""
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     llm = LLM(tiny[0], trace=path, **SMALL)
@@ -260,9 +248,7 @@ def recorded(tiny: tuple[str, Oracle], tmp_path_factory: pytest.TempPathFactory)
     return path
 
 
-def test_text(
-    recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text(recorded, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     trace_main([str(recorded)])
     lines = capsys.readouterr().out.splitlines()
@@ -278,7 +264,7 @@ def test_text(
     assert "27 steps, 5 requests, 82 prefill and 54 decode tokens, 3 preemptions" in lines
 
 
-def test_text_of_a_character_per_column(recorded: Path) -> None:
+def test_text_of_a_character_per_column(recorded):
     """The most important of several steps is shown: a preemption, then a prefill."""
     assert trace.render(trace.read(recorded), 20).splitlines()[1:7] == [
         "  lane 0 |AaBbbbbD",
@@ -290,28 +276,28 @@ def test_text_of_a_character_per_column(recorded: Path) -> None:
     ]
 
 
-def test_readers_that_leave(recorded: Path) -> None:
+def test_readers_that_leave(recorded):
     command = [sys.executable, "-m", "nanovllm.trace", str(recorded)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()  # as `| head` does
         assert process.stderr.read() == b"" and process.wait() == 1
 
 
-def test_text_is_ascii(recorded: Path) -> None:
+def test_text_is_ascii(recorded):
     """Also with more steps than columns."""
     steps = trace.read(recorded)
     assert all(trace.render(steps * repeat).isascii() for repeat in (1, 10))
 
 
 @pytest.mark.parametrize("width", [20, 30, 60, 200])
-def test_text_fits(recorded: Path, width: int) -> None:
+def test_text_fits(recorded, width):
     lines = trace.render(trace.read(recorded), width).splitlines()
     assert max(map(len, lines)) <= width
     assert Counter(line[:8].strip() for line in lines)["lane 3"] == 1
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_picture(recorded: Path, tmp_path: Path, suffix: str) -> None:
+def test_picture(recorded, tmp_path, suffix):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     picture = tmp_path / f"timeline.{suffix}"
     trace_main([str(recorded), "-o", str(picture)])
@@ -322,9 +308,7 @@ def test_picture(recorded: Path, tmp_path: Path, suffix: str) -> None:
     "content",
     ["", "[", "{}", "[]", "[1]", '[{"ph": "X", "name": "foreign", "ts": 0, "dur": 1, "tid": 1}]'],
 )
-def test_files_that_are_no_timeline(
-    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_are_no_timeline(tmp_path, content, capsys):
     path = tmp_path / "trace.json"
     path.write_text(content)
     with pytest.raises(SystemExit):
@@ -332,9 +316,7 @@ def test_files_that_are_no_timeline(
     assert str(path) in capsys.readouterr().err
 
 
-def test_a_file_that_is_cut_off(
-    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_cut_off(recorded, tmp_path, capsys):
     path = tmp_path / "trace.json"
     path.write_bytes(recorded.read_bytes()[:3000])
     with pytest.raises(SystemExit):

@@ -11,11 +11,9 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing import Pipe
-from pathlib import Path
 from queue import SimpleQueue
 from unittest.mock import MagicMock
 
@@ -37,7 +35,7 @@ from nanovllm.packing import list_sizes, pack, unpack
 POOL = {"num_kvcache_blocks": 64, "kvcache_block_size": 4}
 
 
-def find_ranks(process: psutil.Process | None = None) -> list[psutil.Process]:
+def find_ranks(process=None):
     """The processes of the other ranks, in order of rank. They are children of the fork server."""
     children = (process or psutil.Process()).children()
     return [
@@ -49,7 +47,7 @@ def find_ranks(process: psutil.Process | None = None) -> list[psutil.Process]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left():
     """Check that no process of a rank and no shared memory is left."""
     before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     yield
@@ -71,7 +69,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name, size", [("gqa", 2), ("gqa", 4), ("mqa", 2), ("mqa", 4), ("mha", 4)])
-def test_tokens(tmp_path: Path, name: str, size: int) -> None:
+def test_tokens(tmp_path, name, size):
     """They match transformers, cold, warm, in chunks and after preemptions."""
     oracle = Oracle(make_checkpoint(tmp_path, **SHAPES[name]))
     prompts = [
@@ -88,7 +86,7 @@ def test_tokens(tmp_path: Path, name: str, size: int) -> None:
         assert llm.stats["num_preemptions"] and llm.stats["num_cached_tokens"]
 
 
-def test_everything_sampled_is_equal(tiny: tuple[str, Oracle]) -> None:
+def test_everything_sampled_is_equal(tiny):
     """Seeds, filters, penalties, logprobs, n and beams give the same on 1, 2 and 4 ranks."""
     prompts = [random_prompt(seed, 5 + 3 * seed) for seed in range(5)]
     params = [
@@ -123,7 +121,7 @@ def test_everything_sampled_is_equal(tiny: tuple[str, Oracle]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_low_precision(tmp_path, dtype):
     """The shards of a weight give the result of the whole up to rounding, prepacked or not."""
     make_checkpoint(tmp_path, dtype=dtype)
     prompts = [random_prompt(seed, 20) for seed in range(8)]
@@ -141,7 +139,7 @@ def test_low_precision(tmp_path: Path, dtype: torch.dtype) -> None:
     assert (values[0] - values[1]).abs().mean() < 0.02 * values[0].std()
 
 
-def test_dummy_weights_are_the_same_on_any_number_of_ranks(tiny: tuple[str, Oracle]) -> None:
+def test_dummy_weights_are_the_same_on_any_number_of_ranks(tiny):
     prompts, token_ids = [random_prompt(seed, 9) for seed in range(3)], []
     for size in (1, 2):
         with LLM(tiny[0], load_format="dummy", tensor_parallel_size=size, **POOL) as llm:
@@ -151,7 +149,7 @@ def test_dummy_weights_are_the_same_on_any_number_of_ranks(tiny: tuple[str, Orac
     assert token_ids[0] == token_ids[1]
 
 
-def test_two_engines_at_once(tiny: tuple[str, Oracle]) -> None:
+def test_two_engines_at_once(tiny):
     prompt = random_prompt(3, 9)
     engines = [LLM(tiny[0], tensor_parallel_size=2, **POOL) for _ in range(2)]
     assert len(find_ranks()) == 2
@@ -169,7 +167,7 @@ def test_two_engines_at_once(tiny: tuple[str, Oracle]) -> None:
 
 
 @pytest.mark.parametrize("num_seqs, width", [(1, 1), (2, 1), (3, 7), (300, 70)])
-def test_a_batch_survives_packing(num_seqs: int, width: int) -> None:
+def test_a_batch_survives_packing(num_seqs, width):
     shapes = [(2 * num_seqs - 1,)] * 3 + [
         (num_seqs + 1,),
         (num_seqs,),
@@ -195,7 +193,7 @@ def test_a_batch_survives_packing(num_seqs: int, width: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_long_messages_arrive(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_messages_arrive(kind, monkeypatch):
     """They are sent in two parts. Messages go from host to host, without NCCL."""
     store, received, nccl = dist.HashStore(), [], MagicMock()
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
@@ -205,10 +203,10 @@ def test_long_messages_arrive(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
         for length in (FIRST_PART - 1, FIRST_PART, 3 * FIRST_PART, 5, 0)
     ]
 
-    def meet(rank: int) -> TensorParallel:
+    def meet(rank):
         return connect(torch.device(kind), 2, Place(rank, rank, store))
 
-    def receive() -> None:
+    def receive():
         tp = meet(1)
         received.extend(tp.receive().clone() for _ in messages)
 
@@ -222,7 +220,7 @@ def test_long_messages_arrive(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not nccl.return_value.mock_calls
 
 
-def test_sizes_that_do_not_divide(tmp_path: Path) -> None:
+def test_sizes_that_do_not_divide(tmp_path):
     make_checkpoint(tmp_path, num_attention_heads=6, num_key_value_heads=2, intermediate_size=50)
     for size, name in ((4, "num_attention_heads=6"), (3, "intermediate_size=50")):
         with pytest.raises(ValueError, match=f"tensor_parallel_size={size} does not divide {name}"):
@@ -234,7 +232,7 @@ def test_sizes_that_do_not_divide(tmp_path: Path) -> None:
         LLM(str(tmp_path), tensor_parallel_size=6, **POOL)
 
 
-def test_the_cache_is_divided(tiny: tuple[str, Oracle], capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_cache_is_divided(tiny, capfd):
     """With one KV head per rank, blocks have half the bytes, so memory holds twice as many."""
     num_blocks = []
     for size in (1, 2):
@@ -249,7 +247,7 @@ def test_the_cache_is_divided(tiny: tuple[str, Oracle], capfd: pytest.CaptureFix
 # --- Lost ranks
 
 
-def lose_within(seconds: float, llm: LLM, match: str, max_tokens: int = 190) -> None:
+def lose_within(seconds, llm, match, max_tokens=190):
     """The call fails and names the rank, as do later ones, and nothing is left."""
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=match):
@@ -267,7 +265,7 @@ def lose_within(seconds: float, llm: LLM, match: str, max_tokens: int = 190) -> 
         llm.step()
 
 
-def test_a_rank_dies_while_idle(tiny: tuple[str, Oracle]) -> None:
+def test_a_rank_dies_while_idle(tiny):
     llm = LLM(tiny[0], tensor_parallel_size=4, **POOL)
     llm.generate([1, 2], greedy(2), use_tqdm=False)
     find_ranks()[1].kill()
@@ -278,7 +276,7 @@ def test_a_rank_dies_while_idle(tiny: tuple[str, Oracle]) -> None:
 @pytest.mark.parametrize(
     "dtype", ["float32", "float16"]
 )  # which meet in shared memory, and by gloo
-def test_a_rank_dies_in_a_step(tiny: tuple[str, Oracle], dtype: str, max_tokens: int) -> None:
+def test_a_rank_dies_in_a_step(tiny, dtype, max_tokens):
     llm = LLM(
         tiny[0],
         dtype=dtype,
@@ -290,9 +288,7 @@ def test_a_rank_dies_in_a_step(tiny: tuple[str, Oracle], dtype: str, max_tokens:
     lose_within(10, llm, "rank 1 of 2 has ended with exit code -9", max_tokens)
 
 
-def test_a_gpu_waits_for_a_lost_rank(
-    tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_waits_for_a_lost_rank(tiny, monkeypatch):
     """Tokens never arrive until NCCL is aborted. The call ends nevertheless."""
     llm, aborted = LLM(tiny[0], tensor_parallel_size=2, **POOL), threading.Event()
     executor, tokens = (
@@ -309,8 +305,8 @@ def test_a_gpu_waits_for_a_lost_rank(
     assert not synchronize.mock_calls, "the host waits before it has sampled"
 
 
-def test_a_rank_dies_at_the_start(tiny: tuple[str, Oracle]) -> None:
-    def kill_when_it_comes() -> None:
+def test_a_rank_dies_at_the_start(tiny):
+    def kill_when_it_comes():
         while not (ranks := find_ranks()):
             time.sleep(0.001)
         ranks[0].kill()
@@ -344,9 +340,7 @@ FAILING = """
 """
 
 
-def test_a_rank_fails(
-    tmp_path: Path, tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_fails(tmp_path, tiny, monkeypatch):
     """The error has its traceback. Ranks that fail because of it are not named."""
     LLM(
         tiny[0], tensor_parallel_size=2, **POOL
@@ -366,7 +360,7 @@ def test_a_rank_fails(
             llm.generate([1, 2, 3], greedy(3), use_tqdm=False)
 
 
-def make_executor(worker: Worker | None = None) -> MultiRankExecutor:
+def make_executor(worker=None):
     """An executor without the processes of its other ranks."""
     made = object.__new__(MultiRankExecutor)
     made.stop_reason, made.processes, made.tasks = None, {}, SimpleQueue()
@@ -380,12 +374,12 @@ def make_executor(worker: Worker | None = None) -> MultiRankExecutor:
 class FakeProcess:
     name, exitcode = "rank 3 of 4", -11
 
-    def kill(self) -> None: ...
-    def join(self, timeout: float) -> None: ...
+    def kill(self): ...
+    def join(self, timeout): ...
 
 
 @pytest.mark.parametrize("is_dead", [False, True])
-def test_a_dead_rank_is_the_cause(is_dead: bool) -> None:
+def test_a_dead_rank_is_the_cause(is_dead):
     """Also if it is noticed together with ranks that failed because of it. A ValueError stays one."""
     seen, others = make_executor(), []
     for _ in range(2):
@@ -420,14 +414,14 @@ LOST = """
 """
 
 
-def test_a_fork_of_an_engine_that_is_lost(tiny: tuple[str, Oracle]) -> None:
+def test_a_fork_of_an_engine_that_is_lost(tiny):
     """The forked process exits without waiting for threads that it does not have."""
     command = [sys.executable, "-c", textwrap.dedent(LOST), tiny[0]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "rank 1 of 2 has ended with exit code -9\n0\n", done.stderr
 
 
-def test_a_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit(tmp_path):
     make_checkpoint(tmp_path)
     with open(tmp_path / "model.safetensors", "r+b") as file:
         file.truncate(2000)
@@ -435,7 +429,7 @@ def test_a_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
         LLM(str(tmp_path), tensor_parallel_size=2, **POOL)
 
 
-def test_rank_0_fails(tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_fails(tiny, monkeypatch):
     """In the middle of a step, while the others wait for it."""
     llm = LLM(tiny[0], tensor_parallel_size=2, **POOL)
     monkeypatch.setattr(llm.model_runner.executor.worker, "compute", lambda batch: 1 / 0)
@@ -444,13 +438,13 @@ def test_rank_0_fails(tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch)
     lose_within(1, llm, "rank 0 has failed: ZeroDivisionError")
 
 
-def test_exit_in_a_step(tiny: tuple[str, Oracle]) -> None:
+def test_exit_in_a_step(tiny):
     """By another thread or a signal handler. It returns at once."""
     llm = LLM(tiny[0], tensor_parallel_size=2, **POOL)
     llm.generate([1], greedy(2), use_tqdm=False)
     seconds: list[float] = []
 
-    def leave() -> None:
+    def leave():
         start = time.monotonic()
         llm.exit()
         seconds.append(time.monotonic() - start)
@@ -467,7 +461,7 @@ def test_exit_in_a_step(tiny: tuple[str, Oracle]) -> None:
 class GroupOfGraphs:
     """Like NCCL's group: abort waits until all CUDA graphs with collectives are gone."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         graphs = threading.Event()  # any object that can be referred to weakly
         self.graphs, self.is_aborted = weakref.ref(graphs), False
         self.worker = object.__new__(Worker)
@@ -475,7 +469,7 @@ class GroupOfGraphs:
             device=torch.device("cuda"), graphs=graphs, tp=TensorParallel(0, 2, self)
         )
 
-    def abort(self) -> None:
+    def abort(self):
         deadline = time.monotonic() + 60
         while self.graphs() is not None and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -483,7 +477,7 @@ class GroupOfGraphs:
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])
-def test_graphs_end_before_the_group(is_stuck: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_end_before_the_group(is_stuck, monkeypatch):
     """On rank 0, whether or not its thread waits for a lost rank."""
     monkeypatch.setattr(executor_module, "_EXIT_TIMEOUT", 1.0)
     group, done = GroupOfGraphs(), threading.Event()
@@ -499,7 +493,7 @@ def test_graphs_end_before_the_group(is_stuck: bool, monkeypatch: pytest.MonkeyP
     assert not seen.thread.is_alive()
 
 
-def test_an_abort_that_does_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_that_does_not_return(monkeypatch):
     """A traceback can keep the graphs alive. The engine's end does not wait for that."""
     monkeypatch.setattr(executor_module, "_EXIT_TIMEOUT", 0.5)
     group = GroupOfGraphs()
@@ -511,21 +505,19 @@ def test_an_abort_that_does_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("error", [None, ZeroDivisionError("on purpose")])
-def test_the_end_of_a_serving_rank(
-    error: Exception | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_end_of_a_serving_rank(error, monkeypatch, capfd):
     """Under torchrun: when rank 0 exits, the graphs end before the group.
 
     If the rank fails, a traceback can keep the graphs alive, and nothing waits for the group.
     """
     group, messages = GroupOfGraphs(), [torch.zeros(1)]
 
-    def receive(self: TensorParallel) -> torch.Tensor:
+    def receive(self):
         if not messages:
             raise RuntimeError("Connection closed by peer")
         return messages.pop()
 
-    def compute(self: Worker, batch: torch.Tensor) -> None:
+    def compute(self, batch):
         graphs = self.graphs
         if error is not None:
             raise error
@@ -547,7 +539,7 @@ def test_the_end_of_a_serving_rank(
     assert ("ZeroDivisionError: on purpose" in capfd.readouterr().err) == (error is not None)
 
 
-def test_interrupted_calls_are_undone(tiny: tuple[str, Oracle]) -> None:
+def test_interrupted_calls_are_undone(tiny):
     """Ctrl-C at any moment of a step: ranks stay in step, and the next call is correct."""
     prompt = random_prompt(5, 12)
     handler = signal.signal(
@@ -577,7 +569,7 @@ def test_interrupted_calls_are_undone(tiny: tuple[str, Oracle]) -> None:
 # --- In other processes
 
 
-def test_no_guard(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
+def test_no_guard(tmp_path, tiny):
     script = tmp_path / "script.py"
     script.write_text(f"from nanovllm import LLM\nLLM({tiny[0]!r}, tensor_parallel_size=2)")
     done = subprocess.run(
@@ -618,7 +610,7 @@ SERVING = """
 
 
 @pytest.mark.parametrize("how", ["kill", "ctrl-c"])
-def test_rank_0_is_ended(tiny: tuple[str, Oracle], how: str) -> None:
+def test_rank_0_is_ended(tiny, how):
     """By SIGKILL, or by Ctrl-C, which reaches the whole process group: no rank is left.
 
     A forked process is rejected and exits at once. The script is `python -c`, which cannot be
@@ -657,9 +649,7 @@ LAUNCHED = {
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_launcher_that_sets_too_little(
-    tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch, rank: str, missing: str
-) -> None:
+def test_a_launcher_that_sets_too_little(tiny, monkeypatch, rank, missing):
     """Such as srun and mpirun: every rank names the variable and exits."""
     for name, value in {**LAUNCHED, "RANK": rank, "LOCAL_RANK": rank}.items():
         monkeypatch.setenv(name, value)
@@ -674,9 +664,7 @@ def test_a_launcher_that_sets_too_little(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_launcher_of_another_size(
-    tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
+def test_a_launcher_of_another_size(tiny, monkeypatch, rank):
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "rendezvous", lambda *_: iter([(dist.HashStore(), rank, 2)]))
@@ -701,9 +689,7 @@ TORCHRUN = """
 AGAIN = "torchrun's processes serve one engine, and it has ended: start them again"
 
 
-def run_torchrun(
-    tmp_path: Path, num_agents: int, num_ranks: int, script: str, *args: str
-) -> list[tuple[int, str, str]]:
+def run_torchrun(tmp_path, num_agents, num_ranks, script, *args):
     """Status, output and errors of each agent, started as on several machines."""
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
     with socket.socket() as free:
@@ -721,7 +707,7 @@ def run_torchrun(
     return [(agent.returncode, *output) for agent, output in zip(agents, outputs)]
 
 
-def test_two_machines(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
+def test_two_machines(tmp_path, tiny):
     """Two agents of torchrun on this machine. The end of rank 0's process ends the others."""
     results = run_torchrun(tmp_path, 2, 1, TORCHRUN, tiny[0])
     assert [status for status, *_ in results] == [0, 0], results
@@ -746,16 +732,14 @@ EXITING = """
 """
 
 
-def test_exit_under_torchrun(tmp_path: Path, tiny: tuple[str, Oracle]) -> None:
+def test_exit_under_torchrun(tmp_path, tiny):
     """The other ranks exit, while rank 0's process continues."""
     (tmp_path / "left").mkdir()
     ((status, out, err),) = run_torchrun(tmp_path, 1, 2, EXITING, tiny[0], str(tmp_path / "left"))
     assert (status, out) == (0, "['1']\n"), err
 
 
-def test_a_rank_of_torchrun_fails(
-    tmp_path: Path, tiny: tuple[str, Oracle], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_of_torchrun_fails(tmp_path, tiny, monkeypatch):
     """The rank prints its traceback itself, because torchrun may end rank 0 first."""
     monkeypatch.setenv("PURPOSE", "on purpose")
     ((status, _, err),) = run_torchrun(tmp_path, 1, 2, FAILING, tiny[0])

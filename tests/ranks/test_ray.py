@@ -20,7 +20,7 @@ pytest.importorskip("ray.data", reason="ray is not installed")
 )
 
 
-def test_a_replica_is_killed(tmp_path: Path) -> None:
+def test_a_replica_is_killed(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {
         **os.environ,

@@ -7,7 +7,7 @@ import sys
 COMMAND = [sys.executable, "-m", "nanovllm.chat"]
 
 
-def test_conversation_continues_from_the_prefix_cache() -> None:
+def test_conversation_continues_from_the_prefix_cache():
     questions = "What is 3 + 4?\nWhat is 12 + 30?\n"
     done = subprocess.run(COMMAND, input=questions, capture_output=True, text=True, check=True)
     assert "3 + 4 = 7." in done.stdout
@@ -17,7 +17,7 @@ def test_conversation_continues_from_the_prefix_cache() -> None:
     assert " 0 of " not in second
 
 
-def test_ctrl_c_stops_an_answer_and_not_the_program() -> None:
+def test_ctrl_c_stops_an_answer_and_not_the_program():
     with subprocess.Popen(
         COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -33,7 +33,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program() -> None:
     assert process.returncode == 0
 
 
-def test_invalid_options_are_named() -> None:
+def test_invalid_options_are_named():
     done = subprocess.run([*COMMAND, "nowhere/at/all"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "no such directory" in done.stderr

@@ -1,8 +1,6 @@
 """The live page in a browser: it follows the messages that a playground has sent."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import httpx
 from browser import needs_browser, run_script
@@ -21,7 +19,7 @@ for (const message of MESSAGES) EventSource.source.onmessage({ data: JSON.string
 """
 
 
-def replay(tmp_path: Path, page: str, messages: list[Any], script: str) -> Any:
+def replay(tmp_path, page, messages, script):
     """Run `script` in the page after these messages."""
     path = tmp_path / "live.html"
     data = json.dumps(messages).replace("</", "<\\/")
@@ -31,7 +29,7 @@ def replay(tmp_path: Path, page: str, messages: list[Any], script: str) -> Any:
 
 
 @needs_browser
-def test_page_follows_and_goes_back(tmp_path: Path) -> None:
+def test_page_follows_and_goes_back(tmp_path):
     with start("--playground", "--dtype", "float32") as (url, _):
         page = httpx.get(url).text
         idle = read_messages(url, 0)

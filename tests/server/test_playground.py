@@ -5,7 +5,6 @@ out.
 import json
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -17,17 +16,17 @@ HOLD = {"pause": None, "steps": 0}
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
+def url():
     with start("--playground", "--dtype", "float32") as (address, _):
         yield address
 
 
-def command(url: str, name: str, body: Any) -> None:
+def command(url, name, body):
     response = post(url, body, f"/playground/{name}")
     assert response.status_code == 200, response.text
 
 
-def read_messages(url: str, num_steps: int) -> list[Any]:
+def read_messages(url, num_steps):
     """Read messages until they have `num_steps` steps of the newest engine."""
     messages: list[Any] = []
     with httpx.stream("GET", f"{url}/playground/events", timeout=20) as response:
@@ -39,7 +38,7 @@ def read_messages(url: str, num_steps: int) -> list[Any]:
     raise AssertionError("the stream has ended")
 
 
-def test_steps_and_texts_are_sent(url: str) -> None:
+def test_steps_and_texts_are_sent(url):
     command(url, "prompts", {"chats": ["What is 12 + 30?"], "params": GREEDY})
     messages = read_messages(url, 6)
     steps = [step for message in messages for step in message["steps"]]
@@ -54,7 +53,7 @@ def test_steps_and_texts_are_sent(url: str) -> None:
     assert json.loads(data.removeprefix("data: "))["first"] == 4
 
 
-def test_engine_holds_and_takes_single_steps(url: str) -> None:
+def test_engine_holds_and_takes_single_steps(url):
     command(url, "pace", HOLD)
     command(url, "prompts", {"prompts": [[5, 6, 7]], "params": GREEDY})
     time.sleep(0.2)
@@ -67,7 +66,7 @@ def test_engine_holds_and_takes_single_steps(url: str) -> None:
     read_messages(url, 6)
 
 
-def test_engine_is_replaced(url: str) -> None:
+def test_engine_is_replaced(url):
     command(url, "pace", HOLD)
     command(url, "prompts", {"prompts": [[5, 6, 7]], "params": GREEDY})
     options = {"num_kvcache_blocks": 12, "enable_chunked_prefill": False}
@@ -85,7 +84,7 @@ def test_engine_is_replaced(url: str) -> None:
     assert post(url, {"model": "x"}, "/playground/engine").status_code == 400
 
 
-def test_api_requests_are_shown_and_fail_if_the_engine_is_replaced(url: str) -> None:
+def test_api_requests_are_shown_and_fail_if_the_engine_is_replaced(url):
     command(url, "pace", {"pause": 0.05, "steps": 0})
     body = {"prompt": [5], "max_tokens": 100, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as response:
@@ -105,7 +104,7 @@ def test_api_requests_are_shown_and_fail_if_the_engine_is_replaced(url: str) -> 
         {"Host": "evil.example"},
     ],
 )
-def test_foreign_pages_are_rejected(url: str, headers: dict[str, str]) -> None:
+def test_foreign_pages_are_rejected(url, headers):
     for path in ("/playground/events", "/v1/models"):
         assert httpx.get(url + path, headers=headers).status_code == 403
     assert post(url, HOLD, "/playground/pace", **headers).status_code == 403
@@ -115,7 +114,7 @@ def test_foreign_pages_are_rejected(url: str, headers: dict[str, str]) -> None:
     assert page.text.count(f'<script nonce="{nonce}">') == 2
 
 
-def test_other_servers_have_no_playground() -> None:
+def test_other_servers_have_no_playground():
     options = ["--num-kvcache-blocks", "512"]
     with start(*options) as (url, _):
         assert "--playground" in httpx.get(url).text
@@ -124,7 +123,7 @@ def test_other_servers_have_no_playground() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--host", "0.0.0.0"], ["--api-key", "secret"]])
-def test_playground_is_for_this_machine_only(arguments: list[str]) -> None:
+def test_playground_is_for_this_machine_only(arguments):
     from nanovllm.server.__main__ import main
 
     with pytest.raises(SystemExit) as end:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -31,7 +30,7 @@ QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 
 
 @contextmanager
-def start(*arguments: str, script: str = "") -> Iterator[tuple[str, subprocess.Popen]]:
+def start(*arguments, script=""):
     """Start a server on a free port. Yields its address and its process."""
     command = [sys.executable, "-m", "nanovllm.server"]
     if script:
@@ -49,17 +48,17 @@ def start(*arguments: str, script: str = "") -> Iterator[tuple[str, subprocess.P
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url():
     with start(*OPTIONS) as (address, _):
         yield address
 
 
 @pytest.fixture(scope="module")
-def client(url: str) -> openai.OpenAI:
+def client(url):
     return openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0)
 
 
-def read_stats(url: str) -> dict[str, float]:
+def read_stats(url):
     stats: dict[str, float] = {}
     for line in httpx.get(f"{url}/metrics").text.splitlines():
         name, _, value = line.partition(" ")
@@ -68,7 +67,7 @@ def read_stats(url: str) -> dict[str, float]:
     return stats
 
 
-def wait_until_idle(url: str) -> None:
+def wait_until_idle(url):
     for _ in range(200):
         stats = read_stats(url)
         if stats["num_running"] == stats["num_waiting"] == 0:
@@ -79,19 +78,19 @@ def wait_until_idle(url: str) -> None:
     assert stats["num_free_blocks"] == NUM_BLOCKS
 
 
-def post(url: str, body: Any, path: str = "/v1/completions", **headers: str) -> httpx.Response:
+def post(url, body, path="/v1/completions", **headers):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", **headers}
     return httpx.post(url + path, content=content, headers=headers, timeout=60)
 
 
-def read_events(text: str) -> list[Any]:
+def read_events(text):
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 
 
-def test_answers_are_those_of_the_engine(client: openai.OpenAI) -> None:
+def test_answers_are_those_of_the_engine(client):
     prompts = ["one two three", "seven eight"]
     greedy = SamplingParams(temperature=0.0, max_tokens=12)
     with LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64) as llm:
@@ -110,7 +109,7 @@ def test_answers_are_those_of_the_engine(client: openai.OpenAI) -> None:
     assert reply.usage.completion_tokens == len(chat["token_ids"])
 
 
-def test_stream_has_a_chunk_per_token_then_usage(url: str) -> None:
+def test_stream_has_a_chunk_per_token_then_usage(url):
     body = {"messages": QUESTION, "temperature": 0, "logprobs": True, "top_logprobs": 2}
     whole = post(url, body, "/v1/chat/completions").json()
     body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -132,7 +131,7 @@ def test_stream_has_a_chunk_per_token_then_usage(url: str) -> None:
     assert reasons == [None] * (len(chunks) - 1) + ["stop"]
 
 
-def test_samples_of_a_seed_are_repeated(client: openai.OpenAI) -> None:
+def test_samples_of_a_seed_are_repeated(client):
     options: Any = {"model": "", "prompt": [5, 6, 7], "seed": 3, "n": 3, "logprobs": 1}
     first, second = [client.completions.create(**options) for _ in range(2)]
     assert [choice.text for choice in first.choices] == [choice.text for choice in second.choices]
@@ -159,18 +158,18 @@ def test_samples_of_a_seed_are_repeated(client: openai.OpenAI) -> None:
         (b" " * (MAX_BODY_BYTES + 1), 413, "exceeds"),
     ],
 )
-def test_errors_have_the_engines_message(url: str, body: Any, status: int, message: str) -> None:
+def test_errors_have_the_engines_message(url, body, status, message):
     response = post(url, body)
     assert response.status_code == status
     assert message in response.json()["error"]["message"]
 
 
-def test_neutral_values_are_accepted(url: str) -> None:
+def test_neutral_values_are_accepted(url):
     body = {"prompt": "x", "max_tokens": 1, "logit_bias": {}, "tools": None, "best_of": 1}
     assert post(url, {**body, "user": "me", "suffix": ""}).status_code == 200
 
 
-def test_other_pages_and_content_types_are_rejected(url: str) -> None:
+def test_other_pages_and_content_types_are_rejected(url):
     body = {"prompt": "x"}
     assert post(url, body, Origin="http://evil.example").status_code == 403
     assert post(url, body, **{"Sec-Fetch-Site": "cross-site"}).status_code == 403
@@ -182,7 +181,7 @@ def test_other_pages_and_content_types_are_rejected(url: str) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_disconnecting_aborts(url: str, is_stream: bool) -> None:
+def test_disconnecting_aborts(url, is_stream):
     body = {"prompt": [5, 6], "n": 4, "stream": is_stream, **LONG}
     with httpx.Client() as client:
         try:
@@ -193,8 +192,8 @@ def test_disconnecting_aborts(url: str, is_stream: bool) -> None:
     wait_until_idle(url)
 
 
-def test_64_clients_share_steps(url: str) -> None:
-    def ask(seed: int) -> str:
+def test_64_clients_share_steps(url):
+    def ask(seed):
         body = {"prompt": [seed + 5], "seed": seed, "max_tokens": 20, "stream": seed % 2 == 0}
         return post(url, body).text
 
@@ -222,9 +221,7 @@ BODIES = st.dictionaries(st.sampled_from(NAMES) | TEXTS, JSON, max_size=6)
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(BODIES, st.sampled_from(["/v1/completions", "/v1/chat/completions"]), st.booleans())
-def test_no_body_is_an_internal_error(
-    url: str, body: Any, path: str, is_nearly_valid: bool
-) -> None:
+def test_no_body_is_an_internal_error(url, body, path, is_nearly_valid):
     if is_nearly_valid:
         body = {"prompt": "x", "messages": QUESTION, "max_tokens": 2, **body}
     response = post(url, body, path)
@@ -233,7 +230,7 @@ def test_no_body_is_an_internal_error(
         assert response.json()["error"]["message"]
 
 
-def test_api_key_is_required() -> None:
+def test_api_key_is_required():
     with start(*OPTIONS, "--api-key", "secret") as (url, _):
         response = post(url, {"prompt": "x"})
         assert response.status_code == 401
@@ -244,7 +241,7 @@ def test_api_key_is_required() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_streams_and_exits_with_0(number: int) -> None:
+def test_signal_ends_streams_and_exits_with_0(number):
     with start(*OPTIONS) as (url, process):
         body = {"prompt": [5], "stream": True, **LONG, "n": 8}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
@@ -269,7 +266,7 @@ main()
 """
 
 
-def test_failed_engine_ends_the_server() -> None:
+def test_failed_engine_ends_the_server():
     with start(*OPTIONS, script=FAILING) as (url, process):
         response = post(url, {"prompt": "x"})
         assert response.status_code == 503
@@ -278,11 +275,11 @@ def test_failed_engine_ends_the_server() -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="reads /proc")
-def test_idle_server_uses_no_cpu() -> None:
+def test_idle_server_uses_no_cpu():
     with start(*OPTIONS) as (url, process):
         post(url, {"prompt": "x"})
 
-        def read_ticks() -> int:
+        def read_ticks():
             with open(f"/proc/{process.pid}/stat") as file:
                 user, system = file.read().rpartition(")")[2].split()[11:13]
             return int(user) + int(system)
@@ -301,7 +298,7 @@ def test_idle_server_uses_no_cpu() -> None:
         (["--dtype", "int8"], "dtype must be one of"),
     ],
 )
-def test_invalid_options_are_named(arguments: list[str], message: str) -> None:
+def test_invalid_options_are_named(arguments, message):
     command = [sys.executable, "-m", "nanovllm.server", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
