@@ -42,7 +42,14 @@ from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.batch import SamplingBatch
 from nanovllm.engine import model_runner, worker
 from nanovllm.engine.memory import profile_sampling
-from nanovllm.kernels.cuda import attention, attention_kernels, graphs, layers, sampler
+from nanovllm.kernels.cuda import (
+    attention,
+    attention_kernels,
+    graphs,
+    layer_kernels,
+    layers,
+    sampler,
+)
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import DecoderSpec
@@ -161,7 +168,7 @@ def find_loops(code: str) -> Iterator[int]:
 
 
 def find_compiled() -> Iterator[triton.compiler.CompiledKernel]:
-    for module in (attention, attention_kernels, layers, sampler):
+    for module in (attention, attention_kernels, layer_kernels, sampler):
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):
                 for cache, *_ in kernel.device_caches.values():

@@ -33,8 +33,8 @@ def compiled():
 
 def check(arch, events):
     kernels = [event for event in events if "kernel" in event]
-    names = {"attend_kernel", "combine_splits_kernel", "_add_rms_norm_kernel"}
-    names |= {"_rotate_and_store_kernel", "_filter_kernel"}
+    names = {"attend_kernel", "combine_splits_kernel", "add_rms_norm_kernel"}
+    names |= {"rotate_and_store_kernel", "_filter_kernel"}
     assert {kernel["kernel"] for kernel in kernels} >= names
     num_prefills = 0
     for kernel in kernels:
@@ -42,7 +42,7 @@ def check(arch, events):
         assert kernel["spilled"] <= (0 if is_16_bit else 16), kernel
         assert kernel["shared"] <= SHARED_MEMORY[arch], kernel
         assert kernel["fuses"], kernel
-        if kernel["kernel"] == "_rotate_and_store_kernel":
+        if kernel["kernel"] == "rotate_and_store_kernel":
             # Stores are as wide as loads, so nothing goes through shared memory.
             assert not kernel["shared"], kernel
         if kernel["is_decode"] is False and is_16_bit:
@@ -76,7 +76,7 @@ def test_a_known_kernel_is_launched_without_tritons_dispatch(compiled):
     first, second = [event for event in compiled[90] if "launched" in event]
     assert len(first["launched"]) > 12
     assert first["launched"] == second["launched"]
-    kernels = {"attend_kernel", "combine_splits_kernel", "_rotate_and_store_kernel"}
+    kernels = {"attend_kernel", "combine_splits_kernel", "rotate_and_store_kernel"}
     assert set(first["dispatched"]) >= kernels
     assert set(second["dispatched"]) == {"_sample_kernel", "_filter_kernel"}
 

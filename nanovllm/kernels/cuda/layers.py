@@ -1,7 +1,6 @@
 """Optimized layers for GPUs, in Triton. Each replaces several passes of torch over the same data.
 
-A program computes one token, and rounds where the replaced layers round. sampler.py has the kernels
-of the sampler.
+layer_kernels.py has the kernels. sampler.py has the sampler.
 """
 
 from collections.abc import Iterable
@@ -10,15 +9,18 @@ from typing import cast
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor, nn
-from triton.language import constexpr
 
 from nanovllm.batch import Batch
 from nanovllm.kernels import OptimizedLayer, has_known_code
 from nanovllm.kernels.check import find_failure
 from nanovllm.kernels.cuda.attention import store_kvcache
 from nanovllm.kernels.cuda.launch import Launch, is_aligned, prepare
+from nanovllm.kernels.cuda.layer_kernels import (
+    add_rms_norm_kernel,
+    rotate_and_store_kernel,
+    silu_and_mul_kernel,
+)
 from nanovllm.kernels.cuda.sampler import FastSampler
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.decoder import MLP, Attention, DecoderLayer, DecoderLayers
@@ -81,41 +83,7 @@ def _prepare_norm(
 ) -> Launch:
     block = triton.next_power_of_2(size)
     num_warps = min(max(4, block // 512), 16)
-    return Launch(_add_rms_norm_kernel, HAS_BRANCH=has_branch, BLOCK=block, num_warps=num_warps)
-
-
-@triton.jit
-def _add_rms_norm_kernel(
-    x_ptr,
-    branch_ptr,
-    weight_ptr,
-    total_ptr,
-    normed_ptr,
-    size,
-    eps,
-    HAS_BRANCH: constexpr,
-    BLOCK: constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    offsets = tl.arange(0, BLOCK)
-    mask = offsets < size
-    x = tl.load(x_ptr + token * size + offsets, mask=mask, other=0.0)
-    if HAS_BRANCH:
-        branch = tl.load(branch_ptr + token * size + offsets, mask=mask, other=0.0)
-        x = (x.to(tl.float32) + branch.to(tl.float32)).to(x.dtype)
-        tl.store(total_ptr + token * size + offsets, x, mask=mask)
-    wide = x.to(tl.float32)
-    factor = tl.rsqrt(tl.sum(wide * wide) / size + eps)
-    weight = tl.load(weight_ptr + offsets, mask=mask)
-    normed = _scale(wide, factor, weight)
-    tl.store(normed_ptr + token * size + offsets, normed, mask=mask)
-
-
-@triton.jit
-def _scale(x, factor, weight):
-    """x * factor * weight in the weight's dtype, rounded before and after the second product."""
-    rounded = (x * factor).to(weight.dtype).to(tl.float32)
-    return (rounded * weight.to(tl.float32)).to(weight.dtype)
+    return Launch(add_rms_norm_kernel, HAS_BRANCH=has_branch, BLOCK=block, num_warps=num_warps)
 
 
 class FusedAttention(OptimizedLayer, Attention):
@@ -203,7 +171,7 @@ def _prepare_rotation(
     max_heads = max(1, _ROTATED_NUMBERS // (2 * block))
     heads = min(triton.next_power_of_2(num_all_heads), max_heads)
     launch = Launch(
-        _rotate_and_store_kernel,
+        rotate_and_store_kernel,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
@@ -214,67 +182,6 @@ def _prepare_rotation(
     return launch, triton.cdiv(num_all_heads, heads)
 
 
-# slots_ptr can have any alignment in a packed batch.
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
-def _rotate_and_store_kernel(
-    qkv_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    eps,
-    cos_ptr,
-    sin_ptr,
-    query_ptr,
-    cache_ptr,
-    slots_ptr,
-    values_offset,
-    NUM_HEADS: constexpr,
-    NUM_KV_HEADS: constexpr,
-    HALF: constexpr,
-    HAS_NORM: constexpr,
-    HEADS: constexpr,
-    BLOCK: constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    # 64 bits, because slot * NUM_KV_HEADS * head_dim overflows 32 bits in large caches.
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    # Query heads come first, then key heads, then value heads.
-    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    dims = tl.arange(0, BLOCK)[None, :]
-    is_dim = dims < HALF
-    num_heads = NUM_HEADS + 2 * NUM_KV_HEADS
-    source = qkv_ptr + (token * num_heads + heads) * 2 * HALF + dims
-    first = tl.load(source, mask=is_dim & (heads < num_heads), other=0.0)  # [HEADS, BLOCK]
-    second = tl.load(source + HALF, mask=is_dim & (heads < num_heads), other=0.0)
-
-    x = first.to(tl.float32)
-    y = second.to(tl.float32)
-    if HAS_NORM:
-        squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
-        factor = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
-        q_weight = tl.load(q_weight_ptr + dims, mask=is_dim)
-        k_weight = tl.load(k_weight_ptr + dims, mask=is_dim)
-        x = _scale(x, factor, tl.where(heads < NUM_HEADS, q_weight, k_weight)).to(tl.float32)
-        q_weight = tl.load(q_weight_ptr + HALF + dims, mask=is_dim)
-        k_weight = tl.load(k_weight_ptr + HALF + dims, mask=is_dim)
-        y = _scale(y, factor, tl.where(heads < NUM_HEADS, q_weight, k_weight)).to(tl.float32)
-    cos = tl.load(cos_ptr + token * HALF + dims, mask=is_dim)
-    sin = tl.load(sin_ptr + token * HALF + dims, mask=is_dim)
-    rotated_x = (x * cos - y * sin).to(first.dtype)
-    rotated_y = (y * cos + x * sin).to(first.dtype)
-
-    target = query_ptr + (token * NUM_HEADS + heads) * 2 * HALF + dims
-    tl.store(target, rotated_x, mask=is_dim & (heads < NUM_HEADS))
-    tl.store(target + HALF, rotated_y, mask=is_dim & (heads < NUM_HEADS))
-    if slot >= 0:
-        heads -= NUM_HEADS  # heads of the cache: keys, then values
-        kind = heads // NUM_KV_HEADS  # 0: a key, 1: a value
-        rows = slot * NUM_KV_HEADS + heads % NUM_KV_HEADS
-        target = cache_ptr + kind * values_offset + rows * 2 * HALF + dims
-        is_cached = is_dim & (heads >= 0) & (heads < 2 * NUM_KV_HEADS)
-        tl.store(target, tl.where(kind == 1, first, rotated_x), mask=is_cached)
-        tl.store(target + HALF, tl.where(kind == 1, second, rotated_y), mask=is_cached)
-
-
 class FastMLP(OptimizedLayer, MLP):
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x)
@@ -282,20 +189,9 @@ class FastMLP(OptimizedLayer, MLP):
         num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         output = gate_up.new_empty(num_tokens, size)
         launch_key = (gate_up.device, gate_up.dtype, size, is_aligned(gate_up))
-        launch = prepare(_silu_and_mul_kernel, *launch_key, BLOCK=_SWIGLU_BLOCK)
+        launch = prepare(silu_and_mul_kernel, *launch_key, BLOCK=_SWIGLU_BLOCK)
         launch((num_tokens, triton.cdiv(size, _SWIGLU_BLOCK), 1), gate_up, output, size)
         return self.down_proj(output)
-
-
-@triton.jit
-def _silu_and_mul_kernel(gate_up_ptr, output_ptr, size, BLOCK: constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < size
-    gate = tl.load(gate_up_ptr + token * 2 * size + offsets, mask=mask).to(tl.float32)
-    up = tl.load(gate_up_ptr + token * 2 * size + size + offsets, mask=mask).to(tl.float32)
-    output = gate * tl.sigmoid(gate) * up
-    tl.store(output_ptr + token * size + offsets, output.to(output_ptr.dtype.element_ty), mask=mask)
 
 
 OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [

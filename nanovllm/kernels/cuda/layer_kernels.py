@@ -1,0 +1,114 @@
+"""The kernels of layers.py in Triton. A program computes one token or a part of its heads.
+
+They round where the layers that they replace round.
+"""
+
+import triton
+import triton.language as tl
+from triton.language import constexpr
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    x_ptr,
+    branch_ptr,
+    weight_ptr,
+    total_ptr,
+    normed_ptr,
+    size,
+    eps,
+    HAS_BRANCH: constexpr,
+    BLOCK: constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < size
+    x = tl.load(x_ptr + token * size + offsets, mask=mask, other=0.0)
+    if HAS_BRANCH:
+        branch = tl.load(branch_ptr + token * size + offsets, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + branch.to(tl.float32)).to(x.dtype)
+        tl.store(total_ptr + token * size + offsets, x, mask=mask)
+    wide = x.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(wide * wide) / size + eps)
+    weight = tl.load(weight_ptr + offsets, mask=mask)
+    normed = _scale(wide, factor, weight)
+    tl.store(normed_ptr + token * size + offsets, normed, mask=mask)
+
+
+@triton.jit
+def _scale(x, factor, weight):
+    """x * factor * weight in the weight's dtype, rounded before and after the second product."""
+    rounded = (x * factor).to(weight.dtype).to(tl.float32)
+    return (rounded * weight.to(tl.float32)).to(weight.dtype)
+
+
+# slots_ptr can have any alignment in a packed batch.
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
+def rotate_and_store_kernel(
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    eps,
+    cos_ptr,
+    sin_ptr,
+    query_ptr,
+    cache_ptr,
+    slots_ptr,
+    values_offset,
+    NUM_HEADS: constexpr,
+    NUM_KV_HEADS: constexpr,
+    HALF: constexpr,
+    HAS_NORM: constexpr,
+    HEADS: constexpr,
+    BLOCK: constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    # 64 bits, because slot * NUM_KV_HEADS * head_dim overflows 32 bits in large caches.
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    # Query heads come first, then key heads, then value heads.
+    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    dims = tl.arange(0, BLOCK)[None, :]
+    is_dim = dims < HALF
+    num_heads = NUM_HEADS + 2 * NUM_KV_HEADS
+    source = qkv_ptr + (token * num_heads + heads) * 2 * HALF + dims
+    first = tl.load(source, mask=is_dim & (heads < num_heads), other=0.0)  # [HEADS, BLOCK]
+    second = tl.load(source + HALF, mask=is_dim & (heads < num_heads), other=0.0)
+
+    x = first.to(tl.float32)
+    y = second.to(tl.float32)
+    if HAS_NORM:
+        squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
+        factor = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+        q_weight = tl.load(q_weight_ptr + dims, mask=is_dim)
+        k_weight = tl.load(k_weight_ptr + dims, mask=is_dim)
+        x = _scale(x, factor, tl.where(heads < NUM_HEADS, q_weight, k_weight)).to(tl.float32)
+        q_weight = tl.load(q_weight_ptr + HALF + dims, mask=is_dim)
+        k_weight = tl.load(k_weight_ptr + HALF + dims, mask=is_dim)
+        y = _scale(y, factor, tl.where(heads < NUM_HEADS, q_weight, k_weight)).to(tl.float32)
+    cos = tl.load(cos_ptr + token * HALF + dims, mask=is_dim)
+    sin = tl.load(sin_ptr + token * HALF + dims, mask=is_dim)
+    rotated_x = (x * cos - y * sin).to(first.dtype)
+    rotated_y = (y * cos + x * sin).to(first.dtype)
+
+    target = query_ptr + (token * NUM_HEADS + heads) * 2 * HALF + dims
+    tl.store(target, rotated_x, mask=is_dim & (heads < NUM_HEADS))
+    tl.store(target + HALF, rotated_y, mask=is_dim & (heads < NUM_HEADS))
+    if slot >= 0:
+        heads -= NUM_HEADS  # heads of the cache: keys, then values
+        kind = heads // NUM_KV_HEADS  # 0: a key, 1: a value
+        rows = slot * NUM_KV_HEADS + heads % NUM_KV_HEADS
+        target = cache_ptr + kind * values_offset + rows * 2 * HALF + dims
+        is_cached = is_dim & (heads >= 0) & (heads < 2 * NUM_KV_HEADS)
+        tl.store(target, tl.where(kind == 1, first, rotated_x), mask=is_cached)
+        tl.store(target + HALF, tl.where(kind == 1, second, rotated_y), mask=is_cached)
+
+
+@triton.jit
+def silu_and_mul_kernel(gate_up_ptr, output_ptr, size, BLOCK: constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < size
+    gate = tl.load(gate_up_ptr + token * 2 * size + offsets, mask=mask).to(tl.float32)
+    up = tl.load(gate_up_ptr + token * 2 * size + size + offsets, mask=mask).to(tl.float32)
+    output = gate * tl.sigmoid(gate) * up
+    tl.store(output_ptr + token * size + offsets, output.to(output_ptr.dtype.element_ty), mask=mask)
