@@ -78,15 +78,24 @@ def make_checkpoint(
     """
     torch.manual_seed(0)
     settings = dict(
-        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, initializer_range=0.3, tie_word_embeddings=True,
-        eos_token_id=None, bos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
     model = AutoModelForCausalLM.from_config(family(**{**settings, **changes})).eval()
     for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(
-            dtype
-        )  # model.to(dtype) would round RoPE's frequencies, a buffer, as loading does not
+        # model.to(dtype) would round RoPE's frequencies, a buffer, as loading does not.
+        parameter.data = parameter.data.to(dtype)
         if parameter.dim() == 1:  # transformers starts these at 1 and 0, where mistakes do not show
             torch.nn.init.normal_(parameter, float(name.endswith("norm.weight")), 0.3)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
@@ -147,10 +156,14 @@ def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens)
 
 
+def generate_ids(llm: LLM, prompts: Any, params: Any = None) -> list[list[int]]:
+    """Generate without a progress bar, and return the token ids of each completion."""
+    return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
 def random_prompt(seed: int, length: int) -> list[int]:
-    return torch.randint(
-        VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)
-    ).tolist()
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
 
 
 def cover_pairs(
@@ -196,9 +209,8 @@ def find_obstacle(
     try:
         backend = load_backend(name)
     except ImportError as error:
-        if (error.name or "").partition(".")[
-            0
-        ] == "nanovllm":  # not a missing package, but a mistake
+        package = (error.name or "").partition(".")[0]
+        if package == "nanovllm":  # not a missing package, but a mistake
             raise
         return str(error)
     return backend.reason_unavailable(
@@ -227,9 +239,8 @@ def check_invariants(llm: LLM) -> None:
     scheduler, manager = llm.scheduler, llm.scheduler.block_manager
     held = [block_id for seq in scheduler.running for block_id in seq.block_table]
     free = list(manager.free_block_ids)
-    assert sorted(set(held) | set(free)) == list(range(manager.num_blocks)) and not set(held) & set(
-        free
-    )
+    assert sorted(set(held) | set(free)) == list(range(manager.num_blocks))
+    assert not set(held) & set(free)
     assert len(set(free)) == len(free)
     for block in manager.blocks:
         assert block.ref_count == held.count(block.block_id)
