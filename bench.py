@@ -3,8 +3,10 @@
     python bench.py                                            a workload for this machine
     python bench.py --engine nanovllm transformers --repeat 3  alternating runs, ratios of medians
     python bench.py --engine nanovllm --json                   one line of JSON, the rest on stderr
+    python bench.py --request-rate 2 4 8                       latencies of the scheduling policies
 
-A run is one batch of requests, all submitted at the start, timed until the last one finishes.
+Without --request-rate, a run is one batch of requests, all submitted at the start and timed until
+the last one finishes.
 Loading and warm-up are not timed. Every run has different token ids, so that no prefix cache can
 reuse an earlier run. Times are compared with the roofline of this machine, the minimum time for the
 necessary memory traffic and FLOPs at measured peak rates. `python -m nanovllm.kernels.bench` times
@@ -17,13 +19,16 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from nanovllm.benchmark import report, roofline
-from nanovllm.benchmark.arguments import make_parser, make_setting
-from nanovllm.benchmark.engines import ENGINES, Engine, Request, Setting
+from nanovllm.benchmark import latency, report, roofline
+from nanovllm.benchmark.arguments import find_policies, make_parser, make_setting
+from nanovllm.benchmark.engines import ENGINES, Engine, NanoVLLM, Request, Setting
 from nanovllm.terminal import run_program
 
 WORKLOAD = ("num_seqs", "input_len", "output_len", "shared_prefix", "temperature", "seed")
@@ -61,31 +66,59 @@ def time_run(name: str, engine: Engine, requests: list[Request]) -> float:
     return seconds
 
 
-def compare(
-    args: argparse.Namespace,
-    setting: Setting,
-    peak: roofline.PeakRates,
-    engines: dict[str, Engine],
+def prepare(
+    args: argparse.Namespace, setting: Setting, engines: Mapping[str, Engine]
 ) -> dict[str, Any]:
-    """Time the engines in turn, print a table, and return the report for JSON."""
+    """Warm the engines up with a few requests, and print and return what is measured."""
+    requests = make_requests(args, setting.hf_config.vocab_size, run=0)[:8]
+    for engine in engines.values():
+        engine.run([Request(prompt, min(num_tokens, 8)) for prompt, num_tokens in requests])
     described: dict[str, Any] = {
         "hardware": report.describe_hardware(setting.device),
-        "versions": report.find_versions(dict.fromkeys(["torch", "transformers", *engines])),
+        "versions": report.find_versions(dict.fromkeys(["torch", "transformers", *args.engine])),
         "model": args.model,
         "options": setting.options,
         "workload": {name: getattr(args, name) for name in WORKLOAD},
         **{name: engine.description for name, engine in engines.items()},
     }
     report.print_setting(described)
+    return described
+
+
+def compare_policies(
+    args: argparse.Namespace, setting: Setting, engines: dict[str, NanoVLLM]
+) -> dict[str, Any]:
+    """Serve the same requests with each policy at each rate, and print a table of latencies."""
+    described = prepare(args, setting, engines)
+    latency.print_head()
+    rows: list[dict[str, Any]] = []
+    for run, rate in enumerate(args.request_rate, start=1):
+        requests = make_requests(args, setting.hf_config.vocab_size, run)
+        arrivals = latency.draw_arrivals(len(requests), rate, args.seed)
+        for policy, engine in engines.items():
+            times = latency.serve(engine, requests, arrivals)
+            summary = latency.summarize(requests, times)
+            latency.print_row(rate, policy, summary)
+            rows.append({"request_rate": rate, "policy": policy, **summary})
+    if args.output:
+        latency.plot(rows, args.output)
+    return {**described, "request_rates": rows}
+
+
+def compare_engines(
+    args: argparse.Namespace,
+    setting: Setting,
+    engines: dict[str, Engine],
+    peak: roofline.PeakRates,
+) -> dict[str, Any]:
+    """Time the engines in turn, print a table, and return the report for JSON."""
+    described = prepare(args, setting, engines)
     vocab_size = setting.hf_config.vocab_size
     requests = make_requests(args, vocab_size, run=0)
     least = roofline.compute_roofline_seconds(
         setting.hf_config, setting.dtype, requests, args.shared_prefix, peak
     )
     print(f"roofline: at least {least:.3g} seconds, at {peak} ({roofline.NOTE})", flush=True)
-    for engine in engines.values():  # warm-up
-        engine.run([Request(prompt, min(num_tokens, 8)) for prompt, num_tokens in requests[:8]])
-
     num_prompt_tokens = sum(len(request.prompt) for request in requests)
     num_output_tokens = sum(request.num_tokens for request in requests)
     report.print_head()
@@ -131,12 +164,20 @@ def main(argv: list[str] | None = None) -> None:
     with TemporaryDirectory() as scratch, output:
         try:
             setting = make_setting(args, scratch)
-            # Before the engines take the memory that it needs.
-            peak = roofline.measure_peak_rates(setting.device, setting.dtype)
-            engines = {name: ENGINES[name](setting) for name in dict.fromkeys(args.engine)}
+            if args.request_rate:
+                policies: dict[str, NanoVLLM] = {}
+                for name, policy in find_policies(args).items():
+                    options = {**setting.options, **policy}
+                    policies[name] = NanoVLLM(replace(setting, options=options))
+                measure = partial(compare_policies, args, setting, policies)
+            else:
+                # Before the engines take the memory that it needs.
+                peak = roofline.measure_peak_rates(setting.device, setting.dtype)
+                engines = {name: ENGINES[name](setting) for name in dict.fromkeys(args.engine)}
+                measure = partial(compare_engines, args, setting, engines, peak)
         except (OSError, TypeError, ValueError) as error:
             parser.error(str(error))
-        figures = compare(args, setting, peak, engines)
+        figures = measure()
     if args.json:
         print(json.dumps(figures))
 

@@ -4,6 +4,7 @@ import argparse
 import ast
 import math
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,22 @@ from nanovllm.benchmark.shapes import ON_CPU, ON_GPU, SHAPES
 from nanovllm.config import Config
 from nanovllm.models.checkpoint import find_checkpoint, read_config
 
+# Of mixed steps under --request-rate: one that keeps steps short, and the default of LLM.
+TOKEN_BUDGETS = (128, Config.max_num_batched_tokens)
 
-def integer(low: int, high: float = 10**6) -> Callable[[str], int]:
-    def integer(text: str) -> int:
-        if not low <= int(text) <= high:
+
+def number(kind: type, low: float, high: float = 10**6) -> Callable[[str], Any]:
+    """Make a parser of numbers of type `kind`. argparse shows its name in messages."""
+
+    def number(text: str) -> Any:
+        if not low <= kind(text) <= high:
             raise argparse.ArgumentTypeError(f"{text} is out of range: use {low} to {high}")
-        return int(text)
+        return kind(text)
 
-    return integer
+    return number
+
+
+integer = partial(number, int)
 
 
 def option(text: str) -> tuple[str, Any]:
@@ -82,9 +91,45 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="option of nanovllm's LLM, can be repeated",
     )
+    add(
+        "--request-rate",
+        type=number(float, 0.001),
+        nargs="+",
+        metavar="R",
+        help="let R requests arrive per second, and report latencies for each scheduling policy",
+    )
+    add(
+        "--token-budget",
+        type=integer(1),
+        nargs="+",
+        metavar="N",
+        help="with --request-rate: max_num_batched_tokens of mixed steps (default: 128 8192)",
+    )
+    add("-o", "--output", metavar="FILE", help="with --request-rate: plot the latencies")
     add("--json", action="store_true", help="print one line of JSON, everything else on stderr")
     parser.set_defaults(**(ON_GPU if torch.cuda.is_available() else ON_CPU))
     return parser
+
+
+def find_policies(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the scheduling policies that --request-rate compares, as options of nanovllm's LLM.
+
+    Empty without --request-rate. Raises ValueError if other arguments contradict it.
+    """
+    if not args.request_rate:
+        if args.token_budget or args.output:
+            raise ValueError("--token-budget and --output need --request-rate")
+        return {}
+    if args.engine != ["nanovllm"]:
+        raise ValueError("--request-rate compares policies of nanovllm: leave out --engine")
+    if "enable_chunked_prefill" in dict(args.set):
+        raise ValueError("--request-rate sets enable_chunked_prefill: leave it out of --set")
+    policies: dict[str, dict[str, Any]] = {}
+    for budget in args.token_budget or TOKEN_BUDGETS:
+        policy = {"enable_chunked_prefill": True, "max_num_batched_tokens": budget}
+        policies[f"mixed, budget {budget}"] = policy
+    policies["prefill first"] = {"enable_chunked_prefill": False}
+    return policies
 
 
 def find_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -99,6 +144,7 @@ def find_options(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--batch-size needs --engine transformers")
     if "vllm" in args.engine and find_spec("vllm") is None:
         raise ValueError("--engine vllm: the package vllm is not installed")
+    policies = find_policies(args)
     longest_prompt = args.shared_prefix + args.input_len[1]
     longest = longest_prompt + args.output_len[1]
     options = {
@@ -107,11 +153,17 @@ def find_options(args: argparse.Namespace) -> dict[str, Any]:
         "seed": args.seed,
         "load_format": "dummy" if args.model in SHAPES else "auto",
         "max_model_len": longest,
-        "gpu_memory_utilization": 0.9 / len(set(args.engine)),
+        "gpu_memory_utilization": 0.9 / len(policies or set(args.engine)),
         **{name: value for name, value in args.set if value != "auto"},
     }
-    config = Config.from_options(args.model, **options)
     SamplingParams(temperature=args.temperature)
+    for policy in policies.values() or [{}]:
+        config = Config.from_options(args.model, **{**options, **policy})
+        _check_lengths(config, longest_prompt, longest)
+    return options
+
+
+def _check_lengths(config: Config, longest_prompt: int, longest: int) -> None:
     if (config.max_model_len or 0) < longest:
         raise ValueError(
             f"--set max_model_len={config.max_model_len}: the longest request has {longest}"
@@ -122,7 +174,6 @@ def find_options(args: argparse.Namespace) -> dict[str, Any]:
             f"--set enable_chunked_prefill=False: the longest prompt has {longest_prompt} tokens,"
             f" add --set max_num_batched_tokens={longest_prompt}"
         )
-    return options
 
 
 def make_setting(args: argparse.Namespace, scratch: str) -> Setting:

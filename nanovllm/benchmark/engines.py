@@ -67,15 +67,14 @@ class NanoVLLM(Engine):
     def __init__(self, setting: Setting) -> None:
         self.llm = LLM(setting.model, **setting.options)
         atexit.register(self.llm.exit)
-        self.temperature = setting.temperature
         self.stats = {}
+        self.make_params = partial(SamplingParams, temperature=setting.temperature, ignore_eos=True)
         backend = self.llm.model_runner.executor.worker.backend.NAME
         num_blocks = self.llm.stats["num_blocks"]
         self.description = f"attention backend {backend}, {num_blocks} KV cache blocks"
 
     def run(self, requests: list[Request]) -> list[list[int]]:
-        make_params = partial(SamplingParams, temperature=self.temperature, ignore_eos=True)
-        params = [make_params(max_tokens=request.num_tokens) for request in requests]
+        params = [self.make_params(max_tokens=request.num_tokens) for request in requests]
         prompts = [request.prompt for request in requests]
         before = self.llm.stats
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
