@@ -21,6 +21,7 @@ from nanovllm.config import Config, takes
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.input_processor import CheckedPrompt, Prompt
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.prompt_logprobs import ScoringModelRunner
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.speculation import enable_speculation, make_speculative
@@ -58,7 +59,7 @@ class LLM(SharedEngine):
 
     def make_model_runner(self, spec: ModelSpec, directory: Path) -> ModelRunner:
         if self._timeline is None:
-            return super().make_model_runner(spec, directory)
+            return ScoringModelRunner(self.config, spec, directory)
         return self._timeline.make_model_runner(self.config, spec, directory)
 
     def scheduler_class(self) -> type[Scheduler]:
@@ -169,6 +170,7 @@ class LLM(SharedEngine):
             finish_reason=beam.finish_reason,
             logprobs=beam.logprobs,
             cumulative_logprob=beam.cumulative_logprob,
+            prompt_logprobs=None,
             num_cached_tokens=first["num_cached_tokens"],
         )
 

@@ -71,12 +71,12 @@ class BlockManager:
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """Find the longest chain of listed blocks at the start of `seq`.
 
-        The last token is never part of it, because its logits are needed.
+        A token whose logits are needed is never part of it. That is at least the last one.
         """
         prefix: list[Block] = []
         if not self.enable_prefix_caching:
             return prefix
-        for index in range((len(seq.token_ids) - 1) // self.block_size):
+        for index in range(seq.first_logits // self.block_size):
             block_id = self.hash_to_block_id.get(self._hash(seq, index))
             if block_id is None:
                 break

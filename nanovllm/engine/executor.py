@@ -39,7 +39,7 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.checks import naming
 from nanovllm.config import Config
-from nanovllm.engine.worker import Place, Worker
+from nanovllm.engine.worker import Place, Reduction, Worker, keep_all
 from nanovllm.models.decoder import ModelSpec
 
 Result = TypeVar("Result")
@@ -57,9 +57,9 @@ class Executor:
     def allocate_kv_cache(self, sample: Callable[[Tensor], object]) -> None:
         self.worker.allocate_kv_cache(sample)
 
-    def run(self, batch: Batch) -> Tensor:
-        """Compute logits [num_logits, vocab_size] of a batch on the host."""
-        return self.worker.run(batch)
+    def run(self, batch: Batch, reduce: Reduction = keep_all) -> Tensor:
+        """Compute logits [num_logits, vocab_size] of a batch on the host, see Worker.compute."""
+        return self.worker.run(batch, reduce)
 
     def read(self, tokens: Tensor) -> list[int]:
         """Copy tokens to the host. This is the host synchronization of a step."""
@@ -124,8 +124,8 @@ class MultiRankExecutor(Executor):
     def allocate_kv_cache(self, sample: Callable[[Tensor], object]) -> None:
         self._call(self.worker.allocate_kv_cache, sample)
 
-    def run(self, batch: Batch) -> Tensor:
-        return self._call(self.worker.run, batch)
+    def run(self, batch: Batch, reduce: Reduction = keep_all) -> Tensor:
+        return self._call(self.worker.run, batch, reduce)
 
     def read(self, tokens: Tensor) -> list[int]:
         """Copy tokens to the host. If a rank is lost, a GPU may never have them."""

@@ -110,7 +110,8 @@ class ModelRunner:
             tokens = self.sampler(processed, self.prepare_sampling(rows, positions))
             token_ids = self.executor.read(tokens)
             if needs_processing:
-                logprobs = split_rows(find_logprobs(logits, tokens, rows), seqs)
+                requested = [seq.params.logprobs for seq in rows]
+                logprobs = split_rows(find_logprobs(logits, tokens, requested), seqs)
         return split_rows(token_ids, seqs), logprobs
 
     def prepare_batch(self, seqs: list[Sequence]) -> Batch:

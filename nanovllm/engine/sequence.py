@@ -64,6 +64,11 @@ class Sequence:
         self.num_logits = 0  # of the newest scheduled tokens; 0 if the newest token is not reached
         self.is_decode = False  # all that was missing is the newest generated token
 
+    @property
+    def first_logits(self) -> int:
+        """Position of the first token whose logits are needed. Request overrides this."""
+        return len(self.token_ids) - 1
+
     def check_end(self) -> FinishReason | None:
         """Return why the newest token ends the sequence, or None if it does not."""
         num_tokens = len(self.token_ids)

@@ -32,7 +32,16 @@ from nanovllm.models.weights import check_sizes, init_dummy_weights, load_checkp
 from nanovllm.packing import copy_to, pack, unpack
 
 _DEFAULT_MAX_MODEL_LEN = 4096
+Reduction = Callable[[Tensor], Tensor]  # of logits, to what is kept of them
 _FOREVER = timedelta(days=365)  # an idle engine must not run into a timeout
+
+
+def keep_all(logits: Tensor) -> Tensor:
+    return logits
+
+
+def keep_none(logits: Tensor) -> Tensor:
+    return logits[:0]
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,11 @@ class Worker:
         self.config = config
         self.spec = spec
         self.max_model_len = config.max_model_len or min(spec.max_len, _DEFAULT_MAX_MODEL_LEN)
+        # Rows of logits in a step: one per sequence, or more with drafts.
+        num_rows = config.max_num_seqs
+        if config.num_speculative_tokens:
+            num_rows = max(num_rows, MAX_DRAFT_STEP)
+        self.max_num_logits = min(num_rows, config.max_num_batched_tokens)
         self.tp = TensorParallel()
         if place is None:
             self.device = find_device(config.device)
@@ -167,14 +181,14 @@ class Worker:
                 only_largest=is_profile,
             )
 
-    def run(self, batch: Batch) -> Tensor:
+    def run(self, batch: Batch, reduce: Reduction = keep_all) -> Tensor:
         """Write the K/V of a batch on the host and compute logits [num_logits, vocab_size].
 
         Called on rank 0. The other ranks compute their shares in `serve`.
         """
         if self.tp.size > 1:
             self.tp.send(pack(batch))
-        return self.compute(batch)
+        return self.compute(batch, reduce)
 
     def serve(self) -> None:
         """Compute this rank's share of the batches that rank 0 runs, until rank 0 disconnects."""
@@ -184,16 +198,23 @@ class Worker:
                 message = self.tp.receive()
             except RuntimeError:  # the connection has ended
                 return
-            self.compute(unpack(message))
+            self.compute(unpack(message), keep_none)
 
     @torch.inference_mode()
-    def compute(self, batch: Batch) -> Tensor:
-        """Compute this rank's share of a batch on the host."""
+    def compute(self, batch: Batch, reduce: Reduction = keep_all) -> Tensor:
+        """Compute this rank's share of a batch on the host.
+
+        More rows of logits than in the profile run are computed in parts, and `reduce` decides what
+        is kept of each part. All ranks have the same parts.
+        """
         if self.graphs is not None and batch.max_seqlen_q == 1:
             hidden = self.graphs.run(batch)
         else:
             hidden = self.model(copy_to(batch, self.device), self.kv_caches)
-        return self.model.compute_logits(hidden)
+        parts: list[Tensor] = []
+        for rows in hidden.split(self.max_num_logits):
+            parts.append(reduce(self.model.compute_logits(rows)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def disconnect(self) -> None:
         """Leave the process groups.
@@ -211,15 +232,11 @@ class Worker:
     def make_largest_batch(self) -> Batch:
         """A dummy batch that needs as much memory as any step can.
 
-        It has max_num_batched_tokens tokens, and as many rows of logits as a step can have.
+        It has max_num_batched_tokens tokens, and max_num_logits rows of logits.
         """
-        num_seqs = self.config.max_num_seqs
-        if self.config.num_speculative_tokens:
-            num_seqs = max(num_seqs, MAX_DRAFT_STEP)
-        num_seqs = min(num_seqs, self.config.max_num_batched_tokens)
         query_lens: list[int] = []
         num_left = self.config.max_num_batched_tokens
-        for num_others in reversed(range(num_seqs)):  # each of which gets one token at least
+        for num_others in reversed(range(self.max_num_logits)):  # each gets one token at least
             query_len = min(self.max_model_len, num_left - num_others)
             query_lens.append(query_len)
             num_left -= query_len

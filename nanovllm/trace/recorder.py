@@ -28,6 +28,7 @@ from torch import Tensor, cuda
 from nanovllm.batch import Batch
 from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.prompt_logprobs import ScoringModelRunner
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models.decoder import ModelSpec
@@ -311,7 +312,7 @@ def _name_kind(num_prefill_tokens: int, num_decode_tokens: int) -> str:
     return "prefill" if num_prefill_tokens else "decode"
 
 
-class _TracedModelRunner(ModelRunner):
+class _TracedModelRunner(ScoringModelRunner):
     """Records when the phases of a step begin."""
 
     def __init__(

@@ -228,7 +228,7 @@ def serve(num_heads: int, num_kv_heads: int, vocab_size: int, enforce_eager: boo
     """Run an engine on CPU tensors with kernels that do nothing. All tokens are 0."""
     attention.reason_unavailable = lambda *_: None
     graphs.capture = lambda step, device, previous: (SimpleNamespace(replay=lambda: None), step())
-    model_runner.find_logprobs = lambda logits, tokens, rows: [{0: 0.0} for _ in rows]
+    model_runner.find_logprobs = lambda logits, tokens, nums: [{0: 0.0} for _ in nums]
     Sampler.forward = launch_sampler
     with tempfile.TemporaryDirectory() as directory:
         Qwen3Config(

@@ -1,0 +1,85 @@
+"""Log probabilities of the prompt's own tokens (`SamplingParams.prompt_logprobs`).
+
+The logits at position i predict token i + 1. In a prompt that token is known, not sampled:
+
+    positions of a chunk   | 4  5  6  7 |       a prompt of 8 tokens, whose last chunk is computed
+    tokens they predict    | 5  6  7  8 |       three rows of logits score the prompt, one samples
+
+`Request.prompt_logprobs` grows with every chunk. It depends only on the prompt, so it survives a
+preemption. A prefix hit ends at `Request.first_logits`, because a hit computes no logits.
+
+A chunk can have more rows of logits than the profile run had. The worker computes them in parts,
+and the rows of a part that score the prompt are reduced to a few numbers before the next part.
+"""
+
+from dataclasses import replace
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.engine.logprobs import find_logprobs
+from nanovllm.engine.model_runner import ModelRunner, undisturbed
+from nanovllm.engine.request import Request
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import PromptLogprobs
+from nanovllm.packing import to_device
+
+
+class PromptRow(NamedTuple):
+    """A row of logits that predicts a token of a prompt."""
+
+    token_id: int
+    num_top: int
+    logprobs: PromptLogprobs  # receives the row's entry
+
+
+class ScoringModelRunner(ModelRunner):
+    """Also scores the prompts of requests that ask for it. These are Requests."""
+
+    def run(self, seqs: list[Sequence]) -> Tensor:
+        if all([seq.params.prompt_logprobs is None for seq in seqs]):
+            return super().run(seqs)
+        batch = self.prepare_batch(seqs)
+        rows: list[PromptRow | None] = []  # None: the row samples a token
+        indices: list[int] = []
+        for seq, start in zip(seqs, batch.cu_seqlens_q.tolist()):
+            end = seq.num_computed_tokens + seq.num_scheduled_tokens
+            first = end - seq.num_logits
+            if seq.params.prompt_logprobs is not None:
+                first = max(seq.num_computed_tokens, seq.first_logits)
+            for position in range(first, end):
+                rows.append(make_row(seq, position))
+                indices.append(start + position - seq.num_computed_tokens)
+        logits_indices = torch.from_numpy(np.array(indices, np.int32))
+        remaining = iter(rows)
+        with undisturbed(self.device):
+            return self.executor.run(
+                replace(batch, logits_indices=logits_indices),
+                lambda logits: score(logits, list(islice(remaining, len(logits)))),
+            )
+
+
+def make_row(seq: Sequence, position: int) -> PromptRow | None:
+    """Describe the row of logits at `position`."""
+    num_top = seq.params.prompt_logprobs
+    if num_top is None or position >= seq.num_prompt_tokens - 1:
+        return None
+    assert isinstance(seq, Request)
+    return PromptRow(seq.token_ids[position + 1], num_top, seq.prompt_logprobs)
+
+
+def score(logits: Tensor, rows: list[PromptRow | None]) -> Tensor:
+    """Record what the next rows of logits say about prompts. Return the logits of other rows."""
+    token_ids = np.array([row.token_id if row else 0 for row in rows], np.int64)
+    nums = [row.num_top if row else None for row in rows]
+    entries = find_logprobs(logits, to_device(token_ids, logits.device), nums)
+    sampled: list[int] = []
+    for index, (row, entry) in enumerate(zip(rows, entries)):
+        if row is None:
+            sampled.append(index)
+        else:
+            row.logprobs.append(entry)
+    return logits[to_device(np.array(sampled, np.int64), logits.device)]
