@@ -436,9 +436,9 @@ def test_the_timeline_counts_drafts(make_llm, tmp_path):
     llm = make_llm(num_speculative_tokens=4, trace=tmp_path / "trace.json")
     use_proposer(llm, Clairvoyant(expected, 0.6))
     run, computed = llm.model_runner.executor.worker.compute, []
-    llm.model_runner.executor.worker.compute = lambda batch: (
+    llm.model_runner.executor.worker.compute = lambda batch, *reduce: (
         computed.append(len(batch.input_ids)),
-        run(batch),
+        run(batch, *reduce),
     )[1]
     same(llm.generate(prompts, params, use_tqdm=False), expected)
     infos = [step.info for step in trace.read(tmp_path / "trace.json")]

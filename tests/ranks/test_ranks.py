@@ -432,7 +432,7 @@ def test_a_checkpoint_that_does_not_fit(tmp_path):
 def test_rank_0_fails(tiny, monkeypatch):
     """In the middle of a step, while the others wait for it."""
     llm = LLM(tiny[0], tensor_parallel_size=2, **POOL)
-    monkeypatch.setattr(llm.model_runner.executor.worker, "compute", lambda batch: 1 / 0)
+    monkeypatch.setattr(llm.model_runner.executor.worker, "compute", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         llm.generate([1, 2], greedy(2), use_tqdm=False)
     lose_within(1, llm, "rank 0 has failed: ZeroDivisionError")
@@ -517,7 +517,7 @@ def test_the_end_of_a_serving_rank(error, monkeypatch, capfd):
             raise RuntimeError("Connection closed by peer")
         return messages.pop()
 
-    def compute(self, batch):
+    def compute(self, batch, *reduce):
         graphs = self.graphs
         if error is not None:
             raise error
