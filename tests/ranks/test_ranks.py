@@ -324,10 +324,10 @@ FAILING = """
 
     compute, serve = Worker.compute, executor._serve
 
-    def fail(self, *args):
+    def fail(self, batch, *reduce):
         if self.tp.rank == self.tp.size // 2 and len(batch.input_ids) > 1:
             raise ZeroDivisionError(os.environ["PURPOSE"])
-        return compute(self, batch)
+        return compute(self, batch, *reduce)
 
     def fail_at_work(*args):
         Worker.compute = fail
