@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import ipaddress
 import signal
+import socket
 import sys
 from dataclasses import fields
 from types import FrameType
@@ -141,11 +142,14 @@ def main(argv: list[str] | None = None) -> None:
         date_header=False,  # main_loop does not update it
         timeout_graceful_shutdown=GRACE,
     )
-    socket = config.bind_socket()
-    port = socket.getsockname()[1]
+    listener = config.bind_socket()
+    # Otherwise the kernel holds back what is written after the headers until the client has
+    # acknowledged these, up to 40 ms. asyncio sets this only for sockets that it binds itself.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    port = listener.getsockname()[1]
     greeting = f"nanovllm: serving {name} on http://{args.host}:{port}"
     try:
-        Server(config, engine, greeting).run([socket])
+        Server(config, engine, greeting).run([listener])
     finally:
         engine.stop(SHUTDOWN)
         if engine.is_alive():

@@ -4,15 +4,17 @@ https://platform.openai.com/docs/api-reference, with vLLM's extensions. Knows no
 """
 
 import json
+import math
 import time
 from dataclasses import fields
+from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checks import check_bool, check_int, check_type
 from nanovllm.engine.input_processor import CheckedPrompt
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import PromptLogprobs, RequestOutput
 from nanovllm.server.engine_thread import Outputs
 
 Object = dict[str, Any]  # a JSON object
@@ -20,8 +22,9 @@ Object = dict[str, Any]  # a JSON object
 DEFAULT_MAX_TOKENS = 16  # of a completion; a chat can use the rest of max_model_len
 MAX_SAMPLES = 4096  # prompts times n of one request
 MAX_LOGPROBS = 20  # OpenAI's limit
-SAMPLING = {field.name for field in fields(SamplingParams)}
+SAMPLING = {field.name for field in fields(SamplingParams)} - {"prompt_logprobs"}
 HANDLED = {
+    "echo",
     "model",
     "prompt",
     "messages",
@@ -53,6 +56,8 @@ def parse_prompts(body: Object, is_chat: bool, llm: LLM) -> list[CheckedPrompt]:
         is_neutral = not value or value in NEUTRAL.get(name, ())
         if not is_known and not is_neutral:
             raise ValueError(f"{name!r} with the value {value!r} is not supported: leave it out")
+    if given.get("echo") and (is_chat or given.get("stream")):
+        raise ValueError("'echo' is supported for completions without stream only: leave it out")
     params = _parse_params(given, is_chat, llm.max_model_len)
     prompts: Any = given.get("prompt")
     if is_chat:
@@ -77,6 +82,10 @@ def _parse_params(given: Object, is_chat: bool, max_model_len: int) -> SamplingP
     if "logprobs" in options:
         name = "top_logprobs" if is_chat else "logprobs"
         check_int(name, options["logprobs"], 0, MAX_LOGPROBS)
+    if given.get("echo"):
+        options["prompt_logprobs"] = options.get("logprobs")
+        if options["max_tokens"] == 0:  # the prompt alone, see Reply
+            options["max_tokens"] = 1
     return SamplingParams(**options)
 
 
@@ -88,6 +97,9 @@ class Reply:
         check_type("stream_options", options, (dict,), "an object")
         self.has_usage = check_bool("include_usage", options.get("include_usage") or False)
         self.is_stream = check_bool("stream", body.get("stream") or False)
+        self.has_prompt = check_bool("echo", body.get("echo") or False)
+        max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
+        self.has_completion = not (self.has_prompt and max_tokens == 0)
         self.is_chat = is_chat
         self.tokenizer = llm.tokenizer
         kind = "text_completion"
@@ -123,16 +135,21 @@ class Reply:
 
     def write_whole(self) -> Object:
         """Return the reply to a request that does not stream."""
+        if not self.has_completion:  # the engine has generated a token, which nobody asked for
+            nothing: Any = {"text": "", "token_ids": [], "logprobs": []}
+            self.newest = {index: {**output, **nothing} for index, output in self.newest.items()}
         choices = [self._choice(index, self.newest[index], 0, 0) for index in sorted(self.newest)]
         return {**self.head, "choices": choices, "usage": self._usage()}
 
     def _choice(self, index: int, output: RequestOutput, num_chars: int, num_tokens: int) -> Object:
         """A choice without the characters and tokens that are sent already."""
         text = output["text"][num_chars:]
+        if self.has_prompt:
+            text = self._decode(output["prompt_token_ids"]) + text
         choice: Object = {
             "index": index,
             "finish_reason": output["finish_reason"],
-            "logprobs": self._logprobs(output, num_tokens),
+            "logprobs": self._logprobs(output, num_chars, num_tokens),
         }
         if not self.is_chat:
             choice["text"] = text
@@ -144,38 +161,43 @@ class Reply:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         return choice
 
-    def _logprobs(self, output: RequestOutput, start: int) -> Object | None:
+    def _logprobs(self, output: RequestOutput, num_chars: int, num_tokens: int) -> Object | None:
+        """Log probabilities of the tokens that are not sent, whose text begins at `num_chars`."""
         if output["logprobs"] is None:
             return None
-        token_ids = output["token_ids"]
-        tokens = [self._decode(token_id) for token_id in token_ids]
-        sampled: list[float] = []
-        tops: list[dict[str, float]] = []
-        for token_id, entry in zip(token_ids[start:], output["logprobs"][start:]):
-            sampled.append(entry[token_id])
-            tops.append({self._decode(each): logprob for each, logprob in entry.items()})
+        token_ids = output["token_ids"][num_tokens:]
+        entries: PromptLogprobs = [*output["logprobs"][num_tokens:]]
+        if self.has_prompt:
+            token_ids = output["prompt_token_ids"] + token_ids
+            entries = (output["prompt_logprobs"] or []) + entries
+        tokens = [self._decode([token_id]) for token_id in token_ids]
+        chosen: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        for token_id, entry in zip(token_ids, entries):
+            chosen.append(entry[token_id] if entry else None)
+            tops.append(self._decode_entry(entry) if entry else None)
         if self.is_chat:
-            content: list[Object] = []
-            for token, logprob, top in zip(tokens[start:], sampled, tops):
-                entries = [_describe_token(*item) for item in top.items()]
-                content.append({**_describe_token(token, logprob), "top_logprobs": entries})
-            return {"content": content}
-        offset = sum(len(token) for token in tokens[:start])
-        offsets: list[int] = []
-        for token in tokens[start:]:
-            offsets.append(offset)
-            offset += len(token)
+            return {"content": list(map(_describe_position, tokens, chosen, tops))}
+        offsets = accumulate(map(len, tokens), initial=num_chars)
         return {
-            "tokens": tokens[start:],
-            "token_logprobs": sampled,
+            "tokens": tokens,
+            "token_logprobs": chosen,
             "top_logprobs": tops,
-            "text_offset": offsets,
+            "text_offset": list(offsets)[:-1],
         }
 
-    def _decode(self, token_id: int) -> str:
+    def _decode(self, token_ids: list[int]) -> str:
         if self.tokenizer is None:
-            return f"token_id:{token_id}"
-        return str(self.tokenizer.decode([token_id]))
+            return "".join(f"token_id:{token_id}" for token_id in token_ids)
+        return str(self.tokenizer.decode(token_ids))
+
+    def _decode_entry(self, entry: dict[int, float]) -> dict[str, float]:
+        """Log probabilities by text. Of tokens with equal text the most probable one is kept."""
+        found: dict[str, float] = {}
+        for token_id, logprob in entry.items():
+            text = self._decode([token_id])
+            found[text] = max(logprob, found.get(text, -math.inf))
+        return found
 
     def _usage(self) -> Object:
         num_prompt = num_cached = num_generated = 0
@@ -192,7 +214,12 @@ class Reply:
         }
 
 
-def _describe_token(token: str, logprob: float) -> Object:
+def _describe_position(token: str, logprob: float | None, top: dict[str, float] | None) -> Object:
+    entries = [_describe_token(*item) for item in (top or {}).items()]
+    return {**_describe_token(token, logprob), "top_logprobs": entries}
+
+
+def _describe_token(token: str, logprob: float | None) -> Object:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode(errors="replace"))}
 
 

@@ -131,6 +131,39 @@ def test_stream_has_a_chunk_per_token_then_usage(url):
     assert reasons == [None] * (len(chunks) - 1) + ["stop"]
 
 
+def test_echo_scores_the_prompt(client):
+    """As lm-evaluation-harness asks for it."""
+    prompt = [20, 30, 40, 50]
+    params = SamplingParams(temperature=0.0, max_tokens=2, logprobs=2, prompt_logprobs=2)
+    with LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64) as llm:
+        (expected,) = llm.generate(prompt, params, use_tqdm=False)
+        text = llm.tokenizer.decode(prompt)
+    entries = expected["prompt_logprobs"] + expected["logprobs"]
+    for num_tokens in (2, 0):
+        reply = client.completions.create(
+            model="",
+            prompt=prompt,
+            temperature=0,
+            max_tokens=num_tokens,
+            logprobs=2,
+            echo=True,
+        )
+        (choice,) = reply.choices
+        assert choice.text == text + (expected["text"] if num_tokens else "")
+        assert reply.usage.completion_tokens == num_tokens
+        assert choice.finish_reason == "length"
+        found = choice.logprobs
+        token_ids = (prompt + expected["token_ids"])[: len(prompt) + num_tokens]
+        logprobs = [entry and entry[token_id] for token_id, entry in zip(token_ids, entries)]
+        assert found.token_logprobs == pytest.approx(logprobs, abs=1e-4)
+        assert found.text_offset[0] == 0
+        assert len(found.tokens) == len(found.text_offset) == len(token_ids)
+        assert found.top_logprobs[0] is None
+        for chosen, top, entry in zip(logprobs[1:], found.top_logprobs[1:], entries[1:]):
+            assert max(top.values()) == pytest.approx(max(entry.values()), abs=1e-4)
+            assert min(abs(value - chosen) for value in top.values()) < 1e-4
+
+
 def test_samples_of_a_seed_are_repeated(client):
     options: Any = {"model": "", "prompt": [5, 6, 7], "seed": 3, "n": 3, "logprobs": 1}
     first, second = [client.completions.create(**options) for _ in range(2)]
@@ -147,6 +180,10 @@ def test_samples_of_a_seed_are_repeated(client):
         ({"prompt": "x", "n": 10**9}, 400, "prompts times n"),
         ({"prompt": "x", "logit_bias": {"5": 1}}, 400, "'logit_bias'"),
         ({"prompt": "x", "logprobs": 21}, 400, "logprobs must be"),
+        ({"prompt": "x", "prompt_logprobs": 1}, 400, "'prompt_logprobs'"),
+        ({"prompt": "x", "echo": True, "stream": True}, 400, "'echo'"),
+        ({"prompt": "x", "echo": "yes"}, 400, "echo must be"),
+        ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens must be at least 1"),
         ({"prompt": ["x", 3]}, 400, "a prompt must be"),
         ({"prompt": [99999]}, 400, "each token id"),
         ({"prompt": "\ud800"}, 400, "lone surrogate"),
@@ -213,21 +250,35 @@ JSON = st.recursive(
     lambda values: st.lists(values, max_size=3) | st.dictionaries(TEXTS, values, max_size=3),
     max_leaves=6,
 )
-NAMES = ["prompt", "messages", "n", "max_tokens", "temperature", "top_p", "seed", "stop", "stream"]
+NAMES = ["prompt", "messages", "n", "temperature", "top_p", "seed", "stop", "stream"]
 NAMES += ["logprobs", "top_logprobs", "stream_options", "model", "min_tokens", "stop_token_ids"]
 NAMES += ["tools", "logit_bias", "echo", "top_k", "min_p", "repetition_penalty", "best_of"]
-BODIES = st.dictionaries(st.sampled_from(NAMES) | TEXTS, JSON, max_size=6)
+FIELDS = st.dictionaries(st.sampled_from(NAMES) | TEXTS, JSON, max_size=6)
+# Few tokens, so that most of the time goes into bodies.
+NUM_TOKENS = st.sampled_from([-1, 0, 1, 2, 2.5, "2", [], {}])
+BODIES = st.builds(lambda fields, num: {**fields, "max_tokens": num}, FIELDS, NUM_TOKENS)
+PATHS = st.sampled_from(["/v1/completions", "/v1/chat/completions"])
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(BODIES, st.sampled_from(["/v1/completions", "/v1/chat/completions"]), st.booleans())
-def test_no_body_is_an_internal_error(url, body, path, is_nearly_valid):
-    if is_nearly_valid:
-        body = {"prompt": "x", "messages": QUESTION, "max_tokens": 2, **body}
-    response = post(url, body, path)
-    assert response.status_code in (200, 400, 404)
-    if response.status_code != 200:
-        assert response.json()["error"]["message"]
+@pytest.fixture(scope="module")
+def connection():
+    """A connection that stays open, on which thousands of requests take seconds."""
+    with httpx.Client(timeout=60) as client:
+        yield client
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.tuples(BODIES, PATHS, st.booleans()), min_size=20, max_size=20))
+def test_no_body_is_an_internal_error(url, connection, requests):
+    for body, path, is_nearly_valid in requests:
+        if is_nearly_valid:
+            body = {"prompt": "x", "messages": QUESTION, **body, "max_tokens": 2}
+        content = json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        response = connection.post(url + path, content=content, headers=headers)
+        assert response.status_code in (200, 400, 404), (body, path)
+        if response.status_code != 200:
+            assert response.json()["error"]["message"]
 
 
 def test_api_key_is_required():
