@@ -26,8 +26,9 @@ constexpr int64_t SERIAL = 1 << 14;
 
 // The number of threads of a team: as many as torch has, unless other processes use the cores. If
 // the caller loses a quarter of its time, off its core or waiting for threads that are off theirs,
-// the team gets one thread less. If it loses nothing, the team tries one more. Each failure makes
-// the next attempt later.
+// the team gets one thread less. A team of two gets one thread less only if half of the time is
+// lost, because that is what the second thread is worth. If nothing is lost, the team tries one
+// more. Each failure makes the next attempt later.
 class Size {
     static constexpr double SAMPLE = 0.001;  // seconds between two calls that are measured
     static constexpr double WINDOW = 0.2;    // seconds of measured calls until the size can change
@@ -71,7 +72,7 @@ public:
         measured += end - start;
         lost += end - start - cpu_time;
         if (measured < WINDOW) return;
-        if (lost > measured / 4) {
+        if (lost > measured * (num_threads == 2 ? 0.5 : 0.25)) {
             num_threads = std::max<int64_t>(num_threads - 1, 1);
             wait = std::min(4 * wait, LONGEST_WAIT);
             num_calm = 0;
