@@ -29,12 +29,12 @@ SYSTEM_PROMPT = (
     "You are a small and friendly assistant that runs inside nanovllm. Answer every question in as"
     " few words as you can, and if you do not know the answer, say so."
 )
-# Token ids of the four requests whose steps are shown. B is a prefix of A.
+# The four requests whose steps are shown, of 22, 16, 30 and 9 tokens. B is a prefix of A.
 PROMPTS = {
-    "A": list(range(100, 122)),
-    "B": list(range(100, 116)),
-    "C": list(range(200, 230)),
-    "D": list(range(300, 309)),
+    "A": "You are a small and friendly assistant. What is 12 + 30?",
+    "B": "You are a small and friendly assistant. What is ",
+    "C": "All prime numbers within 100: 2, 3, 5, 7, 11, 13, 17, 19,",
+    "D": "count from 3 to 17",
 }
 NUM_OUTPUT_TOKENS = 14
 
@@ -137,11 +137,6 @@ def show_step(llm: LLM, number: int, block_ids: list[int]) -> None:
             print(f"  block {block_id}: listed, hash {block.hash:032x}, tokens {block.token_ids}")
 
 
-def describe(name: str, prompt: list[int]) -> str:
-    prefix = " (a prefix of A)" if name == "B" else ""
-    return f"{name}: token ids {prompt[0]} to {prompt[-1]}{prefix}, then {NUM_OUTPUT_TOKENS} more"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -161,11 +156,11 @@ def main() -> None:
     try:
         tour(args.model, args.max_tokens)
         print(
-            "\n--- Inside the scheduler: 4 requests, 24 blocks of 4 tokens,"
-            " at most 32 tokens per step\n"
+            f"\n--- Inside the scheduler: 4 requests of {NUM_OUTPUT_TOKENS} output tokens,"
+            " 24 blocks of 4 tokens, at most 32 tokens per step\n"
         )
         for name, prompt in PROMPTS.items():
-            print(describe(name, prompt))
+            print(f"{name}: {prompt}")
         with TemporaryDirectory() as directory:
             traces = [Path(directory, "mixed.json"), Path(directory, "prefill_first.json")]
             show_scheduling(traces[0], enable_chunked_prefill=True)

@@ -52,7 +52,7 @@ class LLM(SharedEngine):
         if config.num_speculative_tokens:
             enable_speculation(self)
         if self._timeline is not None:
-            self._timeline.begin(self.scheduler)
+            self._timeline.begin(self.scheduler, self.tokenizer)
 
     def make_timeline(self, config: Config) -> Timeline | None:
         return None if config.trace is None else TraceFile(config.trace)

@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +62,11 @@ class LiveTimeline(Timeline):
         super().__init__()
         self.reader = Reader()
         self.steps: list[str] = []
-        self.token_ids: dict[int, None] = {}  # that occur, an ordered set
 
     def write(self, events: str) -> None:
         for event in json.loads(f"[{events}]"):
             self.reader.add(event)
         for step in self.reader.steps:
-            for work in step.lanes.values():
-                for name in ("token_ids", "new_token_ids", "draft_token_ids"):
-                    self.token_ids.update(dict.fromkeys(work.get(name, ())))
             self.steps.append(json.dumps(shorten(step)))
         self.reader.steps.clear()
 
@@ -96,7 +91,6 @@ class Playground(EngineThread):
         self.pause: float | None = 0.0  # seconds between two steps, None to hold
         self.num_single_steps = 0  # to be taken while the engine holds
         self.next_time = 0.0
-        self.texts: dict[int, str] = {}  # of tokens
         self.changed = asyncio.Event()  # set and replaced when there is something to show
         super().__init__(WatchedLLM(model, **self.options))
 
@@ -195,7 +189,6 @@ class Playground(EngineThread):
         return StreamingResponse(messages, media_type="text/event-stream")
 
     async def _messages(self, run_number: int, position: int) -> AsyncIterator[str]:
-        num_texts = 0
         while self.stop_reason is None:
             changed = self.changed
             if run_number != self.run_number:
@@ -203,11 +196,8 @@ class Playground(EngineThread):
                 position = 0
             timeline = self.llm.timeline
             steps = timeline.steps[position : position + STEPS_PER_MESSAGE]
-            self._name_tokens(timeline)
-            texts = dict(islice(list(self.texts.items()), num_texts, None))
-            state = json.dumps({**self._describe(), "first": position, "texts": texts})
+            state = json.dumps({**self._describe(), "first": position})
             position += len(steps)
-            num_texts += len(texts)
             yield f"id: {run_number}:{position}\n"
             yield f'data: {state[:-1]}, "steps": [{", ".join(steps)}]}}\n\n'
             if position == len(timeline.steps):
@@ -224,13 +214,6 @@ class Playground(EngineThread):
             "is_idle": self.llm.is_finished(),
             "arrivals": [(seq.seq_id, len(seq.token_ids)) for seq in waiting],
         }
-
-    def _name_tokens(self, timeline: LiveTimeline) -> None:
-        if self.llm.tokenizer is None:
-            return
-        for token_id in list(timeline.token_ids):
-            if token_id not in self.texts:
-                self.texts[token_id] = str(self.llm.tokenizer.decode([token_id]))
 
     async def take_prompts(self, request: Request) -> Response:
         """Queue prompts: {"chats": [text], "params": {...}}, or "prompts" without a template."""

@@ -23,8 +23,8 @@ def make_page(timelines: list[list[Step]]) -> str:
     for steps in timelines:
         shortened = [shorten(step) for step in steps]
         runs.append({"settings": steps[0].settings, "steps": shortened})
-    # "</" would end the page's script.
-    data = json.dumps(runs, separators=(",", ":")).replace("</", "<\\/")
+    # "<" could end the page's script, and a token's text can be "</script>".
+    data = json.dumps(runs, separators=(",", ":")).replace("<", "\\u003c")
     return read_template().replace("TIMELINES", data)
 
 

@@ -6,9 +6,9 @@
     counters    waiting and running sequences; used, reusable and empty blocks
 
 ui.perfetto.dev opens the file. The events' args also hold what `python -m nanovllm.trace` needs to
-draw the pool of blocks: token ids, blocks, hashes of full blocks, queues and the next free blocks,
-each when it changes. A trace is as private as its prompts. The event of a sequence describes the
-plan, with the blocks that are written. The event of the step describes the result.
+draw the pool of blocks: token ids and texts, blocks, hashes of full blocks, queues and the next
+free blocks, each when it changes. A trace is as private as its prompts. The event of a sequence
+describes the plan, with the blocks that are written. The event of the step describes the result.
 
 The engine does not know this module. LLM asks a Timeline for subclasses of its scheduler and its
 model runner that record. A step is written when it ends. The file is a complete JSON array after
@@ -19,11 +19,13 @@ import json
 import os
 import time
 import warnings
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, cuda
+from transformers import PreTrainedTokenizerBase
 
 from nanovllm.batch import Batch
 from nanovllm.config import Config
@@ -65,8 +67,10 @@ class Timeline:
         """Make a ModelRunner that records here when the phases of a step begin."""
         return _TracedModelRunner(self, config, spec, directory)
 
-    def begin(self, scheduler: Scheduler) -> None:
+    def begin(self, scheduler: Scheduler, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Write the engine's settings and the names of the lanes."""
+        self.tokenizer = tokenizer
+        self.named: set[int] = set()  # tokens whose texts are written
         # For each lane: the event of a decode, and the position up to which it can be repeated.
         self.lanes: list[tuple[str, int]] = [("", 0)] * scheduler.max_num_seqs
         manager = scheduler.block_manager
@@ -86,6 +90,16 @@ class Timeline:
     def now(self) -> int:
         """Microseconds since the engine started."""
         return (time.perf_counter_ns() - self.origin) // 1000
+
+    def name_tokens(self, token_ids: Iterable[int]) -> dict[int, str]:
+        """The texts of those tokens that no step before has named."""
+        texts: dict[int, str] = {}
+        if self.tokenizer is not None:
+            for token_id in token_ids:
+                if token_id >= 0 and token_id not in self.named:
+                    self.named.add(token_id)
+                    texts[token_id] = str(self.tokenizer.decode([token_id]))
+        return texts
 
     def write_step(
         self, results: _Args, queues: _Args, works: list[str], counters: dict[str, dict[str, int]]
@@ -199,7 +213,12 @@ class _TracedScheduler(Scheduler):
         drafts: dict[Sequence, list[int]] = getattr(self, "drafts", {})
         works = [self._describe_work(seq, drafts.get(seq, [])) for seq in seqs]
         drafting: list[tuple[Sequence, list[int], int]] = []  # sequence, blocks, start of its draft
+        sampled = [token_id for token_ids in samples for token_id in token_ids]
+        shown = [*sampled]
         for seq in seqs:
+            if seq in self.admitted:
+                shown += seq.token_ids
+            shown += drafts.get(seq, [])
             if drafts.get(seq):
                 drafting.append((seq, list(seq.block_table), seq.num_computed_tokens + 1))
         num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
@@ -210,7 +229,7 @@ class _TracedScheduler(Scheduler):
             "kind": _name_kind(counts["num_prefill_tokens"], counts["num_decode_tokens"]),
             "num_tokens": num_tokens,
             **counts,
-            "drawn_token_ids": [token_id for token_ids in samples for token_id in token_ids],
+            "drawn_token_ids": sampled,
             "accepted": [self._describe_draft(*each) for each in drafting],
             "ended": [
                 (seq.seq_id, {"finish_reason": seq.finish_reason})
@@ -218,6 +237,9 @@ class _TracedScheduler(Scheduler):
                 if seq.finish_reason is not None
             ],
         }
+        texts = self.timeline.name_tokens(shown)
+        if texts:
+            results["texts"] = texts
         self.timeline.write_step(results, queues, works, self._count())
 
     def _describe_queues(self) -> _Args:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 from conftest import check_invariants, greedy, random_prompt
 
-from nanovllm import LLM, trace
+from nanovllm import DEMO_MODEL, LLM, trace
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.trace.__main__ import main as trace_main
 
@@ -325,3 +325,23 @@ def test_a_file_that_is_cut_off(recorded, tmp_path, capsys):
     with pytest.raises(SystemExit):
         trace_main([str(tmp_path / "nothing")])
     assert "No such file" in capsys.readouterr().err
+
+
+def test_each_text_is_recorded_once_and_cannot_end_the_page(tmp_path):
+    path = tmp_path / "trace.json"
+    with LLM(DEMO_MODEL, trace=path, **SMALL) as llm:
+        for prompt in ("a </script> b", "a <!-- b"):
+            llm.generate(prompt, greedy(4), use_tqdm=False)
+        tokenizer = llm.tokenizer
+    recorded: dict[str, str] = {}
+    for step in trace.read(path):
+        texts = step.info.get("texts", {})
+        assert not recorded.keys() & texts.keys()
+        recorded |= texts
+        for work in step.lanes.values():
+            for token_id in [*work.get("token_ids", []), *work["new_token_ids"]]:
+                assert recorded[str(token_id)] == tokenizer.decode([token_id])
+    page = trace.make_page([trace.read(path)])
+    template = trace.make_page([trace.read(path)[:1]])
+    assert page.count("</script") == template.count("</script") == 2
+    assert "<!-- b" not in page

@@ -42,7 +42,7 @@ def test_steps_and_texts_are_sent(url):
     command(url, "prompts", {"chats": ["What is 12 + 30?"], "params": GREEDY})
     messages = read_messages(url, 6)
     steps = [step for message in messages for step in message["steps"]]
-    texts = {name: text for message in messages for name, text in message["texts"].items()}
+    texts = {name: text for step in steps for name, text in step.get("texts", {}).items()}
     new_ids = [token_id for step in steps for token_id in step["rows"][0][1]]
     assert "".join(texts[str(token_id)] for token_id in new_ids) == "12 + 30 = "
     assert messages[0]["settings"]["num_blocks"] == 40
