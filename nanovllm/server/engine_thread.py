@@ -167,16 +167,20 @@ class EngineThread(threading.Thread):
             if output["finish_reason"] is not None:
                 del self._choices[request_id]
         if news:
-            self._loop.call_soon_threadsafe(_put_all, news, None)
+            self._put(news)
 
     def _end_streams(self, reason: str) -> None:
         """Let all unfinished streams fail with `reason`."""
         with self._condition:
             news: dict[Stream, Outputs] = {stream: {} for stream in self._streams}
         self._choices.clear()
-        self._loop.call_soon_threadsafe(_put_all, news, reason)
+        self._put(news, reason)
 
+    def _put(self, news: dict[Stream, Outputs], error: str | None = None) -> None:
+        """Give each stream its outputs, and let it fail if there is an error, on the event loop."""
 
-def _put_all(news: dict[Stream, Outputs], error: str | None) -> None:
-    for stream, outputs in news.items():
-        stream.put(outputs, error)
+        def put_all() -> None:
+            for stream, outputs in news.items():
+                stream.put(outputs, error)
+
+        self._loop.call_soon_threadsafe(put_all)

@@ -18,7 +18,7 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checks import check_number, check_type
+from nanovllm.checks import check_int, check_number, check_type
 from nanovllm.config import Config
 from nanovllm.outputs import RequestOutput
 from nanovllm.server.engine_thread import EngineThread, Stream
@@ -117,6 +117,14 @@ class Playground(EngineThread):
         self._add(stream)
         self._announce()
 
+    def abort(self, request_id: int) -> None:
+        self.llm.abort(request_id)
+        choice = self._choices.pop(request_id, None)
+        if choice is not None:  # a client of the API waits for it
+            stream, _ = choice
+            self._put({stream: {}}, "the request was aborted on the page")
+        self._announce()
+
     def _may_step(self) -> bool:
         if not super()._may_step():
             return False
@@ -167,6 +175,7 @@ class Playground(EngineThread):
             Route("/", self.show_page),
             Route("/playground/events", self.follow),
             Route("/playground/prompts", self.take_prompts, methods=["POST"]),
+            Route("/playground/abort", self.take_abort, methods=["POST"]),
             Route("/playground/pace", self.take_pace, methods=["POST"]),
             Route("/playground/engine", self.take_options, methods=["POST"]),
         ]
@@ -227,6 +236,11 @@ class Playground(EngineThread):
             check_type("chats", texts, (list,), "a list of str")
             prompts = llm.encode_chats([[{"role": "user", "content": text}] for text in texts])
         await self._call(self.add, Stream(llm.check_prompts(prompts, params)))
+        return respond({})
+
+    async def take_abort(self, request: Request) -> Response:
+        body = await read_json(request)
+        await self._call(self.abort, check_int("request_id", body.get("request_id"), 0))
         return respond({})
 
     async def take_pace(self, request: Request) -> Response:
