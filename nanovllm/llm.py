@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -23,13 +22,17 @@ from nanovllm.engine.input_processor import CheckedPrompt, Prompt
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.prompt_logprobs import ScoringModelRunner
 from nanovllm.engine.request import Inbox, Request
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.speculation import enable_speculation, make_speculative
+from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
+from nanovllm.engine.speculation import SpeculativeScheduler, enable_speculation
 from nanovllm.engine.turns import SharedEngine
-from nanovllm.models.decoder import ModelSpec
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.trace.recorder import Timeline, TraceFile
+from nanovllm.trace.recorder import (
+    Timeline,
+    TracedModelRunner,
+    TracedScheduler,
+    TraceFile,
+)
 
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -47,28 +50,25 @@ class LLM(SharedEngine):
     @takes(Config)
     def __init__(self, *args: Any, **options: Any) -> None:
         config = Config.from_options(*args, **options)
-        self._timeline = self.make_timeline(config)
-        super().__init__(config)
+        policy = Scheduler if config.enable_chunked_prefill else PrefillFirstScheduler
+        # Mechanisms that the core does not know are subclasses.
+        scheduler_class: type[Scheduler] = policy
+        model_runner_class: type[ModelRunner] = ScoringModelRunner
+        if config.num_speculative_tokens:
+            scheduler_class = type("Speculative", (SpeculativeScheduler, policy), {})
+        timeline = self.make_timeline(config)
+        if timeline is not None:
+            shared = {"timeline": timeline}
+            scheduler_class = type("Traced", (TracedScheduler, scheduler_class), shared)
+            model_runner_class = type("Traced", (TracedModelRunner,), shared)
+        super().__init__(config, scheduler_class, model_runner_class)
         if config.num_speculative_tokens:
             enable_speculation(self)
-        if self._timeline is not None:
-            self._timeline.begin(self.scheduler, self.tokenizer)
+        if timeline is not None:
+            timeline.begin(self.scheduler, self.tokenizer)
 
     def make_timeline(self, config: Config) -> Timeline | None:
         return None if config.trace is None else TraceFile(config.trace)
-
-    def make_model_runner(self, spec: ModelSpec, directory: Path) -> ModelRunner:
-        if self._timeline is None:
-            return ScoringModelRunner(self.config, spec, directory)
-        return self._timeline.make_model_runner(self.config, spec, directory)
-
-    def scheduler_class(self) -> type[Scheduler]:
-        scheduler_class = super().scheduler_class()
-        if self.config.num_speculative_tokens:
-            scheduler_class = make_speculative(scheduler_class)
-        if self._timeline is not None:
-            scheduler_class = self._timeline.make_traced(scheduler_class)
-        return scheduler_class
 
     def generate(
         self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = True
@@ -161,18 +161,15 @@ class LLM(SharedEngine):
         if self.tokenizer is not None:
             text = Detokenizer(self.tokenizer, 0).read(beam.token_ids, is_last=True)
         request_id = self._take_turn(next, self.input_processor.ids)
-        return RequestOutput(
-            request_id=request_id,
-            sample_index=0,
-            prompt_token_ids=first["prompt_token_ids"],
-            token_ids=beam.token_ids,
-            text=text,
-            finish_reason=beam.finish_reason,
-            logprobs=beam.logprobs,
-            cumulative_logprob=beam.cumulative_logprob,
-            prompt_logprobs=None,
-            num_cached_tokens=first["num_cached_tokens"],
-        )
+        return {
+            **first,
+            "request_id": request_id,
+            "token_ids": beam.token_ids,
+            "text": text,
+            "finish_reason": beam.finish_reason,
+            "logprobs": beam.logprobs,
+            "cumulative_logprob": beam.cumulative_logprob,
+        }
 
     def _generate(
         self, prompts: list[CheckedPrompt], use_tqdm: bool = False

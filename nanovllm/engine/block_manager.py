@@ -74,8 +74,6 @@ class BlockManager:
         A token whose logits are needed is never part of it. That is at least the last one.
         """
         prefix: list[Block] = []
-        if not self.enable_prefix_caching:
-            return prefix
         for index in range(seq.first_logits // self.block_size):
             block_id = self.hash_to_block_id.get(self._hash(seq, index))
             if block_id is None:

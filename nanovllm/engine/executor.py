@@ -30,16 +30,14 @@ from multiprocessing.process import (  # type: ignore[attr-defined]  # not in ty
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread, current_thread
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from nanovllm.batch import Batch
 from nanovllm.checks import naming
 from nanovllm.config import Config
-from nanovllm.engine.worker import Place, Reduction, Worker, keep_all
+from nanovllm.engine.worker import Place, Worker
 from nanovllm.models.decoder import ModelSpec
 
 Result = TypeVar("Result")
@@ -54,16 +52,9 @@ class Executor:
         self.stop_reason: str | None = None  # why nothing can be computed any more
         self.worker = Worker(config, spec, directory)
 
-    def allocate_kv_cache(self, sample: Callable[[Tensor], object]) -> None:
-        self.worker.allocate_kv_cache(sample)
-
-    def run(self, batch: Batch, reduce: Reduction = keep_all) -> Tensor:
-        """Compute logits [num_logits, vocab_size] of a batch on the host, see Worker.compute."""
-        return self.worker.run(batch, reduce)
-
-    def read(self, tokens: Tensor) -> list[int]:
-        """Copy tokens to the host. This is the host synchronization of a step."""
-        return tokens.tolist()
+    def call(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Run function(*args), something that computes with the worker."""
+        return function(*args)
 
     def check(self) -> None:
         """Raise RuntimeError if nothing can be computed any more."""
@@ -116,20 +107,10 @@ class MultiRankExecutor(Executor):
         try:
             if store is None:
                 store = self._start_processes(model)
-            self.worker = self._call(model.make_worker, Place(0, 0, store))
+            self.worker = self.call(model.make_worker, Place(0, 0, store))
         except BaseException:
             self.stop("the engine has not started")
             raise
-
-    def allocate_kv_cache(self, sample: Callable[[Tensor], object]) -> None:
-        self._call(self.worker.allocate_kv_cache, sample)
-
-    def run(self, batch: Batch, reduce: Reduction = keep_all) -> Tensor:
-        return self._call(self.worker.run, batch, reduce)
-
-    def read(self, tokens: Tensor) -> list[int]:
-        """Copy tokens to the host. If a rank is lost, a GPU may never have them."""
-        return self._call(tokens.tolist)
 
     def check(self, timeout: float = 0.0) -> None:
         """Raise RuntimeError if nothing can be computed any more, or ValueError if a worker did.
@@ -144,7 +125,7 @@ class MultiRankExecutor(Executor):
                 for pipe, process in self.processes.items()
                 if pipe in lost
             ]
-            cause = min(failures, key=lambda each: (each.is_alive, each.is_value_error))
+            cause = min(failures)
             self.stop(cause.reason)
             if cause.is_value_error:
                 raise ValueError(cause.reason)
@@ -170,7 +151,7 @@ class MultiRankExecutor(Executor):
             disconnecting.start()
             disconnecting.join(_EXIT_TIMEOUT)
 
-    def _call(self, function: Callable[..., Result], *args: Any) -> Result:
+    def call(self, function: Callable[..., Result], *args: Any) -> Result:
         """Run function(*args) in rank 0's thread, to its end even if the caller is interrupted.
 
         Raises RuntimeError if a rank is lost.
@@ -198,7 +179,7 @@ class MultiRankExecutor(Executor):
         size = model.config.tensor_parallel_size
         num_threads = torch.get_num_threads()
         share = max(1, num_threads // size)
-        self._call(torch.set_num_threads, share)  # in the thread of rank 0
+        self.call(torch.set_num_threads, share)  # in the thread of rank 0
         torch.set_num_threads(num_threads)  # unchanged for all other threads
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = get_context("forkserver")
@@ -288,9 +269,8 @@ def _serve(
         pipe.send(Failure(True, isinstance(error, ValueError), reason))
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank is lost."""
+class Failure(NamedTuple):
+    """Why a rank is lost. The least of several is the cause."""
 
     is_alive: bool  # its process still runs
     is_value_error: bool

@@ -78,37 +78,25 @@ class InputProcessor:
                 stop_token_ids |= eos_token_ids
             # Checkpoints with a reduced vocabulary can name ids above it.
             valid_ids = frozenset(i for i in stop_token_ids if i < self.vocab_size)
-            requests += self._make_samples(token_ids, params, valid_ids, inbox)
+            for index in range(params.n):
+                seq_id = next(self.ids)
+                # Without a seed of its own, a request has the engine's seed.
+                seed = _derive_seed(self.config.seed, seq_id)
+                if params.seed is not None:
+                    seed = _derive_seed(params.seed, index)
+                request = Request(
+                    seq_id=seq_id,
+                    token_ids=token_ids,
+                    params=params,
+                    seed=seed,
+                    stop_token_ids=valid_ids,
+                    max_num_tokens=self.max_model_len,
+                    sample_index=index,
+                    inbox=inbox,
+                    tokenizer=self.tokenizer,
+                )
+                requests.append(request)
         return requests
-
-    def _make_samples(
-        self,
-        token_ids: list[int],
-        params: SamplingParams,
-        stop_token_ids: frozenset[int],
-        inbox: Inbox,
-    ) -> list[Request]:
-        samples: list[Request] = []
-        for index in range(params.n):
-            seq_id = next(self.ids)
-            # Without a seed of its own, a request has the engine's, and every sample is its own.
-            seed = _derive_seed(self.config.seed, seq_id)
-            if params.seed is not None:
-                seed = _derive_seed(params.seed, index)
-            request = Request(
-                seq_id=seq_id,
-                token_ids=token_ids,
-                params=params,
-                seed=seed,
-                stop_token_ids=stop_token_ids,
-                max_num_tokens=self.max_model_len,
-                sample_index=index,
-                first_id=samples[0].seq_id if samples else seq_id,
-                inbox=inbox,
-                tokenizer=self.tokenizer,
-            )
-            samples.append(request)
-        return samples
 
 
 def _derive_seed(seed: int, index: int) -> int:

@@ -12,7 +12,6 @@ for several threads and the recovery of interrupted calls.
 import operator
 import os
 import warnings
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -22,7 +21,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor, Prompt
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Inbox, Request
-from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models.checkpoint import (
     find_checkpoint,
@@ -31,7 +30,6 @@ from nanovllm.models.checkpoint import (
     read_tokenizer,
 )
 from nanovllm.models.config import read_spec
-from nanovllm.models.decoder import ModelSpec
 from nanovllm.models.weights import find_dtype
 from nanovllm.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
@@ -42,13 +40,18 @@ Engine = TypeVar("Engine", bound="LLMEngine")
 class LLMEngine:
     """Serves one model.
 
-    Raises TypeError or ValueError for an unknown or invalid option and for an option that this
-    machine cannot provide (device, attention_backend, max_model_len, size of the KV cache).
+    Raises ValueError for an option that this machine cannot provide (device, attention_backend,
+    max_model_len, size of the KV cache).
     Raises ValueError for a missing, damaged or unsupported checkpoint.
     Raises RuntimeError if another rank does not start.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(
+        self,
+        config: Config,
+        scheduler_class: type[Scheduler],
+        model_runner_class: type[ModelRunner] = ModelRunner,
+    ) -> None:
         self.config = config
         directory = find_checkpoint(os.fspath(config.model))
         hf_config = read_config(directory)
@@ -56,13 +59,16 @@ class LLMEngine:
         spec = read_spec(hf_config, dtype, config.tensor_parallel_size)
         self.tokenizer = read_tokenizer(directory)
         self.eos_token_ids = read_eos_token_ids(directory, hf_config, self.tokenizer)
-        self.model_runner = self.make_model_runner(spec, directory)
+        self.model_runner = model_runner_class(config, spec, directory)
         self.executor = self.model_runner.executor
         worker = self.executor.worker
         self.vocab_size = spec.vocab_size
         self.max_model_len = worker.max_model_len
-        self.scheduler = self.make_scheduler(
-            BlockManager(worker.num_blocks, worker.block_size, config.enable_prefix_caching)
+        block_manager = BlockManager(
+            worker.num_blocks, worker.block_size, config.enable_prefix_caching
+        )
+        self.scheduler = scheduler_class(
+            block_manager, self.model_runner.num_lanes, config.max_num_batched_tokens
         )
         self.input_processor = InputProcessor(
             config, self.tokenizer, self.vocab_size, self.max_model_len
@@ -70,19 +76,6 @@ class LLMEngine:
         self.requests: dict[int, Request] = {}  # unfinished samples by seq_id, oldest first
         self.samples: dict[int, list[Request]] = {}  # request id -> its unfinished samples
         self._inbox: Inbox = {}  # for requests of add_request
-
-    # LLM overrides these to add speculation and tracing.
-
-    def make_model_runner(self, spec: ModelSpec, directory: Path) -> ModelRunner:
-        return ModelRunner(self.config, spec, directory)
-
-    def make_scheduler(self, block_manager: BlockManager) -> Scheduler:
-        max_num_seqs = self.model_runner.num_lanes
-        max_num_batched_tokens = self.config.max_num_batched_tokens
-        return self.scheduler_class()(block_manager, max_num_seqs, max_num_batched_tokens)
-
-    def scheduler_class(self) -> type[Scheduler]:
-        return Scheduler if self.config.enable_chunked_prefill else PrefillFirstScheduler
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a prompt and return its request id. The ids of n samples are consecutive.

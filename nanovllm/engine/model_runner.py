@@ -22,7 +22,7 @@ from nanovllm.config import Config
 from nanovllm.engine.executor import make_executor
 from nanovllm.engine.logprobs import find_logprobs
 from nanovllm.engine.memory import profile_sampling
-from nanovllm.engine.penalties import Penalties
+from nanovllm.engine.penalties import process_logits
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.noise import make_noise_keys
 from nanovllm.layers.sampler import Sampler
@@ -80,12 +80,10 @@ class ModelRunner:
         self.sampler = Sampler(spec.vocab_size).to(self.device)
         if config.enable_kernels:
             kernels.kernelize(self.sampler, self.device, spec.dtype)
-        self.penalties = Penalties(spec.vocab_size, worker.max_model_len, self.device)
-        # The profile run samples, too. It needs everything above, and decides the number of blocks.
+        # The profile run samples, too. It decides the number of blocks.
         profile = partial(profile_sampling, self.sample, worker.max_model_len)
         with undisturbed(self.device):  # CUDA graphs record these settings
-            self.executor.allocate_kv_cache(profile)
-        self.penalties.reset()
+            self.executor.call(worker.allocate_kv_cache, profile)
         # A running sequence holds at least one block.
         self.num_lanes = min(config.max_num_seqs, worker.num_blocks)
         self.block_tables = BlockTables(self.num_lanes, worker.block_table_width, self.block_size)
@@ -94,7 +92,7 @@ class ModelRunner:
         """Compute the scheduled tokens. Return logits [num_logits of all seqs, vocab_size]."""
         batch = self.prepare_batch(seqs)
         with undisturbed(self.device):
-            return self.executor.run(batch)
+            return self.executor.call(self.executor.worker.run, batch)
 
     def sample(self, logits: Tensor, seqs: list[Sequence]) -> tuple[list[list[int]], Logprobs]:
         """Sample num_logits tokens for each sequence, -1 where the logits are NaN.
@@ -106,9 +104,9 @@ class ModelRunner:
         needs_processing = any([seq.needs_logits_processing for seq in seqs])
         logprobs: Logprobs = None
         with undisturbed(self.device):
-            processed = self.penalties.apply(logits, rows) if needs_processing else logits
+            processed = process_logits(logits, rows) if needs_processing else logits
             tokens = self.sampler(processed, self.prepare_sampling(rows, positions))
-            token_ids = self.executor.read(tokens)
+            token_ids = self.executor.call(tokens.tolist)  # the host synchronization of a step
             if needs_processing:
                 requested = [seq.params.logprobs for seq in rows]
                 logprobs = split_rows(find_logprobs(logits, tokens, requested), seqs)

@@ -13,7 +13,6 @@ and the rows of a part that score the prompt are reduced to a few numbers before
 """
 
 from dataclasses import replace
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -49,16 +48,16 @@ class ScoringModelRunner(ModelRunner):
             end = seq.num_computed_tokens + seq.num_scheduled_tokens
             first = end - seq.num_logits
             if seq.params.prompt_logprobs is not None:
-                first = max(seq.num_computed_tokens, seq.first_logits)
+                first = min(first, max(seq.num_computed_tokens, seq.first_logits))
             for position in range(first, end):
                 rows.append(make_row(seq, position))
                 indices.append(start + position - seq.num_computed_tokens)
         logits_indices = torch.from_numpy(np.array(indices, np.int32))
-        remaining = iter(rows)
         with undisturbed(self.device):
-            return self.executor.run(
+            return self.executor.call(
+                self.executor.worker.run,
                 replace(batch, logits_indices=logits_indices),
-                lambda logits: score(logits, list(islice(remaining, len(logits)))),
+                lambda logits, start: score(logits, rows[start : start + len(logits)]),
             )
 
 

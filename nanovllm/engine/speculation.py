@@ -24,7 +24,7 @@ import numpy as np
 from nanovllm.arithmetic import cdiv
 from nanovllm.config import MAX_DRAFT_LEN, MAX_DRAFT_STEP
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
@@ -38,6 +38,7 @@ LEARNING_RATE = 0.1  # weight of the newest draft token in the acceptance rate
 class SpeculativeScheduler(Scheduler):
     """Appends drafts to the decodes of a step, and removes what is rejected.
 
+    LLM derives from this class and from the class of the policy.
     Within a step `token_ids` ends with the draft. Nothing else distinguishes a draft token from a
     token that is scheduled. Without a speculator there are no drafts.
     """
@@ -118,16 +119,6 @@ class SpeculativeScheduler(Scheduler):
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         super().finish(seq, reason)
         self.proposals.pop(seq, None)
-
-
-class SpeculativePrefillFirstScheduler(SpeculativeScheduler, PrefillFirstScheduler):
-    """Drafts for the steps of PrefillFirstScheduler."""
-
-
-def make_speculative(scheduler_class: type[Scheduler]) -> type[SpeculativeScheduler]:
-    if issubclass(scheduler_class, PrefillFirstScheduler):
-        return SpeculativePrefillFirstScheduler
-    return SpeculativeScheduler
 
 
 def enable_speculation(engine: LLMEngine) -> None:

@@ -22,7 +22,9 @@ from typing import Any, ClassVar, TypeVar
 from nanovllm.config import Config
 from nanovllm.engine.input_processor import CheckedPrompt, Prompt
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Inbox, Request
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -35,9 +37,14 @@ class SharedEngine(LLMEngine):
     # PID of the process that created the first engine. OpenMP and CUDA do not survive fork().
     _process: ClassVar[int | None] = None
 
-    def __init__(self, config: Config) -> None:
+    def __init__(
+        self,
+        config: Config,
+        scheduler_class: type[Scheduler],
+        model_runner_class: type[ModelRunner] = ModelRunner,
+    ) -> None:
         self._check_process()
-        super().__init__(config)
+        super().__init__(config, scheduler_class, model_runner_class)
         SharedEngine._process = os.getpid()
         self._lock = Lock()
         self._callers: set[int] = set()  # threads that hold the lock or wait for it

@@ -32,15 +32,16 @@ from nanovllm.models.weights import check_sizes, init_dummy_weights, load_checkp
 from nanovllm.packing import copy_to, pack, unpack
 
 _DEFAULT_MAX_MODEL_LEN = 4096
-Reduction = Callable[[Tensor], Tensor]  # of logits, to what is kept of them
+# Of rows of logits, the first of which has a given index, to the rows that are kept.
+Reduction = Callable[[Tensor, int], Tensor]
 _FOREVER = timedelta(days=365)  # an idle engine must not run into a timeout
 
 
-def keep_all(logits: Tensor) -> Tensor:
+def keep_all(logits: Tensor, start: int) -> Tensor:
     return logits
 
 
-def keep_none(logits: Tensor) -> Tensor:
+def keep_none(logits: Tensor, start: int) -> Tensor:
     return logits[:0]
 
 
@@ -83,8 +84,7 @@ class Worker:
         with torch.accelerator.device_index(self.device.index):
             self._select_backend()
             self.meter = MemoryMeter(self.device)
-            has_weights = config.load_format != "dummy"
-            check_sizes(spec, directory, self.device, self.tp.size, has_weights)
+            check_sizes(spec, directory, self.device, self.tp.size)
             self._load_model(directory)
 
     def _select_backend(self) -> None:
@@ -150,9 +150,8 @@ class Worker:
 
     def _allocate(self, num_blocks: int, is_profile: bool = False) -> None:
         spec, config = self.spec, self.config
-        self.block_table_width = cdiv(
-            self.max_model_len, self.block_size
-        )  # of the longest sequence
+        # Of the longest sequence.
+        self.block_table_width = cdiv(self.max_model_len, self.block_size)
         num_kv_heads, _ = self.tp.divide(spec.num_kv_heads)
         shape = (2, num_blocks, self.block_size, num_kv_heads, spec.head_dim)
         # Release the old caches before new ones are allocated.
@@ -212,8 +211,10 @@ class Worker:
         else:
             hidden = self.model(copy_to(batch, self.device), self.kv_caches)
         parts: list[Tensor] = []
+        start = 0
         for rows in hidden.split(self.max_num_logits):
-            parts.append(reduce(self.model.compute_logits(rows)))
+            parts.append(reduce(self.model.compute_logits(rows), start))
+            start += len(rows)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def disconnect(self) -> None:

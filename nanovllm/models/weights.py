@@ -6,7 +6,6 @@ checkpoints contain, are skipped, because the model computes them from config.js
 tied output head is compared with the embedding. A rank reads only its shard of a tensor.
 """
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,13 +26,11 @@ _ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin
 _DAMAGED = (SafetensorError, OSError)  # what safe_open raises
 
 
-def check_sizes(
-    spec: ModelSpec, directory: Path, device: torch.device, num_ranks: int, has_weights: bool
-) -> None:
+def check_sizes(spec: ModelSpec, directory: Path, device: torch.device, num_ranks: int) -> None:
     """Reject impossible sizes in config.json before anything of that size is allocated.
 
-    Raises ValueError for more layers than the checkpoint has, and for weights that exceed the
-    device's memory. Layers can differ, so each counts as the smallest of the first four.
+    Raises ValueError for weights that exceed the device's memory. Layers can differ, so each counts
+    as the smallest of the first four.
     """
     sizes = {
         "vocab_size": spec.vocab_size,
@@ -43,10 +40,6 @@ def check_sizes(
     }
     given = ", ".join(f"{name}={size}" for name, size in sizes.items())
     what = f"{directory / 'config.json'} has {given}"
-    if has_weights:
-        num_layers = _count_layers(directory)
-        if spec.num_layers > num_layers:
-            raise ValueError(f"{what}, but the checkpoint has tensors of {num_layers} layers")
     memory = psutil.virtual_memory().total + psutil.swap_memory().total
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -67,16 +60,6 @@ def _count_bytes(module: nn.Module) -> int:
     return sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
 
 
-def _count_layers(directory: Path) -> int:
-    """Count the layers in the names of the checkpoint's tensors."""
-    numbers: set[int] = set()
-    for path in _find_weight_files(directory):
-        with naming(path, *_DAMAGED), safe_open(path, framework="pt") as file:
-            for name in file.keys():
-                numbers.update(int(number) for number in re.findall(r"layers\.(\d+)\.", name))
-    return max(numbers, default=-1) + 1
-
-
 @torch.no_grad()
 def load_checkpoint(model: nn.Module, directory: Path) -> None:
     """Copy the checkpoint in `directory` into `model`.
@@ -88,6 +71,7 @@ def load_checkpoint(model: nn.Module, directory: Path) -> None:
     embedding = next(
         target for name, target in missing.items() if name.endswith("embed_tokens.weight")
     )
+    tied_head: Tensor | None = None
     unexpected: list[str] = []
     for path in _find_weight_files(directory):
         with naming(path, *_DAMAGED, ValueError), safe_open(path, framework="pt") as file:
@@ -98,7 +82,7 @@ def load_checkpoint(model: nn.Module, directory: Path) -> None:
                     target = missing.pop(full_name)
                     target.destination.copy_(_read_shard(file, name, target))
                 elif is_tied and name == "lm_head.weight":
-                    pass  # checked below, once the embedding is read
+                    tied_head = _read_shard(file, name, embedding)
                 elif not name.endswith(_ROPE_BUFFERS):
                     unexpected.append(name)
     problems = _list_problems("unexpected or repeated tensors", unexpected)
@@ -107,8 +91,12 @@ def load_checkpoint(model: nn.Module, directory: Path) -> None:
         raise ValueError(
             f"the checkpoint in {directory} does not match the model: {'; '.join(problems)}"
         )
-    if is_tied:
-        _check_tied_copies(directory, embedding)
+    weight = embedding.destination
+    if tied_head is not None and not torch.equal(tied_head.to(weight), weight):
+        raise ValueError(
+            f"the checkpoint in {directory} has tie_word_embeddings set, but lm_head.weight"
+            " differs from embed_tokens.weight"
+        )
 
 
 def _list_problems(title: str, names: list[str]) -> list[str]:
@@ -116,20 +104,6 @@ def _list_problems(title: str, names: list[str]) -> list[str]:
         return []
     shown = ", ".join(names[:5])
     return [f"{title}: {shown}, ..." if len(names) > 5 else f"{title}: {shown}"]
-
-
-def _check_tied_copies(directory: Path, embedding: Target) -> None:
-    """Raise ValueError if a tied checkpoint has an output head that differs from the embedding."""
-    for path in _find_weight_files(directory):
-        with naming(path, *_DAMAGED, ValueError), safe_open(path, framework="pt") as file:
-            if "lm_head.weight" not in file.keys():
-                continue
-            copy = _read_shard(file, "lm_head.weight", embedding)
-            if not torch.equal(copy.to(embedding.destination), embedding.destination):
-                raise ValueError(
-                    "tie_word_embeddings is set, but lm_head.weight differs from"
-                    " embed_tokens.weight"
-                )
 
 
 def find_dtype(config: Config, hf_config: PretrainedConfig, directory: Path) -> torch.dtype:

@@ -63,8 +63,8 @@ class LiveTimeline(Timeline):
         self.reader = Reader()
         self.steps: list[str] = []
 
-    def write(self, events: str) -> None:
-        for event in json.loads(f"[{events}]"):
+    def write(self, events: list[Object]) -> None:
+        for event in events:
             self.reader.add(event)
         for step in self.reader.steps:
             self.steps.append(json.dumps(shorten(step)))

@@ -11,9 +11,12 @@ _COMMON = {
     "kind": "decode",
     "num_tokens": 1,
     "num_reused_tokens": 0,
-    "num_left": 0,
+    "num_accepted_tokens": 0,
     "draft_token_ids": [],
+    "blocks": [],
     "full_blocks": [],
+    "accepted_blocks": [],
+    "finish_reason": None,
 }
 
 

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,6 @@ class Reader:
         args = event["args"]
         kind = event["name"].split()[0]
         if "kind" in args:  # a step begins
-            self.results = _Results(args)
             self.steps.append(Step(args, self.settings))
         elif "block_size" in args:
             self.settings.update(args)
@@ -59,26 +57,4 @@ class Reader:
         elif kind == "preempted":
             self.steps[-1].preempted[lane] = args
         elif kind in ("prefill", "decode"):
-            self.steps[-1].lanes[lane] = self.results.add_to({"kind": kind, **args})
-
-
-class _Results:
-    """The results of a step, which its event has for all sequences together."""
-
-    def __init__(self, args: dict[str, Any]) -> None:
-        self.sampled = iter(args.pop("drawn_token_ids"))
-        self.accepted = dict(args.pop("accepted"))
-        self.ended = dict(args.pop("ended"))
-
-    def add_to(self, work: dict[str, Any]) -> dict[str, Any]:
-        """Add the results of the next sequence to its work."""
-        request_id = work["request_id"]
-        work |= self.accepted.get(request_id, {})
-        work |= self.ended.get(request_id, {})
-        num_sampled = 0
-        if not work.get("num_left"):
-            num_sampled = 1 + len(work.get("draft_token_ids", ()))
-        sampled = list(islice(self.sampled, num_sampled))
-        valid = sampled[: 1 + work.get("num_accepted_tokens", 0)]
-        work["new_token_ids"] = [token_id for token_id in valid if token_id >= 0]  # -1: NaN
-        return work
+            self.steps[-1].lanes[lane] = {"kind": kind, **args}

@@ -110,7 +110,6 @@ def _legend(steps: list[Step]) -> list[str]:
     lines.append(
         "after the step: waiting requests; used, reusable (free, in the prefix cache), empty blocks"
     )
-    lines += _find_full_step(steps)
     for request_id, each in sorted(works.items())[:_MAX_REQUESTS]:
         lines.append(_describe_request(request_id, each))
     num_preemptions = sum(len(step.preempted) for step in steps)
@@ -123,19 +122,6 @@ def _legend(steps: list[Step]) -> list[str]:
         f" {total['num_decode_tokens']} decode tokens, {num_preemptions} preemptions",
         f"{milliseconds:.1f} ms: {', '.join(shares)}",
     ]
-
-
-def _find_full_step(steps: list[Step]) -> list[str]:
-    """A line on the first step of several sequences that uses the whole budget, if there is one."""
-    budget = steps[0].settings["max_num_batched_tokens"]
-    for step in steps:
-        terms: list[int] = []
-        for work in step.lanes.values():
-            terms.append(work["num_tokens"] + len(work.get("draft_token_ids", ())))
-        if sum(terms) == budget and 2 <= len(terms) <= 8:
-            addends = " + ".join(map(str, terms))
-            return [f"step {step.info['step']}: {addends} = {budget} tokens, the whole budget"]
-    return []
 
 
 def _describe_request(request_id: int, works: list[dict[str, Any]]) -> str:
