@@ -51,8 +51,9 @@ class Config(Checked):
         num_kvcache_blocks: Blocks in the KV cache. None: computed from the available memory. The
             computation is printed at start.
         gpu_memory_utilization: Fraction of the GPU's memory that this engine may use, in (0, 1].
-        kvcache_memory_bytes: Size of the KV cache per rank. None on a CPU: a quarter of the
-            available memory divided by the ranks, but at most what max_num_seqs sequences can use.
+        kvcache_memory_bytes: Size of the KV cache per rank. None: what gpu_memory_utilization
+            leaves on a GPU, a quarter of the available memory divided by the ranks on a CPU, and
+            at most what max_num_seqs sequences of max_model_len tokens can use.
         enable_prefix_caching: Reuse full blocks of identical prefixes.
         enable_chunked_prefill: True: decodes and chunks of prompts share a step. False: prefill
             first, where a step has whole prompts or decodes, as in vLLM 0.x.

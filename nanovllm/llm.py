@@ -149,11 +149,10 @@ class LLM(SharedEngine):
             searches.append(
                 BeamSearch(prompt, beam_width, max_num_tokens, length_penalty, eos_token_ids)
             )
-        first_outputs = search_together(searches, self._generate)
-        return [
-            [self._make_beam_output(beam, first) for beam in search.finished]
-            for search, first in zip(searches, first_outputs)
-        ]
+        results: list[list[RequestOutput]] = []
+        for search, first in zip(searches, search_together(searches, self._generate)):
+            results.append([self._make_beam_output(beam, first) for beam in search.finished])
+        return results
 
     def _make_beam_output(self, beam: Beam, first: RequestOutput) -> RequestOutput:
         """A finished beam as an output of its own. `first` is that of the search's first step."""

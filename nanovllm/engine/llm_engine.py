@@ -181,7 +181,7 @@ class LLMEngine:
             self._remove(request)
 
     def _remove(self, request: Request) -> None:
-        """Remove a finished request. A second call has no effect."""
+        """Remove a finished request. An interrupted `_queue` may have added only a part of it."""
         self.requests.pop(request.seq_id, None)
         samples = self.samples.get(request.first_id, [])
         if request in samples:

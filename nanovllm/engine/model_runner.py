@@ -102,12 +102,13 @@ class ModelRunner:
         """
         rows, positions = list_rows(seqs)
         needs_processing = any([seq.needs_logits_processing for seq in seqs])
+        wants_logprobs = any([seq.wants_logprobs for seq in seqs])
         logprobs: Logprobs = None
         with undisturbed(self.device):
             processed = process_logits(logits, rows) if needs_processing else logits
             tokens = self.sampler(processed, self.prepare_sampling(rows, positions))
             token_ids = self.executor.call(tokens.tolist)  # the host synchronization of a step
-            if needs_processing:
+            if wants_logprobs:
                 requested = [seq.params.logprobs for seq in rows]
                 logprobs = split_rows(find_logprobs(logits, tokens, requested), seqs)
         return split_rows(token_ids, seqs), logprobs

@@ -46,8 +46,8 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         # Precomputed, because the model runner asks for them in every step.
         self.needs_filtering = params.temperature > 0 and params.filters
-        wants_logprobs = params.logprobs is not None
-        self.needs_logits_processing = params.penalizes or params.min_tokens > 0 or wants_logprobs
+        self.needs_logits_processing = params.penalizes or params.min_tokens > 0
+        self.wants_logprobs = params.logprobs is not None
         self.restart()
 
     def restart(self) -> None:

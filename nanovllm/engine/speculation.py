@@ -97,14 +97,14 @@ class SpeculativeScheduler(Scheduler):
         seq.num_scheduled_tokens = 1 + num_accepted
         seq.num_logits = 1 + num_accepted
         if sampled[0] < 0:
-            self._compute_nothing(seq)
+            self._discard_step(seq)
         # The blocks that accepted tokens fill can be listed now, while token_ids has them.
         end = start + seq.num_scheduled_tokens
         self.block_manager.list_full_blocks(seq, start, end)
         del seq.token_ids[len(seq.token_ids) - len(draft) :]
         return sampled[: seq.num_logits]
 
-    def _compute_nothing(self, seq: Sequence) -> None:
+    def _discard_step(self, seq: Sequence) -> None:
         """Discard the step of `seq`, because a draft token can be the cause of NaN logits.
 
         Attention multiplies masked values by 0, so NaN of a draft token reaches the tokens before
@@ -205,7 +205,7 @@ class Speculator:
     """Chooses drafts of at most `max_draft_len` tokens.
 
     `plain_costs[n]` and `draft_costs[n]` are the seconds of a step of n tokens without and with
-    drafts, in short contexts. A step above len(draft_costs) gets no draft. `context_cost` is the
+    drafts, in short contexts. A step of more than these sizes gets no draft. `context_cost` is the
     additional time for each token of a token's context.
     """
 
@@ -256,7 +256,7 @@ class Speculator:
             proposal.token_ids = proposal.proposer.propose(self.max_draft_len)
             proposal.position = len(seq.token_ids)
             max_len = seq.max_num_tokens - len(seq.token_ids) - 1
-            if proposal.acceptance_rate == 0.0:  # see _compute_nothing
+            if proposal.acceptance_rate == 0.0:  # see _discard_step
                 continue
             probability = 1.0
             for token_id in proposal.token_ids[: max(0, max_len)]:

@@ -113,8 +113,9 @@ class Worker:
             kernels.kernelize(self.model, self.device, self.spec.dtype)
 
     def allocate_kv_cache(self, sample: Callable[[Tensor], object] = lambda logits: None) -> None:
-        """Choose the size of the KV cache, on a GPU after a profile run, and allocate it.
+        """Choose the size of the KV cache and allocate it.
 
+        On a GPU a profile run measures what is left for it, unless an option gives its size.
         `sample` is called with the logits of each profile or warm-up run.
         """
 

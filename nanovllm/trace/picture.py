@@ -55,7 +55,9 @@ def _draw_work(axes: Any, x: int, lane: int, work: dict[str, Any]) -> None:
 
 def _draw_pool(axes: Any, steps: list[Step]) -> None:
     # The counters are those after a step, so the last ones are repeated at the right edge.
-    series = [[step.info[name] for step in (*steps, steps[-1])] for name in BLOCK_STATES]
+    series: list[list[int]] = []
+    for name in BLOCK_STATES:
+        series.append([step.info[name] for step in (*steps, steps[-1])])
     xs = range(len(steps) + 1)
     axes.stackplot(xs, series, step="post", labels=BLOCK_STATES, colors=_COLORS)
     num_blocks = sum(numbers[0] for numbers in series)

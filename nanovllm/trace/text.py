@@ -14,7 +14,9 @@ _MAX_REQUESTS = 8  # that the legend lists
 def render(steps: list[Step], width: int = 100) -> str:
     """Render the timeline as text of at most `width` columns."""
     lanes = sorted({lane for step in steps for lane in (*step.lanes, *step.preempted)})
-    lane_cells = {lane: [_cell(step, lane) for step in steps] for lane in lanes}
+    lane_cells: dict[int, list[str]] = {}
+    for lane in lanes:
+        lane_cells[lane] = [_cell(step, lane) for step in steps]
     counts = {"tokens": [step.info["num_tokens"] for step in steps]}
     for name in ("waiting", *BLOCK_STATES):
         counts[name] = [step.info[name] for step in steps]
