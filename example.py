@@ -8,7 +8,6 @@ python example.py --model Qwen/Qwen3-0.6B      # any supported checkpoint: a dir
 import argparse
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import cast
 from unittest.mock import patch
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
@@ -25,6 +24,7 @@ QUESTIONS = [
     "Which day comes after Sunday?",
     "Who wrote Hamlet?",
 ]
+STREAMED = {"role": "user", "content": "count from 3 to 17"}
 SYSTEM_PROMPT = (
     "You are a small and friendly assistant that runs inside nanovllm. Answer every question in as"
     " few words as you can, and if you do not know the answer, say so."
@@ -57,23 +57,15 @@ def tour(model: str, max_tokens: int) -> None:
                 f"{num_cached:4} of {num_tokens} prompt tokens from the prefix cache  > {question}"
             )
 
-        print("\n--- Streaming: one answer, token by token\n\n> count from 3 to 17")
-        stream_answer(llm, "count from 3 to 17", greedy)
+        print("\n--- Streaming: one answer, token by token\n\n> " + STREAMED["content"])
+        text = ""
+        for output in llm.stream(llm.encode_chats([[STREAMED]]), greedy):
+            print(output["text"][len(text) :], end="", flush=True)
+            text = output["text"]
 
         print("\n\n--- Statistics of the engine")
         for name, value in llm.stats.items():
             print(f"{name:20} {value}")
-
-
-def stream_answer(llm: LLM, question: str, params: SamplingParams) -> None:
-    assert llm.tokenizer is not None  # chat needs one, too
-    token_ids = llm.tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
-    )
-    text = ""
-    for output in llm.stream(cast(list[int], token_ids), params):
-        print(output["text"][len(text) :], end="", flush=True)
-        text = output["text"]
 
 
 def show_scheduling(trace: Path, enable_chunked_prefill: bool) -> None:

@@ -13,26 +13,24 @@ from nanovllm.outputs import RequestOutput
 
 def answer(llm: LLM, messages: list[Message], params: SamplingParams) -> str:
     """Print the next message of a conversation as it is generated, then its figures."""
-    (prompt,) = llm.encode_chats([messages])
     start = time.perf_counter()
-    first: float | None = None  # when the first token came
+    first = 0.0  # when the first token came
     newest: RequestOutput | None = None
     text = ""
     try:
-        for newest in llm.stream([prompt], params):
-            if first is None:
-                first = time.perf_counter()
+        for newest in llm.stream(llm.encode_chats([messages]), params):
+            first = first or time.perf_counter()
             print(newest["text"][len(text) :], end="", flush=True)
             text = newest["text"]
     except KeyboardInterrupt:
         print(" [stopped]", end="")
-    if newest is not None and first is not None:
-        num_tokens = len(newest["token_ids"])
-        rate = (num_tokens - 1) / max(time.perf_counter() - first, 1e-9)
-        num_cached, num_prompt = newest["num_cached_tokens"], len(newest["prompt_token_ids"])
+    if newest is not None:
+        rate = (len(newest["token_ids"]) - 1) / max(time.perf_counter() - first, 1e-9)
+        num_cached = newest["num_cached_tokens"]
+        num_prompt_tokens = len(newest["prompt_token_ids"])
         print(
             f"\n\033[2m{1e3 * (first - start):.0f} ms to the first token, {rate:.0f} tokens/s,"
-            f" {num_cached} of {num_prompt} prompt tokens from the prefix cache\033[0m"
+            f" {num_cached} of {num_prompt_tokens} prompt tokens from the prefix cache\033[0m"
         )
     return text
 

@@ -5,6 +5,7 @@ to Python numbers, because NumPy integers overflow. isinstance is called with in
 because it is slow for abstract base classes.
 """
 
+import ast
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -91,6 +92,14 @@ def check_text(name: str, value: str) -> str:
     with naming(problem, UnicodeEncodeError):
         value.encode()
     return value
+
+
+def parse_value(text: str) -> object:
+    """Read a value of a command line: a Python literal, or else the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """The command line of bench.py, and what it asks for."""
 
 import argparse
-import ast
 import math
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +13,8 @@ import torch
 from nanovllm import SamplingParams
 from nanovllm.benchmark.engines import ENGINES, Setting
 from nanovllm.benchmark.shapes import ON_CPU, ON_GPU, SHAPES
-from nanovllm.config import Config
+from nanovllm.checks import parse_value
+from nanovllm.config import DTYPES, Config
 from nanovllm.models.checkpoint import find_checkpoint, read_config
 
 # Of mixed steps under --request-rate: one that keeps steps short, and the default of LLM.
@@ -37,10 +37,7 @@ integer = partial(number, int)
 
 def option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
+    return name, parse_value(value)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -55,7 +52,6 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     shapes = ", ".join(SHAPES)
     bounds: dict[str, Any] = {"type": integer(1), "nargs": 2, "metavar": ("LO", "HI")}
-    dtypes = ["auto", "float32", "bfloat16", "float16"]
     add(
         "--model",
         help=f"checkpoint directory, Hub id, or a shape with random weights: {shapes}",
@@ -69,7 +65,9 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--seed", type=integer(0, math.inf), default=0, help="of lengths, ids, samples (default: 0)"
     )
-    add("--dtype", default="auto", choices=dtypes, help="default: auto, the checkpoint's")
+    add(
+        "--dtype", default="auto", choices=("auto", *DTYPES), help="default: auto, the checkpoint's"
+    )
     add(
         "--engine",
         nargs="+",

@@ -3,8 +3,8 @@
 import os
 import platform
 from collections.abc import Iterable
-from importlib import import_module
-from importlib.util import find_spec
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ def find_versions(packages: Iterable[str]) -> dict[str, str]:
     """Return the versions of Python and of the installed ones of `packages`."""
     versions = {"python": platform.python_version()}
     for name in packages:
-        if find_spec(name) is not None:
-            versions[name] = getattr(import_module(name), "__version__", "source tree")
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return versions
 
 

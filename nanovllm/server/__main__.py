@@ -8,15 +8,14 @@ import argparse
 import asyncio
 import ipaddress
 import signal
-import socket
 import sys
 from dataclasses import fields
-from types import FrameType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import uvicorn
 
 from nanovllm import DEMO_MODEL, LLM
+from nanovllm.checks import parse_value
 from nanovllm.config import Config
 from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.openai_api import Api
@@ -27,34 +26,25 @@ GRACE = 5  # seconds for clients that do not read
 
 
 class Server(uvicorn.Server):
-    """Stops the engine, and with it all streams, before it waits for clients.
+    """Serves until the engine stops, which ends all streams before uvicorn waits for clients."""
 
-    It sleeps until a signal or a failure of the engine, where uvicorn looks ten times a second.
-    """
-
-    def __init__(self, config: uvicorn.Config, engine: EngineThread, greeting: str) -> None:
-        """Print `greeting` when clients can connect."""
+    def __init__(self, config: uvicorn.Config, engine: EngineThread, model: str) -> None:
         super().__init__(config)
         self.engine = engine
-        self.greeting = greeting
-
-    async def startup(self, sockets: Any = None) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.exit_requested = asyncio.Event()
-        self.engine.start_on(self.loop, on_failure=self.exit_requested.set)
-        await super().startup(sockets)
-        print(self.greeting, file=sys.stderr, flush=True)
+        self.model = model
 
     async def main_loop(self) -> None:
-        await self.exit_requested.wait()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        super().handle_exit(sig, frame)
-        self.loop.call_soon_threadsafe(self.exit_requested.set)
-
-    async def shutdown(self, sockets: Any = None) -> None:
-        self.engine.stop(SHUTDOWN)
-        await super().shutdown(sockets)
+        """Sleep until a signal or a failure has ended the engine."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.engine.stop, SHUTDOWN)
+        self.engine.start_on(loop)
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        port = self.servers[0].sockets[0].getsockname()[1]
+        print(
+            f"nanovllm: serving {self.model} on http://{host}:{port}", file=sys.stderr, flush=True
+        )
+        await asyncio.to_thread(self.engine.join)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -73,27 +63,14 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="serve a page that shows and controls every step",
     )
-    add_engine_options(
-        parser.add_argument_group("engine options, see help(nanovllm.config.Config)")
-    )
-    return parser
-
-
-def add_engine_options(group: argparse._ArgumentGroup) -> None:
-    """Add an option for each field of Config. The engine checks their values."""
-    hints = get_type_hints(Config)
+    group = parser.add_argument_group("engine options, see help(nanovllm.config.Config)")
     for field in fields(Config)[1:]:
         flag = "--" + field.name.replace("_", "-")
-        kinds = {hints[field.name], *get_args(hints[field.name])}
-        if bool in kinds:
-            action = argparse.BooleanOptionalAction
-            group.add_argument(flag, action=action, default=argparse.SUPPRESS)
-            continue
-        kind: type = str
-        for number in (float, int):
-            if number in kinds:
-                kind = number
-        group.add_argument(flag, type=kind, default=argparse.SUPPRESS, metavar=kind.__name__)
+        options: dict[str, Any] = {"type": parse_value, "metavar": "VALUE"}
+        if isinstance(field.default, bool):
+            options = {"action": argparse.BooleanOptionalAction}
+        group.add_argument(flag, default=argparse.SUPPRESS, **options)
+    return parser
 
 
 def is_loopback(host: str) -> bool:
@@ -110,17 +87,16 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     names = [field.name for field in fields(Config)[1:]]
     options = {name: value for name, value in vars(args).items() if name in names}
-    if args.playground and (not is_loopback(args.host) or args.api_key or "trace" in options):
+    if args.playground and (args.host not in HOSTS or args.api_key or "trace" in options):
         parser.error(
             "--playground shows every prompt to everyone who opens the page, and records every"
-            " step: use a loopback --host, and neither --api-key nor --trace"
+            f" step: use a --host of {', '.join(HOSTS)}, and neither --api-key nor --trace"
         )
     if not is_loopback(args.host) and args.api_key is None:
         message = f"warning: --host {args.host} lets everyone in the network use this server"
         print(f"nanovllm: {message}: set --api-key", file=sys.stderr)
     for number in (signal.SIGINT, signal.SIGTERM):
-        # uvicorn raises the signal again when it has shut down. The exit status is then 0.
-        signal.signal(number, lambda *_: sys.exit(0))
+        signal.signal(number, lambda *_: sys.exit(0))  # while the model loads
     playground: Playground | None = None
     try:
         if args.playground:
@@ -142,19 +118,8 @@ def main(argv: list[str] | None = None) -> None:
         date_header=False,  # main_loop does not update it
         timeout_graceful_shutdown=GRACE,
     )
-    listener = config.bind_socket()
-    # Otherwise the kernel holds back what is written after the headers until the client has
-    # acknowledged these, up to 40 ms. asyncio sets this only for sockets that it binds itself.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    port = listener.getsockname()[1]
-    greeting = f"nanovllm: serving {name} on http://{args.host}:{port}"
-    try:
-        Server(config, engine, greeting).run([listener])
-    finally:
-        engine.stop(SHUTDOWN)
-        if engine.is_alive():
-            engine.join()
-    if engine.has_failed:
+    Server(config, engine, name).run()
+    if engine.stop_reason != SHUTDOWN:
         sys.exit(1)
 
 

@@ -20,6 +20,7 @@ from nanovllm.engine.input_processor import CheckedPrompt
 from nanovllm.outputs import RequestOutput
 
 Outputs = dict[int, RequestOutput]  # index of a choice -> its newest output
+WRITE_TIMEOUT = 0.01  # seconds that a step waits for the event loop
 
 
 class Unavailable(Exception):
@@ -43,7 +44,7 @@ class Stream:
     def put(self, outputs: Outputs, error: str | None) -> None:
         """Called on the event loop."""
         self.newest.update(outputs)
-        self.error = error
+        self.error = self.error or error
         self.has_news.set()
 
     async def __aiter__(self) -> AsyncIterator[Outputs]:
@@ -70,16 +71,18 @@ class EngineThread(threading.Thread):
         super().__init__(name="engine")
         self.llm = llm
         self.stop_reason: str | None = None
-        self.has_failed = False
         self._condition = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()  # to run between two steps
         self._streams: set[Stream] = set()  # open ones
         self._choices: dict[int, tuple[Stream, int]] = {}  # request id -> stream, index of choice
+        # Set when the event loop has written the outputs of the last step. On a CPU the next step
+        # begins then, because all threads of a step wait for one that loses its core in the middle.
+        self._has_written = threading.Event()
+        self._shares_cores = llm.model_runner.device.type == "cpu"
 
-    def start_on(self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], None]) -> None:
-        """Start the thread. It calls `on_failure` on the event loop if the engine fails."""
+    def start_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the thread. It ends after `stop`, or if the engine fails."""
         self._loop = loop
-        self._on_failure = on_failure
         self.start()
 
     @asynccontextmanager
@@ -105,7 +108,7 @@ class EngineThread(threading.Thread):
             raise Unavailable(self.stop_reason)
 
     def stop(self, reason: str) -> None:
-        """End all streams and shut the engine down. Returns at once. `join` waits for the end."""
+        """Let the thread end all streams, shut the engine down, and end. `join` waits for that."""
         with self._condition:
             if self.stop_reason is None:
                 self.stop_reason = reason
@@ -122,13 +125,10 @@ class EngineThread(threading.Thread):
                 if self.stop_reason is None and self._may_step():
                     self._hand_over(self.llm.step())
         except Exception as error:
-            self.has_failed = True
             self.stop(f"the engine failed: {error!r}")
             raise  # threading.excepthook prints the traceback
         finally:
             self._end_streams(str(self.stop_reason))
-            if self.has_failed:
-                self._loop.call_soon_threadsafe(self._on_failure)
             self.llm.exit()
 
     def _is_due(self) -> bool:
@@ -167,7 +167,10 @@ class EngineThread(threading.Thread):
             if output["finish_reason"] is not None:
                 del self._choices[request_id]
         if news:
+            self._has_written.clear()
             self._put(news)
+            if self._shares_cores:
+                self._has_written.wait(WRITE_TIMEOUT)
 
     def _end_streams(self, reason: str) -> None:
         """Let all unfinished streams fail with `reason`."""
@@ -182,5 +185,6 @@ class EngineThread(threading.Thread):
         def put_all() -> None:
             for stream, outputs in news.items():
                 stream.put(outputs, error)
+            self._loop.call_soon(self._has_written.set)  # after the streams, which are woken first
 
         self._loop.call_soon_threadsafe(put_all)

@@ -5,6 +5,7 @@ Knows HTTP. protocol.py knows the objects that are sent.
 
 import asyncio
 import json
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -14,7 +15,7 @@ import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -73,7 +74,7 @@ class Api:
             Route("/metrics", self.write_metrics),
             Route("/", self.welcome),
         ]
-        errors = (HTTPException, Unavailable, ValueError, TypeError, Exception)
+        errors = (HTTPException, ClientDisconnect, Unavailable, ValueError, TypeError, Exception)
         handlers: Any = dict.fromkeys(errors, handle_error)
         return SameOriginOnly(Starlette(routes=routes, exception_handlers=handlers), hosts)
 
@@ -157,7 +158,7 @@ class Api:
     def _authorize(self, request: Request) -> None:
         if self.api_key is None:
             return
-        sent = request.headers.get("Authorization", "").encode()
+        sent = request.headers.get("Authorization", "").encode("latin-1")
         expected = f"Bearer {self.api_key}".encode()
         if not secrets.compare_digest(sent, expected):
             raise HTTPException(401, "this server needs its API key: Authorization: Bearer KEY")
@@ -179,16 +180,22 @@ class SameOriginOnly:
         app = self.app
         if scope["type"] == "http":
             request = Request(scope)
-            is_other_host = bool(self.hosts) and request.url.hostname not in self.hosts
+            is_other_host = bool(self.hosts) and read_host(request) not in self.hosts
             if is_other_host or is_foreign(request):
                 message = "requests of other web pages are rejected"
                 app = respond(describe_error(403, message), 403)
         await app(scope, receive, send)
 
 
+def read_host(request: Request) -> str:
+    """Return the Host header without a port. request.url hides an invalid one."""
+    name = re.sub(r":\d*$", "", request.headers.get("Host", ""))
+    return name.removeprefix("[").removesuffix("]")
+
+
 def is_foreign(request: Request) -> bool:
     """Return whether a browser sends the request for a page of another origin."""
-    if request.method == "GET" and request.url.path == "/":
+    if request.method == "GET" and request.scope["path"] == "/":
         return False
     site = request.headers.get("Sec-Fetch-Site", "none")
     origin = request.headers.get("Origin")
@@ -248,7 +255,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
     elif isinstance(error, Unavailable):
         status = 503
         message = str(error)
-    elif isinstance(error, (ValueError, TypeError)):
+    elif isinstance(error, (ValueError, TypeError, ClientDisconnect)):
         status = 400
         message = str(error)
     return respond(describe_error(status, message), status)

@@ -87,7 +87,8 @@ class Playground(EngineThread):
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         self.model = model
         self.options = {**DEFAULTS, **options}
-        self.run_number = 1  # of the engine
+        # Of the engine. It also tells a page that the server was restarted.
+        self.run_number = int(time.time())
         self.pause: float | None = 0.0  # seconds between two steps, None to hold
         self.num_single_steps = 0  # to be taken while the engine holds
         self.next_time = 0.0
@@ -107,6 +108,12 @@ class Playground(EngineThread):
         self.options = options
         self.run_number += 1
         self._announce()
+
+    def _add(self, stream: Stream) -> None:
+        try:
+            super()._add(stream)
+        except ValueError as error:  # the prompts were checked for the engine before this one
+            self._put({stream: {}}, str(error))
 
     def set_pace(self, pause: float | None, num_single_steps: int) -> None:
         self.pause = pause
@@ -248,7 +255,8 @@ class Playground(EngineThread):
         pause = body.get("pause")
         if pause is not None:
             pause = check_number("pause", pause, 0.0, 60.0)
-        await self._call(self.set_pace, pause, int(check_number("steps", body.get("steps", 0), 0)))
+        num_steps = check_int("steps", body.get("steps", 0), 0)
+        await self._call(self.set_pace, pause, num_steps)
         return respond({})
 
     async def take_options(self, request: Request) -> Response:

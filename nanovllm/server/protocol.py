@@ -4,7 +4,6 @@ https://platform.openai.com/docs/api-reference, with vLLM's extensions. Knows no
 """
 
 import json
-import math
 import time
 from dataclasses import fields
 from itertools import accumulate
@@ -35,12 +34,16 @@ HANDLED = {
 }
 # These do not change the result.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-# Values that ask for what happens anyway. None, False, 0 and empty values always do.
+# Values that ask for what happens anyway. For all other parameters these are None, False, 0 and
+# empty values.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
     "best_of": (1,),
-    "parallel_tool_calls": (True,),
+    "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
     "tool_choice": ("none", "auto"),
 }
 
@@ -53,7 +56,7 @@ def parse_prompts(body: Object, is_chat: bool, llm: LLM) -> list[CheckedPrompt]:
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         is_known = name in SAMPLING or name in HANDLED or name in IGNORED
-        is_neutral = not value or value in NEUTRAL.get(name, ())
+        is_neutral = value in NEUTRAL[name] if name in NEUTRAL else not value
         if not is_known and not is_neutral:
             raise ValueError(f"{name!r} with the value {value!r} is not supported: leave it out")
     if given.get("echo") and (is_chat or given.get("stream")):
@@ -98,8 +101,11 @@ class Reply:
         self.has_usage = check_bool("include_usage", options.get("include_usage") or False)
         self.is_stream = check_bool("stream", body.get("stream") or False)
         self.has_prompt = check_bool("echo", body.get("echo") or False)
-        max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
+        max_tokens = body.get("max_completion_tokens")
+        if max_tokens is None:
+            max_tokens = body.get("max_tokens")
         self.has_completion = not (self.has_prompt and max_tokens == 0)
+        self.num_top = body.get("top_logprobs") or 0
         self.is_chat = is_chat
         self.tokenizer = llm.tokenizer
         kind = "text_completion"
@@ -111,6 +117,9 @@ class Reply:
             "created": int(time.time()),
             "model": model,
         }
+        # What all chunks have in common is encoded once.
+        self.prefix = json.dumps(self.head).removesuffix("}")
+        self.suffix = ', "usage": null' if self.has_usage else ""
         self.sent: dict[int, tuple[int, int]] = {}  # choice -> characters and tokens sent
         self.newest: Outputs = {}
 
@@ -121,10 +130,8 @@ class Reply:
         for index, output in outputs.items():
             num_chars, num_tokens = self.sent.get(index, (0, 0))
             self.sent[index] = (len(output["text"]), len(output["token_ids"]))
-            chunk = {**self.head, "choices": [self._choice(index, output, num_chars, num_tokens)]}
-            if self.has_usage:
-                chunk["usage"] = None
-            events.append(write_event(chunk))
+            choice = json.dumps(self._choice(index, output, num_chars, num_tokens))
+            events.append(f'data: {self.prefix}, "choices": [{choice}]{self.suffix}}}\n\n')
         return "".join(events)
 
     def write_end(self) -> str:
@@ -177,7 +184,12 @@ class Reply:
             chosen.append(entry[token_id] if entry else None)
             tops.append(self._decode_entry(entry) if entry else None)
         if self.is_chat:
-            return {"content": list(map(_describe_position, tokens, chosen, tops))}
+            positions: list[Object] = []
+            for token, logprob, top in zip(tokens, chosen, tops):
+                alternatives = list((top or {}).items())[: self.num_top]
+                described = [_describe_token(*alternative) for alternative in alternatives]
+                positions.append({**_describe_token(token, logprob), "top_logprobs": described})
+            return {"content": positions}
         offsets = accumulate(map(len, tokens), initial=num_chars)
         return {
             "tokens": tokens,
@@ -194,9 +206,8 @@ class Reply:
     def _decode_entry(self, entry: dict[int, float]) -> dict[str, float]:
         """Log probabilities by text. Of tokens with equal text the most probable one is kept."""
         found: dict[str, float] = {}
-        for token_id, logprob in entry.items():
-            text = self._decode([token_id])
-            found[text] = max(logprob, found.get(text, -math.inf))
+        for token_id, logprob in entry.items():  # the most probable one comes first
+            found.setdefault(self._decode([token_id]), logprob)
         return found
 
     def _usage(self) -> Object:
@@ -212,11 +223,6 @@ class Reply:
             "total_tokens": num_prompt + num_generated,
             "prompt_tokens_details": {"cached_tokens": num_cached},
         }
-
-
-def _describe_position(token: str, logprob: float | None, top: dict[str, float] | None) -> Object:
-    entries = [_describe_token(*item) for item in (top or {}).items()]
-    return {**_describe_token(token, logprob), "top_logprobs": entries}
 
 
 def _describe_token(token: str, logprob: float | None) -> Object:

@@ -1,7 +1,7 @@
 """Compiles and loads kernels.cpp on first use, with this machine's C++ compiler for its processor.
 
 This is not a torch extension, because torch's headers take half a minute to compile. The kernels
-receive plain pointers through ctypes and compile in about a second. The library is cached in
+receive plain pointers through ctypes and compile in a few seconds. The library is cached in
 ~/.cache/nanovllm, under a hash of the sources, flags, compiler and processor. If it cannot be
 cached, every start compiles it. If it cannot be compiled, plain torch layers are used.
 """

@@ -27,7 +27,7 @@ constexpr int64_t SERIAL = 1 << 14;
 // The number of threads of a team: as many as torch has, unless other processes use the cores. If
 // the caller loses a quarter of its time, off its core or waiting for threads that are off theirs,
 // the team gets one thread less. A team of two gets one thread less only if half of the time is
-// lost, because that is what the second thread is worth. If nothing is lost, the team tries one
+// lost, because that is what the second thread is worth. If less is lost, the team tries one
 // more. Each failure makes the next attempt later.
 class Size {
     static constexpr double SAMPLE = 0.001;  // seconds between two calls that are measured
