@@ -37,7 +37,8 @@ WORKLOAD = ("num_seqs", "input_len", "output_len", "shared_prefix", "temperature
 def make_requests(args: argparse.Namespace, vocab_size: int, run: int) -> list[Request]:
     """Make the requests of one run. Runs have the same lengths and different token ids."""
     highest = min(10000, vocab_size - 1)
-    # Drawn in the order of nano-vLLM's bench.py, so that the lengths are those of its figures.
+    # Drawn in the order of nano-vLLM's bench.py, so that the lengths equal those of its published
+    # results.
     rng = random.Random(args.seed)
     prompt_lens: list[int] = []
     for _ in range(args.num_seqs):
@@ -69,7 +70,7 @@ def time_run(name: str, engine: Engine, requests: list[Request]) -> float:
 def prepare(
     args: argparse.Namespace, setting: Setting, engines: Mapping[str, Engine]
 ) -> dict[str, Any]:
-    """Warm the engines up with a few requests, and print and return what is measured."""
+    """Warm the engines up with a few requests. Print and return a description of the run."""
     requests = make_requests(args, setting.hf_config.vocab_size, run=0)[:8]
     for engine in engines.values():
         engine.run([Request(prompt, min(num_tokens, 8)) for prompt, num_tokens in requests])

@@ -48,7 +48,7 @@ def tour(model: str, max_tokens: int) -> None:
         for question, output in zip(QUESTIONS, llm.chat(conversations, greedy)):
             print(f"\n> {question}\n{output['text']}")
 
-        print("\n--- The same with a shared system prompt, whose K/V are computed once")
+        print("\n--- The same with a shared system prompt, whose full blocks are computed once")
         system = {"role": "system", "content": SYSTEM_PROMPT}
         with_system = [[system, *conversation] for conversation in conversations]
         for question, output in zip(QUESTIONS, llm.chat(with_system, greedy)):

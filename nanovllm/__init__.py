@@ -1,7 +1,7 @@
 """nanovllm: a compact LLM inference engine to read and to run.
 
 The README says in which order to read it. The entry point is `LLM` in llm.py. kernels/ has
-optimized versions of layers and attention. Without it the engine is complete, and slower.
+optimized versions of layers and attention. With enable_kernels=False, the engine runs without them.
 """
 
 from pathlib import Path

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 
 class Registration(NamedTuple):
-    module: str  # has the names of `Backend` in layers/attention.py
+    module: str  # implements `Backend` of layers/attention.py
     device_types: tuple[str, ...]  # on which "auto" tries it
 
 
 # The fastest backend comes first, because "auto" takes the first one that works. "torch" always
-# works, so a backend behind it is used only if it is requested by name.
+# works, so a backend after it is used only if it is requested by name.
 BACKENDS = {
     "flash_attn": Registration("nanovllm.kernels.cuda.flash_attn", ("cuda",)),
     "triton": Registration("nanovllm.kernels.cuda.attention", ("cuda",)),

@@ -1,4 +1,4 @@
-"""The message from the engine to the model: one step as plain tensors, without phases.
+"""The message from the engine to the model: one step as plain tensors.
 
 ModelRunner builds it. The model and its attention read it. Three sequences that compute 3, 1 and 2
 tokens look like this (block size 4):
@@ -12,7 +12,7 @@ tokens look like this (block size 4):
     logits_indices [num_logits]           |        2   3       5
 
 `context_lens` counts the tokens that the last query token attends to, itself included. A slot of -1
-means that K/V are not stored. Entries of `block_tables` behind the end of a context are not read.
+means that K/V are not stored. Entries of `block_tables` past the end of a context are not read.
 `logits_indices` selects the tokens whose logits are wanted. All tensors are int32, so that a batch
 can be sent as one concatenated tensor (packing.py).
 """
@@ -30,7 +30,7 @@ class Batch:
     cu_seqlens_q: Tensor
     context_lens: Tensor
     block_tables: Tensor
-    max_seqlen_q: int  # 1 in a step of decodes only
+    max_seqlen_q: int  # 1 if every sequence has one query token
     max_seqlen_k: int
     logits_indices: Tensor
     min_seqlen_q: int = 1  # fewest query tokens of a sequence

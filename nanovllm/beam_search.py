@@ -1,4 +1,4 @@
-"""Beam search with the results of transformers, on top of ordinary requests.
+"""Beam search with the same results as transformers', built on ordinary requests.
 
 Each step sends all running beams to the engine, as prompts of which one token is generated, and
 extends every beam by its most probable next tokens. The candidates are ranked by cumulative log

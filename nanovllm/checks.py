@@ -52,7 +52,7 @@ def check_ints(name: str, values: Iterable[object], minimum: int) -> list[int]:
 def check_number(
     name: str, value: object, low: float, high: float = math.inf, open_low: bool = False
 ) -> float:
-    """Require a finite number in [low, high], or in (low, high] if `open_low`. An int stays one."""
+    """Require a finite number in [low, high], or in (low, high] if `open_low`. Keeps an int."""
     if not isinstance(value, (int, float, Real)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {value!r}")
     # float16 cannot be compared with a large `high`.

@@ -23,8 +23,8 @@ from nanovllm.checks import (
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_SIZE = 2**31 - 1  # of anything that is counted, because larger numbers overflow int32
-MAX_HEAD_DIM = 2**16  # above what any backend computes, and small enough for RoPE's tables
-# On a CPU, queries of up to 8 tokens are computed as separate decodes, with bitwise identical
+MAX_HEAD_DIM = 2**16  # far above real models, and small enough for RoPE's tables
+# The cpp backend computes queries of up to 8 tokens as separate decodes, with bitwise identical
 # results. A longer draft could change a token.
 MAX_DRAFT_LEN = 7
 MAX_DRAFT_STEP = 256  # tokens of a step with drafts
@@ -41,8 +41,9 @@ class Config(Checked):
         model: A Hugging Face checkpoint directory or a Hub id.
         dtype: The dtype of weights, K/V and computation. "auto": the checkpoint's dtype.
         device: "cpu", "cuda" or "cuda:N". "auto": CUDA if a GPU is available, else the CPU.
-        tensor_parallel_size: Number of ranks. Each rank is a process and uses one GPU if there are
-            GPUs, starting at `device` or cuda:0. It must divide the heads and the MLP width.
+        tensor_parallel_size: Number of ranks. Each rank is a process. If there are GPUs, each rank
+            has one, counted from `device` or cuda:0. The number must divide the attention heads and
+            the MLP width.
         max_model_len: Maximum of prompt plus generated tokens. None: the model's limit, but at most
             4096 and at most what the KV cache holds.
         max_num_batched_tokens: Token budget of one step.
@@ -51,19 +52,20 @@ class Config(Checked):
         num_kvcache_blocks: Blocks in the KV cache. None: computed from the available memory. The
             computation is printed at start.
         gpu_memory_utilization: Fraction of the GPU's memory that this engine may use, in (0, 1].
-        kvcache_memory_bytes: Size of the KV cache per rank. None: what gpu_memory_utilization
-            leaves on a GPU, a quarter of the available memory divided by the ranks on a CPU, and
-            at most what max_num_seqs sequences of max_model_len tokens can use.
+        kvcache_memory_bytes: Size of the KV cache per rank. None: on a GPU, what
+            gpu_memory_utilization leaves. On a CPU, a quarter of the available memory, divided by
+            the ranks. Both are limited to what max_num_seqs sequences of max_model_len can use.
         enable_prefix_caching: Reuse full blocks of identical prefixes.
         enable_chunked_prefill: True: decodes and chunks of prompts share a step. False: prefill
-            first, where a step has whole prompts or decodes, as in vLLM 0.x.
+            first, where a step has whole prompts or decodes, as in the vLLM V0 engine.
         enforce_eager: Disable CUDA graphs.
         enable_kernels: False: run only the plain torch code of layers/ and models/, for reading and
             debugging. Attention is then "torch".
         attention_backend: "auto": the fastest backend that can run here. A named backend that
             cannot run here is an error. backends.py lists the names.
-        load_format: "dummy": random weights in the shapes of config.json.
-        seed: Seed of the engine. The same calls give the same samples.
+        load_format: "auto": the checkpoint's weights. "dummy": random weights in the shapes of
+            config.json.
+        seed: Seed of the engine. The same calls give the same samples, up to rounding.
         num_speculative_tokens: Maximum number of draft tokens per sequence and step, proposed by
             prompt lookup. At most 7 are used. On a GPU they can change rounding.
         trace: File for the engine's trace. ui.perfetto.dev and `python -m nanovllm.trace` open it.

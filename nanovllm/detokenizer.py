@@ -5,8 +5,9 @@ one character). Only the tokenizer knows how. New tokens are therefore decoded t
 tokens before them, and their text is released when its last character is complete. Every token is
 decoded a bounded number of times, whatever the length of the text.
 
-tokenizers.decoders.DecodeStream does the same for tokenizers in Rust. It needs unbounded time and
-releases nothing while bytes are not UTF-8, and it raises for tokens that cannot be decoded.
+tokenizers.decoders.DecodeStream does the same for tokenizers in Rust. While bytes are not valid
+UTF-8, it releases nothing and decodes all of them again for each token. It raises for tokens that
+cannot be decoded.
 """
 
 from transformers import PreTrainedTokenizerBase
@@ -17,11 +18,12 @@ Tokens = tuple[int, ...]
 class Detokenizer:
     """The text of one sequence's generated tokens, decoded incrementally.
 
-    Streamed text is append-only. Text is released when a token completes a character, or later
-    while it could still become a stop string. The final text is `tokenizer.decode(generated token
-    ids)`, unless this contradicts released text. That can happen with invalid UTF-8: a tokenizer
-    with byte fallback turns a whole run of byte tokens into U+FFFD if one byte is invalid. Released
-    text is then kept. A token that the tokenizer cannot decode becomes U+FFFD.
+    Streamed text is append-only. Text is released when its last character is complete. With stop
+    strings of up to N characters, the last N - 1 characters are held back. The final text is
+    `tokenizer.decode(generated token ids)`, unless this contradicts released text. That can happen
+    with invalid UTF-8: a tokenizer with byte fallback turns a whole run of byte tokens into U+FFFD
+    if one byte is invalid. Released text is then kept. A token that the tokenizer cannot decode
+    becomes U+FFFD.
 
     token_ids | prompt | ............ | context | pending |     `text` ends where the context ends
 
@@ -47,13 +49,13 @@ class Detokenizer:
         self.window: tuple[Tokens, str, Tokens] = ((), "", ())  # context, context_text, pending
         # With stop strings, the last characters of the text may be the start of one.
         self.num_withheld = max(map(len, stop_strings), default=1) - 1
-        self.num_searched = 0  # characters in which stop strings were searched
+        self.num_searched = 0  # characters already searched for stop strings
         self.end: int | None = None  # where the stop string that ended the text begins
 
     def read(self, token_ids: list[int], is_last: bool) -> str:
         """Return the text that can be released. `is_last` if no tokens follow.
 
-        With stop strings, new tokens are decoded by `meets_stop_string` only.
+        With stop strings, `meets_stop_string` must have been called for each new token.
         """
         if is_last and self.end is None:
             whole = self._decode(token_ids[self.num_prompt_tokens :])

@@ -1,4 +1,4 @@
-"""What most callers use: prompts in, outputs back. `LLM` adds loops to the engine."""
+"""`LLM`, what most callers use: it runs the engine until the given prompts have finished."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -51,7 +51,7 @@ class LLM(SharedEngine):
     def __init__(self, *args: Any, **options: Any) -> None:
         config = Config.from_options(*args, **options)
         policy = Scheduler if config.enable_chunked_prefill else PrefillFirstScheduler
-        # Mechanisms that the core does not know are subclasses.
+        # Optional features are added as subclasses.
         scheduler_class: type[Scheduler] = policy
         model_runner_class: type[ModelRunner] = ScoringModelRunner
         if config.num_speculative_tokens:
@@ -84,7 +84,7 @@ class LLM(SharedEngine):
         return self._generate(self.check_prompts(prompts, sampling_params), use_tqdm)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[RequestOutput]:
-        """Yield a request's output whenever it gains a token. Its `text` is append-only.
+        """Yield the outputs of requests that gained tokens or finished. `text` is append-only.
 
         The prompts are checked now and queued when the first output is requested. Leaving the loop
         cancels their requests.
@@ -115,9 +115,11 @@ class LLM(SharedEngine):
 
     def _apply_chat_template(self, conversation: list[Message]) -> list[int]:
         if self.tokenizer is None:
-            raise ValueError("the checkpoint has no tokenizer, so no chat template: use generate")
-        # The template is code of the checkpoint, and can raise anything.
-        with naming("these messages do not fit the checkpoint's chat template", Exception):
+            raise ValueError(
+                "the checkpoint has no tokenizer: pass token ids to generate instead of chat"
+            )
+        # The template is code from the checkpoint and can raise any exception.
+        with naming("the checkpoint's chat template cannot format these messages", Exception):
             joined = [_join_parts(message) for message in conversation]
             text = self.tokenizer.apply_chat_template(
                 joined, add_generation_prompt=True, tokenize=False
@@ -133,7 +135,7 @@ class LLM(SharedEngine):
         length_penalty: float = 1.0,
         ignore_eos: bool = False,
     ) -> list[list[RequestOutput]]:
-        """Find the `beam_width` best continuations of each prompt, as transformers' beam search.
+        """Return `beam_width` continuations of each prompt, those of transformers' beam search.
 
         Returns the beams of each prompt, best first by
         cumulative_logprob / number of tokens ** length_penalty.
@@ -155,7 +157,7 @@ class LLM(SharedEngine):
         return results
 
     def _make_beam_output(self, beam: Beam, first: RequestOutput) -> RequestOutput:
-        """A finished beam as an output of its own. `first` is that of the search's first step."""
+        """Return a finished beam as an output. `first` is the output of the search's first step."""
         text = ""
         if self.tokenizer is not None:
             text = Detokenizer(self.tokenizer, 0).read(beam.token_ids, is_last=True)
@@ -215,7 +217,7 @@ class LLM(SharedEngine):
 
 
 class _Progress:
-    """The progress bar of `generate`: finished requests, and generated tokens per second."""
+    """The progress bar of `generate`: finished requests, and decode tokens/s of the engine."""
 
     def __init__(self, scheduler: Scheduler, requests: list[Request], is_shown: bool) -> None:
         self.scheduler = scheduler

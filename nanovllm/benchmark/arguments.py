@@ -59,11 +59,20 @@ def make_parser() -> argparse.ArgumentParser:
     add("--num-seqs", type=integer(1), metavar="N", help="number of requests")
     add("--input-len", help="prompt tokens per request, without the shared prefix", **bounds)
     add("--output-len", help="output tokens per request", **bounds)
-    add("--shared-prefix", type=integer(0), default=0, metavar="N", help="tokens that all share")
+    add(
+        "--shared-prefix",
+        type=integer(0),
+        default=0,
+        metavar="N",
+        help="tokens that all prompts begin with",
+    )
     add("--repeat", type=integer(1), default=1, metavar="N", help="runs per engine (default: 1)")
     add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6)")
     add(
-        "--seed", type=integer(0, math.inf), default=0, help="of lengths, ids, samples (default: 0)"
+        "--seed",
+        type=integer(0, math.inf),
+        default=0,
+        help="seed of lengths, ids and samples (default: 0)",
     )
     add(
         "--dtype", default="auto", choices=("auto", *DTYPES), help="default: auto, the checkpoint's"
@@ -79,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--batch-size",
         type=integer(1),
         metavar="N",
-        help="batch size of transformers, to be lowered if memory runs out (default: all requests)",
+        help="batch size of transformers: lower it if memory runs out (default: all requests)",
     )
     add(
         "--set",
@@ -94,7 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=number(float, 0.001),
         nargs="+",
         metavar="R",
-        help="let R requests arrive per second, and report latencies for each scheduling policy",
+        help="requests per second that arrive; reports latencies for each scheduling policy",
     )
     add(
         "--token-budget",
@@ -141,7 +150,7 @@ def find_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.batch_size and "transformers" not in args.engine:
         raise ValueError("--batch-size needs --engine transformers")
     if "vllm" in args.engine and find_spec("vllm") is None:
-        raise ValueError("--engine vllm: the package vllm is not installed")
+        raise ValueError("--engine vllm: the package vllm is missing, install it")
     policies = find_policies(args)
     longest_prompt = args.shared_prefix + args.input_len[1]
     longest = longest_prompt + args.output_len[1]
@@ -169,7 +178,7 @@ def _check_lengths(config: Config, longest_prompt: int, longest: int) -> None:
         )
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < longest_prompt:
         raise ValueError(
-            f"--set enable_chunked_prefill=False: the longest prompt has {longest_prompt} tokens,"
+            f"the longest prompt has {longest_prompt} tokens, and prefill first does not split it:"
             f" add --set max_num_batched_tokens={longest_prompt}"
         )
 

@@ -107,8 +107,8 @@ class Transformers(Engine):
             self.model = AutoModelForCausalLM.from_pretrained(setting.model, **LOCAL, **options)
             self.model.to(self.device)
         self.model.eval()
-        # This replaces the checkpoint's own, which can have an EOS and a top-k. The default of
-        # top_k is 50.
+        # This replaces the checkpoint's own, which can set EOS and top_k. Without top_k,
+        # transformers uses 50.
         sampling: dict[str, Any] = {}
         if setting.temperature > 0:
             sampling = {"do_sample": True, "temperature": setting.temperature, "top_k": 0}

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from nanovllm.benchmark.engines import Request
 
-NOTE = "above 100% (null in JSON), caches or kernels are faster than the measured peak rates"
+NOTE = "above 100% (null in JSON), caches or kernels exceed the measured rates"
 
 
 class PeakRates(NamedTuple):
@@ -47,9 +47,9 @@ def find_matmul_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, t
     """Return the highest FLOP/s of GEMMs for a model in `dtype`, and the dtype that has it.
 
     A CPU may multiply float32 numbers faster than 16-bit ones. Without instructions for bfloat16 or
-    float16, torch is about a hundred times slower in these, and a large GEMM takes seconds. Small
-    GEMMs therefore decide which dtypes are worth a large one. They run on one thread, because on a
-    busy machine threads wait for each other longer than a small GEMM takes.
+    float16, torch is much slower in these, and a large GEMM takes seconds. Small GEMMs therefore
+    decide which dtypes are worth a large one. They run on one thread, because on a busy machine
+    threads wait for each other longer than a small GEMM takes.
     """
     if device.type == "cuda":
         return measure_matmul(device, dtype, side=8192, min_seconds=0.3), dtype
@@ -95,7 +95,7 @@ def find_roofline_fraction(roofline_seconds: float, seconds: float) -> float | N
 
 
 class ModelSizes(NamedTuple):
-    matrices: int  # weights of all linear layers but the output head that a token meets
+    matrices: int  # weights of the linear layers that a token uses, without the head
     head: int  # weights of the output head
     attention: int  # FLOPs for each pair of a query token and a context token
     key_value: int  # numbers of K/V for each token

@@ -51,7 +51,7 @@ SHAPES: dict[str, PretrainedConfig] = {
         },
     ),
     "opt-125m": OPTConfig(architectures=["OPTForCausalLM"], dtype="bfloat16"),
-    # 1/25 of Qwen3-30B-A3B: 1.0 billion parameters, 0.2 billion active per token.
+    # About 1/30 of Qwen3-30B-A3B: 1.0 billion parameters, 0.2 billion active per token.
     "qwen3-moe": Qwen3MoeConfig(
         architectures=["Qwen3MoeForCausalLM"],
         tie_word_embeddings=True,

@@ -1,4 +1,4 @@
-"""Hands out the blocks of the KV cache and finds prefixes that are in it. Knows ids, not tensors.
+"""Allocates the blocks of the KV cache and finds cached prefixes. Uses ids, not tensors.
 
 The K/V of a token depend on all tokens before it. A full block is therefore identified by a
 chained hash, which covers its own tokens and the hash of the block before it:
@@ -71,7 +71,7 @@ class BlockManager:
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """Find the longest chain of listed blocks at the start of `seq`.
 
-        A token whose logits are needed is never part of it. That is at least the last one.
+        It ends before the first token whose logits are needed, which is at the latest the last one.
         """
         prefix: list[Block] = []
         for index in range(seq.first_logits // self.block_size):
@@ -104,7 +104,7 @@ class BlockManager:
         return True
 
     def grow(self, seq: Sequence) -> bool:
-        """Extend the block table to all tokens. If it cannot, return False and change nothing."""
+        """Extend the block table to all tokens. Return False, and change nothing, if it cannot."""
         num_new = cdiv(len(seq.token_ids), self.block_size) - len(seq.block_table)
         if num_new > len(self.free_block_ids):
             return False
@@ -137,7 +137,7 @@ class BlockManager:
             block.token_ids = []
 
     def free(self, seq: Sequence, num_tokens: int = 0) -> None:
-        """Release the blocks behind the first `num_tokens` tokens of `seq`, which stay computed.
+        """Release the blocks after the first `num_tokens` tokens of `seq`, which stay computed.
 
         block_table | kept | kept | released | released |
                     `- num_tokens -'   second     first     in the order of eviction
@@ -156,7 +156,7 @@ class BlockManager:
         seq.num_computed_tokens = num_tokens
 
     def _refresh_listed_copy(self, seq: Sequence, index: int) -> None:
-        """Evict the listed copy of a released duplicate as late as if it had been used itself.
+        """Move the listed copy of a released duplicate to the end of the eviction order.
 
         Otherwise the listed copy could be evicted before its successors, and these could not be
         hit.

@@ -4,15 +4,15 @@
     rank 1..  a Worker, nothing else          receives a batch, computes its own share
 
 MultiRankExecutor starts the processes of ranks 1 and up, or finds them under torchrun, and notices
-when one is lost. A pipe connects rank 0 with each process that it has started. A message from there
-reports a failure. The end of the pipe means, on either side, that the other process has died. If a
-rank is lost, the engine cannot compute any more.
+when one is lost. A pipe connects rank 0 with each process that it has started. A process that fails
+sends the reason through it. The end of the pipe means, on either side, that the other process has
+died. If a rank is lost, the engine cannot compute any more.
 
 A rank must finish every step that it begins, because the others wait for it. Rank 0's share is
 therefore computed by a thread of its own, and Ctrl-C interrupts only the caller that waits for it.
 
 The processes come from multiprocessing's fork server. It imports torch once per program, so each of
-them starts in 0.1 s instead of 4.
+them starts much faster.
 """
 
 import os
@@ -53,7 +53,7 @@ class Executor:
         self.worker = Worker(config, spec, directory)
 
     def call(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Run function(*args), something that computes with the worker."""
+        """Run function(*args), which uses the worker."""
         return function(*args)
 
     def check(self) -> None:
@@ -87,7 +87,7 @@ class Model:
 
 
 class MultiRankExecutor(Executor):
-    """Drives the workers of several ranks. Under torchrun, ranks 1 and up serve in here, and exit.
+    """Drives the workers of several ranks. Under torchrun, ranks 1 and up do not return from here.
 
     Raises RuntimeError if another rank does not start.
     """
@@ -113,10 +113,10 @@ class MultiRankExecutor(Executor):
             raise
 
     def check(self, timeout: float = 0.0) -> None:
-        """Raise RuntimeError if nothing can be computed any more, or ValueError if a worker did.
+        """Raise RuntimeError if nothing can be computed any more, or the ValueError of a worker.
 
-        Wait up to `timeout` seconds for news of a lost rank. If several are lost, a dead one is the
-        cause: a rank that failed stays alive, and the others wait for it.
+        Wait up to `timeout` seconds for news of a lost rank. If several ranks are lost, one whose
+        process has died is reported as the cause, because a rank that raised an error stays alive.
         """
         lost = wait(self.processes, timeout) if self.processes and self.stop_reason is None else []
         if lost:
@@ -208,8 +208,9 @@ class Task:
 
 
 def _join_torchrun(model: Model) -> dist.Store | None:
-    """The store of torchrun's ranks, or None without torchrun. Ranks 1 and up serve in here, and
-    exit."""
+    """Return the store of torchrun's ranks, or None without torchrun.
+
+    On ranks 1 and up this does not return. They serve and then exit."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return None
     problem = "WORLD_SIZE is set, but another variable of torchrun is missing or invalid"
@@ -219,7 +220,8 @@ def _join_torchrun(model: Model) -> dist.Store | None:
     size = model.config.tensor_parallel_size
     if world_size != size:
         raise ValueError(
-            f"tensor_parallel_size={size}, but torchrun has started {world_size} processes"
+            f"tensor_parallel_size={size}, but torchrun has started {world_size} processes:"
+            " set both to the same number"
         )
     if rank > 0:
         worker = model.make_worker(Place(rank, local_rank, store))
@@ -227,14 +229,14 @@ def _join_torchrun(model: Model) -> dist.Store | None:
             worker.serve()
         except BaseException:
             traceback.print_exc()
-            # Immediately, because the end of NCCL would wait for CUDA graphs that the traceback may
+            # Immediately, because NCCL's shutdown would wait for CUDA graphs that the traceback may
             # refer to.
             os._exit(1)
         worker.disconnect()
         raise SystemExit
     if store.add("engines", 1) > 1:
         raise RuntimeError(
-            "torchrun's processes serve one engine, and it has ended: start them again"
+            "torchrun's processes serve one engine only: run torchrun again for another one"
         )
     return store
 
@@ -270,7 +272,7 @@ def _serve(
 
 
 class Failure(NamedTuple):
-    """Why a rank is lost. The least of several is the cause."""
+    """Why a rank is lost. Of several failures the smallest tuple is reported."""
 
     is_alive: bool  # its process still runs
     is_value_error: bool
@@ -284,9 +286,10 @@ def _read_failure(pipe: Connection, process: BaseProcess) -> Failure:
     except EOFError:
         process.join(_EXIT_TIMEOUT)
         reason = f"{process.name} has ended with exit code {process.exitcode}"
-        # _serve sends the errors that it meets. With 1 the process has failed before.
+        # _serve sends its own errors. With 1 the process has failed before.
         if process.exitcode == 1:
             reason += (
-                "; does the script make the engine under `if __name__ == '__main__':`, as it must?"
+                "; if the script makes the engine outside of `if __name__ == '__main__':`,"
+                " move it there"
             )
         return Failure(False, False, reason)

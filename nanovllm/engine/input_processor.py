@@ -48,8 +48,8 @@ class InputProcessor:
         num_tokens = len(token_ids)
         if num_tokens >= self.max_model_len:
             raise ValueError(
-                f"a prompt of {num_tokens} tokens leaves no room for a new one within"
-                f" max_model_len={self.max_model_len}: shorten it"
+                f"a prompt of {num_tokens} tokens leaves no room for output within"
+                f" max_model_len={self.max_model_len}: shorten the prompt"
             )
         budget = self.config.max_num_batched_tokens
         if num_tokens > budget and not self.config.enable_chunked_prefill:
@@ -100,5 +100,5 @@ class InputProcessor:
 
 
 def _derive_seed(seed: int, index: int) -> int:
-    """A 64-bit hash of both numbers, so that no two samples share their noise."""
+    """A 64-bit hash of both numbers, so that samples of other seeds or indices have other noise."""
     return xxhash.xxh64_intdigest(struct.pack("<QQ", seed % 2**64, index))

@@ -88,7 +88,7 @@ class LLMEngine:
         return requests[0].seq_id
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns requests that gained a token or finished since the last call."""
+        """Run one step. Return the requests that gained tokens or finished since the last call."""
         return self._step_and_report(self._inbox)
 
     def abort(self, request_id: int) -> None:
@@ -131,7 +131,7 @@ class LLMEngine:
         self.exit()
 
     def _step(self) -> None:
-        """Run one step of all queued requests."""
+        """Run one step."""
         self.executor.check()
         seqs = self.scheduler.schedule()
         if seqs:
@@ -167,7 +167,7 @@ class LLMEngine:
             self.samples.setdefault(request.first_id, []).append(request)
 
     def _find_samples(self, request_id: int) -> list[Request]:
-        """The unfinished samples of a request. The id of a later sample stands for that sample."""
+        """The unfinished samples of a request. The id of a later sample selects only that one."""
         request_id = operator.index(request_id)
         if request_id in self.samples:
             return list(self.samples[request_id])

@@ -31,7 +31,7 @@ ENLARGE = (
 
 
 class MemoryMeter:
-    """Measures this engine's GPU memory since the meter was made, apart from other engines'."""
+    """Measures the GPU memory that torch and the driver take after the meter was made."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -59,7 +59,7 @@ def profile_sampling(
     max_model_len: int,
     logits: torch.Tensor,
 ) -> None:
-    """Sample profiling logits with each kind of SamplingParams.
+    """Sample profiling logits with several kinds of SamplingParams.
 
     This lets MemoryMeter see the peak of sampling, and compiles its kernels. The most expensive
     kind comes last. The longest sequence decides how much memory penalties need.
@@ -91,7 +91,7 @@ def find_available_memory(root: Path = Path("/")) -> int:
     membership = root / "proc/self/cgroup"
     if membership.exists():
         own = Path(membership.read_text().partition("0::/")[2].strip())
-    for relative in (own, *own.parents):  # in a container only the last one may exist
+    for relative in (own, *own.parents):  # in a container often only the last one exists
         group = root / "sys/fs/cgroup" / relative
         for limit in (group / "memory.max", group / "memory.high"):
             if not limit.exists() or limit.read_text().strip() == "max":

@@ -1,6 +1,6 @@
 """Turns scheduled sequences into a Batch, runs it, and turns logits into tokens.
 
-Knows sequences, but no queues.
+It uses sequences, but not the queues.
 """
 
 import weakref
@@ -35,7 +35,7 @@ Value = TypeVar("Value")
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Shield a computation from the caller's torch settings.
+    """Run in inference mode and without autocast, whatever the caller's settings are.
 
     Triton and CUDA graphs use the current GPU. On a CPU the index is None, which has no effect.
     """
@@ -107,7 +107,7 @@ class ModelRunner:
         with undisturbed(self.device):
             processed = process_logits(logits, rows) if needs_processing else logits
             tokens = self.sampler(processed, self.prepare_sampling(rows, positions))
-            token_ids = self.executor.call(tokens.tolist)  # the host synchronization of a step
+            token_ids = self.executor.call(tokens.tolist)  # synchronizes with the host
             if wants_logprobs:
                 requested = [seq.params.logprobs for seq in rows]
                 logprobs = split_rows(find_logprobs(logits, tokens, requested), seqs)
@@ -156,7 +156,7 @@ class ModelRunner:
         )
 
     def prepare_sampling(self, rows: list[Sequence], positions: list[int]) -> SamplingBatch:
-        """The sampling parameters of each row of logits, whose token goes to its position."""
+        """The sampling parameters of each row. `positions` are those of the sampled tokens."""
         temperatures = [seq.params.temperature for seq in rows]
         if not any(temperatures):
             return SamplingBatch()

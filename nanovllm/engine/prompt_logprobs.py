@@ -36,7 +36,7 @@ class PromptRow(NamedTuple):
 
 
 class ScoringModelRunner(ModelRunner):
-    """Also scores the prompts of requests that ask for it. These are Requests."""
+    """Also scores prompts. The sequences that ask for this are Requests."""
 
     def run(self, seqs: list[Sequence]) -> Tensor:
         if all([seq.params.prompt_logprobs is None for seq in seqs]):
@@ -71,7 +71,7 @@ def make_row(seq: Sequence, position: int) -> PromptRow | None:
 
 
 def score(logits: Tensor, rows: list[PromptRow | None]) -> Tensor:
-    """Record what the next rows of logits say about prompts. Return the logits of other rows."""
+    """Record the log probabilities of prompt tokens. Return the rows that sample."""
     token_ids = np.array([row.token_id if row else 0 for row in rows], np.int64)
     nums = [row.num_top if row else None for row in rows]
     entries = find_logprobs(logits, to_device(token_ids, logits.device), nums)

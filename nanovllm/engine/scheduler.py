@@ -1,13 +1,13 @@
-"""Decides which sequences compute how many tokens in the next step. Knows neither tensors nor text.
+"""Decides which sequences run in the next step, and how many tokens of each.
 
-There are two queues, both first come, first served. `waiting` sequences hold no blocks. `running`
-sequences hold blocks and a lane each. There are two policies:
+It uses neither tensors nor text. There are two queues, both first come, first served. `waiting`
+sequences hold no blocks. `running` sequences hold blocks and a lane each. There are two policies:
 
-    Scheduler              Mixed steps. Every running sequence gets its next tokens, oldest first.
+    Scheduler              Mixed steps. Running sequences get their next tokens first, oldest first.
                            The rest of the token budget goes to chunks of waiting prompts, so a long
-                           prompt delays no decode (Sarathi-Serve, Agrawal et al. 2024; vLLM V1).
+                           prompt stalls no decode (Sarathi-Serve, Agrawal et al. 2024; vLLM V1).
     PrefillFirstScheduler  A step has whole prompts if one is waiting and fits, and decodes
-                           otherwise. New prompts delay all decodes (Orca, Yu et al. 2022).
+                           otherwise. New prompts stall all decodes (vLLM V0, nano-vLLM).
 
 When blocks run out, the newest running sequence is preempted. It releases its blocks and is
 recomputed later, often from its own cached blocks. The oldest sequence is never preempted for
@@ -45,7 +45,7 @@ class Scheduler:
         self.reset([])
 
     def reset(self, seqs: list[Sequence]) -> None:
-        """Empty the KV cache and queue `seqs`, oldest first. Only their tokens stay."""
+        """Empty the KV cache and queue `seqs`, oldest first. Only their tokens are kept."""
         self.block_manager.reset()
         for seq in seqs:
             seq.restart()
@@ -60,8 +60,8 @@ class Scheduler:
     def schedule(self) -> list[Sequence]:
         """Choose the sequences of the next step, and set num_scheduled_tokens of each.
 
-        A step has no phases. Prefill, chunk, recomputation and decode differ only in the number of
-        tokens that a sequence is behind.
+        A step is not divided into prefill and decode. Prefill, chunk, recomputation and decode
+        differ only in the number of tokens that a sequence is behind.
         """
         scheduled: list[Sequence] = []
         budget = self._schedule_running(self.max_num_batched_tokens, scheduled)
@@ -120,7 +120,7 @@ class Scheduler:
         return True
 
     def _may_start(self, num_new_tokens: int, budget: int) -> bool:
-        """Overridden by PrefillFirstScheduler. A prompt above the budget starts with a chunk."""
+        """Return whether a waiting sequence may be admitted. Mixed steps can split its prompt."""
         return True
 
     def _plan_tokens(self, seq: Sequence, budget: int) -> int:
@@ -184,7 +184,7 @@ class Scheduler:
 
 
 class PrefillFirstScheduler(Scheduler):
-    """Steps of whole prompts or of decodes. Prompts are not split."""
+    """Steps of whole prompts or of decodes. New prompts are not split."""
 
     def schedule(self) -> list[Sequence]:
         scheduled: list[Sequence] = []

@@ -1,16 +1,17 @@
 """The scheduling state of one prompt and of the tokens that are generated for it.
 
 A sequence is never "in prefill" or "in decode". It has tokens, and `num_computed_tokens` of them
-have their K/V in the cache. Every step moves this number towards the number of tokens:
+have their K/V in the cache. A step that schedules the sequence moves this number towards the number
+of tokens:
 
     token_ids        | prompt .............................. | generated ....... |
     K/V in the cache | num_computed_tokens ........ | num_scheduled_tokens |
                                                       `-- computed by this step
 
-A decode is a sequence that is one generated token behind. The K/V of the newest token are never in
-the cache, because the newest token is the input of the next step.
+A sequence decodes if only its newest generated token has no K/V. The K/V of the newest token are
+never in the cache, because the newest token is the input of the next step.
 
-This module does not know text or callers (see engine/request.py).
+Text and callers are in engine/request.py.
 """
 
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Sequence:
         self.restart()
 
     def restart(self) -> None:
-        """Return to the state of a sequence that has never run. Only the tokens stay."""
+        """Return to the state of a sequence that has never run. Only the tokens are kept."""
         self.status = SequenceStatus.WAITING
         self.num_cached_tokens: int | None = None  # prompt tokens that the first admission found
         self.num_computed_tokens = 0

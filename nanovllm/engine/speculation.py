@@ -1,16 +1,17 @@
-"""Speculative decoding that changes no token.
+"""Speculative decoding that changes no token, up to rounding.
 
     token_ids | ... a b c | d e f        c is the newest token, d e f the draft of this step
     sampled   |           | d e x y      after c, d, e and f: d and e are accepted, so is x
 
 A sampled token is a function of the tokens before it, because noise is a function of seed and
 position. A draft token is therefore accepted exactly when it equals the token that was sampled in
-its place (as in Leviathan et al. 2023, without their rejection sampling).
+its place. (Leviathan et al. 2023 use rejection sampling instead.)
 
 A draft costs time. The cost of steps is measured when the engine starts, and a step computes those
 draft tokens that raise its expected tokens per second. The acceptance rate of a sequence is learned
 from its earlier proposals, whether a step computed them or not. Drafts take the tokens and blocks
-that a step leaves over, and can evict cached blocks. No sequence waits or is preempted for a draft.
+that a step leaves unused, and can evict cached blocks. No sequence waits or is preempted for a
+draft.
 """
 
 import timeit
@@ -29,7 +30,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
-# In tokens per second. Smaller predicted gains do not materialize, because sequences end at
+# Smallest predicted ratio of tokens per second. Smaller gains are lost, because sequences end at
 # different times.
 LEAST_GAIN = 1.05
 LEARNING_RATE = 0.1  # weight of the newest draft token in the acceptance rate
@@ -38,7 +39,8 @@ LEARNING_RATE = 0.1  # weight of the newest draft token in the acceptance rate
 class SpeculativeScheduler(Scheduler):
     """Appends drafts to the decodes of a step, and removes what is rejected.
 
-    LLM derives from this class and from the class of the policy.
+    LLM uses a subclass of this class and of the class of the policy.
+
     Within a step `token_ids` ends with the draft. Nothing else distinguishes a draft token from a
     token that is scheduled. Without a speculator there are no drafts.
     """
@@ -148,7 +150,7 @@ class PromptLookup:
         token_ids | the cat sat on the mat . the cat      "sat on the mat" may follow again
 
     This works for code, quotations, and answers that repeat the question. `token_ids` is the
-    sequence's own list. Each token is read once, so a proposal costs O(1).
+    sequence's own list. Each token is read once, so a proposal costs O(1) on average.
     """
 
     SIZES = (3, 2)  # lengths of the n-grams, the longest first
@@ -156,7 +158,7 @@ class PromptLookup:
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = token_ids
         self.num_read = 0
-        # n-gram -> end of its latest occurrence that has a token behind it
+        # n-gram -> end of its latest occurrence that is followed by a token
         self.ends: dict[tuple[int, ...], int] = {}
 
     def propose(self, num_tokens: int) -> list[int]:
@@ -194,7 +196,7 @@ class Proposal:
 
 @dataclass
 class Candidate:
-    """A draft token. `probability`: that it is accepted, with all before it."""
+    """A draft token, and the probability that it and all before it are accepted."""
 
     probability: float
     seq: Sequence
@@ -205,8 +207,8 @@ class Speculator:
     """Chooses drafts of at most `max_draft_len` tokens.
 
     `plain_costs[n]` and `draft_costs[n]` are the seconds of a step of n tokens without and with
-    drafts, in short contexts. A step of more than these sizes gets no draft. `context_cost` is the
-    additional time for each token of a token's context.
+    drafts, in short contexts. Larger steps get no draft. `context_cost` is the time that each
+    context token of each query token adds.
     """
 
     def __init__(
@@ -295,7 +297,7 @@ def measure_steps(
     """Measure plain_costs, draft_costs and context_cost of Speculator.
 
     Must be called before the first request, because all block tables lead to block 0. A list ends
-    where more tokens make a token hardly cheaper. Steps are then bound by computation, and no draft
+    where larger steps hardly reduce the cost per token. Steps are then compute-bound, and no draft
     pays.
     """
 

@@ -7,8 +7,8 @@ An interrupted call (Ctrl-C, an error, no memory) is not rolled back immediately
 first resets: unfinished requests return to the waiting queue with their committed tokens, and the
 KV cache is emptied.
 
-`abort` may be called at any moment, also within a step or a signal handler. It only records what to
-cancel, and the call that holds the lock cancels it after its step.
+`abort` may be called at any moment, also within a step or a signal handler. A running call cancels
+the request after its step. Without one, `abort` does so at once.
 """
 
 import os
@@ -49,8 +49,7 @@ class SharedEngine(LLMEngine):
         self._lock = Lock()
         self._callers: set[int] = set()  # threads that hold the lock or wait for it
         self._aborted: deque[list[Request]] = deque()  # to be cancelled at the end of a call
-        # True while a call runs. A new call that finds it set knows that the previous one was
-        # interrupted.
+        # True while a call runs. If a new call finds it set, the previous one was interrupted.
         self._is_under_way = False
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
@@ -63,7 +62,7 @@ class SharedEngine(LLMEngine):
             return requests[0].seq_id
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns requests that gained a token or finished since the last call."""
+        """Run one step. Return the requests that gained tokens or finished since the last call."""
         return self._take_turn(self._step_and_report, self._inbox)
 
     def abort(self, request_id: int) -> None:
@@ -90,7 +89,7 @@ class SharedEngine(LLMEngine):
             yield requests
         except BaseException:
             for request in requests:
-                request.inbox = {}  # its caller does not know the request
+                request.inbox = {}  # its caller has not received the request
             self._aborted.append(requests)
             self._cancel_soon()
             raise
@@ -138,7 +137,7 @@ class SharedEngine(LLMEngine):
             self._take_turn(self._cancel_aborted)
 
     def _cancel_aborted(self) -> None:
-        # Not until the queue is empty, because other threads may abort faster than this.
+        # A fixed number of times, because other threads may keep adding aborts.
         for _ in range(len(self._aborted)):
             for request in self._aborted[0]:
                 self._cancel(request)

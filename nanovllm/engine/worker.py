@@ -1,4 +1,4 @@
-"""One rank's model and KV cache: takes batches to logits. Knows neither sequences, queues nor text.
+"""One rank's model and KV cache: turns batches into logits.
 
 A Batch of plain numbers is all that a step needs. With several ranks, each of them has a Worker:
 rank 0 runs a batch, and the others receive the same batch and compute their share in `serve`.
@@ -32,7 +32,7 @@ from nanovllm.models.weights import check_sizes, init_dummy_weights, load_checkp
 from nanovllm.packing import copy_to, pack, unpack
 
 _DEFAULT_MAX_MODEL_LEN = 4096
-# Of rows of logits, the first of which has a given index, to the rows that are kept.
+# Maps rows of logits, and the index of the first one, to the rows to keep.
 Reduction = Callable[[Tensor, int], Tensor]
 _FOREVER = timedelta(days=365)  # an idle engine must not run into a timeout
 
@@ -161,13 +161,13 @@ class Worker:
         torch.cuda.empty_cache()  # no effect without a GPU
         problem = (
             f"no memory for {num_blocks} blocks of {self.block_size} tokens:"
-            " lower num_kvcache_blocks or kvcache_block_size"
+            " lower num_kvcache_blocks, kvcache_memory_bytes or gpu_memory_utilization"
         )
         with naming(problem, RuntimeError):  # torch's own error on any device
             for _ in range(spec.num_layers):
                 self.kv_caches.append(torch.empty(shape, dtype=spec.dtype, device=self.device))
-        # Linux allocates pages at the first write, which should not be in a request. And a profile
-        # run must not read NaN.
+        # Linux allocates pages at the first write, which should come before the first request. A
+        # profile run must not read NaN either.
         num_first_blocks = cdiv(config.max_num_batched_tokens, self.block_size)
         for kv_cache in self.kv_caches:
             kv_cache[:, :num_first_blocks].zero_()
@@ -182,7 +182,8 @@ class Worker:
             )
 
     def run(self, batch: Batch, reduce: Reduction = keep_all) -> Tensor:
-        """Write the K/V of a batch on the host and compute logits [num_logits, vocab_size].
+        """Write the K/V of a batch, and return logits [num_logits, vocab_size]. The batch is on the
+        host.
 
         Called on rank 0. The other ranks compute their shares in `serve`.
         """
@@ -284,9 +285,9 @@ def connect(device: torch.device, size: int, place: Place) -> TensorParallel:
 def find_device(name: str, local_rank: int | None = None) -> torch.device:
     """The device of that name; "auto" is the GPU if there is one, and else the CPU.
 
-    "cuda" without a number is the current GPU. The ranks of a machine have one GPU each, from that
-    number (or 0) on, unless each rank sees only one. Raises ValueError for an unknown or missing
-    device.
+    "cuda" without a number is the current GPU. If a machine has several ranks, rank i uses GPU N +
+    i, where N is the number in `name` or 0. A rank that sees only one GPU uses that one. Raises
+    ValueError for an unknown or missing device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -299,10 +300,12 @@ def find_device(name: str, local_rank: int | None = None) -> torch.device:
     num_gpus = torch.cuda.device_count()
     index = int(number or 0)
     if local_rank is not None:
-        # Slurm can show each rank only its own GPU.
+        # Under Slurm, a rank may see only its own GPU.
         index = index + local_rank if num_gpus > 1 else 0
     if index >= num_gpus:
-        raise ValueError(f"device='cuda:{index}' is missing: this machine has {num_gpus} GPUs")
+        raise ValueError(
+            f"device='cuda:{index}' is missing: use one of this machine's {num_gpus} GPUs"
+        )
     if number == "" and local_rank is None:
         index = torch.cuda.current_device()
     return torch.device("cuda", index)

@@ -1,14 +1,14 @@
-"""Optimized layers, attention backends and CUDA graphs. The only entrance to this package.
+"""Optimized layers, attention backends and CUDA graphs. The engine uses only this file of them.
 
 layers/ and models/ specify what is computed and do not import this package. When an engine starts,
 `select_backend` chooses how K/V are stored and read. After the weights are loaded, `kernelize`
-replaces layers by optimized subclasses. All choices are made at start. Without this package the
-engine is complete, and slower.
+replaces layers by optimized subclasses. All choices are made at start. With enable_kernels=False,
+the engine runs without all of this.
 
-In float32 an optimized layer differs from the original in the order of sums. In 16-bit dtypes it
-rounds less often. SwiGLU is rounded once, where the original rounds silu(gate) and the result. With
-prepacked weights on a CPU, bias, residual and gate are applied in float32 before rounding. Each
-difference is about one unit in the last place.
+In float32 an optimized layer differs from the original in rounding, mostly by the order of sums. In
+16-bit dtypes it rounds less often. SwiGLU is rounded once, where the original rounds silu(gate) and
+the result. With prepacked weights on a CPU, bias, residual and gate are applied in float32 before
+rounding. Each difference is about one unit in the last place.
 """
 
 import sys
@@ -122,8 +122,8 @@ def capture_decode_steps(
     """Capture CUDA graphs of `decoder` over these caches. Return None if that is not possible.
 
     A module whose shapes depend on the values of its input, such as the experts that are chosen,
-    has SUPPORTS_CUDA_GRAPHS = False. With `only_largest`, one graph is captured, which has most of
-    the memory of all.
+    has SUPPORTS_CUDA_GRAPHS = False. With `only_largest`, one graph is captured, which needs most
+    of the memory of all graphs.
     """
     parts = [backend, *decoder.modules()]
     can_capture = all(getattr(part, "SUPPORTS_CUDA_GRAPHS", True) for part in parts)

@@ -32,8 +32,8 @@ class Shape:
 def find_failure(run: Callable[[], object]) -> str | None:
     """Run some kernels. Return why they fail, or None.
 
-    Triton compiles for the GPU at hand with the C compiler of the host, and a wheel may lack this
-    GPU. Only a run shows whether that works.
+    Triton needs a C compiler on the host, and a wheel may lack code for this GPU. Only a run shows
+    whether the kernels work.
     """
     try:
         run()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-FIRST_PART = 8192  # numbers of a message that travel with its length; most steps have fewer
+FIRST_PART = 8192  # elements of a message that travel with its length; most steps have fewer
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class TensorParallel:
     size: int = 1
     # A ProcessGroupGloo or ProcessGroupNCCL, whose methods torch does not annotate.
     group: Any = None
-    # A ProcessGroupGloo for messages between hosts. A rank that waits there for a message does not
-    # spin, and no GPU is involved. On a CPU it is the same as `group`.
+    # A ProcessGroupGloo for messages in host memory. A rank that waits for a message does not spin,
+    # and no GPU is involved. On a CPU it is the same as `group`.
     host_group: Any = None
     # The length and the first part of a message: int32 [FIRST_PART] on the host.
     first: Tensor = field(default_factory=partial(torch.empty, 0))
@@ -32,7 +32,8 @@ class TensorParallel:
     def divide(self, num: int) -> tuple[int, int]:
         """Return how many of `num` heads or columns this rank has, and the index of its first one.
 
-        If there are fewer than ranks, each rank has one, and neighboring ranks share it.
+        If there are fewer heads than ranks, each rank has one head, and neighboring ranks have the
+        same.
         """
         num_shards = min(num, self.size)
         shard_size = num // num_shards

@@ -1,4 +1,4 @@
-"""Converts a Hugging Face config to a ModelSpec. Only this module reads foreign field names.
+"""Converts a Hugging Face config to a ModelSpec. The shapes of models are read only here.
 
 A family that differs by values is a row of ARCHITECTURES. A family that differs by structure has a
 reader here, and its spec in a file of its own. An unsupported feature is rejected with an error
@@ -71,7 +71,7 @@ def _read_size(config: PretrainedConfig, name: str) -> int:
 def _read_decoder(
     config: PretrainedConfig, common: Fields, make: type[DecoderSpec] = DecoderSpec, **family: Any
 ) -> DecoderSpec:
-    """Read a decoder. `family` has the fields that its family decides, whatever the config says."""
+    """Read a decoder. `family` overrides fields that the model family fixes."""
     check_choice("hidden_act", config.hidden_act, ("silu",))
     _check_full_attention(config, common["max_len"])
     num_heads = common["num_heads"]

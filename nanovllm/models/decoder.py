@@ -2,10 +2,10 @@
 
     ids -> embedding -> [ x + attention(norm(x)); x + mlp(norm(x)) ] per layer -> norm -> logits
 
-Models that differ by values (sizes, biases, norms on queries and keys, RoPE) are a DecoderSpec each
-and share this code. Modules are named as in Hugging Face checkpoints. All shapes are those of one
-rank. num_tokens counts the tokens of the whole batch, because only attention distinguishes
-sequences.
+Models that differ only in values (sizes, biases, norms on queries and keys, RoPE) share this code,
+each with its own DecoderSpec. Modules are named as in Hugging Face checkpoints. All shapes are
+those of one rank. num_tokens counts the tokens of the whole batch, because only attention
+distinguishes sequences.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ CosSin = tuple[Tensor, Tensor]  # of the positions of all tokens
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """What the engine needs to know about a model. A subclass of each architecture builds it."""
+    """What the engine needs to know about a model. A subclass for each architecture builds it."""
 
     vocab_size: int
     hidden_size: int
@@ -37,7 +37,7 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int  # width of the MLPs
-    max_len: int  # positions that the model was trained for
+    max_len: int  # maximum number of positions, with RoPE scaling
     dtype: torch.dtype
 
     @property
@@ -54,7 +54,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec(ModelSpec):
-    """What distinguishes one decoder of this file from another. models/config.py reads it."""
+    """What distinguishes one decoder of this file from another. models/config.py fills it."""
 
     norm_eps: float
     rope: RopeSpec
@@ -111,7 +111,7 @@ class Attention(nn.Module):
         query = self.norm_and_rotate(query, self.q_norm, cos_sin)
         key = self.norm_and_rotate(key, self.k_norm, cos_sin)
         # Write K/V first, then read through the block table. The tokens of this step are then
-        # context like all others, also for other sequences that share their blocks.
+        # ordinary context, also for other sequences that share their blocks.
         self.backend.store_kvcache(key, value, kv_cache, batch.slot_mapping)
         attended = self.backend.attend(query, kv_cache, batch, self.scale)
         return self.o_proj(attended.flatten(1))

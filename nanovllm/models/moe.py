@@ -6,8 +6,8 @@ token to a few of them.
     sorted by expert  e0: t0 t1 t2 | e1: t1 | e3: t0 t2     e2 is neither computed nor read
 
 Every rank holds a shard of each expert's width, so the work is the same on all ranks whatever the
-routing. Whole experts per rank would save nothing and leave ranks idle. All ranks route
-identically, because they have the same x.
+routing. With whole experts per rank, some ranks could be idle. All ranks route identically, because
+they have the same x.
 
 References: Shazeer et al. 2017 (sparsely gated mixture of experts); Qwen3 Technical Report, 2025.
 """

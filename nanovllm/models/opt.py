@@ -1,4 +1,4 @@
-"""OPT (Zhang et al. 2022), a decoder like GPT-3, without RoPE, RMSNorm and gated MLPs.
+"""OPT (Zhang et al. 2022), a decoder like GPT-3, without RoPE, RMSNorm or gated MLPs.
 
     ids -> embedding (-> project_in) + positions -> layers -> norm (-> project_out) -> logits
 

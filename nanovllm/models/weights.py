@@ -1,9 +1,9 @@
 """Fills a model's parameters from *.safetensors, or with random numbers.
 
 Loading is strict. Every tensor of the checkpoint is used, and every parameter is written exactly
-once. A missing, unexpected or repeated tensor is an error that names it. RoPE buffers, which old
-checkpoints contain, are skipped, because the model computes them from config.json. The copy of a
-tied output head is compared with the embedding. A rank reads only its shard of a tensor.
+once. A missing, unexpected or repeated tensor is an error that names it. The exception are RoPE
+buffers of old checkpoints, because the model computes them from config.json. The copy of a tied
+output head is compared with the embedding. A rank reads only its shard of a tensor.
 """
 
 from dataclasses import replace

@@ -26,7 +26,7 @@ GRACE = 5  # seconds for clients that do not read
 
 
 class Server(uvicorn.Server):
-    """Serves until the engine stops, which ends all streams before uvicorn waits for clients."""
+    """Runs until the engine has stopped, which ends all streams. uvicorn then waits for clients."""
 
     def __init__(self, config: uvicorn.Config, engine: EngineThread, model: str) -> None:
         super().__init__(config)
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
             f" step: use a --host of {', '.join(HOSTS)}, and neither --api-key nor --trace"
         )
     if not is_loopback(args.host) and args.api_key is None:
-        message = f"warning: --host {args.host} lets everyone in the network use this server"
+        message = f"warning: --host {args.host} lets everyone on the network use this server"
         print(f"nanovllm: {message}: set --api-key", file=sys.stderr)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))  # while the model loads

@@ -31,7 +31,7 @@ class Stream:
     """Carries the outputs of one HTTP request from the engine thread to the event loop.
 
     Only the newest output of each choice is kept. A slow client therefore gets fewer and longer
-    chunks, and costs no memory.
+    chunks, and no outputs accumulate for it.
     """
 
     def __init__(self, prompts: list[CheckedPrompt]) -> None:
@@ -76,7 +76,8 @@ class EngineThread(threading.Thread):
         self._streams: set[Stream] = set()  # open ones
         self._choices: dict[int, tuple[Stream, int]] = {}  # request id -> stream, index of choice
         # Set when the event loop has written the outputs of the last step. On a CPU the next step
-        # begins then, because all threads of a step wait for one that loses its core in the middle.
+        # waits for this, at most WRITE_TIMEOUT, because the event loop would take a core from a
+        # team of threads.
         self._has_written = threading.Event()
         self._shares_cores = llm.model_runner.device.type == "cpu"
 
@@ -103,7 +104,7 @@ class EngineThread(threading.Thread):
                 self._condition.notify()
 
     def check(self) -> None:
-        """Raise Unavailable if the engine serves no more."""
+        """Raise Unavailable if the engine no longer serves requests."""
         if self.stop_reason is not None:
             raise Unavailable(self.stop_reason)
 
@@ -173,14 +174,14 @@ class EngineThread(threading.Thread):
                 self._has_written.wait(WRITE_TIMEOUT)
 
     def _end_streams(self, reason: str) -> None:
-        """Let all unfinished streams fail with `reason`."""
+        """Fail all unfinished streams with `reason`."""
         with self._condition:
             news: dict[Stream, Outputs] = {stream: {} for stream in self._streams}
         self._choices.clear()
         self._put(news, reason)
 
     def _put(self, news: dict[Stream, Outputs], error: str | None = None) -> None:
-        """Give each stream its outputs, and let it fail if there is an error, on the event loop."""
+        """Give each stream its outputs on the event loop, and fail it if there is an error."""
 
         def put_all() -> None:
             for stream, outputs in news.items():

@@ -1,6 +1,6 @@
 """The endpoints of OpenAI's API, over an EngineThread.
 
-Knows HTTP. protocol.py knows the objects that are sent.
+protocol.py has the objects that are sent.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class Api:
         )
 
     def make_app(self, routes: Sequence[Route] = (), hosts: Sequence[str] = ()) -> ASGIApp:
-        """Make the app. `routes` come before the API's. `hosts`, if given, are the only hosts."""
+        """Make the app. `routes` come before the API's. `hosts`, if given, are the valid Hosts."""
         routes = [
             *routes,
             Route("/v1/completions", self.complete, methods=["POST"]),
@@ -165,7 +165,7 @@ class Api:
 
 
 class SameOriginOnly:
-    """Rejects requests of other web pages that are open in the user's browser.
+    """Rejects requests from other web pages that are open in the user's browser.
 
     There are no CORS headers, so such a page cannot read a reply. This keeps it from sending
     requests, too. Following a link to `GET /` is allowed. A page can also let its own host name
@@ -182,7 +182,7 @@ class SameOriginOnly:
             request = Request(scope)
             is_other_host = bool(self.hosts) and read_host(request) not in self.hosts
             if is_other_host or is_foreign(request):
-                message = "requests of other web pages are rejected"
+                message = "requests from other web pages, or to another host name, are rejected"
                 app = respond(describe_error(403, message), 403)
         await app(scope, receive, send)
 

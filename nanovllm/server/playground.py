@@ -98,8 +98,7 @@ class Playground(EngineThread):
     # In the engine thread.
 
     def replace(self, changes: dict[str, Any]) -> None:
-        """Start another engine. Raises ValueError or TypeError, and keeps this one, for invalid
-        options."""
+        """Start another engine. For invalid options, raise an error and keep this one."""
         options = {**self.options, **changes}
         llm = WatchedLLM(self.model, **options)
         self._end_streams("the engine was replaced")
@@ -263,6 +262,7 @@ class Playground(EngineThread):
         body = await read_json(request)
         unknown = body.keys() - set(OPTIONS)
         if unknown:
-            raise ValueError(f"the playground does not change {', '.join(sorted(unknown))}")
+            valid = ", ".join(OPTIONS)
+            raise ValueError(f"unknown option {min(unknown)!r}: valid options are {valid}")
         await self._call(self.replace, body)
         return respond({})

@@ -1,6 +1,6 @@
 """OpenAI's objects: what a request asks for, and how outputs are written.
 
-https://platform.openai.com/docs/api-reference, with vLLM's extensions. Knows no HTTP.
+https://platform.openai.com/docs/api-reference, with vLLM's extensions. Independent of HTTP.
 """
 
 import json
@@ -34,8 +34,8 @@ HANDLED = {
 }
 # These do not change the result.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-# Values that ask for what happens anyway. For all other parameters these are None, False, 0 and
-# empty values.
+# Accepted values of unsupported parameters. For all others these are None, False, 0 and empty
+# values.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
@@ -149,7 +149,7 @@ class Reply:
         return {**self.head, "choices": choices, "usage": self._usage()}
 
     def _choice(self, index: int, output: RequestOutput, num_chars: int, num_tokens: int) -> Object:
-        """A choice without the characters and tokens that are sent already."""
+        """Return a choice without the characters and tokens that were already sent."""
         text = output["text"][num_chars:]
         if self.has_prompt:
             text = self._decode(output["prompt_token_ids"]) + text

@@ -1,4 +1,4 @@
-"""Show a trace, the file written by LLM(..., trace="trace.json"), as lanes by steps.
+"""Show a trace, the file written by LLM(..., trace="trace.json"), with lanes as rows.
 
     python -m nanovllm.trace trace.json                    text that fits the terminal
     python -m nanovllm.trace trace.json -o timeline.html   a page to walk through; takes two traces

@@ -1,4 +1,4 @@
-"""Reads a trace: from the events that recorder.py has written to a list of steps."""
+"""Converts the events of a trace file, which recorder.py writes, to a list of steps."""
 
 import json
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ def read(path: str | Path) -> list[Step]:
 
 
 class Reader:
-    """Collects steps from the events of a trace, which come one after the other."""
+    """Collects steps from the events of a trace."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []

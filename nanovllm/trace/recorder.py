@@ -7,9 +7,9 @@
 
 ui.perfetto.dev opens the file. The events' args also hold what `python -m nanovllm.trace` needs to
 draw the pool of blocks: token ids and texts, blocks, hashes of full blocks, queues and the next
-free blocks, each when it changes. A trace is as private as its prompts.
+free blocks, each when it changes. A trace contains the prompts and the outputs.
 
-The engine does not know this module. LLM derives its scheduler and its model runner from
+The engine does not import this module. LLM derives its scheduler and its model runner from
 TracedScheduler and TracedModelRunner, which share a Timeline. A step is written when it ends. The
 file is a complete JSON array after every step, because each write replaces the closing bracket.
 """
@@ -78,7 +78,7 @@ class Timeline:
         return (time.perf_counter_ns() - self.origin) // 1000
 
     def name_tokens(self, token_ids: Iterable[int]) -> dict[int, str]:
-        """The texts of those tokens that no step before has named."""
+        """Return the texts of tokens that no earlier step has written."""
         texts: dict[int, str] = {}
         if self.tokenizer is not None:
             for token_id in token_ids:
@@ -143,7 +143,7 @@ class TraceFile(Timeline):
             raise ValueError(f"trace={os.fspath(path)!r} cannot be written: {error}") from error
 
     def write(self, events: list[_Args]) -> None:
-        """Add events. If the disk is full, the file keeps its complete steps, and warns."""
+        """Add events. If that fails, keep the complete steps, warn, and record no more."""
         if self.file.closed:
             return
         data = ",\n".join(["", *map(_encode, events)]).encode() + _END

@@ -54,7 +54,7 @@ def _squeeze(
     numbers = [f"{index * num_merged:<10}" for index in range(0, len(columns), 10)]
     rows = {"step": list("".join(numbers))[: len(columns)]}
     for lane, cells in lane_cells.items():
-        # The least string is the most remarkable one: "!D" < "A22" < "a".
+        # The smallest string has priority: "!D" < "A22" < "a".
         least = [min(filter(None, cells[column]), default="") for column in columns]
         rows[f"lane {lane}"] = [cell[:1] for cell in least]
     for name, values in counts.items():

@@ -10,7 +10,7 @@
 //
 // Tiles load whole cache lines, one after the other. Rows are therefore copied first, to [depth /
 // BLOCK, num_rows / ROWS, BLOCK / LINE, ROWS, LINE]: a BLOCK of inputs of all rows, then the next
-// block. That much of a panel fits into the first-level cache, which the rows bypass.
+// block. BLOCK inputs of a panel fit into the L1 cache, which the rows bypass.
 #pragma once
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -88,9 +88,9 @@ public:
     void multiply(const bfloat16* panel, const Epilogue& epilogue, bfloat16* output,
                   int64_t output_stride) {
         // Prefetch the next panel, or with few rows, which leave no time for that, the next lines
-        // of this panel. A core can have few cache lines in flight, and tiles that read from the
-        // second-level cache need them. With several tiles per LINE, software prefetching is
-        // therefore slower than the processor's own.
+        // of this panel. A core can have few cache lines in flight, and tiles that read from the L2
+        // cache need them. With several tiles per LINE, software prefetching is therefore slower
+        // than the processor's own.
         int64_t num_tiles = round_up(num_rows, ROWS) / ROWS;
         int64_t fetches =
             num_tiles > 1 && num_tiles < 8 ? 0 : round_up(WIDTH, num_tiles) / num_tiles;

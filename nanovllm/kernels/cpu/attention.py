@@ -1,6 +1,6 @@
 """Paged attention on a CPU, in C++ (decode.h, prefill.h). K/V are read in place.
 
-Decode is bound by memory bandwidth, prefill by GEMM. Queries of up to 8 tokens are computed as
+Decode is bound by memory bandwidth, prefill by compute. Queries of up to 8 tokens are computed as
 separate decodes, with bitwise identical results. With prepacked linear layers, drafts therefore
 change no token in 16-bit dtypes either.
 """

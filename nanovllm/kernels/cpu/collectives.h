@@ -1,6 +1,5 @@
-// Collectives of ranks on one machine, through shared memory. torch.distributed needs about a
-// millisecond per collective on virtual machines, which is more than a decoder layer takes in a
-// decode step.
+// Collectives of ranks on one machine, through shared memory. On virtual machines a collective of
+// torch.distributed can take longer than a decoder layer.
 //
 // Every rank writes its part and waits until all ranks have written theirs. There are two sets of
 // parts, used alternately: a rank that reaches a round has read all parts of the previous one.
@@ -29,7 +28,7 @@ struct Member {
     }
 
     // Wait until all ranks have written their parts.
-    void meet() {
+    void barrier() {
         int64_t next = round + 1;
         shared->ranks[rank].round.store(next, std::memory_order_release);
         for (int64_t other = 0; other < size && !is_lost; other++)
@@ -46,13 +45,13 @@ struct Member {
 // is bitwise identical on all.
 extern "C" void all_reduce(Member* member, T* x, int64_t size) {
     constexpr int64_t PART = Shared::PART_BYTES / sizeof(T), BLOCK = 512;
-    Team::form(size > SERIAL, [&] {
+    Team::form(size > MIN_PARALLEL, [&] {
         Team& team = Team::get();
         for (int64_t first = 0; first < size; first += PART) {
             int64_t end = std::min(first + PART, size);
             team.share(1, [&](int64_t) {
                 std::copy(x + first, x + end, member->part(member->rank));
-                member->meet();
+                member->barrier();
             });
             parallel_for((end - first + BLOCK - 1) / BLOCK, BLOCK, [&](int64_t block) {
                 float sums[BLOCK] = {};
@@ -77,7 +76,7 @@ extern "C" void gather(Member* member, const T* x, T* output, int64_t num_rows,
             int64_t size = std::min(PART, num_columns - first);
             if (member->rank)
                 std::copy_n(x + row * num_columns + first, size, member->part(member->rank));
-            member->meet();
+            member->barrier();
             if (!member->rank)
                 for (int64_t other = 0; other < member->size; other++) {
                     const T* from = other ? member->part(other) : x + row * num_columns + first;

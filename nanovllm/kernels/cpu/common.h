@@ -33,7 +33,7 @@ public:
 };
 
 template <class Number>
-static void fetch(const Number* numbers, int64_t size) {
+static void prefetch(const Number* numbers, int64_t size) {
     for (int64_t i = 0; i < size; i += 64 / sizeof(Number)) __builtin_prefetch(numbers + i);
 }
 
@@ -220,7 +220,7 @@ static Vector rounded(Vector wide) {
     return widen(numbers);
 }
 
-static float add_up(Vector numbers) {
+static float horizontal_sum(Vector numbers) {
     for (int64_t half = LANES / 2; half > 0; half /= 2)
         for (int64_t i = 0; i < half; i++) numbers[i] += numbers[half + i];
     return numbers[0];

@@ -18,7 +18,7 @@ static void multiply_keys(const Number* query, const Number* const* keys, const 
                           int64_t group_size, int64_t size, float* products) {
     for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)
         for (int token = 0; token < TOKENS; token++) {
-            if (head == 0) fetch(next[token], size);
+            if (head == 0) prefetch(next[token], size);
             const Number* key = keys[token];
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -31,7 +31,7 @@ static void multiply_keys(const Number* query, const Number* const* keys, const 
 template <class Number>
 static void add_values(const Number* const* values, const T* const* next, const Number* weights,
                        int64_t group_size, int64_t size, float* sums) {
-    for (int token = 0; token < TOKENS; token++) fetch(next[token], size);
+    for (int token = 0; token < TOKENS; token++) prefetch(next[token], size);
     for (int64_t head = 0; head < group_size; head++, weights += SPLIT, sums += size)
 #pragma omp simd
         for (int64_t i = 0; i < size; i++) {
@@ -125,7 +125,7 @@ static void attend_to_part(const T* query, const T* keys, const T* values,
     float scores[num_heads][SPLIT];
     Factor weights[num_heads][SPLIT], queries[num_heads * head_dim], memory[TOKENS * head_dim];
     std::copy_n(query, num_heads * head_dim, queries);
-    // The keys or values of TOKENS tokens from `token`. Behind the end, the last token is repeated.
+    // The keys or values of TOKENS tokens from `token`. Past the end, the last token is repeated.
     auto find = [&](const T* cache, int64_t token, const T** found) {
         int64_t position = first_token + std::min(token, num_tokens - 1);
         int64_t block = position / block_size, offset = position % block_size;

@@ -30,7 +30,7 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
     // its own cache what it has written there. Otherwise, and with several ranks, all threads share
     // a chunk.
     constexpr int64_t TOKENS_PER_CHUNK = 512, ENOUGH = 256;
-    int64_t num_threads = Size::get().find(),
+    int64_t num_threads = TeamSize::get().find(),
             num_turns = (num_tokens - 1) / (TOKENS_PER_CHUNK * num_threads) + 1;
     bool is_shared = member || num_tokens < ENOUGH * num_threads,
          is_first = !member || member->rank == 0;

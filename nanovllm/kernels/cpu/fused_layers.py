@@ -37,7 +37,7 @@ class _Layer(ctypes.Structure):
 
 
 class FusedLayers(OptimizedLayer, DecoderLayers):
-    """Runs all decoder layers in one C++ call. Holds their prepacked weights instead of them."""
+    """Runs all decoder layers in one C++ call, from prepacked weights that replace them."""
 
     tensors: list[Tensor | None]  # what the pointers in `structs` point to
     structs: "ctypes.Array[_Layer]"

@@ -41,7 +41,7 @@ struct Epilogue {
 
 // Rows holds up to MAX_ROWS rows of x and multiplies ROWS of them at a time. As many rows as fit
 // into CACHED_BYTES, but at least MIN_ROWS, are multiplied by all panels before the next ones,
-// because reading the weights again would take longer. Tiles is what a thread needs while it
+// because reading the weights again would take longer. Tiles is the state of a thread while it
 // multiplies.
 #if defined(T_IS_BFLOAT16) && defined(__AMX_BF16__)
 #include "amx.h"

@@ -1,10 +1,9 @@
-// CPU kernels for what torch has no single operation for. library.py compiles them for T = float,
-// bfloat16 or float16. layers.py, prepacked.py, fused_layers.py and attention.py call them.
+// CPU kernels of layers, attention and sampling. library.py compiles them for T = float, bfloat16
+// or float16. layers.py, prepacked.py, fused_layers.py and attention.py call them.
 //
 // Most are plain loops that the compiler vectorizes. Attention and GEMM use intrinsics. 16-bit
 // numbers are widened to float when they are read and rounded when they are written. The threads
-// are torch's own, because both use the OpenMP library that torch has loaded. In the order of
-// reading:
+// are torch's own, because both use the OpenMP library that torch has loaded. Reading order:
 //
 //     common.h  team.h  layers.h  decode.h  gemm.h (amx.h or plain.h)  prefill.h  collectives.h
 //     fused_layers.h

@@ -6,7 +6,7 @@ static float mean_square(const T* x, int64_t size) {
     Vector squares = {};
     for (int64_t i = 0; i < size; i += LANES)
         squares += widen(x + i, size - i) * widen(x + i, size - i);
-    return add_up(squares) / size;
+    return horizontal_sum(squares) / size;
 }
 
 // Rounds before the weight is applied, as Hugging Face models do.
@@ -111,9 +111,8 @@ struct Cut {
 };
 
 // Find the lowest logit that stays: fewer than max_num tokens, with less mass than max_mass, have
-// higher logits. The highest logit always stays. This is a quicksort that follows one side. Tokens
-// that stay are moved to the front of `values`. The first pivot is chosen so that few tokens are
-// above it.
+// higher logits. The highest logit always stays. This is quickselect. Tokens that stay are moved to
+// the front of `values`. The first pivot is chosen so that few tokens are above it.
 template <class Weigh>
 static Cut find_cut(float* values, int64_t num, float highest, int64_t max_num, float max_mass,
                     const Weigh& weigh) {
@@ -180,8 +179,8 @@ extern "C" void filter_logits(const T* logits, float* output, const int64_t* row
 // Find the token with the highest logit + temperature * Gumbel noise in each row, the first of
 // equals, or -1 if a logit is NaN. The noise is gumbel_noise of layers/noise.py, -log(-log(1 -
 // uniform)). Because -log(1 - uniform) exceeds uniform, a token can win only if uniform <
-// exp((logit - highest score so far) / temperature). Hardly one token in a thousand passes this
-// test and needs logarithms. All of the first tokens pass, so chunks begin small.
+// exp((logit - highest score so far) / temperature). Few tokens pass this test and need logarithms.
+// All of the first tokens pass, so chunks begin small.
 extern "C" void sample(const T* logits, const int32_t* token_hashes, const int32_t* noise_keys,
                        const float* temperatures, int64_t* tokens, int64_t num_rows,
                        int64_t vocab_size) {

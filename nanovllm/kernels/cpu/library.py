@@ -129,7 +129,8 @@ def _build(compiler: list[str], dtype: torch.dtype, path: Path) -> ctypes.CDLL:
             with tempfile.TemporaryDirectory(dir=path.parent) as beside:
                 linked = Path(shutil.copy(linked, beside)).replace(path)
         except OSError as error:  # no home, no permission, no space
-            message = f"cannot cache the compiled CPU kernels, every start compiles them: {error}"
+            advice = "set XDG_CACHE_HOME to a writable directory"
+            message = f"cannot cache the compiled CPU kernels ({error}): {advice}"
             print(f"nanovllm: {message}", file=sys.stderr)
         return ctypes.CDLL(str(linked))
 

@@ -7,8 +7,8 @@
 // each sum of a vector. Otherwise 16-bit numbers are widened to float, and a vector of weights is
 // multiplied by a pair of inputs. The sums of even and odd inputs are then adjacent, and are added
 // at the end. For few rows, weights are widened as they are read. For many rows, BLOCK inputs of
-// the panel are widened once into the first-level cache, in the order in which they are read: [2 *
-// WIDTH / TILE, BLOCK / 2, TILE], where TILE numbers fill VECTORS vectors.
+// the panel are widened once into the L1 cache, in the order in which they are read: [2 * WIDTH /
+// TILE, BLOCK / 2, TILE], where TILE elements fill VECTORS vectors.
 #pragma once
 #include "common.h"
 

@@ -28,7 +28,7 @@ static Vector power(Vector x) { return exponential(x); }
 
 // The queries of one KV head. Each attends to the `tokens_before` tokens before the queries, to the
 // queries before it, and to itself.
-class PrefixAttention {
+class PrefillAttention {
     Buffer<T> key_memory, value_memory;
     Buffer<float> score_memory, output_memory;
     std::vector<T> zeros;
@@ -41,7 +41,7 @@ class PrefixAttention {
     // Pack `num_tokens` tokens from `first`, rounded up to a whole panel.
     void pack(const T* keys, const T* values, const int32_t* block_table, int64_t first,
               int64_t num_tokens, int64_t block_size, int64_t row_size, int64_t head_dim) {
-        // The token's offset in the cache; behind the end, that of the last token.
+        // The token's offset in the cache; past the end, that of the last token.
         auto find = [&](int64_t token) {
             int64_t position = first + std::min(token, num_tokens - 1);
             return (block_table[position / block_size] * block_size + position % block_size) *
@@ -51,12 +51,12 @@ class PrefixAttention {
             const T* value[PAIR];
             for (int i = 0; i < PAIR; i++) {
                 int64_t place = find(token + i), next = find(token + i + AHEAD);
-                fetch(keys + next, head_dim), fetch(values + next, head_dim);
+                prefetch(keys + next, head_dim), prefetch(values + next, head_dim);
                 T* to =
                     &key_panels[token / WIDTH * WIDTH * padded_dim + (token % WIDTH + i) * PAIR];
                 for (int64_t d = 0; d < head_dim; d += PAIR)
                     memcpy(to + d * WIDTH, keys + place + d, PAIR * sizeof(T));
-                // Slots behind the context can be NaN, which a weight of 0 would not remove.
+                // Slots past the context can be NaN, which a weight of 0 would not remove.
                 value[i] = token + i < num_tokens ? values + place : zeros.data();
             }
             for (int64_t d = 0; d < head_dim; d += WIDTH)
@@ -176,7 +176,8 @@ private:
                     narrow(first, second, to + j);
                     sum += first + second;
                 }
-            totals[row] = totals[row] * shrinks[row] + add_up(sum), highest[row] = bases[row];
+            totals[row] = totals[row] * shrinks[row] + horizontal_sum(sum);
+            highest[row] = bases[row];
             if (sums && shrinks[row] != 1)
                 for (int64_t i = 0; i < padded_dim; i++) sums[row * padded_dim + i] *= shrinks[row];
         }
@@ -198,7 +199,7 @@ extern "C" void prefill_attention(const T* query, const T* keys, const T* values
     if (parts.empty()) return;
     Team::form(true, [&] {
         [[maybe_unused]] Tiles tiles;
-        static thread_local PrefixAttention attention;
+        static thread_local PrefillAttention attention;
         Team::get().share(parts.size(), [&](int64_t i) {
             auto [seq, first, kv_head] = parts[i];
             int64_t start = cu_seqlens_q[seq], query_len = cu_seqlens_q[seq + 1] - start;

@@ -57,7 +57,7 @@ class PrepackedWeight(nn.Module):
         return output
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the rows of the weight at `ids` [num_rows], [num_rows, in_features]."""
+        """Return rows `ids` [num_rows] of the weight, as [num_rows, in_features]."""
         assert ids.dtype == torch.int32 and not self.gated
         output = self.panels.new_empty(len(ids), self.in_features)
         call(load(output.dtype).gather_rows, self.panels, ids, output, *output.shape)

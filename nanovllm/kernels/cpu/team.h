@@ -5,7 +5,7 @@
 // A thread can lose its core to another process. The others wait for it only if it holds a task,
 // and at the end of the call, where OpenMP waits for every thread. A waiting thread spins briefly
 // and then sleeps, because an idle core is what makes the system move a thread there. OpenMP's own
-// threads spin for long and can take the core from working threads. `Size` reacts to this.
+// threads spin for long and can take the core from working threads. `TeamSize` reacts to this.
 #pragma once
 #include <atomic>
 #include <ctime>
@@ -22,14 +22,14 @@ static int omp_get_thread_num() { return 0; }
 #endif
 
 // Work on fewer numbers is done by one thread, because waking others takes longer.
-constexpr int64_t SERIAL = 1 << 14;
+constexpr int64_t MIN_PARALLEL = 1 << 14;
 
 // The number of threads of a team: as many as torch has, unless other processes use the cores. If
 // the caller loses a quarter of its time, off its core or waiting for threads that are off theirs,
-// the team gets one thread less. A team of two gets one thread less only if half of the time is
-// lost, because that is what the second thread is worth. If less is lost, the team tries one
-// more. Each failure makes the next attempt later.
-class Size {
+// the team gets one thread fewer. A team of two is reduced only if half of the time is lost,
+// because a second thread at most doubles the speed. If less is lost, the team tries one more. Each
+// failure makes the next attempt later.
+class TeamSize {
     static constexpr double SAMPLE = 0.001;  // seconds between two calls that are measured
     static constexpr double WINDOW = 0.2;    // seconds of measured calls until the size can change
     static constexpr int64_t LONGEST_WAIT = 32;  // in windows
@@ -44,8 +44,8 @@ class Size {
     }
 
 public:
-    static Size& get() {  // of the calling thread
-        static thread_local Size size;
+    static TeamSize& get() {  // of the calling thread
+        static thread_local TeamSize size;
         return size;
     }
 
@@ -112,7 +112,7 @@ public:
     static void form(bool is_worth_it, const Work& work) {
         if (current) return work();
         Team& team = own();
-        Size& size = Size::get();
+        TeamSize& size = TeamSize::get();
         team.num_taken = team.num_done = 0;
         size.begin(is_worth_it);
 #pragma omp parallel num_threads(is_worth_it ? size.find() : 1)
@@ -165,8 +165,8 @@ private:
 // Run task(i) for every i below `num`. A task processes `size` numbers.
 template <class Task>
 static void parallel_for(int64_t num, int64_t size, const Task& task) {
-    int64_t at_once = std::max<int64_t>(1, SERIAL / 2 / size);
-    Team::form(num * size > SERIAL, [&] {
+    int64_t at_once = std::max<int64_t>(1, MIN_PARALLEL / 2 / size);
+    Team::form(num * size > MIN_PARALLEL, [&] {
         Team::get().share((num + at_once - 1) / at_once, [&](int64_t first) {
             for (int64_t i = first * at_once; i < std::min(num, (first + 1) * at_once); i++)
                 task(i);

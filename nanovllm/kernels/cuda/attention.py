@@ -215,7 +215,7 @@ def _prepare(
 
 
 def _choose_tile(is_decode: bool, dim: int, dtype: torch.dtype, major: int) -> _Tile:
-    """Choose the largest tile that fits into the registers, so that the compiler spills none."""
+    """Return tile sizes for which the compiler spills no registers."""
     if dtype == torch.float32:  # GEMM of tiles without matrix instructions
         return _Tile(rows=16, tokens=16, num_warps=4, num_stages=2)
     if is_decode:

@@ -175,7 +175,7 @@ def _attend_to_tile(
         blocks = tl.load(entries)
     slots = blocks * BLOCK_SIZE + (unsigned % BLOCK_SIZE).to(tl.int32)
     offsets = (slots.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM))[:, None] + dims[None, :]  # [N, D]
-    # Slots behind the end of a context can be NaN, and NaN * 0 is NaN, so they are not loaded.
+    # Slots past the end of a context can be NaN, and NaN * 0 is NaN, so they are not loaded.
     is_read = (exists[:, None] | (not IS_MASKED)) & (dims < HEAD_DIM)[None, :]
     key = tl.load(key_ptr + offsets, mask=is_read, other=0.0)
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # [M, N]

@@ -25,8 +25,8 @@ class Launch:
         if self.compiled is not None:
             self.compiled[grid](*args, *self.values)
         else:
-            # The interpreter returns None. FP fusion is explicit, because its default changes with
-            # Triton 3.10.
+            # The interpreter returns None. FP fusion is explicit, so that no default can change
+            # results.
             self.compiled = self.kernel[grid](*args, **self.constants, enable_fp_fusion=True)
 
 

@@ -1,6 +1,6 @@
 """The kernels of layers.py in Triton. A program computes one token or a part of its heads.
 
-They round where the layers that they replace round.
+They round where the replaced layers round, except for SwiGLU, which is rounded only once.
 """
 
 import triton

@@ -43,7 +43,7 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
 
     @staticmethod
     def _can_replace(layer: nn.Module) -> bool:
-        """The layer and its norms are not called. Attention and MLP are, so they can be any."""
+        """The code of the layer and its norms must be known. Attention and MLP are called."""
         if not isinstance(layer, DecoderLayer) or not has_known_code(layer, DecoderLayer):
             return False
         norms = (layer.input_layernorm, layer.post_attention_layernorm)

@@ -1,8 +1,8 @@
 """The sampler for GPUs, in Triton.
 
-To sample, a row of logits is too long for one program. A program finds the best token of a part of
-a row, and torch takes the maximum over the parts. To filter, a program passes over a row several
-times and searches by bisection for the lowest logit that stays.
+A row of logits is too long for one program to sample from. A program finds the best token of a part
+of a row, and torch takes the maximum over the parts. To filter, a program passes over a row several
+times and searches by bisection for the lowest logit to keep.
 """
 
 import torch
