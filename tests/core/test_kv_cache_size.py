@@ -30,7 +30,6 @@ def test_given_bytes_are_divided_into_blocks(make_llm):
         ("0::/docker/unseen", {"memory.max": 400}, 0),
         ("9:memory:/a", {"a/memory.max": 1000}, None),
     ],
-    ids=["unlimited", "own", "parent", "container", "version-1"],
 )
 def test_memory_is_limited_by_cgroups(tmp_path, membership, limits, left):
     """Each cgroup uses 700 bytes, of which 200 can be reclaimed."""
@@ -68,7 +67,7 @@ class FakeGPU:
         return self.taken
 
 
-def count_tokens_on_gpu(free, utilization, max_model_len=1000):
+def count_tokens_on_gpu(free, utilization, max_model_len):
     """Count the tokens that fit into a KV cache where a token takes 1000 bytes."""
     spec = SimpleNamespace(num_layers=125, num_kv_heads=1, head_dim=1, dtype=torch.float32)
     config = Config("", gpu_memory_utilization=utilization)
@@ -79,22 +78,22 @@ def count_tokens_on_gpu(free, utilization, max_model_len=1000):
 
 
 @pytest.mark.parametrize(
-    "free, utilization, num_tokens",
-    [(100_000_000, 0.9, 80_000), (100_000_000, 0.5, 40_000), (40_000_000, 0.9, 28_000)],
+    "free, utilization, max_model_len, num_tokens",
+    [
+        (100_000_000, 0.9, 1000, 80_000),
+        (100_000_000, 0.5, 1000, 40_000),
+        (40_000_000, 0.9, 1000, 28_000),
+        (100_000_000, 0.9, 91, 25_600),
+    ],
 )
-def test_a_gpu_gives_what_weights_and_largest_step_leave(free, utilization, num_tokens):
-    """The limit is a share of the GPU, or 95% of what was free."""
-    assert count_tokens_on_gpu(free, utilization) == num_tokens
-
-
-def test_the_cache_is_no_larger_than_its_use():
-    """256 sequences of 91 tokens use 10 blocks each."""
-    assert count_tokens_on_gpu(100_000_000, 0.9, max_model_len=91) == 256 * 100
+def test_a_gpu_gives_what_the_largest_step_leaves(free, utilization, max_model_len, num_tokens):
+    """The limit is a share of the GPU, 95% of what was free, or what 256 sequences can use."""
+    assert count_tokens_on_gpu(free, utilization, max_model_len) == num_tokens
 
 
 def test_too_little_memory_is_an_error():
     with pytest.raises(ValueError, match="gpu_memory_utilization"):
-        count_tokens_on_gpu(10_000_000, 0.9)
+        count_tokens_on_gpu(10_000_000, 0.9, 1000)
 
 
 @pytest.mark.parametrize("draft_len, num_logits", [(0, 7), (2, MAX_DRAFT_STEP)])

