@@ -99,6 +99,7 @@ def test_engines_are_independent_and_end(tiny, make_llm):
 
 
 def test_torchs_random_state_is_untouched(make_llm):
+    torch.manual_seed(1)
     before = torch.get_rng_state()
     generate_ids(make_llm(), [1, 2, 3])
     assert torch.equal(torch.get_rng_state(), before)
@@ -115,14 +116,15 @@ ACTIONS = ["add", "add", "step", "step", "abort", "generate", "stream"]
 
 
 @given(data=st.data())
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_random_life(tiny, data):
-    """Requests are added, aborted, streamed and generated in any order on a small pool."""
+    """The pool is small, so that requests are preempted."""
     draw = data.draw
+    block_size = draw(st.sampled_from([2, 4, 6]))
     llm = LLM(
         tiny[0],
-        kvcache_block_size=draw(st.sampled_from([2, 4, 5])),
-        num_kvcache_blocks=draw(st.integers(12, 24)),
+        kvcache_block_size=block_size,
+        num_kvcache_blocks=24 // block_size,
         max_num_batched_tokens=draw(st.sampled_from([24, 30, 64])),
         max_num_seqs=draw(st.integers(1, 5)),
         enable_chunked_prefill=draw(st.booleans()),
@@ -136,7 +138,7 @@ def test_random_life(tiny, data):
         outputs.update((output["request_id"], output) for output in llm.step())
         check_invariants(llm)
 
-    for action in draw(st.lists(st.sampled_from(ACTIONS), max_size=30)):
+    for action in draw(st.lists(st.sampled_from(ACTIONS), min_size=10, max_size=30)):
         prompt = random_prompt(draw(st.integers(0, 3)), draw(st.integers(1, 15)))
         num_tokens = draw(st.integers(1, 8))
         params = greedy(num_tokens)

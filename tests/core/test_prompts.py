@@ -38,7 +38,7 @@ def test_a_prompt_is_a_text_or_token_ids(demo):
     "prompts, complaint",
     [
         ([[]], "at least one token"),
-        ([[1, 2], [VOCAB_SIZE]], f"{VOCAB_SIZE}"),
+        ([[1, 2], [1, VOCAB_SIZE]], f"{VOCAB_SIZE}"),
         ([[1, -1]], "-1"),
         ([[1, "a"]], "'str' object cannot be interpreted as an integer"),
         # Arrays have __index__, which raises.

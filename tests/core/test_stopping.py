@@ -73,9 +73,10 @@ def test_min_tokens_bans_eos(tiny, make_llm):
     (eos,) = tiny[1](prompt, 1)
     llm.eos_token_ids = frozenset({eos})
     assert generate_ids(llm, prompt, greedy(20)) == [[eos]]
-    params = SamplingParams(temperature=0.0, max_tokens=20, min_tokens=10)
-    (token_ids,) = generate_ids(llm, prompt, params)
-    assert eos not in token_ids[:10]
+    for min_tokens in (1, 10):
+        params = SamplingParams(temperature=0.0, max_tokens=20, min_tokens=min_tokens)
+        (token_ids,) = generate_ids(llm, prompt, params)
+        assert eos not in token_ids[:min_tokens]
 
 
 def test_stop_strings_need_a_tokenizer(make_llm):
