@@ -1,0 +1,120 @@
+"""The KV cache gets the memory that is left, and the profile run finds out how much that is."""
+
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from conftest import VOCAB_SIZE
+
+from nanovllm.config import MAX_DRAFT_STEP, Config
+from nanovllm.engine.memory import count_blocks, find_available_memory, profile_sampling
+
+BLOCK_BYTES = 4 * 2 * 2 * 2 * 16 * 4  # block size, K and V, layers, KV heads, head_dim, float32
+
+
+def test_given_bytes_are_divided_into_blocks(make_llm):
+    """A given number of blocks has precedence over a number of bytes."""
+    budget = 10 * BLOCK_BYTES + 1
+    for num_kvcache_blocks, expected in ((None, 10), (7, 7)):
+        llm = make_llm(num_kvcache_blocks=num_kvcache_blocks, kvcache_memory_bytes=budget)
+        assert llm.stats["num_blocks"] == expected
+
+
+@pytest.mark.parametrize(
+    "membership, limits, left",
+    [
+        ("0::/", {}, None),
+        ("9:cpu,memory:/a\n0::/a/b", {"a/b/memory.max": 1000, "a/b/memory.high": "max"}, 500),
+        ("0::/a/b", {"a/b/memory.max": 1000, "a/memory.high": 900}, 400),
+        ("0::/docker/unseen", {"memory.max": 400}, 0),
+        ("9:memory:/a", {"a/memory.max": 1000}, None),
+    ],
+)
+def test_memory_is_limited_by_cgroups(tmp_path, membership, limits, left):
+    """Each cgroup uses 700 bytes, of which 200 can be reclaimed."""
+    files = {"proc/self/cgroup": membership}
+    for path, limit in limits.items():
+        group = f"sys/fs/cgroup/{path}".rpartition("/")[0]
+        files[f"sys/fs/cgroup/{path}"] = limit
+        files[f"{group}/memory.current"] = 700
+        files[f"{group}/memory.stat"] = "anon 500\ninactive_file 200"
+    for path, content in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"{content}\n")
+    available = find_available_memory(tmp_path)
+    if left is None:
+        assert available > 2**20
+    else:
+        assert available == left
+    assert find_available_memory(tmp_path / "not-linux") > 2**20
+
+
+class FakeGPU:
+    """A MemoryMeter of a GPU with 100 MB, of which the profile run takes 10 MB."""
+
+    device = torch.device("cuda")
+    total = 100_000_000
+    taken = 0
+
+    def __init__(self, free_before):
+        self.free_before = free_before
+
+    def profile_run(self):
+        self.taken = 10_000_000
+
+    def peak(self):
+        return self.taken
+
+
+def count_tokens_on_gpu(free, utilization, max_model_len):
+    """Count the tokens that fit into a KV cache where a token takes 1000 bytes."""
+    spec = SimpleNamespace(num_layers=125, num_kv_heads=1, head_dim=1, dtype=torch.float32)
+    config = Config("", gpu_memory_utilization=utilization)
+    gpu = FakeGPU(free)
+    num_blocks, line = count_blocks(config, spec, 10, max_model_len, gpu, gpu.profile_run)
+    assert f"{num_blocks} blocks of 10" in line
+    return num_blocks * 10
+
+
+@pytest.mark.parametrize(
+    "free, utilization, max_model_len, num_tokens",
+    [
+        (100_000_000, 0.9, 1000, 80_000),
+        (100_000_000, 0.5, 1000, 40_000),
+        (40_000_000, 0.9, 1000, 28_000),
+        (100_000_000, 0.9, 91, 25_600),
+    ],
+)
+def test_a_gpu_gives_what_the_largest_step_leaves(free, utilization, max_model_len, num_tokens):
+    """The limit is a share of the GPU, 95% of what was free, or what 256 sequences can use."""
+    assert count_tokens_on_gpu(free, utilization, max_model_len) == num_tokens
+
+
+def test_too_little_memory_is_an_error():
+    with pytest.raises(ValueError, match="gpu_memory_utilization"):
+        count_tokens_on_gpu(10_000_000, 0.9, 1000)
+
+
+@pytest.mark.parametrize("draft_len, num_logits", [(0, 7), (2, MAX_DRAFT_STEP)])
+def test_the_profile_run_is_a_largest_step(make_llm, draft_len, num_logits):
+    """A step with drafts has a row of logits for each draft token."""
+    llm = make_llm(max_num_batched_tokens=301, max_num_seqs=7, num_speculative_tokens=draft_len)
+    batch = llm.executor.worker.make_largest_batch()
+    assert len(batch.input_ids) == 301
+    assert len(batch.logits_indices) == num_logits
+    if draft_len == 0:
+        assert batch.max_seqlen_q == llm.max_model_len
+
+
+def test_the_profile_run_ends_with_the_costliest_sampling(make_llm):
+    sample = Mock(wraps=make_llm().model_runner.sample)
+    profile_sampling(sample, 256, torch.zeros(7, VOCAB_SIZE))
+    _, seqs = sample.call_args.args
+    assert max(len(seq.token_ids) for seq in seqs) == 256
+    for seq in seqs:
+        assert seq.params.penalizes
+        assert seq.params.filters
+        assert seq.params.logprobs
+        assert len(seq.token_ids) < seq.min_num_tokens
+        assert seq.stop_token_ids

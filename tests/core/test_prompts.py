@@ -1,0 +1,149 @@
+"""Texts, token ids and conversations become prompts. Those that cannot be served are rejected."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import VOCAB_SIZE, generate_ids, greedy
+from tokenizers.processors import TemplateProcessing
+
+from nanovllm import DEMO_MODEL, LLM
+
+GREEDY = greedy(6)
+TEXT = "What is 1 + 2?"
+HALF_EMOJI = "\ud83d"  # a lone surrogate, which UTF-8 cannot encode
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=512)
+
+
+def ask(content):
+    """A conversation of one message."""
+    return [{"role": "user", "content": content}]
+
+
+def test_a_prompt_is_a_text_or_token_ids(demo):
+    ids = demo.tokenizer.encode(TEXT)
+    (expected,) = generate_ids(demo, ids, GREEDY)
+    for prompt in (TEXT, tuple(ids), [np.uint16(token_id) for token_id in ids]):
+        assert generate_ids(demo, prompt, GREEDY) == [expected]
+    outputs = demo.generate([TEXT, ids], [greedy(1), GREEDY], use_tqdm=False)
+    assert [output["prompt_token_ids"] for output in outputs] == [ids] * 2
+    assert [output["token_ids"] for output in outputs] == [expected[:1], expected]
+    assert demo.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    "prompts, complaint",
+    [
+        ([[]], "at least one token"),
+        ([[1, 2], [1, VOCAB_SIZE]], f"{VOCAB_SIZE}"),
+        ([[1, -1]], "-1"),
+        ([[1, "a"]], "'str' object cannot be interpreted as an integer"),
+        # Arrays have __index__, which raises.
+        ([[1, 2], [torch.tensor(1.5)]], "only integer .* index"),
+        ([[1, 2], [np.array([1, 2])]], "only integer .* index"),
+        ([[1, 2], None], "None"),
+        (None, "None"),
+        ([[1] * 39, [1] * 40], "max_model_len=40"),
+        (["text"], "no tokenizer"),
+    ],
+)
+def test_a_rejected_call_queues_nothing(make_llm, prompts, complaint):
+    llm = make_llm(num_kvcache_blocks=10)
+    for call in (llm.generate, llm.stream):
+        with pytest.raises((ValueError, TypeError), match=complaint):
+            call(prompts, GREEDY)
+    assert llm.is_finished()
+    assert llm.stats["num_waiting"] == 0
+
+
+def test_sampling_params_must_fit_the_prompts(make_llm):
+    llm = make_llm()
+    with pytest.raises(ValueError, match="2 prompts but 1"):
+        llm.generate([[1], [2]], [GREEDY])
+    for params in ({}, 0):
+        with pytest.raises(TypeError, match="sampling_params"):
+            llm.generate([[1]], params)
+
+
+def test_a_prompt_above_the_budget_needs_chunked_prefill(make_llm):
+    with pytest.raises(ValueError, match="max_num_batched_tokens=8"):
+        make_llm(enable_chunked_prefill=False, max_num_batched_tokens=8).add_request([1] * 9)
+
+
+# Chat
+
+
+def test_a_conversation_becomes_a_prompt_by_the_template(demo):
+    conversations = [ask(TEXT), [{"role": "system", "content": "Be brief."}, *ask(TEXT)]]
+    outputs = demo.chat(ask(TEXT), GREEDY, use_tqdm=False)
+    outputs += demo.chat(conversations, GREEDY, use_tqdm=False)
+    for output, messages in zip(outputs, [ask(TEXT), *conversations], strict=True):
+        rendered = demo.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        assert demo.tokenizer.decode(output["prompt_token_ids"]) == rendered
+    assert demo.chat([]) == []
+
+
+def test_text_parts_of_a_message_are_joined(demo):
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "12 + 30?"}]
+    assert demo.encode_chats([ask(parts)]) == demo.encode_chats([ask("What is\n12 + 30?")])
+
+
+@pytest.mark.parametrize(
+    "messages, complaint",
+    [
+        ("hi", "messages"),
+        ([["a"]], "messages do not fit"),
+        ([3], "messages do not fit"),
+        ([*ask(TEXT), "x"], "messages do not fit"),
+        (ask([{"type": "image_url", "image_url": {"url": "x" * 10000}}]), "'image_url'"),
+        (ask(["text"]), "'str'"),
+        (ask([{"type": "text"}]), "'text'"),
+        (ask([{"type": "text", "text": HALF_EMOJI}]), "a conversation contains a lone surrogate"),
+    ],
+)
+def test_an_invalid_conversation_is_rejected(demo, messages, complaint):
+    with pytest.raises((ValueError, TypeError), match=complaint) as caught:
+        demo.chat(messages)
+    assert len(str(caught.value)) < 200
+
+
+def test_a_lone_surrogate_is_rejected(demo):
+    for call in (demo.generate, demo.add_request):
+        with pytest.raises(ValueError, match="lone surrogate"):
+            call(HALF_EMOJI)
+
+
+def test_chat_needs_a_tokenizer(make_llm):
+    with pytest.raises(ValueError, match="no tokenizer"):
+        make_llm().chat(ask(TEXT))
+
+
+def test_a_failing_chat_template_is_a_value_error(demo, monkeypatch):
+    for template in (
+        "{{ messages[0].content + 1 }}",
+        "{{ raise_exception('no') }}",
+        "{{",
+        None,
+    ):
+        monkeypatch.setattr(demo.tokenizer, "chat_template", template)
+        with pytest.raises(ValueError, match="chat template"):
+            demo.chat(ask(TEXT))
+
+
+def test_bos_comes_once(demo, monkeypatch):
+    """As for Llama, the tokenizer puts BOS before a text, and the chat template writes it, too."""
+    bos = "<|endoftext|>"
+    bos_id = demo.tokenizer.convert_tokens_to_ids(bos)
+    expected = [bos_id, *demo.tokenizer.encode(TEXT)]
+    add_bos = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
+    monkeypatch.setattr(demo.tokenizer.backend_tokenizer, "post_processor", add_bos)
+    monkeypatch.setattr(demo.tokenizer, "chat_template", bos + "{{ messages[0].content }}")
+    (text,) = demo.generate(TEXT, GREEDY, use_tqdm=False)
+    (chat,) = demo.chat(ask(TEXT), GREEDY, use_tqdm=False)
+    assert text["prompt_token_ids"] == expected
+    assert chat["prompt_token_ids"] == expected
