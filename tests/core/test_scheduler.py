@@ -51,17 +51,18 @@ def test_a_long_prompt_is_computed_in_chunks():
 @pytest.mark.parametrize(
     "policy, expected",
     [
-        (Scheduler, [{0: 1, 1: 7}, {0: 1, 1: 1}, {0: 1, 1: 1}, {0: 1}]),
-        (PrefillFirstScheduler, [{1: 8}, {0: 1, 1: 1}, {0: 1}, {0: 1}]),
+        (Scheduler, [{0: 1, 1: 6, 2: 1}, {0: 1, 1: 1, 2: 3}, {0: 1, 2: 1}]),
+        (PrefillFirstScheduler, [{1: 6}, {2: 4}, {0: 1, 1: 1, 2: 1}]),
     ],
 )
-def test_a_prompt_arrives_during_a_decode(policy, expected):
-    """Mixed steps serve both. Prefill first delays the decode."""
+def test_prompts_arrive_during_a_decode(policy, expected):
+    """Mixed steps split a prompt and delay no decode. Prefill first delays the decode."""
     scheduler = make_scheduler(policy, budget=8)
     scheduler.add(make_sequence(0, prompt_len=3, max_tokens=10))
     assert run_step(scheduler) == {0: 3}
-    scheduler.add(make_sequence(1, prompt_len=8, max_tokens=2))
-    assert run_steps(scheduler, 4) == expected
+    scheduler.add(make_sequence(1, prompt_len=6, max_tokens=2))
+    scheduler.add(make_sequence(2, prompt_len=4, max_tokens=2))
+    assert run_steps(scheduler, 3) == expected
 
 
 def test_a_prefix_can_be_shared_within_a_step():
@@ -95,6 +96,15 @@ def test_the_newest_sequence_is_preempted_when_blocks_run_out():
     assert scheduler.num_cached_tokens == 0, "counts first admissions only"
 
 
+def test_prefill_first_splits_a_recomputation_that_is_longer_than_a_step():
+    scheduler = make_scheduler(PrefillFirstScheduler, num_blocks=6, budget=7)
+    for seq_id, max_tokens in enumerate([20, 6, 20]):
+        scheduler.add(make_sequence(seq_id, 4, max_tokens))
+    assert run_steps(scheduler, 7) == [{0: 4}, {1: 4}, {2: 4}, *[{0: 1, 1: 1, 2: 1}] * 4]
+    # Sequence 2 is preempted with 9 tokens and no cached block. Then sequence 1 finishes.
+    assert run_steps(scheduler, 4) == [{0: 1, 1: 1}, {2: 7}, {2: 2}, {0: 1, 2: 1}]
+
+
 LOADS = st.tuples(st.integers(1, 16), st.integers(1, 16), st.integers(0, 3))
 
 
@@ -103,7 +113,7 @@ LOADS = st.tuples(st.integers(1, 16), st.integers(1, 16), st.integers(0, 3))
     policy=st.sampled_from([Scheduler, PrefillFirstScheduler]),
     num_blocks=st.integers(8, 20),
     max_num_seqs=st.integers(1, 5),
-    budget=st.integers(1, 40),
+    budget=st.integers(1, 30),
     aborted=st.sets(st.integers(0, 11), max_size=3),
 )
 @settings(max_examples=200, deadline=None, derandomize=True)
