@@ -1,6 +1,9 @@
-"""The block manager: hits, collisions, duplicates and eviction, against a simple model of it."""
+"""A block of the KV cache is shared only by equal prefixes, and overwritten only when it is free.
 
-import pytest
+The examples show block tables as lists of physical blocks. A block holds two tokens, and a new pool
+hands out blocks 0, 1, 2, ... in this order.
+"""
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,205 +12,218 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 
 BLOCK_SIZE = 2
-PARAMS = SamplingParams()
 
 
 class Colliding(BlockManager):
-    """A block manager in which all hashes are one of two values."""
+    """A block manager in which every hash is 0 or 1."""
 
     @classmethod
     def compute_hash(cls, token_ids, prefix=-1):
         return sum(token_ids) % 2
 
 
+def make_sequence(*token_ids):
+    return Sequence(0, token_ids, SamplingParams())
+
+
+def compute(manager, seq):
+    """Do what the scheduler does with all missing tokens of a step."""
+    manager.list_full_blocks(seq, seq.num_computed_tokens, len(seq.token_ids))
+    seq.num_computed_tokens = len(seq.token_ids)
+
+
+def admit(manager, seq):
+    """Give a prompt its blocks and compute it. Return False if there are not enough blocks."""
+    is_admitted = manager.allocate(seq, manager.find_prefix(seq))
+    if is_admitted:
+        compute(manager, seq)
+    return is_admitted
+
+
+def serve(manager, *token_ids):
+    """Admit a prompt, and return its sequence."""
+    seq = make_sequence(*token_ids)
+    assert admit(manager, seq)
+    return seq
+
+
+def find_hits(manager, *token_ids):
+    return [block.block_id for block in manager.find_prefix(make_sequence(*token_ids))]
+
+
+# --- prefix caching
+
+
+def test_equal_prefixes_share_their_full_blocks():
+    manager = BlockManager(10, BLOCK_SIZE)
+    assert serve(manager, 1, 2, 3, 4, 5).block_table == [0, 1, 2]
+    assert serve(manager, 1, 2, 3, 4, 6).block_table == [0, 1, 3]
+    assert serve(manager, 1, 2, 7, 4, 5).block_table == [0, 4, 5]
+    assert [block.ref_count for block in manager.blocks] == [3, 2, 1, 1, 1, 1, 0, 0, 0, 0]
+
+
+def test_equal_tokens_behind_another_prefix_are_no_hit():
+    """K/V depend on all tokens before, so the hash of a block covers the hash before it."""
+    manager = BlockManager(10, BLOCK_SIZE)
+    serve(manager, 1, 2, 3, 4, 5)
+    assert find_hits(manager, 3, 4, 3, 4, 5) == []
+
+
+def test_the_last_token_is_never_a_hit():
+    """The last token must be computed, because its logits choose the next one."""
+    manager = BlockManager(10, BLOCK_SIZE)
+    serve(manager, 1, 2, 3, 4)
+    assert find_hits(manager, 1, 2, 3, 4) == [0]
+
+
+def test_a_hash_collision_is_no_hit():
+    manager = Colliding(10, BLOCK_SIZE)
+    serve(manager, 1, 1, 0, 0, 5)
+    assert find_hits(manager, 0, 2, 0, 0, 5) == []
+
+
+def test_each_engine_has_its_own_128_bit_hashes():
+    """Otherwise a client could prepare collisions."""
+    hashes = []
+    for _ in range(2):
+        manager = BlockManager(10, BLOCK_SIZE)
+        serve(manager, 1, 1, 2)
+        hashes += manager.hash_to_block_id
+    assert hashes[0] != hashes[1]
+    assert max(hashes) > 2**64
+
+
+# --- eviction
+
+
+def test_eviction_is_least_recently_used_and_tail_first():
+    manager = BlockManager(7, BLOCK_SIZE)
+    old = serve(manager, 1, 1, 2, 2, 3, 3, 9)  # in blocks 0 to 3
+    new = serve(manager, 4, 4, 5, 5, 9)  # in blocks 4 to 6
+    manager.free(old)
+    manager.free(new)
+    # Blocks 6 and 3 are not full, so no prompt can hit them.
+    assert list(manager.free_block_ids) == [6, 3, 2, 1, 0, 5, 4]
+    again = serve(manager, 1, 1, 2, 2, 3, 3, 8)
+    assert again.block_table == [0, 1, 2, 6]
+    manager.free(again)
+    assert list(manager.free_block_ids) == [6, 3, 5, 4, 2, 1, 0]
+
+
+def test_an_evicted_block_is_no_hit():
+    manager = BlockManager(3, BLOCK_SIZE)
+    manager.free(serve(manager, 1, 1, 2, 2, 9))
+    assert find_hits(manager, 1, 1, 2, 2, 9) == [0, 1]
+    assert serve(manager, 7, 7, 7).block_table == [2, 1]
+    assert find_hits(manager, 1, 1, 2, 2, 9) == [0]
+
+
+def test_a_pool_can_be_used_up():
+    manager = BlockManager(3, BLOCK_SIZE)
+    seq = serve(manager, 1, 1, 2, 2, 3, 3)
+    seq.token_ids.append(4)
+    assert not manager.grow(seq)
+    assert seq.block_table == [0, 1, 2]
+    manager.free(seq)
+    assert len(manager.free_block_ids) == 3
+
+
+# --- duplicates
+
+
+def make_duplicates():
+    """Two sequences compute the same first block at the same time. Block 0 is listed, 2 is not."""
+    manager = BlockManager(6, BLOCK_SIZE)
+    first = make_sequence(1, 1, 2)
+    second = make_sequence(1, 1, 2, 2, 3)
+    for seq in (first, second):
+        assert manager.allocate(seq, [])
+    for seq in (first, second):
+        compute(manager, seq)
+    assert first.block_table == [0, 1]
+    assert second.block_table == [2, 3, 4]
+    return manager, first, second
+
+
+def test_a_successor_of_a_duplicate_can_be_hit():
+    manager, _, _ = make_duplicates()
+    assert find_hits(manager, 1, 1, 2, 2, 3) == [0, 3]
+
+
+def test_a_listed_copy_is_evicted_after_the_successors_of_its_duplicate():
+    manager, first, second = make_duplicates()
+    manager.free(first)
+    manager.free(second)
+    assert list(manager.free_block_ids) == [2, 4, 1, 5, 3, 0]
+
+
+# --- any order of calls
+
+
 def check(manager, seqs):
+    """Check that the pool, the reference counts and the prefix cache agree."""
     held = [block_id for seq in seqs for block_id in seq.block_table]
     free = list(manager.free_block_ids)
     assert sorted([*set(held), *free]) == list(range(manager.num_blocks))
     for block in manager.blocks:
         assert block.ref_count == held.count(block.block_id)
-        assert block.hash == -1 or manager.hash_to_block_id[block.hash] == block.block_id
-    for hash_, block_id in manager.hash_to_block_id.items():
-        assert manager.blocks[block_id].hash == hash_
-    unlisted = [manager.blocks[block_id].hash == -1 for block_id in free]
-    assert isinstance(manager, Colliding) or unlisted == sorted(unlisted, reverse=True), (
-        "unlisted blocks are taken first"
-    )
+    listed = [(block.hash, block.block_id) for block in manager.blocks if block.hash != -1]
+    assert sorted(manager.hash_to_block_id.items()) == sorted(listed)
+    if not isinstance(manager, Colliding):
+        is_listed = [manager.blocks[block_id].hash != -1 for block_id in free]
+        assert is_listed == sorted(is_listed)
 
 
 def snapshot(manager):
-    blocks = [(b.ref_count, b.hash, tuple(b.token_ids)) for b in manager.blocks]
+    blocks = [(block.ref_count, block.hash, block.token_ids) for block in manager.blocks]
     return list(manager.free_block_ids), dict(manager.hash_to_block_id), blocks
 
 
-def admit(manager, seq):
-    if not manager.allocate(seq, manager.find_prefix(seq)):
-        return False
-    manager.list_full_blocks(seq, seq.num_computed_tokens, len(seq.token_ids))
-    seq.num_computed_tokens = len(seq.token_ids)
-    return True
+TOKENS = st.integers(0, 1)
 
 
 @given(
     data=st.data(),
     num_blocks=st.integers(1, 12),
     manager_class=st.sampled_from([BlockManager, Colliding]),
-    caching=st.booleans(),
+    is_caching=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
-def test_random_life(data, num_blocks, manager_class, caching):
-    """Blocks hold what they claim in any order of calls. `contents` has the prefix of each block."""
-    manager = manager_class(num_blocks, BLOCK_SIZE, caching)
-    live: list[Sequence] = []
-    contents: dict[int, list[int]] = {}
-    for seq_id in range(data.draw(st.integers(1, 25))):
-        action = data.draw(st.sampled_from(["admit", "admit", "gain", "gain", "free"]))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_random_life(data, num_blocks, manager_class, is_caching):
+    """Hits hold the right tokens, failed calls change nothing, and the parts of a manager agree."""
+    manager = manager_class(num_blocks, BLOCK_SIZE, is_caching)
+    live = []
+    contents = {}  # block -> the prefix that ends with it
+    for _ in range(data.draw(st.integers(1, 25))):
         before = snapshot(manager)
+        succeeds = True
+        action = data.draw(st.sampled_from(["admit", "grow", "free"] if live else ["admit"]))
         if action == "admit":
-            seq = Sequence(
-                seq_id, data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=9)), PARAMS
-            )
-            prefix = manager.find_prefix(seq)
-            assert caching or not prefix
-            assert len(prefix) * BLOCK_SIZE < len(seq.token_ids)
-            for i, block in enumerate(prefix):
-                prefix_tokens = seq.token_ids[: (i + 1) * BLOCK_SIZE]
-                assert contents[block.block_id][-BLOCK_SIZE:] == prefix_tokens[-BLOCK_SIZE:], (
-                    "a hit on other tokens"
-                )
-                assert manager_class is Colliding or contents[block.block_id] == prefix_tokens, (
-                    "a hit on another prefix"
-                )
-            if admit(manager, seq):
+            seq = make_sequence(*data.draw(st.lists(TOKENS, min_size=1, max_size=9)))
+            for index, block in enumerate(manager.find_prefix(seq)):
+                assert is_caching
+                end = (index + 1) * BLOCK_SIZE
+                # If hashes collide, only the block's own tokens are known to be equal.
+                begin = end - BLOCK_SIZE if manager_class is Colliding else 0
+                expected = seq.token_ids[begin:end]
+                assert contents[block.block_id][-len(expected) :] == expected
+            succeeds = admit(manager, seq)
+            if succeeds:
                 live.append(seq)
-            else:
-                assert snapshot(manager) == before and seq.block_table == []
-        elif live:
+        else:
             seq = data.draw(st.sampled_from(live))
-            if action == "gain":
-                seq.token_ids.append(data.draw(st.integers(0, 1)))
-                if manager.grow(seq):
-                    manager.list_full_blocks(seq, seq.num_computed_tokens, len(seq.token_ids))
-                    seq.num_computed_tokens = len(seq.token_ids)
-                else:
-                    assert snapshot(manager) == before
-                    seq.token_ids.pop()
+        if action == "grow":
+            seq.token_ids.append(data.draw(TOKENS))
+            succeeds = manager.grow(seq)
+            if succeeds:
+                compute(manager, seq)
             else:
-                manager.free(seq)
-                live.remove(seq)
+                seq.token_ids.pop()
+        if action == "free":
+            manager.free(seq)
+            live.remove(seq)
+        assert succeeds or snapshot(manager) == before
         for seq in live:
-            for i, block_id in enumerate(seq.block_table[: seq.num_computed_tokens // BLOCK_SIZE]):
-                contents[block_id] = seq.token_ids[: (i + 1) * BLOCK_SIZE]
+            for index, block_id in enumerate(seq.block_table):
+                contents[block_id] = seq.token_ids[: (index + 1) * BLOCK_SIZE]
         check(manager, live)
-
-
-def test_shared_within_a_step_and_last_token_recomputed():
-    manager = BlockManager(10, 4)
-    first, second = (Sequence(i, list(range(8)), PARAMS) for i in range(2))
-    assert admit(manager, first)
-    assert admit(manager, second)
-    assert second.block_table[0] == first.block_table[0], "published when planned"
-    assert second.block_table[1] != first.block_table[1], "the last token's logits are needed"
-    assert manager.blocks[first.block_table[0]].ref_count == 2
-
-
-def test_hash_is_chained():
-    one = BlockManager.compute_hash([1, 2, 3])
-    assert one == BlockManager.compute_hash([1, 2, 3]) != BlockManager.compute_hash([1, 2, 4])
-    assert BlockManager.compute_hash([4], one) != BlockManager.compute_hash([4])
-
-
-def test_a_collision_of_other_tokens_is_no_hit():
-    manager = Colliding(10, 2)
-    assert admit(manager, Sequence(0, [1, 1, 0, 0, 5], PARAMS))
-    assert manager.find_prefix(Sequence(1, [0, 2, 0, 0, 5], PARAMS)) == []
-
-
-def test_each_engine_has_hashes_of_its_own():
-    tables = []
-    for _ in range(2):
-        manager = BlockManager(10, 2)
-        assert admit(manager, Sequence(0, [1, 1, 2], PARAMS))
-        tables.append(set(manager.hash_to_block_id))
-    assert not tables[0] & tables[1] and max(tables[0]) > 2**64
-
-
-def test_eviction_is_least_recently_used_and_tail_first():
-    manager = BlockManager(7, 2)
-    old, new = Sequence(0, [1, 1, 2, 2, 3, 3, 9], PARAMS), Sequence(1, [4, 4, 5, 5, 9], PARAMS)
-    assert admit(manager, old) and admit(manager, new)
-    old_table, new_table = old.block_table, new.block_table
-    manager.free(old)
-    manager.free(new)
-    assert list(manager.free_block_ids)[2:] == [
-        old_table[2],
-        old_table[1],
-        old_table[0],
-        new_table[1],
-        new_table[0],
-    ]
-    again = Sequence(2, [1, 1, 2, 2, 3, 3, 9], PARAMS)
-    assert admit(manager, again)
-    assert again.block_table[:3] == old_table[:3]
-    manager.free(again)
-    assert list(manager.free_block_ids)[-5:] == [
-        new_table[1],
-        new_table[0],
-        old_table[2],
-        old_table[1],
-        old_table[0],
-    ]
-
-
-def test_duplicates_do_not_unmap_each_other():
-    """Two sequences compute the same block at once. One copy is listed until it is evicted."""
-    manager = BlockManager(4, 2)
-    first, duplicate = Sequence(0, [1, 1, 2], PARAMS), Sequence(1, [1, 1, 2], PARAMS)
-    assert manager.allocate(first, []) and manager.allocate(duplicate, [])
-    manager.list_full_blocks(first, first.num_computed_tokens, 3)
-    manager.list_full_blocks(duplicate, duplicate.num_computed_tokens, 3)
-    duplicate_table = duplicate.block_table
-    manager.free(duplicate)
-    assert manager.allocate(Sequence(2, [7, 7, 7], PARAMS), [])  # takes the duplicate's blocks
-    assert manager.blocks[duplicate_table[0]].hash == -1
-    assert [
-        block.block_id for block in manager.find_prefix(Sequence(3, [1, 1, 2], PARAMS))
-    ] == first.block_table[:1]
-
-
-def make_duplicates():
-    """Two sequences that computed the same first block separately. Only the second has a tail."""
-    manager = BlockManager(6, 2)
-    first, duplicate = Sequence(0, [1, 1, 2], PARAMS), Sequence(1, [1, 1, 2, 2, 3], PARAMS)
-    assert manager.allocate(first, []) and manager.allocate(duplicate, [])
-    manager.list_full_blocks(first, first.num_computed_tokens, 3)
-    manager.list_full_blocks(duplicate, duplicate.num_computed_tokens, 5)
-    return manager, first, duplicate
-
-
-def test_a_duplicate_can_be_a_parent():
-    manager, first, duplicate = make_duplicates()
-    hits = [block.block_id for block in manager.find_prefix(Sequence(2, [1, 1, 2, 2, 3], PARAMS))]
-    assert hits == [first.block_table[0], duplicate.block_table[1]]
-
-
-def test_a_head_with_a_duplicate_is_not_evicted_before_its_tail():
-    manager, first, duplicate = make_duplicates()
-    head, tail = first.block_table[0], duplicate.block_table[1]
-    manager.free(first)
-    manager.free(duplicate)
-    assert list(manager.free_block_ids)[-2:] == [tail, head]
-
-
-@pytest.fixture(params=[64, 100_000])
-def big_manager(request):
-    yield BlockManager(request.param, 16)
-
-
-def test_whole_pool_can_be_used(big_manager):
-    seq = Sequence(0, [0] * (big_manager.num_blocks * 16), PARAMS)
-    assert admit(big_manager, seq) and not big_manager.free_block_ids
-    seq.token_ids.append(0)
-    assert not big_manager.grow(seq)
-    big_manager.free(seq)
-    assert len(big_manager.free_block_ids) == big_manager.num_blocks
