@@ -1,7 +1,7 @@
 """The C++ kernels are right on this processor, and on lesser ones whose instructions it has too.
 
-Each library is compiled once. All dtypes are tested with native instructions, and with each lesser
-set the dtypes that take a path of their own there.
+A lesser instruction set is tested in one dtype, compiled with few optimizations. With -m sweep it
+is tested in all dtypes, compiled as on such a processor.
 """
 
 import pytest
@@ -23,22 +23,29 @@ from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.prepacked import PrepackedWeight
 
 pytestmark = needs_compiler
-AVX512 = [("x86-64-v4", torch.bfloat16), ("x86-64-v4", torch.float16)]
-AVX2 = [("x86-64-v3", torch.float32), ("x86-64-v3", torch.float16)]
-SSE = [("x86-64", torch.bfloat16), ("x86-64", torch.float16)]
-LESSER = {"AVX512": AVX512 + AVX2 + SSE, "AVX2": SSE}
-BUILDS = [("native", dtype) for dtype in DTYPES]
-BUILDS += LESSER.get(torch.backends.cpu.get_cpu_capability(), [])
+# Each with the dtype that takes the most paths of its own there.
+LESSER = {"x86-64-v4": torch.bfloat16, "x86-64-v3": torch.float16, "x86-64": torch.float16}
+RUNNABLE = {"AVX512": list(LESSER), "AVX2": ["x86-64"]}
 
 
-@pytest.fixture(scope="module", params=BUILDS, ids=str)
+def list_builds():
+    """List further compiler flags, each with a dtype."""
+    builds = [([], dtype) for dtype in DTYPES]
+    for processor in RUNNABLE.get(torch.backends.cpu.get_cpu_capability(), []):
+        flags = [f"-march={processor}"]
+        builds.append(([*flags, "-O1"], LESSER[processor]))
+        for dtype in DTYPES:
+            builds.append(pytest.param((flags, dtype), marks=pytest.mark.sweep))
+    return builds
+
+
+@pytest.fixture(scope="module", params=list_builds(), ids=str)
 def dtype(request):
     """The dtype of the kernels, which are compiled for one instruction set."""
-    processor, dtype = request.param
+    flags, dtype = request.param
     cached = (library.reason_unavailable, library.load, library.has_gemm)
     with pytest.MonkeyPatch.context() as patch:
-        if processor != "native":
-            patch.setattr(library, "FLAGS", [*library.FLAGS, f"-march={processor}"])
+        patch.setattr(library, "FLAGS", library.FLAGS + flags)
         for function in cached:
             function.cache_clear()
         if library.has_gemm(dtype):
@@ -85,13 +92,13 @@ def test_gated_weight_computes_swiglu(in_features, out_features, dtype):
     torch.manual_seed(0)
     plain = torch.randn(2 * out_features, in_features).to(dtype)
     prepacked = PrepackedWeight(plain, gated=True)
-    limits = {"atol": 1e-3, "rtol": 8e-3}
-    if dtype == torch.float32:
-        limits = {"atol": 1e-5, "rtol": 1e-5}
+    atol, rtol = (1e-5, 1e-5) if dtype == torch.float32 else (1e-3, 8e-3)
     for num_rows in (0, 1, 12, 33, 150):
         x = torch.randn(num_rows, in_features).to(dtype) / in_features**0.5
         gate, up = (x.double() @ plain.double().T).chunk(2, dim=-1)
-        torch.testing.assert_close(prepacked.multiply(x).double(), F.silu(gate) * up, **limits)
+        expected = F.silu(gate) * up
+        output = prepacked.multiply(x).double()
+        torch.testing.assert_close(output, expected, atol=atol, rtol=rtol)
 
 
 def test_gated_weight_takes_extreme_gates(dtype):
