@@ -18,13 +18,12 @@ import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock, patch
+from unittest.mock import MagicMock
 
 os.environ["TRITON_INTERPRET"] = "0"
 os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="triton")
@@ -41,32 +40,30 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from nanovllm import LLM, SamplingParams, kernels
-from nanovllm.batch import SamplingBatch
 from nanovllm.engine import model_runner, worker
 from nanovllm.engine.memory import profile_sampling
-from nanovllm.kernels.cuda import (
-    attention,
-    attention_kernels,
-    graphs,
-    layer_kernels,
-    layers,
-    sampler,
-)
+from nanovllm.kernels.cuda import attention, graphs, layers
 from nanovllm.layers.sampler import Sampler
 from nanovllm.packing import pack, unpack
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of a block
-MATRIX = {"wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma", "mma": r"\bmma\.sync"}
-BLOCK_SIZE = 16
+MATRIX_INSTRUCTIONS = ["mma.sync", "wgmma", "tcgen05.mma"]
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+FEW = {  # dtype, head_dim and group_size, by compute capability
+    80: [(BF16, 128, 2)],
+    90: [(BF16, 128, 2), (F32, 128, 7)],
+    100: [(BF16, 128, 2)],
+}
+ALL = list(product((BF16, F16, F32), (64, 80, 96, 128, 256), (1, 2, 4, 7, 8, 16)))
 
 
-def make_driver(arch: int, launched: list[list[str]]) -> SimpleNamespace:
+def make_driver(arch, launched):
     """Make the driver of a GPU. `launched` receives the name and arguments of each kernel."""
 
     def make_launcher(source, metadata):
         def launch(*arguments):
-            # Behind the grid, the stream and hooks.
+            # The kernel's own arguments follow the grid, the stream and hooks.
             own = [getattr(argument, "shape", argument) for argument in arguments[9:]]
             launched.append([source.fn.__name__, *map(str, own)])
 
@@ -89,7 +86,7 @@ def make_driver(arch: int, launched: list[list[str]]) -> SimpleNamespace:
 
 
 @torch.inference_mode()
-def launch_model(dtype: torch.dtype, head_dim: int, group_size: int) -> None:
+def launch_model(dtype, head_dim, group_size):
     """Launch a mixed step of a model, and sample from its logits with noise and filters."""
     spec = make_spec(
         dtype, head_dim, hidden_size=1024, intermediate_size=3072, vocab_size=4100, max_len=4096,
@@ -97,13 +94,13 @@ def launch_model(dtype: torch.dtype, head_dim: int, group_size: int) -> None:
     )  # fmt: skip
     device = torch.device("cuda")
     model = spec.make_model(attention)
-    kernels.kernelize(model, device, dtype)
-    kv_caches = [torch.empty(2, 8, BLOCK_SIZE, 2, head_dim, dtype=dtype) for _ in range(2)]
+    sampler = Sampler(spec.vocab_size)
+    for module in (model, sampler):
+        kernels.kernelize(module, device, dtype)
+    kv_caches = [torch.empty(2, 8, 16, 2, head_dim, dtype=dtype) for _ in range(2)]
     tables = torch.zeros(3, 19, dtype=torch.int32)
     batch = worker.copy_to(make_batch([1, 5, 33], [300, 5, 133], tables), device)
     logits = model.compute_logits(model(batch, kv_caches))
-    sampler = Sampler(spec.vocab_size)
-    kernels.kernelize(sampler, device, dtype)
     for params in (SamplingParams(), SamplingParams(top_p=0.5)):
         rows = make_sampling_batch([params] * 3, [0] * 3, [0] * 3, spec.vocab_size)
         sample(sampler, logits, rows)
@@ -112,7 +109,7 @@ def launch_model(dtype: torch.dtype, head_dim: int, group_size: int) -> None:
 plain_forward = Sampler.forward
 
 
-def sample(sampler: Sampler, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+def sample(sampler, logits, batch):
     """Launch the kernels of the sampler. All tokens are 0."""
     # torch gathers with indices that no kernel has written.
     with suppress(RuntimeError, IndexError):
@@ -120,15 +117,14 @@ def sample(sampler: Sampler, logits: torch.Tensor, batch: SamplingBatch) -> torc
     return torch.zeros(len(logits), dtype=torch.int64)
 
 
-def inspect(kernel: triton.compiler.CompiledKernel) -> dict:
+def inspect(kernel):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
         command = [CUOBJDUMP, "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    constants = {}
-    for path, value in kernel.src.constants.items():
-        constants[kernel.src.fn.arg_names[path[0]]] = value
+    names = kernel.src.fn.arg_names
+    constants = {names[path[0]]: value for path, value in kernel.src.constants.items()}
     ptx = kernel.asm["ptx"]
     return {
         "kernel": kernel.metadata.name,
@@ -138,13 +134,13 @@ def inspect(kernel: triton.compiler.CompiledKernel) -> dict:
         "shared": kernel.metadata.shared,
         "fuses": kernel.metadata.enable_fp_fusion,
         "loops": list(find_loops(ptx)),
-        "matrix": [name for name, pattern in MATRIX.items() if re.search(pattern, ptx)],
+        "matrix": [name for name in MATRIX_INSTRUCTIONS if name in ptx],
     }
 
 
-def find_loops(ptx: str) -> Iterator[int]:
+def find_loops(ptx):
     """Yield the number of lines of each loop."""
-    labels: dict[str, int] = {}
+    labels = {}
     for i, line in enumerate(ptx.splitlines()):
         label = re.match(r"(\$\w+):", line)
         target = re.search(r"\bbra\S*\s+(\$\w+)", line)
@@ -154,66 +150,55 @@ def find_loops(ptx: str) -> Iterator[int]:
             yield i - labels[target[1]]
 
 
-def find_compiled() -> Iterator[triton.compiler.CompiledKernel]:
-    for module in (attention, attention_kernels, layer_kernels, sampler):
-        for kernel in vars(module).values():
-            if isinstance(kernel, JITFunction):
-                for cache, *_ in kernel.device_caches.values():
-                    yield from cache.values()
+def compile_models(models, arch, launched):
+    """Print the kernels of each model, and the launches of two equal steps of the first one.
 
-
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-FEW = {  # dtype, head_dim and group_size, by compute capability
-    80: [(BF16, 128, 2)],
-    90: [(BF16, 128, 2), (F32, 128, 7)],
-    100: [(BF16, 128, 2)],
-}
-ALL = list(product((BF16, F16, F32), (64, 80, 96, 128, 256), (1, 2, 4, 7, 8, 16)))
-
-
-def compile_all(arch: int, models: list[tuple[torch.dtype, int, int]]) -> None:
-    seen: set[int] = set()
-    for dtype, head_dim, group_size in models:
-        launch_model(dtype, head_dim, group_size)
-        setting = {"arch": arch, "dtype": str(dtype), "head_dim": head_dim}
-        for kernel in find_compiled():
-            if id(kernel) not in seen:
-                seen.add(id(kernel))
-                print(json.dumps({**setting, **inspect(kernel)}), flush=True)
-
-
-def launch_twice(launched: list[list[str]]) -> None:
-    """Print the launches of two equal steps, and which of them went through Triton's dispatch."""
+    `dispatched` names the launches that went through Triton's dispatch.
+    """
+    compiled = []
     dispatched = []
+    compile = triton.compiler.compile
     run = JITFunction.run
 
-    def record(kernel: JITFunction, *args: object, **options) -> object:
+    def record_kernel(*args, **options):
+        compiled.append(compile(*args, **options))
+        return compiled[-1]
+
+    def record_dispatch(kernel, *args, **options):
         dispatched.append(kernel.__name__)
         return run(kernel, *args, **options)
 
-    with patch.object(JITFunction, "run", record):
-        for _ in range(2):
-            launched.clear()
-            dispatched.clear()
-            launch_model(BF16, 128, 2)
-            print(json.dumps({"launched": launched, "dispatched": dispatched}))
+    triton.compiler.compile = record_kernel
+    JITFunction.run = record_dispatch
+    for dtype, head_dim, group_size in models[:1] + models:
+        launched.clear()
+        dispatched.clear()
+        launch_model(dtype, head_dim, group_size)
+        print(json.dumps({"launched": launched, "dispatched": dispatched}))
+        while compiled:
+            setting = {"arch": arch, "dtype": str(dtype), "head_dim": head_dim}
+            print(json.dumps({**setting, **inspect(compiled.pop())}), flush=True)
 
 
 LIFE = {  # prompt lengths and sampling params
     "lengths of 1 to 33": ([1, 2, 15, 16, 17, 31, 32, 33], {"temperature": 0.0}),
     "33 of 100, sampled": ([100] * 33, {}),
-    "top-p": ([50, 3], {"top_p": 0.5}),
     "top-k": ([7] * 5, {"top_k": 5}),
     "all filters": ([70] * 3, {"top_p": 0.9, "top_k": 900, "min_p": 0.1}),
-    "penalties, greedy": ([9, 30], {"temperature": 0.0, "repetition_penalty": 1.5}),
-    "logprobs": ([9], {"logprobs": 3}),
+    "penalties and logprobs": ([9, 30], {"repetition_penalty": 1.5, "logprobs": 3}),
     "1,500 tokens": ([1500], {}),
 }
 
 
-def serve(num_heads: int, num_kv_heads: int, vocab_size: int, enforce_eager: bool) -> None:
-    """Run an engine on CPU tensors with kernels that do nothing. Nothing is compiled in fact."""
-    triton.compiler.compile = MagicMock()
+def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
+    """Run an engine on CPU tensors, and print the kernels that Triton is asked to compile."""
+    part = "start"
+
+    def report(fn, **_):
+        print(json.dumps({"part": part, "kernel": fn.name}), flush=True)
+
+    triton.knobs.runtime.jit_post_compile_hook = report
+    triton.compiler.compile = MagicMock()  # no kernel is compiled in fact
     attention.reason_unavailable = lambda *_: None
     graphs.capture = lambda step, device, previous: (SimpleNamespace(replay=lambda: None), step())
     model_runner.find_logprobs = lambda logits, tokens, nums: [{0: 0.0} for _ in nums]
@@ -227,12 +212,6 @@ def serve(num_heads: int, num_kv_heads: int, vocab_size: int, enforce_eager: boo
             directory, attention_backend="triton", device="cpu", max_num_seqs=40,
             max_num_batched_tokens=512, num_kvcache_blocks=600, enforce_eager=enforce_eager,
         )  # fmt: skip
-    part = "start"
-
-    def report(fn: JITFunction, **_) -> None:
-        print(json.dumps({"part": part, "kernel": fn.name}), flush=True)
-
-    triton.knobs.runtime.jit_post_compile_hook = report
     runner = llm.model_runner
     rank = runner.executor.worker
     if not enforce_eager:
@@ -245,15 +224,13 @@ def serve(num_heads: int, num_kv_heads: int, vocab_size: int, enforce_eager: boo
         profile_sampling(runner.sample, rank.max_model_len, logits)
     for name, (lengths, settings) in LIFE.items():
         part = name
-        prompts = []
-        for i, length in enumerate(lengths):
-            prompts.append([(i * 7 + j) % vocab_size for j in range(length)])
+        prompts = [[i + 1] * length for i, length in enumerate(lengths)]
         params = SamplingParams(max_tokens=4, ignore_eos=True, **settings)
         llm.generate(prompts, params, use_tqdm=False)
 
 
-def run(arch: int, is_serving: bool, has_all_models: bool) -> None:
-    launched: list[list[str]] = []
+def run(arch, is_serving, has_all_models):
+    launched = []
     driver.set_active(make_driver(arch, launched))
     kernels.find_optimized_layers = lambda device_type, dtype: layers.OPTIMIZED_LAYERS
     # The tensors of a batch are parts of one, as on a GPU.
@@ -262,11 +239,8 @@ def run(arch: int, is_serving: bool, has_all_models: bool) -> None:
     if is_serving:
         serve(16, 8, 2000, enforce_eager=False)
         serve(14, 2, 1009, enforce_eager=True)
-    elif has_all_models:
-        compile_all(arch, ALL)
     else:
-        launch_twice(launched)
-        compile_all(arch, FEW[arch])
+        compile_models(ALL if has_all_models else FEW[arch], arch, launched)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
-MATRIX = {80: "mma", 90: "wgmma", 100: "tcgen05"}  # of A100, H100, B200
+MATRIX = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}  # of A100, H100, B200
 
 
 def run(*arguments):
