@@ -1,11 +1,7 @@
 """Optimized layers, in C++ and in Triton, compute the same as the plain layers they replace."""
 
-from functools import partial
-
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import make_sampling_batch
 from kernel_helpers import (
     GATES,
     all_dtypes,
@@ -17,9 +13,7 @@ from kernel_helpers import (
 )
 from torch import nn
 
-from nanovllm import SamplingParams
 from nanovllm.kernels.cpu.layers import FastOPTLayer
-from nanovllm.kernels.cpu.prepacked import PrepackedWeight
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.sampler import Sampler
@@ -56,7 +50,9 @@ def test_optimized_layers_match_plain_ones(num_tokens, dtype, language, device):
             outputs.append(attention.norm_and_rotate(heads, norm, (angles.cos(), angles.sin())))
         return outputs
 
-    for output, expected in zip(compute(optimized), compute(layers)):
+    with torch.device("meta"):  # the caller's default device has no effect
+        outputs = compute(optimized)
+    for output, expected in zip(outputs, compute(layers)):
         assert output.is_contiguous()
         check_close(output, expected)
 
@@ -125,55 +121,3 @@ def test_extreme_numbers_give_the_same_infinities_and_nans(dtype, language, devi
 
     outputs = compute(optimize(make_layers(dtype, device), language, dtype))
     torch.testing.assert_close(outputs, compute(make_layers(dtype, device)), equal_nan=True)
-
-
-@all_kernels
-def test_silu_is_exact_to_the_last_digits(language, device):
-    gates = torch.linspace(-86.0, 90.0, 100_001, dtype=torch.float32, device=device)
-    mlp = optimize(make_layers(torch.float32, device)["mlp"], language)
-    output = mlp(torch.cat((gates, torch.ones_like(gates)))[None])[0]
-    tolerance = 5e-7 if language == "cpp" else 1e-5
-    torch.testing.assert_close(output.double(), F.silu(gates.double()), rtol=tolerance, atol=0)
-
-
-@all_kernels
-@pytest.mark.parametrize("is_optimized", [True, False], ids=["kernels", "torch"])
-def test_torch_defaults_do_not_change_layers(is_optimized, language, device):
-    layers = make_layers(torch.bfloat16, device)
-    if is_optimized:
-        optimize(layers, language, torch.bfloat16)
-    new_sampler = type(layers["sampler"])
-    x = torch.randn(4, 80).to(device, torch.bfloat16)
-    heads = x.unflatten(1, (4, 20))
-    angles = torch.randn(2, 4, 1, 10).to(device)
-    positions = torch.arange(4, dtype=torch.int32, device=device)
-    params = [SamplingParams(temperature=t, top_p=p) for t in (0.0, 1.0) for p in (0.5, 1.0)]
-    make_batch = partial(make_sampling_batch, params, [1, 2, 3, 4], [5, 6, 7, 8], 80, device)
-
-    def compute():
-        outputs = [
-            layers["norm"](x[:, :1].repeat(1, 300)),
-            *layers["rotary"](positions),
-            layers["attention"].norm_and_rotate(heads, layers["attention"].q_norm, angles),
-            layers["mlp"](x),
-            new_sampler(80).to(device)(x, make_batch()),
-        ]
-        if PrepackedWeight.can_prepack(x):
-            weight = PrepackedWeight(x)
-            outputs += [weight.multiply(x), weight.rows(positions)]
-        return outputs
-
-    expected = compute()
-    try:
-        torch.set_default_device("meta")
-        torch.set_default_dtype(torch.float64)
-        torch.use_deterministic_algorithms(device == "cpu")  # a GPU has no such cumsum
-        outputs = compute()
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(torch.float32)
-        torch.use_deterministic_algorithms(False)
-    for one, other in zip(outputs, expected):
-        assert one.dtype == other.dtype
-        assert one.device == other.device
-        assert torch.equal(one, other)
