@@ -133,21 +133,8 @@ def inspect(kernel):
         "spilled": used["STACK"] + used["LOCAL"],  # bytes of a thread
         "shared": kernel.metadata.shared,
         "fuses": kernel.metadata.enable_fp_fusion,
-        "loops": list(find_loops(ptx)),
         "matrix": [name for name in MATRIX_INSTRUCTIONS if name in ptx],
     }
-
-
-def find_loops(ptx):
-    """Yield the number of lines of each loop."""
-    labels = {}
-    for i, line in enumerate(ptx.splitlines()):
-        label = re.match(r"(\$\w+):", line)
-        target = re.search(r"\bbra\S*\s+(\$\w+)", line)
-        if label:
-            labels[label[1]] = i
-        elif target and target[1] in labels:
-            yield i - labels[target[1]]
 
 
 def compile_models(models, arch, launched):

@@ -17,7 +17,6 @@ from nanovllm.kernels.cpu import layers as cpu_layers
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
-from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec
 
@@ -87,7 +86,6 @@ def make_layers(dtype, device):
             "rotary": RotaryEmbedding(RopeSpec(spec.rope.inv_freq, attention_factor=1.5)),
             "attention": Attention(spec, torch_backend, ALONE),
             "mlp": mlp,
-            "sampler": Sampler(80),
         }
     )
     return randomize(layers).to(device)

@@ -21,18 +21,15 @@ graphs_and_eager = pytest.mark.parametrize("enforce_eager", [False, True], ids=[
 GREEDY = greedy(40)
 POOL = {"num_kvcache_blocks": 64, "kvcache_block_size": 16}
 PROMPTS = [random_prompt(i, 1 + 7 * i) for i in range(8)]
-ALL_FILTERS = {"top_k": 5, "min_p": 0.02, "temperature": 1.5}
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
 SAMPLED = [
     SamplingParams(seed=1, max_tokens=20),
     SamplingParams(seed=2, max_tokens=20, top_p=0.8),
-    SamplingParams(seed=3, max_tokens=20, **ALL_FILTERS),
-    SamplingParams(seed=4, max_tokens=20, **PENALTIES),
+    SamplingParams(seed=3, max_tokens=20, top_k=5, min_p=0.02, temperature=1.5),
+    SamplingParams(seed=4, max_tokens=20, min_tokens=10, stop_token_ids=[*range(50)], **PENALTIES),
     SamplingParams(seed=5, max_tokens=20, logprobs=3),
-    SamplingParams(seed=6, max_tokens=20, min_tokens=10, stop_token_ids=list(range(50))),
-    SamplingParams(temperature=0.0, max_tokens=20, logprobs=2),
-    SamplingParams(temperature=0.0, max_tokens=20, repetition_penalty=1.2),
-]
+    SamplingParams(temperature=0.0, max_tokens=20, logprobs=2, repetition_penalty=1.2),
+] + [SamplingParams(seed=6, max_tokens=20)] * 2
 
 
 @pytest.fixture

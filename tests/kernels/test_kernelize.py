@@ -1,5 +1,6 @@
 """An engine uses kernels only where they work, and only for code that they know."""
 
+import sys
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -79,30 +80,31 @@ def add_bias(linear):
 
 
 double_heads = partial(double_in_subclass, method="norm_and_rotate")
-CHANGES = [
-    (double_in_subclass, ""),
-    (double_in_subclass, "self_attn"),
-    (double_in_subclass, "mlp"),
-    (double_in_subclass, "input_layernorm"),
-    (double_in_subclass, "post_attention_layernorm"),
-    (double_in_subclass, "self_attn.q_norm"),
-    (double_in_subclass, "self_attn.qkv_proj"),
-    (double_in_subclass, "mlp.down_proj"),
-    (double_heads, "self_attn"),
-    (double_on_instance, "self_attn.o_proj"),
-    (double_on_instance, "input_layernorm"),
-    (double_in_hook, ""),
-    (double_in_hook, "self_attn.k_norm"),
-    (double_in_pre_hook, "mlp.down_proj"),
-    (change_eps, "post_attention_layernorm"),
-    (change_eps, "self_attn.k_norm"),
-    (remove_query_norm, "self_attn"),
-    (add_bias, "mlp.gate_up_proj"),
-]
+CHANGES = {
+    double_in_subclass: [
+        "",
+        "self_attn",
+        "mlp",
+        "input_layernorm",
+        "post_attention_layernorm",
+        "self_attn.q_norm",
+        "self_attn.qkv_proj",
+        "mlp.down_proj",
+    ],
+    double_heads: ["self_attn"],
+    double_on_instance: ["self_attn.o_proj", "input_layernorm"],
+    double_in_hook: ["", "self_attn.k_norm"],
+    double_in_pre_hook: ["mlp.down_proj"],
+    change_eps: ["post_attention_layernorm", "self_attn.k_norm"],
+    remove_query_norm: ["self_attn"],
+    add_bias: ["mlp.gate_up_proj"],
+}
 
 
 @all_kernels
-@pytest.mark.parametrize("change, part", CHANGES)
+@pytest.mark.parametrize(
+    "change, part", [(change, part) for change, parts in CHANGES.items() for part in parts]
+)
 def test_a_changed_layer_keeps_its_effect(change, part, language, device):
     """Subclasses, hooks, assigned methods and other settings are never silently replaced."""
     slots = torch.tensor([*range(9), 51], dtype=torch.int32, device=device)
@@ -163,9 +165,8 @@ def test_auto_skips_a_backend_that_fails_on_this_gpu(monkeypatch, capfd):
     failing = SimpleNamespace(
         PREFERRED_BLOCK_SIZE=256, reason_unavailable=lambda *_: None, store_kvcache=fail
     )
-    modules = {BACKENDS["triton"].module: failing, BACKENDS["torch"].module: torch_backend}
-    monkeypatch.setattr(kernels, "import_module", modules.__getitem__)
-    monkeypatch.setattr(kernels, "BACKENDS", {name: BACKENDS[name] for name in ("triton", "torch")})
+    monkeypatch.setitem(sys.modules, BACKENDS["flash_attn"].module, None)
+    monkeypatch.setitem(sys.modules, BACKENDS["triton"].module, failing)
     monkeypatch.setattr(
         kernels, "check_backend", lambda backend, device, *rest: check_backend(backend, CPU, *rest)
     )
