@@ -74,22 +74,20 @@ def test_backend_matches_the_torch_backend(name, dtype, batch_name, heads, block
 
 
 def attend_by_definition(query, kv_cache, batch, scale):
-    """Attention in float64, one query token at a time."""
+    """Attention in float64, one sequence at a time."""
     block_size, num_kv_heads = kv_cache.shape[2:4]
     group_size = query.shape[1] // num_kv_heads
-    query = query.double()
-    output = torch.empty_like(query)
-    bounds = batch.cu_seqlens_q.tolist()
-    for i, context_len in enumerate(batch.context_lens.tolist()):
+    outputs = []
+    queries = query.double().split(batch.cu_seqlens_q.diff().tolist())
+    for query, context_len, table in zip(queries, batch.context_lens, batch.block_tables.long()):
         positions = torch.arange(context_len)
-        blocks = batch.block_tables[i].long()[positions // block_size]
-        context = kv_cache.double()[:, blocks, positions % block_size]
+        context = kv_cache.double()[:, table[positions // block_size], positions % block_size]
         keys, values = context.repeat_interleave(group_size, dim=2)  # of each query head
-        for token in range(bounds[i], bounds[i + 1]):
-            seen = context_len - (bounds[i + 1] - 1 - token)
-            scores = torch.einsum("hd,thd->ht", query[token], keys[:seen]) * scale
-            output[token] = torch.einsum("ht,thd->hd", scores.softmax(-1), values[:seen])
-    return output
+        scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
+        is_visible = torch.ones_like(scores).tril(context_len - len(query)).bool()
+        weights = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
+    return torch.cat(outputs)
 
 
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)

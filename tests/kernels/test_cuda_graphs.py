@@ -39,32 +39,21 @@ def test_padding_rows_read_and_write_nothing():
     assert torch.equal(padded.block_tables[:3, :2], batch.block_tables)
 
 
-@pytest.fixture
-def make_llm_with_graphs(make_llm, monkeypatch):
-    def capture(step, *_):
-        output = step()
-        return SimpleNamespace(replay=lambda: output.copy_(step())), output
-
-    def make(**options):
-        llm = make_llm(
-            device=DEVICE.type, attention_backend="triton", kvcache_block_size=16, **options
-        )
-        worker = llm.model_runner.executor.worker
-        if not ON_GPU:
-            monkeypatch.setattr(graphs, "capture", capture)
-            sizes = list_batch_sizes(llm.config.max_num_seqs)
-            width = worker.block_table_width
-            with torch.inference_mode():
-                worker.graphs = CudaGraphs(worker.model, worker.kv_caches, sizes, width)
-        return llm
-
-    return make
+def capture_nothing(step, *_):
+    output = step()
+    return SimpleNamespace(replay=lambda: output.copy_(step())), output
 
 
-def test_engine_with_graphs_matches_transformers(tiny, make_llm_with_graphs, monkeypatch):
+def test_engine_with_graphs_matches_transformers(tiny, make_llm, monkeypatch):
     """Of batches that grow and shrink, with padding rows and chunks of one token."""
-    llm = make_llm_with_graphs(max_num_seqs=5, max_num_batched_tokens=5, max_model_len=32)
+    options = {"max_num_seqs": 5, "max_num_batched_tokens": 5, "kvcache_block_size": 16}
+    llm = make_llm(device=DEVICE.type, attention_backend="triton", max_model_len=32, **options)
     worker = llm.model_runner.executor.worker
+    if not ON_GPU:
+        monkeypatch.setattr(graphs, "capture", capture_nothing)
+        width = worker.block_table_width
+        with torch.inference_mode():
+            worker.graphs = CudaGraphs(worker.model, worker.kv_caches, list_batch_sizes(5), width)
     replay = worker.graphs.run
     steps = []
 

@@ -113,10 +113,6 @@ def test_engines_on_the_first_and_the_last_gpu_are_independent(make_llm, expecte
     held += [hidden for _, hidden in worker.graphs.graphs.values()]
     assert {tensor.device for tensor in held} == {last}
     assert torch.cuda.current_device() == 0
-    with torch.cuda.device(last):
-        sampled = [generate_ids(llm, PROMPTS, SAMPLED) for llm in llms]
-        assert torch.cuda.current_device() == last.index
-    assert sampled[0] == sampled[1]
     llms[0].exit()
     assert generate_ids(llms[1], PROMPTS, GREEDY) == expected
 
