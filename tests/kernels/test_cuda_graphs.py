@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import DEVICE, ON_GPU, greedy, make_batch, random_prompt
+from conftest import DEVICE, ON_GPU, generate_ids, greedy, make_batch, random_prompt
 
 from nanovllm.kernels.cuda import graphs
 from nanovllm.kernels.cuda.graphs import CudaGraphs, list_batch_sizes, pack_padded
-from nanovllm.packing import copy_to, unpack
+from nanovllm.packing import unpack
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -27,90 +27,48 @@ def test_little_of_a_graph_is_padding(max_num_seqs):
 
 
 def test_padding_rows_read_and_write_nothing():
-    tokens = torch.randint(99, (3,), dtype=torch.int32)
     batch = make_batch([1] * 3, [5, 3, 8], torch.randint(99, (3, 2), dtype=torch.int32))
-    for name in ("input_ids", "positions", "slot_mapping"):
-        getattr(batch, name).copy_(tokens)
+    for tensor in (batch.input_ids, batch.positions, batch.slot_mapping):
+        tensor.copy_(torch.randint(99, (3,)))
     sizes = [8, 8, 8, 5, 1, 99, 1]
     padded = unpack(pack_padded(batch, sizes), sizes)
     for name in ("input_ids", "positions", "slot_mapping", "context_lens", "logits_indices"):
         padding = -1 if name == "slot_mapping" else 0
         assert getattr(padded, name).tolist() == getattr(batch, name).tolist() + [padding] * 5
     assert padded.cu_seqlens_q.tolist() == list(range(9))
-    assert padded.block_tables.shape == (8, 5)
     assert torch.equal(padded.block_tables[:3, :2], batch.block_tables)
-    assert (padded.max_seqlen_q, padded.max_seqlen_k) == (1, 99)
 
 
-@pytest.fixture
-def make_llm_with_graphs(make_llm, monkeypatch):
-    def capture(step, *_):
-        output = step()
-        return SimpleNamespace(replay=lambda: output.copy_(step())), output
-
-    def make(**options):
-        options |= {"attention_backend": "triton", "kvcache_block_size": 16}
-        llm = make_llm(device=DEVICE.type, **options)
-        worker = llm.model_runner.executor.worker
-        if not ON_GPU:
-            sizes = list_batch_sizes(llm.config.max_num_seqs)
-            width = worker.block_table_width
-            with torch.inference_mode():
-                worker.graphs = CudaGraphs(worker.model, worker.kv_caches, sizes, width)
-        return llm
-
-    if not ON_GPU:
-        monkeypatch.setattr(graphs, "capture", capture)
-    return make
+def capture_nothing(step, *_):
+    output = step()
+    return SimpleNamespace(replay=lambda: output.copy_(step())), output
 
 
-def test_engine_with_graphs_matches_transformers(tiny, make_llm_with_graphs):
-    """With batches that grow and shrink, chunks of one token, preemptions and padding rows."""
-    options = {"num_kvcache_blocks": 6, "max_model_len": 64, "max_num_batched_tokens": 18}
-    llm = make_llm_with_graphs(max_num_seqs=11, **options)
-    prompts = [random_prompt(i, 1 + 5 * i) for i in range(9)]
-    params = [greedy(4 + i % 3) for i in range(9)]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    for i, (prompt, output) in enumerate(zip(prompts, outputs)):
-        assert output["token_ids"] == tiny[1](prompt, 4 + i % 3)
-    assert llm.stats["num_preemptions"]
-
-
-def test_graphs_match_eager_steps_at_every_batch_size(make_llm_with_graphs):
-    """Hidden states and KV caches. Some rows are chunks of one token, without logits."""
-    max_num_seqs = 40 if ON_GPU else 9
-    llm = make_llm_with_graphs(num_kvcache_blocks=90, max_num_seqs=max_num_seqs, max_model_len=32)
+def test_engine_with_graphs_matches_transformers(tiny, make_llm, monkeypatch):
+    """Of batches that grow and shrink, with padding rows and chunks of one token."""
+    options = {"max_num_seqs": 5, "max_num_batched_tokens": 5, "kvcache_block_size": 16}
+    llm = make_llm(device=DEVICE.type, attention_backend="triton", max_model_len=32, **options)
     worker = llm.model_runner.executor.worker
-    for i in range(max_num_seqs):
-        llm.add_request(random_prompt(i, 1 + i % 20), greedy(8))
-    llm.step()
-    running = list(llm.scheduler.running)
-    for seq in running:
-        seq.num_scheduled_tokens = 1
-        seq.num_logits = 1
-        if seq.lane % 3 == 1:
-            seq.num_logits = 0
-            seq.token_ids.append(0)  # the chunk does not end the sequence
-        seq.block_table += [seq.lane + 45] * (2 - len(seq.block_table))
-    before = [torch.randn_like(kv_cache) for kv_cache in worker.kv_caches]
-
-    def run(step, batch):
-        """Return the hidden states and the KV caches after the step."""
-        for kv_cache, saved in zip(worker.kv_caches, before):
-            kv_cache.copy_(saved)
-        hidden = step(batch).clone()
-        return [hidden, *[kv_cache.clone() for kv_cache in worker.kv_caches]]
-
-    def run_eagerly(batch):
-        return worker.model(copy_to(batch, worker.device), worker.kv_caches)
-
-    for num_seqs in range(1, max_num_seqs + 1) if ON_GPU else (9, 8, 5, 3, 1):
+    if not ON_GPU:
+        monkeypatch.setattr(graphs, "capture", capture_nothing)
+        width = worker.block_table_width
         with torch.inference_mode():
-            batch = llm.model_runner.prepare_batch(running[-num_seqs:])
-            eager = run(run_eagerly, batch)
-            replayed = run(worker.graphs.run, batch)
-        assert len(eager[0]) == sum(seq.num_logits for seq in running[-num_seqs:])
-        torch.testing.assert_close(replayed, eager, atol=1e-4, rtol=1e-4)
+            worker.graphs = CudaGraphs(worker.model, worker.kv_caches, list_batch_sizes(5), width)
+    replay = worker.graphs.run
+    steps = []
+
+    def record(batch):
+        steps.append((len(batch.context_lens), len(batch.logits_indices)))
+        return replay(batch)
+
+    monkeypatch.setattr(worker.graphs, "run", record)
+    lengths = [14, 1, 2, 3, 6]  # of the prompts
+    prompts = [random_prompt(i, length) for i, length in enumerate(lengths)]
+    numbers = [8, 5, 7, 5, 4]
+    expected = [tiny[1](prompt, number) for prompt, number in zip(prompts, numbers)]
+    assert generate_ids(llm, prompts, [greedy(number) for number in numbers]) == expected
+    assert {num_seqs for num_seqs, _ in steps} >= {1, 3, 5}
+    assert any(num_seqs > num_logits for num_seqs, num_logits in steps)
 
 
 @pytest.mark.gpu

@@ -2,11 +2,10 @@
 
 import sys
 from importlib import import_module
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import DEVICE, make_batch
 from kernel_helpers import BATCHES, CPU, compare_attention, make_step
 
@@ -17,17 +16,9 @@ FLASH_ATTN = "nanovllm.kernels.cuda.flash_attn"
 
 
 def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    softmax_scale,
-    causal,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
     block_table,
-):
+):  # fmt: skip
     assert causal
     assert k.shape[1] % 256 == 0
     for tensor in (cu_seqlens_q, cu_seqlens_k, block_table):
@@ -41,23 +32,22 @@ def flash_attn_varlen_func(
     return torch_backend.attend(q, torch.stack((k, v)), batch, softmax_scale)
 
 
-def flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens, **options):
-    num_seqs, query_len = q.shape[:2]
-    assert cache_seqlens.dtype == torch.int32
-    bounds = torch.arange(num_seqs + 1, dtype=torch.int32, device=q.device) * query_len
-    contexts = F.pad(cache_seqlens.cumsum(0, dtype=torch.int32), (1, 0))
-    longest = int(cache_seqlens.max())
-    rows = q.flatten(0, 1)
-    lengths = (bounds, contexts, query_len, longest)
-    return flash_attn_varlen_func(rows, k_cache, v_cache, *lengths, **options).view_as(q)
+def flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens, block_table, softmax_scale, causal):
+    assert causal
+    assert cache_seqlens.dtype == block_table.dtype == torch.int32
+    query_lens = [q.shape[1]] * len(q)
+    batch = make_batch(query_lens, cache_seqlens.tolist(), block_table, q.device)
+    kv_cache = torch.stack((k_cache, v_cache))
+    return torch_backend.attend(q.flatten(0, 1), kv_cache, batch, softmax_scale).view_as(q)
 
 
 @pytest.fixture
 def backend(monkeypatch):
     """The backend, imported over the stand-in for the package."""
-    package = ModuleType("flash_attn")
-    package.flash_attn_varlen_func = flash_attn_varlen_func
-    package.flash_attn_with_kvcache = flash_attn_with_kvcache
+    package = SimpleNamespace(
+        flash_attn_varlen_func=flash_attn_varlen_func,
+        flash_attn_with_kvcache=flash_attn_with_kvcache,
+    )
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.delitem(sys.modules, FLASH_ATTN, raising=False)
     yield import_module(FLASH_ATTN)
@@ -72,8 +62,7 @@ def test_flash_attn_receives_the_whole_batch(backend, lengths):
 def test_flash_attn_names_what_it_does_not_support(backend):
     gpu = torch.device("cuda")
     bf16 = torch.bfloat16
-    assert backend.PREFERRED_BLOCK_SIZE == 256
-    assert backend.reason_unavailable(gpu, bf16, 128, 256) is None
+    assert backend.reason_unavailable(gpu, bf16, 128, backend.PREFERRED_BLOCK_SIZE) is None
     assert "CUDA" in backend.reason_unavailable(CPU, bf16, 128, 256)
     assert "256" in backend.reason_unavailable(gpu, bf16, 128, 16)
     assert "dtype" in backend.reason_unavailable(gpu, torch.float32, 128, 256)

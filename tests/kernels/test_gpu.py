@@ -3,13 +3,12 @@
 Attention, layers and CUDA graphs have tests of their own, which use a GPU where there is one.
 """
 
-from functools import partial
-
 import pytest
 import torch
 from conftest import (
     VOCAB_SIZE,
     check_invariants,
+    generate_ids,
     greedy,
     make_checkpoint,
     random_prompt,
@@ -18,26 +17,19 @@ from conftest import (
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 
 pytestmark = pytest.mark.gpu
+graphs_and_eager = pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 GREEDY = greedy(40)
 POOL = {"num_kvcache_blocks": 64, "kvcache_block_size": 16}
 PROMPTS = [random_prompt(i, 1 + 7 * i) for i in range(8)]
+PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
 SAMPLED = [
     SamplingParams(seed=1, max_tokens=20),
-    SamplingParams(seed=2, top_p=0.8, max_tokens=20),
-    SamplingParams(seed=3, top_k=5, min_p=0.02, temperature=1.5, max_tokens=20),
-    SamplingParams(
-        seed=4, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.3, max_tokens=20
-    ),
-    SamplingParams(seed=5, logprobs=3, max_tokens=20),
-    SamplingParams(seed=6, min_tokens=10, stop_token_ids=list(range(50)), max_tokens=20),
-    SamplingParams(temperature=0.0, logprobs=2, max_tokens=20),
-    SamplingParams(temperature=0.0, repetition_penalty=1.2, max_tokens=20),
-]
-
-
-def generate(llm, prompts=PROMPTS, params=GREEDY):
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [output["token_ids"] for output in outputs]
+    SamplingParams(seed=2, max_tokens=20, top_p=0.8),
+    SamplingParams(seed=3, max_tokens=20, top_k=5, min_p=0.02, temperature=1.5),
+    SamplingParams(seed=4, max_tokens=20, min_tokens=10, stop_token_ids=[*range(50)], **PENALTIES),
+    SamplingParams(seed=5, max_tokens=20, logprobs=3),
+    SamplingParams(temperature=0.0, max_tokens=20, logprobs=2, repetition_penalty=1.2),
+] + [SamplingParams(seed=6, max_tokens=20)] * 2
 
 
 @pytest.fixture
@@ -46,7 +38,7 @@ def expected(tiny):
     return [tiny[1](prompt, 40) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@graphs_and_eager
 @pytest.mark.parametrize("chunked", [True, False], ids=["mixed", "prefill first"])
 def test_engine_matches_transformers(make_llm, tiny, chunked, enforce_eager):
     """Twice in a pool that is too small, so with preemptions and prefix hits."""
@@ -59,7 +51,7 @@ def test_engine_matches_transformers(make_llm, tiny, chunked, enforce_eager):
     assert (worker.graphs is None) == enforce_eager
     prompts = [random_prompt(i, length) for i, length in enumerate((1, 15, 16, 17, 33))] * 2
     for _ in range(2):
-        assert generate(llm, prompts, greedy(8)) == [tiny[1](prompt, 8) for prompt in prompts]
+        assert generate_ids(llm, prompts, greedy(8)) == [tiny[1](prompt, 8) for prompt in prompts]
         check_invariants(llm)
     assert llm.stats["num_cached_tokens"]
     assert llm.stats["num_preemptions"]
@@ -80,7 +72,7 @@ def test_logits_are_as_exact_as_those_of_transformers(tmp_path, monkeypatch, dty
 
     monkeypatch.setattr(model, "compute_logits", record)
     prompt = random_prompt(3, 40)
-    generate(llm, [prompt[:length] for length in range(1, 41)], greedy(1))
+    generate_ids(llm, [prompt[:length] for length in range(1, 41)], greedy(1))
     ours = torch.cat(seen).float().cpu()
     with torch.inference_mode():
         theirs = reference(torch.tensor([prompt])).logits[0].float()
@@ -90,22 +82,23 @@ def test_logits_are_as_exact_as_those_of_transformers(tmp_path, monkeypatch, dty
 
 
 def test_a_seed_samples_the_same_tokens_on_both_devices(make_llm):
-    outputs = []
-    for device in ("cpu", "cuda"):
-        outputs.append(make_llm(device=device, **POOL).generate(PROMPTS, SAMPLED, use_tqdm=False))
-    for on_cpu, on_gpu in zip(*outputs):
-        assert on_cpu["token_ids"] == on_gpu["token_ids"]
-        if on_cpu["logprobs"]:
-            expected = pytest.approx(on_cpu["cumulative_logprob"], abs=1e-3, rel=1e-4)
-            assert on_gpu["cumulative_logprob"] == expected
+    on_cpu, on_gpu = [
+        make_llm(device=device, **POOL).generate(PROMPTS, SAMPLED, use_tqdm=False)
+        for device in ("cpu", "cuda")
+    ]
+    for one, other in zip(on_cpu, on_gpu):
+        assert one["token_ids"] == other["token_ids"]
+        if one["logprobs"]:
+            expected = pytest.approx(one["cumulative_logprob"], abs=1e-3, rel=1e-4)
+            assert other["cumulative_logprob"] == expected
 
 
 def test_settings_of_the_caller_change_nothing(make_llm):
-    expected = generate(make_llm(**POOL), params=SAMPLED)
+    expected = generate_ids(make_llm(**POOL), PROMPTS, SAMPLED)
     with torch.device("meta"), torch.autocast("cuda", dtype=torch.float16), torch.enable_grad():
         torch.set_float32_matmul_precision("medium")
         try:
-            assert generate(make_llm(**POOL), params=SAMPLED) == expected
+            assert generate_ids(make_llm(**POOL), PROMPTS, SAMPLED) == expected
         finally:
             torch.set_float32_matmul_precision("highest")
 
@@ -114,50 +107,58 @@ def test_engines_on_the_first_and_the_last_gpu_are_independent(make_llm, expecte
     last = torch.device("cuda", torch.cuda.device_count() - 1)
     llms = [make_llm(device=name, **POOL) for name in ("cuda:0", str(last))]
     for llm in (*llms, *llms):
-        assert generate(llm) == expected
+        assert generate_ids(llm, PROMPTS, GREEDY) == expected
     worker = llms[1].model_runner.executor.worker
     held = [*worker.model.parameters(), *worker.kv_caches, worker.graphs.buffer]
     held += [hidden for _, hidden in worker.graphs.graphs.values()]
     assert {tensor.device for tensor in held} == {last}
     assert torch.cuda.current_device() == 0
-    with torch.cuda.device(last):
-        assert generate(llms[0], params=SAMPLED) == generate(llms[1], params=SAMPLED)
-        assert torch.cuda.current_device() == last.index
     llms[0].exit()
-    assert generate(llms[1]) == expected
+    assert generate_ids(llms[1], PROMPTS, GREEDY) == expected
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_ranks_match_transformers(tiny, expected):
     with LLM(tiny[0], tensor_parallel_size=2, **POOL) as llm:
-        assert generate(llm) == expected
+        assert generate_ids(llm, PROMPTS, GREEDY) == expected
 
 
+@graphs_and_eager
 @pytest.mark.parametrize(
     "params, num_reads",
     [(SAMPLED[0], 1), (SAMPLED[2], 1), (GREEDY, 1), (SAMPLED[3], 1), (SAMPLED[4], 5)],
     ids=["sampled", "filtered", "greedy", "penalties", "logprobs"],
 )
-@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 def test_a_step_synchronizes_the_host_once(make_llm, monkeypatch, enforce_eager, params, num_reads):
     """To read the tokens, and the four columns of log probabilities. torch raises at any other."""
     llm = make_llm(**POOL, enforce_eager=enforce_eager)
+    set_mode = torch.cuda.set_sync_debug_mode
     tolist = torch.Tensor.tolist
     reads = []
 
     def read(tensor):
         mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("default")
+        set_mode("default")
         if tensor.is_cuda:
             reads.append(tensor)
         numbers = tolist(tensor)
-        torch.cuda.set_sync_debug_mode(mode)
+        set_mode(mode)
         return numbers
+
+    def forbid_waiting(function):
+        def call(*args):
+            set_mode("error")
+            try:
+                return function(*args)
+            finally:
+                set_mode("default")
+
+        return call
 
     monkeypatch.setattr(torch.Tensor, "tolist", read)
     for name in ("run", "sample"):
         call = getattr(llm.model_runner, name)
-        monkeypatch.setattr(llm.model_runner, name, partial(without_waiting, call))
+        monkeypatch.setattr(llm.model_runner, name, forbid_waiting(call))
     for prompt in PROMPTS:
         llm.add_request(prompt, params)
     while not llm.is_finished():
@@ -166,36 +167,7 @@ def test_a_step_synchronizes_the_host_once(make_llm, monkeypatch, enforce_eager,
         assert len(reads) == num_reads
 
 
-def without_waiting(function, *args):
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        return function(*args)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("options", [{}, {"num_kvcache_blocks": 2000}], ids=["profiled", "given"])
-@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_nothing_is_compiled_while_serving(tmp_path, monkeypatch, enforce_eager, options):
-    import triton
-
-    make_checkpoint(tmp_path, dtype=torch.bfloat16, vocab_size=128)
-    llm = LLM(str(tmp_path), gpu_memory_utilization=0.2, enforce_eager=enforce_eager, **options)
-    compiled = []
-
-    def record(**details):
-        compiled.append(details)
-
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", record)
-    filtered = {"top_k": 3, "presence_penalty": 1.0, "logprobs": 2}
-    for num_seqs, length in ((1, 1), (3, 17), (33, 100), (2, 200)):
-        prompts = [random_prompt(i, length) for i in range(num_seqs)]
-        for settings in ({"temperature": 0.0}, {}, {"top_p": 0.9}, filtered):
-            generate(llm, prompts, SamplingParams(max_tokens=20, **settings))
-    assert not compiled
-
-
-@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@graphs_and_eager
 def test_memory_stays_within_gpu_memory_utilization(tmp_path, enforce_eager):
     """In the largest steps too, while other tensors hold 2 GiB of the GPU."""
     make_checkpoint(
@@ -211,7 +183,7 @@ def test_memory_stays_within_gpu_memory_utilization(tmp_path, enforce_eager):
         max_tokens=30, ignore_eos=True, top_p=0.9, repetition_penalty=1.1, logprobs=5,
         min_tokens=5, stop_token_ids=[7],
     )  # fmt: skip
-    generate(llm, [random_prompt(i, 200) for i in range(300)], params)
+    generate_ids(llm, [random_prompt(i, 200) for i in range(300)], params)
     taken = free_before - torch.cuda.mem_get_info()[0]
     assert 0.15 * total < taken < 0.2 * total + (256 << 20)
     del other
@@ -223,11 +195,11 @@ def test_the_pool_is_no_larger_than_sequences_can_use():
 
 
 def test_exit_frees_the_memory(make_llm):
-    generate(make_llm(**POOL), params=SAMPLED)  # allocates workspaces of cuBLAS, which stay
+    generate_ids(make_llm(**POOL), PROMPTS, SAMPLED)  # allocates workspaces of cuBLAS, which stay
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     llm = make_llm(num_kvcache_blocks=100_000, kvcache_block_size=16)  # of 8 KB
-    generate(llm, params=SAMPLED)
+    generate_ids(llm, PROMPTS, SAMPLED)
     assert torch.cuda.memory_reserved() > before + 700_000_000
     llm.exit()
     assert torch.cuda.memory_reserved() < before + 100_000_000

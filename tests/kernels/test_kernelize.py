@@ -1,6 +1,6 @@
 """An engine uses kernels only where they work, and only for code that they know."""
 
-from collections.abc import Callable
+import sys
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -9,13 +9,13 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from conftest import DEVICE, greedy, make_batch, random_prompt
+from conftest import DEVICE, generate_ids, greedy, make_batch, random_prompt
 from kernel_helpers import (
     CPU,
     all_kernels,
-    install,
     make_spec,
     needs_triton,
+    optimize,
     randomize,
     triton_layers,
 )
@@ -25,7 +25,6 @@ from nanovllm import kernels
 from nanovllm.backends import BACKENDS
 from nanovllm.kernels.check import check_backend
 from nanovllm.kernels.cpu import attention as cpp_backend
-from nanovllm.kernels.cpu import layers as cpu_layers
 from nanovllm.kernels.cpu import library
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.tensor_parallel import ALONE
@@ -36,27 +35,17 @@ def import_triton_backend():
     return import_module("nanovllm.kernels.cuda.attention")
 
 
-class OtherLayer(DecoderLayer):
-    pass
+def make_decoder_layers(backend):
+    spec = make_spec(torch.float32, qk_norm=True)
+    return randomize(DecoderLayers(DecoderLayer(spec, i, backend, ALONE) for i in range(2)))
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    "last_layer, has_triton_attention",
-    [(DecoderLayer, True), (DecoderLayer, False), (OtherLayer, True)],
-)
-def test_only_known_layers_are_fused(last_layer, has_triton_attention):
-    """FusedLayers needs plain layers, and FusedAttention stores K/V as the triton backend does."""
-    backend = import_triton_backend() if has_triton_attention else torch_backend
-    spec = make_spec(torch.float32)
-    kinds = (DecoderLayer, last_layer)
-    layers = DecoderLayers(kind(spec, 0, backend, ALONE) for kind in kinds)
-    optimized = triton_layers()
-    install(layers, optimized.OPTIMIZED_LAYERS)
-    assert type(layers) is (optimized.FusedLayers if last_layer is DecoderLayer else DecoderLayers)
-    assert type(layers[0].self_attn) is (
-        optimized.FusedAttention if has_triton_attention else Attention
-    )
+def test_fused_attention_needs_the_triton_backend():
+    """It stores K/V as that backend does."""
+    layers = optimize(make_decoder_layers(torch_backend), "triton")
+    assert type(layers) is triton_layers().FusedLayers
+    assert type(layers[0].self_attn) is Attention
 
 
 def double_in_subclass(module, method="forward"):
@@ -90,48 +79,39 @@ def add_bias(linear):
     linear.bias = nn.Parameter(torch.ones_like(linear.weight[:, 0]))
 
 
-CHANGES: list[tuple[Callable[[nn.Module], None], list[str]]] = [
-    (
-        double_in_subclass,
-        [
-            "",
-            "self_attn",
-            "mlp",
-            "input_layernorm",
-            "post_attention_layernorm",
-            "self_attn.q_norm",
-            "self_attn.k_norm",
-            "self_attn.qkv_proj",
-            "mlp.down_proj",
-        ],
-    ),
-    (partial(double_in_subclass, method="norm_and_rotate"), ["self_attn"]),
-    (double_on_instance, ["self_attn.o_proj", "input_layernorm"]),
-    (double_in_hook, ["", "self_attn.k_norm"]),
-    (double_in_pre_hook, ["mlp.down_proj"]),
-    (change_eps, ["post_attention_layernorm", "self_attn.k_norm"]),
-    (remove_query_norm, ["self_attn"]),
-    (add_bias, ["mlp.gate_up_proj"]),
-]
+double_heads = partial(double_in_subclass, method="norm_and_rotate")
+CHANGES = {
+    double_in_subclass: [
+        "",
+        "self_attn",
+        "mlp",
+        "input_layernorm",
+        "post_attention_layernorm",
+        "self_attn.q_norm",
+        "self_attn.qkv_proj",
+        "mlp.down_proj",
+    ],
+    double_heads: ["self_attn"],
+    double_on_instance: ["self_attn.o_proj", "input_layernorm"],
+    double_in_hook: ["", "self_attn.k_norm"],
+    double_in_pre_hook: ["mlp.down_proj"],
+    change_eps: ["post_attention_layernorm", "self_attn.k_norm"],
+    remove_query_norm: ["self_attn"],
+    add_bias: ["mlp.gate_up_proj"],
+}
 
 
 @all_kernels
 @pytest.mark.parametrize(
-    "change, part", [(change, part) for change, parts in CHANGES for part in parts]
+    "change, part", [(change, part) for change, parts in CHANGES.items() for part in parts]
 )
 def test_a_changed_layer_keeps_its_effect(change, part, language, device):
     """Subclasses, hooks, assigned methods and other settings are never silently replaced."""
-    spec = make_spec(torch.float32, qk_norm=True)
-    backend = cpp_backend if language == "cpp" else import_triton_backend()
     slots = torch.tensor([*range(9), 51], dtype=torch.int32, device=device)
     tables = torch.arange(4, dtype=torch.int32).view(2, 2)
     batch = replace(make_batch([9, 1], [9, 20], tables, device), slot_mapping=slots)
     x = torch.randn(10, 32, generator=torch.Generator().manual_seed(1)).to(device)
     angles = torch.linspace(-2, 2, 80, device=device).view(10, 1, 8)
-
-    def make(backend):
-        layers = (DecoderLayer(spec, i, backend, ALONE) for i in range(2))
-        return randomize(DecoderLayers(layers)).to(device)
 
     def compute(layers):
         torch.manual_seed(2)
@@ -140,16 +120,14 @@ def test_a_changed_layer_keeps_its_effect(change, part, language, device):
             output = layers(x.clone(), (angles.cos(), angles.sin()), caches, batch)
         return output[batch.logits_indices]
 
-    plain = make(torch_backend)
+    plain = make_decoder_layers(torch_backend).to(device)
     unchanged = compute(plain)
     change(plain[1].get_submodule(part))
     expected = compute(plain)
-    layers = make(backend)
+    backend = cpp_backend if language == "cpp" else import_triton_backend()
+    layers = make_decoder_layers(backend).to(device)
     change(layers[1].get_submodule(part))
-    if language == "cpp":
-        install(layers, cpu_layers.find_optimized_layers(torch.float32))
-    else:
-        install(layers, triton_layers().OPTIMIZED_LAYERS)
+    optimize(layers, language)
     torch.testing.assert_close(compute(layers), expected, atol=2e-5, rtol=2e-5)
     assert (expected - unchanged).abs().max() > 1e-4
 
@@ -168,12 +146,10 @@ def test_the_check_at_start_finds_wrong_kernels(monkeypatch):
         shorter = replace(batch, context_lens=batch.context_lens.clamp(max=64))
         return torch_backend.attend(query, kv_cache, shorter, scale)
 
-    for name, function in (
-        ("attend", attend_to_64),
-        ("combine_splits_kernel", MagicMock(arg_names=[])),
-    ):
+    no_kernel = MagicMock(arg_names=[])
+    for name, wrong in (("attend", attend_to_64), ("combine_splits_kernel", no_kernel)):
         with monkeypatch.context() as patch:
-            patch.setattr(backend, name, function)
+            patch.setattr(backend, name, wrong)
             backend._prepare.cache_clear()
             with pytest.raises(RuntimeError, match="has an error of"):
                 check()
@@ -189,9 +165,8 @@ def test_auto_skips_a_backend_that_fails_on_this_gpu(monkeypatch, capfd):
     failing = SimpleNamespace(
         PREFERRED_BLOCK_SIZE=256, reason_unavailable=lambda *_: None, store_kvcache=fail
     )
-    modules = {BACKENDS["triton"].module: failing, BACKENDS["torch"].module: torch_backend}
-    monkeypatch.setattr(kernels, "import_module", modules.__getitem__)
-    monkeypatch.setattr(kernels, "BACKENDS", {name: BACKENDS[name] for name in ("triton", "torch")})
+    monkeypatch.setitem(sys.modules, BACKENDS["flash_attn"].module, None)
+    monkeypatch.setitem(sys.modules, BACKENDS["triton"].module, failing)
     monkeypatch.setattr(
         kernels, "check_backend", lambda backend, device, *rest: check_backend(backend, CPU, *rest)
     )
@@ -206,12 +181,8 @@ def test_auto_skips_a_backend_that_fails_on_this_gpu(monkeypatch, capfd):
 @pytest.fixture
 def forget_kernels():
     """Clear the caches of what works here, before and after the test."""
-    cached = (
-        kernels.find_optimized_layers,
-        library.reason_unavailable,
-        library.load,
-        library.has_gemm,
-    )
+    cached = [library.reason_unavailable, library.load, library.has_gemm]
+    cached.append(kernels.find_optimized_layers)
     for function in cached:
         function.cache_clear()
     yield
@@ -239,5 +210,4 @@ def test_without_a_compiler_the_engine_uses_torch(
     assert "plain torch layers, which are slow:" in messages
     assert "no-such-compiler" in messages
     prompt = random_prompt(0, 9)
-    (output,) = llm.generate([prompt], greedy(8), use_tqdm=False)
-    assert output["token_ids"] == tiny[1](prompt, 8)
+    assert generate_ids(llm, [prompt], greedy(8)) == [tiny[1](prompt, 8)]

@@ -53,10 +53,10 @@ def load_in_processes(num_processes):
 @needs_compiler
 def test_the_library_is_compiled_once(cache_dir, monkeypatch):
     monkeypatch.setenv("CXX", f"env {os.environ.get('CXX', 'c++')}")  # a command of two words
-    assert load() == 42
+    load_in_processes(6)
     assert cache_dir.stat().st_mode & 0o777 == 0o700
     (cached,) = cache_dir.iterdir()
-    commands: list[tuple[str, ...]] = []
+    commands = []
     run = subprocess.run
 
     def record(command, **options):
@@ -68,12 +68,6 @@ def test_the_library_is_compiled_once(cache_dir, monkeypatch):
     (only,) = commands
     assert "-E" in only  # the preprocessor names the compiler and the processor
     assert list(cache_dir.iterdir()) == [cached]
-
-
-@needs_compiler
-def test_processes_compile_at_the_same_time(cache_dir):
-    load_in_processes(6)
-    assert len(list(cache_dir.iterdir())) == 1
 
 
 @needs_compiler
@@ -116,7 +110,6 @@ def test_a_library_that_cannot_be_cached_is_used_and_removed(
     cache_dir, monkeypatch, capfd, obstruct
 ):
     obstruct(monkeypatch)
-    assert load() == 42
     assert load() == 42
     assert "every start compiles them" in capfd.readouterr().err
     assert not list(Path(tempfile.gettempdir()).iterdir())

@@ -5,14 +5,10 @@ import torch
 from conftest import DEVICE
 from kernel_helpers import SCALE, make_step
 
-from nanovllm.arithmetic import cdiv
 from nanovllm.layers import attention as torch_backend
 
-triton = pytest.importorskip("triton", reason="triton is not installed")
-import triton.language as tl
-
+pytest.importorskip("triton", reason="triton is not installed")
 from nanovllm.kernels.cuda import attention as triton_backend
-from nanovllm.kernels.cuda import attention_kernels
 
 
 def test_padding_rows_of_a_cuda_graph_are_harmless(monkeypatch):
@@ -25,28 +21,6 @@ def test_padding_rows_of_a_cuda_graph_are_harmless(monkeypatch):
     output = triton_backend.attend(query, kv_cache, batch, SCALE)
     assert output.isfinite().all()
     torch.testing.assert_close(output[[0, 2]], expected[[0, 2]], atol=5e-6, rtol=0)
-
-
-@triton.jit
-def find_tiles_kernel(bounds_ptr, found_ptr, num_seqs, NUM_KV_HEADS):
-    kv_head, seq, tile = attention_kernels._find_tile(bounds_ptr, num_seqs, NUM_KV_HEADS, 64)
-    tl.store(found_ptr + 3 * tl.program_id(0), kv_head)
-    tl.store(found_ptr + 3 * tl.program_id(0) + 1, seq)
-    tl.store(found_ptr + 3 * tl.program_id(0) + 2, tile)
-
-
-@pytest.mark.parametrize("query_lens", [[1], [1, 64, 1, 65, 63, 2, 128], [300]], ids=str)
-def test_prefill_programs_start_with_the_longest_tiles(query_lens):
-    """A late tile attends to more of the context. Last, it would keep other processors waiting."""
-    bounds = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
-    num_programs = 2 * (sum(query_lens) // 64 + len(query_lens))
-    found = torch.full((num_programs, 3), -1, device=DEVICE)
-    find_tiles_kernel[(num_programs,)](bounds, found, len(query_lens), NUM_KV_HEADS=2)
-    expected = []
-    for seq, length in reversed(list(enumerate(query_lens))):
-        for tile in reversed(range(cdiv(length, 64))):
-            expected += [[0, seq, tile], [1, seq, tile]]
-    assert [entry for entry in found.tolist() if entry[2] * 64 < query_lens[entry[1]]] == expected
 
 
 @pytest.mark.parametrize("head_dim, is_decode", [(16, False), (20, True), (32, False)])
