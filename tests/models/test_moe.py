@@ -1,0 +1,138 @@
+"""A layer of experts follows its definition, in float32 to rounding and in 16 bits as closely."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import VOCAB_SIZE
+from torch.nn.functional import silu
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from nanovllm.kernels import capture_decode_steps, kernelize
+from nanovllm.kernels.cpu.library import has_gemm
+from nanovllm.kernels.cpu.prepacked import PrepackedExperts
+from nanovllm.layers import attention
+from nanovllm.layers.rotary import RopeSpec
+from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.models.moe import MoE, MoESpec
+
+SPEC = MoESpec(
+    vocab_size=VOCAB_SIZE,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=48,
+    max_len=64,
+    dtype=torch.float32,
+    hidden_size=40,
+    norm_eps=1e-6,
+    rope=RopeSpec.from_base(1e4, 16),
+    tie_embeddings=True,
+    num_experts=16,
+    num_experts_per_tok=3,
+    expert_size=24,
+    normalize_weights=True,
+    dense_layers=frozenset({0}),
+)
+CPU = torch.device("cpu")
+needs_gemm = pytest.mark.skipif(
+    not has_gemm(torch.bfloat16), reason="no compiler, or AMX that is not allowed"
+)
+
+
+def make_moe(dtype=torch.float32):
+    torch.manual_seed(0)
+    moe = MoE(replace(SPEC, dtype=dtype), TensorParallel()).requires_grad_(False)
+    for parameter in moe.parameters():
+        parameter.normal_(0.0, 0.3)
+    return moe
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_every_token_gets_its_experts(normalize):
+    """One token and one expert at a time, as the definition says. Other experts are not read."""
+    moe = make_moe()
+    moe.normalize_weights = normalize
+    x = torch.randn(5, SPEC.hidden_size)
+    expected = torch.zeros_like(x)
+    others = set(range(SPEC.num_experts))
+    for token, probabilities in enumerate((x @ moe.gate.weight.T).softmax(-1)):
+        chosen = probabilities.argsort(descending=True)[: SPEC.num_experts_per_tok].tolist()
+        total = probabilities[chosen].sum() if normalize else 1
+        for expert in chosen:
+            gate, up = (moe.experts.gate_up_proj[expert] @ x[token]).chunk(2)
+            output = moe.experts.down_proj[expert] @ (silu(gate) * up)
+            expected[token] += output * probabilities[expert] / total
+        others -= set(chosen)
+    assert others
+    moe.experts.gate_up_proj[list(others)] = torch.nan
+    moe.experts.down_proj[list(others)] = torch.nan
+    torch.testing.assert_close(moe(x), expected)
+
+
+@pytest.mark.parametrize("is_prepacked", [False, pytest.param(True, marks=needs_gemm)])
+def test_bfloat16_is_closer_to_float32_than_transformers(is_prepacked):
+    """Weights, sums and SwiGLU round less often.
+
+    With prepacked weights a token's result does not depend on the batch, to the bit.
+    """
+    moe = make_moe(torch.bfloat16)
+    x = torch.randn(50, SPEC.hidden_size).bfloat16()
+    config = Qwen3MoeConfig(
+        num_experts=SPEC.num_experts,
+        num_experts_per_tok=SPEC.num_experts_per_tok,
+        moe_intermediate_size=SPEC.expert_size,
+        norm_topk_prob=True,
+        hidden_size=SPEC.hidden_size,
+    )
+    block = Qwen3MoeSparseMoeBlock(config).bfloat16().requires_grad_(False)
+    block.load_state_dict(moe.state_dict())
+    theirs = block(x[None])[0]
+    exact = make_moe()
+    exact.load_state_dict(moe.state_dict())
+    logits = moe.gate(x).float()
+    exact.gate.forward = lambda x: logits  # or near ties would choose other experts
+    expected = exact(x.float())
+    if is_prepacked:
+        kernelize(moe, CPU, torch.bfloat16)
+        assert type(moe.experts) is PrepackedExperts
+        assert not list(moe.parameters())
+    output = moe(x)
+    limit = 0.65 if is_prepacked else 0.9
+    assert (output - expected).norm() < limit * (theirs - expected).norm()
+    if is_prepacked:
+        for rows in (slice(0, 1), slice(7, 8), slice(3, 40)):
+            assert torch.equal(moe(x[rows]), output[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_kernelized", [True, False])
+def test_rounding_decides_only_near_ties(is_kernelized, dtype):
+    """Experts come in pairs of almost equal probability, so the third choice is a near tie."""
+    moe = make_moe(dtype)
+    rows = moe.gate.weight
+    rows[8:] = rows[:8] * (1 + torch.finfo(dtype).eps * torch.randn(rows[:8].shape)).to(dtype)
+    x = torch.randn(100, SPEC.hidden_size).to(dtype)
+    exact = (x.float() @ rows.float().T).softmax(-1)
+    choices = []
+    moe.experts.register_forward_pre_hook(lambda module, args: choices.append(args[1]))
+    if is_kernelized:
+        kernelize(moe, CPU, dtype)
+    moe(x)
+    (chosen,) = choices
+    worst = exact.gather(1, chosen).amin(1)
+    gaps = (exact.topk(3).values[:, -1] / worst).log()
+    assert 0.0 < gaps.max() < 16 * torch.finfo(dtype).eps
+
+
+def test_steps_with_experts_run_eager(monkeypatch):
+    """Shapes depend on the routing. A model with dense layers only is captured."""
+    monkeypatch.setattr("nanovllm.kernels.CudaGraphs", lambda *arguments: "captured")
+    backend = SimpleNamespace(SUPPORTS_CUDA_GRAPHS=True)
+    kv_caches = [SimpleNamespace(device=torch.device("cuda"))]
+    for dense_layers, expected in (({0}, None), ({0, 1}, "captured")):
+        model = replace(SPEC, dense_layers=frozenset(dense_layers)).make_model(attention)
+        assert capture_decode_steps(model, backend, kv_caches, 8, 4) == expected
