@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import edit_config, generate_ids, greedy, make_checkpoint
 from huggingface_hub.utils import filter_repo_objects
-from test_families import make_family
+from test_families import YARN, make_family
+from test_weights import load, reject
 
 from nanovllm import DEMO_MODEL, LLM
 from nanovllm.models.checkpoint import find_checkpoint
@@ -22,7 +23,6 @@ SIZES = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
-YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
 LONGROPE = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8, factor=2.0)
 PARTIAL = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
 WINDOW = dict(use_sliding_window=True, sliding_window=8, max_window_layers=1, layer_types=None)
@@ -33,15 +33,6 @@ INF, NAN = float("inf"), float("nan")
 def checkpoint(tmp_path):
     make_checkpoint(tmp_path)
     return tmp_path
-
-
-def load(directory, **options):
-    return LLM(directory, num_kvcache_blocks=16, **options)
-
-
-def reject(complaint, directory, **options):
-    with pytest.raises(ValueError, match=complaint):
-        load(directory, **options)
 
 
 def write_json(path, content):

@@ -25,9 +25,6 @@ from transformers import (
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers.rotary import RotaryEmbedding
-from nanovllm.models.checkpoint import read_config
-from nanovllm.models.config import read_spec
 
 LLAMA3 = dict(
     rope_type="llama3",
@@ -37,6 +34,9 @@ LLAMA3 = dict(
     low_freq_factor=1.0,
     high_freq_factor=4.0,
 )
+LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=4.0)
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
+YARN_SCALES = dict(beta_fast=16.0, truncate=False, mscale=0.7, mscale_all_dim=0.3)
 DYNAMIC = dict(rope_type="dynamic", rope_theta=100.0, factor=2.0)
 UNUSED_WINDOW = dict(use_sliding_window=False, sliding_window=8, max_window_layers=1)
 OPT = dict(ffn_dim=40)
@@ -50,6 +50,9 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama-3.1": (LlamaConfig, dict(rope_parameters=LLAMA3)),
     "llama-biases": (LlamaConfig, dict(attention_bias=True, mlp_bias=True)),
     "llama-dynamic": (LlamaConfig, dict(rope_parameters=DYNAMIC)),
+    "llama-linear": (LlamaConfig, dict(rope_parameters=LINEAR)),
+    "llama-yarn": (LlamaConfig, dict(rope_parameters=YARN)),
+    "llama-yarn-scales": (LlamaConfig, dict(rope_parameters=YARN | YARN_SCALES)),
     "mistral": (MistralConfig, dict(sliding_window=None)),
     "mistral-wide-window": (MistralConfig, dict(sliding_window=4096)),
     "ministral": (MinistralConfig, dict(layer_types=["full_attention"] * 2)),
@@ -84,14 +87,14 @@ def make_family(directory, name, **changes):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_match_transformers(tmp_path, name):
-    """Cold and from a warm cache, in chunks, and after preemptions."""
+    """Cold and from a warm cache, in chunks, after preemptions, whatever the default device is."""
     oracle = make_family(tmp_path, name)
     prompts = [random_prompt(length, length) for length in (1, 4, 5, 33, 100)]
     prompts.append(prompts[-1][:50] + random_prompt(0, 10))
     expected = [oracle(prompt, 20) for prompt in prompts]
     for size in (1, 2) if name in SHARDED else (1,):
         options = {**POOL, "max_num_batched_tokens": 24, "tensor_parallel_size": size}
-        with LLM(tmp_path, **options) as llm:
+        with torch.device("meta"), LLM(tmp_path, **options) as llm:
             for _ in range(2):
                 assert generate_ids(llm, prompts, greedy(20)) == expected
                 check_invariants(llm)
@@ -135,39 +138,6 @@ def test_low_precision_is_as_exact_as_transformers(tmp_path, name, dtype, size):
     assert (ours - exact).norm() < 1.5 * (theirs - exact).norm()
 
 
-YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=64)
-OTHER_YARN = dict(
-    rope_type="yarn",
-    rope_theta=1e4,
-    factor=8.0,
-    beta_fast=16.0,
-    truncate=False,
-    mscale=0.7,
-    mscale_all_dim=0.3,
-)
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        dict(rope_type="default", rope_theta=1e6),
-        dict(rope_type="linear", rope_theta=1e4, factor=4.0),
-        YARN,
-        OTHER_YARN,
-        LLAMA3,
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
-def test_rope_frequencies_are_identical_to_transformers(tmp_path, rope):
-    """Bitwise, whatever the caller's default device is."""
-    model = make_checkpoint(tmp_path, family=LlamaConfig, rope_parameters=rope)
-    with torch.device("meta"):
-        spec = read_spec(read_config(tmp_path), torch.float32, num_ranks=1)
-    theirs = model.model.rotary_emb
-    assert torch.equal(RotaryEmbedding(spec.rope).inv_freq, theirs.inv_freq)
-    assert spec.rope.attention_factor == theirs.attention_scaling
-
-
 def test_opt_uses_all_learned_positions(tmp_path):
     oracle = make_family(tmp_path, "opt")
     prompt = random_prompt(1, 250)
@@ -179,7 +149,7 @@ def test_opt_uses_all_learned_positions(tmp_path):
         LLM(tmp_path, max_model_len=257)
 
 
-@pytest.mark.parametrize("name", ["opt-untied-narrow", "qwen3-moe-mixed"])
+@pytest.mark.parametrize("name", ["opt", "qwen3-moe-mixed"])
 def test_dummy_weights_are_the_same_on_any_number_of_ranks(tmp_path, name):
     """Norms are 1 and biases 0."""
     make_family(tmp_path, name)
@@ -197,10 +167,9 @@ def test_dummy_weights_are_the_same_on_any_number_of_ranks(tmp_path, name):
     assert len(set(map(tuple, found[0]))) > 1
 
 
-def test_the_number_of_experts_has_two_names(tmp_path):
+def test_the_number_of_experts_has_a_second_name(tmp_path):
     oracle = make_family(tmp_path, "qwen3-moe")
     path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"num_local_experts"', '"num_experts"'))
     prompt = random_prompt(1, 9)
-    for name, other in (("num_local_experts", "num_experts"), ("num_experts", "num_local_experts")):
-        path.write_text(path.read_text().replace(f'"{other}"', f'"{name}"'))
-        assert generate_ids(LLM(tmp_path, **POOL), [prompt], greedy(8)) == [oracle(prompt, 8)]
+    assert generate_ids(LLM(tmp_path, **POOL), [prompt], greedy(8)) == [oracle(prompt, 8)]

@@ -14,29 +14,22 @@ from nanovllm.kernels import capture_decode_steps, kernelize
 from nanovllm.kernels.cpu.library import has_gemm
 from nanovllm.kernels.cpu.prepacked import PrepackedExperts
 from nanovllm.layers import attention
-from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.tensor_parallel import TensorParallel
-from nanovllm.models.moe import MoE, MoESpec
+from nanovllm.models.config import read_spec
+from nanovllm.models.moe import MoE
 
-SPEC = MoESpec(
+CONFIG = Qwen3MoeConfig(
+    architectures=["Qwen3MoeForCausalLM"],
     vocab_size=VOCAB_SIZE,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=48,
-    max_len=64,
-    dtype=torch.float32,
     hidden_size=40,
-    norm_eps=1e-6,
-    rope=RopeSpec.from_base(1e4, 16),
-    tie_embeddings=True,
+    num_hidden_layers=2,
     num_experts=16,
     num_experts_per_tok=3,
-    expert_size=24,
-    normalize_weights=True,
-    dense_layers=frozenset({0}),
+    moe_intermediate_size=24,
+    norm_topk_prob=True,
+    mlp_only_layers=[0],
 )
+SPEC = read_spec(CONFIG, torch.float32, num_ranks=1)
 CPU = torch.device("cpu")
 needs_gemm = pytest.mark.skipif(
     not has_gemm(torch.bfloat16), reason="no compiler, or AMX that is not allowed"
@@ -81,14 +74,7 @@ def test_bfloat16_is_closer_to_float32_than_transformers(is_prepacked):
     """
     moe = make_moe(torch.bfloat16)
     x = torch.randn(50, SPEC.hidden_size).bfloat16()
-    config = Qwen3MoeConfig(
-        num_experts=SPEC.num_experts,
-        num_experts_per_tok=SPEC.num_experts_per_tok,
-        moe_intermediate_size=SPEC.expert_size,
-        norm_topk_prob=True,
-        hidden_size=SPEC.hidden_size,
-    )
-    block = Qwen3MoeSparseMoeBlock(config).bfloat16().requires_grad_(False)
+    block = Qwen3MoeSparseMoeBlock(CONFIG).bfloat16().requires_grad_(False)
     block.load_state_dict(moe.state_dict())
     theirs = block(x[None])[0]
     exact = make_moe()

@@ -14,10 +14,9 @@ from nanovllm import LLM
 
 UP = "model.layers.1.mlp.up_proj.weight"
 FREQUENCIES = "model.layers.0.self_attn.rotary_emb"
-K_BIAS = "model.decoder.layers.1.self_attn.k_proj.bias"
 PROJECTION = "model.decoder.project_in.weight"
 POSITIONS = "decoder.embed_positions.weight"
-MOE = "model.layers.1.mlp"
+EXPERTS = "model.layers.1.mlp.experts"
 
 
 @pytest.fixture
@@ -47,13 +46,10 @@ def reject(complaint, directory, **options):
         ("qwen3", {"lm_head.weight": ones(97, 32)}, "lm_head.weight differs"),
         ("qwen3", {f"{FREQUENCIES}.weight": ones(8)}, f"unexpected.*: {FREQUENCIES}.weight"),
         ("opt-350m", {PROJECTION: None}, f"missing tensors: {PROJECTION}"),
-        ("opt-350m", {K_BIAS: ones(33)}, rf"{K_BIAS} has shape \[33\], the model needs \[32\]"),
-        ("opt-350m", {"lm_head.weight": ones(97, 24)}, "lm_head.weight differs"),
         ("opt", {POSITIONS: ones(258, 32)}, f"repeated tensors: .*{POSITIONS}"),
         ("opt", {f"model.{POSITIONS}": ones(256, 32)}, r"has shape \[256, 32\].* \[258, 32\]"),
-        ("qwen3-moe", {f"{MOE}.experts.3.up_proj.weight": None}, "missing .*experts.3.up_proj"),
-        ("qwen3-moe", {f"{MOE}.experts.8.up_proj.weight": ones(24, 32)}, "unexpected .*experts.8"),
-        ("qwen3-moe", {f"{MOE}.gate.e_score_correction_bias": ones(8)}, "unexpected .*correction"),
+        ("qwen3-moe", {f"{EXPERTS}.3.up_proj.weight": None}, "missing .*experts.3.up_proj"),
+        ("qwen3-moe", {f"{EXPERTS}.8.up_proj.weight": ones(24, 32)}, "unexpected .*experts.8"),
     ],
 )
 def test_tensors_that_do_not_fit(tmp_path, family, changes, complaint):
@@ -151,10 +147,7 @@ def test_a_checkpoint_without_weights_needs_dummy_weights(checkpoint):
     assert [len(ids) for ids in generate_ids(llm, [[1, 2], [3]], greedy(4))] == [4, 4]
 
 
-@pytest.mark.parametrize("dtype", ["float32", None])
-def test_a_truncated_file_is_named(checkpoint, dtype):
-    """Also if only the dtype is read."""
-    edit_config(checkpoint, dtype=dtype)
+def test_a_truncated_file_is_named(checkpoint):
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     reject(str(path), checkpoint)
