@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import edit_config, generate_ids, greedy, make_checkpoint
+from conftest import edit_config, generate_ids, greedy, make_checkpoint, random_prompt
 from huggingface_hub.utils import filter_repo_objects
 from test_families import YARN, make_family
 from test_weights import load, reject
@@ -56,7 +56,6 @@ INVALID = [
     ({"rope_parameters": None, "rope_theta": 0}, "rope_theta"),
     ({"vocab_size": None}, "vocab_size"),
     ({"num_attention_heads": 5}, "num_key_value_heads"),
-    ({"architectures": {"Qwen3ForCausalLM": 0}, "vocab_size": 0}, "(vocab_size|architectures)"),
     ({"dtype": "foo"}, "foo"),
 ]
 
@@ -77,7 +76,6 @@ def test_invalid_configs_are_rejected(checkpoint, changes, complaint):
         ("qwen3", {"rope_parameters": LONGROPE}, "longrope"),
         ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("qwen3", {"dtype": "float8_e4m3fn"}, "dtype must be one of .*float8_e4m3fn"),
-        ("qwen3", {"dtype": "int8"}, "dtype must be one of .*int8"),
         ("qwen3", {"hidden_act": "gelu"}, "hidden_act must be one of 'silu'"),
         ("opt", {"activation_function": "gelu"}, "activation_function must be one of 'relu'"),
         ("llama-2", {"rope_parameters": PARTIAL}, "partial_rotary_factor"),
@@ -87,9 +85,7 @@ def test_invalid_configs_are_rejected(checkpoint, changes, complaint):
         ("qwen2", WINDOW, "sliding-window"),
         ("opt", {"num_attention_heads": 5}, "hidden_size=32 must be a multiple of"),
         ("opt", {"ffn_dim": 0}, "ffn_dim must be at least 1"),
-        ("opt", {"word_embed_proj_dim": "24"}, "word_embed_proj_dim"),
         ("qwen3-moe", {"num_experts_per_tok": 9}, "at least 1 and at most 8, not 9"),
-        ("qwen3-moe", {"num_experts_per_tok": 0}, "num_experts_per_tok must be at least 1"),
         ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be at least 1"),
         ("qwen3-moe", {"moe_intermediate_size": 0}, "moe_intermediate_size must be at least 1"),
         ("qwen3-moe", {"num_experts": 0, "num_local_experts": 0}, "num_experts must be at least 1"),
@@ -134,19 +130,13 @@ def test_no_code_is_run_and_no_network_asked(checkpoint, monkeypatch):
     reject("config.json: .*custom code", checkpoint)
 
 
-def test_old_style_rope_fields_have_the_same_meaning(checkpoint):
+def test_old_style_rope_fields_have_the_same_meaning(tmp_path):
     """rope_theta and rope_scaling of transformers 4."""
-    new = {"rope_type": "linear", "rope_theta": 30.0, "factor": 2.0}
-    old = {"rope_theta": 30.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    path = checkpoint / "config.json"
-    config = json.loads(path.read_text())
-    del config["rope_parameters"]
-    found = []
-    for fields in ({"rope_parameters": new}, old, {}):
-        write_json(path, config | fields)
-        found.append(generate_ids(load(checkpoint), [[5, 6, 7, 8] * 5], greedy(16)))
-    assert found[0] == found[1]
-    assert found[0] != found[2]
+    oracle = make_family(tmp_path, "llama-linear")
+    scaling = {"type": "linear", "factor": 4.0}
+    edit_config(tmp_path, rope_parameters=None, rope_theta=1e4, rope_scaling=scaling)
+    prompt = random_prompt(1, 20)
+    assert generate_ids(load(tmp_path), [prompt], greedy(16)) == [oracle(prompt, 16)]
 
 
 DAMAGED = [b"", b"{", b"[]", b"5", b"null", b"\xff\xfe\x00", b"[" * 10**5]

@@ -68,7 +68,7 @@ def test_every_token_gets_its_experts(normalize):
 
 @pytest.mark.parametrize("is_prepacked", [False, pytest.param(True, marks=needs_gemm)])
 def test_bfloat16_is_closer_to_float32_than_transformers(is_prepacked):
-    """Weights, sums and SwiGLU round less often.
+    """Weights, sums and SwiGLU round less often. The router's choice rounds only its logits.
 
     With prepacked weights a token's result does not depend on the batch, to the bit.
     """
@@ -92,26 +92,6 @@ def test_bfloat16_is_closer_to_float32_than_transformers(is_prepacked):
     if is_prepacked:
         for rows in (slice(0, 1), slice(7, 8), slice(3, 40)):
             assert torch.equal(moe(x[rows]), output[rows])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("is_kernelized", [True, False])
-def test_rounding_decides_only_near_ties(is_kernelized, dtype):
-    """Experts come in pairs of almost equal probability, so the third choice is a near tie."""
-    moe = make_moe(dtype)
-    rows = moe.gate.weight
-    rows[8:] = rows[:8] * (1 + torch.finfo(dtype).eps * torch.randn(rows[:8].shape)).to(dtype)
-    x = torch.randn(100, SPEC.hidden_size).to(dtype)
-    exact = (x.float() @ rows.float().T).softmax(-1)
-    choices = []
-    moe.experts.register_forward_pre_hook(lambda module, args: choices.append(args[1]))
-    if is_kernelized:
-        kernelize(moe, CPU, dtype)
-    moe(x)
-    (chosen,) = choices
-    worst = exact.gather(1, chosen).amin(1)
-    gaps = (exact.topk(3).values[:, -1] / worst).log()
-    assert 0.0 < gaps.max() < 16 * torch.finfo(dtype).eps
 
 
 def test_steps_with_experts_run_eager(monkeypatch):

@@ -49,4 +49,7 @@ def join_as_rank_1(model, environment, log, is_failing):
     Worker.disconnect = lambda self: print("disconnected", file=sys.stderr)
     if is_failing:
         Worker.compute = lambda *args: 1 / 0
-    LLM(model, tensor_parallel_size=2, num_kvcache_blocks=64, kvcache_block_size=4)
+    try:
+        LLM(model, tensor_parallel_size=2, num_kvcache_blocks=64, kvcache_block_size=4)
+    finally:
+        print("unwound", file=sys.stderr)
