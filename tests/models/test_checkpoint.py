@@ -43,16 +43,14 @@ INVALID = [
     *[({name: value}, name) for name in SIZES for value in (0, -1, "32", 32.0, True, 10**30)],
     *[({"head_dim": value}, "head_dim") for value in (-1, "32", 32.0, True, 2**30)],
     *[({"rms_norm_eps": value}, "rms_norm_eps") for value in (0, -1e-6, "1e-6", NAN)],
-    *[({"eos_token_id": value}, "eos_token_id") for value in ("2", 2.5, True)],
+    ({"eos_token_id": "2"}, "eos_token_id"),
     *[
         ({"rope_parameters": {**YARN, name: value}}, "")
         for name in (*YARN, "attention_factor")
         for value in (0, -1, "1e4", INF, NAN)
     ],
     ({"rope_parameters": {**YARN, "beta_fast": -1}}, ""),
-    ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}}, "'factor': 0"),
     ({"rope_parameters": {"full_attention": YARN}}, "rope_parameters"),
-    ({"rope_parameters": [1]}, ""),
     ({"rope_parameters": None, "rope_theta": 0}, "rope_theta"),
     ({"vocab_size": None}, "vocab_size"),
     ({"num_attention_heads": 5}, "num_key_value_heads"),
@@ -80,14 +78,12 @@ def test_invalid_configs_are_rejected(checkpoint, changes, complaint):
         ("opt", {"activation_function": "gelu"}, "activation_function must be one of 'relu'"),
         ("llama-2", {"rope_parameters": PARTIAL}, "partial_rotary_factor"),
         ("mistral", {"sliding_window": 64}, "sliding-window"),
-        ("ministral", {"layer_types": None, "sliding_window": 64}, "sliding-window"),
         ("ministral", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
         ("qwen2", WINDOW, "sliding-window"),
         ("opt", {"num_attention_heads": 5}, "hidden_size=32 must be a multiple of"),
         ("opt", {"ffn_dim": 0}, "ffn_dim must be at least 1"),
         ("qwen3-moe", {"num_experts_per_tok": 9}, "at least 1 and at most 8, not 9"),
         ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be at least 1"),
-        ("qwen3-moe", {"moe_intermediate_size": 0}, "moe_intermediate_size must be at least 1"),
         ("qwen3-moe", {"num_experts": 0, "num_local_experts": 0}, "num_experts must be at least 1"),
     ],
 )
@@ -104,7 +100,6 @@ def test_unsupported_features_are_named(tmp_path, family, changes, complaint):
         ("qwen3", {}, 3, "does not divide num_attention_heads=4"),
         ("qwen3", {"intermediate_size": 41}, 2, "does not divide intermediate_size=41"),
         ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 4}, 6, "must divide num_key"),
-        ("opt", {"ffn_dim": 41}, 2, "does not divide intermediate_size=41"),
         ("qwen3-moe", {"moe_intermediate_size": 25}, 2, "does not divide moe_intermediate_size=25"),
         ("qwen3-moe", {"mlp_only_layers": [1]}, 2, "does not divide intermediate_size=47"),
     ],

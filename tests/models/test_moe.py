@@ -30,10 +30,6 @@ CONFIG = Qwen3MoeConfig(
     mlp_only_layers=[0],
 )
 SPEC = read_spec(CONFIG, torch.float32, num_ranks=1)
-CPU = torch.device("cpu")
-needs_gemm = pytest.mark.skipif(
-    not has_gemm(torch.bfloat16), reason="no compiler, or AMX that is not allowed"
-)
 
 
 def make_moe(dtype=torch.float32):
@@ -66,8 +62,7 @@ def test_every_token_gets_its_experts(normalize):
     torch.testing.assert_close(moe(x), expected)
 
 
-@pytest.mark.parametrize("is_prepacked", [False, pytest.param(True, marks=needs_gemm)])
-def test_bfloat16_is_closer_to_float32_than_transformers(is_prepacked):
+def test_bfloat16_is_closer_to_float32_than_transformers():
     """Weights, sums and SwiGLU round less often. The router's choice rounds only its logits.
 
     With prepacked weights a token's result does not depend on the batch, to the bit.
@@ -76,20 +71,18 @@ def test_bfloat16_is_closer_to_float32_than_transformers(is_prepacked):
     x = torch.randn(50, SPEC.hidden_size).bfloat16()
     block = Qwen3MoeSparseMoeBlock(CONFIG).bfloat16().requires_grad_(False)
     block.load_state_dict(moe.state_dict())
-    theirs = block(x[None])[0]
     exact = make_moe()
     exact.load_state_dict(moe.state_dict())
     logits = moe.gate(x).float()
     exact.gate.forward = lambda x: logits  # or near ties would choose other experts
     expected = exact(x.float())
-    if is_prepacked:
-        kernelize(moe, CPU, torch.bfloat16)
+    distance = (block(x[None])[0] - expected).norm()
+    assert (moe(x) - expected).norm() < 0.9 * distance
+    if has_gemm(torch.bfloat16):  # there is a compiler
+        kernelize(moe, torch.device("cpu"), torch.bfloat16)
         assert type(moe.experts) is PrepackedExperts
-        assert not list(moe.parameters())
-    output = moe(x)
-    limit = 0.65 if is_prepacked else 0.9
-    assert (output - expected).norm() < limit * (theirs - expected).norm()
-    if is_prepacked:
+        output = moe(x)
+        assert (output - expected).norm() < 0.65 * distance
         for rows in (slice(0, 1), slice(7, 8), slice(3, 40)):
             assert torch.equal(moe(x[rows]), output[rows])
 

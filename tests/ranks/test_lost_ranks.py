@@ -156,9 +156,8 @@ def test_a_dead_rank_is_the_cause(is_dead):
     """Also if ranks that failed because of it are noticed first. A ValueError stays one."""
     executor = make_executor(MagicMock())
     pipes = [Pipe() for _ in range(3 if is_dead else 2)]
-    for pipe, _ in pipes:
-        executor.processes[pipe] = MagicMock(exitcode=-11)
-        executor.processes[pipe].name = "rank 3 of 4"
+    process = SimpleNamespace(name="rank 3 of 4", exitcode=-11, join=print, kill=print)
+    executor.processes = {pipe: process for pipe, _ in pipes}
     for _, other in pipes[:2]:
         other.send(Failure(True, True, "rank 1 of 4 has failed"))
     if is_dead:
@@ -181,16 +180,15 @@ def test_cuda_graphs_end_before_their_group():
     worker.tp = TensorParallel(0, 2, group)
     worker.disconnect()
     assert alive == [None]
-    assert worker.tp.group is None
 
 
 def test_a_stuck_step_ends_when_the_group_is_aborted():
     aborted = threading.Event()
     executor = make_executor(MagicMock(disconnect=aborted.set))
-    executor.tasks.put(Task(Future(), aborted.wait, (60,)))
+    step = Future()
+    executor.tasks.put(Task(step, aborted.wait, (10,)))
     executor.stop("of the test")
-    executor.thread.join(10)
-    assert not executor.thread.is_alive()
+    assert step.result(10)
 
 
 def test_the_end_does_not_wait_for_a_stuck_abort(monkeypatch):

@@ -13,7 +13,6 @@ from conftest import (
     check_invariants,
     generate_ids,
     greedy,
-    make_batch,
     make_checkpoint,
     random_prompt,
 )
@@ -22,7 +21,6 @@ from rank_helpers import check_nothing_is_left, find_ranks
 from nanovllm import SamplingParams
 from nanovllm.engine.worker import Place, connect
 from nanovllm.layers.tensor_parallel import FIRST_PART
-from nanovllm.packing import list_sizes, pack, unpack
 
 nothing_is_left = pytest.fixture(autouse=True)(check_nothing_is_left)
 PROMPT = random_prompt(3, 9)
@@ -78,7 +76,7 @@ def test_two_engines_live_side_by_side(tiny, make_llm):
     # The garbage collector ends the other one.
 
 
-def test_the_cache_is_divided(make_llm, capfd):
+def test_the_cache_is_divided(make_llm):
     """With one KV head per rank, blocks have half the bytes, so memory holds twice as many."""
     num_blocks = []
     for size in (1, 2):
@@ -86,14 +84,13 @@ def test_the_cache_is_divided(make_llm, capfd):
         with make_llm(tensor_parallel_size=size, **options) as llm:
             num_blocks.append(llm.stats["num_blocks"])
     assert num_blocks[1] == 2 * num_blocks[0]
-    assert f"the smallest of 2 ranks = {num_blocks[1]} blocks" in capfd.readouterr().err
 
 
 def test_ranks_stay_in_step_after_interrupts(tiny, make_llm):
     """Ctrl-C at any moment of a step. The next call is correct."""
     prompts = [random_prompt(seed, 20) for seed in range(4)]
     # A shell starts its background jobs without this handler.
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     num_interrupts = 0
     with make_llm(tensor_parallel_size=2, enable_prefix_caching=False) as llm:
         for attempt in range(20):
@@ -107,19 +104,7 @@ def test_ranks_stay_in_step_after_interrupts(tiny, make_llm):
                 num_interrupts += 1
             assert generate_ids(llm, [PROMPT], greedy(4)) == [tiny[1](PROMPT, 4)]
             check_invariants(llm)
-    signal.signal(signal.SIGINT, handler)
     assert num_interrupts > 5
-
-
-def test_a_batch_survives_packing():
-    """Also with other numbers behind it, as in a buffer."""
-    block_tables = torch.arange(14, dtype=torch.int32).view(2, 7)
-    batch = make_batch([2, 3], [5, 9], block_tables)
-    packed = pack(batch)
-    padded = torch.cat((packed, packed))
-    for unpacked in (unpack(packed), unpack(padded, list_sizes(batch))):
-        for name, value in vars(batch).items():
-            torch.testing.assert_close(getattr(unpacked, name), value, rtol=0, atol=0)
 
 
 def test_long_messages_arrive(monkeypatch):
