@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 needs_browser = pytest.mark.skipif(
     BROWSER is None, reason="no chromium or google-chrome is installed"
 )

@@ -1,39 +1,37 @@
-"""The chat in the terminal answers, reports its figures, and survives Ctrl-C."""
+"""The chat in the terminal answers from the prefix cache, and survives Ctrl-C."""
 
 import signal
 import subprocess
 import sys
 
-COMMAND = [sys.executable, "-m", "nanovllm.chat"]
+import pytest
+
+from nanovllm import chat
 
 
-def test_conversation_continues_from_the_prefix_cache():
-    questions = "What is 3 + 4?\nWhat is 12 + 30?\n"
-    done = subprocess.run(COMMAND, input=questions, capture_output=True, text=True, check=True)
-    assert "3 + 4 = 7." in done.stdout
-    assert "12 + 30 = 42." in done.stdout
-    first, second = [line for line in done.stdout.splitlines() if "first token" in line]
-    assert " 0 of " in first
-    assert " 0 of " not in second
-
-
-def test_ctrl_c_stops_an_answer_and_not_the_program():
-    with subprocess.Popen(
-        COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        process.stdin.write("introduce yourself\n")
+def test_a_conversation_with_an_answer_that_ctrl_c_stops():
+    command = [sys.executable, "-m", "nanovllm.chat"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        process.stdin.write("What is 3 + 4?\nWhat is 12 + 30?\nintroduce yourself\n")
         process.stdin.flush()
         shown = ""
         while "I am" not in shown:
             shown += process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        rest, _ = process.communicate("What is 3 + 4?\n", timeout=60)
+        rest, _ = process.communicate("What is 5 + 4?\n", timeout=60)
+    assert "3 + 4 = 7." in shown
+    assert "12 + 30 = 42." in shown
+    first, second = [line for line in shown.splitlines() if "first token" in line]
+    assert " 0 of " in first
+    assert " 0 of " not in second
     assert "[stopped]" in rest
-    assert "3 + 4 = 7." in rest
+    assert "5 + 4 = 9." in rest
     assert process.returncode == 0
 
 
-def test_invalid_options_are_named():
-    done = subprocess.run([*COMMAND, "nowhere/at/all"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "no such directory" in done.stderr
+def test_an_invalid_option_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["chat", "nowhere/at/all"])
+    with pytest.raises(SystemExit, match="2"):
+        chat.main()
+    assert "no such directory" in capsys.readouterr().err

@@ -1,24 +1,35 @@
-"""The playground shows every step of the engine, holds it and replaces it, and keeps foreign pages
-out.
-"""
+"""The playground shows an engine's steps, holds and replaces it, and keeps foreign pages out."""
 
 import json
 import re
 import time
-from typing import Any
 
 import httpx
 import pytest
-from test_server import post, start, wait_until_idle
+from browser import needs_browser, run_script
+from server_helpers import post, start
+
+from nanovllm.server.playground import DEFAULTS
 
 GREEDY = {"temperature": 0, "max_tokens": 6}
-HOLD = {"pause": None, "steps": 0}
+QUESTION = {"chats": ["What is 12 + 30?"], "params": GREEDY}
+PROMPT = {"prompts": [[5, 6, 7]], "params": GREEDY}
+HOLD = {"pause": None}
+FULL_SPEED = {"pause": 0}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with start("--playground", "--dtype", "float32") as (address, _):
+        yield address
 
 
 @pytest.fixture
-def url():
-    with start("--playground", "--dtype", "float32") as (address, _):
-        yield address
+def url(server):
+    """The address of the server, with a new engine."""
+    command(server, "pace", FULL_SPEED)
+    command(server, "engine", {**DEFAULTS, "enable_chunked_prefill": True})
+    return server
 
 
 def command(url, name, body):
@@ -26,10 +37,11 @@ def command(url, name, body):
     assert response.status_code == 200, response.text
 
 
-def read_messages(url, num_steps):
+def read_messages(url, num_steps=0, **headers):
     """Read messages until they have `num_steps` steps of the newest engine."""
-    messages: list[Any] = []
-    with httpx.stream("GET", f"{url}/playground/events", timeout=20) as response:
+    messages = []
+    path = f"{url}/playground/events"
+    with httpx.stream("GET", path, headers=headers, timeout=20) as response:
         for line in response.iter_lines():
             if line.startswith("data: "):
                 messages.append(json.loads(line.removeprefix("data: ")))
@@ -39,60 +51,60 @@ def read_messages(url, num_steps):
 
 
 def test_steps_and_texts_are_sent(url):
-    command(url, "prompts", {"chats": ["What is 12 + 30?"], "params": GREEDY})
+    command(url, "prompts", QUESTION)
     messages = read_messages(url, 6)
-    steps = [step for message in messages for step in message["steps"]]
-    texts = {name: text for step in steps for name, text in step.get("texts", {}).items()}
-    new_ids = [token_id for step in steps for token_id in step["rows"][0][1]]
-    assert "".join(texts[str(token_id)] for token_id in new_ids) == "12 + 30 = "
     assert messages[0]["settings"]["num_blocks"] == 40
+    texts = {}
+    answer = ""
+    for message in messages:
+        for step in message["steps"]:
+            texts |= step.get("texts", {})
+            answer += "".join(texts[str(token_id)] for token_id in step["rows"][0][1])
+    assert answer == "12 + 30 = "
     # A browser that reconnects goes on where it was.
-    headers = {"Last-Event-ID": "1:4"}
-    with httpx.stream("GET", f"{url}/playground/events", headers=headers) as response:
-        data = next(line for line in response.iter_lines() if line.startswith("data: "))
-    assert json.loads(data.removeprefix("data: "))["first"] == 4
+    last_id = f"{messages[0]['run']}:4"
+    assert read_messages(url, 6, **{"Last-Event-ID": last_id})[0]["first"] == 4
 
 
-def test_engine_holds_and_takes_single_steps(url):
+def test_the_engine_holds_and_takes_single_steps(url):
     command(url, "pace", HOLD)
-    command(url, "prompts", {"prompts": [[5, 6, 7]], "params": GREEDY})
-    time.sleep(0.2)
-    assert read_messages(url, 0)[0]["steps"] == []
-    command(url, "pace", {"pause": None, "steps": 2})
-    assert len(read_messages(url, 2)[0]["steps"]) == 2
-    time.sleep(0.2)
-    assert len(read_messages(url, 2)[0]["steps"]) == 2
-    command(url, "pace", {"pause": 0, "steps": 0})
+    command(url, "prompts", PROMPT)
+    for num_steps in (0, 2):
+        command(url, "pace", {**HOLD, "steps": num_steps})
+        read_messages(url, num_steps)
+        time.sleep(0.2)
+        assert len(read_messages(url)[0]["steps"]) == num_steps
+    command(url, "pace", FULL_SPEED)
     read_messages(url, 6)
 
 
-def test_engine_is_replaced(url):
+def test_the_engine_is_replaced(url):
     command(url, "pace", HOLD)
-    command(url, "prompts", {"prompts": [[5, 6, 7]], "params": GREEDY})
-    options = {"num_kvcache_blocks": 12, "enable_chunked_prefill": False}
-    options["max_num_batched_tokens"] = 64
-    command(url, "engine", options)
-    message = read_messages(url, 0)[0]
-    assert message["run"] == 2
+    command(url, "prompts", PROMPT)
+    before = read_messages(url)[0]["run"]
+    changes = {"num_kvcache_blocks": 12, "enable_chunked_prefill": False}
+    command(url, "engine", {**changes, "max_num_batched_tokens": 64})
+    message = read_messages(url)[0]
+    assert message["run"] == before + 1
     assert message["settings"]["num_blocks"] == 12
     assert message["settings"]["enable_chunked_prefill"] is False
     assert message["is_idle"]
-    invalid = post(url, {"kvcache_block_size": 1}, "/playground/engine")
-    assert invalid.status_code == 400
-    assert "kvcache_block_size" in invalid.json()["error"]["message"]
-    assert read_messages(url, 0)[0]["run"] == 2
-    assert post(url, {"model": "x"}, "/playground/engine").status_code == 400
+    for name in ("kvcache_block_size", "dtype"):
+        response = post(url, {name: 1}, "/playground/engine")
+        assert response.status_code == 400
+        assert name in response.json()["error"]["message"]
+    assert read_messages(url)[0]["run"] == before + 1
 
 
-def test_api_requests_are_shown_and_fail_if_the_engine_is_replaced(url):
-    command(url, "pace", {"pause": 0.05, "steps": 0})
+def test_requests_of_the_api_fail_if_the_engine_is_replaced(url):
+    command(url, "pace", {"pause": 0.05})
     body = {"prompt": [5], "max_tokens": 100, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as response:
         lines = response.iter_lines()
         next(lines)
         command(url, "engine", {})
         assert "the engine was replaced" in "\n".join(lines)
-    command(url, "pace", {"pause": 0, "steps": 0})
+    command(url, "pace", FULL_SPEED)
     assert post(url, {"prompt": [5], "max_tokens": 2}).status_code == 200
 
 
@@ -104,28 +116,54 @@ def test_api_requests_are_shown_and_fail_if_the_engine_is_replaced(url):
         {"Host": "evil.example"},
     ],
 )
-def test_foreign_pages_are_rejected(url, headers):
+def test_foreign_pages_are_rejected(server, headers):
     for path in ("/playground/events", "/v1/models"):
-        assert httpx.get(url + path, headers=headers).status_code == 403
-    assert post(url, HOLD, "/playground/pace", **headers).status_code == 403
-    page = httpx.get(url, headers={"Sec-Fetch-Site": "cross-site"})
-    assert page.status_code == 200  # a link to the page
+        assert httpx.get(server + path, headers=headers).status_code == 403
+    assert post(server, HOLD, "/playground/pace", **headers).status_code == 403
+
+
+def test_only_the_scripts_of_the_page_may_run(server):
+    """The page may be opened by a link of another page."""
+    page = httpx.get(server, headers={"Sec-Fetch-Site": "cross-site"})
+    assert page.status_code == 200
     nonce = re.search(r"'nonce-([^']+)'", page.headers["content-security-policy"])[1]
     assert page.text.count(f'<script nonce="{nonce}">') == 2
 
 
-def test_other_servers_have_no_playground():
-    options = ["--num-kvcache-blocks", "512"]
-    with start(*options) as (url, _):
-        assert "--playground" in httpx.get(url).text
-        assert httpx.get(f"{url}/playground/events").status_code == 404
-        wait_until_idle(url)
+# Delivers recorded messages in place of the server, all at once, and looks at the page.
+STUB = """
+class EventSource {
+  constructor() { EventSource.source = this; }
+}
+const MESSAGES = %s;
+"""
+LOOK = """
+for (const message of MESSAGES) EventSource.source.onmessage({ data: JSON.stringify(message) });
+const seen = [$("place").textContent, $("words").textContent];
+go({ step: 1 });
+seen.push($("place").textContent, $("words").textContent);
+const answer = document.querySelector(".answer").textContent;
+return { seen, answer, images: document.images.length, trouble: $("trouble").textContent };
+"""
 
 
-@pytest.mark.parametrize("arguments", [["--host", "0.0.0.0"], ["--api-key", "secret"]])
-def test_playground_is_for_this_machine_only(arguments):
-    from nanovllm.server.__main__ import main
-
-    with pytest.raises(SystemExit) as end:
-        main(["--playground", *arguments])
-    assert end.value.code == 2
+@needs_browser
+def test_the_page_follows_and_goes_back(url, tmp_path):
+    hostile = {"prompts": ["</script><img src=x onerror=alert(1)>"], "params": GREEDY}
+    messages = read_messages(url)
+    for prompts, num_steps in ((QUESTION, 6), (hostile, 12)):
+        command(url, "prompts", prompts)
+        messages += read_messages(url, num_steps)
+    data = json.dumps(messages).replace("</", "<\\/")
+    before, tag, live = httpx.get(url).text.rpartition("<script")
+    path = tmp_path / "live.html"
+    path.write_text(f"{before}<script>{STUB % data}</script>{tag}{live}", "utf-8")
+    result = run_script(path, LOOK)
+    place, words, earlier_place, earlier_words = result["seen"]
+    assert place == "12 / 12"
+    assert "Step 12." in words
+    assert earlier_place == "1 / 12"
+    assert "A is admitted. This step computes all 20 tokens of its prompt." in earlier_words
+    assert result["answer"] == "1"
+    assert result["trouble"] == ""
+    assert result["images"] == 0

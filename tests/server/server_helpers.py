@@ -1,0 +1,34 @@
+"""Starts servers as a user does, and talks to them without a client library."""
+
+import json
+import re
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import httpx
+
+KEY = "secret"
+NUM_BLOCKS = 512
+OPTIONS = ["--dtype", "float32", "--num-kvcache-blocks", str(NUM_BLOCKS)]
+OPTIONS += ["--kvcache-block-size", "16", "--max-model-len", "1024", "--api-key", KEY]
+HEADERS = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+
+
+@contextmanager
+def start(*arguments, program=("-m", "nanovllm.server")):
+    """Start a server on a free port. Yields its address and its process."""
+    command = [sys.executable, *program, "--port", "0", *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            address = None
+            while address is None:
+                address = re.search(r"http://\S+", process.stderr.readline())
+            yield address[0], process
+        finally:
+            process.kill()
+
+
+def post(url, body, path="/v1/completions", client=httpx, **headers):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return client.post(url + path, content=content, headers={**HEADERS, **headers}, timeout=60)
