@@ -43,11 +43,10 @@ def test_metrics_are_those_of_vllm_bench_serve():
 def test_every_rate_has_a_row_for_every_policy(capsys, tmp_path):
     sizes = ["--num-seqs", "6", "--input-len", "4", "20", "--output-len", "3", "9"]
     rates = ["--request-rate", "500", "2000", "--token-budget", "16", "32"]
-    plot = tmp_path / "latency.svg"
-    has_matplotlib = find_spec("matplotlib") is not None
-    output_options = ["-o", str(plot)] if has_matplotlib else []
+    path = tmp_path / "latency.svg"
+    plot = ["-o", str(path)] if find_spec("matplotlib") else []
     model = ["--model", DEMO_MODEL, "--set", "device=cpu"]
-    main([*model, *sizes, *rates, "--json", *output_options])
+    main([*model, *sizes, *rates, "--json", *plot])
     output, log = capsys.readouterr()
     rows = json.loads(output)["request_rates"]
     policies = ["mixed, budget 16", "mixed, budget 32", "prefill first"]
@@ -59,5 +58,5 @@ def test_every_rate_has_a_row_for_every_policy(capsys, tmp_path):
             p50, p90, p99 = (row[f"p{percent}_{metric}_ms"] for percent in latency.PERCENTILES)
             assert 0 < p50 <= p90 <= p99
         assert row["policy"] in log
-    if has_matplotlib:
-        assert "<svg" in plot.read_text()
+    if plot:
+        assert "<svg" in path.read_text()
