@@ -4,15 +4,12 @@ Peak rates take a second to measure. They are measured for real only where a pro
 """
 
 import json
-import subprocess
-import sys
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from project_helpers import reject
+from project_helpers import ROOT, reject, start
 from transformers import Qwen3Config
 
 from bench import main
@@ -25,9 +22,8 @@ from nanovllm.kernels.bench import QWEN3_HEADS, TOLERANCES
 from nanovllm.kernels.check import Shape, compare_with_torch, make_batch
 from nanovllm.layers import attention as reference
 
-ROOT = Path(__file__).parents[2]
 SIZES = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "3", "9"]
-TINY = ["--model", DEMO_MODEL, *SIZES, "--set", "device=cpu"]
+TINY = [*SIZES, "--model", DEMO_MODEL, "--set", "device=cpu"]
 CPU = torch.device("cpu")
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -38,16 +34,12 @@ def fixed_peak_rates(monkeypatch):
     monkeypatch.setattr(roofline, "measure_peak_rates", lambda *_: peak)
 
 
-def start(*command):
-    arguments = [sys.executable, *command]
-    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
-
-
 # --- Throughput
 
 
 def test_command_runs_a_built_in_shape():
-    done = start("bench.py", "--model", "small", *SIZES, "--set", "num_kvcache_blocks=64")
+    sizes = ["--num-seqs", "2", "--input-len", "4", "4", "--output-len", "2", "2"]
+    done = start(ROOT / "bench.py", "--model", "small", *sizes, "--set", "num_kvcache_blocks=64")
     assert done.returncode == 0, done.stderr
     assert "tok/s" in done.stdout
 
@@ -138,7 +130,6 @@ SLOW_MEMORY = PeakRates(1e3, 1e6, "bfloat16")
     "shared_prefix, dtype, peak, seconds",
     [
         (0, BFLOAT16, SLOW_PROCESSOR, 22.016 + 8.0 + 4.192),
-        (0, BFLOAT16, SLOW_MEMORY, 0.022016 + 4.0 + 3.904),
         (2, BFLOAT16, SLOW_PROCESSOR, 14.912 + 8.0 + 4.192),
         (2, FLOAT32, SLOW_MEMORY, 0.014912 + 7.808 + 7.808),
     ],
@@ -229,9 +220,7 @@ def test_kernels_are_timed(monkeypatch, capsys):
     assert "flash_attn" in log
 
 
-def test_invalid_options_of_kernels_bench_are_named(capsys):
-    for option in ("--context-len", "--prompt-len", "--dtype"):
-        assert option in reject(capsys, kernels_bench.main, [option, "0"])
+def test_command_of_kernels_bench_rejects_invalid_options():
     done = start("-m", "nanovllm.kernels.bench", "--num-seqs", "0")
     assert done.returncode == 2
     assert "--num-seqs" in done.stderr
@@ -264,9 +253,7 @@ def store_too_much(key, value, kv_cache, slot_mapping):
     "query_len, dtype, name, kernel, complaint",
     [
         (1, FLOAT32, "attend", skip_a_row, "error of nan"),
-        (1, BFLOAT16, "attend", zero_a_head, "error of"),
-        (40, BFLOAT16, "attend", skip_a_row, "error of nan"),
-        (40, FLOAT32, "attend", zero_a_head, "error of"),
+        (40, BFLOAT16, "attend", zero_a_head, "error of"),
         (40, FLOAT32, "store_kvcache", shift_slots, "slot_mapping"),
         (1, BFLOAT16, "store_kvcache", store_too_much, "slot_mapping"),
     ],

@@ -18,7 +18,6 @@ def test_arrivals_are_one_poisson_pattern_for_all_rates():
     assert slow[-1] == pytest.approx(2000)
     assert slow == pytest.approx(4 * fast)
     gaps = np.diff(slow)
-    assert gaps.min() >= 0
     assert gaps.std() == pytest.approx(gaps.mean(), rel=0.1)  # true of exponential distributions
     assert latency.draw_arrivals(4, 2.0, seed=2) != latency.draw_arrivals(4, 2.0, seed=1)
 

@@ -4,19 +4,16 @@ import inspect
 import os
 import re
 import runpy
-import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
-from project_helpers import reject
+from project_helpers import ROOT, reject, start
 
 import example
 from nanovllm import terminal
 from nanovllm.engine.llm_engine import LLMEngine
 
-ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "nanovllm"
 README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^python3 -m venv .*$", README, flags=re.MULTILINE)
@@ -28,15 +25,9 @@ def find_code(language):
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """What example.py prints, in a terminal that knows only ASCII."""
-    return subprocess.run(
-        [sys.executable, ROOT / "example.py"],
-        cwd=tmp_path_factory.mktemp("example"),
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    ).stdout
+    done = start(ROOT / "example.py", cwd=tmp_path_factory.mktemp("example"))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_first_command_is_the_example(printed):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 import weakref
+from operator import attrgetter
 
 import pytest
 from conftest import check_invariants, generate_ids, greedy, random_prompt
@@ -93,39 +94,32 @@ def test_it_is_true_after_every_step(tiny, path, options):
         assert generate_ids(llm, PROMPTS[1], greedy(5)) == [tiny[1](PROMPTS[1], 5)]
 
 
-def test_it_is_valid_after_an_interrupted_step(tiny, path, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
+@pytest.mark.parametrize(
+    "owner, name, resets",
+    [
+        ("model_runner.sampler", "forward", [True, True, False]),
+        ("scheduler.timeline", "write", [True, False, True]),
+    ],
+)
+def test_it_reports_the_reset_after_an_interrupt(tiny, path, monkeypatch, owner, name, resets):
+    """The second step is interrupted, before or after it is written."""
     llm = LLM(tiny[0], trace=path, **SMALL)
-    generate_ids(llm, PROMPTS, greedy(5))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(llm.model_runner.sampler, "forward", interrupt)
-        generate_ids(llm, PROMPTS, greedy(5))
-    num_steps = len(trace.read(path))
-    generate_ids(llm, PROMPTS, greedy(5))
-    assert len(trace.read(path)) > num_steps
+    owner = attrgetter(owner)(llm)
+    original = getattr(owner, name)
 
-
-def test_it_reports_the_reset_if_ctrl_c_comes_when_a_step_is_written(tiny, path):
-    llm = LLM(tiny[0], trace=path, **SMALL)
-    timeline = llm.scheduler.timeline
-    write = timeline.write
-
-    def write_and_interrupt(events):
-        timeline.write = write
-        write(events)
+    def interrupt(*arguments):
+        original(*arguments)
         raise KeyboardInterrupt
 
     llm.add_request(PROMPTS[0], greedy(5))
     llm.step()
-    timeline.write = write_and_interrupt
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, interrupt)
         llm.step()
+    assert trace.read(path)
     while not llm.is_finished():
         llm.step()
-    resets = [step.info["starts_over"] for step in trace.read(path)]
-    assert resets == [True, False, True] + [False] * 5
+    assert [step.info["starts_over"] for step in trace.read(path)][:3] == resets
 
 
 def test_nothing_is_recorded_without_the_option(tiny):
