@@ -1,113 +1,67 @@
-"""bench.py compares engines on the same work and rejects invalid options. So does kernels/bench.py,
-which also detects wrong kernels.
+"""bench.py and kernels/bench.py measure what they report, detect wrong kernels and reject options.
+
+Peak rates take a second to measure. They are measured for real only where a process is started.
 """
 
 import json
-import math
-import os
-import subprocess
-import sys
-from pathlib import Path
-from subprocess import PIPE
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
 import torch
+from project_helpers import ROOT, reject, start
 from transformers import Qwen3Config
 
 from bench import main
 from nanovllm import DEMO_MODEL
+from nanovllm.benchmark import roofline
 from nanovllm.benchmark.engines import NanoVLLM, Request
-from nanovllm.benchmark.roofline import (
-    PeakRates,
-    compute_roofline_seconds,
-    find_matmul_rate,
-    find_roofline_fraction,
-    measure_peak_rates,
-)
+from nanovllm.benchmark.roofline import PeakRates, find_roofline_fraction, measure_peak_rates
 from nanovllm.kernels import bench as kernels_bench
 from nanovllm.kernels.bench import QWEN3_HEADS, TOLERANCES
 from nanovllm.kernels.check import Shape, compare_with_torch, make_batch
-from nanovllm.layers import attention as oracle
+from nanovllm.layers import attention as reference
 
-ROOT = Path(__file__).parents[2]
-TINY = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "3", "9"]
-
-
-def bench(*command):
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "0",
-    }  # its kernels, interpreted, are too slow to time
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+SIZES = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "3", "9"]
+TINY = [*SIZES, "--model", DEMO_MODEL, "--set", "device=cpu"]
+CPU = torch.device("cpu")
+BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def expect_rejection(main, arguments, capsys):
-    """Return the message for invalid arguments."""
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert end.value.code == 2
-    return capsys.readouterr().err
+@pytest.fixture(autouse=True)
+def fixed_peak_rates(monkeypatch):
+    peak = PeakRates(1e12, 1e12, "float32")
+    monkeypatch.setattr(roofline, "measure_peak_rates", lambda *_: peak)
 
 
-def test_engines_side_by_side():
-    done = bench(
-        "bench.py",
-        "--model",
-        DEMO_MODEL,
-        *TINY,
-        "--engine",
-        "nanovllm",
-        "transformers",
-        "--repeat",
-        "2",
-        "--json",
-    )
+# --- Throughput
+
+
+def test_command_runs_a_built_in_shape():
+    sizes = ["--num-seqs", "2", "--input-len", "4", "4", "--output-len", "2", "2"]
+    done = start(ROOT / "bench.py", "--model", "small", *sizes, "--set", "num_kvcache_blocks=64")
     assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
-    report = json.loads(line)
-    assert 15 <= report["output_tokens"] <= 45 and 20 <= report["prompt_tokens"] <= 100
-    assert {name: len(seconds) for name, seconds in report["seconds"].items()} == {
-        "nanovllm": 2,
-        "transformers": 2,
-    }
-    assert (
-        report["ratios"]["nanovllm/transformers"] > 0
-        and report["hardware"]
-        and report["versions"]["torch"]
-    )
+    assert "tok/s" in done.stdout
+
+
+def test_engines_are_compared_on_the_same_work(capsys):
+    shared = ["--shared-prefix", "32", "--repeat", "2"]
+    main([*TINY, *shared, "--engine", "nanovllm", "transformers", "--json"])
+    output, log = capsys.readouterr()
+    report = json.loads(output)  # nothing else is on stdout
+    assert 5 * (32 + 4) <= report["prompt_tokens"] <= 5 * (32 + 20)
+    assert 5 * 3 <= report["output_tokens"] <= 5 * 9
+    assert [len(seconds) for seconds in report["seconds"].values()] == [2, 2]
+    medians = report["median_seconds"]
+    ratio = medians["transformers"] / medians["nanovllm"]
+    assert report["ratios"] == {"nanovllm/transformers": ratio}
     for name, share in report["share_of_roofline"].items():
-        assert share == find_roofline_fraction(
-            report["roofline"]["seconds"], report["median_seconds"][name]
-        )
-    assert report["transformers"].endswith("static batches of 5") and "of roofline" in done.stderr
-
-
-def test_built_in_shape_and_shared_prefix(capsys):
-    main(
-        [
-            "--model",
-            "small",
-            *TINY,
-            "--shared-prefix",
-            "32",
-            "--set",
-            "num_kvcache_blocks=64",
-            "--set",
-            "device=cpu",
-        ]
-    )
-    output = capsys.readouterr().out
-    assert "num_cached_tokens 128" in output and "output tok/s" in output
-
-
-def test_it_ends_when_nobody_reads_on():
-    command = [sys.executable, "bench.py", "--model", DEMO_MODEL, *TINY]
-    with subprocess.Popen(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True) as process:
-        process.stdout.close()  # as `| head` does
-        assert "Traceback" not in process.stderr.read() and process.wait() == 1
+        assert share == report["roofline"]["seconds"] / medians[name]
+    assert report["stats_of_last_run"]["nanovllm"]["num_cached_tokens"] == 4 * 32
+    assert report["transformers"].endswith("batches of 5")
+    assert report["hardware"]
+    assert report["versions"]["torch"]
+    assert "of roofline" in log
 
 
 @pytest.mark.parametrize(
@@ -116,228 +70,205 @@ def test_it_ends_when_nobody_reads_on():
         (["--input-len", "9", "3"], "--input-len"),
         (["--input-len", "0", "3"], "--input-len"),
         (["--num-seqs", "1000000000"], "--num-seqs"),
-        (["--seed", "-1"], "--seed"),
-        (["--temperature", "1e9"], "temperature"),
         (["--temperature", "nan"], "temperature"),
         (["--batch-size", "4"], "--batch-size"),
-        (["--shared-prefix", "5000", "--model", "small"], "max_model_len=5512"),
-        (["--output-len", "1", "99999", "--model", "small"], "max_model_len"),
+        (["--shared-prefix", "5000"], "max_model_len=5029"),
         (["--set", "max_model_len=4"], "max_model_len"),
         (["--set", "max_model_len=None"], "max_model_len"),
-        (
-            ["--set", "num_kvcache_blocks=1", "--model", "small", "--set", "device=cpu"],
-            "num_kvcache_blocks",
-        ),
+        (["--set", "num_kvcache_blocks=1"], "num_kvcache_blocks"),
         (
             ["--set", "enable_chunked_prefill=False", "--set", "max_num_batched_tokens=16"],
             "enable_chunked_prefill",
         ),
-        (["--model", "bench.py"], "no such directory"),
         (["--set", "max_num_seq=3"], "max_num_seq"),
-        (["--engine", "tgi"], "tgi"),
-        (["--model", "./nowhere"], "no such directory"),
+        (["--model", "./nowhere"], "directory"),
+        (["--request-rate", "nan"], "--request-rate"),
+        (["--request-rate", "1", "--engine", "transformers"], "--engine"),
+        (["--request-rate", "1", "--set", "enable_chunked_prefill=False"], "leave it out"),
+        (["--request-rate", "1", "--set", "max_num_batched_tokens=8"], "longest prompt"),
+        (["--token-budget", "64"], "need --request-rate"),
+        (["-o", "latency.svg"], "need --request-rate"),
     ],
 )
-def test_bad_options(arguments, complaint, capsys):
-    assert complaint in expect_rejection(main, arguments, capsys)
+def test_invalid_options_are_named(arguments, complaint, capsys):
+    assert complaint in reject(capsys, main, [*TINY, *arguments])
 
 
-def test_floor():
-    sizes = dict(
+def test_error_of_a_run_is_not_reported_as_an_invalid_option(monkeypatch):
+    def run(*_):
+        raise ValueError("raised by a run")
+
+    monkeypatch.setattr(NanoVLLM, "run", run)
+    with pytest.raises(ValueError, match="raised by a run"):
+        main(TINY)
+
+
+# --- Roofline
+
+
+def test_peak_rates_are_measured_before_engines_take_the_memory(monkeypatch, capsys):
+    calls = []
+
+    def measure(*_):
+        calls.append("peak rates")
+
+    def make_engine(*_):
+        calls.append("engine")
+        raise ValueError
+
+    monkeypatch.setattr(roofline, "measure_peak_rates", measure)
+    monkeypatch.setattr(NanoVLLM, "__init__", make_engine)
+    reject(capsys, main, TINY)
+    assert calls == ["peak rates", "engine"]
+
+
+SLOW_PROCESSOR = PeakRates(1e9, 1e3, "bfloat16")
+SLOW_MEMORY = PeakRates(1e3, 1e6, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "shared_prefix, dtype, peak, seconds",
+    [
+        (0, BFLOAT16, SLOW_PROCESSOR, 22.016 + 8.0 + 4.192),
+        (2, BFLOAT16, SLOW_PROCESSOR, 14.912 + 8.0 + 4.192),
+        (2, FLOAT32, SLOW_MEMORY, 0.014912 + 7.808 + 7.808),
+    ],
+)
+def test_roofline_counts_necessary_flops_and_bytes(shared_prefix, dtype, peak, seconds):
+    """The terms are those of the prefill and of two decode steps, in thousands.
+
+    Weights: 3 layers * (q, o 2 * 8 * 8, k, v 2 * 8 * 4, MLP 3 * 8 * 16) = 1728; head: 8 * 10 = 80.
+    Query-context pair: 2 * 2 * 3 layers * 2 heads * 4 = 96 FLOPs.
+    K/V of a token: 2 * 3 layers * 4 = 24 numbers.
+    Prefill: 2 * 1728 * 6 + 2 * 80 * 2 + 96 * (16 + 4) / 2 = 22,016 FLOPs.
+    Decodes with contexts of 5 and 3: 2 * 1808 * 2 + 96 * 8 FLOPs, 1808 + 24 * 8 numbers.
+    Decode with a context of 6: 2 * 1808 + 96 * 6 FLOPs, 1808 + 24 * 6 numbers.
+    If 2 tokens are shared, 4 are computed with 8 pairs, and the first decodes read 6, not 8.
+    """
+    config = Qwen3Config(
+        vocab_size=10,
+        num_hidden_layers=3,
         hidden_size=8,
         intermediate_size=16,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=4,
     )
-    config = Qwen3Config(vocab_size=10, num_hidden_layers=3, **sizes)
-    # Matrices: 3 layers * (q, o 2 * 8 * 8, k, v 2 * 8 * 4, MLP 3 * 8 * 16) = 1728 weights; head: 8 * 10 = 80.
-    # A pair of tokens: 2 * 2 * 3 layers * 2 heads * 4 = 96 FLOPs; K/V of a token: 2 * 3 layers * 4 = 24 numbers.
     requests = [Request([1, 2, 3, 4], 3), Request([1, 2], 2)]
-    # Prompts: 2 * 1728 * 6 + 2 * 80 * 2 + 96 * (16 + 4) / 2 = 22,016 FLOPs. Two steps, contexts of 5 and 3, then 6:
-    # 2 * 1808 * 2 + 96 * 8 = 8,000 and 2 * 1808 + 96 * 6 = 4,192 FLOPs; 1808 + 24 * 8 = 2,000 and 1,952 numbers.
-    slow_processor = PeakRates(1e9, 1e3, "bfloat16")
-    slow_memory = PeakRates(1e3, 1e6, "bfloat16")
-    assert compute_roofline_seconds(
-        config, torch.bfloat16, requests, 0, slow_processor
-    ) == pytest.approx(22.016 + 8.0 + 4.192)
-    assert compute_roofline_seconds(
-        config, torch.bfloat16, requests, 0, slow_memory
-    ) == pytest.approx(0.022016 + 4.0 + 3.904)
-    # With the 2 tokens shared: 4 to compute, (16 + 4 - 4) / 2 pairs; the first step reads 6 tokens instead of 8.
-    assert compute_roofline_seconds(
-        config, torch.bfloat16, requests, 2, slow_processor
-    ) == pytest.approx(14.912 + 8.0 + 4.192)
-    assert compute_roofline_seconds(
-        config, torch.float32, requests, 2, slow_memory
-    ) == pytest.approx(0.014912 + 7.808 + 7.808)
+    least = roofline.compute_roofline_seconds(config, dtype, requests, shared_prefix, peak)
+    assert least == pytest.approx(seconds)
 
 
-def test_ceilings_are_measured_first(monkeypatch):
-    """Before the engines take the memory that copies and GEMMs need."""
-    seen, make = [], NanoVLLM.__init__
-    ceilings = PeakRates(1e12, 1e12, "float32")
-    monkeypatch.setattr(
-        "nanovllm.benchmark.roofline.measure_peak_rates",
-        lambda *_: seen.append("ceilings") or ceilings,
-    )
-    monkeypatch.setattr(NanoVLLM, "__init__", lambda *args: seen.append("engine") or make(*args))
-    main(["--model", DEMO_MODEL, *TINY, "--set", "device=cpu"])
-    assert seen == ["ceilings", "engine"]
-
-
-BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
-MATMUL_RATES = {  # a machine -> the FLOP/s of small and of large products in each dtype
-    "without bfloat16": {BFLOAT16: (6e8, 6e8), FLOAT16: (6e8, 6e8), FLOAT32: (5e10, 7e10)},
-    "with bfloat16": {BFLOAT16: (6e11, 8e11), FLOAT16: (6e8, 6e8), FLOAT32: (1e11, 1e11)},
-    "slow to start": {BFLOAT16: (4e10, 8e11), FLOAT16: (4e10, 6e10), FLOAT32: (5e10, 7e10)},
-}
+def test_fraction_of_the_roofline_is_at_most_one():
+    assert find_roofline_fraction(1.0, 4.0) == 0.25
+    assert find_roofline_fraction(1.0, 1.0) == 1.0
+    assert find_roofline_fraction(4.0, 1.0) is None
 
 
 @pytest.mark.parametrize(
-    "machine, dtype, fastest",
+    "dtype, rates, fastest",  # rates: FLOP/s of small and of large GEMMs in each dtype
     [
-        ("without bfloat16", BFLOAT16, FLOAT32),
-        ("without bfloat16", FLOAT16, FLOAT32),
-        ("without bfloat16", FLOAT32, FLOAT32),
-        ("with bfloat16", BFLOAT16, BFLOAT16),
-        ("with bfloat16", FLOAT16, FLOAT32),
-        ("with bfloat16", FLOAT32, FLOAT32),  # a model in float32 is not rounded to 16 bits
-        ("slow to start", BFLOAT16, BFLOAT16),
-        ("slow to start", FLOAT16, FLOAT32),
+        (BFLOAT16, {BFLOAT16: (6e8, 6e8), FLOAT32: (5e10, 7e10)}, FLOAT32),
+        (BFLOAT16, {BFLOAT16: (6e11, 8e11), FLOAT32: (1e11, 1e11)}, BFLOAT16),
+        (FLOAT32, {BFLOAT16: (6e11, 8e11), FLOAT32: (1e11, 1e11)}, FLOAT32),
+        (BFLOAT16, {BFLOAT16: (4e10, 8e11), FLOAT32: (5e10, 7e10)}, BFLOAT16),
+        (FLOAT16, {FLOAT16: (4e10, 6e10), FLOAT32: (5e10, 7e10)}, FLOAT32),
     ],
 )
-def test_matmul_ceiling_is_that_of_the_fastest_dtype(machine, dtype, fastest, monkeypatch):
+def test_peak_flops_are_those_of_the_fastest_dtype(dtype, rates, fastest, monkeypatch):
+    """A model in float32 is not rounded to 16 bits. No large GEMM runs in a slow dtype."""
     seconds = 0.0
 
     def time_best(statement, min_seconds, *_, left, right):
         nonlocal seconds
-        assert left.dtype == right.dtype and left.shape == right.shape
+        assert left.dtype == right.dtype
+        small, large = rates[left.dtype]
         side = len(left)
-        one_call = 2 * side**3 / MATMUL_RATES[machine][left.dtype][side > 128]
+        one_call = 2 * side**3 / (large if side > 128 else small)
         seconds += max(min_seconds, one_call)
         return one_call
 
-    monkeypatch.setattr("nanovllm.benchmark.roofline.time_best", time_best)
-    rate, found = find_matmul_rate(torch.device("cpu"), dtype)
-    assert found == fastest and rate == pytest.approx(MATMUL_RATES[machine][fastest][1])
-    assert seconds < 1.0, "a large product in a slow dtype was timed"
+    monkeypatch.setattr(roofline, "time_best", time_best)
+    rate, found = roofline.find_matmul_rate(CPU, dtype)
+    assert found == fastest
+    assert rate == pytest.approx(rates[fastest][1])
+    assert seconds < 1.0
 
 
-def test_matmul_ceiling_of_a_gpu(monkeypatch):
-    """Only the model's dtype is measured, because 16-bit GEMMs are never slower on a GPU."""
-    rates = {torch.bfloat16: 4e14}
-    monkeypatch.setattr(
-        "nanovllm.benchmark.roofline.measure_matmul", lambda device, dtype, **_: rates[dtype]
-    )
-    assert find_matmul_rate(torch.device("cuda"), torch.bfloat16) == (4e14, torch.bfloat16)
-
-
-def test_ceilings_name_their_dtype(monkeypatch):
-    monkeypatch.setattr(
-        "nanovllm.benchmark.roofline.time_best",
-        lambda statement, min_seconds, **tensors: 2**28 / 5e9,
-    )
-    monkeypatch.setattr(
-        "nanovllm.benchmark.roofline.find_matmul_rate", lambda device, dtype: (7e10, torch.float32)
-    )
-    ceilings = measure_peak_rates(torch.device("cpu"), torch.bfloat16)
-    assert str(ceilings) == "5 GB/s and 0.07 TFLOP/s in float32"
-
-
-def test_shares_are_of_a_whole():
-    assert (
-        find_roofline_fraction(1.0, 4.0) == 0.25
-        and find_roofline_fraction(1.0, 1.0) == 1.0
-        and find_roofline_fraction(4.0, 1.0) is None
-    )
-
-
-@pytest.mark.parametrize("error", [ValueError, OSError])
-def test_error_of_a_run_is_no_bad_option(error, monkeypatch):
-    def run(*_):
-        raise error("while it is timed")
-
-    monkeypatch.setattr(NanoVLLM, "run", run)
-    with pytest.raises(error, match="while it is timed"):
-        main(["--model", DEMO_MODEL, *TINY, "--set", "device=cpu"])
+def test_peak_rates_name_their_dtype(monkeypatch):
+    monkeypatch.setattr(roofline, "time_best", lambda *_, source: source.nbytes / 5e9)
+    monkeypatch.setattr(roofline, "find_matmul_rate", lambda *_: (7e10, FLOAT32))
+    peak = measure_peak_rates(CPU, BFLOAT16)
+    assert str(peak) == "5 GB/s and 0.07 TFLOP/s in float32"
 
 
 # --- Single kernels
 
 
-def test_table():
-    sizes = ["--num-seqs", "3", "--context-len", "20", "--prompt-len", "50", "--dtype", "float32"]
-    done = bench("-m", "nanovllm.kernels.bench", *sizes)
-    assert done.returncode == 0, done.stderr
-    cells = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in done.stdout.splitlines()
-        if line.startswith("|")
-    ]
-    rows = {(row[0], row[2]): row for row in cells[2:]}
-    assert rows.keys() >= {(kernel, "torch") for kernel in ("store_kvcache", "decode", "prefill")}
-    for row in rows.values():
-        assert (
-            all(0 < float(figure.split()[0]) < math.inf for figure in row[4:6])
-            and float(row[6]) < 1e-4
-        )
-    assert rows["decode", "torch"][1] == "3 x 20" and "'flash_attn' cannot run here" in done.stderr
+def test_kernels_are_timed(monkeypatch, capsys):
+    """Every call takes 100 ms on this clock. The table shows it, and the rate that follows."""
+    clock = count()
+    monkeypatch.setattr(kernels_bench.time, "perf_counter", lambda: next(clock) / 10)
+    monkeypatch.setattr(kernels_bench, "BACKENDS", ["flash_attn", "torch"])
+    sizes = ["--num-seqs", "3", "--context-len", "20", "--prompt-len", "50"]
+    kernels_bench.main([*sizes, "--dtype", "float32"])
+    output, log = capsys.readouterr()
+    figures = "torch | float32 | 100 ms"
+    assert f"| store_kvcache | 1 x 50 | {figures} | 0.008192 GB/s | 0 |" in output
+    assert f"| decode | 3 x 20 | {figures} | 0.004915 GB/s | 0 |" in output
+    assert f"| prefill | 1 x 50 | {figures} | 0.0001024 TFLOP/s | 0 |" in output
+    assert "flash_attn" in log
 
 
-@pytest.mark.parametrize("option", ["--num-seqs", "--context-len", "--prompt-len", "--dtype"])
-def test_bad_options_of_the_kernels(option, capsys):
-    assert option in expect_rejection(kernels_bench.main, [option, "0"], capsys)
+def test_command_of_kernels_bench_rejects_invalid_options():
+    done = start("-m", "nanovllm.kernels.bench", "--num-seqs", "0")
+    assert done.returncode == 2
+    assert "--num-seqs" in done.stderr
 
 
 def skip_a_row(query, *arguments):
-    output = torch.full_like(query, torch.nan)  # as memory may be
-    output[:-1] = oracle.attend(query, *arguments)[:-1]
+    output = torch.full_like(query, torch.nan)  # as uninitialized memory can be
+    output[:-1] = reference.attend(query, *arguments)[:-1]
     return output
 
 
-def zero_a_row(query, *arguments):
-    output = oracle.attend(query, *arguments)
+def zero_a_head(query, *arguments):
+    output = reference.attend(query, *arguments)
     output[-1, -1] = 0.0
     return output
 
 
-def shift_blocks(key, value, kv_cache, slot_mapping):
-    oracle.store_kvcache(key, value, kv_cache, slot_mapping.roll(1))
+def shift_slots(key, value, kv_cache, slot_mapping):
+    reference.store_kvcache(key, value, kv_cache, slot_mapping.roll(1))
 
 
 def store_too_much(key, value, kv_cache, slot_mapping):
-    oracle.store_kvcache(key, value, kv_cache, slot_mapping)
+    reference.store_kvcache(key, value, kv_cache, slot_mapping)
     slots = kv_cache.flatten(1, 2)  # [2, num_slots, num_kv_heads, head_dim]
     foreign = set(range(slots.shape[1])) - set(slot_mapping.tolist())
     slots[:, foreign.pop()] = 1.0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "query_len, changes, complaint",
+    "query_len, dtype, name, kernel, complaint",
     [
-        (1, {"attend": skip_a_row}, "an error of nan"),
-        (1, {"attend": zero_a_row}, "an error of"),
-        (40, {"attend": skip_a_row}, "an error of nan"),
-        (40, {"attend": zero_a_row}, "an error of"),
-        (40, {"store_kvcache": shift_blocks}, "outside slot_mapping"),
-        (1, {"store_kvcache": store_too_much}, "outside slot_mapping"),
+        (1, FLOAT32, "attend", skip_a_row, "error of nan"),
+        (40, BFLOAT16, "attend", zero_a_head, "error of"),
+        (40, FLOAT32, "store_kvcache", shift_slots, "slot_mapping"),
+        (1, BFLOAT16, "store_kvcache", store_too_much, "slot_mapping"),
     ],
 )
-def test_wrong_kernels_are_rejected(query_len, changes, complaint, dtype):
+def test_wrong_kernels_are_detected(query_len, dtype, name, kernel, complaint):
     shape = Shape(2, 40, query_len, *QWEN3_HEADS, block_size=16)
     tolerance = TOLERANCES[str(dtype).removeprefix("torch.")]
-    settings = (shape, torch.device("cpu"), dtype, tolerance)
-    compare_with_torch(oracle, *settings)
-    wrong = SimpleNamespace(NAME="wrong", store_kvcache=oracle.store_kvcache, attend=oracle.attend)
-    vars(wrong).update(changes)
+    compare_with_torch(reference, shape, CPU, dtype, tolerance)
+    wrong = SimpleNamespace(**{**vars(reference), "NAME": "wrong", name: kernel})
     with pytest.raises(RuntimeError, match=f"wrong: .*{complaint}"):
-        compare_with_torch(wrong, *settings)
+        compare_with_torch(wrong, shape, CPU, dtype, tolerance)
 
 
 @pytest.mark.parametrize("query_len", [1, 40])
-def test_either_kernel_is_timed_alone(query_len):
-    """A batch without decodes launches one kernel of Triton's two, a batch of decodes the other."""
+def test_decodes_and_prefills_are_timed_apart(query_len):
+    """Triton has a kernel for decodes and one for longer queries. A batch launches one of them."""
     batch = make_batch(Shape(2, 40, query_len, *QWEN3_HEADS, block_size=16), torch.Generator())
     assert batch.min_seqlen_q == batch.max_seqlen_q == query_len

@@ -1,21 +1,19 @@
-"""Which module may import which, and that the engine is complete without kernels.
+"""Modules import only what their part of the package may, and the engine works without kernels.
 
-Each rule is also broken on purpose.
+The tests also break each rule about imports once.
 """
 
 import ast
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import VOCAB_SIZE, make_checkpoint, random_prompt
+from conftest import generate_ids, greedy, random_prompt
+from project_helpers import start
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
@@ -31,14 +29,13 @@ PACKAGE = Path(nanovllm.__file__).parent
 MAY_IMPORT = {  # part of the package -> parts
     "batch": set(),
     "arithmetic": set(),
+    "backends": set(),
     "packing": {"batch"},
     "layers": {"batch", "layers", "arithmetic"},
     "models": {"batch", "layers", "models", "checks", "config"},
     "kernels": {"arithmetic", "batch", "layers", "models", "kernels", "backends", "packing"},
     "trace": {"arithmetic", "batch", "config", "engine", "models", "terminal", "trace"},
-    "backends": set(),
 }
-REGISTRY = "nanovllm.backends"  # names modules, which nanovllm.kernels imports
 MAY_IMPORT_KERNELS = {"nanovllm.engine.worker", "nanovllm.engine.model_runner"}
 # Rare mechanisms, which the rest of the engine does not know.
 OUTSIDE_THE_CORE = (
@@ -56,155 +53,128 @@ WITHOUT_TORCH = {
 
 
 def read_sources():
-    """Map module names to sources, without the demo model's training script."""
-    paths = [
-        path.relative_to(PACKAGE.parent)
-        for path in PACKAGE.rglob("*.py")
-        if path.parent.name != "demo_model"
-    ]
-    names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths]
-    return {name: (PACKAGE.parent / path).read_text() for name, path in zip(names, paths)}
+    """Map the names of modules to their sources."""
+    sources = {}
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name != "demo_model":
+            parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+            sources[".".join(parts).removesuffix(".__init__")] = path.read_text()
+    return sources
 
 
-def find_imports(source, modules):
-    """The modules that `source` imports, also in functions and for type checkers."""
+SOURCES = read_sources()
+
+
+@cache
+def find_imports(module, source):
+    """Return the modules that `source` imports, also in functions and for type checkers.
+
+    Strings that name a module count, because import_module may get them. In the registry of
+    backends they count as imports of nanovllm.kernels.
+    """
+    found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from [alias.name for alias in node.names]
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.module and not node.level, "imports are absolute here"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from [name if name in modules else node.module for name in names]
+            assert node.module and not node.level, "imports must be absolute"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found.add(name if name in SOURCES else node.module)
+        elif isinstance(node, ast.Constant) and module != "nanovllm.backends":
+            found.update({node.value} & SOURCES.keys() - {"nanovllm"})
+    if module == "nanovllm.kernels":
+        found.update(registration.module for registration in BACKENDS.values())
+    return found
 
 
-def find_names(source, modules):
-    """The modules that `source` names in quotes, for import_module."""
-    constants = [
-        node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)
-    ]
-    return {value for value in constants if isinstance(value, str)} & modules - {"nanovllm"}
+def find_part(module):
+    """The part of the package that a module belongs to. Empty for the package itself."""
+    return f"{module}.".split(".")[1]
 
 
-def is_wrong(name, target):
-    """Return whether module `name` must not import `target`."""
-    (_, part), (package, target_part) = ([*module.split("."), ""][:2] for module in (name, target))
-    if package != "nanovllm":
-        return package == "torch" and name in WITHOUT_TORCH
-    if part in MAY_IMPORT and target_part not in MAY_IMPORT[part]:
+def is_forbidden(module, target):
+    if target.partition(".")[0] == "torch":
+        return module in WITHOUT_TORCH
+    if target not in SOURCES:
+        return False
+    part, target_part = find_part(module), find_part(target)
+    if target_part not in MAY_IMPORT.get(part, {target_part}):
         return True
     if target_part == "kernels" and part != "kernels":
-        return name not in MAY_IMPORT_KERNELS
-    if part == "engine" and not name.startswith(OUTSIDE_THE_CORE):
-        if target.startswith(OUTSIDE_THE_CORE):
-            return True
-    return part == "engine" and target_part in ("llm", "")  # the package itself imports llm
+        return module not in MAY_IMPORT_KERNELS
+    if part != "engine":
+        return False
+    is_core = not module.startswith(OUTSIDE_THE_CORE)
+    is_above = target_part in ("llm", "")  # the package itself imports llm
+    return is_above or (is_core and target.startswith(OUTSIDE_THE_CORE))
 
 
 def find_wrong_imports(sources):
-    imports = {name: set(find_imports(source, set(sources))) for name, source in sources.items()}
-    for name, source in sources.items():
-        importer = "nanovllm.kernels" if name == REGISTRY else name
-        imports[importer] |= find_names(source, set(sources))
-    wrong = [
-        f"{name} imports {target}"
-        for name in imports
-        for target in imports[name]
-        if is_wrong(name, target)
-    ]
+    imports = {module: find_imports(module, source) for module, source in sources.items()}
+    wrong = []
+    for module, targets in imports.items():
+        wrong += [f"{module} imports {each}" for each in targets if is_forbidden(module, each)]
+    graph = {module: targets & imports.keys() for module, targets in imports.items()}
     try:
-        TopologicalSorter(
-            {name: targets & imports.keys() for name, targets in imports.items()}
-        ).prepare()
+        TopologicalSorter(graph).prepare()
     except CycleError as error:
         wrong.append(f"circle: {error.args[1]}")
     return wrong
 
 
 def test_imports_point_down():
-    assert find_wrong_imports(read_sources()) == []
+    assert find_wrong_imports(SOURCES) == []
 
 
-@pytest.mark.parametrize(
-    "module, line, target",
-    [
-        ("batch", "from nanovllm.checks import naming", "nanovllm.checks"),
-        ("batch", "import nanovllm", "nanovllm"),
-        (
-            "backends",
-            "from nanovllm.kernels.cpu import attention",
-            "nanovllm.kernels.cpu.attention",
-        ),
-        ("backends", "from nanovllm.layers.attention import Backend", "nanovllm.layers.attention"),
-        ("backends", "import torch", "torch"),
-        ("config", "from nanovllm.kernels import select_backend", "nanovllm.kernels"),
-        ("layers.norm", "from nanovllm.models.decoder import MLP", "nanovllm.models.decoder"),
-        ("layers.norm", "from nanovllm import kernels", "nanovllm.kernels"),
-        ("layers.norm", "from nanovllm.checks import naming", "nanovllm.checks"),
-        (
-            "models.decoder",
-            "def load():\n    import nanovllm.kernels.cpu.layers",
-            "nanovllm.kernels.cpu.layers",
-        ),
-        (
-            "models.decoder",
-            "from nanovllm.engine.sequence import Sequence",
-            "nanovllm.engine.sequence",
-        ),
-        ("kernels.cpu.layers", "from nanovllm.config import Config", "nanovllm.config"),
-        ("kernels.cuda.graphs", "from nanovllm.engine import executor", "nanovllm.engine.executor"),
-        ("engine.llm_engine", "from nanovllm.kernels import kernelize", "nanovllm.kernels"),
-        (
-            "engine.memory",
-            "import_module('nanovllm.kernels.cpu.library')",
-            "nanovllm.kernels.cpu.library",
-        ),
-        ("llm", "from nanovllm import kernels", "nanovllm.kernels"),
-        ("engine.request", "from nanovllm.llm import LLM", "nanovllm.llm"),
-        ("engine.request", "from nanovllm import LLM", "nanovllm"),
-        (
-            "engine.scheduler",
-            "from nanovllm.engine import speculation",
-            "nanovllm.engine.speculation",
-        ),
-        (
-            "engine.llm_engine",
-            "from nanovllm.trace.recorder import Timeline",
-            "nanovllm.trace.recorder",
-        ),
-        ("engine.scheduler", "import torch", "torch"),
-        ("engine.block_manager", "from torch.nn import Module", "torch.nn"),
-        ("engine.sequence", "if TYPE_CHECKING:\n    from torch import Tensor", "torch"),
-    ],
-)
-def test_a_wrong_import_is_found(module, line, target):
-    sources = read_sources()
-    sources[f"nanovllm.{module}"] += f"\n{line}\n"
-    assert f"nanovllm.{module} imports {target}" in find_wrong_imports(sources)
+def add_line(module, line):
+    name = f"nanovllm.{module}"
+    return {**SOURCES, name: f"{SOURCES[name]}\n{line}\n"}
 
 
 @pytest.mark.parametrize(
     "module, line",
     [
-        (
-            "engine.sequence",
-            "if TYPE_CHECKING:\n    from nanovllm.engine.scheduler import Scheduler",
-        ),
+        ("batch", "from nanovllm.checks import naming"),
+        ("batch", "import nanovllm"),
+        ("arithmetic", "from nanovllm.checks import naming"),
+        ("packing", "from nanovllm.checks import naming"),
+        ("backends", "from nanovllm.kernels.cpu import attention"),
+        ("backends", "import torch"),
+        ("config", "from nanovllm.kernels import select_backend"),
+        ("layers.norm", "from nanovllm.models.decoder import MLP"),
+        ("layers.norm", "from nanovllm import kernels"),
+        ("models.decoder", "def load():\n    import nanovllm.kernels.cpu.layers"),
+        ("models.decoder", "from nanovllm.engine.sequence import Sequence"),
+        ("kernels.cpu.layers", "from nanovllm.config import Config"),
+        ("trace.text", "from nanovllm.checks import naming"),
+        ("engine.llm_engine", "from nanovllm.kernels import kernelize"),
+        ("engine.memory", "import_module('nanovllm.kernels.cpu.library')"),
+        ("engine.request", "from nanovllm.llm import LLM"),
+        ("engine.request", "from nanovllm import LLM"),
+        ("engine.scheduler", "from nanovllm.engine import speculation"),
+        ("engine.llm_engine", "from nanovllm.trace.recorder import Timeline"),
+        ("engine.block_manager", "from torch.nn import Module"),
+        ("engine.sequence", "if TYPE_CHECKING:\n    from torch import Tensor"),
+    ],
+)
+def test_a_forbidden_import_is_found(module, line):
+    first, *_ = find_wrong_imports(add_line(module, line))
+    assert first.startswith(f"nanovllm.{module} imports")
+
+
+@pytest.mark.parametrize(
+    "module, line",
+    [
         ("checks", "def check():\n    from nanovllm.sampling_params import SamplingParams"),
         ("layers.norm", "from nanovllm.layers import norm"),
+        ("kernels.cuda.attention", "from nanovllm.kernels import kernelize"),
     ],
 )
 def test_a_circle_is_found(module, line):
-    sources = read_sources()
-    sources[f"nanovllm.{module}"] += f"\n{line}\n"
-    (wrong,) = find_wrong_imports(sources)
-    assert wrong.startswith("circle") and f"nanovllm.{module}" in wrong
-
-
-def test_registered_modules_are_imported_by_kernels():
-    sources = read_sources()
-    sources["nanovllm.kernels.cuda.attention"] += "\nfrom nanovllm.kernels import kernelize\n"
-    (wrong,) = find_wrong_imports(sources)
-    assert wrong.startswith("circle") and "nanovllm.kernels.cuda.attention" in wrong
+    (wrong,) = find_wrong_imports(add_line(module, line))
+    assert wrong.startswith("circle")
+    assert module in wrong
 
 
 # --- A whole engine without kernels
@@ -221,112 +191,74 @@ class WithoutKernels(ast.NodeTransformer):
         return None if "enable_kernels" in ast.unparse(node.test) else node
 
 
-@pytest.fixture(scope="module")
-def plain_package(tmp_path_factory):
-    """A copy of the package without nanovllm/kernels and the engine's uses of it."""
-    folder = tmp_path_factory.mktemp("without_kernels")
-    ignored = shutil.ignore_patterns("kernels", "demo_model", "__pycache__")
-    shutil.copytree(PACKAGE, folder / "nanovllm", ignore=ignored)
-    for path in (folder / "nanovllm" / "engine").glob("*.py"):
-        source = ast.unparse(WithoutKernels().visit(ast.parse(path.read_text())))
-        assert not re.search(r"\bkernels\.\w", source)
-        path.write_text(source)
-    return folder
-
-
 SCRIPT = """
-import json, sys, nanovllm
+import json, os, sys, nanovllm
 
-folder, model, options, prompts, params = json.loads(sys.argv[1])
-assert nanovllm.__file__.startswith(folder)
-with nanovllm.LLM(model, **options) as llm:
-    params = [nanovllm.SamplingParams(**settings) for settings in params]
-    print(json.dumps([llm.generate(prompts, params, use_tqdm=False), llm.stats]))
+assert nanovllm.__file__.startswith(os.getcwd())
+for model, options, prompts, params in json.load(sys.stdin):
+    with nanovllm.LLM(model, **options) as llm:
+        params = [nanovllm.SamplingParams(**settings) for settings in params]
+        print(json.dumps([llm.generate(prompts, params, use_tqdm=False), llm.stats]))
 """
 
 
-def generate(folder, model, options, prompts, params):
-    """Outputs and stats of an engine in another process, with the package in `folder`."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps([str(folder), model, options, prompts, params])],
-        env={**os.environ, "PYTHONPATH": str(folder)},
-        cwd=folder,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def test_the_engine_is_complete_without_kernels(tiny, tmp_path, monkeypatch):
+    """A copy of the package without nanovllm/kernels serves a model in float32 and in bfloat16."""
+    ignored = shutil.ignore_patterns("kernels", "demo_model", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "nanovllm", ignore=ignored)
+    for path in (tmp_path / "nanovllm" / "engine").glob("*.py"):
+        source = ast.unparse(WithoutKernels().visit(ast.parse(path.read_text())))
+        assert not re.search(r"\bkernels\.\w", source)
+        path.write_text(source)
 
-
-def test_tokens_without_kernels(plain_package, tiny):
-    """They match transformers, with chunks, prefix hits and preemptions."""
     prompts = [random_prompt(i // 2, 1 + 9 * (i // 2)) for i in range(12)]
     options = {"kvcache_block_size": 4, "num_kvcache_blocks": 24, "max_num_batched_tokens": 40}
-    outputs, stats = generate(
-        plain_package, tiny[0], options, prompts, [{"temperature": 0.0, "max_tokens": 12}] * 12
-    )
-    assert [output["token_ids"] for output in outputs] == [
-        tiny[1](prompt, 12) for prompt in prompts
-    ]
-    assert stats["num_cached_tokens"] and stats["num_preemptions"]
-
-
-def test_bfloat16_without_kernels(plain_package, tmp_path):
-    make_checkpoint(tmp_path, dtype=torch.bfloat16)
-    settings = [
-        {"temperature": 0.0},
-        {},
-        {"top_k": 5, "top_p": 0.9},
-        {"repetition_penalty": 1.2, "logprobs": 2},
-    ]
-    params = [{"max_tokens": 12, **each} for each in settings]
-    prompts = [random_prompt(i, 10 + 20 * i) for i in range(4)]
-    outputs, _ = generate(plain_package, str(tmp_path), {"num_kvcache_blocks": 64}, prompts, params)
-    for output in outputs:
-        assert output["finish_reason"] == "length" and len(output["token_ids"]) == 12
-        assert all(0 <= token_id < VOCAB_SIZE for token_id in output["token_ids"])
+    in_float32 = tiny[0], options, prompts, [{"temperature": 0.0, "max_tokens": 12}] * 12
+    params = [{}, {"top_k": 5, "top_p": 0.9}, {"repetition_penalty": 1.2, "logprobs": 2}]
+    in_bfloat16 = tiny[0], {**options, "dtype": "bfloat16"}, prompts[-3:], params
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = start("-c", SCRIPT, input=json.dumps([in_float32, in_bfloat16]), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (outputs, stats), (outputs_16, _) = map(json.loads, done.stdout.splitlines())
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output["token_ids"] == tiny[1](prompt, 12)
+    assert stats["num_cached_tokens"]
+    assert stats["num_preemptions"]
+    assert [output["finish_reason"] for output in outputs_16] == ["length"] * 3
 
 
 def test_enable_kernels(tiny, monkeypatch):
-    """If it is False, only files of the tour run, in float32 and 16 bits, on one rank and on two."""
-    met: set[str] = set()
+    """With False, only files of the tour run, in float32 and 16 bits, on one rank and on two."""
     parts = [
-        (decoder.DecoderLayer, "forward"), (decoder.Attention, "forward"), (decoder.MLP, "forward"), (RMSNorm, "forward"),
-        (decoder, "apply_rotary"), (attention, "store_kvcache"), (attention, "attend"), (sampler, "gumbel_noise"),
+        (decoder.DecoderLayer, "forward"),
+        (decoder.Attention, "forward"),
+        (decoder.MLP, "forward"),
+        (RMSNorm, "forward"),
+        (decoder, "apply_rotary"),
+        (attention, "store_kvcache"),
+        (attention, "attend"),
+        (sampler, "gumbel_noise"),
         (sampler, "filter_logits"),
-    ]  # fmt: skip
-    for owner, name in parts:
+    ]
+    called = set()
+
+    def watch(owner, name):
         original = getattr(owner, name)
-        part = f"{owner.__name__}.{name}"
-        monkeypatch.setattr(
-            owner,
-            name,
-            lambda *args, part=part, original=original, **options: (
-                met.add(part),
-                original(*args, **options),
-            )[1],
-        )
+
+        def watched(*args, **options):
+            called.add((owner, name))
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for part in parts:
+        watch(*part)
     prompts = [random_prompt(i, 5 + 9 * i) for i in range(3)]
     for options in ({}, {"dtype": "bfloat16"}, {"tensor_parallel_size": 2}):
+        called.clear()
         with LLM(tiny[0], num_kvcache_blocks=64, enable_kernels=False, **options) as llm:
-            outputs = llm.generate(
-                prompts, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False
-            )
+            outputs = generate_ids(llm, prompts, greedy(8))
             llm.generate(prompts, SamplingParams(max_tokens=2, top_p=0.9), use_tqdm=False)
-        assert met == {f"{owner.__name__}.{name}" for owner, name in parts}, options
-        met.clear()
+        assert called == set(parts), options
         if "dtype" not in options:
-            assert [output["token_ids"] for output in outputs] == [
-                tiny[1](prompt, 8) for prompt in prompts
-            ]
-
-
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "torch"])
-def test_enable_kernels_and_a_backend_of_theirs(tiny, backend):
-    with pytest.raises(
-        ValueError, match=f"attention_backend='{backend}' needs enable_kernels=True"
-    ):
-        LLM(tiny[0], enable_kernels=False, attention_backend=backend)
-    LLM(tiny[0], enable_kernels=False, attention_backend="torch", num_kvcache_blocks=8).exit()
+            assert outputs == [tiny[1](prompt, 8) for prompt in prompts]
