@@ -1,10 +1,10 @@
 """Penalties match their definition and cost nothing where no request asks for them."""
 
 import torch
-from conftest import VOCAB_SIZE, generate_ids, greedy, random_prompt
+from conftest import generate_ids, random_prompt
 
 from nanovllm import SamplingParams
-from nanovllm.engine.penalties import Penalties
+from nanovllm.engine.penalties import process_logits
 from nanovllm.engine.sequence import Sequence
 
 KINDS = [
@@ -52,24 +52,14 @@ def test_penalties_match_their_definition(tiny, make_llm):
 
 def test_bounds_of_the_repetition_penalty_keep_logits_finite():
     """SamplingParams promises this for logits up to 1e32."""
-    penalties = Penalties(2, 20, torch.device("cpu"))
     for bound in (1e-6, 1e6):
         seq = Sequence(0, [0, 1], SamplingParams(repetition_penalty=bound))
-        seq.lane = 0
-        logits = penalties.apply(torch.tensor([[1e32, -1e32]]), [seq])
+        logits = process_logits(torch.tensor([[1e32, -1e32]]), [seq])
         torch.testing.assert_close(logits, torch.tensor([[1e32 / bound, -1e32 * bound]]))
-
-
-def test_penalties_cost_memory_where_they_are_asked_for(make_llm):
-    """A row of counts is allocated for each lane that has used a penalty."""
-    llm = make_llm()
-    penalized = SamplingParams(temperature=0.0, max_tokens=6, frequency_penalty=1.0)
-    generate_ids(llm, [[1], [2], [3], [4]], [greedy(6), penalized, greedy(6), penalized])
-    assert llm.model_runner.penalties.counts.shape == (2, VOCAB_SIZE)
 
 
 def test_a_batch_without_penalties_and_logprobs_does_no_work_for_them(make_llm, monkeypatch):
     llm = make_llm()
-    monkeypatch.setattr(llm.model_runner, "penalties", None)
+    monkeypatch.setattr("nanovllm.engine.model_runner.process_logits", None)
     monkeypatch.setattr("nanovllm.engine.model_runner.find_logprobs", None)
     generate_ids(llm, [[1, 2]] * 3, SamplingParams(top_p=0.9, n=2))

@@ -4,7 +4,6 @@ import random
 import signal
 import time
 import warnings
-from contextlib import suppress
 from unittest.mock import patch
 
 import pytest
@@ -241,28 +240,3 @@ def test_a_warning_that_raises_affects_no_other_request(tiny, make_llm):
     assert last.pop(bad)["finish_reason"] == "error"
     assert [last[i]["token_ids"] for i in good] == [tiny[1](prompt, 6) for prompt in PROMPTS[1:]]
     check_invariants(llm)
-
-
-def test_tokens_are_counted_once_if_the_count_is_interrupted(make_llm):
-    params = SamplingParams(temperature=0.0, frequency_penalty=1.0, repetition_penalty=1.3)
-    expected = generate_ids(make_llm(), PROMPTS[0], params)
-    llm = make_llm()
-    request_id = llm.add_request(PROMPTS[0], params)
-
-    class Counted(dict):
-        """Interrupts every second store, where the tokens are counted but not yet recorded."""
-
-        num_stores = 0
-
-        def __setitem__(self, row, entry):
-            self.num_stores += 1
-            if self.num_stores % 2:
-                raise KeyboardInterrupt
-            super().__setitem__(row, entry)
-
-    llm.model_runner.penalties.counted = Counted()
-    last = {}
-    while not llm.is_finished():
-        with suppress(KeyboardInterrupt):
-            last = finish(llm)
-    assert [last[request_id]["token_ids"]] == expected

@@ -10,8 +10,8 @@ from conftest import generate_ids
 from front_helpers import PROMPTS, interrupt_in
 
 from nanovllm import SamplingParams, kernels
+from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.penalties import Penalties
 from nanovllm.engine.worker import Worker, find_device
 
 
@@ -100,7 +100,7 @@ def test_the_engine_computes_on_its_gpu_without_autocast(make_llm, monkeypatch):
         (kernels, "capture_decode_steps"),
         (Worker, "compute"),
         (ModelRunner, "prepare_sampling"),
-        (Penalties, "apply"),
+        (model_runner, "process_logits"),
     ]
     watch(kernels, "select_backend")
     for owner, name in parts:
@@ -150,7 +150,7 @@ def test_exit_leaves_no_memory_to_the_garbage_collector(make_llm):
     generate_ids(llm, PROMPTS, SamplingParams(repetition_penalty=1.3, max_tokens=3))
     runner = llm.model_runner
     worker = runner.executor.worker
-    tensors = [*worker.kv_caches, runner.penalties.counts, *worker.model.parameters()]
+    tensors = [*worker.kv_caches, *worker.model.parameters()]
     references = [weakref.ref(tensor) for tensor in tensors]
     gc.collect()
     gc.disable()

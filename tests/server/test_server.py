@@ -328,7 +328,7 @@ INVALID = ["nowhere/at/all"], "no such directory"
     [
         INVALID,
         (["--dtype", "int8"], "dtype must be one of"),
-        (["--playground", "--host", "0.0.0.0"], "use a loopback --host"),
+        (["--playground", "--host", "0.0.0.0"], "use a --host of 127.0.0.1"),
         (["--playground", "--api-key", "secret"], "neither --api-key nor --trace"),
     ],
 )
