@@ -139,7 +139,7 @@ def test_random_life(tiny, data):
         check_invariants(llm)
 
     for action in draw(st.lists(st.sampled_from(ACTIONS), min_size=10, max_size=30)):
-        prompt = random_prompt(draw(st.integers(0, 3)), draw(st.integers(1, 15)))
+        prompt = random_prompt(draw(st.integers(0, 3)), draw(st.sampled_from([1, 8, 13, 15])))
         num_tokens = draw(st.integers(1, 8))
         params = greedy(num_tokens)
         if action == "add":
