@@ -39,12 +39,6 @@ def run_steps(scheduler, num_steps):
     return [run_step(scheduler) for _ in range(num_steps)]
 
 
-def test_a_long_prompt_is_computed_in_chunks():
-    scheduler = make_scheduler(budget=8)
-    scheduler.add(make_sequence(0, prompt_len=20, max_tokens=3))
-    assert run_steps(scheduler, 5) == [{0: 8}, {0: 8}, {0: 4}, {0: 1}, {0: 1}]
-
-
 @pytest.mark.parametrize(
     "policy, expected",
     [
@@ -53,7 +47,7 @@ def test_a_long_prompt_is_computed_in_chunks():
     ],
 )
 def test_prompts_arrive_during_a_decode(policy, expected):
-    """Mixed steps split a prompt and delay no decode. Prefill first delays the decode."""
+    """Mixed steps delay no decode and split a long prompt. Prefill first delays the decode."""
     scheduler = make_scheduler(policy, budget=8)
     scheduler.add(make_sequence(0, prompt_len=3, max_tokens=10))
     assert run_step(scheduler) == {0: 3}
@@ -127,7 +121,6 @@ def test_random_loads(loads, policy, num_blocks, max_num_seqs, budget, aborted):
             scheduler.finish(unfinished.pop(step % len(unfinished)), "abort")
         plan = run_step(scheduler)
         assert sum(plan.values()) <= budget
-        assert all(plan.values())
         assert len(scheduler.running) <= max_num_seqs
         assert not any(seq.block_table for seq in scheduler.waiting)
         order = [seq.seq_id for seq in [*scheduler.running, *scheduler.waiting]]

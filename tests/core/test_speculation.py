@@ -1,6 +1,5 @@
 """Drafts change no token, whatever is proposed and however often it is accepted."""
 
-import random
 import timeit
 from functools import partial
 from itertools import pairwise
@@ -9,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    VOCAB_SIZE,
     check_invariants,
     make_batch,
     make_checkpoint,
@@ -17,10 +15,9 @@ from conftest import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import OPTConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
-from nanovllm.arithmetic import cdiv
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.speculation import (
@@ -45,18 +42,15 @@ def make_speculator(propose, max_draft_len=4):
     return speculator
 
 
-def foresee(outputs, accuracy):
-    """Propose the tokens of `outputs`. Some of them are replaced by random ones."""
+def foresee(outputs):
+    """Propose the tokens of `outputs`, except that token 0 is proposed for every fifth position."""
     answers = [output["prompt_token_ids"] + output["token_ids"] for output in outputs]
-    rng = random.Random(0)
 
     def propose(token_ids, num_tokens):
         start = len(token_ids)
         answer = next((answer for answer in answers if answer[:start] == token_ids), [])
-        draft = answer[start : start + num_tokens]
-        return [
-            token_id if rng.random() < accuracy else rng.randrange(VOCAB_SIZE) for token_id in draft
-        ]
+        end = min(start + num_tokens, len(answer))
+        return [answer[position] if position % 5 else 0 for position in range(start, end)]
 
     return make_speculator(propose, max_draft_len=7)
 
@@ -110,16 +104,17 @@ def test_nan_logits_with_a_draft_are_computed_again_without_it():
     scheduler = SpeculativeScheduler(manager, max_num_seqs=1, max_num_batched_tokens=16)
     scheduler.speculator = make_speculator(lambda _, num_tokens: [7] * num_tokens)
     scheduler.speculator.draft_costs = [0.0, *[0.1] * 16]
-    seq = Sequence(0, [1, 2, 3], SamplingParams())
+    seq = Sequence(0, [1, 2], SamplingParams())
     scheduler.add(seq)
-    for num_tokens, samples in [
-        (3, [7]),
-        (5, [7, -1, -1, -1, -1]),  # the first 7 is valid, what follows is not
-        (5, [-1] * 5),
-        (1, [7]),
+    for num_tokens, samples, num_listed in [
+        (2, [7], 0),
+        (5, [7, -1, -1, -1, -1], 0),  # the first token is valid, what follows is not
+        (5, [-1] * 5, 0),
+        (1, [7], 1),
     ]:
         assert run_step(scheduler, [samples]) == {0: num_tokens}
-    assert seq.token_ids == [1, 2, 3, 7, 7, 7]
+        assert len(manager.hash_to_block_id) == num_listed
+    assert seq.token_ids == [1, 2, 7, 7, 7]
 
 
 @given(
@@ -130,7 +125,7 @@ def test_nan_logits_with_a_draft_are_computed_again_without_it():
 )
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_random_loads(loads, policy, num_blocks, max_draft_len):
-    """Drafts change no token. Rejected draft tokens keep no block and are never listed."""
+    """Drafts change no token, and blocks with rejected tokens are never listed."""
     manager = BlockManager(num_blocks, 2)
     scheduler = policy(manager, max_num_seqs=3, max_num_batched_tokens=12)
     scheduler.speculator = Speculator(max_draft_len, FREE, FREE)
@@ -140,11 +135,8 @@ def test_random_loads(loads, policy, num_blocks, max_draft_len):
         seqs.append(Sequence(seq_id, [seq_id % 3] * prompt_len, params))
         scheduler.add(seqs[-1])
     while scheduler.running or scheduler.waiting:
-        plan = run_step(scheduler)
-        assert sum(plan.values()) <= 12
+        run_step(scheduler)
         for seq in scheduler.running:
-            if seq.seq_id in plan and seq.num_logits > 0:
-                assert len(seq.block_table) == cdiv(seq.num_computed_tokens, 2)
             for index, block_id in enumerate(seq.block_table):
                 expected = seq.token_ids[2 * index : 2 * index + 2]
                 assert manager.blocks[block_id].token_ids in ([], expected)
@@ -157,7 +149,6 @@ def test_random_loads(loads, policy, num_blocks, max_draft_len):
 # --- the engine
 
 
-OPT = dict(family=OPTConfig, ffn_dim=48, word_embed_proj_dim=32)
 MOE = dict(family=Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 needs_cpp = pytest.mark.skipif(
     cpp.reason_unavailable(torch.device("cpu"), torch.bfloat16, 16, 4) is not None,
@@ -172,7 +163,6 @@ COUNTERS = ("num_prefill_tokens", "num_decode_tokens", "num_draft_tokens", "num_
 @pytest.mark.parametrize(
     "checkpoint, options",
     [
-        (OPT, {}),
         (MOE, {}),
         (MOE, {"enable_kernels": False, "enable_prefix_caching": False}),
         (QWEN3, {"num_kvcache_blocks": 16, "max_num_batched_tokens": 24}),
@@ -200,7 +190,7 @@ def test_drafts_change_no_token(tmp_path, make_llm, checkpoint, options):
     with make() as llm:
         expected = llm.generate(prompts, params, use_tqdm=False)
     with make(num_speculative_tokens=7, trace=path) as llm:
-        llm.scheduler.speculator = foresee(expected, 0.8)
+        llm.scheduler.speculator = foresee(expected)
         for _ in range(2):  # with a cold cache, then with a warm one
             assert_same(llm.generate(prompts, params, use_tqdm=False), expected)
             check_invariants(llm)
@@ -227,7 +217,7 @@ def test_a_sequence_can_end_within_an_accepted_draft():
     messages = [{"role": "user", "content": "Count from 3 to 9."}]
     whole = plain.chat(messages, params(ignore_eos=True), use_tqdm=False)
     prompt = whole[0]["prompt_token_ids"]
-    llm.scheduler.speculator = foresee(whole, 1.0)
+    llm.scheduler.speculator = foresee(whole)
     text = whole[0]["text"]
     for each in (
         params(stop=[text[9:12]]),
@@ -293,7 +283,6 @@ def test_drafts_that_pay(options, expected):
     [
         ({"max_tokens": 3}, [2]),  # the step samples one token at the end of its draft
         ({"presence_penalty": 1.0}, []),
-        ({"repetition_penalty": 1.1}, []),
         ({"min_tokens": 3}, []),
     ],
     ids=str,
@@ -330,12 +319,9 @@ def test_costs_of_steps_are_measured(monkeypatch):
 def test_a_short_query_is_computed_like_decodes():
     """Results are bitwise identical, across the splits of a context."""
     torch.manual_seed(0)
-    context_lens = [700, 258]
     kv_cache = torch.randn(2, 300, 4, 2, 32).bfloat16()
-    tables = torch.randperm(300).view(2, 150).repeat(1, 2).int()
-    query = torch.randn(8, 4, 32).bfloat16()
-    together = cpp.attend(query, kv_cache, make_batch([5, 3], context_lens, tables), 0.2)
-    rows = torch.tensor([0] * 5 + [1] * 3)
-    seen = [*range(696, 701), *range(256, 259)]
-    alone = cpp.attend(query, kv_cache, make_batch([1] * 8, seen, tables[rows]), 0.2)
-    assert torch.equal(together, alone)
+    table = torch.randperm(300).int()
+    query = torch.randn(5, 4, 32).bfloat16()
+    together = cpp.attend(query, kv_cache, make_batch([5], [700], table[None]), 0.2)
+    decodes = make_batch([1] * 5, range(696, 701), table.repeat(5, 1))
+    assert torch.equal(together, cpp.attend(query, kv_cache, decodes, 0.2))
