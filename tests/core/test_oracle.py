@@ -19,15 +19,13 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.arithmetic import cdiv
 from nanovllm.backends import BACKENDS
 from nanovllm.engine.model_runner import BlockTables, ModelRunner
-from nanovllm.engine.sequence import Sequence
 
 
 def list_ways(dtype):
     """List the ways to compute a model on a CPU: every attention backend, and without kernels."""
     ways = [{"enable_kernels": False}]
-    for name, entry in BACKENDS.items():
-        obstacle = find_obstacle(name, torch.device("cpu"), dtype, head_dim=16, block_size=4)
-        if "cpu" in entry.device_types and obstacle is None:
+    for name in BACKENDS:
+        if find_obstacle(name, torch.device("cpu"), dtype, head_dim=16, block_size=4) is None:
             ways.append({"attention_backend": name})
     return ways
 
@@ -44,8 +42,7 @@ def test_grid(tiny, make_llm, way, block_size, is_chunked, is_caching):
     prompts = [random_prompt(length, length) for length in lengths]
     longest = prompts[-1]
     other = random_prompt(0, block_size)
-    prompts.append(longest)
-    prompts.append(longest[: block_size + 1] + other)
+    prompts += [longest, longest[: block_size + 1] + other]
     prompts.append(other + longest[block_size:])  # the same second block behind another first one
     params = [greedy(5 + index) for index in range(len(prompts))]
     expected = [oracle(prompt, each.max_tokens) for prompt, each in zip(prompts, params)]
@@ -105,11 +102,8 @@ def test_shapes(tmp_path, name):
         assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == token_ids
 
 
-@pytest.mark.parametrize(
-    "dtype, way",
-    [(dtype, way) for dtype in (torch.bfloat16, torch.float16) for way in list_ways(dtype)],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", list_ways(torch.float32), ids=str)
 def test_low_precision_logprobs(tmp_path, dtype, way):
     """They differ from float32 by at most 1.5 times as much as those of transformers."""
     model = make_checkpoint(tmp_path, dtype=dtype)
@@ -132,20 +126,29 @@ def test_a_batch_looks_as_drawn_in_batch_py():
     tables.rows[1, :2] = [2, 6]  # copied when an earlier step entered the block
     runner = SimpleNamespace(block_tables=tables, block_size=4)
     seqs = []
-    for num_tokens, num_computed, block_table in [(3, 0, [5]), (8, 7, [2, 6]), (6, 4, [1, 9])]:
-        seq = Sequence(0, range(10, 10 + num_tokens), SamplingParams())
-        seq.lane = len(seqs)
-        seq.block_table = block_table
-        seq.num_computed_tokens = num_computed
-        seq.num_scheduled_tokens = num_tokens - num_computed
-        seq.num_logits = 1
-        seqs.append(seq)
+    for num_computed, num_scheduled, block_table in [(0, 3, [5]), (7, 1, [2, 6]), (4, 2, [1, 9])]:
+        seqs.append(
+            SimpleNamespace(
+                lane=len(seqs),
+                token_ids=range(10, 20),
+                block_table=block_table,
+                num_computed_tokens=num_computed,
+                num_scheduled_tokens=num_scheduled,
+                num_logits=1,
+            )
+        )
     batch = ModelRunner.prepare_batch(runner, seqs)
-    assert batch.input_ids.tolist() == [10, 11, 12, 17, 14, 15]
-    assert batch.positions.tolist() == [0, 1, 2, 7, 4, 5]
-    assert batch.slot_mapping.tolist() == [20, 21, 22, 27, 36, 37]
-    assert batch.cu_seqlens_q.tolist() == [0, 3, 4, 6]
-    assert batch.context_lens.tolist() == [3, 8, 6]
-    assert batch.block_tables.tolist() == [[5, 0], [2, 6], [1, 9]]
-    assert batch.logits_indices.tolist() == [2, 3, 5]
-    assert (batch.min_seqlen_q, batch.max_seqlen_q, batch.max_seqlen_k) == (1, 3, 8)
+    expected = dict(
+        input_ids=[10, 11, 12, 17, 14, 15],
+        positions=[0, 1, 2, 7, 4, 5],
+        slot_mapping=[20, 21, 22, 27, 36, 37],
+        cu_seqlens_q=[0, 3, 4, 6],
+        context_lens=[3, 8, 6],
+        block_tables=[[5, 0], [2, 6], [1, 9]],
+        logits_indices=[2, 3, 5],
+        min_seqlen_q=1,
+        max_seqlen_q=3,
+        max_seqlen_k=8,
+    )
+    for name, value in vars(batch).items():
+        assert torch.as_tensor(value).tolist() == expected[name], name

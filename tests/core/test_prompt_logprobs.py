@@ -51,6 +51,7 @@ def test_they_match_transformers(tiny, make_llm, check, options):
             assert [o["token_ids"] for o in outputs] == [oracle(prompt, 6) for prompt in prompts]
             for output in outputs[: len(PROMPTS)]:
                 check(output)
+                assert output["num_cached_tokens"] == 0, "a cached token has no logits"
             for output in outputs[len(PROMPTS) :]:
                 assert output["prompt_logprobs"] is None
             check_invariants(llm)
@@ -69,20 +70,6 @@ def test_a_scored_request_can_have_drafts(tiny, make_llm, check):
     check(output)
 
 
-def test_a_scored_prompt_reuses_nothing_and_can_be_reused(make_llm):
-    llm = make_llm()
-    for params, num_cached_tokens in ((SCORING, 0), (SCORING, 0), (greedy(1), 36)):
-        (output,) = llm.generate(LONGEST, params, use_tqdm=False)
-        assert output["num_cached_tokens"] == num_cached_tokens
-
-
-def finish(llm):
-    outputs = []
-    while not llm.is_finished():
-        outputs = llm.step()
-    return outputs[0]
-
-
 def test_a_preempted_sequence_keeps_its_scores(make_llm, check):
     """It then reuses its own blocks up to the first prompt token that is not scored."""
     llm = make_llm(max_num_batched_tokens=10)
@@ -94,21 +81,9 @@ def test_a_preempted_sequence_keeps_its_scores(make_llm, check):
     llm.scheduler.preempt(seq)
     llm.step()
     assert seq.num_computed_tokens == 20 + 10
-    check(finish(llm))
-
-
-def test_an_interrupted_step_is_scored_again(make_llm, check, monkeypatch):
-    llm = make_llm(max_num_batched_tokens=10)
-    llm.add_request(LONGEST, SCORING)
-    llm.step()
-
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(llm.scheduler, "postprocess", interrupt)
-        llm.step()
-    check(finish(llm))
+    while not llm.is_finished():
+        outputs = llm.step()
+    check(outputs[0])
 
 
 def test_a_step_computes_no_more_rows_of_logits_at_once_than_the_profile_run(make_llm, monkeypatch):
@@ -138,7 +113,6 @@ def test_every_sample_and_every_streamed_output_has_them(make_llm, check):
         check(output)
 
 
-@pytest.mark.parametrize("value", [-1, True])
-def test_invalid_numbers_are_rejected(value):
-    with pytest.raises((TypeError, ValueError), match="prompt_logprobs"):
-        SamplingParams(prompt_logprobs=value)
+def test_invalid_numbers_are_rejected():
+    with pytest.raises(ValueError, match="prompt_logprobs"):
+        SamplingParams(prompt_logprobs=-1)
