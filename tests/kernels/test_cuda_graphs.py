@@ -58,8 +58,10 @@ def test_engine_with_graphs_matches_transformers(tiny, make_llm, monkeypatch):
     steps = []
 
     def record(batch):
-        steps.append((len(batch.context_lens), len(batch.logits_indices)))
-        return replay(batch)
+        hidden = replay(batch)
+        assert len(hidden) == len(batch.logits_indices)
+        steps.append((len(batch.context_lens), len(hidden)))
+        return hidden
 
     monkeypatch.setattr(worker.graphs, "run", record)
     lengths = [14, 1, 2, 3, 6]  # of the prompts
