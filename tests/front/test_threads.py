@@ -85,7 +85,6 @@ def test_a_signal_handler_may_only_abort(tiny, make_llm):
         llm.step,
         llm.exit,
         lambda: llm.add_request([1]),
-        lambda: llm.generate(PROMPTS[0], use_tqdm=False),
         lambda: next(llm.stream(PROMPTS[1])),
         lambda: llm.beam_search(PROMPTS[1], 2, 2),
     ]
@@ -153,7 +152,7 @@ def test_step_reports_no_request_of_another_thread(tiny, make_llm):
             for _ in range(10):
                 ids = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS[:3]]
                 last = {}
-                while [last[i]["finish_reason"] for i in ids if i in last] != ["length"] * 3:
+                while len(last) < 3 or last[ids[2]]["finish_reason"] is None:
                     last.update((output["request_id"], output) for output in llm.step())
                 assert list(last) == ids
                 assert [last[i]["token_ids"] for i in ids] == expected[:3]
