@@ -69,17 +69,17 @@ def check_gets_idle(url):
 
 def test_replies_are_those_of_the_engine(client, llm):
     prompts = ["one two three", "seven eight"]
-    params = SamplingParams(temperature=0.0, max_tokens=12)
-    expected = [output["text"] for output in llm.generate(prompts, params, use_tqdm=False)]
-    (chat,) = llm.chat(QUESTION, params, use_tqdm=False)
-    options = {"model": "demo_model", "temperature": 0}
-    reply = client.completions.create(prompt=prompts, max_tokens=12, **options)
-    assert [choice.text for choice in reply.choices] == expected
-    reply = client.chat.completions.create(messages=QUESTION, max_completion_tokens=12, **options)
-    assert reply.choices[0].message.content == chat["text"]
-    assert reply.choices[0].finish_reason == chat["finish_reason"]
-    assert reply.usage.prompt_tokens == len(chat["prompt_token_ids"])
-    assert reply.usage.completion_tokens == len(chat["token_ids"])
+    params = SamplingParams(temperature=0.0, max_tokens=16, n=2)
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    reply = client.completions.create(model="demo_model", prompt=prompts, temperature=0, n=2)
+    assert [choice.text for choice in reply.choices] == [output["text"] for output in expected]
+    num_tokens = [len(output["prompt_token_ids"]) for output in expected]
+    assert reply.usage.prompt_tokens == sum(num_tokens) / 2
+    (expected,) = llm.chat(QUESTION, SamplingParams(temperature=0.0), use_tqdm=False)
+    reply = client.chat.completions.create(model="", messages=QUESTION, temperature=0)
+    assert reply.choices[0].message.content == expected["text"]
+    assert reply.choices[0].finish_reason == expected["finish_reason"]
+    assert reply.usage.completion_tokens == len(expected["token_ids"])
 
 
 def test_a_stream_adds_up_to_the_reply_and_ends_with_the_usage(url):
@@ -130,16 +130,6 @@ def test_echo_scores_the_prompt(client, llm, num_tokens):
     assert found.token_logprobs[1:] == pytest.approx(logprobs, abs=1e-4)
     assert max(found.top_logprobs[1].values()) == pytest.approx(max(entries[1].values()), abs=1e-4)
     assert found.text_offset[:2] == [0, len(found.tokens[0])]
-    assert len(found.tokens) == len(found.text_offset) == len(token_ids)
-
-
-def test_the_samples_of_a_seed_are_repeated(url):
-    body = {"prompt": [5, 6, 7], "seed": 3, "n": 3, "ignore_eos": True}
-    first, second = [post(url, body).json() for _ in range(2)]
-    assert first["choices"] == second["choices"]
-    assert len({choice["text"] for choice in first["choices"]}) > 1
-    assert first["usage"]["prompt_tokens"] == 3
-    assert first["usage"]["completion_tokens"] == 3 * 16
 
 
 # --- many clients
@@ -173,7 +163,6 @@ def test_64_clients_share_steps(url):
     [
         ({"prompt": "x", "temperature": -1}, 400, "temperature must be at least 0.0"),
         ({"prompt": "x", "n": 10**9}, 400, "prompts times n"),
-        ({"prompt": "x", "logit_bias": {"5": 1}}, 400, "'logit_bias'"),
         ({"prompt": "x", "logprobs": 21}, 400, "logprobs must be"),
         ({"prompt": "x", "prompt_logprobs": 1}, 400, "'prompt_logprobs'"),
         ({"prompt": "x", "echo": True, "stream": True}, 400, "'echo'"),
@@ -183,7 +172,6 @@ def test_64_clients_share_steps(url):
         ({"prompt": "\ud800"}, 400, "lone surrogate"),
         ({}, 400, "prompts must be"),
         ([], 400, "JSON object"),
-        (b"{", 400, "not JSON"),
         (b"[" * 100_000, 400, "not JSON"),
         ({"prompt": "x", "model": "gpt-4"}, 404, "demo_model"),
         (b" " * (MAX_BODY_BYTES + 1), 413, "exceeds"),
@@ -268,12 +256,12 @@ def test_no_body_is_an_internal_error(url, requests):
 
 def test_an_idle_server_uses_no_cpu(server):
     url, process = server
-    post(url, {"prompt": "x"})
+    check_gets_idle(url)
     time.sleep(0.5)  # threads of OpenMP spin for a moment
     before = psutil.Process(process.pid).cpu_times()
     time.sleep(1.0)
     after = psutil.Process(process.pid).cpu_times()
-    assert after.user + after.system - before.user - before.system < 0.015
+    assert sum(after) - sum(before) < 0.015
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -316,7 +304,6 @@ INVALID = ["nowhere/at/all"], "no such directory"
     "arguments, message",
     [
         INVALID,
-        (["--dtype", "int8"], "dtype must be one of"),
         (["--playground", "--host", "0.0.0.0"], "use a loopback --host"),
         (["--playground", "--api-key", "secret"], "neither --api-key nor --trace"),
     ],
