@@ -102,14 +102,15 @@ def test_the_engine_computes_on_its_gpu_without_autocast(make_llm, monkeypatch):
         (ModelRunner, "prepare_sampling"),
         (Penalties, "apply"),
     ]
-    for owner, name in parts:
+    for owner, name in [*parts, (kernels, "select_backend")]:
         watch(owner, name)
     precision = switched(torch.set_float32_matmul_precision, "medium", "highest")
     with torch.autocast("cpu", dtype=torch.bfloat16), precision:
         llm = make_llm()
         assert current == ["the caller's"]
         generate_ids(llm, PROMPTS, SamplingParams(presence_penalty=1.0, max_tokens=3))
-    assert seen == {(name, "the engine's, None", False, "medium") for _, name in parts}
+    expected = {(name, "the engine's, None", False, "medium") for _, name in parts}
+    assert seen == {*expected, ("select_backend", "the engine's, None", True, "medium")}
     interrupt_in(Worker, "compute", lambda: llm.generate(PROMPTS))
     assert current == ["the caller's"]
 
