@@ -16,7 +16,7 @@ def llm():
 
 
 def ask(llm, questions, *start):
-    """Return the answers to questions, each in a chat of its own that begins with `start`."""
+    """Return the answers to questions. Each chat begins with `start`."""
     chats = [[*start, {"role": "user", "content": question}] for question in questions]
     outputs = llm.chat(chats, greedy(600), use_tqdm=False)
     assert {output["finish_reason"] for output in outputs} == {"stop"}

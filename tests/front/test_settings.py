@@ -102,8 +102,7 @@ def test_the_engine_computes_on_its_gpu_without_autocast(make_llm, monkeypatch):
         (ModelRunner, "prepare_sampling"),
         (model_runner, "process_logits"),
     ]
-    watch(kernels, "select_backend")
-    for owner, name in parts:
+    for owner, name in [*parts, (kernels, "select_backend")]:
         watch(owner, name)
     precision = switched(torch.set_float32_matmul_precision, "medium", "highest")
     with torch.autocast("cpu", dtype=torch.bfloat16), precision:
@@ -111,7 +110,7 @@ def test_the_engine_computes_on_its_gpu_without_autocast(make_llm, monkeypatch):
         assert current == ["the caller's"]
         generate_ids(llm, PROMPTS, SamplingParams(presence_penalty=1.0, max_tokens=3))
     expected = {(name, "the engine's, None", False, "medium") for _, name in parts}
-    assert seen == {("select_backend", "the engine's, None", True, "medium"), *expected}
+    assert seen == {*expected, ("select_backend", "the engine's, None", True, "medium")}
     interrupt_in(Worker, "compute", lambda: llm.generate(PROMPTS))
     assert current == ["the caller's"]
 

@@ -221,34 +221,35 @@ def test_the_text_ends_before_the_first_stop_string(name):
     letters = ["a", "b", "é", "the", " ", ".", "—"]
     for _ in range(150):
         token_ids = encode(tokenizer, "a" + "".join(rng.choices(letters, k=rng.randrange(20))))
-        stops = ["".join(rng.choices(letters, k=rng.randint(1, 4))) for _ in range(3)]
-        texts = stream(tokenizer, token_ids)
+        first, *others = rng.choices(letters, k=rng.randint(2, 4))
+        suffix = "".join(others)
+        stops = [suffix, first + suffix, rng.choice(letters)]
         num_withheld = max(map(len, stops)) - 1
         reader = Detokenizer(tokenizer, 0, tuple(stops))
+        expected = decode(tokenizer, token_ids)
         known = ""
         shown = ""
-        starts = []
-        for end in range(1, len(token_ids) + 1):
+        for end, released in enumerate(stream(tokenizer, token_ids)[:-1], 1):
             given = token_ids[:end]
-            assert reader.read(given, is_last=False) == shown, "read before the search"
             # A token can end a stop string and begin a character that is not complete.
-            text = max(texts[end - 1], decode(tokenizer, given).rstrip("\ufffd"), key=len)
-            may_stop = rng.random() < 0.5
-            if may_stop:
-                found = [text.find(stop, max(0, len(known) - len(stop) + 1)) for stop in stops]
-                starts = [start for start in found if start >= 0]
+            text = max(released, decode(tokenizer, given).rstrip("\ufffd"), key=len)
+            found = [text.find(stop, max(0, len(known) - len(stop) + 1)) for stop in stops]
+            starts = [start for start in found if start >= 0]
             known = text
-            assert reader.meets_stop_string(given, may_stop) == bool(starts)
-            if starts:
+            may_stop = rng.random() < 0.5
+            has_ended = may_stop and bool(starts)
+            assert reader.read(given, is_last=False) == shown, (
+                "the token is shown before the search"
+            )
+            assert reader.meets_stop_string(given, may_stop) == has_ended
+            if has_ended:
                 expected = text[: min(starts)]
                 assert expected.startswith(shown), "part of a stop string is shown"
                 assert reader.read(given, is_last=False) == expected
                 assert reader.meets_stop_string(token_ids, False), "the end is forgotten"
                 break
             shown = reader.read(given, is_last=False)
-            assert shown == texts[end - 1][: max(0, len(texts[end - 1]) - num_withheld)]
-        else:
-            expected = decode(tokenizer, token_ids)
+            assert shown == released[: max(0, len(released) - num_withheld)]
         assert reader.read(token_ids, is_last=True) == expected
 
 

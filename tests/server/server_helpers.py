@@ -32,3 +32,9 @@ def start(*arguments, program=("-m", "nanovllm.server")):
 def post(url, body, path="/v1/completions", client=httpx, **headers):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return client.post(url + path, content=content, headers={**HEADERS, **headers}, timeout=60)
+
+
+def stream(url, body, timeout=60):
+    """Begin to read a completion. Leaving the context disconnects."""
+    options = {"json": {"stream": True, **body}, "headers": HEADERS, "timeout": timeout}
+    return httpx.stream("POST", f"{url}/v1/completions", **options)

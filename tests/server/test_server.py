@@ -1,7 +1,6 @@
 """The server as a user starts it: OpenAI's client, raw bytes, disconnects, signals, bad input."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -12,17 +11,18 @@ from contextlib import suppress
 
 import httpx
 import openai
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from server_helpers import HEADERS, KEY, NUM_BLOCKS, OPTIONS, post, start
+from server_helpers import KEY, NUM_BLOCKS, OPTIONS, post, start, stream
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.server.__main__ import main
 from nanovllm.server.openai_api import MAX_BODY_BYTES
 from nanovllm.server.protocol import HANDLED, NEUTRAL, SAMPLING
 
-LONG = {"prompt": [5], "max_tokens": 900, "ignore_eos": True, "stream": True}
+LONG = {"prompt": [5], "max_tokens": 900, "ignore_eos": True, "n": 4}
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 
 
@@ -69,17 +69,17 @@ def check_gets_idle(url):
 
 def test_replies_are_those_of_the_engine(client, llm):
     prompts = ["one two three", "seven eight"]
-    params = SamplingParams(temperature=0.0, max_tokens=12)
-    expected = [output["text"] for output in llm.generate(prompts, params, use_tqdm=False)]
-    (chat,) = llm.chat(QUESTION, params, use_tqdm=False)
-    options = {"model": "demo_model", "temperature": 0}
-    reply = client.completions.create(prompt=prompts, max_tokens=12, **options)
-    assert [choice.text for choice in reply.choices] == expected
-    reply = client.chat.completions.create(messages=QUESTION, max_completion_tokens=12, **options)
-    assert reply.choices[0].message.content == chat["text"]
-    assert reply.choices[0].finish_reason == chat["finish_reason"]
-    assert reply.usage.prompt_tokens == len(chat["prompt_token_ids"])
-    assert reply.usage.completion_tokens == len(chat["token_ids"])
+    params = SamplingParams(temperature=0.0, max_tokens=16, n=2)
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    reply = client.completions.create(model="demo_model", prompt=prompts, temperature=0, n=2)
+    assert [choice.text for choice in reply.choices] == [output["text"] for output in expected]
+    num_tokens = [len(output["prompt_token_ids"]) for output in expected]
+    assert reply.usage.prompt_tokens == sum(num_tokens) / 2
+    (expected,) = llm.chat(QUESTION, SamplingParams(temperature=0.0), use_tqdm=False)
+    reply = client.chat.completions.create(model="", messages=QUESTION, temperature=0)
+    assert reply.choices[0].message.content == expected["text"]
+    assert reply.choices[0].finish_reason == expected["finish_reason"]
+    assert reply.usage.completion_tokens == len(expected["token_ids"])
 
 
 def test_a_stream_adds_up_to_the_reply_and_ends_with_the_usage(url):
@@ -91,18 +91,20 @@ def test_a_stream_adds_up_to_the_reply_and_ends_with_the_usage(url):
     response = post(url, {**body, **options}, path)
     assert response.headers["content-type"].startswith("text/event-stream")
     *events, done, rest = response.text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
+    assert done + rest == "data: [DONE]"
     *chunks, last = [json.loads(event.removeprefix("data: ")) for event in events]
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     assert {chunk["usage"] for chunk in chunks} == {None}
-    parts = [chunk["choices"][0] for chunk in chunks]
-    nothing = [None] * (len(parts) - 1)
-    assert [part["delta"].get("role") for part in parts] == ["assistant", *nothing]
-    assert [part["finish_reason"] for part in parts] == [*nothing, "stop"]
-    text = "".join(part["delta"]["content"] for part in parts)
+    text = ""
+    logprobs = []
+    for number, chunk in enumerate(chunks, 1):
+        (part,) = chunk["choices"]
+        text += part["delta"]["content"]
+        logprobs += part["logprobs"]["content"]
+        assert ("role" in part["delta"]) == (number == 1)
+        assert part["finish_reason"] == ("stop" if number == len(chunks) else None)
     assert text == choice["message"]["content"]
-    logprobs = [entry for part in parts for entry in part["logprobs"]["content"]]
     assert logprobs == choice["logprobs"]["content"]
 
 
@@ -121,24 +123,13 @@ def test_echo_scores_the_prompt(client, llm, num_tokens):
     assert choice.finish_reason == "length"
     assert reply.usage.completion_tokens == num_tokens
     token_ids = prompt + expected["token_ids"][:num_tokens]
-    tokens = [llm.tokenizer.decode([token_id]) for token_id in token_ids]
-    assert choice.logprobs.tokens == tokens
-    assert choice.logprobs.text_offset[:2] == [0, len(tokens[0])]
-    found = zip(choice.logprobs.token_logprobs, choice.logprobs.top_logprobs)
-    assert next(found) == (None, None)
     entries = expected["prompt_logprobs"] + expected["logprobs"]
-    for token_id, entry, (logprob, top) in zip(token_ids[1:], entries[1:], found):
-        assert logprob == pytest.approx(entry[token_id], abs=1e-4)
-        assert max(top.values()) == pytest.approx(max(entry.values()), abs=1e-4)
-
-
-def test_the_samples_of_a_seed_are_repeated(url):
-    body = {"prompt": [5, 6, 7], "seed": 3, "n": 3, "ignore_eos": True}
-    first, second = [post(url, body).json() for _ in range(2)]
-    assert first["choices"] == second["choices"]
-    assert len({choice["text"] for choice in first["choices"]}) > 1
-    assert first["usage"]["prompt_tokens"] == 3
-    assert first["usage"]["completion_tokens"] == 3 * 16
+    logprobs = [entry[token_id] for token_id, entry in zip(token_ids[1:], entries[1:])]
+    found = choice.logprobs
+    assert found.token_logprobs[0] is None
+    assert found.token_logprobs[1:] == pytest.approx(logprobs, abs=1e-4)
+    assert max(found.top_logprobs[1].values()) == pytest.approx(max(entries[1].values()), abs=1e-4)
+    assert found.text_offset[:2] == [0, len(found.tokens[0])]
 
 
 # --- many clients
@@ -146,10 +137,8 @@ def test_the_samples_of_a_seed_are_repeated(url):
 
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_disconnect_aborts_the_request(url, is_stream):
-    body = {**LONG, "n": 4, "stream": is_stream}
-    options = {"json": body, "headers": HEADERS, "timeout": 0.3}
     with suppress(httpx.ReadTimeout):
-        with httpx.stream("POST", f"{url}/v1/completions", **options) as response:
+        with stream(url, {**LONG, "stream": is_stream}, timeout=0.3) as response:
             next(response.iter_lines())
     check_gets_idle(url)
 
@@ -174,7 +163,6 @@ def test_64_clients_share_steps(url):
     [
         ({"prompt": "x", "temperature": -1}, 400, "temperature must be at least 0.0"),
         ({"prompt": "x", "n": 10**9}, 400, "prompts times n"),
-        ({"prompt": "x", "logit_bias": {"5": 1}}, 400, "'logit_bias'"),
         ({"prompt": "x", "logprobs": 21}, 400, "logprobs must be"),
         ({"prompt": "x", "prompt_logprobs": 1}, 400, "'prompt_logprobs'"),
         ({"prompt": "x", "echo": True, "stream": True}, 400, "'echo'"),
@@ -184,21 +172,17 @@ def test_64_clients_share_steps(url):
         ({"prompt": "\ud800"}, 400, "lone surrogate"),
         ({}, 400, "prompts must be"),
         ([], 400, "JSON object"),
-        (b"{", 400, "not JSON"),
         (b"[" * 100_000, 400, "not JSON"),
         ({"prompt": "x", "model": "gpt-4"}, 404, "demo_model"),
         (b" " * (MAX_BODY_BYTES + 1), 413, "exceeds"),
+        ({"prompt": "x", "logit_bias": {}, "tools": None, "best_of": 1, "user": "me"}, 200, "text"),
     ],
 )
 def test_errors_have_the_engines_message(url, body, status, message):
+    """Unsupported parameters may have neutral values."""
     response = post(url, body)
     assert response.status_code == status
-    assert message in response.json()["error"]["message"]
-
-
-def test_unsupported_parameters_may_have_neutral_values(url):
-    body = {"prompt": "x", "max_tokens": 1, "logit_bias": {}, "tools": None, "best_of": 1}
-    assert post(url, {**body, "user": "me", "suffix": ""}).status_code == 200
+    assert message in response.text
 
 
 @pytest.mark.parametrize(
@@ -270,27 +254,20 @@ def test_no_body_is_an_internal_error(url, requests):
 # --- start and end
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="reads /proc")
 def test_an_idle_server_uses_no_cpu(server):
     url, process = server
-    post(url, {"prompt": "x"})
-
-    def read_ticks():
-        with open(f"/proc/{process.pid}/stat") as file:
-            user, system = file.read().rpartition(")")[2].split()[11:13]
-        return int(user) + int(system)
-
+    check_gets_idle(url)
     time.sleep(0.5)  # threads of OpenMP spin for a moment
-    before = read_ticks()
+    before = psutil.Process(process.pid).cpu_times()
     time.sleep(1.0)
-    assert read_ticks() - before <= 1
+    after = psutil.Process(process.pid).cpu_times()
+    assert sum(after) - sum(before) < 0.015
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_streams_and_exits_with_0(number):
     with start(*OPTIONS) as (url, process):
-        options = {"json": {**LONG, "n": 8}, "headers": HEADERS, "timeout": 60}
-        with httpx.stream("POST", f"{url}/v1/completions", **options) as response:
+        with stream(url, LONG) as response:
             lines = response.iter_lines()
             next(lines)
             process.send_signal(number)
@@ -327,7 +304,6 @@ INVALID = ["nowhere/at/all"], "no such directory"
     "arguments, message",
     [
         INVALID,
-        (["--dtype", "int8"], "dtype must be one of"),
         (["--playground", "--host", "0.0.0.0"], "use a --host of 127.0.0.1"),
         (["--playground", "--api-key", "secret"], "neither --api-key nor --trace"),
     ],
