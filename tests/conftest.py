@@ -1,21 +1,20 @@
-"""Tiny random checkpoints, and transformers' greedy tokens for them, which the engine must match."""
+"""What tests share: tiny random checkpoints, the greedy tokens of transformers, and checks."""
 
 import gc
 import importlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")  # of the kernels for GPUs
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")  # where the kernels for GPUs run
 if not ON_GPU:
     # Triton reads this when it is imported. Kernels then run on CPU tensors.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -42,16 +41,14 @@ if ON_GPU:
     DEFAULTS["device"] = "cpu"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not ON_GPU:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 @pytest.fixture(autouse=True)
-def gpus_are_seen(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
+def gpus_are_seen(request, monkeypatch):
     """Show the GPUs to tests with the marker `gpu`, and free their memory afterwards."""
     if not request.node.get_closest_marker("gpu"):
         yield
@@ -73,8 +70,9 @@ def make_checkpoint(
     family: type[PretrainedConfig] = Qwen3Config,
     **changes,
 ) -> PreTrainedModel:
-    """Save a random model of 2 layers. Its weights are large, so that prompts give different
-    tokens.
+    """Save a random model of 2 layers.
+
+    Its weights are large, so that different prompts give different tokens.
     """
     torch.manual_seed(0)
     settings = dict(
@@ -96,13 +94,13 @@ def make_checkpoint(
     for name, parameter in model.named_parameters():
         # model.to(dtype) would round RoPE's frequencies, a buffer, as loading does not.
         parameter.data = parameter.data.to(dtype)
-        if parameter.dim() == 1:  # transformers starts these at 1 and 0, where mistakes do not show
+        if parameter.dim() == 1:  # Mistakes would not show at 1 and 0, where transformers starts.
             torch.nn.init.normal_(parameter, float(name.endswith("norm.weight")), 0.3)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model
 
 
-def edit_weights(directory: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+def edit_weights(directory: Path, edit: Callable) -> None:
     """Change the tensors in a checkpoint's only file with `edit`."""
     weights = load_file(directory / "model.safetensors")
     edit(weights)
@@ -117,9 +115,9 @@ def edit_config(directory: Path, **changes) -> None:
 class Oracle:
     """The greedy continuation of a prompt by transformers, one prompt at a time, cached."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model):
         self.model = model
-        self.known: dict[tuple[int, ...], list[int]] = {}
+        self.known = {}
 
     def __call__(self, prompt: list[int], num_tokens: int) -> list[int]:
         known = self.known.get(tuple(prompt), [])
@@ -132,19 +130,21 @@ class Oracle:
                 do_sample=False,
                 pad_token_id=0,
             )
-            self.known[tuple(prompt)] = known = out[0, len(prompt) :].tolist()
+            known = out[0, len(prompt) :].tolist()
+            self.known[tuple(prompt)] = known
         return known[:num_tokens]
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Oracle]:
+def tiny(tmp_path_factory):
+    """The path of a checkpoint, and its oracle."""
     directory = tmp_path_factory.mktemp("tiny")
     return str(directory), Oracle(make_checkpoint(directory))
 
 
 @pytest.fixture
-def make_llm(tiny: tuple[str, Oracle]) -> Callable[..., LLM]:
-    """Makes engines for the tiny checkpoint, by default with a small pool."""
+def make_llm(tiny):
+    """A function that makes engines for the tiny checkpoint, by default with a small pool."""
 
     def make(model: str = tiny[0], **options) -> LLM:
         return LLM(model, **{"num_kvcache_blocks": 64, "kvcache_block_size": 4, **options})
@@ -156,7 +156,7 @@ def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens)
 
 
-def generate_ids(llm: LLM, prompts: Any, params: Any = None) -> list[list[int]]:
+def generate_ids(llm: LLM, prompts, params=None) -> list[list[int]]:
     """Generate without a progress bar, and return the token ids of each completion."""
     return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
 
@@ -166,25 +166,23 @@ def random_prompt(seed: int, length: int) -> list[int]:
     return torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
 
 
-def cover_pairs(
-    *factors: Iterable[Any], allowed: Callable[..., bool] = lambda *_: True
-) -> list[tuple[Any, ...]]:
+def cover_pairs(*factors: Iterable, allowed: Callable[..., bool] = lambda *_: True) -> list[tuple]:
     """Choose a covering array greedily: few combinations in which any two values occur together.
 
     Combinations that are not `allowed` are left out.
     """
-    combinations = [
-        combination for combination in itertools.product(*factors) if allowed(*combination)
-    ]
-    pairs = [
-        set(itertools.combinations(enumerate(map(repr, combination)), 2))
-        for combination in combinations
-    ]
-    left, chosen = set().union(*pairs), []
-    while left:
-        chosen.append(max(range(len(combinations)), key=lambda i: len(pairs[i] & left)))
-        left -= pairs[chosen[-1]]
-    return [combinations[i] for i in chosen]
+    combinations = [each for each in itertools.product(*factors) if allowed(*each)]
+    pairs = []
+    for combination in combinations:
+        values = enumerate(map(repr, combination))
+        pairs.append(set(itertools.combinations(values, 2)))
+    uncovered = set().union(*pairs)
+    chosen = []
+    while uncovered:
+        best = max(range(len(combinations)), key=lambda i: len(pairs[i] & uncovered))
+        chosen.append(combinations[best])
+        uncovered -= pairs[best]
+    return chosen
 
 
 def load_backend(name: str) -> ModuleType:
@@ -203,14 +201,13 @@ def find_obstacle(
 ) -> str | None:
     """Return why a registered attention backend cannot run here, or None.
 
-    Unlike select_backend it does not check results, so a wrong backend does not pass as a missing
-    one.
+    Unlike select_backend, this does not check results. A wrong backend is therefore not skipped.
     """
     try:
         backend = load_backend(name)
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
-        if package == "nanovllm":  # not a missing package, but a mistake
+        if package == "nanovllm":  # a mistake, not a missing package
             raise
         return str(error)
     return backend.reason_unavailable(
@@ -228,25 +225,31 @@ def make_batch(
     zeros = torch.zeros(sum(query_lens), dtype=torch.int32, device=device)
     bounds = torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32)
     lens = torch.tensor(context_lens, dtype=torch.int32, device=device)
-    longest = max(query_lens), max(context_lens)
     return Batch(
-        zeros, zeros, zeros, bounds, lens, block_tables.to(device), *longest, bounds[1:] - 1
+        input_ids=zeros,
+        positions=zeros,
+        slot_mapping=zeros,
+        cu_seqlens_q=bounds,
+        context_lens=lens,
+        block_tables=block_tables.to(device),
+        max_seqlen_q=max(query_lens),
+        max_seqlen_k=max(context_lens),
+        logits_indices=bounds[1:] - 1,
     )
 
 
 def check_invariants(llm: LLM) -> None:
     """Check the block pool, the queues and the limits of an engine between two steps."""
-    scheduler, manager = llm.scheduler, llm.scheduler.block_manager
+    scheduler = llm.scheduler
+    manager = scheduler.block_manager
     held = [block_id for seq in scheduler.running for block_id in seq.block_table]
-    free = list(manager.free_block_ids)
-    assert sorted(set(held) | set(free)) == list(range(manager.num_blocks))
-    assert not set(held) & set(free)
-    assert len(set(free)) == len(free)
+    assert sorted([*set(held), *manager.free_block_ids]) == list(range(manager.num_blocks))
+    listed = []
     for block in manager.blocks:
         assert block.ref_count == held.count(block.block_id)
-        assert (block.hash != -1) == (manager.hash_to_block_id.get(block.hash) == block.block_id)
-    for hash_, block_id in manager.hash_to_block_id.items():
-        assert manager.blocks[block_id].hash == hash_
+        if block.hash != -1:
+            listed.append((block.hash, block.block_id))
+    assert sorted(manager.hash_to_block_id.items()) == sorted(listed)
     for seq in scheduler.running:
         assert seq.num_computed_tokens < len(seq.token_ids) <= llm.max_model_len
         assert len(seq.block_table) * manager.block_size >= seq.num_computed_tokens
