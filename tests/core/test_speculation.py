@@ -19,11 +19,11 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import PrefillFirstScheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.speculation import (
     PromptLookup,
     Proposal,
-    SpeculativePrefillFirstScheduler,
     SpeculativeScheduler,
     Speculator,
     measure_steps,
@@ -31,6 +31,10 @@ from nanovllm.engine.speculation import (
 from nanovllm.kernels.cpu import attention as cpp
 
 FREE = [0.0, *[1.0] * 256]  # costs of steps in which drafts cost nothing
+
+
+class SpeculativePrefillFirstScheduler(SpeculativeScheduler, PrefillFirstScheduler):
+    """Drafts for another policy, as LLM derives it."""
 
 
 def make_speculator(propose, max_draft_len=4):
@@ -179,7 +183,7 @@ def test_drafts_change_no_token(tmp_path, make_llm, checkpoint, options):
     make = partial(make_llm, str(tmp_path), max_num_seqs=6, **options)
     prompts = [random_prompt(seed, 5 + seed) for seed in range(6)]
     settings = [
-        {"temperature": 0.0},
+        {"temperature": 0.0, "prompt_logprobs": 1},
         {"logprobs": 1},
         {"top_p": 0.9, "n": 2},
         {"stop_token_ids": list(range(30))},
