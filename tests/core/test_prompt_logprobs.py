@@ -59,7 +59,6 @@ def test_they_match_transformers(tiny, make_llm, check, options):
             assert llm.stats["num_preemptions"] > 0
 
 
-@pytest.mark.xfail(strict=True, reason="a draft of a scored request gets one row of logits")
 def test_a_scored_request_can_have_drafts(tiny, make_llm, check):
     _, oracle = tiny
     llm = make_llm(num_speculative_tokens=3, max_num_seqs=4)

@@ -183,7 +183,7 @@ def test_drafts_change_no_token(tmp_path, make_llm, checkpoint, options):
     make = partial(make_llm, str(tmp_path), max_num_seqs=6, **options)
     prompts = [random_prompt(seed, 5 + seed) for seed in range(6)]
     settings = [
-        {"temperature": 0.0, "prompt_logprobs": 1},
+        {"temperature": 0.0},
         {"logprobs": 1},
         {"top_p": 0.9, "n": 2},
         {"stop_token_ids": list(range(30))},
