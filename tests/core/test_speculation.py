@@ -7,12 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (
-    check_invariants,
-    make_batch,
-    make_checkpoint,
-    random_prompt,
-)
+from conftest import check_invariants, make_batch, make_checkpoint, random_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3MoeConfig
@@ -37,9 +32,9 @@ class SpeculativePrefillFirstScheduler(SpeculativeScheduler, PrefillFirstSchedul
     """Drafts for another policy, as LLM derives it."""
 
 
-def make_speculator(propose, max_draft_len=4):
+def make_speculator(propose):
     """Draft whatever `propose` returns for the tokens of a sequence and a number of tokens."""
-    speculator = Speculator(max_draft_len, FREE, FREE)
+    speculator = Speculator(7, FREE, FREE)
     speculator.make_proposer = lambda token_ids: SimpleNamespace(
         propose=partial(propose, token_ids)
     )
@@ -56,7 +51,7 @@ def foresee(outputs):
         end = min(start + num_tokens, len(answer))
         return [answer[position] if position % 5 else 0 for position in range(start, end)]
 
-    return make_speculator(propose, max_draft_len=7)
+    return make_speculator(propose)
 
 
 def assert_same(ours, theirs):
@@ -112,8 +107,8 @@ def test_nan_logits_with_a_draft_are_computed_again_without_it():
     scheduler.add(seq)
     for num_tokens, samples, num_listed in [
         (2, [7], 0),
-        (5, [7, -1, -1, -1, -1], 0),  # the first token is valid, what follows is not
-        (5, [-1] * 5, 0),
+        (8, [7] + [-1] * 7, 0),  # the first token is valid
+        (8, [-1] * 8, 0),
         (1, [7], 1),
     ]:
         assert run_step(scheduler, [samples]) == {0: num_tokens}
@@ -153,14 +148,13 @@ def test_random_loads(loads, policy, num_blocks, max_draft_len):
 # --- the engine
 
 
+QWEN3 = dict(family=Qwen3Config)
 MOE = dict(family=Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 needs_cpp = pytest.mark.skipif(
     cpp.reason_unavailable(torch.device("cpu"), torch.bfloat16, 16, 4) is not None,
     reason="needs a C++ compiler",
 )
 
-
-QWEN3 = dict(family=Qwen3Config)
 COUNTERS = ("num_prefill_tokens", "num_decode_tokens", "num_draft_tokens", "num_accepted_tokens")
 
 
