@@ -1,4 +1,4 @@
-"""Runs the main function of example.py, bench.py and python -m nanovllm.trace."""
+"""Runs the main functions of programs that print tables and timelines."""
 
 import os
 from collections.abc import Callable

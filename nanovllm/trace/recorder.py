@@ -109,18 +109,17 @@ class Timeline:
                 args[name] = queue
         title = f"{results['kind']}: {results['num_tokens']} tokens"
         moment = {"ts": begin, "dur": end - begin}
-        self.write(
-            [
-                _event("X", 0, title, args, **moment),
-                *self.preemptions,
-                *[{**work, **moment} for work in works],
-                *phases,
-                *[_event("C", 0, name, numbers, ts=end) for name, numbers in counters.items()],
-            ]
-        )
+        events = [
+            _event("X", 0, title, args, **moment),
+            *self.preemptions,
+            *[{**work, **moment} for work in works],
+            *phases,
+            *[_event("C", 0, name, numbers, ts=end) for name, numbers in counters.items()],
+        ]
         self.queues = queues
         self.is_reset = False
         self.num_steps += 1
+        self.write(events)  # last, because an interrupt can come after it
 
     def write(self, events: list[_Args]) -> None:
         """Write events. All events of a step come in one call, that of the step first."""

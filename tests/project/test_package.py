@@ -33,7 +33,16 @@ MAY_IMPORT = {  # part of the package -> parts
     "packing": {"batch"},
     "layers": {"batch", "layers", "arithmetic"},
     "models": {"batch", "layers", "models", "checks", "config"},
-    "kernels": {"arithmetic", "batch", "layers", "models", "kernels", "backends", "packing"},
+    "kernels": {
+        "arithmetic",
+        "backends",
+        "batch",
+        "kernels",
+        "layers",
+        "models",
+        "packing",
+        "terminal",
+    },
     "trace": {"arithmetic", "batch", "config", "engine", "models", "terminal", "trace"},
 }
 MAY_IMPORT_KERNELS = {"nanovllm.engine.worker", "nanovllm.engine.model_runner"}
