@@ -99,7 +99,7 @@ def test_a_row_does_not_depend_on_its_batch():
     kinds = [
         {"temperature": 0.0},
         {},
-        {"top_k": 3},
+        {"top_k": 3, "top_p": 0.5},
         {"top_p": 0.5},
         {"min_p": 0.3, "temperature": 3.0},
     ]
