@@ -303,3 +303,21 @@ def test_a_screenshot(example_page, tmp_path):
     options = ["--window-size=1400,940", f"--screenshot={picture}"]
     browse(example_page, *options, fragment="#step=3&block=7")
     assert picture.stat().st_size > 50_000  # a blank page takes less than a fifth of it
+
+
+@needs_browser
+def test_a_large_pool_is_shown_as_far_as_it_was_used(tiny, tmp_path):
+    path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
+    with LLM(tiny[0], trace=path, num_kvcache_blocks=1000, kvcache_block_size=16) as llm:
+        llm.generate([random_prompt(0, 70)], greedy(40), use_tqdm=False)
+    trace_main([str(path), "-o", str(page)])
+    ids, note = run_script(
+        page,
+        """
+        go({ step: lastStep() });
+        const blocks = [...document.querySelectorAll("#blocks .block")];
+        return [blocks.map((block) => block.dataset.block), $("blocks").lastChild.textContent];
+        """,
+    )
+    assert ids == [str(block_id) for block_id in range(8)]
+    assert "Blocks 8 to 999" in note

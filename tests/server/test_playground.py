@@ -95,13 +95,20 @@ def test_the_engine_is_replaced(url):
     assert read_messages(url)[0]["run"] == before + 1
 
 
-def test_requests_of_the_api_fail_if_the_engine_is_replaced(url):
+@pytest.mark.parametrize(
+    "name, body, message",
+    [
+        ("engine", {}, "the engine was replaced"),
+        ("abort", {"request_id": 0}, "the request was aborted on the page"),
+    ],
+)
+def test_requests_of_the_api_fail_if_the_page_ends_them(url, name, body, message):
     command(url, "pace", {"pause": 0.05})
     with stream(url, {"prompt": [5], "max_tokens": 100, "ignore_eos": True}) as response:
         lines = response.iter_lines()
         next(lines)
-        command(url, "engine", {})
-        assert "the engine was replaced" in "\n".join(lines)
+        command(url, name, body)
+        assert message in "\n".join(lines)
     command(url, "pace", FULL_SPEED)
     assert post(url, {"prompt": [5], "max_tokens": 2}).status_code == 200
 
@@ -112,6 +119,7 @@ def test_requests_of_the_api_fail_if_the_engine_is_replaced(url):
         {"Origin": "http://evil.example"},
         {"Sec-Fetch-Site": "same-site"},
         {"Host": "evil.example"},
+        {"Host": "evil.example:99999"},
     ],
 )
 def test_foreign_pages_are_rejected(server, headers):
