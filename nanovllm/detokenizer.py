@@ -93,11 +93,12 @@ class Detokenizer:
     def _advance(self, token_ids: list[int]) -> None:
         for token_id in token_ids[self.num_decoded_tokens :]:
             new_text, window = self._take(token_id, *self.window)
-            # CPython handles signals only at calls and backward jumps, so no KeyboardInterrupt can
-            # fall between these three stores.
-            self.num_decoded_tokens += 1
-            self.text += new_text
-            self.window = window
+            # One statement, so that a KeyboardInterrupt comes before or after all of it.
+            self.num_decoded_tokens, self.text, self.window = (
+                self.num_decoded_tokens + 1,
+                self.text + new_text,
+                window,
+            )
 
     def _take(
         self, token_id: int, context: Tokens, context_text: str, pending: Tokens

@@ -161,7 +161,7 @@ class Worker:
         torch.cuda.empty_cache()  # no effect without a GPU
         problem = (
             f"no memory for {num_blocks} blocks of {self.block_size} tokens:"
-            " lower num_kvcache_blocks, kvcache_memory_bytes or gpu_memory_utilization"
+            " lower num_kvcache_blocks, kvcache_block_size or kvcache_memory_bytes"
         )
         with naming(problem, RuntimeError):  # torch's own error on any device
             for _ in range(spec.num_layers):

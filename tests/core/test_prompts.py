@@ -97,9 +97,9 @@ def test_text_parts_of_a_message_are_joined(demo):
     "messages, complaint",
     [
         ("hi", "messages"),
-        ([["a"]], "messages do not fit"),
-        ([3], "messages do not fit"),
-        ([*ask(TEXT), "x"], "messages do not fit"),
+        ([["a"]], "chat template"),
+        ([3], "chat template"),
+        ([*ask(TEXT), "x"], "chat template"),
         (ask([{"type": "image_url", "image_url": {"url": "x" * 10000}}]), "'image_url'"),
         (ask(["text"]), "'str'"),
         (ask([{"type": "text"}]), "'text'"),

@@ -78,7 +78,7 @@ def test_engines_are_compared_on_the_same_work(capsys):
         (["--set", "num_kvcache_blocks=1"], "num_kvcache_blocks"),
         (
             ["--set", "enable_chunked_prefill=False", "--set", "max_num_batched_tokens=16"],
-            "enable_chunked_prefill",
+            "max_num_batched_tokens",
         ),
         (["--set", "max_num_seq=3"], "max_num_seq"),
         (["--model", "./nowhere"], "directory"),

@@ -110,7 +110,8 @@ def test_the_tour_names_every_module_once():
     assert named == []
 
 
-def test_readmes_picture_is_there():
-    (picture,) = re.findall(r"--screenshot=(\S+)", README)
-    assert f"]({picture})" in README
-    assert (ROOT / picture).exists()
+def test_readmes_pictures_are_there():
+    pictures = re.findall(r"\]\((\.github/[^)]+)\)", README)
+    assert pictures
+    for picture in pictures:
+        assert (ROOT / picture).exists()

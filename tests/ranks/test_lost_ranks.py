@@ -133,7 +133,7 @@ def test_a_script_without_a_guard(tmp_path, tiny, make_llm, monkeypatch):
     code = f"from nanovllm import LLM\nLLM({tiny[0]!r}, tensor_parallel_size=2)"
     (tmp_path / "script.py").write_text(code)
     monkeypatch.setitem(sys.modules, "__main__", script)
-    with pytest.raises(RuntimeError, match="under `if __name__ == '__main__':`"):
+    with pytest.raises(RuntimeError, match="outside of `if __name__ == '__main__':`"):
         make_llm(tensor_parallel_size=2)
 
 

@@ -92,7 +92,7 @@ try:
 except RuntimeError as error:
     print(error)
 """
-AGAIN = "torchrun's processes serve one engine, and it has ended: start them again"
+AGAIN = "torchrun's processes serve one engine only: run torchrun again for another one"
 
 
 def test_two_machines(tmp_path, tiny):
