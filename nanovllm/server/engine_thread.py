@@ -11,6 +11,7 @@ sleeps on a condition otherwise. Requests that arrive during a step join the nex
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,7 +21,6 @@ from nanovllm.engine.input_processor import CheckedPrompt
 from nanovllm.outputs import RequestOutput
 
 Outputs = dict[int, RequestOutput]  # index of a choice -> its newest output
-WRITE_TIMEOUT = 0.01  # seconds that a step waits for the event loop
 
 
 class Unavailable(Exception):
@@ -67,6 +67,8 @@ class Stream:
 class EngineThread(threading.Thread):
     """Owns an engine and steps it while there are unfinished requests."""
 
+    seconds_per_choice = 0.0005  # between two hand-overs, for each choice that is unfinished
+
     def __init__(self, llm: LLM) -> None:
         super().__init__(name="engine")
         self.llm = llm
@@ -75,11 +77,8 @@ class EngineThread(threading.Thread):
         self._commands: deque[Callable[[], None]] = deque()  # to run between two steps
         self._streams: set[Stream] = set()  # open ones
         self._choices: dict[int, tuple[Stream, int]] = {}  # request id -> stream, index of choice
-        # Set when the event loop has written the outputs of the last step. On a CPU the next step
-        # waits for this, at most WRITE_TIMEOUT, because the event loop would take a core from a
-        # team of threads.
-        self._has_written = threading.Event()
-        self._shares_cores = llm.model_runner.device.type == "cpu"
+        self._news: dict[Stream, Outputs] = {}  # not handed over yet
+        self._next_hand_over = 0.0
 
     def start_on(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the thread. It ends after `stop`, or if the engine fails."""
@@ -157,21 +156,28 @@ class EngineThread(threading.Thread):
                 self.llm.abort(request_id)
 
     def _hand_over(self, outputs: list[RequestOutput]) -> None:
-        """Give each stream its outputs of a step, in one call of the event loop."""
-        news: dict[Stream, Outputs] = {}
+        """Give each stream its outputs, in one call of the event loop for all streams.
+
+        First and last tokens are handed over immediately. With many streams, other tokens wait for
+        the next steps, because each chunk takes time from the cores that the engine computes on.
+        """
+        is_urgent = False
         for output in outputs:
             request_id = output["request_id"]
             if request_id not in self._choices:
                 continue
             stream, index = self._choices[request_id]
-            news.setdefault(stream, {})[index] = output
+            self._news.setdefault(stream, {})[index] = output
             if output["finish_reason"] is not None:
                 del self._choices[request_id]
-        if news:
-            self._has_written.clear()
-            self._put(news)
-            if self._shares_cores:
-                self._has_written.wait(WRITE_TIMEOUT)
+                is_urgent = True
+            elif len(output["token_ids"]) == 1:
+                is_urgent = True
+        now = time.monotonic()
+        if self._news and (is_urgent or now >= self._next_hand_over):
+            self._put(self._news)
+            self._news = {}
+            self._next_hand_over = now + self.seconds_per_choice * len(self._choices)
 
     def _end_streams(self, reason: str) -> None:
         """Fail all unfinished streams with `reason`."""
@@ -186,6 +192,5 @@ class EngineThread(threading.Thread):
         def put_all() -> None:
             for stream, outputs in news.items():
                 stream.put(outputs, error)
-            self._loop.call_soon(self._has_written.set)  # after the streams, which are woken first
 
         self._loop.call_soon_threadsafe(put_all)

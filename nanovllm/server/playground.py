@@ -83,6 +83,7 @@ class Playground(EngineThread):
     """An engine whose steps can be watched and held."""
 
     llm: WatchedLLM
+    seconds_per_choice = 0.0  # a client sees the same steps as the page
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         self.model = model
