@@ -67,6 +67,10 @@ def double_in_pre_hook(module):
     module.register_forward_pre_hook(lambda module, args: 2 * args[0])
 
 
+def change_scale(attention):
+    attention.scale = 0.5
+
+
 def change_eps(norm):
     norm.eps = 3.0
 
@@ -95,6 +99,7 @@ CHANGES = {
     double_on_instance: ["self_attn.o_proj", "input_layernorm"],
     double_in_hook: ["", "self_attn.k_norm"],
     double_in_pre_hook: ["mlp.down_proj"],
+    change_scale: ["self_attn"],
     change_eps: ["post_attention_layernorm", "self_attn.k_norm"],
     remove_query_norm: ["self_attn"],
     add_bias: ["mlp.gate_up_proj"],

@@ -75,7 +75,7 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         ]
         self.tensors += tensors
         pointers = tuple(tensor.data_ptr() if tensor is not None else None for tensor in tensors)
-        return _Layer(pointers, sizes, (layer.input_layernorm.eps, head_dim**-0.5))
+        return _Layer(pointers, sizes, (layer.input_layernorm.eps, attn.scale))
 
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_caches: list[Tensor], batch: Batch

@@ -104,7 +104,7 @@ class FusedAttention(OptimizedLayer, Attention):
         qkv = self.qkv_proj(x)
         slots = batch.slot_mapping
         query = rotate_and_store(qkv, self.q_norm, self.k_norm, cos_sin, kv_cache, slots)
-        attended = self.backend.attend(query, kv_cache, batch, self.head_dim**-0.5)
+        attended = self.backend.attend(query, kv_cache, batch, self.scale)
         return self.o_proj(attended.flatten(1))
 
 
