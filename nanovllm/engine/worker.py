@@ -115,7 +115,7 @@ class Worker:
     def allocate_kv_cache(self, sample: Callable[[Tensor], object] = lambda logits: None) -> None:
         """Choose the size of the KV cache and allocate it.
 
-        On a GPU a profile run measures what is left for it, unless an option gives its size.
+        On a GPU a profile run measures the free memory, unless an option gives the size.
         `sample` is called with the logits of each profile or warm-up run.
         """
 

@@ -195,7 +195,7 @@ class Playground(EngineThread):
         return HTMLResponse(page.replace("<script>", f'<script nonce="{nonce}">'), headers=headers)
 
     async def follow(self, request: Request) -> Response:
-        """Send what there is to show, then what is new, as server-sent events.
+        """Send all recorded steps, then each new one, as server-sent events.
 
         A browser that reconnects sends the id of the last message, run:position.
         """

@@ -142,7 +142,7 @@ class Reply:
 
     def write_whole(self) -> Object:
         """Return the reply to a request that does not stream."""
-        if not self.has_completion:  # the engine has generated a token, which nobody asked for
+        if not self.has_completion:  # the engine has generated a token that was not requested
             nothing: Any = {"text": "", "token_ids": [], "logprobs": []}
             self.newest = {index: {**output, **nothing} for index, output in self.newest.items()}
         choices = [self._choice(index, self.newest[index], 0, 0) for index in sorted(self.newest)]
