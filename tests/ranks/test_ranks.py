@@ -27,18 +27,20 @@ PROMPT = random_prompt(3, 9)
 SHAPES = {
     "gqa": dict(),  # 4 heads, 2 KV heads, tied embeddings, an odd vocabulary
     "mqa": dict(num_key_value_heads=1, attention_bias=True, tie_word_embeddings=False),
-    "mha": dict(num_key_value_heads=4, vocab_size=100, hidden_size=24),
 }
 
 
-@pytest.mark.parametrize("name, size", [("gqa", 4), ("mqa", 2), ("mha", 4)])
-def test_tokens_match_transformers(tmp_path, make_llm, name, size):
+@pytest.mark.parametrize(
+    "name, size, enable_kernels", [("gqa", 4, True), ("mqa", 2, True), ("mqa", 2, False)]
+)
+def test_tokens_match_transformers(tmp_path, make_llm, name, size, enable_kernels):
     """Cold and from a warm cache, in chunks, and after preemptions."""
     oracle = Oracle(make_checkpoint(tmp_path, **SHAPES[name]))
     prompts = [random_prompt(length, length) for length in (1, 3, 4, 5, 17, 33)]
     expected = [oracle(prompt, 16) for prompt in prompts]
     options = {"num_kvcache_blocks": 20, "max_num_batched_tokens": 12}
-    with make_llm(str(tmp_path), tensor_parallel_size=size, **options) as llm:
+    options |= {"enable_kernels": enable_kernels, "tensor_parallel_size": size}
+    with make_llm(str(tmp_path), **options) as llm:
         for _ in range(2):
             assert generate_ids(llm, prompts, greedy(16)) == expected
             check_invariants(llm)

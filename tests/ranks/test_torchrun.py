@@ -62,7 +62,7 @@ def test_the_end_of_a_serving_rank(tiny, make_llm, monkeypatch, tmp_path, is_fai
     port = find_port()
     log = tmp_path / "log"
     args = (tiny[0], describe(1, port), log, is_failing)
-    rank_1 = get_context("forkserver").Process(target=join_as_rank_1, args=args)
+    rank_1 = get_context("forkserver").Process(target=join_as_rank_1, args=args, daemon=True)
     rank_1.start()
     set_environment(monkeypatch, describe(0, port))
     llm = make_llm(tensor_parallel_size=2)
@@ -75,7 +75,9 @@ def test_the_end_of_a_serving_rank(tiny, make_llm, monkeypatch, tmp_path, is_fai
     rank_1.join(30)
     assert rank_1.exitcode == is_failing
     last = "ZeroDivisionError: division by zero" if is_failing else "disconnected\nunwound"
-    assert log.read_text().endswith(f"{last}\n")
+    text = log.read_text()
+    assert text.endswith(f"{last}\n")
+    assert ("unwound" in text) != is_failing
 
 
 SCRIPT = """
