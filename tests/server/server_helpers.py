@@ -13,6 +13,9 @@ NUM_BLOCKS = 512
 OPTIONS = ["--dtype", "float32", "--num-kvcache-blocks", str(NUM_BLOCKS)]
 OPTIONS += ["--kvcache-block-size", "16", "--max-model-len", "1024", "--api-key", KEY]
 HEADERS = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+# Connections stay open, because thousands of requests take seconds on them. The server closes
+# those that are idle for 5 seconds.
+CLIENT = httpx.Client(timeout=60, limits=httpx.Limits(keepalive_expiry=1))
 
 
 @contextmanager
@@ -29,12 +32,12 @@ def start(*arguments, program=("-m", "nanovllm.server")):
             process.kill()
 
 
-def post(url, body, path="/v1/completions", client=httpx, **headers):
+def post(url, body, path="/v1/completions", **headers):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return client.post(url + path, content=content, headers={**HEADERS, **headers}, timeout=60)
+    return CLIENT.post(url + path, content=content, headers={**HEADERS, **headers})
 
 
 def stream(url, body, timeout=60):
     """Begin to read a completion. Leaving the context disconnects."""
     options = {"json": {"stream": True, **body}, "headers": HEADERS, "timeout": timeout}
-    return httpx.stream("POST", f"{url}/v1/completions", **options)
+    return CLIENT.stream("POST", f"{url}/v1/completions", **options)

@@ -4,10 +4,9 @@ import json
 import re
 import time
 
-import httpx
 import pytest
 from browser import needs_browser, run_script
-from server_helpers import post, start, stream
+from server_helpers import CLIENT, post, start, stream
 
 from nanovllm.server.playground import DEFAULTS
 
@@ -41,7 +40,7 @@ def read_messages(url, num_steps=0, **headers):
     """Read messages until they have `num_steps` steps of the newest engine."""
     messages = []
     path = f"{url}/playground/events"
-    with httpx.stream("GET", path, headers=headers, timeout=20) as response:
+    with CLIENT.stream("GET", path, headers=headers, timeout=20) as response:
         for line in response.iter_lines():
             if line.startswith("data: "):
                 messages.append(json.loads(line.removeprefix("data: ")))
@@ -123,13 +122,13 @@ def test_requests_of_the_api_fail_if_the_page_ends_them(url, name, body, message
     ],
 )
 def test_foreign_pages_are_rejected(server, headers):
-    assert httpx.get(f"{server}/playground/events", headers=headers).status_code == 403
+    assert CLIENT.get(f"{server}/playground/events", headers=headers).status_code == 403
     assert post(server, HOLD, "/playground/pace", **headers).status_code == 403
 
 
 def test_only_the_scripts_of_the_page_may_run(server):
     """The page may be opened by a link of another page."""
-    page = httpx.get(server, headers={"Sec-Fetch-Site": "cross-site"})
+    page = CLIENT.get(server, headers={"Sec-Fetch-Site": "cross-site"})
     assert page.status_code == 200
     nonce = re.search(r"'nonce-([^']+)'", page.headers["content-security-policy"])[1]
     assert page.text.count(f'<script nonce="{nonce}">') == 2
@@ -162,7 +161,7 @@ def test_the_page_follows_and_goes_back(url, tmp_path):
         command(url, "prompts", prompts)
         messages += read_messages(url, num_steps)
     data = json.dumps(messages).replace("</", "<\\/")
-    before, tag, live = httpx.get(url).text.rpartition("<script")
+    before, tag, live = CLIENT.get(url).text.rpartition("<script")
     path = tmp_path / "live.html"
     path.write_text(f"{before}<script>{STUB % data}</script>{tag}{live}", "utf-8")
     (last, first), *rest = run_script(path, LOOK)

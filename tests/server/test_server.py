@@ -15,7 +15,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from server_helpers import KEY, NUM_BLOCKS, OPTIONS, post, start, stream
+from server_helpers import CLIENT, KEY, NUM_BLOCKS, OPTIONS, post, start, stream
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.server.__main__ import main
@@ -50,7 +50,7 @@ def llm():
 
 
 def read_stats(url):
-    lines = re.findall(r"^nanovllm_(\w+) (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE)
+    lines = re.findall(r"^nanovllm_(\w+) (\S+)$", CLIENT.get(f"{url}/metrics").text, re.MULTILINE)
     return {name: float(value) for name, value in lines}
 
 
@@ -214,7 +214,7 @@ def test_foreign_pages_and_missing_keys_are_rejected(url, headers, status):
     ],
 )
 def test_there_is_no_playground_and_no_list_of_models_without_a_key(url, path, status, text):
-    response = httpx.get(url + path)
+    response = CLIENT.get(url + path)
     assert response.status_code == status
     assert text in response.text
 
@@ -243,15 +243,14 @@ VALID = {"prompt": "x", "messages": QUESTION}
 @given(st.lists(st.tuples(BODIES, NUM_TOKENS, PATHS, st.booleans()), min_size=20, max_size=20))
 def test_no_body_is_an_internal_error(url, requests):
     """2,000 generated bodies, half of them nearly valid. They are small, so none is shrunk."""
-    with httpx.Client() as client:
-        for body, num_tokens, path, is_nearly_valid in requests:
-            body = {**body, "max_tokens": num_tokens}
-            if is_nearly_valid:
-                body = {**VALID, **body, "max_tokens": 2}
-            response = post(url, body, path, client)
-            assert response.status_code in (200, 400, 404), (body, path)
-            if response.status_code != 200:
-                assert response.json()["error"]["message"]
+    for body, num_tokens, path, is_nearly_valid in requests:
+        body = {**body, "max_tokens": num_tokens}
+        if is_nearly_valid:
+            body = {**VALID, **body, "max_tokens": 2}
+        response = post(url, body, path)
+        assert response.status_code in (200, 400, 404), (body, path)
+        if response.status_code != 200:
+            assert response.json()["error"]["message"]
 
 
 # --- start and end
