@@ -62,7 +62,7 @@ def test_equal_prefixes_share_their_full_blocks():
     assert [block.ref_count for block in manager.blocks] == [3, 2, 1, 1, 1, 1, 0, 0, 0, 0]
 
 
-def test_equal_tokens_behind_another_prefix_are_no_hit():
+def test_equal_tokens_after_another_prefix_are_no_hit():
     """K/V depend on all tokens before, so the hash of a block covers the hash before it."""
     manager = BlockManager(10, BLOCK_SIZE)
     serve(manager, 1, 2, 3, 4, 5)

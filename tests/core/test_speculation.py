@@ -83,7 +83,7 @@ def run_step(scheduler, samples=()):
     return plan
 
 
-def test_drafts_take_what_a_step_leaves_over():
+def test_drafts_take_what_a_step_leaves_unused():
     """A draft ends where the token budget or the free blocks end. Nothing is preempted for it."""
     scheduler = SpeculativeScheduler(BlockManager(3, 4), max_num_seqs=2, max_num_batched_tokens=6)
     scheduler.speculator = make_speculator(lambda _, num_tokens: [7] * num_tokens)
@@ -97,7 +97,7 @@ def test_drafts_take_what_a_step_leaves_over():
     assert scheduler.num_preemptions == 0
 
 
-def test_nan_logits_with_a_draft_are_computed_again_without_it():
+def test_nan_logits_with_a_draft_are_recomputed_without_it():
     """Attention multiplies masked values by 0, so NaN of a draft token reaches those before it."""
     manager = BlockManager(9, 4)
     scheduler = SpeculativeScheduler(manager, max_num_seqs=1, max_num_batched_tokens=16)

@@ -186,7 +186,7 @@ def pathological(name, length):
 @pytest.mark.parametrize("length", [500, 9])
 @pytest.mark.parametrize("name", ["byte-level", "llama", "gemma", "unigram"])
 def test_each_token_is_decoded_a_bounded_number_of_times(name, length):
-    """A character or a space can be lost only behind more than MAX_PENDING tokens."""
+    """A character or a space can be lost only after more than MAX_PENDING tokens."""
     tokenizer = TOKENIZERS[name]
     kept, others = pathological(name, length)
     for token_ids in kept + others:
