@@ -184,6 +184,7 @@ class EngineThread(threading.Thread):
         with self._condition:
             news: dict[Stream, Outputs] = {stream: {} for stream in self._streams}
         self._choices.clear()
+        self._news = {}
         self._put(news, reason)
 
     def _put(self, news: dict[Stream, Outputs], error: str | None = None) -> None:
