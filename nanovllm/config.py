@@ -54,7 +54,7 @@ class Config(Checked):
         gpu_memory_utilization: Fraction of the GPU's memory that this engine may use, in (0, 1].
         kvcache_memory_bytes: Size of the KV cache per rank. None: on a GPU, what
             gpu_memory_utilization leaves. On a CPU, a quarter of the available memory, divided by
-            the ranks. Both are limited to what max_num_seqs sequences of max_model_len can use.
+            the ranks. This default is limited to what max_num_seqs sequences of max_model_len use.
         enable_prefix_caching: Reuse full blocks of identical prefixes.
         enable_chunked_prefill: True: decodes and chunks of prompts share a step. False: prefill
             first, where a step has whole prompts or decodes, as in the vLLM V0 engine.
@@ -67,7 +67,8 @@ class Config(Checked):
             config.json.
         seed: Seed of the engine. The same calls give the same samples, up to rounding.
         num_speculative_tokens: Maximum number of draft tokens per sequence and step, proposed by
-            prompt lookup. At most 7 are used. On a GPU they can change rounding.
+            prompt lookup. At most 7 are used. With backends other than "cpp" they can change
+            rounding.
         trace: File for the engine's trace. ui.perfetto.dev and `python -m nanovllm.trace` open it.
     """
 

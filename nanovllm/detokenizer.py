@@ -5,9 +5,9 @@ one character). Only the tokenizer knows how. New tokens are therefore decoded t
 tokens before them, and their text is released when its last character is complete. Every token is
 decoded a bounded number of times, whatever the length of the text.
 
-tokenizers.decoders.DecodeStream does the same for tokenizers in Rust. While bytes are not valid
-UTF-8, it releases nothing and decodes all of them again for each token. It raises for tokens that
-cannot be decoded.
+tokenizers.decoders.DecodeStream is similar, for tokenizers in Rust, but is not used. While bytes
+are not valid UTF-8, it releases nothing and decodes all of them again for each token. It raises for
+tokens that cannot be decoded.
 """
 
 from transformers import PreTrainedTokenizerBase

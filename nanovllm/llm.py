@@ -135,10 +135,10 @@ class LLM(SharedEngine):
         length_penalty: float = 1.0,
         ignore_eos: bool = False,
     ) -> list[list[RequestOutput]]:
-        """Return `beam_width` continuations of each prompt, those of transformers' beam search.
+        """Continue each prompt by beam search, with the results of transformers.
 
-        Returns the beams of each prompt, best first by
-        cumulative_logprob / number of tokens ** length_penalty.
+        Returns `beam_width` beams for each prompt, best first by cumulative_logprob / number of
+        tokens ** length_penalty.
         """
         check_int("beam_width", beam_width, 1)
         check_int("max_tokens", max_tokens, 1)

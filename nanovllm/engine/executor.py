@@ -115,8 +115,8 @@ class MultiRankExecutor(Executor):
     def check(self, timeout: float = 0.0) -> None:
         """Raise RuntimeError if nothing can be computed any more, or the ValueError of a worker.
 
-        Wait up to `timeout` seconds for news of a lost rank. If several ranks are lost, one whose
-        process has died is reported as the cause, because a rank that raised an error stays alive.
+        Wait up to `timeout` seconds for news of a lost rank. If several ranks are lost, a dead
+        process is reported before a rank that raised an error, whose process stays alive.
         """
         lost = wait(self.processes, timeout) if self.processes and self.stop_reason is None else []
         if lost:
@@ -286,7 +286,7 @@ def _read_failure(pipe: Connection, process: BaseProcess) -> Failure:
     except EOFError:
         process.join(_EXIT_TIMEOUT)
         reason = f"{process.name} has ended with exit code {process.exitcode}"
-        # _serve sends its own errors. With 1 the process has failed before.
+        # _serve sends its own errors, so 1 means that the process failed before _serve ran.
         if process.exitcode == 1:
             reason += (
                 "; if the script makes the engine outside of `if __name__ == '__main__':`,"

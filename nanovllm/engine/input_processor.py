@@ -100,5 +100,5 @@ class InputProcessor:
 
 
 def _derive_seed(seed: int, index: int) -> int:
-    """A 64-bit hash of both numbers, so that samples of other seeds or indices have other noise."""
+    """A 64-bit hash of both numbers, so that different seeds or indices give different noise."""
     return xxhash.xxh64_intdigest(struct.pack("<QQ", seed % 2**64, index))

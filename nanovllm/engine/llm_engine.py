@@ -97,7 +97,7 @@ class LLMEngine:
             self._cancel(request)
 
     def is_finished(self) -> bool:
-        """Return True once all requests have finished and are reported. Aborts need no report."""
+        """Return whether all requests have finished and been reported. Aborts need no report."""
         reasons = [request.finish_reason for request in list(self._inbox)]
         return not self.requests and all(reason == "abort" for reason in reasons)
 

@@ -23,7 +23,7 @@ from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 from nanovllm.models.decoder import ModelSpec
 from nanovllm.sampling_params import SamplingParams
 
-GPU_SHARE_OF_FREE = 0.95  # if others use the GPU, leaves room for what they and the driver allocate
+GPU_SHARE_OF_FREE = 0.95  # leaves room for what the driver and other processes allocate
 CPU_SHARE = 0.25
 ENLARGE = (
     "give the cache more memory (num_kvcache_blocks, kvcache_memory_bytes, gpu_memory_utilization)"

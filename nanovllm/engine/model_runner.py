@@ -37,7 +37,8 @@ Value = TypeVar("Value")
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Run in inference mode and without autocast, whatever the caller's settings are.
 
-    Triton and CUDA graphs use the current GPU. On a CPU the index is None, which has no effect.
+    Also make `device` the current GPU, which Triton and CUDA graphs use. A CPU's index is None,
+    which has no effect.
     """
     with (
         torch.inference_mode(),
@@ -48,7 +49,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
 
 class BlockTables:
-    """The block tables of all lanes in one array, so that a step copies only what has changed."""
+    """The block tables of all lanes in one array. A step converts only lists that have changed."""
 
     def __init__(self, num_lanes: int, max_blocks: int, block_size: int) -> None:
         self.rows = np.zeros((num_lanes, max_blocks), dtype=np.int32)
@@ -107,7 +108,7 @@ class ModelRunner:
         with undisturbed(self.device):
             processed = process_logits(logits, rows) if needs_processing else logits
             tokens = self.sampler(processed, self.prepare_sampling(rows, positions))
-            token_ids = self.executor.call(tokens.tolist)  # synchronizes with the host
+            token_ids = self.executor.call(tokens.tolist)  # the host waits for the device here
             if wants_logprobs:
                 requested = [seq.params.logprobs for seq in rows]
                 logprobs = split_rows(find_logprobs(logits, tokens, requested), seqs)
@@ -133,7 +134,8 @@ class ModelRunner:
         max_seqlen_k = int(context_lens.max())
         block_tables = self.block_tables.select(seqs, max_seqlen_k)
 
-        # Of each token. In the example of batch.py: 0 0 0 1 2 2, and 0 1 2 0 0 1.
+        # For each token: its sequence, and its offset in the query. In the example of batch.py: 0 0
+        # 0 1 2 2, and 0 1 2 0 0 1.
         seq_index = np.repeat(np.arange(len(seqs)), query_lens)
         offset_in_query = np.arange(len(input_ids), dtype=np.int32) - cu_seqlens_q[seq_index]
         positions = starts[seq_index] + offset_in_query

@@ -30,8 +30,8 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
-# Smallest predicted ratio of tokens per second. Smaller gains are lost, because sequences end at
-# different times.
+# Drafts must raise the predicted tokens per second by this factor. Smaller gains vanish, because
+# sequences end at different times.
 LEAST_GAIN = 1.05
 LEARNING_RATE = 0.1  # weight of the newest draft token in the acceptance rate
 

@@ -1,9 +1,9 @@
 """One call at a time: makes an engine safe for threads, signal handlers and interrupts.
 
-Calls of several threads are serialized by a lock. Each call runs at most one step under the lock,
-so threads share steps.
+Calls of several threads are serialized by a lock. It is held for at most one step at a time, so
+threads share steps.
 
-An interrupted call (Ctrl-C, an error, no memory) is not rolled back immediately. The next call
+An interrupted call (Ctrl-C, an error, out of memory) is not rolled back immediately. The next call
 first resets: unfinished requests return to the waiting queue with their committed tokens, and the
 KV cache is emptied.
 
@@ -89,7 +89,7 @@ class SharedEngine(LLMEngine):
             yield requests
         except BaseException:
             for request in requests:
-                request.inbox = {}  # its caller has not received the request
+                request.inbox = {}  # the call has failed, so its cancellation is not reported
             self._aborted.append(requests)
             self._cancel_soon()
             raise

@@ -166,8 +166,8 @@ class Worker:
         with naming(problem, RuntimeError):  # torch's own error on any device
             for _ in range(spec.num_layers):
                 self.kv_caches.append(torch.empty(shape, dtype=spec.dtype, device=self.device))
-        # Linux allocates pages at the first write, which should come before the first request. A
-        # profile run must not read NaN either.
+        # Linux allocates pages at the first write, and a request should not wait for that. A
+        # profile run must not read NaN.
         num_first_blocks = cdiv(config.max_num_batched_tokens, self.block_size)
         for kv_cache in self.kv_caches:
             kv_cache[:, :num_first_blocks].zero_()
@@ -203,10 +203,10 @@ class Worker:
 
     @torch.inference_mode()
     def compute(self, batch: Batch, reduce: Reduction = keep_all) -> Tensor:
-        """Compute this rank's share of a batch on the host.
+        """Compute this rank's share of `batch`, whose tensors are on the host.
 
-        More rows of logits than in the profile run are computed in parts, and `reduce` decides what
-        is kept of each part. All ranks have the same parts.
+        If there are more rows of logits than in the profile run, they are computed in parts, and
+        `reduce` decides what is kept of each part. All ranks have the same parts.
         """
         if self.graphs is not None and batch.max_seqlen_q == 1:
             hidden = self.graphs.run(batch)
@@ -246,7 +246,7 @@ class Worker:
         return self._make_dummy_batch(query_lens)
 
     def _make_dummy_batch(self, query_lens: list[int]) -> Batch:
-        """A batch of whole prompts in block 0, with kernel launches for max_model_len."""
+        """A batch of whole prompts in block 0. Kernels are launched for max_model_len."""
         num_tokens, num_seqs = sum(query_lens), len(query_lens)
         with torch.device("cpu"):
             context_lens = torch.tensor(query_lens, dtype=torch.int32)
@@ -285,9 +285,9 @@ def connect(device: torch.device, size: int, place: Place) -> TensorParallel:
 def find_device(name: str, local_rank: int | None = None) -> torch.device:
     """The device of that name; "auto" is the GPU if there is one, and else the CPU.
 
-    "cuda" without a number is the current GPU. If a machine has several ranks, rank i uses GPU N +
-    i, where N is the number in `name` or 0. A rank that sees only one GPU uses that one. Raises
-    ValueError for an unknown or missing device.
+    "cuda" without a number is the current GPU. With several ranks, the rank with local rank i uses
+    GPU N + i, where N is the number in `name` or 0. A rank that sees only one GPU uses that one.
+    Raises ValueError for an unknown or missing device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

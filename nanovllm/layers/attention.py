@@ -1,7 +1,7 @@
 """Paged attention in plain torch. It specifies what every other backend must compute.
 
 A backend is a module that implements `Backend`. It is chosen when the engine starts. This one runs
-on any device: it gathers the blocks of one sequence after the other, and calls
+on any device: it gathers the blocks of one sequence after another, and calls
 scaled_dot_product_attention. A layer's `kv_cache` is [2, num_blocks, block_size, num_kv_heads,
 head_dim], keys and then values (PagedAttention, Kwon et al. 2023).
 """

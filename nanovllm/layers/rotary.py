@@ -22,7 +22,8 @@ class RopeSpec:
     def from_base(cls, theta: float, head_dim: int) -> "RopeSpec":
         """Compute the original frequencies, on the CPU.
 
-        A GPU rounds differently, and one unit in the last place is 1.6e-3 rad at position 32,768.
+        A GPU rounds differently, and one unit in the last place is up to 2.0e-3 rad at position
+        32,768.
         """
         pairs = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
         return cls(tuple((1.0 / theta**pairs).tolist()))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-FIRST_PART = 8192  # elements of a message that travel with its length; most steps have fewer
+FIRST_PART = 8192  # elements of the first broadcast, the length included; most steps need no other
 
 
 @dataclass(frozen=True)

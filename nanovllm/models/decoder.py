@@ -28,7 +28,7 @@ CosSin = tuple[Tensor, Tensor]  # of the positions of all tokens
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """What the engine needs to know about a model. A subclass for each architecture builds it."""
+    """What the engine needs to know about a model. A subclass of each structure builds it."""
 
     vocab_size: int
     hidden_size: int

@@ -1,9 +1,9 @@
 """Fills a model's parameters from *.safetensors, or with random numbers.
 
 Loading is strict. Every tensor of the checkpoint is used, and every parameter is written exactly
-once. A missing, unexpected or repeated tensor is an error that names it. The exception are RoPE
-buffers of old checkpoints, because the model computes them from config.json. The copy of a tied
-output head is compared with the embedding. A rank reads only its shard of a tensor.
+once. A missing, unexpected or repeated tensor is an error that names it. RoPE buffers of old
+checkpoints are skipped, because the model computes them from config.json. The copy of a tied output
+head is compared with the embedding. A rank reads only its shard of a tensor.
 """
 
 from dataclasses import replace
@@ -29,8 +29,8 @@ _DAMAGED = (SafetensorError, OSError)  # what safe_open raises
 def check_sizes(spec: ModelSpec, directory: Path, device: torch.device, num_ranks: int) -> None:
     """Reject impossible sizes in config.json before anything of that size is allocated.
 
-    Raises ValueError for weights that exceed the device's memory. Layers can differ, so each counts
-    as the smallest of the first four.
+    Raises ValueError for weights that exceed the memory of all ranks. Layers can differ, so each
+    one after the fourth counts as the smallest of the first four.
     """
     sizes = {
         "vocab_size": spec.vocab_size,
@@ -52,7 +52,8 @@ def check_sizes(spec: ModelSpec, directory: Path, device: torch.device, num_rank
     if num_bytes > memory * num_ranks:
         needed, present = (f"{number / 1e9:.0f} GB" for number in (num_bytes, memory))
         raise ValueError(
-            f"{what}: the weights need at least {needed}, but {device} has {present} in all"
+            f"{what}: the weights need at least {needed}, but {num_ranks} x {device} has"
+            f" {present} each"
         )
 
 

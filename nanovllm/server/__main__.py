@@ -57,7 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("model", nargs="?", default=DEMO_MODEL, metavar="MODEL", help="default: the demo model")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, default=8000, help="0 chooses a free port (default: 8000)")
-    add("--api-key", metavar="KEY", help="clients must send it as a bearer token")
+    add("--api-key", metavar="KEY", help="clients of /v1 must send it as a bearer token")
     add(
         "--playground",
         action="store_true",

@@ -108,7 +108,7 @@ class EngineThread(threading.Thread):
             raise Unavailable(self.stop_reason)
 
     def stop(self, reason: str) -> None:
-        """Let the thread end all streams, shut the engine down, and end. `join` waits for that."""
+        """Make the thread end all streams, shut the engine down, and end. `join` waits for that."""
         with self._condition:
             if self.stop_reason is None:
                 self.stop_reason = reason

@@ -188,7 +188,7 @@ class SameOriginOnly:
 
 
 def read_host(request: Request) -> str:
-    """Return the Host header without a port. request.url hides an invalid one."""
+    """Return the Host header without a port. request.url would replace an invalid one."""
     name = re.sub(r":\d*$", "", request.headers.get("Host", ""))
     return name.removeprefix("[").removesuffix("]")
 

@@ -1,7 +1,7 @@
 """The engine behind `python -m nanovllm.server --playground`, and the endpoints of its live page.
 
-Its steps are recorded for the page, can be slowed down, held and taken one by one, and it can be
-replaced by another engine. The page shows all prompts, so the server listens on this machine only.
+Its steps are recorded for the page. It can be slowed down, held, single-stepped and replaced by
+another engine. The page shows all prompts, so the server listens on this machine only.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ OPTIONS = (
     "num_speculative_tokens",
 )
 HOSTS = ("127.0.0.1", "localhost", "::1")
-MAX_STEPS = 10_000  # of a recording; then an idle engine is replaced
+MAX_STEPS = 10_000  # of a recording; after that, the engine is replaced once it is idle
 STEPS_PER_MESSAGE = 500
 MESSAGE_INTERVAL = 0.05  # seconds, because a page need not be drawn more often
 HEADERS = {
@@ -88,7 +88,7 @@ class Playground(EngineThread):
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         self.model = model
         self.options = {**DEFAULTS, **options}
-        # Of the engine. It also tells a page that the server was restarted.
+        # Number of the engine. A change also tells a page that the server was restarted.
         self.run_number = int(time.time())
         self.pause: float | None = 0.0  # seconds between two steps, None to hold
         self.num_single_steps = 0  # to be taken while the engine holds

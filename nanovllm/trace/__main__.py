@@ -1,7 +1,7 @@
 """Show a trace, the file written by LLM(..., trace="trace.json"), with lanes as rows.
 
     python -m nanovllm.trace trace.json                    text that fits the terminal
-    python -m nanovllm.trace trace.json -o timeline.html   a page to walk through; takes two traces
+    python -m nanovllm.trace trace.json -o timeline.html   a page, of one trace or two
     python -m nanovllm.trace trace.json -o timeline.svg    a plot (pip install 'nanovllm[plot]')
 
 A letter names a request. It is upper case if a step prefills or recomputes a chunk of the request,

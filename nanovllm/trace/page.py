@@ -38,7 +38,7 @@ def read_template() -> str:
 def shorten(step: Step) -> dict[str, Any]:
     """The step as page.html reads it.
 
-    A row is [request_id, new_token_ids], or [request_id, new_token_ids, uncommon values].
+    A row is [request_id, new_token_ids], and {lane, uncommon values} if there are any.
     """
     rows: list[list[Any]] = []
     for lane, work in step.lanes.items():

@@ -119,7 +119,7 @@ class Timeline:
         self.queues = queues
         self.is_reset = False
         self.num_steps += 1
-        self.write(events)  # last, because an interrupt can come after it
+        self.write(events)  # last, so that an interrupt that follows finds the state above
 
     def write(self, events: list[_Args]) -> None:
         """Write events. All events of a step come in one call, that of the step first."""
@@ -284,7 +284,7 @@ class TracedScheduler(Scheduler):
     def _describe_blocks(
         self, seq: Sequence, block_table: list[int], first: int, end: int
     ) -> list[tuple[int, str, str, str]]:
-        """For full blocks: id, hash if the block is listed, hash of this prefix and its parent."""
+        """For full blocks: id, hash if listed, hash of the prefix that it ends, hash before it."""
         if not self.block_manager.enable_prefix_caching:
             return []
         described = []
