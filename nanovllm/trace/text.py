@@ -119,8 +119,8 @@ def _legend(steps: list[Step]) -> list[str]:
     shares = [f"{phase} {total[f'{phase}_ms'] / milliseconds:.0%}" for phase in PHASES]
     return [
         *lines,
-        "a step that completes a prefill samples one token, as does each decode; accepted draft tokens"
-        " come in addition",
+        "a step that completes a prefill samples a token, and so does a decode, in addition to"
+        " accepted draft tokens",
         f"{len(steps)} steps, {len(works)} requests, {total['num_prefill_tokens']} prefill and"
         f" {total['num_decode_tokens']} decode tokens, {num_preemptions} preemptions",
         f"{milliseconds:.1f} ms: {', '.join(shares)}",
