@@ -210,7 +210,8 @@ class Task:
 def _join_torchrun(model: Model) -> dist.Store | None:
     """Return the store of torchrun's ranks, or None without torchrun.
 
-    On ranks 1 and up this does not return. They serve and then exit."""
+    On ranks 1 and up this does not return. They serve and then exit.
+    """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return None
     problem = "WORLD_SIZE is set, but another variable of torchrun is missing or invalid"

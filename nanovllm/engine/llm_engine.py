@@ -50,7 +50,7 @@ class LLMEngine:
         self,
         config: Config,
         scheduler_class: type[Scheduler],
-        model_runner_class: type[ModelRunner] = ModelRunner,
+        model_runner_class: type[ModelRunner],
     ) -> None:
         self.config = config
         directory = find_checkpoint(os.fspath(config.model))

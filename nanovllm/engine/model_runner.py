@@ -134,8 +134,8 @@ class ModelRunner:
         max_seqlen_k = int(context_lens.max())
         block_tables = self.block_tables.select(seqs, max_seqlen_k)
 
-        # For each token: its sequence, and its offset in the query. In the example of batch.py: 0 0
-        # 0 1 2 2, and 0 1 2 0 0 1.
+        # For each token: its sequence, and its offset in the query.
+        # In the example of batch.py: 0 0 0 1 2 2, and 0 1 2 0 0 1.
         seq_index = np.repeat(np.arange(len(seqs)), query_lens)
         offset_in_query = np.arange(len(input_ids), dtype=np.int32) - cu_seqlens_q[seq_index]
         positions = starts[seq_index] + offset_in_query

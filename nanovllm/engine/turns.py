@@ -41,7 +41,7 @@ class SharedEngine(LLMEngine):
         self,
         config: Config,
         scheduler_class: type[Scheduler],
-        model_runner_class: type[ModelRunner] = ModelRunner,
+        model_runner_class: type[ModelRunner],
     ) -> None:
         self._check_process()
         super().__init__(config, scheduler_class, model_runner_class)
