@@ -114,7 +114,7 @@ class Api:
             async for outputs in self._serve(prompts):
                 yield reply.write_chunk(outputs)
         except Unavailable as error:
-            yield write_event(describe_error(503, str(error))) + END
+            yield write_event(json.dumps(describe_error(503, str(error)))) + END
         else:
             yield reply.write_end()
 

@@ -131,14 +131,15 @@ class Reply:
             num_chars, num_tokens = self.sent.get(index, (0, 0))
             self.sent[index] = (len(output["text"]), len(output["token_ids"]))
             choice = json.dumps(self._choice(index, output, num_chars, num_tokens))
-            events.append(f'data: {self.prefix}, "choices": [{choice}]{self.suffix}}}\n\n')
+            events.append(write_event(f'{self.prefix}, "choices": [{choice}]{self.suffix}}}'))
         return "".join(events)
 
     def write_end(self) -> str:
         """Return the events after the last token."""
         if not self.has_usage:
             return END
-        return write_event({**self.head, "choices": [], "usage": self._usage()}) + END
+        usage = {**self.head, "choices": [], "usage": self._usage()}
+        return write_event(json.dumps(usage)) + END
 
     def write_whole(self) -> Object:
         """Return the reply to a request that does not stream."""
@@ -229,12 +230,12 @@ def _describe_token(token: str, logprob: float | None) -> Object:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode(errors="replace"))}
 
 
-def write_event(data: Object) -> str:
+def write_event(data: str) -> str:
     """Return a server-sent event. JSON in ASCII has no line separators, not even U+2028."""
-    return f"data: {json.dumps(data)}\n\n"
+    return f"data: {data}\n\n"
 
 
-END = "data: [DONE]\n\n"
+END = write_event("[DONE]")
 
 
 def describe_error(status: int, message: str, code: str | None = None) -> Object:
