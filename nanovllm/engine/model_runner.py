@@ -102,6 +102,7 @@ class ModelRunner:
         probabilities are None if no sequence asks for them.
         """
         rows, positions = list_rows(seqs)
+        assert len(logits) == len(rows), "one row of logits for each token that is sampled"
         needs_processing = any([seq.needs_logits_processing for seq in seqs])
         wants_logprobs = any([seq.wants_logprobs for seq in seqs])
         logprobs: Logprobs = None

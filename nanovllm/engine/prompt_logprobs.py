@@ -45,13 +45,14 @@ class ScoringModelRunner(ModelRunner):
         rows: list[PromptRow | None] = []  # None: the row samples a token
         indices: list[int] = []
         for seq, start in zip(seqs, batch.cu_seqlens_q.tolist()):
+            offset = start - seq.num_computed_tokens  # of a position's token in the batch
             end = seq.num_computed_tokens + seq.num_scheduled_tokens
-            first = end - seq.num_logits
-            if seq.params.prompt_logprobs is not None:
-                first = min(first, max(seq.num_computed_tokens, seq.first_logits))
-            for position in range(first, end):
+            for position in find_positions_to_score(seq):
                 rows.append(make_row(seq, position))
-                indices.append(start + position - seq.num_computed_tokens)
+                indices.append(offset + position)
+            for position in range(end - seq.num_logits, end):
+                rows.append(None)
+                indices.append(offset + position)
         logits_indices = torch.from_numpy(np.array(indices, np.int32))
         with undisturbed(self.device):
             return self.executor.call(
@@ -61,12 +62,20 @@ class ScoringModelRunner(ModelRunner):
             )
 
 
-def make_row(seq: Sequence, position: int) -> PromptRow | None:
-    """Describe the row of logits at `position`."""
-    num_top = seq.params.prompt_logprobs
-    if num_top is None or position >= seq.num_prompt_tokens - 1:
-        return None
+def find_positions_to_score(seq: Sequence) -> range:
+    """The scheduled positions of the prompt whose next token has no entry yet."""
+    if seq.params.prompt_logprobs is None:
+        return range(0)
     assert isinstance(seq, Request)
+    start = seq.num_computed_tokens
+    first = max(start, len(seq.prompt_logprobs) - 1)
+    return range(first, min(start + seq.num_scheduled_tokens, seq.num_prompt_tokens - 1))
+
+
+def make_row(seq: Sequence, position: int) -> PromptRow:
+    """Describe the row of logits at `position`, which predicts the prompt's next token."""
+    num_top = seq.params.prompt_logprobs
+    assert isinstance(seq, Request) and num_top is not None
     return PromptRow(seq.token_ids[position + 1], num_top, seq.prompt_logprobs)
 
 

@@ -7,7 +7,7 @@ import warnings
 from unittest.mock import patch
 
 import pytest
-from conftest import check_invariants, generate_ids
+from conftest import check_invariants, generate_ids, random_prompt
 from front_helpers import GREEDY, PROMPTS, finish, interrupt_in
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
@@ -239,3 +239,22 @@ def test_a_warning_that_raises_affects_no_other_request(tiny, make_llm):
     assert last.pop(bad)["finish_reason"] == "error"
     assert last[good]["token_ids"] == tiny[1](PROMPTS[0], 6)
     check_invariants(llm)
+
+
+def test_scores_of_a_prompt_survive_an_interrupt(tiny, make_llm):
+    """Only rows that sample are sampled, also for a sequence that has generated tokens."""
+    params = SamplingParams(temperature=0.0, max_tokens=6, prompt_logprobs=1)
+    prompts = [random_prompt(9, 9), *PROMPTS]
+    llm = make_llm(max_num_batched_tokens=24)
+    (expected,) = llm.generate(prompts[0], params, use_tqdm=False)
+    for num_steps in range(1, 6):
+        scored = llm.add_request(prompts[0], params)
+        others = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS]
+        for _ in range(num_steps):  # no request finishes in these
+            llm.step()
+        for where in ("prepare_batch", "prepare_sampling"):
+            interrupt_in(llm.model_runner, where, llm.step)
+        last = finish(llm)
+        assert last[scored]["prompt_logprobs"] == expected["prompt_logprobs"]
+        tokens = [last[request_id]["token_ids"] for request_id in (scored, *others)]
+        assert tokens == [tiny[1](prompt, 6) for prompt in prompts]
