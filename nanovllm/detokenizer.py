@@ -13,19 +13,25 @@ tokens that cannot be decoded.
 from transformers import PreTrainedTokenizerBase
 
 Tokens = tuple[int, ...]
+Window = tuple[Tokens, str, Tokens]  # context, its text, pending tokens
 
 
 class Detokenizer:
     """The text of one sequence's generated tokens, decoded incrementally.
 
-    Streamed text is append-only. Text is released when its last character is complete. With stop
-    strings of up to N characters, the last N - 1 characters are held back. The final text is
-    `tokenizer.decode(generated token ids)`, unless this contradicts released text. That can happen
-    with invalid UTF-8: a tokenizer with byte fallback turns a whole run of byte tokens into U+FFFD
-    if one byte is invalid. Released text is then kept. A token that the tokenizer cannot decode
-    becomes U+FFFD.
+    The text continues the prompt. The last tokens of the prompt are therefore decoded, too, and
+    their text is left out. A character that the prompt begins and a generated token completes
+    belongs to the text.
 
-    token_ids | prompt | ............ | context | pending |     `text` ends where the context ends
+    Streamed text is append-only. Text is released when its last character is complete. With stop
+    strings of up to N characters, the last N - 1 characters are held back. The final text is what
+    `tokenizer.decode` returns for prompt and generated tokens, without the prompt's part, unless
+    this contradicts released text. That can happen with invalid UTF-8: a tokenizer with byte
+    fallback turns a whole run of byte tokens into U+FFFD if one byte is invalid. Released text is
+    then kept. A token that the tokenizer cannot decode becomes U+FFFD.
+
+    token_ids | prompt ........ | ............ | context | pending |
+                | anchor | tail |                         `text` ends where the context ends
 
     Instances are copied shallowly, so no attribute is mutated in place.
     """
@@ -36,37 +42,80 @@ class Detokenizer:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        num_prompt_tokens: int,
+        prompt_token_ids: list[int],
         stop_strings: tuple[str, ...] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.stop_strings = stop_strings
-        self.num_prompt_tokens = num_prompt_tokens
-        self.num_decoded_tokens = num_prompt_tokens
-        self.text = ""
+        self.num_decoded_tokens = len(prompt_token_ids)
         # The context is decoded with new tokens. `context_text` is its text when decoded alone.
         # Pending tokens end within a character (with U+FFFD) or have no text.
-        self.window: tuple[Tokens, str, Tokens] = ((), "", ())  # context, context_text, pending
+        self.window = self._find_anchor(prompt_token_ids)
+        anchor, self.anchor_text, tail = self.window
+        self.anchor_start = len(prompt_token_ids) - len(anchor) - len(tail)
+        self.tail_text = self._find_new_text(*self.window)
+        # The text after the anchor. It begins with complete characters of the tail, if there are
+        # any, see `_without_tail`.
+        self.text = ""
         # With stop strings, the last characters of the text may be the start of one.
         self.num_withheld = max(map(len, stop_strings), default=1) - 1
         self.num_searched = 0  # characters already searched for stop strings
         self.end: int | None = None  # where the stop string that ended the text begins
 
+    def _find_anchor(self, prompt_token_ids: list[int]) -> Window:
+        """The last tokens of a prompt: an anchor, its text, and the tail.
+
+        The anchor has text if the prompt has any, because some tokenizers strip the first space of
+        what they decode. It does not begin within a character.
+        """
+        window: Window = ((), "", ())
+        size = self.MAX_CONTEXT
+        while True:
+            recent = tuple(prompt_token_ids[-size:])
+            text = self._decode(recent)
+            if text is None:
+                return window
+            window = self._split_off_tail(recent, text)
+            has_start = text != "" and not text.startswith("\ufffd")
+            if has_start or size >= len(prompt_token_ids):
+                return window
+            size *= 4
+
+    def _split_off_tail(self, token_ids: Tokens, text: str) -> Window:
+        """Divide tokens where their last complete character ends."""
+        if text.endswith("\ufffd"):
+            for num_tail in range(1, 1 + min(3, len(token_ids))):  # a character has up to 4 bytes
+                anchor = token_ids[:-num_tail]
+                anchor_text = self._decode(anchor) or ""
+                if not anchor_text.endswith("\ufffd"):
+                    return anchor, anchor_text, token_ids[-num_tail:]
+        return token_ids, text, ()
+
     def read(self, token_ids: list[int], is_last: bool) -> str:
         """Return the text that can be released. `is_last` if no tokens follow.
 
-        With stop strings, `meets_stop_string` must have been called for each new token.
+        `token_ids` has the prompt, too. With stop strings, `meets_stop_string` must have been
+        called for each new token.
         """
         if is_last and self.end is None:
-            whole = self._decode(token_ids[self.num_prompt_tokens :])
-            if whole is not None and whole.startswith(self.text):
-                return whole
+            whole = self._decode(token_ids[self.anchor_start :])
+            if whole is not None and whole.startswith(self.anchor_text + self.text):
+                return self._without_tail(whole[len(self.anchor_text) :])
         if not self.stop_strings:
-            self._advance(token_ids)
+            self.advance(token_ids)
         if is_last or self.end is not None:
-            return (self.text + self._find_new_text(*self.window))[: self.end]
-        num_released = max(0, len(self.text) - self.num_withheld)
-        return self.text[:num_released]
+            text = (self.text + self._find_new_text(*self.window))[: self.end]
+        else:
+            num_released = max(0, len(self.text) - self.num_withheld)
+            text = self.text[:num_released]
+        return self._without_tail(text)
+
+    def _without_tail(self, text: str) -> str:
+        """Remove the tail from the text after the anchor, unless its character is complete now."""
+        tail = self.tail_text
+        if not text.startswith(tail):
+            tail = tail.rstrip("\ufffd")
+        return text[len(tail) :]
 
     def meets_stop_string(self, token_ids: list[int], may_stop: bool) -> bool:
         """Return whether the newest token completes a stop string. The text ends before it.
@@ -75,7 +124,7 @@ class Detokenizer:
         a copy.
         """
         num_searched = self.num_searched
-        self._advance(token_ids)
+        self.advance(token_ids)
         text = self.text
         _, _, pending = self.window
         if pending:
@@ -83,14 +132,16 @@ class Detokenizer:
             text += self._find_new_text(*self.window).rstrip("\ufffd")
         self.num_searched = len(text)
         if may_stop and self.end is None:
+            text_start = len(text) - len(self._without_tail(text))
             starts: list[int] = []
             for stop in self.stop_strings:
-                first = max(0, num_searched - len(stop) + 1)
+                first = max(text_start, num_searched - len(stop) + 1)
                 starts.append(text.find(stop, first))
             self.end = min((start for start in starts if start >= 0), default=None)
         return self.end is not None
 
-    def _advance(self, token_ids: list[int]) -> None:
+    def advance(self, token_ids: list[int]) -> None:
+        """Read new tokens. `text` grows by what they release."""
         for token_id in token_ids[self.num_decoded_tokens :]:
             new_text, window = self._take(token_id, *self.window)
             # One statement, so that a KeyboardInterrupt comes before or after all of it.
@@ -102,7 +153,7 @@ class Detokenizer:
 
     def _take(
         self, token_id: int, context: Tokens, context_text: str, pending: Tokens
-    ) -> tuple[str, tuple[Tokens, str, Tokens]]:
+    ) -> tuple[str, Window]:
         """Return the text that one more token releases, and the window after it."""
         text = self._decode((*context, *pending, token_id))
         if text is None:
@@ -111,7 +162,7 @@ class Detokenizer:
             still_pending = () if new_text else pending
             return new_text + "\ufffd", (context, context_text, still_pending)
         pending = (*pending, token_id)
-        if context and text.endswith("\ufffd"):
+        if not text.startswith(context_text):
             # The first bytes of a character can turn those of the context to U+FFFD as well.
             context = ()
             context_text = ""
@@ -127,7 +178,12 @@ class Detokenizer:
 
     def _find_new_text(self, context: Tokens, context_text: str, pending: Tokens) -> str:
         """Return the text of `pending` after the context."""
-        return (self._decode(context + pending) or "")[len(context_text) :]
+        if not pending:
+            return ""
+        text = self._decode(context + pending) or ""
+        if text.startswith(context_text):
+            return text[len(context_text) :]
+        return self._decode(pending) or ""
 
     def _decode(self, token_ids: list[int] | Tokens) -> str | None:
         """Return the text of `token_ids`, or None if the tokenizer cannot decode them."""

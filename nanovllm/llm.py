@@ -153,14 +153,19 @@ class LLM(SharedEngine):
             )
         results: list[list[RequestOutput]] = []
         for search, first in zip(searches, search_together(searches, self._generate)):
-            results.append([self._make_beam_output(beam, first) for beam in search.finished])
+            beams = search.finished
+            results.append([self._make_beam_output(beam, search.prompt, first) for beam in beams])
         return results
 
-    def _make_beam_output(self, beam: Beam, first: RequestOutput) -> RequestOutput:
+    def _make_beam_output(
+        self, beam: Beam, prompt: list[int], first: RequestOutput
+    ) -> RequestOutput:
         """Return a finished beam as an output. `first` is the output of the search's first step."""
         text = ""
         if self.tokenizer is not None:
-            text = Detokenizer(self.tokenizer, 0).read(beam.token_ids, is_last=True)
+            has_stop_token = beam.finish_reason == "stop"
+            text_token_ids = beam.token_ids[:-1] if has_stop_token else beam.token_ids
+            text = Detokenizer(self.tokenizer, prompt).read(prompt + text_token_ids, is_last=True)
         request_id = self._take_turn(next, self.input_processor.ids)
         return {
             **first,

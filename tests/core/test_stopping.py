@@ -40,11 +40,12 @@ EOS, END_OF_TEXT = 2, 0  # both end a sequence
         (EOS, {}, 5, "stop", "abcd"),
         (END_OF_TEXT, {}, 5, "stop", "abcd"),
         (EOS, {"ignore_eos": True}, 8, "length", "abcdfgh"),
-        (E, {"stop_token_ids": [E]}, 5, "stop", "abcde"),
-        (E, {"stop_token_ids": [E], "ignore_eos": True}, 5, "stop", "abcde"),
+        (E, {"stop_token_ids": [E]}, 5, "stop", "abcd"),
+        (E, {"stop_token_ids": [E], "ignore_eos": True}, 5, "stop", "abcd"),
+        (E, {"stop_token_ids": [E], "stop": "x"}, 5, "stop", "abcd"),
         (E, {"stop": ["xyz", "de", "cde"]}, 5, "stop", "ab"),
         # One token can reach several ends. Stop strings come first, then stop tokens, max_tokens,
-        # and max_model_len, which is 2048.
+        # and max_model_len, which is 2048. The text of a stop token is left out.
         (E, {"stop_token_ids": [E], "stop": "de"}, 5, "stop", "abc"),
         (E, {"stop": "de", "max_tokens": 5}, 5, "stop", "abc"),
         (EOS, {"max_tokens": 5}, 5, "stop", "abcd"),

@@ -9,11 +9,12 @@ from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
+from conftest import make_checkpoint
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from nanovllm import detokenizer
+from nanovllm import LLM, SamplingParams, detokenizer
 from nanovllm.detokenizer import Detokenizer
 
 SPECIAL = ["<s>", "</s>", "<unk>"]
@@ -21,7 +22,6 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 LETTERS = bytes_to_unicode()  # GPT-2's names of the bytes
 WORDS = [*"abcdehnorst", "the", "cat"]
 ALPHABET = [*"abt  é你好👩\u200dÿ\n▁\u0302", "the cat", " sat", "日本語", "\ufffd"]
-PROMPT = [0, 1, 2]
 
 
 def wrap(model, decoder, pre_tokenizer=None, normalizer=None):
@@ -95,12 +95,12 @@ def byte_ids(name, data):
     return TOKENIZERS[name].convert_tokens_to_ids([names[name][byte] for byte in data])
 
 
-def stream(tokenizer, token_ids):
+def stream(tokenizer, token_ids, prompt=()):
     """The text shown after each token, and at the end. It must be append-only until then."""
-    reader = Detokenizer(tokenizer, len(PROMPT))
+    reader = Detokenizer(tokenizer, list(prompt))
     ends = range(1, len(token_ids) + 1)
-    shown = [reader.read([*PROMPT, *token_ids[:end]], is_last=False) for end in ends]
-    shown.append(reader.read([*PROMPT, *token_ids], is_last=True))
+    shown = [reader.read([*prompt, *token_ids[:end]], is_last=False) for end in ends]
+    shown.append(reader.read([*prompt, *token_ids], is_last=True))
     for before, after in pairwise(shown):
         assert after.startswith(before)
     return shown
@@ -113,7 +113,7 @@ def check_stream(tokenizer, token_ids):
         if "\ufffd" not in complete:
             assert text == complete, "text is held back without need"
     whole = decode(tokenizer, token_ids)
-    assert Detokenizer(tokenizer, 0).read(token_ids, is_last=True) == whole
+    assert Detokenizer(tokenizer, []).read(token_ids, is_last=True) == whole
     assert last == whole or not whole.startswith(shown[-1])
     return shown, last == whole
 
@@ -150,7 +150,7 @@ def test_tokens_that_are_no_text(name):
         token_ids = rng.choices(choices, k=rng.randrange(1, 120))
         shown, is_whole = check_stream(tokenizer, token_ids)
         assert is_whole or name in ("llama", "gemma", "byt5")
-        reader = Detokenizer(tokenizer, 0)
+        reader = Detokenizer(tokenizer, [])
         for end in sorted(rng.sample(range(1, len(token_ids) + 1), len(token_ids) // 4)):
             assert reader.read(token_ids[:end], is_last=False) == shown[end - 1]
 
@@ -163,6 +163,66 @@ def test_released_text_stays_if_a_later_byte_is_invalid():
     assert decode(tokenizer, good + bad) == "\ufffd" * 6
     assert stream(tokenizer, good + bad) == ["", "é", "é", "é", "é你", "é你", "é你\ufffd"]
     assert stream(tokenizer, bad + good)[-1] == "\ufffd" * 6
+
+
+@each_tokenizer
+@pytest.mark.parametrize("length", [0, 1, 5, 60])
+def test_text_continues_the_prompt(name, length):
+    """With leading spaces. A character that the prompt begins is part of the text."""
+    rng = random.Random(length)
+    tokenizer = TOKENIZERS[name]
+    special = encode(tokenizer, "<s>")
+    for _ in range(40):
+        token_ids = encode(tokenizer, "a" + "".join(rng.choices([*ALPHABET, " the"], k=10)))
+        prompt = special * rng.choice([0, 1, 30]) + rng.choices(token_ids, k=length)
+        split = rng.randrange(1, len(token_ids))
+        prompt += token_ids[:split]
+        generated = token_ids[split:]
+        whole = decode(tokenizer, prompt + generated)
+        if "\ufffd" not in whole:
+            starts = [decode(tokenizer, prompt[: len(prompt) - num]) for num in range(4)]
+            complete = next(start for start in starts if not start.endswith("\ufffd"))
+            assert complete + stream(tokenizer, generated, prompt)[-1] == whole
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A random model with a tokenizer that strips the first space."""
+    directory = tmp_path_factory.mktemp("llama")
+    tokenizer = TOKENIZERS["llama"]
+    make_checkpoint(directory, vocab_size=len(tokenizer), eos_token_id=None)
+    tokenizer.save_pretrained(directory)
+    return LLM(str(directory), num_kvcache_blocks=64, kvcache_block_size=4)
+
+
+def test_every_output_continues_its_prompt(llama):
+    tokenizer = llama.tokenizer
+    prompt = tokenizer.encode("the cat", add_special_tokens=False)
+    outputs = llama.generate(prompt, SamplingParams(max_tokens=20, n=8, seed=1), use_tqdm=False)
+    streamed = list(llama.stream(prompt, SamplingParams(max_tokens=20, n=8, seed=1)))[-8:]
+    (beams,) = llama.beam_search(prompt, beam_width=3, max_tokens=4)
+    for output in [*outputs, *streamed, *beams]:
+        whole = decode(tokenizer, prompt + output["token_ids"])
+        assert "the cat" + output["text"] == whole or "\ufffd" in whole
+    reader = Detokenizer(tokenizer, prompt, (" the",))
+    assert reader.meets_stop_string([*prompt, tokenizer.convert_tokens_to_ids("▁the")], True)
+
+
+def test_a_prompt_that_ends_within_a_character():
+    tokenizer = TOKENIZERS["byte-level"]
+    half = encode(tokenizer, ".—")[:1]
+    assert decode(tokenizer, half) == ".\ufffd"
+    rest = encode(tokenizer, ".—")[1:]
+    word = encode(tokenizer, "the")
+    a = encode(tokenizer, "a")
+    assert stream(tokenizer, [*rest, *a], half)[-1] == "—a"
+    assert stream(tokenizer, rest[:1], half)[-1] == ""
+    assert stream(tokenizer, word, half)[-1] == "the", "the prompt's U+FFFD is not repeated"
+    reader = Detokenizer(tokenizer, half, (".", "a"))
+    assert not reader.meets_stop_string(half + rest[:1], True)
+    assert not reader.meets_stop_string(half + rest, True), "the prompt is not searched"
+    assert reader.meets_stop_string(half + rest + a, True)
+    assert reader.read(half + rest + a, is_last=True) == "—"
 
 
 def pathological(name, length):
@@ -190,7 +250,7 @@ def test_each_token_is_decoded_a_bounded_number_of_times(name, length):
     tokenizer = TOKENIZERS[name]
     kept, others = pathological(name, length)
     for token_ids in kept + others:
-        reader = Detokenizer(tokenizer, 0)
+        reader = Detokenizer(tokenizer, [])
         shown = ""
         given = []
         with patch.object(reader, "_decode", side_effect=reader._decode) as calls:
@@ -225,7 +285,7 @@ def test_the_text_ends_before_the_first_stop_string(name):
         suffix = "".join(others)
         stops = [suffix, first + suffix, rng.choice(letters)]
         num_withheld = max(map(len, stops)) - 1
-        reader = Detokenizer(tokenizer, 0, tuple(stops))
+        reader = Detokenizer(tokenizer, [], tuple(stops))
         expected = decode(tokenizer, token_ids)
         known = ""
         shown = ""
@@ -273,7 +333,7 @@ def test_a_token_that_cannot_be_decoded_becomes_a_replacement_character(name):
     texts = ["the cat", " sat", "aé", "b ", "日本", "<tool>"]
     with patch.object(tokenizer, "decode", decode_or_fail):
         for _ in range(50):
-            reader = Detokenizer(tokenizer, 0)
+            reader = Detokenizer(tokenizer, [])
             good = []
             token_ids = []
             shown = ""
@@ -287,7 +347,7 @@ def test_a_token_that_cannot_be_decoded_becomes_a_replacement_character(name):
                 expected += text[len(shown) :] + "\ufffd"
                 shown = text
             assert stream(tokenizer, token_ids)[-2:] == [expected] * 2
-            assert Detokenizer(tokenizer, 0).read(token_ids, is_last=True) == expected
+            assert Detokenizer(tokenizer, []).read(token_ids, is_last=True) == expected
         half = encode(tokenizer, "é")[:1]
         if decode(tokenizer, half) == "\ufffd":
             assert stream(tokenizer, [*half, BAD])[-1] == "\ufffd" * 2, "the half character stays"
@@ -334,11 +394,11 @@ def test_an_interrupt_at_any_line_changes_no_text(name, text, stops, monkeypatch
     token_ids = encode(tokenizer, text + "<s>" * 6 + text)
     expected = []
     lines = []
-    reader = Detokenizer(tokenizer, 0, stops)
+    reader = Detokenizer(tokenizer, [], stops)
     with interrupt_at(0, lines):
         feed(reader, token_ids, expected)
     for target in range(1, len(lines) + 1):
-        reader = Detokenizer(tokenizer, 0, stops)
+        reader = Detokenizer(tokenizer, [], stops)
         shown = []
         with pytest.raises(KeyboardInterrupt), interrupt_at(target, []):
             feed(reader, token_ids, shown)
