@@ -7,7 +7,7 @@ import argparse
 import time
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.llm import Message
+from nanovllm.messages import Message
 from nanovllm.outputs import RequestOutput
 
 

@@ -7,14 +7,38 @@ because it is slow for abstract base classes.
 
 import ast
 import math
+import reprlib
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import islice
 from numbers import Integral, Real
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+MAX_SHOWN = 200  # characters of a value in a message
+
+
+class _ShortRepr(reprlib.Repr):
+    """Looks at a few items of a container only, because clients can send megabytes."""
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        # The original sorts all keys first.
+        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
+
+
+_short_repr = _ShortRepr()
+_short_repr.maxstring = _short_repr.maxother = 80
+_short_repr.maxlevel = 3
+
+
+def show(value: object) -> str:
+    """Return the repr of a value for a message, with at most MAX_SHOWN characters."""
+    text = _short_repr.repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 def checked(default: T, check: Callable[..., object], **limits: object) -> T:
@@ -39,14 +63,18 @@ class Checked:
 def check_int(name: str, value: object, minimum: int, maximum: float = math.inf) -> int:
     """Require an int in [minimum, maximum]."""
     if not isinstance(value, (int, Integral)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, not {value!r}")
+        raise TypeError(f"{name} must be an int, not {show(value)}")
     return int(check_number(name, int(value), minimum, maximum))
 
 
-def check_ints(name: str, values: Iterable[object], minimum: int) -> list[int]:
-    """Require ints >= `minimum` in a list, a tuple, a set or an array."""
-    check_type(name, values, (Iterable,), "a list of ints")
-    return [check_int(f"each of {name}", value, minimum) for value in values]
+def check_ints(
+    name: str, values: Iterable[object], minimum: int, max_num: int | None = None
+) -> list[int]:
+    """Require ints >= `minimum` in a list, a tuple, a set or an array, and at most `max_num`."""
+    given = list(check_type(name, values, (Iterable,), "a list of ints"))
+    if max_num is not None:
+        check_int(f"the number of {name}", len(given), 0, max_num)
+    return [check_int(f"each of {name}", value, minimum) for value in given]
 
 
 def check_number(
@@ -54,7 +82,7 @@ def check_number(
 ) -> float:
     """Require a finite number in [low, high], or in (low, high] if `open_low`. Keeps an int."""
     if not isinstance(value, (int, float, Real)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, not {value!r}")
+        raise TypeError(f"{name} must be a number, not {show(value)}")
     # float16 cannot be compared with a large `high`.
     number = value if isinstance(value, int) else float(value)
     is_finite = isinstance(number, int) or math.isfinite(number)
@@ -65,14 +93,14 @@ def check_number(
             limits += f" and at most {high}"
         elif not is_finite:
             limits += " and finite"
-        raise ValueError(f"{name} must be {limits}, not {value}")
+        raise ValueError(f"{name} must be {limits}, not {show(number)}")
     return number
 
 
 def check_type(name: str, value: T, types: tuple[type, ...], meaning: str) -> T:
     """Require one of `types`. `meaning` names them in the error."""
     if not isinstance(value, types):
-        raise TypeError(f"{name} must be {meaning}, not {value!r}")
+        raise TypeError(f"{name} must be {meaning}, not {show(value)}")
     return value
 
 
@@ -82,7 +110,9 @@ check_bool = partial(check_type, types=(bool,), meaning="True or False")
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """Require one of `choices`."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, choices))}, not {show(value)}"
+        )
     return value
 
 
@@ -100,6 +130,16 @@ def parse_value(text: str) -> object:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+def warn(message: str) -> None:
+    """Issue a RuntimeWarning for the line outside of this package that has called it."""
+    frame = sys._getframe(1)
+    stacklevel = 2
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("nanovllm."):
+        frame = frame.f_back
+        stacklevel += 1
+    warnings.warn(message, RuntimeWarning, stacklevel)
 
 
 @contextmanager

@@ -9,10 +9,8 @@ from tqdm import tqdm
 from nanovllm.beam_search import Beam, BeamSearch, search_together
 from nanovllm.checks import (
     check_bool,
-    check_choice,
     check_int,
     check_number,
-    check_text,
     check_type,
     naming,
 )
@@ -25,6 +23,7 @@ from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.speculation import SpeculativeScheduler, enable_speculation
 from nanovllm.engine.turns import SharedEngine
+from nanovllm.messages import Message, prepare_messages
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.trace.recorder import (
@@ -36,9 +35,6 @@ from nanovllm.trace.recorder import (
 
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
-# {"role": "system" | "user" | "assistant", "content": text}, where the text is a str or a list of
-# parts {"type": "text", "text": str}.
-Message = dict[str, Any]
 
 
 class LLM(SharedEngine):
@@ -56,19 +52,29 @@ class LLM(SharedEngine):
         model_runner_class: type[ModelRunner] = ScoringModelRunner
         if config.num_speculative_tokens:
             scheduler_class = type("Speculative", (SpeculativeScheduler, policy), {})
-        timeline = self.make_timeline(config)
-        if timeline is not None:
-            shared = {"timeline": timeline}
+        self.timeline = self.make_timeline(config)
+        if self.timeline is not None:
+            shared = {"timeline": self.timeline}
             scheduler_class = type("Traced", (TracedScheduler, scheduler_class), shared)
             model_runner_class = type("Traced", (TracedModelRunner,), shared)
         super().__init__(config, scheduler_class, model_runner_class)
         if config.num_speculative_tokens:
             enable_speculation(self)
-        if timeline is not None:
-            timeline.begin(self.scheduler, self.tokenizer)
+        if self.timeline is not None:
+            self.timeline.begin(self.scheduler, self.tokenizer, self._warnings.append)
 
     def make_timeline(self, config: Config) -> Timeline | None:
         return None if config.trace is None else TraceFile(config.trace)
+
+    def exit(self) -> None:
+        """Release memory, stop the other ranks and close the trace. A second call has no effect."""
+        super().exit()
+        if self.timeline is not None:
+            self.timeline.close()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of requests that come without any: those of generation_config.json."""
+        return self.input_processor.default_params
 
     def generate(
         self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = True
@@ -76,8 +82,8 @@ class LLM(SharedEngine):
         """Generate for one prompt (str or token ids) or for a list of them.
 
         Outputs are in the order of the prompts, the n samples of a prompt side by side.
-        `sampling_params` is one object for all prompts, or a list with one for each. If the call is
-        interrupted, its requests are cancelled.
+        `sampling_params` is one object for all prompts, or a list with one for each. None stands
+        for `get_default_sampling_params()`. If the call is interrupted, its requests are cancelled.
 
         Raises ValueError or TypeError, and queues nothing, if any prompt cannot be served.
         """
@@ -118,14 +124,13 @@ class LLM(SharedEngine):
             raise ValueError(
                 "the checkpoint has no tokenizer: pass token ids to generate instead of chat"
             )
+        messages = prepare_messages(conversation)
         # The template is code from the checkpoint and can raise any exception.
         with naming("the checkpoint's chat template cannot format these messages", Exception):
-            joined = [_join_parts(message) for message in conversation]
             text = self.tokenizer.apply_chat_template(
-                joined, add_generation_prompt=True, tokenize=False
+                messages, add_generation_prompt=True, tokenize=False
             )
-        check_text("a conversation", str(text))
-        return self.tokenizer.encode(str(text), add_special_tokens=False)
+        return self.input_processor.tokenize(str(text), add_special_tokens=False)
 
     def beam_search(
         self,
@@ -185,7 +190,7 @@ class LLM(SharedEngine):
             with progress.bar:
                 for request in requests:
                     while request.seq_id in self.requests:
-                        self._take_turn(self._step)
+                        self._run_step()
                         progress.update()
             return self._take_turn(lambda: [request.output() for request in requests])
 
@@ -194,7 +199,8 @@ class LLM(SharedEngine):
         with self._queued(prompts, inbox) as requests:
             num_unfinished = len(requests)
             while num_unfinished > 0:
-                for output in self._take_turn(self._step_and_report, inbox):
+                self._run_step()
+                for output in self._take_turn(self._report, inbox):
                     if output["finish_reason"] is not None:
                         num_unfinished -= 1
                     yield output
@@ -209,8 +215,6 @@ class LLM(SharedEngine):
         if is_one:
             prompts = [prompts]
         if not isinstance(sampling_params, (list, tuple)):
-            if sampling_params is None:
-                sampling_params = SamplingParams()
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(
@@ -241,13 +245,3 @@ class _Progress:
         self.bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
         num_finished = sum(request.finish_reason is not None for request in self.requests)
         self.bar.update(num_finished - self.bar.n)
-
-
-def _join_parts(message: Message) -> Message:
-    """Return the message with its content as one str. Parts are joined by newlines, as in vLLM."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    for part in content:
-        check_choice("the type of a message's part", part.get("type"), ("text",))
-    return {**message, "content": "\n".join(part["text"] for part in content)}

@@ -7,7 +7,7 @@ from itertools import count
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from nanovllm.checks import check_int, check_text, check_type
+from nanovllm.checks import check_int, check_text, check_type, naming
 from nanovllm.config import Config
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.sampling_params import SamplingParams
@@ -15,20 +15,34 @@ from nanovllm.sampling_params import SamplingParams
 Prompt = str | list[int]
 CheckedPrompt = tuple[list[int], SamplingParams]  # that this engine can serve
 
+# A token of the vocabulary stands for as many characters as its name has signs. Unicode
+# normalization can compose one sign of up to four characters.
+_CHARS_PER_SIGN = 4
+
+
+class PromptTooLong(ValueError):
+    """A prompt has more tokens than this engine can serve."""
+
 
 class InputProcessor:
     def __init__(
         self,
         config: Config,
         tokenizer: PreTrainedTokenizerBase | None,
+        default_params: SamplingParams,
         vocab_size: int,
         max_model_len: int,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self.default_params = default_params
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.ids = count()  # of requests, and of their samples
+        self.max_chars = 0  # no prompt can have more
+        if tokenizer is not None:
+            longest = max(map(len, tokenizer.get_vocab()))
+            self.max_chars = _CHARS_PER_SIGN * longest * max_model_len
 
     def check(self, prompt: Prompt, params: SamplingParams | None) -> CheckedPrompt:
         """Return the prompt as token ids, and its parameters.
@@ -36,36 +50,52 @@ class InputProcessor:
         Raises ValueError or TypeError for what this engine can never serve.
         """
         if params is None:
-            params = SamplingParams()
+            params = self.default_params
         check_type("sampling_params", params, (SamplingParams,), "SamplingParams")
-        token_ids = self._tokenize(prompt)
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer: pass stop_token_ids instead of stop")
+        if isinstance(prompt, str):
+            token_ids = self.tokenize(prompt)
+        else:
+            check_type("a prompt", prompt, (list, tuple), "a str or a list of token ids")
+            self._check_len(len(prompt))  # before a pass over all of them
+            token_ids = [operator.index(token_id) for token_id in prompt]
         if not token_ids:
             raise ValueError("a prompt must have at least one token")
         check_int("each token id of a prompt", min(token_ids), 0, self.vocab_size - 1)
         check_int("each token id of a prompt", max(token_ids), 0, self.vocab_size - 1)
-        num_tokens = len(token_ids)
+        self._check_len(len(token_ids))
+        return token_ids, params
+
+    def _check_len(self, num_tokens: int) -> None:
         if num_tokens >= self.max_model_len:
-            raise ValueError(
+            raise PromptTooLong(
                 f"a prompt of {num_tokens} tokens leaves no room for output within"
                 f" max_model_len={self.max_model_len}: shorten the prompt"
             )
         budget = self.config.max_num_batched_tokens
         if num_tokens > budget and not self.config.enable_chunked_prefill:
-            raise ValueError(
+            raise PromptTooLong(
                 f"a prompt of {num_tokens} tokens exceeds max_num_batched_tokens={budget}:"
                 " raise it, or set enable_chunked_prefill=True"
             )
-        return token_ids, params
 
-    def _tokenize(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            check_type("a prompt", prompt, (list, tuple), "a str or a list of token ids")
-            return [operator.index(token_id) for token_id in prompt]
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text.
+
+        Raises ValueError for a text that cannot fit, without tokenizing it, or that the tokenizer
+        rejects.
+        """
         if self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer: a prompt must be token ids, not str")
-        return self.tokenizer.encode(check_text("a prompt", prompt))
+        check_text("a prompt", text)
+        if len(text) > self.max_chars:  # tokenizing 32 MB takes a minute and gigabytes
+            raise PromptTooLong(
+                f"a prompt of {len(text)} characters exceeds max_model_len={self.max_model_len}"
+                " tokens: shorten the prompt"
+            )
+        with naming("the tokenizer cannot encode the prompt", Exception):  # depends on it
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def make_requests(
         self, prompts: list[CheckedPrompt], eos_token_ids: frozenset[int], inbox: Inbox

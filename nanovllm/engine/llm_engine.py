@@ -11,11 +11,13 @@ for several threads and the recovery of interrupted calls.
 
 import operator
 import os
-import warnings
+from collections import deque
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
 
+from nanovllm.checks import naming, warn
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor, Prompt
@@ -27,6 +29,7 @@ from nanovllm.models.checkpoint import (
     find_checkpoint,
     read_config,
     read_eos_token_ids,
+    read_generation_defaults,
     read_tokenizer,
 )
 from nanovllm.models.config import read_spec
@@ -59,6 +62,9 @@ class LLMEngine:
         spec = read_spec(hf_config, dtype, config.tensor_parallel_size)
         self.tokenizer = read_tokenizer(directory)
         self.eos_token_ids = read_eos_token_ids(directory, hf_config, self.tokenizer)
+        defaults = read_generation_defaults(directory)
+        with naming(directory / "generation_config.json", ValueError, TypeError):
+            default_params = SamplingParams(**defaults)
         self.model_runner = model_runner_class(config, spec, directory)
         self.executor = self.model_runner.executor
         worker = self.executor.worker
@@ -71,11 +77,12 @@ class LLMEngine:
             block_manager, self.model_runner.num_lanes, config.max_num_batched_tokens
         )
         self.input_processor = InputProcessor(
-            config, self.tokenizer, self.vocab_size, self.max_model_len
+            config, self.tokenizer, default_params, self.vocab_size, self.max_model_len
         )
         self.requests: dict[int, Request] = {}  # unfinished samples by seq_id, oldest first
         self.samples: dict[int, list[Request]] = {}  # request id -> its unfinished samples
         self._inbox: Inbox = {}  # for requests of add_request
+        self._warnings = deque[str]()  # to be issued after the step
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a prompt and return its request id. The ids of n samples are consecutive.
@@ -89,7 +96,9 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Return the requests that gained tokens or finished since the last call."""
-        return self._step_and_report(self._inbox)
+        self._step()
+        self._issue_warnings()
+        return self._report(self._inbox)
 
     def abort(self, request_id: int) -> None:
         """Cancel a request with all its samples. No effect if it is unknown or finished."""
@@ -151,10 +160,17 @@ class LLMEngine:
                 self._remove(request)
             if request.finish_reason == "error":
                 message = f"request {request.seq_id} ends with an error: its logits are NaN"
-                warnings.warn(message, RuntimeWarning, stacklevel=6)
+                self._warnings.append(message)
 
-    def _step_and_report(self, inbox: Inbox) -> list[RequestOutput]:
-        self._step()
+    def _issue_warnings(self) -> None:
+        """Warn of what a step has found. Not within the step, which a warning could interrupt."""
+        while self._warnings:
+            with suppress(IndexError):  # another thread was faster
+                message = self._warnings.popleft()
+                warn(message)
+
+    def _report(self, inbox: Inbox) -> list[RequestOutput]:
+        """Return the requests with progress that was not reported yet."""
         outputs = [request.output() for request in inbox]
         inbox.clear()
         return outputs

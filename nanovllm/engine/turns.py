@@ -63,7 +63,12 @@ class SharedEngine(LLMEngine):
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Return the requests that gained tokens or finished since the last call."""
-        return self._take_turn(self._step_and_report, self._inbox)
+        self._run_step()
+        return self._take_turn(self._report, self._inbox)
+
+    def _run_step(self) -> None:
+        self._take_turn(self._step)
+        self._issue_warnings()
 
     def abort(self, request_id: int) -> None:
         """Cancel a request with all its samples. No effect if it is unknown or finished.

@@ -74,9 +74,10 @@ class LiveTimeline(Timeline):
 class WatchedLLM(LLM):
     """An engine that records a LiveTimeline."""
 
-    def make_timeline(self, config: Config) -> Timeline:
-        self.timeline = LiveTimeline()
-        return self.timeline
+    timeline: LiveTimeline
+
+    def make_timeline(self, config: Config) -> LiveTimeline:
+        return LiveTimeline()
 
 
 class Playground(EngineThread):

@@ -17,8 +17,7 @@ file is a complete JSON array after every step, because each write replaces the 
 import json
 import os
 import time
-import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -55,8 +54,17 @@ class Timeline:
         self.times: list[int] = []  # starts of the phases of this step, then the end of the last
         self.preemptions: list[_Args] = []  # events of this step
 
-    def begin(self, scheduler: Scheduler, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Write the engine's settings and the names of the lanes."""
+    def begin(
+        self,
+        scheduler: Scheduler,
+        tokenizer: PreTrainedTokenizerBase | None,
+        warn: Callable[[str], None],
+    ) -> None:
+        """Write the engine's settings and the names of the lanes.
+
+        `warn` is called with what the engine's caller should know.
+        """
+        self.warn = warn
         self.tokenizer = tokenizer
         self.named: set[int] = set()  # tokens whose texts are written
         manager = scheduler.block_manager
@@ -125,6 +133,9 @@ class Timeline:
         """Write events. All events of a step come in one call, that of the step first."""
         raise NotImplementedError
 
+    def close(self) -> None:
+        """End the recording."""
+
 
 class TraceFile(Timeline):
     """Writes the events to a file."""
@@ -157,7 +168,10 @@ class TraceFile(Timeline):
                 self.file.seek(end)
                 self.file.write(_END)
             message = f"trace={self.file.name!r} is incomplete, recording stopped: {error}"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            self.warn(message)
+
+    def close(self) -> None:
+        self.file.close()
 
 
 def _event(phase: str, track: int, name: str, args: _Args, **when: int) -> _Args:

@@ -35,17 +35,17 @@ INVALID_PARAMS = {
     "n": [0],
     "temperature": [-0.1, float("nan"), float("inf"), 10**400, "hot"],
     "top_p": [0.0, 1.1],
-    "top_k": [0, -2, 1.5],
+    "top_k": [-2, 1.5],
     "min_p": [-0.1, 1.1],
     "presence_penalty": [-2.1, 2.1],
     "frequency_penalty": [-2.1, 2.1],
     "repetition_penalty": [0.0, 1e-300, 1e300],
     "max_tokens": [0, None, np.float64(3.0)],
     "min_tokens": [-1, 65],
-    "stop": ["", ["a", 3], 5],
-    "stop_token_ids": [[-1], 3, ["x"]],
+    "stop": ["", ["a", 3], 5, ["a"] * 65],
+    "stop_token_ids": [[-1], 3, ["x"], range(1025)],
     "ignore_eos": [1],
-    "seed": ["x", -1],
+    "seed": ["x", 2**64, -(2**63) - 1],
     "logprobs": [-1, True],
 }
 
@@ -100,6 +100,14 @@ LLM({tiny[0]!r}, max_num_seqs=0)
 """
     done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True)
     assert "ValueError: max_num_seqs" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids", "temperature"])
+def test_a_message_is_short_whatever_the_value(name):
+    for value in ({str(i): [i] for i in range(10**5)}, [[{"x": "y" * 10**6}] * 10**5] * 10**5):
+        with pytest.raises((ValueError, TypeError), match=name) as caught:
+            SamplingParams(**{name: value})
+        assert len(str(caught.value)) < 300
 
 
 def test_numpy_numbers_become_python_numbers():

@@ -1,5 +1,7 @@
 """Texts, token ids and conversations become prompts. Those that cannot be served are rejected."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -96,20 +98,65 @@ def test_text_parts_of_a_message_are_joined(demo):
 @pytest.mark.parametrize(
     "messages, complaint",
     [
-        ("hi", "messages"),
-        ([["a"]], "chat template"),
-        ([3], "chat template"),
-        ([*ask(TEXT), "x"], "chat template"),
-        (ask([{"type": "image_url", "image_url": {"url": "x" * 10000}}]), "'image_url'"),
-        (ask(["text"]), "'str'"),
-        (ask([{"type": "text"}]), "'text'"),
-        (ask([{"type": "text", "text": HALF_EMOJI}]), "a conversation contains a lone surrogate"),
+        ("hi", "messages must be"),
+        ([[]], "messages must be a list of dicts, not []"),
+        ([["a"]], "messages[0] must be a dict with role and content, not 'a'"),
+        ([3], "messages must be"),
+        ([*ask(TEXT), "x"], "messages[1] must be"),
+        ([{"content": TEXT}], "messages[0].role must be one of"),
+        ([{"role": None, "content": TEXT}], "messages[0].role"),
+        ([{"role": ["user"], "content": TEXT}], "messages[0].role"),
+        ([{"role": "User", "content": TEXT}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content must be a str or a list of parts, not None"),
+        ([{"role": "system", "content": None}], "messages[0].content"),
+        (ask(12), "messages[0].content"),
+        (ask({"type": "text", "text": "x" * 10000}), "messages[0].content"),
+        (ask([]), "messages[0].content"),
+        (ask([{"type": "image_url", "image_url": {"url": "x" * 10000}}]), "not 'image_url'"),
+        (ask([{"type": ["x" * 10000] * 1000}]), "messages[0].content[0].type"),
+        (ask(["text"]), "messages[0].content[0] must be a dict"),
+        (ask([{"type": "text"}]), "messages[0].content[0].text must be a str, not None"),
+        (ask([{"type": "text", "text": None}]), "messages[0].content[0].text"),
+        (ask([{"type": "text", "text": HALF_EMOJI}]), "a prompt contains a lone surrogate"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls is not supported"),
     ],
 )
 def test_an_invalid_conversation_is_rejected(demo, messages, complaint):
-    with pytest.raises((ValueError, TypeError), match=complaint) as caught:
+    """A template would print whatever it gets. A message is short, whatever the value."""
+    with pytest.raises((ValueError, TypeError), match=re.escape(complaint)) as caught:
         demo.chat(messages)
-    assert len(str(caught.value)) < 200
+    assert len(str(caught.value)) < 300
+
+
+def test_an_assistants_content_may_be_missing(demo):
+    empty = [*ask(TEXT), {"role": "assistant", "content": ""}, *ask(TEXT)]
+    for assistant in ({"content": None}, {}, {"content": None, "tool_calls": [], "audio": None}):
+        messages = [*ask(TEXT), {"role": "assistant", **assistant}, *ask(TEXT)]
+        assert demo.encode_chats([messages]) == demo.encode_chats([empty])
+
+
+def test_a_text_that_cannot_fit_is_not_tokenized(demo, monkeypatch):
+    encode = demo.tokenizer.encode
+    sizes = []
+    monkeypatch.setattr(
+        demo.tokenizer, "encode", lambda text, **kwargs: sizes.append(len(text)) or encode(text)
+    )
+    for call in (lambda text: demo.add_request(text), lambda text: demo.chat(ask(text))):
+        with pytest.raises(ValueError, match="exceeds max_model_len=2048 tokens: shorten"):
+            call("word " * 1_000_000)
+        with pytest.raises(ValueError, match="leaves no room for output"):
+            call("word " * 5_000)
+    assert max(sizes) < 100_000
+
+
+def test_a_tokenizer_that_raises_is_a_value_error(demo, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no such word")
+
+    monkeypatch.setattr(demo.tokenizer, "encode", fail)
+    for call in (lambda: demo.generate(TEXT), lambda: demo.chat(ask(TEXT))):
+        with pytest.raises(ValueError, match="the tokenizer cannot encode the prompt: no such"):
+            call()
 
 
 def test_a_lone_surrogate_is_rejected(demo):

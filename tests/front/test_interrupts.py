@@ -218,7 +218,8 @@ def test_an_interrupted_report_is_repeated(demo):
     assert list(finish(demo)) == [request_id]
 
 
-def test_a_warning_that_raises_affects_no_other_request(tiny, make_llm):
+def test_a_warning_that_raises_interrupts_no_step(tiny, make_llm):
+    """It comes after the step, and nothing is computed again."""
     llm = make_llm()
     sample = llm.model_runner.sample
     bad = llm.add_request([1], GREEDY)
@@ -238,7 +239,18 @@ def test_a_warning_that_raises_affects_no_other_request(tiny, make_llm):
     last = finish(llm)
     assert last.pop(bad)["finish_reason"] == "error"
     assert last[good]["token_ids"] == tiny[1](PROMPTS[0], 6)
+    assert llm.stats["num_prefill_tokens"] == 1 + len(PROMPTS[0])
     check_invariants(llm)
+
+
+def test_a_warning_names_the_callers_line(make_llm):
+    llm = make_llm()
+    sample = llm.model_runner.sample
+    llm.model_runner.sample = lambda logits, seqs: ([[-1]], sample(logits, seqs)[1])
+    for call in (llm.generate, lambda prompt: list(llm.stream(prompt))):
+        with pytest.warns(RuntimeWarning, match="NaN") as caught:
+            call([1])
+        assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_scores_of_a_prompt_survive_an_interrupt(tiny, make_llm):

@@ -208,7 +208,7 @@ def test_an_abort_while_a_call_releases_the_lock_is_not_left_to_a_later_call(mak
             super().discard(thread)
 
     llm._callers = Callers()
-    assert [output["finish_reason"] for output in llm.step()] == [None]
+    assert [output["finish_reason"] for output in llm.step()] == ["abort"]
     assert was_locked == [False]
     assert not llm.requests
     check_is_empty(llm)

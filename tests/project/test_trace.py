@@ -86,6 +86,7 @@ def test_it_is_true_after_every_step(tiny, path, options):
         while not llm.is_finished():
             llm.step()
             check_trace(path, llm)
+    assert llm.timeline.file.closed
             check_invariants(llm)
             if llm.stats["num_preemptions"] > 2:
                 llm.abort(long)
