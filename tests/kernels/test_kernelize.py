@@ -9,11 +9,12 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from conftest import DEVICE, generate_ids, greedy, make_batch, random_prompt
+from conftest import DEVICE, generate_ids, greedy, make_batch, make_checkpoint, random_prompt
 from kernel_helpers import (
     CPU,
     all_kernels,
     make_spec,
+    needs_compiler,
     needs_triton,
     optimize,
     randomize,
@@ -21,7 +22,7 @@ from kernel_helpers import (
 )
 from torch import nn
 
-from nanovllm import kernels
+from nanovllm import SamplingParams, kernels
 from nanovllm.backends import BACKENDS
 from nanovllm.kernels.check import check_backend
 from nanovllm.kernels.cpu import attention as cpp_backend
@@ -216,3 +217,23 @@ def test_without_a_compiler_the_engine_uses_torch(
     assert "no-such-compiler" in messages
     prompt = random_prompt(0, 9)
     assert generate_ids(llm, [prompt], greedy(8)) == [tiny[1](prompt, 8)]
+
+
+@needs_compiler
+def test_an_engine_loads_only_the_library_of_its_dtype(tmp_path, make_llm, forget_kernels):
+    """A library that is loaded first by a request can be compiled while all others wait."""
+    make_checkpoint(tmp_path, dtype=torch.bfloat16)
+    llm = make_llm(str(tmp_path), device="cpu")
+    assert library.load.cache_info().currsize == 1
+    settings = [
+        {},
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+        {"top_p": 0.9, "top_k": 5, "min_p": 0.1},
+        {"top_p": 0.9, "repetition_penalty": 1.3, "logprobs": 2},
+        {"min_tokens": 2, "stop_token_ids": [3]},
+    ]
+    for kind in settings:
+        params = SamplingParams(max_tokens=3, ignore_eos=True, **kind)
+        generate_ids(llm, [random_prompt(0, 20)], params)
+    assert library.load.cache_info().currsize == 1

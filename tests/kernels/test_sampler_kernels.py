@@ -1,4 +1,7 @@
-"""The optimized samplers filter and draw like the plain sampler, also from extreme logits."""
+"""The optimized samplers filter and draw like the plain sampler, also from extreme logits.
+
+The logits have the model's dtype, or float32 as after penalties and filters.
+"""
 
 from copy import deepcopy
 
@@ -11,26 +14,35 @@ from nanovllm import SamplingParams
 from nanovllm.batch import SamplingBatch
 from nanovllm.layers.sampler import Sampler
 
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
-def make_samplers(vocab_size, dtype, language, device):
+
+def make_samplers(vocab_size, model_dtype, language, device):
     plain = Sampler(vocab_size).to(device)
-    return plain, optimize(deepcopy(plain), language, dtype)
+    return plain, optimize(deepcopy(plain), language, model_dtype)
 
 
 @all_kernels
 @pytest.mark.parametrize(
-    "dtype, vocab_size",
-    [(torch.float32, 5), (torch.float32, 5001), (torch.bfloat16, 1024), (torch.float16, 5001)],
+    "model_dtype, dtype, vocab_size",
+    [
+        (F32, F32, 5),
+        (F32, F32, 5001),
+        (BF16, BF16, 1024),
+        (BF16, F32, 5001),
+        (F16, F16, 5001),
+        (F16, F32, 5),
+    ],
     ids=str,
 )
-def test_optimized_sampler_draws_the_same_tokens(vocab_size, dtype, language, device):
+def test_optimized_sampler_draws_the_same_tokens(vocab_size, dtype, model_dtype, language, device):
     torch.manual_seed(0)
     logits = torch.randn(16, vocab_size).to(device, dtype)
     logits[0] = 1.0  # of equal logits, the first token is sampled
     kinds = [(t, top_k) for t in (0.0, 0.7, 1.3, 1e-3) for top_k in (-1, 3)]
     params = [SamplingParams(temperature=t, top_k=top_k) for t, top_k in kinds * 2]
     batch = make_sampling_batch(params, list(range(16)), [100] * 16, vocab_size, device)
-    plain, optimized = make_samplers(vocab_size, dtype, language, device)
+    plain, optimized = make_samplers(vocab_size, model_dtype, language, device)
     expected = plain(logits, batch)
     with torch.device("meta"):  # the caller's default device has no effect
         assert torch.equal(optimized(logits, batch), expected)
@@ -50,9 +62,13 @@ EXTREME_PARAMS = [
 
 @all_kernels
 @pytest.mark.parametrize(
-    "dtype, vocab_size", [(torch.float32, 5001), (torch.bfloat16, 3), (torch.float16, 3)], ids=str
+    "model_dtype, dtype, vocab_size",
+    [(F32, F32, 5001), (BF16, BF16, 3), (BF16, F32, 3), (F16, F16, 3)],
+    ids=str,
 )
-def test_a_row_gives_minus_one_exactly_if_it_has_a_nan(vocab_size, dtype, language, device):
+def test_a_row_gives_minus_one_exactly_if_it_has_a_nan(
+    vocab_size, dtype, model_dtype, language, device
+):
     last = vocab_size - 1
     noise = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0))
     all_low = torch.full_like(noise, -torch.inf)
@@ -76,17 +92,24 @@ def test_a_row_gives_minus_one_exactly_if_it_has_a_nan(vocab_size, dtype, langua
     for settings in EXTREME_PARAMS:
         params = [SamplingParams(**settings)] * len(rows)
         batch = make_sampling_batch(params, seeds, seeds, vocab_size, device)
-        for sampler in make_samplers(vocab_size, dtype, language, device):
+        for sampler in make_samplers(vocab_size, model_dtype, language, device):
             assert sampler(logits, batch).tolist() == expected, settings
 
 
 @all_kernels
 @pytest.mark.parametrize(
-    "dtype, vocab_size",
-    [(torch.float32, 3), (torch.float32, 5000), (torch.bfloat16, 97), (torch.float16, 97)],
+    "model_dtype, dtype, vocab_size",
+    [
+        (F32, F32, 3),
+        (F32, F32, 5000),
+        (BF16, BF16, 97),
+        (BF16, F32, 97),
+        (F16, F16, 97),
+        (F16, F32, 3),
+    ],
     ids=str,
 )
-def test_optimized_filter_keeps_the_same_tokens(vocab_size, dtype, language, device):
+def test_optimized_filter_keeps_the_same_tokens(vocab_size, dtype, model_dtype, language, device):
     """Among many tokens, a sum that rounds differently can move the cut by one value."""
     torch.manual_seed(0)
     logits = (torch.randn(12, vocab_size) * 3).to(device, dtype)
@@ -101,12 +124,12 @@ def test_optimized_filter_keeps_the_same_tokens(vocab_size, dtype, language, dev
         (0.6, 1.0, 7.0), (-1, 1, 2, 40), (1.0, 0.53, 0.97, 1e-6, 1e-50), (0.0, 0.03)
     )
     kinds = [SamplingParams(**dict(zip(names, values))) for values in settings]
-    plain, optimized = make_samplers(vocab_size, dtype, language, device)
+    plain, optimized = make_samplers(vocab_size, model_dtype, language, device)
     for first in (0, len(kinds) - 12):  # all kinds, in two steps
         params = kinds[first : first + 12]
         batch = make_sampling_batch(params, [1] * 12, [2] * 12, vocab_size, device)
         filtered = optimized.filter(logits, batch)
         expected = plain.filter(logits, batch)
-        assert filtered.dtype == torch.float32
+        assert filtered.dtype == F32
         assert len(logits[filtered != expected].unique()) <= (1 if vocab_size > 1000 else 0)
     assert torch.equal(logits, before)

@@ -6,7 +6,8 @@
 // are torch's own, because both use the OpenMP library that torch has loaded. Reading order:
 //
 //     common.h  team.h  layers.h  decode.h  gemm.h (amx.h or plain.h)  prefill.h  collectives.h
-//     fused_layers.h
+//     fused_layers.h  sampler.h
 
 #include "collectives.h"
 #include "fused_layers.h"
+#include "sampler.h"

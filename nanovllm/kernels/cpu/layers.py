@@ -94,7 +94,10 @@ class FastOPTLayer(OptimizedLayer, OPTLayer):
 
 
 class FastSampler(OptimizedLayer, Sampler):
-    """Filters without sorting, like the Triton kernel."""
+    """Filters without sorting, like the Triton kernel.
+
+    Penalties and filters return float32. The library of the model's dtype reads these logits too.
+    """
 
     def filter(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         logits = logits.contiguous()
@@ -102,15 +105,22 @@ class FastSampler(OptimizedLayer, Sampler):
         rows, temperatures = batch.filtered_rows, batch.filtered_temperatures
         assert rows is not None
         filters = (rows, temperatures, batch.top_ks, batch.top_ps, batch.min_ps)
-        call(load(logits.dtype).filter_logits, logits, output, *filters, *logits.shape, len(rows))
+        sizes = (*logits.shape, len(rows))
+        filter_logits = load(self.dtype).filter_logits
+        call(filter_logits, logits, self._is_float32(logits), output, *filters, *sizes)
         return output
 
     def draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         logits = logits.contiguous()
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         noise = (self.token_hashes, batch.noise_keys, batch.temperatures)
-        call(load(logits.dtype).sample, logits, *noise, tokens, *logits.shape)
+        sample = load(self.dtype).sample
+        call(sample, logits, self._is_float32(logits), *noise, tokens, *logits.shape)
         return tokens
+
+    def _is_float32(self, logits: Tensor) -> bool:
+        assert logits.dtype in (self.dtype, torch.float32)
+        return logits.dtype == torch.float32
 
 
 LAYERS_WITHOUT_GEMM: list[type[OptimizedLayer]] = [

@@ -20,11 +20,17 @@ _FILTER_BLOCK = 4096
 
 
 class FastSampler(OptimizedLayer, Sampler):
+    """The kernels take contiguous logits, because Triton compiles a variant for other strides.
+
+    The logits of several ranks can have padding between their rows.
+    """
+
     token_hashes: Tensor
 
     def draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         if batch.temperatures is None:
             return find_best(logits)
+        logits = logits.contiguous()
         num_rows, vocab_size = logits.shape
         grid = (num_rows, triton.cdiv(vocab_size, _SAMPLE_BLOCK))
         scores = torch.empty(grid, dtype=torch.float32, device=logits.device)
@@ -36,7 +42,6 @@ class FastSampler(OptimizedLayer, Sampler):
             batch.temperatures,
             scores,
             tokens,
-            logits.stride(0),
             vocab_size,
             BLOCK=_SAMPLE_BLOCK,
             enable_fp_fusion=True,
@@ -51,6 +56,7 @@ class FastSampler(OptimizedLayer, Sampler):
         more or less can stay. A row with an infinite logit keeps more tokens than necessary, which
         changes nothing.
         """
+        logits = logits.contiguous()
         output = logits.to(torch.float32, copy=True)
         assert batch.filtered_rows is not None
         _filter_kernel[(len(batch.filtered_rows),)](
@@ -61,7 +67,6 @@ class FastSampler(OptimizedLayer, Sampler):
             batch.top_ks,
             batch.top_ps,
             batch.min_ps,
-            logits.stride(0),
             logits.shape[1],
             BLOCK=_FILTER_BLOCK,
             num_warps=32,
@@ -78,7 +83,6 @@ def _sample_kernel(
     temperatures_ptr,
     scores_ptr,
     tokens_ptr,
-    stride,
     vocab_size,
     BLOCK: constexpr,
 ):
@@ -86,7 +90,7 @@ def _sample_kernel(
     part = tl.program_id(1)
     tokens = part * BLOCK + tl.arange(0, BLOCK)
     mask = tokens < vocab_size
-    logits = tl.load(logits_ptr + row * stride + tokens, mask=mask, other=float("-inf"))
+    logits = tl.load(logits_ptr + row * vocab_size + tokens, mask=mask, other=float("-inf"))
     scores = logits.to(tl.float32)
     temperature = tl.load(temperatures_ptr + row)
     if temperature > 0:
@@ -128,13 +132,12 @@ def _filter_kernel(
     top_ks_ptr,
     top_ps_ptr,
     min_ps_ptr,
-    stride,
     vocab_size,
     BLOCK: constexpr,
 ):
     index = tl.program_id(0)
     row = tl.load(rows_ptr + index).to(tl.int64)
-    logits_ptr += row * stride
+    logits_ptr += row * vocab_size
     top_k = tl.load(top_ks_ptr + index).to(tl.int32)
     top_p = tl.load(top_ps_ptr + index)
     min_p = tl.load(min_ps_ptr + index)
