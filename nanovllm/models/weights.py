@@ -77,6 +77,7 @@ def load_checkpoint(model: nn.Module, directory: Path) -> None:
     """
     parameters = _find_targets(model)
     embedding = next(name for name in parameters if name.endswith("embed_tokens.weight"))
+    # A tied head and the embedding are one parameter, which either of them fills.
     tied = {} if _HEAD in parameters else {_HEAD: embedding, embedding: _HEAD}
     targets = {_HEAD: parameters[embedding], **parameters}
     sources: dict[str, str] = {}  # of the tensors read so far
@@ -187,7 +188,10 @@ def _find_weight_files(directory: Path) -> dict[Path, set[str] | None]:
 
 
 def _read_index(path: Path) -> dict[Path, set[str] | None]:
-    """Raises ValueError, naming the index, if it is damaged or lists files that are not there."""
+    """Read which tensors the index lists for each file.
+
+    Raises ValueError, naming the index, if it is damaged or lists a file that is not there.
+    """
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path}: weight_map must be an object that maps tensors to files")
