@@ -1,4 +1,4 @@
-"""Reads the config, the tokenizer and the EOS token ids of a checkpoint directory."""
+"""Reads the config, the tokenizer, the EOS token ids and the sampling defaults of a checkpoint."""
 
 import json
 import os
@@ -26,6 +26,7 @@ _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _COPIES = ["consolidated*", "original/*", "*/*.safetensors"]
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _PROBE = "What is x?\n12 plus 3 é"
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def find_checkpoint(model: str) -> Path:
@@ -133,25 +134,45 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def _read_generation_config(directory: Path) -> dict[str, Any]:
+    path = directory / "generation_config.json"
+    return read_json(path) if path.exists() else {}
+
+
 def read_eos_token_ids(
     directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> frozenset[int]:
-    """Return every EOS id of generation_config.json and config.json, or else the tokenizer's.
+    """Return every EOS id of generation_config.json, config.json and the tokenizer.
+
+    All of them count, because fine-tuned checkpoints often change only one: a chat model's
+    tokenizer ends turns, while its config.json still names the EOS of the base model.
 
     A negative id means none, as null does. Ids above the vocabulary are kept. They occur in
     checkpoints with a reduced vocabulary, and are never sampled.
     """
-    path = directory / "generation_config.json"
-    generation_config = read_json(path) if path.exists() else {}
-    given: list[object] = []
-    for value in (generation_config.get("eos_token_id"), config.eos_token_id):
-        if isinstance(value, list):
-            given += value
-        elif value is not None:
-            given.append(value)
-    with naming(path, TypeError):  # transformers has checked those of config.json
-        token_ids = check_ints("eos_token_id", given, minimum=-MAX_SIZE)
-    valid = frozenset(token_id for token_id in token_ids if token_id >= 0)
-    if not valid and tokenizer is not None and tokenizer.eos_token_id is not None:
-        return frozenset([tokenizer.eos_token_id])
-    return valid
+    given = {
+        "generation_config.json": _read_generation_config(directory).get("eos_token_id"),
+        "config.json": config.eos_token_id,
+        "tokenizer_config.json": None if tokenizer is None else tokenizer.eos_token_id,
+    }
+    token_ids: set[int] = set()
+    for name, value in given.items():
+        if value is None:
+            continue
+        values = value if isinstance(value, list) else [value]
+        with naming(directory / name, TypeError, ValueError):
+            token_ids.update(check_ints("eos_token_id", values, minimum=-MAX_SIZE))
+    return frozenset(token_id for token_id in token_ids if token_id >= 0)
+
+
+def read_generation_defaults(directory: Path) -> dict[str, Any]:
+    """Return the sampling parameters that generation_config.json sets, as they are there.
+
+    As in vLLM, null means unset and do_sample is ignored. In transformers a missing do_sample means
+    greedy, so obeying it would make most base models greedy, which users of vLLM do not expect.
+
+    The values are not checked. Raises ValueError if the file contains no JSON object.
+    """
+    content = _read_generation_config(directory)
+    given = {name: content.get(name) for name in _SAMPLING_FIELDS}
+    return {name: value for name, value in given.items() if value is not None}

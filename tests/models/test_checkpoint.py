@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from nanovllm import DEMO_MODEL, LLM
 from nanovllm.models import checkpoint as checkpoint_module
-from nanovllm.models.checkpoint import find_checkpoint, read_tokenizer
+from nanovllm.models.checkpoint import find_checkpoint, read_generation_defaults, read_tokenizer
 
 SIZES = (
     "vocab_size",
@@ -239,10 +239,16 @@ def test_only_byte_level_tokenizers_must_keep_all_text(tmp_path):
     assert read_tokenizer(tmp_path) is not None
 
 
-@pytest.mark.parametrize("value", ["2", 2.5, True, [5, "2"], [None], {"a": 1}], ids=str)
+@pytest.mark.parametrize("value", ["2", 2.5, True, -(10**30), [5, "2"], [None], {"a": 1}], ids=str)
 def test_an_invalid_eos_is_rejected(checkpoint, value):
-    write_json(checkpoint / "generation_config.json", {"eos_token_id": value})
-    reject("generation_config.json: each of eos_token_id", checkpoint)
+    path = checkpoint / "generation_config.json"
+    write_json(path, {"eos_token_id": value})
+    reject(f"^{path}: each of eos_token_id", checkpoint)
+
+
+def test_an_invalid_eos_of_the_config_is_named(checkpoint):
+    edit_config(checkpoint, eos_token_id=-(10**30))
+    reject(f"^{checkpoint / 'config.json'}: each of eos_token_id", checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -257,14 +263,27 @@ def test_an_invalid_eos_is_rejected(checkpoint, value):
     ids=str,
 )
 def test_every_named_eos_counts(checkpoint, of_config, of_generation, expected):
-    """A negative id means none. The tokenizer's counts only if there is no other."""
+    """A negative id means none."""
     edit_config(checkpoint, eos_token_id=of_config)
     write_json(checkpoint / "generation_config.json", {"eos_token_id": of_generation})
     assert load(checkpoint).eos_token_ids == expected
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(DEMO_MODEL) / name, checkpoint)
     llm = load(checkpoint)
-    assert llm.eos_token_ids == (expected or {llm.tokenizer.eos_token_id})
+    assert llm.eos_token_ids == {*expected, llm.tokenizer.eos_token_id}
+
+
+def test_generation_defaults_are_those_that_are_set(tmp_path):
+    """do_sample and fields that are no sampling parameters do not count."""
+    assert read_generation_defaults(tmp_path) == {}
+    given = {"temperature": 0.6, "top_k": 0, "min_p": 0.1, "repetition_penalty": 1.1}
+    others = {"top_p": None, "do_sample": False, "max_new_tokens": 5, "eos_token_id": 2}
+    path = tmp_path / "generation_config.json"
+    write_json(path, {**given, **others})
+    assert read_generation_defaults(tmp_path) == given
+    path.write_text("[]")
+    with pytest.raises(ValueError, match=f"^{path}: expected a JSON object"):
+        read_generation_defaults(tmp_path)
 
 
 @pytest.mark.parametrize(
