@@ -1,11 +1,16 @@
 """Fills a model's parameters from *.safetensors, or with random numbers.
 
 Loading is strict. Every tensor of the checkpoint is used, and every parameter is written exactly
-once. A missing, unexpected or repeated tensor is an error that names it. RoPE buffers of old
-checkpoints are skipped, because the model computes them from config.json. The copy of a tied output
-head is compared with the embedding. A rank reads only its shard of a tensor.
+once. A missing, unexpected or repeated tensor is an error that names it. If there is an index, the
+checkpoint has only the tensors that it lists. RoPE buffers of old checkpoints are skipped, because
+the model computes them from config.json. A tied output head can be stored in place of the
+embedding. If both are stored, they are compared. A rank reads only its shard of a tensor.
 """
 
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +24,12 @@ from nanovllm.checks import naming
 from nanovllm.config import Config
 from nanovllm.layers import attention
 from nanovllm.layers.linear import Target
+from nanovllm.models.checkpoint import read_json
 from nanovllm.models.decoder import ModelSpec
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_INDEX = "model.safetensors.index.json"
+_HEAD = "lm_head.weight"
 _ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 _DAMAGED = (SafetensorError, OSError)  # what safe_open raises
 
@@ -67,36 +75,42 @@ def load_checkpoint(model: nn.Module, directory: Path) -> None:
 
     Raises ValueError if the two do not match or a file is damaged.
     """
-    missing = _find_targets(model)
-    is_tied = "lm_head.weight" not in missing
-    embedding = next(
-        target for name, target in missing.items() if name.endswith("embed_tokens.weight")
-    )
-    tied_head: Tensor | None = None
+    parameters = _find_targets(model)
+    embedding = next(name for name in parameters if name.endswith("embed_tokens.weight"))
+    # A tied head and the embedding are one parameter, which either of them fills.
+    tied = {} if _HEAD in parameters else {_HEAD: embedding, embedding: _HEAD}
+    targets = {_HEAD: parameters[embedding], **parameters}
+    sources: dict[str, str] = {}  # of the tensors read so far
     unexpected: list[str] = []
-    for path in _find_weight_files(directory):
-        with naming(path, *_DAMAGED, ValueError), safe_open(path, framework="pt") as file:
-            for name in file.keys():
+    repeated: list[str] = []
+    for path, listed in _find_weight_files(directory).items():
+        with _open_weights(path, listed) as (file, names):
+            for name in names:
+                source = f"{name} in {path.name}"
                 # A model that was saved without its head has no prefix.
-                full_name = name if name in missing else f"model.{name}"
-                if full_name in missing:
-                    target = missing.pop(full_name)
-                    target.destination.copy_(_read_shard(file, name, target))
-                elif is_tied and name == "lm_head.weight":
-                    tied_head = _read_shard(file, name, embedding)
+                full_name = name if name in targets else f"model.{name}"
+                if full_name in sources:
+                    repeated.append(f"{sources[full_name]} and {source}")
+                elif full_name in targets:
+                    destination = targets[full_name].destination
+                    shard = _read_shard(file, name, targets[full_name])
+                    if tied.get(full_name) not in sources:
+                        destination.copy_(shard)
+                    elif not torch.equal(shard.to(destination), destination):
+                        raise ValueError(
+                            f"{_HEAD} differs from {embedding}, but config.json has"
+                            " tie_word_embeddings set: set it to false"
+                        )
+                    sources[full_name] = source
                 elif not name.endswith(_ROPE_BUFFERS):
-                    unexpected.append(name)
-    problems = _list_problems("unexpected or repeated tensors", unexpected)
-    problems += _list_problems("missing tensors", list(missing))
+                    unexpected.append(source)
+    missing = [name for name in parameters if name not in sources and tied.get(name) not in sources]
+    problems = _list_problems("unexpected tensors", unexpected)
+    problems += _list_problems("repeated tensors", repeated)
+    problems += _list_problems("missing tensors", missing)
     if problems:
         raise ValueError(
             f"the checkpoint in {directory} does not match the model: {'; '.join(problems)}"
-        )
-    weight = embedding.destination
-    if tied_head is not None and not torch.equal(tied_head.to(weight), weight):
-        raise ValueError(
-            f"the checkpoint in {directory} has tie_word_embeddings set, but lm_head.weight"
-            " differs from embed_tokens.weight"
         )
 
 
@@ -115,9 +129,9 @@ def find_dtype(config: Config, hf_config: PretrainedConfig, directory: Path) -> 
         return hf_config.dtype
     if config.load_format == "dummy":
         return torch.float32
-    path = _find_weight_files(directory)[0]
-    with naming(path, *_DAMAGED), safe_open(path, framework="pt") as file:
-        for name in file.keys():
+    path, listed = next(iter(_find_weight_files(directory).items()))
+    with _open_weights(path, listed) as (file, names):
+        for name in names:
             return _DTYPES.get(file.get_slice(name).get_dtype(), torch.float32)
     return torch.float32
 
@@ -154,19 +168,57 @@ def _find_targets(model: nn.Module) -> dict[str, Target]:
     return targets
 
 
-def _find_weight_files(directory: Path) -> list[Path]:
-    """Return the files of the first pattern that matches any.
+def _find_weight_files(directory: Path) -> dict[Path, set[str] | None]:
+    """Map each file to the tensors that the index lists for it. None: there is no index.
 
-    An index file is not needed, because every tensor must be there once, in whatever file.
+    model.safetensors precedes the index, as in transformers, because save_pretrained leaves the
+    index of an earlier save in place when it writes a single file.
     """
+    index = directory / _INDEX
+    if index.exists() and not (directory / "model.safetensors").exists():
+        return _read_index(index)
     for pattern in ("model.safetensors", "model-*.safetensors", "*.safetensors"):
         paths = sorted(directory.glob(pattern))
         if paths:
-            return paths
+            return dict.fromkeys(paths)
     raise ValueError(
         f"{directory} contains no *.safetensors files: add them, or set load_format='dummy'"
         " for random weights"
     )
+
+
+def _read_index(path: Path) -> dict[Path, set[str] | None]:
+    """Read which tensors the index lists for each file.
+
+    Raises ValueError, naming the index, if it is damaged or lists a file that is not there.
+    """
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{path}: weight_map must be an object that maps tensors to files")
+    files: defaultdict[Path, set[str]] = defaultdict(set)
+    for tensor, name in weight_map.items():
+        # A path could lead out of the checkpoint.
+        if not isinstance(name, str) or os.path.basename(name) != name:
+            raise ValueError(f"{path}: the file of {tensor} must be a file's name, not {name!r}")
+        files[path.parent / name].add(tensor)
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{path} lists {file.name!r}, but there is no such file: add it")
+    return {file: files[file] for file in sorted(files)}
+
+
+@contextmanager
+def _open_weights(path: Path, listed: set[str] | None) -> Iterator[tuple[safe_open, list[str]]]:
+    """Open a file for the tensors that are listed for it, or else for all that it has."""
+    with naming(path, *_DAMAGED, ValueError), safe_open(path, framework="pt") as file:
+        names = file.keys()
+        if listed is not None:
+            missing = sorted(listed.difference(names))
+            if missing:
+                (problem,) = _list_problems(f"missing tensors, which {_INDEX} lists", missing)
+                raise ValueError(problem)
+            names = [name for name in names if name in listed]
+        yield file, names
 
 
 def _read_shard(file: safe_open, name: str, target: Target) -> Tensor:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import string
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ from conftest import edit_config, generate_ids, greedy, make_checkpoint, random_
 from huggingface_hub.utils import filter_repo_objects
 from test_families import YARN, make_family
 from test_weights import load, reject
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer
 
 from nanovllm import DEMO_MODEL, LLM
-from nanovllm.models.checkpoint import find_checkpoint
+from nanovllm.models import checkpoint as checkpoint_module
+from nanovllm.models.checkpoint import find_checkpoint, read_generation_defaults, read_tokenizer
 
 SIZES = (
     "vocab_size",
@@ -164,10 +168,87 @@ def test_a_tokenizer_without_a_vocabulary_is_none(checkpoint):
     assert load(checkpoint).tokenizer is None
 
 
-@pytest.mark.parametrize("value", ["2", 2.5, True, [5, "2"], [None], {"a": 1}], ids=str)
+@pytest.mark.parametrize(
+    "content, missing",
+    [
+        (b"\x0a\x0e\x0a\x05<unk>", ["sentencepiece", "protobuf"]),
+        (b"\x0a\x0e\x0a\x05<unk>", ["sentencepiece"]),
+        (b"\x0a\x0e\x0a\x05<unk>", ["protobuf"]),
+        (b"", ["sentencepiece", "protobuf"]),
+        (b"IQ== 0\nIg== 1\n", ["tiktoken"]),
+    ],
+)
+def test_missing_packages_of_a_tokenizer_are_named(checkpoint, monkeypatch, content, missing):
+    """With tokenizer.json beside it, tokenizer.model is not read."""
+    for name in ("sentencepiece", "protobuf", "tiktoken"):
+        is_available = (lambda: False) if name in missing else (lambda: True)
+        monkeypatch.setattr(checkpoint_module, f"is_{name}_available", is_available)
+    (checkpoint / "tokenizer.model").write_bytes(content)
+    complaint = f"{' and '.join(missing)}: pip install {' '.join(missing)}, or add tokenizer.json"
+    reject(f"tokenizer in {checkpoint}: tokenizer.model needs {complaint}", checkpoint)
+    shutil.copy(Path(DEMO_MODEL) / "tokenizer.json", checkpoint)
+    assert load(checkpoint).tokenizer is not None
+
+
+def save_tokenizer(directory, alphabet, pre_tokenizer, decoder):
+    """Save a tokenizer of single characters, registered under Llama's class."""
+    vocabulary = {sign: token_id for token_id, sign in enumerate(["<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoder
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=50, pad_token="<s>")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    write_json(directory / "tokenizer_config.json", settings)
+    write_json(directory / "config.json", {"model_type": "llama"})
+
+
+@pytest.mark.parametrize("has_spaces", [True, False])
+def test_lost_spaces_are_noticed(tmp_path, monkeypatch, has_spaces):
+    """transformers below 5.22 uses the pre-tokenizer of Llama for byte-level tokenizers.
+
+    It is not at fault if tokenizer.json loses spaces, too.
+    """
+    from_pretrained = AutoTokenizer.from_pretrained
+
+    def load_like_5_20(*args, **options):
+        tokenizer = from_pretrained(*args, **options)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+        return tokenizer
+
+    keep = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    lose = [pre_tokenizers.Split(" ", "removed"), *keep]
+    steps = keep if has_spaces else lose
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    save_tokenizer(tmp_path, alphabet, pre_tokenizers.Sequence(steps), decoders.ByteLevel())
+    token_ids = read_tokenizer(tmp_path).encode("a b", add_special_tokens=False)
+    assert len(token_ids) == (3 if has_spaces else 2)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load_like_5_20)
+    if has_spaces:
+        with pytest.raises(ValueError, match=r"transformers 5.*'Whatisx\?.*to 5.22 or later"):
+            read_tokenizer(tmp_path)
+    else:
+        read_tokenizer(tmp_path)
+
+
+def test_only_byte_level_tokenizers_must_keep_all_text(tmp_path):
+    """This one has no accented letters."""
+    alphabet = [*string.printable, "\u2581"]
+    save_tokenizer(tmp_path, alphabet, pre_tokenizers.Metaspace(), decoders.Metaspace())
+    assert read_tokenizer(tmp_path) is not None
+
+
+@pytest.mark.parametrize("value", ["2", 2.5, True, -(10**30), [5, "2"], [None], {"a": 1}], ids=str)
 def test_an_invalid_eos_is_rejected(checkpoint, value):
-    write_json(checkpoint / "generation_config.json", {"eos_token_id": value})
-    reject("generation_config.json: each of eos_token_id", checkpoint)
+    path = checkpoint / "generation_config.json"
+    write_json(path, {"eos_token_id": value})
+    reject(f"^{path}: each of eos_token_id", checkpoint)
+
+
+def test_an_invalid_eos_of_the_config_is_named(checkpoint):
+    edit_config(checkpoint, eos_token_id=-(10**30))
+    reject(f"^{checkpoint / 'config.json'}: each of eos_token_id", checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -182,14 +263,27 @@ def test_an_invalid_eos_is_rejected(checkpoint, value):
     ids=str,
 )
 def test_every_named_eos_counts(checkpoint, of_config, of_generation, expected):
-    """A negative id means none. The tokenizer's counts only if there is no other."""
+    """A negative id means none."""
     edit_config(checkpoint, eos_token_id=of_config)
     write_json(checkpoint / "generation_config.json", {"eos_token_id": of_generation})
     assert load(checkpoint).eos_token_ids == expected
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(DEMO_MODEL) / name, checkpoint)
     llm = load(checkpoint)
-    assert llm.eos_token_ids == (expected or {llm.tokenizer.eos_token_id})
+    assert llm.eos_token_ids == {*expected, llm.tokenizer.eos_token_id}
+
+
+def test_generation_defaults_are_those_that_are_set(tmp_path):
+    """do_sample and fields that are no sampling parameters do not count."""
+    assert read_generation_defaults(tmp_path) == {}
+    given = {"temperature": 0.6, "top_k": 0, "min_p": 0.1, "repetition_penalty": 1.1}
+    others = {"top_p": None, "do_sample": False, "max_new_tokens": 5, "eos_token_id": 2}
+    path = tmp_path / "generation_config.json"
+    write_json(path, {**given, **others})
+    assert read_generation_defaults(tmp_path) == given
+    path.write_text("[]")
+    with pytest.raises(ValueError, match=f"^{path}: expected a JSON object"):
+        read_generation_defaults(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Weights that do not match config.json are rejected with an error that names the tensor."""
 
+import json
 from types import SimpleNamespace
 
 import psutil
@@ -37,7 +38,7 @@ def reject(complaint, directory, **options):
     "family, changes, complaint",
     [
         ("qwen3", {UP: None}, f"missing tensors: {UP}"),
-        ("qwen3", {"extra": ones(2)}, "unexpected.*: extra"),
+        ("qwen3", {"extra": ones(2)}, "unexpected tensors: extra in model.safetensors"),
         ("qwen3", {UP: ones(3, 4)}, rf"{UP} has shape \[3, 4\], the model needs \[48, 32\]"),
         ("qwen3", {UP: torch.tensor(1.0)}, rf"{UP} has shape \[\]"),
         ("qwen3", {UP: ones(48, 32).bool()}, f"model.safetensors: .*{UP} is stored as BOOL"),
@@ -109,31 +110,105 @@ def test_names_can_lack_the_prefix(tmp_path):
     assert generate_ids(load(tmp_path), [prompt], greedy(12)) == [oracle(prompt, 12)]
 
 
+@pytest.mark.parametrize(
+    "name, prefix, size",
+    [("qwen3", "model.", 1), ("qwen3", "", 2), ("opt", "model.", 2), ("opt", "", 1)],
+)
+def test_a_tied_head_fills_the_embedding(tmp_path, name, prefix, size):
+    """Its shape is checked as well, and one of the two must be there."""
+    oracle = make_family(tmp_path, name, tie_word_embeddings=True)
+    path = tmp_path / "model.safetensors"
+    weights = {prefix + key.removeprefix("model."): w for key, w in load_file(path).items()}
+    embedding = next(key for key in weights if key.endswith("embed_tokens.weight"))
+    head = weights.pop(embedding)
+    save_file({**weights, "lm_head.weight": head}, path)
+    prompt = random_prompt(0, 9)
+    with load(tmp_path, tensor_parallel_size=size) as llm:
+        assert generate_ids(llm, [prompt], greedy(12)) == [oracle(prompt, 12)]
+    save_file({**weights, "lm_head.weight": head[:50].clone()}, path)
+    reject(r"lm_head.weight has shape \[50, 32\]", tmp_path)
+    save_file(weights, path)
+    reject("missing tensors: model.*embed_tokens.weight$", tmp_path)
+
+
 @pytest.fixture
 def shards(tmp_path):
     make_checkpoint(tmp_path, max_shard_size="10KB")
     return sorted(tmp_path.glob("*.safetensors"))
 
 
+def edit_index(directory, edit):
+    """Change the weight_map of a checkpoint with `edit`."""
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    edit(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
 def test_a_missing_shard_is_noticed(shards, tmp_path):
     shards[1].unlink()
+    reject(f"{tmp_path}/model.safetensors.index.json lists '{shards[1].name}'", tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
     reject("missing tensors: model", tmp_path)
 
 
-def test_a_tensor_in_two_shards_is_noticed(shards, tmp_path):
-    name, tensor = next(iter(load_file(shards[0]).items()))
-    save_file({**load_file(shards[1]), name: tensor}, shards[1])
-    reject(f"repeated tensors: {name}", tmp_path)
+def test_a_tensor_in_two_shards_is_noticed_without_an_index(shards, tmp_path):
+    name = next(iter(load_file(shards[0])))
+    save_file({**load_file(shards[1]), name: ones(3)}, shards[1])
+    load(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    repeated = f"{name} in {shards[0].name} and {name} in {shards[1].name}"
+    reject(f": repeated tensors: {repeated}$", tmp_path)
+
+
+def test_only_tensors_of_the_index_are_read(shards, tmp_path):
+    """Not the shards of an earlier save, nor superseded tensors. The dtype, too, is theirs."""
+    expected = generate_ids(load(tmp_path), [[5, 6, 7]], greedy(8))
+    edit_config(tmp_path, dtype=None)
+    stale = {name: ones(2).half() for path in shards for name in load_file(path)}
+    save_file(stale, tmp_path / "model-00000-of-00001.safetensors")
+    for path in shards:
+        save_file({"a": ones(2).half(), **stale, **load_file(path)}, path)
+    llm = load(tmp_path)
+    assert llm.model_runner.executor.worker.spec.dtype == torch.float32
+    assert generate_ids(llm, [[5, 6, 7]], greedy(8)) == expected
+
+
+def test_a_tensor_that_is_not_in_its_file_is_named(shards, tmp_path):
+    edit_index(tmp_path, lambda weight_map: weight_map.update({UP: shards[0].name}))
+    reject(rf"{shards[0]}: missing tensors, which .*index.json lists: {UP}$", tmp_path)
+    edit_config(tmp_path, dtype=None)
+    reject(f"{shards[0]}: missing tensors", tmp_path)
+    edit_index(tmp_path, lambda weight_map: weight_map.pop(UP))
+    reject(f"not match the model: missing tensors: {UP}$", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../a.safetensors", "/a", "a/b", "", ".", "..", 3, None, ["a"]])
+def test_an_index_leads_nowhere_else(shards, tmp_path, name):
+    edit_index(tmp_path, lambda weight_map: weight_map.update({UP: name}))
+    reject("safetensors.index.json", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 10**5]
+)
+def test_a_damaged_index_is_named(shards, tmp_path, content):
+    """It is not read if there is a single file, because it can be that of an earlier save."""
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(content)
+    reject(str(path), tmp_path)
+    make_checkpoint(tmp_path)
+    load(tmp_path)
 
 
 def test_which_files_hold_the_weights(shards, tmp_path):
-    """The index is not needed, and copies for other programs are not read."""
+    """An index is not needed, and copies for other programs are not read."""
     (tmp_path / "model.safetensors.index.json").unlink()
     save_file({"tok_embeddings.weight": ones(1)}, tmp_path / "consolidated.safetensors")
     load(tmp_path)
     for number, path in enumerate(shards):
         path.rename(tmp_path / f"part-{number}.safetensors")
-    reject("unexpected or repeated tensors: tok_embeddings.weight", tmp_path)
+    reject("unexpected tensors: tok_embeddings.weight in consolidated.safetensors", tmp_path)
     (tmp_path / "consolidated.safetensors").unlink()
     load(tmp_path)
 
