@@ -171,12 +171,17 @@ def _find_targets(model: nn.Module) -> dict[str, Target]:
 def _find_weight_files(directory: Path) -> dict[Path, set[str] | None]:
     """Map each file to the tensors that the index lists for it. None: there is no index.
 
-    model.safetensors precedes the index, as in transformers, because save_pretrained leaves the
-    index of an earlier save in place when it writes a single file.
+    When save_pretrained writes a single file, it removes the shards of an earlier save, but not
+    their index. Such an index does not count.
     """
     index = directory / _INDEX
-    if index.exists() and not (directory / "model.safetensors").exists():
-        return _read_index(index)
+    if index.exists():
+        files = _read_index(index)
+        missing = [file.name for file in files if not file.is_file()]
+        if not missing:
+            return files
+        if not (directory / "model.safetensors").is_file():
+            raise ValueError(f"{index} lists {missing[0]!r}, but there is no such file: add it")
     for pattern in ("model.safetensors", "model-*.safetensors", "*.safetensors"):
         paths = sorted(directory.glob(pattern))
         if paths:
@@ -190,7 +195,7 @@ def _find_weight_files(directory: Path) -> dict[Path, set[str] | None]:
 def _read_index(path: Path) -> dict[Path, set[str] | None]:
     """Read which tensors the index lists for each file.
 
-    Raises ValueError, naming the index, if it is damaged or lists a file that is not there.
+    Raises ValueError, naming the index, if it is damaged.
     """
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -201,9 +206,6 @@ def _read_index(path: Path) -> dict[Path, set[str] | None]:
         if not isinstance(name, str) or os.path.basename(name) != name:
             raise ValueError(f"{path}: the file of {tensor} must be a file's name, not {name!r}")
         files[path.parent / name].add(tensor)
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"{path} lists {file.name!r}, but there is no such file: add it")
     return {file: files[file] for file in sorted(files)}
 
 

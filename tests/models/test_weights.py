@@ -193,11 +193,18 @@ def test_an_index_leads_nowhere_else(shards, tmp_path, name):
     "content", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 10**5]
 )
 def test_a_damaged_index_is_named(shards, tmp_path, content):
-    """It is not read if there is a single file, because it can be that of an earlier save."""
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(content)
     reject(str(path), tmp_path)
+
+
+def test_an_index_of_an_earlier_save_does_not_count(shards, tmp_path):
+    """save_pretrained removes its shards. As long as they are there, the index decides."""
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
+    load(tmp_path)
     make_checkpoint(tmp_path)
+    assert not shards[0].exists()
+    assert (tmp_path / "model.safetensors.index.json").exists()
     load(tmp_path)
 
 
