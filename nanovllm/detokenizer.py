@@ -141,17 +141,28 @@ class Detokenizer:
         return self.end is not None
 
     def advance(self, token_ids: list[int]) -> None:
-        """Read new tokens. `text` grows by what they release."""
+        """Take all new tokens."""
         for token_id in token_ids[self.num_decoded_tokens :]:
-            new_text, window = self._take(token_id, *self.window)
-            # One statement, so that a KeyboardInterrupt comes before or after all of it.
-            self.num_decoded_tokens, self.text, self.window = (
-                self.num_decoded_tokens + 1,
-                self.text + new_text,
-                window,
-            )
+            self.take(token_id)
 
-    def _take(
+    def take(self, token_id: int) -> str:
+        """Read one more token. Return the text that it releases."""
+        new_text, window = self._extend_window(token_id, *self.window)
+        is_first = not self.text
+        # One statement, so that a KeyboardInterrupt comes before or after all of it.
+        self.num_decoded_tokens, self.text, self.window = (
+            self.num_decoded_tokens + 1,
+            self.text + new_text,
+            window,
+        )
+        return self._without_tail(new_text) if is_first else new_text
+
+    def flush(self) -> str:
+        """Return the text that is left after the last token."""
+        new_text = self._find_new_text(*self.window)
+        return new_text if self.text else self._without_tail(new_text)
+
+    def _extend_window(
         self, token_id: int, context: Tokens, context_text: str, pending: Tokens
     ) -> tuple[str, Window]:
         """Return the text that one more token releases, and the window after it."""

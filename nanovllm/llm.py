@@ -32,6 +32,7 @@ from nanovllm.trace.recorder import (
     TracedScheduler,
     TraceFile,
 )
+from nanovllm.vocabulary import Vocabulary
 
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -58,10 +59,11 @@ class LLM(SharedEngine):
             scheduler_class = type("Traced", (TracedScheduler, scheduler_class), shared)
             model_runner_class = type("Traced", (TracedModelRunner,), shared)
         super().__init__(config, scheduler_class, model_runner_class)
+        self.vocabulary = Vocabulary(self.tokenizer)
         if config.num_speculative_tokens:
             enable_speculation(self)
         if self.timeline is not None:
-            self.timeline.begin(self.scheduler, self.tokenizer, self._warnings.append)
+            self.timeline.begin(self.scheduler, self.vocabulary, self._warnings.append)
 
     def make_timeline(self, config: Config) -> Timeline | None:
         return None if config.trace is None else TraceFile(config.trace)

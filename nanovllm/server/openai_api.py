@@ -23,12 +23,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from nanovllm.checks import check_type
 from nanovllm.engine.input_processor import CheckedPrompt
 from nanovllm.server.engine_thread import EngineThread, Outputs, Unavailable
+from nanovllm.server.parameters import InvalidRequest, Object, parse_request
 from nanovllm.server.protocol import (
     END,
-    Object,
     Reply,
     describe_error,
-    parse_prompts,
     write_event,
 )
 
@@ -86,9 +85,10 @@ class Api:
         if model not in (None, "", self.model, self.root):
             message = f"the model {model!r} does not exist: this server has {self.model!r}"
             return respond(describe_error(404, message, "model_not_found"), 404)
-        reply = Reply(body, self.model, is_chat, self.engine.llm)
+        llm = self.engine.llm
         # In a thread, because tokenizing a long prompt would delay other requests.
-        prompts = await asyncio.to_thread(parse_prompts, body, is_chat, self.engine.llm)
+        given, prompts = await asyncio.to_thread(parse_request, body, is_chat, llm)
+        reply = Reply(given, self.model, is_chat, llm)
         self.engine.check()
         if reply.is_stream:
             # The second header is for nginx.
@@ -249,6 +249,8 @@ async def handle_error(request: Request, error: Exception) -> Response:
     """Turn an exception into an error object. Starlette prints the traceback of unexpected ones."""
     status = 500
     message = "internal error"
+    code: str | None = None
+    param: str | None = None
     if isinstance(error, HTTPException):
         status = error.status_code
         message = error.detail
@@ -258,4 +260,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
     elif isinstance(error, (ValueError, TypeError, ClientDisconnect)):
         status = 400
         message = str(error)
-    return respond(describe_error(status, message), status)
+        if isinstance(error, InvalidRequest):
+            code = error.code
+            param = error.param
+    return respond(describe_error(status, message, code, param), status)

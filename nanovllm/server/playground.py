@@ -23,7 +23,7 @@ from nanovllm.config import Config
 from nanovllm.outputs import RequestOutput
 from nanovllm.server.engine_thread import EngineThread, Stream
 from nanovllm.server.openai_api import read_json, respond
-from nanovllm.server.protocol import Object
+from nanovllm.server.parameters import Object
 from nanovllm.trace.page import read_template, shorten
 from nanovllm.trace.reader import Reader
 from nanovllm.trace.recorder import Timeline

@@ -1,113 +1,42 @@
-"""OpenAI's objects: what a request asks for, and how outputs are written.
+"""OpenAI's objects: how outputs are written.
 
-https://platform.openai.com/docs/api-reference, with vLLM's extensions. Independent of HTTP.
+https://platform.openai.com/docs/api-reference. Independent of HTTP.
 """
 
 import json
 import time
-from dataclasses import fields
-from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.checks import check_bool, check_int, check_type
-from nanovllm.engine.input_processor import CheckedPrompt
+from nanovllm import LLM
+from nanovllm.detokenizer import Detokenizer
 from nanovllm.outputs import PromptLogprobs, RequestOutput
 from nanovllm.server.engine_thread import Outputs
+from nanovllm.server.logprobs import LogprobsWriter
+from nanovllm.server.parameters import Object
 
-Object = dict[str, Any]  # a JSON object
-
-DEFAULT_MAX_TOKENS = 16  # of a completion; a chat can use the rest of max_model_len
-MAX_SAMPLES = 4096  # prompts times n of one request
-MAX_LOGPROBS = 20  # OpenAI's limit
-SAMPLING = {field.name for field in fields(SamplingParams)} - {"prompt_logprobs"}
-HANDLED = {
-    "echo",
-    "model",
-    "prompt",
-    "messages",
-    "stream",
-    "stream_options",
-    "top_logprobs",
-    "max_completion_tokens",
-}
-# These do not change the result.
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-# Accepted values of unsupported parameters. For all others these are None, False, 0 and empty
-# values.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (True,),
-    "best_of": (1,),
-    "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "tool_choice": ("none", "auto"),
-}
-
-
-def parse_prompts(body: Object, is_chat: bool, llm: LLM) -> list[CheckedPrompt]:
-    """Return the prompts of a request, tokenized and checked.
-
-    Raises ValueError or TypeError with the engine's message.
-    """
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
-        is_known = name in SAMPLING or name in HANDLED or name in IGNORED
-        is_neutral = value in NEUTRAL[name] if name in NEUTRAL else not value
-        if not is_known and not is_neutral:
-            raise ValueError(f"{name!r} with the value {value!r} is not supported: leave it out")
-    if given.get("echo") and (is_chat or given.get("stream")):
-        raise ValueError("'echo' is supported for completions without stream only: leave it out")
-    params = _parse_params(given, is_chat, llm.max_model_len)
-    prompts: Any = given.get("prompt")
-    if is_chat:
-        messages: Any = given.get("messages")
-        check_type("messages", messages, (list,), "a list of objects")
-        prompts = llm.encode_chats([messages])
-    checked = llm.check_prompts(prompts, params)
-    check_int("the number of prompts times n", len(checked) * params.n, 1, MAX_SAMPLES)
-    return checked
-
-
-def _parse_params(given: Object, is_chat: bool, max_model_len: int) -> SamplingParams:
-    options = {name: given[name] for name in SAMPLING & given.keys()}
-    default = max_model_len if is_chat else DEFAULT_MAX_TOKENS
-    options["max_tokens"] = given.get("max_completion_tokens", given.get("max_tokens", default))
-    if is_chat:  # `logprobs` is a bool, and `top_logprobs` their number
-        wants_logprobs = check_bool("logprobs", options.pop("logprobs", False))
-        if wants_logprobs:
-            options["logprobs"] = given.get("top_logprobs", 0)
-        elif given.get("top_logprobs"):
-            raise ValueError("top_logprobs needs logprobs=true")
-    if "logprobs" in options:
-        name = "top_logprobs" if is_chat else "logprobs"
-        check_int(name, options["logprobs"], 0, MAX_LOGPROBS)
-    if given.get("echo"):
-        options["prompt_logprobs"] = options.get("logprobs")
-        if options["max_tokens"] == 0:  # the prompt alone, see Reply
-            options["max_tokens"] = 1
-    return SamplingParams(**options)
+MAX_MESSAGE = 500  # characters of an error, because a client's input can be part of it
 
 
 class Reply:
     """Writes the outputs of one request."""
 
-    def __init__(self, body: Object, model: str, is_chat: bool, llm: LLM) -> None:
-        options = body.get("stream_options") or {}
-        check_type("stream_options", options, (dict,), "an object")
-        self.has_usage = check_bool("include_usage", options.get("include_usage") or False)
-        self.is_stream = check_bool("stream", body.get("stream") or False)
-        self.has_prompt = check_bool("echo", body.get("echo") or False)
-        max_tokens = body.get("max_completion_tokens")
-        if max_tokens is None:
-            max_tokens = body.get("max_tokens")
-        self.has_completion = not (self.has_prompt and max_tokens == 0)
-        self.num_top = body.get("top_logprobs") or 0
+    def __init__(self, given: Object, model: str, is_chat: bool, llm: LLM) -> None:
+        """`given` has the parameters of the request, from `parse_request`."""
+        self.is_stream: bool = given.get("stream", False)
+        self.has_usage: bool = given.get("stream_options", {}).get("include_usage", False)
+        self.has_prompt: bool = given.get("echo", False)
+        self.has_completion = not (self.has_prompt and given.get("max_tokens") == 0)
+        self.num_top: int = given.get("top_logprobs", 0)
+        self.prompts: list[str | list[int]] = []  # of each choice, as they were sent
+        if self.has_prompt:
+            sent = given["prompt"]
+            is_one = isinstance(sent, str) or isinstance(sent[0], int)
+            for prompt in [sent] if is_one else sent:
+                self.prompts += [prompt] * given.get("n", 1)
         self.is_chat = is_chat
-        self.tokenizer = llm.tokenizer
+        self.vocabulary = llm.vocabulary
+        self.writers: dict[int, LogprobsWriter] = {}  # of each choice, if logprobs are requested
         kind = "text_completion"
         if is_chat:
             kind = "chat.completion.chunk" if self.is_stream else "chat.completion"
@@ -153,12 +82,14 @@ class Reply:
         """Return a choice without the characters and tokens that were already sent."""
         text = output["text"][num_chars:]
         if self.has_prompt:
-            text = self._decode(output["prompt_token_ids"]) + text
+            text = self._prompt_text(index) + text
         choice: Object = {
             "index": index,
             "finish_reason": output["finish_reason"],
-            "logprobs": self._logprobs(output, num_chars, num_tokens),
+            "logprobs": None,
         }
+        if output["logprobs"] is not None:
+            choice["logprobs"] = self._logprobs(index, output, num_tokens)
         if not self.is_chat:
             choice["text"] = text
         elif self.is_stream:
@@ -169,46 +100,38 @@ class Reply:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         return choice
 
-    def _logprobs(self, output: RequestOutput, num_chars: int, num_tokens: int) -> Object | None:
-        """Log probabilities of the tokens that are not sent, whose text begins at `num_chars`."""
-        if output["logprobs"] is None:
-            return None
+    def _prompt_text(self, index: int) -> str:
+        """The prompt of a choice as it was sent. A prompt of token ids is decoded.
+
+        A character that the prompt begins and the completion continues belongs to the completion.
+        """
+        prompt = self.prompts[index]
+        if isinstance(prompt, str):
+            return prompt
+        if self.vocabulary.tokenizer is None:
+            return ""
+        detokenizer = Detokenizer(self.vocabulary.tokenizer, [])
+        return detokenizer.read(prompt, is_last=not self.has_completion)
+
+    def _logprobs(self, index: int, output: RequestOutput, num_tokens: int) -> Object:
+        """Describe the tokens of a choice after the first `num_tokens`, which were already sent."""
+        prompt_token_ids = output["prompt_token_ids"]
+        if index not in self.writers:
+            context = [] if self.has_prompt else prompt_token_ids
+            self.writers[index] = LogprobsWriter(self.vocabulary, context)
+        writer = self.writers[index]
         token_ids = output["token_ids"][num_tokens:]
-        entries: PromptLogprobs = [*output["logprobs"][num_tokens:]]
-        if self.has_prompt:
-            token_ids = output["prompt_token_ids"] + token_ids
-            entries = (output["prompt_logprobs"] or []) + entries
-        tokens = [self._decode([token_id]) for token_id in token_ids]
-        chosen: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        for token_id, entry in zip(token_ids, entries):
-            chosen.append(entry[token_id] if entry else None)
-            tops.append(self._decode_entry(entry) if entry else None)
+        entries: PromptLogprobs = [*(output["logprobs"] or [])[num_tokens:]]
+        is_last = output["finish_reason"] is not None
         if self.is_chat:
-            positions: list[Object] = []
-            for token, logprob, top in zip(tokens, chosen, tops):
-                alternatives = list((top or {}).items())[: self.num_top]
-                described = [_describe_token(*alternative) for alternative in alternatives]
-                positions.append({**_describe_token(token, logprob), "top_logprobs": described})
-            return {"content": positions}
-        offsets = accumulate(map(len, tokens), initial=num_chars)
-        return {
-            "tokens": tokens,
-            "token_logprobs": chosen,
-            "top_logprobs": tops,
-            "text_offset": list(offsets)[:-1],
-        }
-
-    def _decode(self, token_ids: list[int]) -> str:
-        if self.tokenizer is None:
-            return "".join(f"token_id:{token_id}" for token_id in token_ids)
-        return str(self.tokenizer.decode(token_ids))
-
-    def _decode_entry(self, entry: dict[int, float]) -> dict[str, float]:
-        """Log probabilities by text. Of tokens with equal text the most probable one is kept."""
-        found: dict[str, float] = {}
-        for token_id, logprob in entry.items():  # the most probable one comes first
-            found.setdefault(self._decode([token_id]), logprob)
+            return writer.write_chat(token_ids, entries, is_last, self.num_top)
+        if not self.has_prompt:
+            return writer.write_completion(token_ids, entries, is_last)
+        of_prompt = output["prompt_logprobs"] or []
+        found = writer.write_completion(prompt_token_ids, of_prompt, not self.has_completion)
+        writer.offset = len(self._prompt_text(index))
+        for name, values in writer.write_completion(token_ids, entries, is_last).items():
+            found[name] += values
         return found
 
     def _usage(self) -> Object:
@@ -226,10 +149,6 @@ class Reply:
         }
 
 
-def _describe_token(token: str, logprob: float | None) -> Object:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode(errors="replace"))}
-
-
 def write_event(data: str) -> str:
     """Return a server-sent event. JSON in ASCII has no line separators, not even U+2028."""
     return f"data: {data}\n\n"
@@ -238,7 +157,13 @@ def write_event(data: str) -> str:
 END = write_event("[DONE]")
 
 
-def describe_error(status: int, message: str, code: str | None = None) -> Object:
-    """Return OpenAI's error object."""
+def describe_error(
+    status: int, message: str, code: str | None = None, param: str | None = None
+) -> Object:
+    """Return OpenAI's error object. `param` names the parameter at fault."""
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[: MAX_MESSAGE - 3]}..."
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    if param is not None:
+        param = param[:MAX_MESSAGE]
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -22,13 +22,13 @@ from itertools import islice
 from typing import Any
 
 from torch import Tensor, cuda
-from transformers import PreTrainedTokenizerBase
 
 from nanovllm.batch import Batch
 from nanovllm.engine.prompt_logprobs import ScoringModelRunner
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.trace.reader import PHASES
+from nanovllm.vocabulary import Vocabulary
 
 _COUNTERS = (
     "num_prefill_tokens",
@@ -57,7 +57,7 @@ class Timeline:
     def begin(
         self,
         scheduler: Scheduler,
-        tokenizer: PreTrainedTokenizerBase | None,
+        vocabulary: Vocabulary,
         warn: Callable[[str], None],
     ) -> None:
         """Write the engine's settings and the names of the lanes.
@@ -65,7 +65,7 @@ class Timeline:
         `warn` is called with what the engine's caller should know.
         """
         self.warn = warn
-        self.tokenizer = tokenizer
+        self.vocabulary = vocabulary
         self.named: set[int] = set()  # tokens whose texts are written
         manager = scheduler.block_manager
         process = {
@@ -88,11 +88,11 @@ class Timeline:
     def name_tokens(self, token_ids: Iterable[int]) -> dict[int, str]:
         """Return the texts of tokens that no earlier step has written."""
         texts: dict[int, str] = {}
-        if self.tokenizer is not None:
+        if self.vocabulary.tokenizer is not None:
             for token_id in token_ids:
                 if token_id not in self.named:
                     self.named.add(token_id)
-                    texts[token_id] = str(self.tokenizer.decode([token_id]))
+                    texts[token_id] = self.vocabulary.name(token_id)
         return texts
 
     def write_step(

@@ -86,13 +86,13 @@ def test_it_is_true_after_every_step(tiny, path, options):
         while not llm.is_finished():
             llm.step()
             check_trace(path, llm)
-    assert llm.timeline.file.closed
             check_invariants(llm)
             if llm.stats["num_preemptions"] > 2:
                 llm.abort(long)
         assert llm.stats["num_preemptions"]
         assert llm.stats["num_cached_tokens"]
         assert generate_ids(llm, PROMPTS[1], greedy(5)) == [tiny[1](PROMPTS[1], 5)]
+    assert llm.timeline.file.closed
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from server_helpers import CLIENT, KEY, NUM_BLOCKS, OPTIONS, post, start, stream
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.server.__main__ import main
 from nanovllm.server.openai_api import MAX_BODY_BYTES
-from nanovllm.server.protocol import HANDLED, NEUTRAL, SAMPLING
+from nanovllm.server.parameters import CHAT, COMPLETION
 
 LONG = {"prompt": [5], "max_tokens": 900, "ignore_eos": True, "n": 4}
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -226,7 +226,7 @@ JSON = st.recursive(
     max_leaves=6,
 )
 # Without max_completion_tokens, so that max_tokens keeps replies short.
-NAMES = sorted((SAMPLING | HANDLED | NEUTRAL.keys()) - {"max_completion_tokens"})
+NAMES = sorted((CHAT.keys() | COMPLETION.keys()) - {"max_completion_tokens"})
 BODIES = st.dictionaries(st.sampled_from(NAMES) | TEXTS, JSON, max_size=6)
 NUM_TOKENS = st.sampled_from([-1, 0, 1, 2, 2.5, "2", [], {}])
 PATHS = st.sampled_from(["/v1/completions", "/v1/chat/completions"])

@@ -1,0 +1,93 @@
+"""Log probabilities as OpenAI's API writes them: tokens by text, bytes and offset.
+
+    text          " Hello 你"          of five tokens; the last three are the bytes of a character
+    tokens        " Hello", " ", "", "", "你"      join to the text
+    text_offset   0, 6, 7, 7, 7                    where each token begins in the text
+    bytes         20 48 .., 20, E4, BD, A0         join to the text's bytes
+
+A special token adds no text, and has its name instead. So have candidates that were not sampled.
+"""
+
+from typing import Any
+
+from nanovllm.detokenizer import Detokenizer
+from nanovllm.outputs import PromptLogprobs
+from nanovllm.vocabulary import Vocabulary
+
+Object = dict[str, Any]  # a JSON object
+LEAST_LOGPROB = -9999.0  # stands for -inf, as in vLLM, because JSON has no infinity
+
+
+class LogprobsWriter:
+    """Describes the tokens of one choice, in order."""
+
+    def __init__(self, vocabulary: Vocabulary, prompt_token_ids: list[int]) -> None:
+        """The tokens to be described follow `prompt_token_ids`."""
+        self.vocabulary = vocabulary
+        self.detokenizer: Detokenizer | None = None
+        if vocabulary.tokenizer is not None:
+            self.detokenizer = Detokenizer(vocabulary.tokenizer, prompt_token_ids)
+        self.offset = 0  # of the next token in the text
+
+    def write_completion(
+        self, token_ids: list[int], entries: PromptLogprobs, is_last: bool
+    ) -> Object:
+        """Describe more tokens as a completion does. `is_last` if none follow."""
+        found: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for index, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True), 1):
+            found["text_offset"].append(self.offset)
+            token = self._take(token_id, is_last and index == len(token_ids))
+            names = self._name_candidates(entry, token_id, token)
+            found["tokens"].append(token)
+            found["token_logprobs"].append(names[token] if entry else None)
+            found["top_logprobs"].append(names if entry else None)
+        return found
+
+    def write_chat(
+        self, token_ids: list[int], entries: PromptLogprobs, is_last: bool, num_top: int
+    ) -> Object:
+        """Describe more tokens as a chat does, each with its `num_top` best candidates."""
+        content: list[Object] = []
+        for index, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True), 1):
+            token = self._take(token_id, is_last and index == len(token_ids))
+            names = self._name_candidates(entry, token_id, token)
+            candidates = [
+                self._describe(candidate_id, name, logprob)
+                for candidate_id, (name, logprob) in zip(entry or (), names.items())
+            ]
+            described = self._describe(token_id, token, names[token])
+            content.append({**described, "top_logprobs": candidates[:num_top]})
+        return {"content": content}
+
+    def _take(self, token_id: int, is_last: bool) -> str:
+        """Return the text that a token adds, or the name of one that adds none by its nature."""
+        text = ""
+        if self.detokenizer is not None:
+            text = self.detokenizer.take(token_id)
+            if is_last:
+                text += self.detokenizer.flush()
+        self.offset += len(text)
+        if not text and (self.detokenizer is None or token_id in self.vocabulary.added):
+            return self.vocabulary.name(token_id)
+        return text
+
+    def _name_candidates(
+        self, entry: dict[int, float] | None, token_id: int, token: str
+    ) -> dict[str, float]:
+        """The log probabilities of an entry by name. `token` is the name of the sampled token.
+
+        Different tokens can have equal names, such as "a" and its byte. A name is given once.
+        """
+        names: dict[str, float] = {}
+        for candidate_id, logprob in (entry or {}).items():
+            name = token
+            if candidate_id != token_id:
+                name = self.vocabulary.name(candidate_id)
+                if name == token or name in names:
+                    name = f"token_id:{candidate_id}"
+            names[name] = max(logprob, LEAST_LOGPROB)
+        return names
+
+    def _describe(self, token_id: int, name: str, logprob: float) -> Object:
+        token_bytes = list(self.vocabulary.read_bytes(token_id))
+        return {"token": name, "logprob": logprob, "bytes": token_bytes}

@@ -1,0 +1,185 @@
+"""The parameters of a request, and what each endpoint does with them.
+
+https://platform.openai.com/docs/api-reference, with vLLM's extensions. A parameter that is not in
+the table of its endpoint is an error, because it could change the result. null means that a
+parameter is not given.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.checks import check_bool, check_int, check_type, show
+from nanovllm.engine.input_processor import CheckedPrompt, PromptTooLong
+
+Object = dict[str, Any]  # a JSON object
+
+DEFAULT_MAX_TOKENS = 16  # of a completion; a chat can use the rest of max_model_len
+MAX_SAMPLES = 4096  # prompts times n of one request
+MAX_LOGPROBS = 20  # OpenAI's limit
+
+SAMPLING = "is a field of SamplingParams"
+READ = "is read here or by Reply"
+IGNORED = "does not change the result"
+# A tuple has the accepted values of a parameter that is not supported: they change nothing.
+Table = dict[str, str | tuple[Any, ...]]
+
+_SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"prompt_logprobs"}
+_COMMON: Table = {
+    **dict.fromkeys(_SAMPLING_FIELDS, SAMPLING),
+    "model": READ,
+    "stream": READ,
+    "stream_options": READ,
+    "metadata": IGNORED,
+    "prompt_cache_key": IGNORED,
+    "request_id": IGNORED,
+    "safety_identifier": IGNORED,
+    "service_tier": IGNORED,
+    "store": IGNORED,
+    "user": IGNORED,
+    "bad_words": ([],),
+    "best_of": (1,),
+    "detokenize": (True,),
+    "early_stopping": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "priority": (0,),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+}
+COMPLETION: Table = {
+    **_COMMON,
+    "echo": READ,
+    "prompt": READ,
+    "add_special_tokens": (True,),
+    "suffix": ("",),
+}
+CHAT: Table = {
+    **_COMMON,
+    "logprobs": READ,  # a bool
+    "max_completion_tokens": READ,
+    "messages": READ,
+    "top_logprobs": READ,
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+}
+
+
+class InvalidRequest(ValueError):
+    """An error of the client, with the fields of OpenAI's error object."""
+
+    def __init__(self, message: str, param: str | None, code: str | None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+def parse_request(body: Object, is_chat: bool, llm: LLM) -> tuple[Object, list[CheckedPrompt]]:
+    """Return the parameters that are given and not ignored, and the prompts, which are checked.
+
+    Raises InvalidRequest, mostly with the engine's message.
+    """
+    prompt_name = "messages" if is_chat else "prompt"
+    given = _select(body, CHAT if is_chat else COMPLETION)
+    with _blaming(given):
+        _check_stream(given)
+        params = _parse_params(given, is_chat, llm)
+    with _blaming(given, default=prompt_name):
+        prompts: Any = given.get(prompt_name)
+        if is_chat:
+            prompts = llm.encode_chats([prompts])
+        checked = llm.check_prompts(prompts, params)
+        check_int("the number of prompts", len(checked), 1, MAX_SAMPLES)
+    with _blaming(given, default="n"):
+        check_int("the number of prompts times n", len(checked) * params.n, 1, MAX_SAMPLES)
+    return given, checked
+
+
+def _select(body: Object, table: Table) -> Object:
+    """Return the parameters that are given and not ignored. Raises InvalidRequest for others."""
+    given: Object = {}
+    for name, value in body.items():
+        use = table.get(name, ())
+        if value is None or use == IGNORED:
+            continue
+        if isinstance(use, str):
+            given[name] = value
+        elif value not in use:
+            message = f"{show(name)} with the value {show(value)} is not supported: leave it out"
+            raise InvalidRequest(message, name, None)
+    return given
+
+
+@contextmanager
+def _blaming(given: Object, default: str | None = None) -> Iterator[None]:
+    """Add to errors the parameter at fault, which is the first one that the message names."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        message = str(error)
+        words = re.findall(r"\w+", message)
+        param = next((word for word in words if word in given), default)
+        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+        raise InvalidRequest(message, param, code) from error
+
+
+def _check_stream(given: Object) -> None:
+    is_stream = check_bool("stream", given.get("stream", False))
+    if check_bool("echo", given.get("echo", False)) and is_stream:
+        raise ValueError("'echo' is supported without 'stream' only: leave one of them out")
+    if "stream_options" not in given:
+        return
+    if not is_stream:
+        raise ValueError("stream_options needs stream=true: leave it out")
+    options = check_type("stream_options", given["stream_options"], (dict,), "an object")
+    for name, value in options.items():
+        if name in ("include_usage", "include_obfuscation"):
+            check_bool(f"stream_options.{name}", value)
+        elif value:  # such as continuous_usage_stats
+            raise ValueError(f"stream_options.{show(name)} is not supported: leave it out")
+
+
+def _parse_params(given: Object, is_chat: bool, llm: LLM) -> SamplingParams:
+    options = {name: given[name] for name in _SAMPLING_FIELDS & given.keys()}
+    options.setdefault("max_tokens", llm.max_model_len if is_chat else DEFAULT_MAX_TOKENS)
+    if "max_completion_tokens" in given:
+        max_tokens = check_int("max_completion_tokens", given["max_completion_tokens"], 1)
+        options["max_tokens"] = max_tokens
+    if options.get("seed") == -1:  # none, as in vLLM
+        del options["seed"]
+    if is_chat:  # `logprobs` is a bool, and `top_logprobs` their number
+        wants_logprobs = check_bool("logprobs", options.pop("logprobs", False))
+        if wants_logprobs:
+            options["logprobs"] = given.get("top_logprobs", 0)
+        elif given.get("top_logprobs"):
+            raise ValueError("top_logprobs needs logprobs=true")
+    if "logprobs" in options:
+        name = "top_logprobs" if is_chat else "logprobs"
+        check_int(name, options["logprobs"], 0, MAX_LOGPROBS)
+    if given.get("echo"):
+        options["prompt_logprobs"] = options.get("logprobs")
+        if options["max_tokens"] == 0:  # the prompt alone, see Reply
+            options["max_tokens"] = 1
+    return replace(llm.get_default_sampling_params(), **options)

@@ -1,0 +1,50 @@
+"""Names and bytes of single tokens, taken from the vocabulary.
+
+Decoding a token alone loses what depends on its neighbors: a leading space, or a part of a
+character. The vocabulary has both:
+
+    GPT-2, Qwen, Llama 3       "Ġworld"             each sign stands for a byte
+    Llama 2, Mistral 7B        "▁world", "<0xE4>"   signs for the space and for single bytes
+"""
+
+import re
+
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+_BYTES = {sign: byte for byte, sign in bytes_to_unicode().items()}
+
+
+class Vocabulary:
+    """The tokens of a tokenizer, or of none."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.tokenizer = tokenizer
+        self.added: dict[int, str] = {}  # special tokens and others that are written as they are
+        decoder = ""
+        if tokenizer is not None:
+            for token_id, token in tokenizer.added_tokens_decoder.items():
+                self.added[token_id] = token.content
+            backend = getattr(tokenizer, "backend_tokenizer", None)
+            if backend is not None and backend.decoder is not None:
+                decoder = backend.decoder.__getstate__().decode()  # JSON
+        self.is_byte_level = "ByteLevel" in decoder
+        self.is_sentencepiece = "▁" in decoder
+
+    def name(self, token_id: int) -> str:
+        """The text of a token. Bytes that are no character are escaped, as in OpenAI's API."""
+        return self.read_bytes(token_id).decode(errors="backslashreplace")
+
+    def read_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token. A token without a text, such as padding, has a made-up one."""
+        if token_id in self.added:
+            return self.added[token_id].encode()
+        if self.tokenizer is None or token_id >= len(self.tokenizer):
+            return f"token_id:{token_id}".encode()
+        piece = str(self.tokenizer.convert_ids_to_tokens(token_id))
+        if self.is_byte_level and _BYTES.keys() >= set(piece):
+            return bytes([_BYTES[sign] for sign in piece])
+        if self.is_sentencepiece:
+            byte = re.fullmatch("<0x([0-9A-F]{2})>", piece)
+            return bytes.fromhex(byte[1]) if byte else piece.replace("▁", " ").encode()
+        return str(self.tokenizer.decode([token_id])).encode()

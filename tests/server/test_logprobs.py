@@ -1,0 +1,180 @@
+"""Log probabilities as text: tokens join to the text, in whole replies and in streams."""
+
+import json
+import math
+import random
+from itertools import chain
+
+import pytest
+from conftest import make_checkpoint
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from nanovllm import LLM
+from nanovllm.server.logprobs import LogprobsWriter
+from nanovllm.server.parameters import parse_request
+from nanovllm.server.protocol import Reply
+
+SPECIAL = ["<s>", "</s>"]
+WORDS = ["▁", "▁the", "▁cat", "the", "a", "b", "é"]
+
+
+def byte_level():
+    signs = [*bytes_to_unicode().values(), "Ġt", ".â"]
+    vocabulary = {sign: index for index, sign in enumerate(signs)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("Ġ", "t"), (".", "â")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def sentencepiece():
+    """As in Llama 2: decoding strips the first space."""
+    signs = ["<unk>", *[f"<0x{byte:02X}>" for byte in range(256)], *WORDS]
+    vocabulary = {sign: index for index, sign in enumerate(signs)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=[byte_level, sentencepiece])
+def llm(request, tmp_path_factory):
+    """A random model whose tokenizer adds BOS to a text."""
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = request.param()
+    tokenizer.add_special_tokens(SPECIAL)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", add_bos_token=True
+    )
+    make_checkpoint(directory, vocab_size=len(wrapped), eos_token_id=None)
+    wrapped.save_pretrained(directory)
+    return LLM(str(directory), num_kvcache_blocks=64, kvcache_block_size=4)
+
+
+def ask(llm, is_chat=False, **body):
+    """The only choice of a reply."""
+    body = {"prompt": "the cat", "seed": 1, "max_tokens": 30, "logprobs": 3, **body}
+    if is_chat:
+        llm.tokenizer.chat_template = "{{ messages[0].content }}"
+        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+        body |= {"logprobs": True, "top_logprobs": 3}
+    given, [(prompt, params)] = parse_request(body, is_chat, llm)
+    reply = Reply(given, "model", is_chat, llm)
+    llm.eos_token_ids = frozenset()
+    for output in llm.stream([prompt], params):
+        if reply.is_stream:
+            yield from reply.write_chunk({0: output}).split("\n\n")[:-1]
+        reply.newest = {0: output}
+    if not reply.is_stream:
+        yield reply.write_whole()["choices"][0]
+
+
+def ask_whole(llm, **body):
+    (choice,) = ask(llm, **body)
+    json.loads(json.dumps(choice, allow_nan=False))
+    return choice
+
+
+def ask_stream(llm, **body):
+    """The choices of the chunks."""
+    events = ask(llm, stream=True, **body)
+    return [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tokens_of_a_completion_join_to_its_text(llm, seed):
+    choice = ask_whole(llm, seed=seed)
+    found = choice["logprobs"]
+    joined = "".join(token for token in found["tokens"] if token not in SPECIAL)
+    assert joined == choice["text"]
+    position = 0
+    for index, token in enumerate(found["tokens"]):
+        assert found["text_offset"][index] == position
+        position += len(token) if token not in SPECIAL else 0
+        top = found["top_logprobs"][index]
+        assert len(top) in (3, 4), "no candidate is lost because it has the text of another"
+        assert top[token] == found["token_logprobs"][index]
+
+
+@pytest.mark.parametrize("stop", [None, "zzzzzz"])
+def test_a_stream_reports_the_same_tokens(llm, stop):
+    """Also while text is withheld, because it could begin a stop string."""
+    expected = ask_whole(llm, stop=stop)
+    chunks = ask_stream(llm, stop=stop)
+    assert "".join(chunk["text"] for chunk in chunks) == expected["text"]
+    for name, values in expected["logprobs"].items():
+        parts = [chunk["logprobs"][name] for chunk in chunks]
+        assert list(chain(*parts)) == values
+
+
+def test_a_chat_lists_as_many_candidates_as_requested(llm):
+    choice = ask_whole(llm, is_chat=True)
+    content = choice["logprobs"]["content"]
+    tokens = [entry["token"] for entry in content if entry["token"] not in SPECIAL]
+    assert "".join(tokens) == choice["message"]["content"]
+    for entry in content:
+        assert len(entry["top_logprobs"]) == 3
+        logprobs = [candidate["logprob"] for candidate in entry["top_logprobs"]]
+        assert logprobs == sorted(logprobs, reverse=True)
+    chunks = ask_stream(llm, is_chat=True)
+    assert list(chain(*[chunk["logprobs"]["content"] for chunk in chunks])) == content
+
+
+def test_bytes_join_to_the_bytes_of_the_text(llm):
+    """Also those of a character that has several tokens."""
+    prompt, ids = [llm.tokenizer.encode(text, add_special_tokens=False) for text in ("a", "é你 a")]
+    writer = LogprobsWriter(llm.vocabulary, prompt)
+    entries = [{token_id: -0.5} for token_id in ids]
+    content = writer.write_chat(ids, entries, is_last=True, num_top=0)["content"]
+    data = b"".join(bytes(entry["bytes"]) for entry in content)
+    assert data.strip() == "é你 a".encode()
+    assert "".join(entry["token"] for entry in content).strip() == "é你 a"
+    assert any(entry["bytes"] == [0xA0] and entry["token"] == "你" for entry in content)
+
+
+@pytest.mark.parametrize("prompt", ["the  cat", "axb", "é"])
+def test_a_prompt_is_echoed_as_it_was_sent(llm, prompt):
+    """Not with BOS, which the tokenizer adds, and with the space before the first new word."""
+    choice = ask_whole(llm, prompt=prompt, echo=True, max_tokens=5)
+    alone = ask_whole(llm, prompt=prompt, max_tokens=5)
+    assert choice["text"] == prompt + alone["text"]
+    found = choice["logprobs"]
+    num_new = len(alone["logprobs"]["tokens"])
+    assert found["tokens"][0] == "<s>"
+    assert found["tokens"][-num_new:] == alone["logprobs"]["tokens"]
+    offsets = [len(prompt) + offset for offset in alone["logprobs"]["text_offset"]]
+    assert found["text_offset"][-num_new:] == offsets
+    assert found["top_logprobs"][0] is None
+    assert ask_whole(llm, prompt=prompt, echo=True, max_tokens=0)["text"] == prompt
+
+
+def test_a_prompt_of_ids_is_echoed_up_to_its_last_whole_character(llm):
+    ids = llm.tokenizer.encode("a 你", add_special_tokens=False)
+    for end in range(len(ids) - 2, len(ids)):
+        choice = ask_whole(llm, prompt=ids[:end], echo=True, max_tokens=1, logprobs=None)
+        assert choice["text"].startswith("a ")
+        assert not choice["text"].startswith("a \ufffd\ufffd")
+    rng = random.Random(0)
+    ids = [rng.randrange(3, 200) for _ in range(8)]
+    text = ask_whole(llm, prompt=[*ids, *llm.tokenizer.encode("a")], echo=True, max_tokens=3)
+    whole = ask_whole(llm, prompt=[*ids, *llm.tokenizer.encode("a")], max_tokens=3)
+    assert text["text"].endswith("a" + whole["text"])
+
+
+def test_minus_infinity_is_written_as_a_number(llm, monkeypatch):
+    stream = llm.stream
+
+    def with_infinity(prompts, params):
+        for output in stream(prompts, params):
+            for entry in output["logprobs"]:
+                entry.update(dict.fromkeys(entry, -math.inf))
+            yield output
+
+    monkeypatch.setattr(llm, "stream", with_infinity)
+    for choice in (ask_whole(llm), ask_whole(llm, is_chat=True)):
+        assert "-9999.0" in json.dumps(choice, allow_nan=False)

@@ -1,0 +1,121 @@
+"""What each endpoint does with the parameters of a request."""
+
+import pytest
+
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.server import parameters
+from nanovllm.server.parameters import CHAT, COMPLETION, InvalidRequest, parse_request
+
+QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
+VALID = {False: {"prompt": "x"}, True: {"messages": QUESTION}}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64) as llm:
+        yield llm
+
+
+def reject(llm, body, is_chat):
+    with pytest.raises(InvalidRequest) as caught:
+        parse_request({**VALID[is_chat], **body}, is_chat, llm)
+    return caught.value
+
+
+def list_values(table, kind):
+    """The values of a table, a pair of name and value each."""
+    for name, use in table.items():
+        if kind is tuple and isinstance(use, tuple):
+            yield from ((name, value) for value in use)
+        elif use == kind:
+            yield name, {"any": ["value"]}
+
+
+@pytest.mark.parametrize("is_chat, table", [(True, CHAT), (False, COMPLETION)])
+def test_neutral_and_ignored_values_change_nothing(llm, is_chat, table):
+    expected = parse_request(VALID[is_chat], is_chat, llm)
+    accepted = [*list_values(table, tuple), *list_values(table, parameters.IGNORED)]
+    accepted += [(name, None) for name in [*table, "unknown"] if name not in VALID[is_chat]]
+    assert len(accepted) > 50
+    for name, value in accepted:
+        assert parse_request({**VALID[is_chat], name: value}, is_chat, llm) == expected, name
+
+
+@pytest.mark.parametrize("is_chat, table", [(True, CHAT), (False, COMPLETION)])
+def test_other_values_are_rejected_by_name(llm, is_chat, table):
+    for name, value in list_values(table, tuple):
+        if isinstance(value, bool) and (not value) in table[name]:
+            continue  # both are neutral
+        for other in ("x", [3], {"x": 1}, 7, not value):
+            error = reject(llm, {name: other}, is_chat)
+            assert error.param == name
+            assert name in str(error)
+
+
+@pytest.mark.parametrize(
+    "is_chat, body, param",
+    [
+        (False, {"messages": QUESTION}, "messages"),
+        (False, {"top_logprobs": 1}, "top_logprobs"),
+        (False, {"max_completion_tokens": 1}, "max_completion_tokens"),
+        (False, {"add_special_tokens": False}, "add_special_tokens"),
+        (False, {"prompt_logprobs": 0}, "prompt_logprobs"),
+        (True, {"prompt": "x"}, "prompt"),
+        (True, {"add_special_tokens": True}, "add_special_tokens"),
+        (True, {"echo": True}, "echo"),
+        (True, {"enable_thinking": False}, "enable_thinking"),
+        (True, {"include_reasoning": False}, "include_reasoning"),
+        (True, {"detokenize": False}, "detokenize"),
+        (True, {"stream_options": {"include_usage": True}}, "stream_options"),
+        (True, {"stream_options": {}, "stream": False}, "stream_options"),
+        (True, {"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream"),
+        (True, {"temperature": -1}, "temperature"),
+        (True, {"max_completion_tokens": 0}, "max_completion_tokens"),
+        (True, {"max_tokens": 0}, "max_tokens"),
+        (True, {"top_logprobs": 1}, "top_logprobs"),
+        (True, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (True, {"logprobs": 3}, "logprobs"),
+        (True, {"stop_token_ids": [-1]}, "stop_token_ids"),
+        (True, {"messages": []}, "messages"),
+        (True, {"messages": None}, "messages"),
+        (True, {"messages": [{"role": "user", "content": 12}]}, "messages"),
+        (False, {"prompt": []}, "prompt"),
+        (False, {"prompt": [10**9]}, "prompt"),
+        (False, {"n": 4097}, "n"),
+        (True, {"x" * 10**6: ["y" * 10**6] * 10}, "x" * 10**6),
+    ],
+)
+def test_an_error_names_the_parameter(llm, is_chat, body, param):
+    error = reject(llm, body, is_chat)
+    assert error.param.startswith(param)
+    assert error.code is None
+    assert len(str(error)) < 400
+
+
+@pytest.mark.parametrize(
+    "is_chat, body",
+    [
+        (False, {"prompt": [5] * 3000}),
+        (False, {"prompt": "word " * 3000}),
+        (False, {"prompt": ["x", "word " * 10**6]}),
+        (True, {"messages": [{"role": "user", "content": "word " * 3000}]}),
+        (True, {"messages": [{"role": "user", "content": "word " * 10**6}]}),
+    ],
+)
+def test_a_prompt_that_is_too_long_has_openais_code(llm, is_chat, body):
+    error = reject(llm, body, is_chat)
+    assert error.code == "context_length_exceeded"
+    assert error.param == ("messages" if is_chat else "prompt")
+
+
+def test_defaults_come_from_the_checkpoint(llm, monkeypatch):
+    defaults = SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
+    monkeypatch.setattr(llm.input_processor, "default_params", defaults)
+    body = {"prompt": "x", "temperature": None, "top_p": 1, "top_k": 0, "seed": -1}
+    _, [(_, params)] = parse_request(body, False, llm)
+    assert params == SamplingParams(temperature=0.6, top_k=0, top_p=1, max_tokens=16)
+    _, [(_, params)] = parse_request({**VALID[True], "temperature": 0}, True, llm)
+    assert params == SamplingParams(temperature=0, top_k=20, top_p=0.95, max_tokens=1024)
+    for seed in (-2, -(2**63), 2**64 - 1):
+        _, [(_, params)] = parse_request({"prompt": "x", "seed": seed}, False, llm)
+        assert params.seed == seed
