@@ -16,7 +16,7 @@ from nanovllm.server.protocol import Object
 T = TypeVar("T")
 
 SMALL_BODY_BYTES = 2**16
-MAX_TOTAL_BYTES = 2**27
+MAX_TOTAL_BYTES = 2**28
 
 
 class Bodies:

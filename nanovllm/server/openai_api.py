@@ -39,6 +39,7 @@ MAX_BODY_BYTES = 2**25
 # Tokens of common vocabularies have up to 128 characters, which are 768 bytes as \uXXXX escapes. A
 # token id takes 8 bytes, so a body has room for 128 prompts of max_model_len token ids.
 BODY_BYTES_PER_TOKEN = 1024
+MAX_MESSAGE_CHARS = 2000
 WELCOME = """nanovllm serves OpenAI's API under /v1. To watch an engine step by step, start
 
     python -m nanovllm.server --playground
@@ -101,8 +102,9 @@ class Api:
 
     def _parse(self, is_chat: bool, body: Object) -> tuple[Reply, list[CheckedPrompt]]:
         """Called in a thread, because tokenizing a long prompt would delay other requests."""
-        model = body.get("model") or self.model
-        self._check_model(check_type("model", model, (str,), "a str"))
+        model = body.get("model")
+        if model not in (None, ""):
+            self._check_model(check_type("model", model, (str,), "a str"))
         reply = Reply(body, self.model, is_chat, self.engine.llm)
         return reply, parse_prompts(body, is_chat, self.engine.llm)
 
@@ -203,7 +205,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
         path = show_path(request.scope)
         if status == 404:
             endpoints = ", ".join(route.path for route in request.app.routes)
-            message = f"there is no {path}: the endpoints are {endpoints}"
+            message = f"Not Found: {path} is none of the endpoints {endpoints}"
         elif status == 405 and headers is not None:
             message = f"{path} does not support {request.method}: use {headers['Allow']}"
     elif isinstance(error, ModelNotFound):
@@ -218,6 +220,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
     elif isinstance(error, (ValueError, TypeError)):
         status = 400
         message = str(error)
-    response = respond(describe_error(status, message, code), status)
+    # A message can quote a value that is as large as the body.
+    response = respond(describe_error(status, message[:MAX_MESSAGE_CHARS], code), status)
     response.headers.update(headers or {})
     return response
