@@ -1,8 +1,14 @@
 """OpenAI's API over HTTP: `python -m nanovllm.server`. Needs the extra `serve`.
 
 __main__.py        options, signals, the web server
+connections.py     limits on connections
+web.py             the log of requests, rejection of foreign web pages
 openai_api.py      endpoints
-protocol.py        OpenAI's objects: parsed requests, written replies
+bodies.py          reads the JSON of requests
+metrics.py         Prometheus' metrics
+parameters.py      what each endpoint does with the parameters of a request
+protocol.py        OpenAI's objects: replies, errors
+logprobs.py        log probabilities as text
 engine_thread.py   the thread that owns the engine
 playground.py      the live page: a recorded engine that can be held and stepped
 """

@@ -7,29 +7,41 @@ engine are options here, such as --max-model-len 2048.
 import argparse
 import asyncio
 import ipaddress
+import os
 import signal
+import socket
 import sys
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import uvicorn
 
-from nanovllm import DEMO_MODEL, LLM
-from nanovllm.checks import parse_value
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.checks import check_int, naming, parse_value
 from nanovllm.config import Config
+from nanovllm.server.connections import KEEP_ALIVE_SECONDS, Connection, choose_limits
 from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.openai_api import Api
 from nanovllm.server.playground import HOSTS, Playground
 
 SHUTDOWN = "the server is shutting down"
 GRACE = 5  # seconds for clients that do not read
+BACKLOG = 2048  # clients that wait until they are accepted
 
 
 class Server(uvicorn.Server):
     """Runs until the engine has stopped, which ends all streams. uvicorn then waits for clients."""
 
-    def __init__(self, config: uvicorn.Config, engine: EngineThread, model: str) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        sockets: list[socket.socket],
+        engine: EngineThread,
+        model: str,
+    ) -> None:
         super().__init__(config)
+        self.sockets = sockets
         self.engine = engine
         self.model = model
 
@@ -38,12 +50,18 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.engine.stop, SHUTDOWN)
+        # uvicorn's backlog is also the number of connections that asyncio accepts at once.
+        for each in self.sockets:
+            each.listen(BACKLOG)
         self.engine.start_on(loop)
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        port = self.servers[0].sockets[0].getsockname()[1]
+        port = self.sockets[0].getsockname()[1]
         print(
             f"nanovllm: serving {self.model} on http://{host}:{port}", file=sys.stderr, flush=True
         )
+        defaults = describe_defaults(self.engine.llm.get_default_sampling_params())
+        message = f"sampling defaults of generation_config.json: {defaults}"
+        print(f"nanovllm: {message}", file=sys.stderr, flush=True)
         await asyncio.to_thread(self.engine.join)
 
 
@@ -57,7 +75,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("model", nargs="?", default=DEMO_MODEL, metavar="MODEL", help="default: the demo model")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, default=8000, help="0 chooses a free port (default: 8000)")
-    add("--api-key", metavar="KEY", help="clients of /v1 must send it as a bearer token")
+    add(
+        "--api-key",
+        metavar="KEY",
+        default=os.environ.get("NANOVLLM_API_KEY"),
+        help="clients of /v1 must send it as a bearer token (default: NANOVLLM_API_KEY of the"
+        " environment, which other users of this machine cannot see)",
+    )
     add(
         "--playground",
         action="store_true",
@@ -73,6 +97,13 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def describe_defaults(params: SamplingParams) -> str:
+    """List the parameters that differ from those of SamplingParams()."""
+    usual = vars(SamplingParams())
+    changed = [f"{name}={value}" for name, value in vars(params).items() if value != usual[name]]
+    return ", ".join(changed) or "none"
+
+
 def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
@@ -80,6 +111,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+async def bind(host: str, port: int) -> list[socket.socket]:
+    """Reserve the addresses of `host`. Connections are rejected until the sockets listen."""
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
+    sockets = [each.dup() for each in server.sockets]
+    server.close()
+    return sockets
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -92,16 +132,25 @@ def main(argv: list[str] | None = None) -> None:
             "--playground shows every prompt to everyone who opens the page, and records every"
             f" step: use a --host of {', '.join(HOSTS)}, and neither --api-key nor --trace"
         )
+    if args.api_key == "":
+        parser.error("--api-key, or NANOVLLM_API_KEY, is empty: give a key, or leave it out")
     if not is_loopback(args.host) and args.api_key is None:
         message = f"warning: --host {args.host} lets everyone on the network use this server"
         print(f"nanovllm: {message}: set --api-key", file=sys.stderr)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))  # while the model loads
     playground: Playground | None = None
+    address = f"--host {args.host} --port {args.port} is not available, choose another address"
     try:
+        check_int("--port", args.port, 0, 65535)
+        with naming(address, OSError, UnicodeError):
+            sockets = asyncio.run(bind(args.host, args.port))
         if args.playground:
             playground = Playground(args.model, options)
         engine = playground or EngineThread(LLM(args.model, **options))
+        with naming(address, OSError):  # a server that started at the same time
+            for each in sockets:
+                each.listen()
     except (ValueError, TypeError) as error:
         parser.error(str(error))
     name = "demo_model" if args.model == DEMO_MODEL else args.model
@@ -109,16 +158,20 @@ def main(argv: list[str] | None = None) -> None:
     app = api.make_app()
     if playground is not None:
         app = api.make_app(playground.routes(), HOSTS)
+    max_connections, batch_size = choose_limits()
+    protocol: Any = partial(Connection, max_connections=max_connections)
     config = uvicorn.Config(
         app,
         args.host,
-        args.port,
-        log_level="warning",
+        http=protocol,
+        log_level="error",  # a warning for each invalid request would fill the log
         access_log=False,
+        backlog=batch_size,
         date_header=False,  # main_loop does not update it
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=GRACE,
     )
-    Server(config, engine, name).run()
+    Server(config, sockets, engine, name).run(sockets)
     if engine.stop_reason != SHUTDOWN:
         sys.exit(1)
 

@@ -90,10 +90,13 @@ CHAT: Table = {
 class InvalidRequest(ValueError):
     """An error of the client, with the fields of OpenAI's error object."""
 
-    def __init__(self, message: str, param: str | None, code: str | None) -> None:
+    def __init__(
+        self, message: str, param: str | None, code: str | None = None, status: int = 400
+    ) -> None:
         super().__init__(message)
         self.param = param
         self.code = code
+        self.status = status
 
 
 def parse_request(body: Object, is_chat: bool, llm: LLM) -> tuple[Object, list[CheckedPrompt]]:
@@ -128,7 +131,7 @@ def _select(body: Object, table: Table) -> Object:
             given[name] = value
         elif value not in use:
             message = f"{show(name)} with the value {show(value)} is not supported: leave it out"
-            raise InvalidRequest(message, name, None)
+            raise InvalidRequest(message, name)
     return given
 
 

@@ -21,9 +21,10 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.checks import check_int, check_number, check_type
 from nanovllm.config import Config
 from nanovllm.outputs import RequestOutput
+from nanovllm.server.bodies import read_json
 from nanovllm.server.engine_thread import EngineThread, Stream
-from nanovllm.server.openai_api import read_json, respond
 from nanovllm.server.parameters import Object
+from nanovllm.server.web import respond
 from nanovllm.trace.page import read_template, shorten
 from nanovllm.trace.reader import Reader
 from nanovllm.trace.recorder import Timeline

@@ -43,7 +43,16 @@ MAY_IMPORT = {  # part of the package -> parts
         "packing",
         "terminal",
     },
-    "trace": {"arithmetic", "batch", "config", "engine", "models", "terminal", "trace"},
+    "trace": {
+        "arithmetic",
+        "batch",
+        "config",
+        "engine",
+        "models",
+        "terminal",
+        "trace",
+        "vocabulary",
+    },
 }
 MAY_IMPORT_KERNELS = {"nanovllm.engine.worker", "nanovllm.engine.model_runner"}
 # Rare mechanisms, which the rest of the engine does not know.

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -13,8 +14,7 @@ NUM_BLOCKS = 512
 OPTIONS = ["--dtype", "float32", "--num-kvcache-blocks", str(NUM_BLOCKS)]
 OPTIONS += ["--kvcache-block-size", "16", "--max-model-len", "1024", "--api-key", KEY]
 HEADERS = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-# Connections stay open, because thousands of requests take seconds on them. The server closes
-# those that are idle for 5 seconds.
+# Connections stay open, because thousands of requests take seconds on them.
 CLIENT = httpx.Client(timeout=60, limits=httpx.Limits(keepalive_expiry=1))
 
 
@@ -41,3 +41,32 @@ def stream(url, body, timeout=60):
     """Begin to read a completion. Leaving the context disconnects."""
     options = {"json": {"stream": True, **body}, "headers": HEADERS, "timeout": timeout}
     return CLIENT.stream("POST", f"{url}/v1/completions", **options)
+
+
+def write_request(body, version="1.1", **headers):
+    content = json.dumps(body).encode()
+    lines = [f"POST /v1/completions HTTP/{version}", f"Content-Length: {len(content)}"]
+    lines += [f"{name}: {value}" for name, value in {**HEADERS, **headers}.items()]
+    return "\r\n".join([*lines, "\r\n"]).encode() + content
+
+
+def connect(url, data=b""):
+    address, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((address, int(port)), timeout=20)
+    connection.sendall(data)
+    return connection
+
+
+def read_all(connection):
+    """Read until the server closes the connection."""
+    with connection:
+        return b"".join(iter(lambda: connection.recv(2**16), b"")).decode()
+
+
+def wait_for_line(process, text):
+    """Return the lines that a server has logged, up to one with `text`."""
+    lines = [process.stderr.readline()]
+    while text not in lines[-1]:
+        lines.append(process.stderr.readline())
+        assert lines[-1], lines
+    return lines

@@ -1,0 +1,81 @@
+"""Reads the JSON of requests, within limits on the size of one body and on the memory of all."""
+
+import asyncio
+import gc
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from nanovllm.checks import check_type
+from nanovllm.server.parameters import Object
+
+T = TypeVar("T")
+
+SMALL_BODY_BYTES = 2**16
+MAX_TOTAL_BYTES = 2**28
+
+
+class Bodies:
+    """Reads and parses bodies of up to `max_bytes`.
+
+    Parsed JSON takes up to 30 times as much memory as its text, so large bodies are parsed one at a
+    time. The text that waits for that is limited to MAX_TOTAL_BYTES.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.total_bytes = 0  # of bodies that are being received or parsed
+        self.turn = asyncio.Lock()
+
+    async def read(self, request: Request, parse: Callable[[Object], T]) -> T:
+        """Return parse(body), called in a thread.
+
+        Browsers send the content type application/json to another origin only after a preflight
+        request, which fails here.
+        """
+        content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            raise HTTPException(415, "the request needs the header Content-Type: application/json")
+        self._check(int(request.headers.get("Content-Length", 0)))
+        data = bytearray()
+        try:
+            async for chunk in request.stream():
+                data += chunk
+                self.total_bytes += len(chunk)
+                self._check(len(data))
+            async with self.turn if len(data) > SMALL_BODY_BYTES else nullcontext():
+                return await asyncio.to_thread(_parse, data, parse)
+        finally:
+            self.total_bytes -= len(data)
+
+    def _check(self, num_bytes: int) -> None:
+        if num_bytes > self.max_bytes:
+            message = f"the body exceeds {self.max_bytes} bytes: send fewer or shorter prompts"
+            raise HTTPException(413, message)
+        if num_bytes > SMALL_BODY_BYTES and self.total_bytes > MAX_TOTAL_BYTES:
+            raise HTTPException(503, "too many large bodies arrive at once: try again later")
+
+
+def _parse(data: bytearray, parse: Callable[[Object], T]) -> T:
+    """Parse without garbage collection, which would make millions of lists take 6 times as long.
+
+    The event loop waits for json.loads, because it does not release the GIL.
+    """
+    gc.disable()
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the body is not JSON: {error}") from error
+    else:
+        return parse(check_type("the body", body, (dict,), "a JSON object"))
+    finally:
+        gc.enable()
+
+
+async def read_json(request: Request) -> Object:
+    bodies: Bodies = request.app.state.bodies
+    return await bodies.read(request, dict)

@@ -1,0 +1,147 @@
+"""Limits on connections: their number, the time that a client has, and the size of a header.
+
+uvicorn limits only the time between two requests, and counts connections only when a request has
+arrived. Clients that send nothing would use up the file descriptors of the process.
+"""
+
+import asyncio
+import json
+import resource
+from functools import cache
+from http import HTTPStatus
+from typing import Any
+
+import psutil
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from nanovllm.server.protocol import describe_error
+from nanovllm.server.web import log
+
+REQUEST_SECONDS = 30  # for a client to connect and to send a request
+KEEP_ALIVE_SECONDS = 75  # between requests, longer than proxies reuse an idle connection
+PROBE_SECONDS = 0.05
+MAX_HEADER_BYTES = 2**16
+MAX_CONNECTIONS = 4096
+
+
+def choose_limits() -> tuple[int, int]:
+    """Return how many connections to serve, and how many to accept at once.
+
+    File descriptors must be left for everything else. A connection above the limit takes four
+    iterations of the event loop until it is accepted, rejected and closed. An iteration accepts a
+    batch of connections at each of up to two addresses (IPv4 and IPv6).
+    """
+    num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if num_files == resource.RLIM_INFINITY:
+        num_files = 2 * MAX_CONNECTIONS
+    num_left = num_files - psutil.Process().num_fds()
+    batch_size = max(1, min(32, num_left // 16))
+    return min(num_left - 8 * batch_size, MAX_CONNECTIONS), batch_size
+
+
+@cache  # because there can be thousands of such connections
+def report_limit(max_connections: int) -> None:
+    log(f"{max_connections} connections are open: others get a 503")
+
+
+class Connection(HttpToolsProtocol):
+    """A connection to a client."""
+
+    timer: asyncio.TimerHandle | None = None  # runs while the server waits for a request
+    num_header_bytes: int | None = None  # of a header that is not complete
+
+    def __init__(self, *, max_connections: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.max_connections = max_connections
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+        if len(self.connections) > self.max_connections:
+            report_limit(self.max_connections)
+            self._reject(503, "the server has no free connection: try again later")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_timer()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.num_header_bytes is not None:
+            self.num_header_bytes += len(data)
+            if self.num_header_bytes > MAX_HEADER_BYTES:
+                self._reject(431, f"the header exceeds {MAX_HEADER_BYTES} bytes")
+        # uvicorn's timer between two requests has been stopped, also by an empty line.
+        if self.timer is None and not self._is_answering():
+            self._start_timer()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.num_header_bytes = 0
+        self._start_timer()
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self.num_header_bytes = None
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._stop_timer()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether to go on although the client has closed its side.
+
+        A client that waits for the reply (`nc -N`) and one that has vanished send the same FIN.
+        They differ in what follows when the server writes: the system of the latter resets the
+        connection, which makes the next write fail. So something is written that clients ignore.
+        HTTP/1.0 has nothing like that. nginx uses it by default, and closes both sides.
+        """
+        if not self._is_answering() or self.pipeline or self.cycle.scope["http_version"] != "1.1":
+            return False
+        self.cycle.keep_alive = False
+        self._probe(PROBE_SECONDS)
+        return True
+
+    def _probe(self, delay: float) -> None:
+        if self.transport.is_closing():
+            return
+        if not self.cycle.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif self.cycle.chunked_encoding:
+            self.transport.write(b"2\r\n:\n\r\n")  # a comment among server-sent events
+        self.loop.call_later(delay, self._probe, 2 * delay)
+
+    def _is_answering(self) -> bool:
+        """Return whether a request is complete and its reply is not."""
+        cycle = self.cycle
+        is_idle = cycle is None or cycle.response_complete or cycle.more_body
+        return bool(self.pipeline) or not is_idle
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        self.timer = self.loop.call_later(REQUEST_SECONDS, self._time_out)
+
+    def _stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def _time_out(self) -> None:
+        if self._is_answering():  # the next request has begun to arrive, and is not read yet
+            self._start_timer()
+        else:
+            self._reject(408, f"no complete request arrived within {REQUEST_SECONDS} seconds")
+
+    def send_400_response(self, msg: str) -> None:
+        self._reject(400, msg)
+
+    def _reject(self, status: int, message: str) -> None:
+        """Close the connection, with an error object unless a reply has begun."""
+        body = json.dumps(describe_error(status, message))
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            self.transport.write(f"{head}{body}".encode())
+        self.transport.close()

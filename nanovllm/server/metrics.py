@@ -1,0 +1,76 @@
+"""What `GET /metrics` reports: the engine's statistics, latencies, requests and the process."""
+
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+
+import prometheus_client as prometheus
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from nanovllm.server.engine_thread import EngineThread, Outputs, Stream
+from nanovllm.server.parameters import Object
+
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+GAUGES = {
+    "num_waiting": "Sequences that wait for admission",
+    "num_running": "Sequences that hold KV blocks",
+    "num_free_blocks": "KV blocks that no sequence holds",
+    "num_blocks": "KV blocks in total",
+}
+COUNTERS = {
+    "num_prefill_tokens": "Computed tokens of prompts, and recomputed tokens",
+    "num_decode_tokens": "Generated tokens that were computed by a decode",
+    "num_cached_tokens": "Prompt tokens found in the prefix cache",
+    "num_preemptions": "Preemptions of running sequences",
+    "num_draft_tokens": "Draft tokens that were computed",
+    "num_accepted_tokens": "Draft tokens that were accepted",
+}
+
+
+class Metrics:
+    """Metrics of one server, in a registry of its own."""
+
+    def __init__(self, engine: EngineThread) -> None:
+        self.engine = engine
+        self.registry = prometheus.CollectorRegistry()
+        self.registry.register(self)  # calls `collect`
+        prometheus.ProcessCollector(registry=self.registry)
+        self.requests = prometheus.Counter(
+            "nanovllm_requests", "HTTP requests that ended", ["status"], registry=self.registry
+        )
+        histogram = partial(prometheus.Histogram, buckets=BUCKETS, registry=self.registry)
+        self.time_to_first_token = histogram(
+            "nanovllm_time_to_first_token_seconds", "Time to first token"
+        )
+        self.inter_token_time = histogram(
+            "nanovllm_inter_token_seconds", "Time between two tokens of a choice"
+        )
+        self.request_time = histogram("nanovllm_request_seconds", "Time until the last token")
+
+    def collect(self) -> list[Metric]:
+        """Return the engine's statistics. Prometheus calls this for each scrape."""
+        metrics: list[Metric] = []
+        stats: Object = {**self.engine.llm.stats}
+        for name, text in GAUGES.items():
+            metrics.append(GaugeMetricFamily(f"nanovllm_{name}", text, value=stats[name]))
+        for name, text in COUNTERS.items():
+            metrics.append(CounterMetricFamily(f"nanovllm_{name}", text, value=stats[name]))
+        return metrics
+
+    async def measure(self, stream: Stream) -> AsyncIterator[Outputs]:
+        """Yield the outputs of a request, and observe its latency."""
+        start = time.perf_counter()
+        newest: dict[int, tuple[float, int]] = {}  # choice -> time and number of its tokens
+        async for outputs in stream:
+            now = time.perf_counter()
+            if not newest:
+                self.time_to_first_token.observe(now - start)
+            for index, output in outputs.items():
+                num_tokens = len(output["token_ids"])
+                before, num_before = newest.get(index, (now, num_tokens))
+                num_new = num_tokens - num_before  # can be several, see Stream
+                if num_new > 0:
+                    self.inter_token_time.observe((now - before) / num_new)
+                newest[index] = (now, num_tokens)
+            yield outputs
+        self.request_time.observe(time.perf_counter() - start)

@@ -1,0 +1,106 @@
+"""What every request passes before and after its endpoint."""
+
+import json
+import re
+import select
+import sys
+import time
+from collections.abc import Sequence
+from urllib.parse import quote
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanovllm.server.metrics import Metrics
+from nanovllm.server.parameters import Object
+from nanovllm.server.protocol import describe_error
+
+QUIET = ("/health", "/metrics")  # polled every few seconds, so neither logged nor counted
+
+
+class Front:
+    """Gives each request an id, rejects those of foreign web pages, and logs and counts the rest.
+
+    A client or a proxy can choose the id by the header X-Request-Id. `hosts`, if given, are the
+    only ones that are served: a page can let its own host name point to 127.0.0.1 (DNS rebinding).
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str], metrics: Metrics) -> None:
+        self.app = app
+        self.hosts = hosts
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        start = time.perf_counter()
+        request = Request(scope)
+        request_id = request.headers.get("X-Request-Id", "")
+        if not re.fullmatch("[!-~]{1,100}", request_id):
+            request_id = uuid4().hex
+        status = 500
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"].append((b"x-request-id", request_id.encode()))
+            await send(message)
+
+        app = self.app
+        if is_foreign(request) or (self.hosts and read_host(request) not in self.hosts):
+            message = "requests from other web pages, or to another host name, are rejected"
+            app = respond(describe_error(403, message), 403)
+        try:
+            await app(scope, receive, send_with_id)
+        finally:
+            if scope["path"] not in QUIET:
+                self.metrics.requests.labels(status).inc()
+                duration = 1000 * (time.perf_counter() - start)
+                log(f"{request.method} {show_path(scope)} {status} {duration:.1f} ms {request_id}")
+
+
+def read_host(request: Request) -> str:
+    """Return the Host header without a port. request.url would replace an invalid one."""
+    name = re.sub(r":\d*$", "", request.headers.get("Host", ""))
+    return name.removeprefix("[").removesuffix("]")
+
+
+def is_foreign(request: Request) -> bool:
+    """Return whether a browser sends the request for a page of another origin.
+
+    There are no CORS headers, so such a page cannot read a reply. This keeps it from sending
+    requests, too. Following a link to `GET /` is allowed.
+
+    Pages cannot set Sec-Fetch-Site. Browsers send it to https addresses and to this machine. Only
+    without it, Origin is compared with Host, which proxies replace by the name of their upstream.
+    """
+    if request.method == "GET" and request.scope["path"] == "/":
+        return False
+    site = request.headers.get("Sec-Fetch-Site")
+    if site is not None:
+        return site not in ("none", "same-origin")
+    origin = request.headers.get("Origin")
+    return origin is not None and origin.partition("://")[2] != request.headers.get("Host", "")
+
+
+def show_path(scope: Scope) -> str:
+    """Return the path for a message: in ASCII, on one line."""
+    return quote(scope["path"][:200])
+
+
+def respond(content: Object, status: int = 200) -> Response:
+    """Return JSON in ASCII, which can hold any str, also lone surrogates."""
+    return Response(json.dumps(content), status, media_type="application/json")
+
+
+def log(line: str) -> None:
+    """Print a line to stderr.
+
+    It is dropped if stderr is a full pipe, because the event loop would wait for its reader.
+    """
+    _, writable, _ = select.select([], [2], [], 0)
+    if writable:
+        print(f"nanovllm: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,176 @@
+"""HTTP around the endpoints: the log, ids, keys, proxies, unknown paths, metrics, addresses."""
+
+import os
+import re
+import signal
+import socket
+import sys
+
+import pytest
+from server_helpers import CLIENT, HEADERS, KEY, OPTIONS, post, start, wait_for_line
+
+from nanovllm import DEMO_MODEL
+from nanovllm.outputs import Stats
+from nanovllm.server import __main__, metrics
+from nanovllm.server.web import log
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A server whose key is in the environment."""
+    program = "import os, sys; from nanovllm.server.__main__ import main;"
+    program += f" os.environ['NANOVLLM_API_KEY'] = {KEY!r}; main(sys.argv[1:])"
+    with start(*OPTIONS[:-2], program=("-c", program)) as address_and_process:
+        yield address_and_process
+
+
+@pytest.fixture
+def url(server):
+    return server[0]
+
+
+def test_each_request_has_an_id_and_a_line_in_the_log(server):
+    url, process = server
+    ids = []
+    for name in ("trace-1", "with space", "x" * 101, "\xe9"):
+        response = post(url, {"prompt": "x"}, **{"X-Request-Id": name.encode("latin-1")})
+        ids.append(response.headers["x-request-id"])
+    CLIENT.get(f"{url}/health")
+    ids.append(CLIENT.get(f"{url}/a%0a%1b?b").headers["x-request-id"])
+    lines = wait_for_line(process, ids[-1])
+    assert ids[0] == "trace-1"
+    assert all(re.fullmatch("[0-9a-f]{32}", name) for name in ids[1:])
+    expected = [rf"nanovllm: POST /v1/completions 200 \d+\.\d ms {name}\n" for name in ids[:4]]
+    expected.append(rf"nanovllm: GET /a%0A%1B 404 \d+\.\d ms {ids[4]}\n")
+    assert len(lines) == 5
+    assert all(map(re.fullmatch, expected, lines))
+
+
+def test_a_log_that_nobody_reads_does_not_block(monkeypatch):
+    read_end, write_end = os.pipe()
+    stderr = os.dup(2)
+    os.dup2(write_end, 2)
+    try:
+        with open(2, "w", closefd=False) as file:
+            monkeypatch.setattr(sys, "stderr", file)
+            for number in range(5000):
+                log(f"line {number}")
+    finally:
+        os.dup2(stderr, 2)
+    assert os.read(read_end, 30).startswith(b"nanovllm: line 0\n")
+    for each in (read_end, write_end, stderr):
+        os.close(each)
+
+
+@pytest.mark.parametrize(
+    "value, status",
+    [
+        (f"bearer {KEY}", 200),
+        (f"BEARER  {KEY}", 200),
+        (f"Basic {KEY}", 401),
+        (f"Bearer {KEY}x", 401),
+        (KEY, 401),
+        ("Bearer \xe9".encode("latin-1"), 401),
+        ("", 401),
+    ],
+)
+def test_the_scheme_of_a_key_is_case_insensitive(url, value, status):
+    response = CLIENT.get(f"{url}/v1/models", headers={"Authorization": value})
+    assert response.status_code == status
+    assert ("www-authenticate" in response.headers) == (status == 401)
+
+
+@pytest.mark.parametrize(
+    "headers, status",
+    [
+        ({"Sec-Fetch-Site": "same-origin", "Origin": "https://public.example"}, 200),
+        ({"Sec-Fetch-Site": "none"}, 200),
+        ({"Sec-Fetch-Site": "same-site", "Origin": "http://testserver"}, 403),
+        ({"Sec-Fetch-Site": "cross-site", "Host": "a.b", "Origin": "http://a.b"}, 403),
+        ({"Host": "a.b", "Origin": "http://a.b"}, 200),
+        ({"Origin": "null"}, 403),
+    ],
+)
+def test_a_page_behind_a_proxy_is_accepted(url, headers, status):
+    assert post(url, {"prompt": "x"}, **headers).status_code == status
+
+
+def test_unknown_paths_and_methods_are_named(url):
+    response = CLIENT.get(f"{url}/v1/embeddings")
+    assert response.status_code == 404
+    message = response.json()["error"]["message"]
+    assert "/v1/embeddings" in message
+    assert "/v1/chat/completions" in message
+    response = CLIENT.get(f"{url}/v1/completions")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+    message = response.json()["error"]["message"]
+    assert "/v1/completions does not support GET: use POST" in message
+    assert len(CLIENT.get(f"{url}/{'x' * 10_000}").text) < 1000
+
+
+@pytest.mark.parametrize("name", ["demo_model", str(DEMO_MODEL)])
+def test_a_model_is_described(url, name):
+    cards = CLIENT.get(f"{url}/v1/models", headers=HEADERS).json()["data"]
+    assert CLIENT.get(f"{url}/v1/models/{name}", headers=HEADERS).json() == cards[0]
+
+
+def test_an_unknown_model_is_an_error_with_a_code(url):
+    replies = [CLIENT.get(f"{url}/v1/models/some/{'x' * 5000}", headers=HEADERS)]
+    replies.append(post(url, {"model": "some/" + "x" * 5000, "prompt": "x"}))
+    for reply in replies:
+        assert reply.status_code == 404
+        error = reply.json()["error"]
+        assert error["code"] == "model_not_found"
+        assert len(error["message"]) < 500
+    assert CLIENT.get(f"{url}/v1/models/demo_model").status_code == 401
+
+
+def test_metrics_are_described_in_words(url):
+    post(url, {"prompt": "x", "max_tokens": 5, "ignore_eos": True, "n": 2})
+    CLIENT.get(f"{url}/nothing")
+    text = CLIENT.get(f"{url}/metrics").text
+    assert "stats[" not in text
+    assert 'nanovllm_requests_total{status="404"}' in text
+    assert "process_resident_memory_bytes" in text
+    count = re.search(r"nanovllm_inter_token_seconds_count (\S+)", text)[1]
+    assert 1 <= float(count)
+    assert metrics.GAUGES.keys() | metrics.COUNTERS.keys() == Stats.__annotations__.keys()
+
+
+def test_idle_connections_outlive_those_of_proxies():
+    assert __main__.KEEP_ALIVE_SECONDS == 75
+
+
+# --- start
+
+
+def run_main(monkeypatch, capsys, *arguments):
+    """Return the error of a server that must not load its model."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # main installs handlers
+    monkeypatch.setattr(__main__, "LLM", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(list(arguments))
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--port", "99999"], "--port must be at least 0 and at most 65535, not 99999"),
+        (["--port", "-1"], "--port must be at least 0 and at most 65535, not -1"),
+        (["--host", "host.invalid", "--port", "0"], "--host host.invalid --port 0"),
+        (["--host", "a" * 70, "--port", "0"], "not available"),
+        (["--api-key", ""], "NANOVLLM_API_KEY"),
+    ],
+)
+def test_invalid_addresses_and_keys_are_named(monkeypatch, capsys, arguments, message):
+    assert message in run_main(monkeypatch, capsys, *arguments)
+
+
+def test_a_port_that_is_taken_is_reported_before_the_model_is_loaded(monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        error = run_main(monkeypatch, capsys, "--port", str(port))
+    assert f"--host 127.0.0.1 --port {port} is not available" in error
+    assert "Traceback" not in error
