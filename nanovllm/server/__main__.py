@@ -54,14 +54,14 @@ class Server(uvicorn.Server):
         for each in self.sockets:
             each.listen(BACKLOG)
         self.engine.start_on(loop)
+        defaults = describe_defaults(self.engine.llm.get_default_sampling_params())
+        message = f"sampling defaults of generation_config.json: {defaults}"
+        print(f"nanovllm: {message}", file=sys.stderr, flush=True)
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         port = self.sockets[0].getsockname()[1]
         print(
             f"nanovllm: serving {self.model} on http://{host}:{port}", file=sys.stderr, flush=True
         )
-        defaults = describe_defaults(self.engine.llm.get_default_sampling_params())
-        message = f"sampling defaults of generation_config.json: {defaults}"
-        print(f"nanovllm: {message}", file=sys.stderr, flush=True)
         await asyncio.to_thread(self.engine.join)
 
 

@@ -24,6 +24,7 @@ SAMPLING = [
     {"logprobs": 1},
     {"stop": ["zqzq"], "temperature": 0.0},
     {"n": 2},
+    {"prompt_logprobs": 1},
 ]
 REQUESTS = [
     ([5 + i] * (10 + 4 * i), SamplingParams(max_tokens=7, ignore_eos=True, seed=i, **options))
@@ -77,9 +78,14 @@ def demo():
 
 
 def summarize(outputs):
-    """The token ids, text and finish reason of each request."""
+    """The token ids, text, finish reason and number of scores of each request."""
     last = {output["request_id"]: output for output in outputs}
-    return [(last[i]["token_ids"], last[i]["text"], last[i]["finish_reason"]) for i in sorted(last)]
+    summaries = []
+    for _, output in sorted(last.items()):
+        num_scores = len(output["prompt_logprobs"] or [])
+        reason = output["finish_reason"]
+        summaries.append((output["token_ids"], output["text"], reason, num_scores))
+    return summaries
 
 
 def by_generate(llm):
