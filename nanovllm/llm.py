@@ -6,7 +6,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanovllm.beam_search import Beam, BeamSearch, search_together
 from nanovllm.checks import (
     check_bool,
     check_int,
@@ -15,14 +14,15 @@ from nanovllm.checks import (
     naming,
 )
 from nanovllm.config import Config, takes
-from nanovllm.detokenizer import Detokenizer
-from nanovllm.engine.input_processor import CheckedPrompt, Prompt
+from nanovllm.engine.beam_search import Beam, BeamSearch, search_together
+from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.input_processor import PreparedPrompt, Prompt
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.prompt_logprobs import ScoringModelRunner
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.speculation import SpeculativeScheduler, enable_speculation
-from nanovllm.engine.turns import SharedEngine
+from nanovllm.engine.thread_safety import ThreadSafeEngine
 from nanovllm.messages import Message, prepare_messages
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -38,7 +38,7 @@ Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-class LLM(SharedEngine):
+class LLM(ThreadSafeEngine):
     """An engine for one model: LLM("Qwen/Qwen3-0.6B", max_model_len=2048).
 
     `Config` documents the options.
@@ -89,7 +89,7 @@ class LLM(SharedEngine):
 
         Raises ValueError or TypeError, and queues nothing, if any prompt cannot be served.
         """
-        return self._generate(self.check_prompts(prompts, sampling_params), use_tqdm)
+        return self._generate(self.prepare_prompts(prompts, sampling_params), use_tqdm)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[RequestOutput]:
         """Yield the outputs of requests that gained tokens or finished. `text` is append-only.
@@ -97,7 +97,7 @@ class LLM(SharedEngine):
         The prompts are checked now and queued when the first output is requested. Leaving the loop
         cancels their requests.
         """
-        return self._stream(self.check_prompts(prompts, sampling_params))
+        return self._stream(self.prepare_prompts(prompts, sampling_params))
 
     def chat(
         self,
@@ -153,7 +153,7 @@ class LLM(SharedEngine):
         check_bool("ignore_eos", ignore_eos)
         eos_token_ids = frozenset() if ignore_eos else self.eos_token_ids
         searches: list[BeamSearch] = []
-        for prompt, _ in self.check_prompts(prompts, None):
+        for prompt, _ in self.prepare_prompts(prompts, None):
             max_num_tokens = min(max_tokens, self.max_model_len - len(prompt))
             searches.append(
                 BeamSearch(prompt, beam_width, max_num_tokens, length_penalty, eos_token_ids)
@@ -185,7 +185,7 @@ class LLM(SharedEngine):
         }
 
     def _generate(
-        self, prompts: list[CheckedPrompt], use_tqdm: bool = False
+        self, prompts: list[PreparedPrompt], use_tqdm: bool = False
     ) -> list[RequestOutput]:
         with self._queued(prompts, inbox={}) as requests:
             progress = _Progress(self.scheduler, requests, use_tqdm)
@@ -196,7 +196,7 @@ class LLM(SharedEngine):
                         progress.update()
             return self._take_turn(lambda: [request.output() for request in requests])
 
-    def _stream(self, prompts: list[CheckedPrompt]) -> Iterator[RequestOutput]:
+    def _stream(self, prompts: list[PreparedPrompt]) -> Iterator[RequestOutput]:
         inbox: Inbox = {}
         with self._queued(prompts, inbox) as requests:
             num_unfinished = len(requests)
@@ -207,7 +207,7 @@ class LLM(SharedEngine):
                         num_unfinished -= 1
                     yield output
 
-    def check_prompts(self, prompts: Any, sampling_params: Any) -> list[CheckedPrompt]:
+    def prepare_prompts(self, prompts: Any, sampling_params: Any) -> list[PreparedPrompt]:
         """Tokenize and check prompts and their sampling_params, as given to `generate`."""
         expected = "a str, a list of token ids, or a list of these"
         check_type("prompts", prompts, (str, list, tuple), expected)
@@ -223,7 +223,7 @@ class LLM(SharedEngine):
                 f"{len(prompts)} prompts but {len(sampling_params)} sampling_params:"
                 " pass one for all prompts, or one for each"
             )
-        check = self.input_processor.check
+        check = self.input_processor.prepare
         return [check(prompt, params) for prompt, params in zip(prompts, sampling_params)]
 
 

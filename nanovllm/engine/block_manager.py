@@ -7,11 +7,12 @@ chained hash, which covers its own tokens and the hash of the block before it:
     hash        | h0=H(root, abcd) <- h1=H(h0, efgh)
     block_table |    7    |    2    |   5         logical block -> physical block
 
-`hash_to_block_id` lists full blocks. If two sequences compute the same block at the same time, the
-first one is listed, and the second one is an unlisted duplicate.
+A cached block is a full block that `hash_to_block_id` leads to, so that other sequences can hit it.
+If two sequences compute the same block at the same time, the first one is cached, and the second
+one is an uncached duplicate.
 
 A freed block keeps its content until it is taken for other tokens. `free_block_ids` is the
-eviction order: unlisted blocks first, then the least recently used ones. Within a sequence the tail
+eviction order: uncached blocks first, then the least recently used ones. Within a sequence the tail
 is evicted before the head, because a tail without its head cannot be hit.
 
 References: PagedAttention (Kwon et al. 2023); vLLM's automatic prefix caching.
@@ -30,16 +31,24 @@ from nanovllm.engine.sequence import Sequence
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """One physical block. `hash` is -1 and `token_ids` is empty unless the block is listed."""
+    """One physical block. `hash` is -1 and `token_ids` is empty unless the block is cached."""
 
     block_id: int
     ref_count: int = 0
     hash: int = -1
     token_ids: list[int] = field(default_factory=list)
 
+    @property
+    def is_cached(self) -> bool:
+        return self.hash != -1
+
 
 class BlockManager:
-    """A pool of `num_blocks` blocks of `block_size` tokens. All costs are O(1) per block."""
+    """A pool of `num_blocks` blocks of `block_size` tokens.
+
+    The cost of an operation is proportional to the blocks and tokens that it concerns, whatever the
+    size of the pool.
+    """
 
     def __init__(
         self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
@@ -69,7 +78,7 @@ class BlockManager:
         return xxhash.xxh3_128_intdigest(data, seed=prefix % 2**64)
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
-        """Find the longest chain of listed blocks at the start of `seq`.
+        """Find the longest chain of cached blocks at the start of `seq`.
 
         It ends before the first token whose logits are needed, which is at the latest the last one.
         """
@@ -111,8 +120,8 @@ class BlockManager:
         seq.block_table += [self._take() for _ in range(num_new)]
         return True
 
-    def list_full_blocks(self, seq: Sequence, start: int, end: int) -> None:
-        """List the blocks of `seq` that its tokens from position `start` to `end` make full.
+    def cache_full_blocks(self, seq: Sequence, start: int, end: int) -> None:
+        """Cache the blocks of `seq` that its tokens from position `start` to `end` make full.
 
         The scheduler calls this when it plans a step. That is safe because every layer writes K/V
         before it attends, so another sequence of the same step may already share the blocks.
@@ -121,17 +130,17 @@ class BlockManager:
             return
         for index in range(start // self.block_size, end // self.block_size):
             block_hash = self._hash(seq, index)
-            if block_hash in self.hash_to_block_id:  # listed already, or a duplicate
+            if block_hash in self.hash_to_block_id:  # cached already, or a duplicate
                 continue
             block = self.blocks[seq.block_table[index]]
             block.hash = block_hash
             block.token_ids = self._tokens(seq, index)
             self.hash_to_block_id[block_hash] = block.block_id
 
-    def unlist(self, block_id: int) -> None:
+    def uncache(self, block_id: int) -> None:
         """Remove a block from the prefix cache. Sequences that hold the block keep it."""
         block = self.blocks[block_id]
-        if block.hash != -1:
+        if block.is_cached:
             del self.hash_to_block_id[block.hash]
             block.hash = -1
             block.token_ids = []
@@ -147,29 +156,32 @@ class BlockManager:
             block = self.blocks[seq.block_table[index]]
             block.ref_count -= 1
             if block.ref_count == 0:
-                self.free_block_ids[block.block_id] = None  # at the end: it was used most recently
-                if block.hash == -1:  # no prefix can hit it: evict it first
-                    self.free_block_ids.move_to_end(block.block_id, last=False)
-            if block.hash == -1:
-                self._refresh_listed_copy(seq, index)
+                self._append_to_free(block)
+            if not block.is_cached:
+                self._refresh_cached_copy(seq, index)
         seq.block_table = seq.block_table[:num_kept]
         seq.num_computed_tokens = num_tokens
 
-    def _refresh_listed_copy(self, seq: Sequence, index: int) -> None:
-        """Move the listed copy of a released duplicate to the end of the eviction order.
+    def _append_to_free(self, block: Block) -> None:
+        """Make a cached block the last to be evicted, and another one the first to be taken."""
+        self.free_block_ids[block.block_id] = None
+        if not block.is_cached:
+            self.free_block_ids.move_to_end(block.block_id, last=False)
 
-        Otherwise the listed copy could be evicted before its successors, and these could not be
-        hit.
+    def _refresh_cached_copy(self, seq: Sequence, index: int) -> None:
+        """Move the cached copy of a released duplicate to the end of the eviction order.
+
+        Otherwise the copy could be evicted before its successors, and these could not be hit.
         """
         if index < len(seq.block_hashes):
-            listed_id = self.hash_to_block_id.get(seq.block_hashes[index])
-            if listed_id is not None and listed_id in self.free_block_ids:
-                self.free_block_ids.move_to_end(listed_id)
+            cached_id = self.hash_to_block_id.get(seq.block_hashes[index])
+            if cached_id is not None and cached_id in self.free_block_ids:
+                self.free_block_ids.move_to_end(cached_id)
 
     def _take(self) -> int:
         """Take the first free block and evict its content."""
         block_id, _ = self.free_block_ids.popitem(last=False)
-        self.unlist(block_id)
+        self.uncache(block_id)
         self.blocks[block_id].ref_count = 1
         return block_id
 

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from nanovllm.checks import naming
 from nanovllm.config import Config
 from nanovllm.engine.worker import Place, Worker
-from nanovllm.models.decoder import ModelSpec
+from nanovllm.models.spec import ModelSpec
 
 Result = TypeVar("Result")
 _GRACE = 0.5  # seconds
@@ -56,13 +56,13 @@ class Executor:
         """Run function(*args), which uses the worker."""
         return function(*args)
 
-    def check(self) -> None:
+    def raise_if_stopped(self) -> None:
         """Raise RuntimeError if nothing can be computed any more."""
         if self.stop_reason is not None:
             raise RuntimeError(self.stop_reason)
 
     def stop(self, reason: str) -> None:
-        """Make every later `check` raise `reason`. A second call has no effect."""
+        """Make every later `raise_if_stopped` raise `reason`. A second call has no effect."""
         if self.stop_reason is None:
             self.stop_reason = reason
 
@@ -112,7 +112,7 @@ class MultiRankExecutor(Executor):
             self.stop("the engine has not started")
             raise
 
-    def check(self, timeout: float = 0.0) -> None:
+    def raise_if_stopped(self, timeout: float = 0.0) -> None:
         """Raise RuntimeError if nothing can be computed any more, or the ValueError of a worker.
 
         Wait up to `timeout` seconds for news of a lost rank. If several ranks are lost, a dead
@@ -129,7 +129,7 @@ class MultiRankExecutor(Executor):
             self.stop(cause.reason)
             if cause.is_value_error:
                 raise ValueError(cause.reason)
-        super().check()
+        super().raise_if_stopped()
 
     def stop(self, reason: str) -> None:
         """End the other ranks. A second call has no effect, nor has a call in a forked process."""
@@ -161,9 +161,9 @@ class MultiRankExecutor(Executor):
         result: futures.Future[Result] = futures.Future()
         self.tasks.put(Task(result, function, args))
         while not futures.wait([result], _GRACE).done:
-            self.check()
+            self.raise_if_stopped()
         if result.exception() is not None:
-            self.check(_GRACE)  # the cause may be the death of another rank
+            self.raise_if_stopped(_GRACE)  # the cause may be the death of another rank
             self.stop(f"rank 0 has failed: {result.exception()!r}")
         return result.result()
 
@@ -194,7 +194,7 @@ class MultiRankExecutor(Executor):
             self.processes[pipe] = process
             _children.discard(process)  # or a forked process would try to join it at its exit
         while not store.check([f"{rank} has started" for rank in range(1, size)]):
-            self.check(timeout=0.02)
+            self.raise_if_stopped(timeout=0.02)
         return store
 
 

@@ -1,4 +1,4 @@
-"""Checks prompts and turns them into Requests, the n samples of a prompt side by side."""
+"""Tokenizes and checks prompts, and turns them into Requests, one for each of the n samples."""
 
 import operator
 import struct
@@ -13,7 +13,7 @@ from nanovllm.engine.request import Inbox, Request
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | list[int]
-CheckedPrompt = tuple[list[int], SamplingParams]  # that this engine can serve
+PreparedPrompt = tuple[list[int], SamplingParams]  # that this engine can serve
 
 # A token of the vocabulary stands for as many characters as its name has signs. Unicode
 # normalization can compose one sign of up to four characters.
@@ -44,7 +44,7 @@ class InputProcessor:
             longest = max(map(len, tokenizer.get_vocab()))
             self.max_chars = _CHARS_PER_SIGN * longest * max_model_len
 
-    def check(self, prompt: Prompt, params: SamplingParams | None) -> CheckedPrompt:
+    def prepare(self, prompt: Prompt, params: SamplingParams | None) -> PreparedPrompt:
         """Return the prompt as token ids, and its parameters.
 
         Raises ValueError or TypeError for what this engine can never serve.
@@ -98,7 +98,7 @@ class InputProcessor:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def make_requests(
-        self, prompts: list[CheckedPrompt], eos_token_ids: frozenset[int], inbox: Inbox
+        self, prompts: list[PreparedPrompt], eos_token_ids: frozenset[int], inbox: Inbox
     ) -> list[Request]:
         """Make the samples of all prompts. `inbox` receives those with progress to report."""
         requests: list[Request] = []

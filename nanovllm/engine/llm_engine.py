@@ -1,26 +1,29 @@
 """The engine: requests in, one step at a time, outputs back.
 
-    add_request -> Scheduler.schedule -> ModelRunner.run, sample -> Scheduler.postprocess -> commit
+    add_request -> Scheduler.schedule -> ModelRunner.forward, sample -> Scheduler.postprocess
+                -> commit -> outputs
 
     while not engine.is_finished():
         outputs = engine.step()
 
-It serves one thread, and an exception from a step leaves it unusable. engine/turns.py adds a lock
-for several threads and the recovery of interrupted calls.
+Each public call runs its parts by `_take_turn`. Here that is a plain call, so the engine serves one
+thread, and an exception from a step leaves it unusable. engine/thread_safety.py overrides it with a
+lock and the recovery of interrupted calls.
 """
 
 import operator
 import os
 from collections import deque
-from contextlib import suppress
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import torch
 
 from nanovllm.checks import naming, warn
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.input_processor import InputProcessor, Prompt
+from nanovllm.engine.input_processor import InputProcessor, PreparedPrompt, Prompt
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.scheduler import Scheduler
@@ -38,6 +41,7 @@ from nanovllm.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 
 Engine = TypeVar("Engine", bound="LLMEngine")
+Result = TypeVar("Result")
 
 
 class LLMEngine:
@@ -89,21 +93,21 @@ class LLMEngine:
 
         Raises ValueError or TypeError for a prompt that can never be served.
         """
-        checked = self.input_processor.check(prompt, sampling_params)
-        requests = self.input_processor.make_requests([checked], self.eos_token_ids, self._inbox)
-        self._queue(requests)
-        return requests[0].seq_id
+        prepared = self.input_processor.prepare(prompt, sampling_params)
+        with self._queued([prepared], self._inbox) as requests:
+            return requests[0].seq_id
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Return the requests that gained tokens or finished since the last call."""
-        self._step()
-        self._issue_warnings()
-        return self._report(self._inbox)
+        self._run_step()
+        return self._take_turn(self._report, self._inbox)
 
     def abort(self, request_id: int) -> None:
-        """Cancel a request with all its samples. No effect if it is unknown or finished."""
-        for request in self._find_samples(request_id):
-            self._cancel(request)
+        """Cancel a request with all its samples. No effect if it is unknown or finished.
+
+        Any thread may call it at any moment. During a step it takes effect after the step.
+        """
+        self._cancel(self._find_samples(request_id))
 
     def is_finished(self) -> bool:
         """Return whether all requests have finished and been reported. Aborts need no report."""
@@ -122,16 +126,13 @@ class LLMEngine:
             num_running=len(scheduler.running),
             num_free_blocks=len(scheduler.block_manager.free_block_ids),
             num_blocks=scheduler.block_manager.num_blocks,
-            num_draft_tokens=scheduler.num_draft_tokens,
-            num_accepted_tokens=scheduler.num_accepted_tokens,
+            num_draft_tokens=getattr(scheduler, "num_draft_tokens", 0),
+            num_accepted_tokens=getattr(scheduler, "num_accepted_tokens", 0),
         )
 
     def exit(self) -> None:
-        """Release memory and stop the other ranks. The engine serves no calls afterwards."""
-        self.executor.stop("this engine has been shut down by exit()")
-        vars(self).pop("model_runner", None)
-        vars(self.executor).pop("worker", None)  # both refer to the model
-        torch.cuda.empty_cache()  # no effect without a GPU
+        """Release memory and stop the other ranks. A second call has no effect."""
+        self._take_turn(self._shut_down)
 
     def __enter__(self: Engine) -> Engine:
         return self
@@ -139,12 +140,24 @@ class LLMEngine:
     def __exit__(self, *exception: object) -> None:
         self.exit()
 
+    def _take_turn(self, call: Callable[..., Result], *args: Any) -> Result:
+        """Run call(*args), a part of a public call that must not overlap with others."""
+        return call(*args)
+
+    def _run_step(self) -> None:
+        self._take_turn(self._step)
+        # After the step, because a warning can be an error (-W error).
+        while self._warnings:
+            with suppress(IndexError):  # another thread was faster
+                message = self._warnings.popleft()
+                warn(message)
+
     def _step(self) -> None:
         """Run one step."""
-        self.executor.check()
+        self.executor.raise_if_stopped()
         seqs = self.scheduler.schedule()
         if seqs:
-            logits = self.model_runner.run(seqs)
+            logits = self.model_runner.forward(seqs)
             samples, logprobs = self.model_runner.sample(logits, seqs)
             self.scheduler.postprocess(seqs, samples)
             self._commit(seqs, logprobs)
@@ -162,21 +175,28 @@ class LLMEngine:
                 message = f"request {request.seq_id} ends with an error: its logits are NaN"
                 self._warnings.append(message)
 
-    def _issue_warnings(self) -> None:
-        """Warn of what a step has found. Not within the step, which a warning could interrupt."""
-        while self._warnings:
-            with suppress(IndexError):  # another thread was faster
-                message = self._warnings.popleft()
-                warn(message)
-
     def _report(self, inbox: Inbox) -> list[RequestOutput]:
         """Return the requests with progress that was not reported yet."""
         outputs = [request.output() for request in inbox]
         inbox.clear()
         return outputs
 
+    @contextmanager
+    def _queued(self, prompts: list[PreparedPrompt], inbox: Inbox) -> Iterator[list[Request]]:
+        """Queue all prompts, or none. An exception inside the block cancels their requests."""
+        make_requests = self.input_processor.make_requests
+        requests = self._take_turn(make_requests, prompts, self.eos_token_ids, inbox)
+        try:
+            self._take_turn(self._queue, requests)
+            yield requests
+        except BaseException:
+            for request in requests:
+                request.inbox = {}  # the call has failed, so its cancellation is not reported
+            self._cancel(requests)
+            raise
+
     def _queue(self, requests: list[Request]) -> None:
-        self.executor.check()
+        self.executor.raise_if_stopped()
         for request in requests:
             self.scheduler.add(request)
             self.requests[request.seq_id] = request
@@ -190,11 +210,13 @@ class LLMEngine:
         request = self.requests.get(request_id)
         return [] if request is None else [request]
 
-    def _cancel(self, request: Request) -> None:
-        if request.seq_id in self.requests:
-            self.scheduler.finish(request, "abort")
-            request.commit()
-            self._remove(request)
+    def _cancel(self, requests: list[Request]) -> None:
+        """End those of `requests` that are unfinished."""
+        for request in requests:
+            if request.seq_id in self.requests:
+                self.scheduler.finish(request, "abort")
+                request.commit()
+                self._remove(request)
 
     def _remove(self, request: Request) -> None:
         """Remove a finished request. An interrupted `_queue` may have added only a part of it."""
@@ -204,3 +226,9 @@ class LLMEngine:
             samples.remove(request)
         if not samples:
             self.samples.pop(request.first_id, None)
+
+    def _shut_down(self) -> None:
+        self.executor.stop("this engine has been shut down by exit()")
+        vars(self).pop("model_runner", None)
+        vars(self.executor).pop("worker", None)  # both refer to the model
+        torch.cuda.empty_cache()  # no effect without a GPU

@@ -20,7 +20,7 @@ from nanovllm.arithmetic import cdiv
 from nanovllm.config import Config
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
-from nanovllm.models.decoder import ModelSpec
+from nanovllm.models.spec import ModelSpec
 from nanovllm.sampling_params import SamplingParams
 
 GPU_SHARE_OF_FREE = 0.95  # leaves room for what the driver and other processes allocate

@@ -26,7 +26,7 @@ from nanovllm.engine.penalties import process_logits
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.noise import make_noise_keys
 from nanovllm.layers.sampler import Sampler
-from nanovllm.models.decoder import ModelSpec
+from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import Logprobs
 from nanovllm.packing import to_device
 
@@ -89,7 +89,7 @@ class ModelRunner:
         self.num_lanes = min(config.max_num_seqs, worker.num_blocks)
         self.block_tables = BlockTables(self.num_lanes, worker.block_table_width, self.block_size)
 
-    def run(self, seqs: list[Sequence]) -> Tensor:
+    def forward(self, seqs: list[Sequence]) -> Tensor:
         """Compute the scheduled tokens. Return logits [num_logits of all seqs, vocab_size]."""
         batch = self.prepare_batch(seqs)
         with undisturbed(self.device):

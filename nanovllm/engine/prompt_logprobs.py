@@ -38,9 +38,9 @@ class PromptRow(NamedTuple):
 class ScoringModelRunner(ModelRunner):
     """Also scores prompts. The sequences that ask for this are Requests."""
 
-    def run(self, seqs: list[Sequence]) -> Tensor:
+    def forward(self, seqs: list[Sequence]) -> Tensor:
         if all([seq.params.prompt_logprobs is None for seq in seqs]):
-            return super().run(seqs)
+            return super().forward(seqs)
         batch = self.prepare_batch(seqs)
         rows: list[PromptRow | None] = []  # None: the row samples a token
         indices: list[int] = []

@@ -28,9 +28,6 @@ class Scheduler:
     step.
     """
 
-    num_draft_tokens = 0  # counted by SpeculativeScheduler
-    num_accepted_tokens = 0
-
     def __init__(
         self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int
     ) -> None:
@@ -76,8 +73,7 @@ class Scheduler:
             needs_block = len(seq.token_ids) > len(seq.block_table) * self.block_size
             if needs_block and not self._grow(seq):
                 break
-            budget -= self._plan_tokens(seq, budget)
-            scheduled.append(seq)
+            budget = self._schedule_tokens(seq, budget, scheduled)
             index += 1
         return budget
 
@@ -99,8 +95,7 @@ class Scheduler:
             seq = next(iter(self.waiting))
             if not self._admit(seq, budget):
                 break
-            budget -= self._plan_tokens(seq, budget)
-            scheduled.append(seq)
+            budget = self._schedule_tokens(seq, budget, scheduled)
 
     def _admit(self, seq: Sequence, budget: int) -> bool:
         """Move `seq` from `waiting` to `running` if there are blocks for all its tokens."""
@@ -123,18 +118,22 @@ class Scheduler:
         """Return whether a waiting sequence may be admitted. Mixed steps can split its prompt."""
         return True
 
-    def _plan_tokens(self, seq: Sequence, budget: int) -> int:
-        """Set and return the number of tokens of `seq` that this step computes."""
+    def _schedule_tokens(self, seq: Sequence, budget: int, scheduled: list[Sequence]) -> int:
+        """Add `seq` to the step with as many tokens as `budget` allows. Return the rest of it.
+
+        The blocks that these tokens make full are cached already now, see cache_full_blocks.
+        """
         start = seq.num_computed_tokens
         num_missing = len(seq.token_ids) - start
         num_tokens = num_missing if num_missing <= budget else budget
         seq.num_scheduled_tokens = num_tokens
         seq.num_logits = 1 if num_tokens == num_missing else 0
         seq.is_decode = num_missing == 1 and start >= seq.num_prompt_tokens
-        # Fast path: a decode that does not fill its block lists no block.
+        # Fast path: most decodes do not fill their block.
         if start % self.block_size + num_tokens >= self.block_size:
-            self.block_manager.list_full_blocks(seq, start, start + num_tokens)
-        return num_tokens
+            self.block_manager.cache_full_blocks(seq, start, start + num_tokens)
+        scheduled.append(seq)
+        return budget - num_tokens
 
     def preempt(self, seq: Sequence) -> None:
         """Release the blocks of a running sequence and put it at the head of the queue."""
@@ -169,7 +168,7 @@ class Scheduler:
         """End a waiting or running sequence. Not allowed while a step computes it."""
         if reason == "error":  # its K/V may be NaN, and no other sequence must reuse them
             for block_id in seq.block_table:
-                self.block_manager.unlist(block_id)
+                self.block_manager.uncache(block_id)
         if seq.status is SequenceStatus.RUNNING:
             self._release(seq)
         self.waiting.pop(seq, None)
@@ -193,8 +192,7 @@ class PrefillFirstScheduler(Scheduler):
         # than one step. Its next chunk goes first.
         newest = self.running[-1] if self.running else None
         if newest and len(newest.token_ids) - newest.num_computed_tokens > 1:
-            budget -= self._plan_tokens(newest, budget)
-            scheduled.append(newest)
+            budget = self._schedule_tokens(newest, budget, scheduled)
         self._schedule_waiting(budget, scheduled)
         if not scheduled:
             self._schedule_running(budget, scheduled)

@@ -7,32 +7,24 @@ A sampled token is a function of the tokens before it, because noise is a functi
 position. A draft token is therefore accepted exactly when it equals the token that was sampled in
 its place. (Leviathan et al. 2023 use rejection sampling instead.)
 
-A draft costs time. The cost of steps is measured when the engine starts, and a step computes those
-draft tokens that raise its expected tokens per second. The acceptance rate of a sequence is learned
-from its earlier proposals, whether a step computed them or not. Drafts take the tokens and blocks
-that a step leaves unused, and can evict cached blocks. No sequence waits or is preempted for a
-draft.
+A draft costs time, so a step computes only those draft tokens that raise its expected tokens per
+second (draft_costs.py). The acceptance rate of a sequence is learned from its earlier proposals,
+whether a step computed them or not. Drafts take the tokens and blocks that a step leaves unused,
+and can evict cached blocks. No sequence waits or is preempted for a draft.
 """
 
-import timeit
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Protocol
 
-import numpy as np
-
-from nanovllm.arithmetic import cdiv
-from nanovllm.config import MAX_DRAFT_LEN, MAX_DRAFT_STEP
+from nanovllm.config import MAX_DRAFT_LEN
+from nanovllm.engine.draft_costs import Candidate, StepCosts, measure_costs
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import FinishReason
-from nanovllm.sampling_params import SamplingParams
 
-# Drafts must raise the predicted tokens per second by this factor. Smaller gains vanish, because
-# sequences end at different times.
-LEAST_GAIN = 1.05
 LEARNING_RATE = 0.1  # weight of the newest draft token in the acceptance rate
 
 
@@ -46,6 +38,8 @@ class SpeculativeScheduler(Scheduler):
     """
 
     speculator: "Speculator | None" = None
+    num_draft_tokens = 0  # computed
+    num_accepted_tokens = 0
 
     def reset(self, seqs: list[Sequence]) -> None:
         super().reset(seqs)
@@ -100,9 +94,9 @@ class SpeculativeScheduler(Scheduler):
         seq.num_logits = 1 + num_accepted
         if sampled[0] < 0:
             self._discard_step(seq)
-        # The blocks that accepted tokens fill can be listed now, while token_ids has them.
+        # The blocks that accepted tokens fill can be cached now, while token_ids has them.
         end = start + seq.num_scheduled_tokens
-        self.block_manager.list_full_blocks(seq, start, end)
+        self.block_manager.cache_full_blocks(seq, start, end)
         del seq.token_ids[len(seq.token_ids) - len(draft) :]
         return sampled[: seq.num_logits]
 
@@ -116,7 +110,7 @@ class SpeculativeScheduler(Scheduler):
         seq.num_scheduled_tokens = 0
         seq.num_logits = 0
         for block_id in seq.block_table[seq.num_computed_tokens // self.block_size :]:
-            self.block_manager.unlist(block_id)
+            self.block_manager.uncache(block_id)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         super().finish(seq, reason)
@@ -129,14 +123,14 @@ def enable_speculation(engine: LLMEngine) -> None:
     assert isinstance(scheduler, SpeculativeScheduler)
     num_tokens = engine.config.num_speculative_tokens
     max_draft_len = min(num_tokens, MAX_DRAFT_LEN, engine.max_model_len - 1)
-    costs = measure_steps(
-        lambda seqs: runner.sample(runner.run(seqs), seqs),
+    costs = measure_costs(
+        lambda seqs: runner.sample(runner.forward(seqs), seqs),
         max_draft_len,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_tokens=scheduler.max_num_batched_tokens,
         max_model_len=engine.max_model_len,
     )
-    scheduler.speculator = Speculator(max_draft_len, *costs)
+    scheduler.speculator = Speculator(max_draft_len, costs)
 
 
 class Proposer(Protocol):
@@ -194,34 +188,12 @@ class Proposal:
                 break
 
 
-@dataclass
-class Candidate:
-    """A draft token, and the probability that it and all before it are accepted."""
-
-    probability: float
-    seq: Sequence
-    token_id: int
-
-
 class Speculator:
-    """Chooses drafts of at most `max_draft_len` tokens.
+    """Chooses drafts of at most `max_draft_len` tokens."""
 
-    `plain_costs[n]` and `draft_costs[n]` are the seconds of a step of n tokens without and with
-    drafts, in short contexts. Larger steps get no draft. `context_cost` is the time that each
-    context token of each query token adds.
-    """
-
-    def __init__(
-        self,
-        max_draft_len: int,
-        plain_costs: list[float],
-        draft_costs: list[float],
-        context_cost: float = 0.0,
-    ) -> None:
+    def __init__(self, max_draft_len: int, costs: StepCosts) -> None:
         self.max_draft_len = max_draft_len
-        self.plain_costs = plain_costs
-        self.draft_costs = draft_costs
-        self.context_cost = context_cost
+        self.costs = costs
         self.make_proposer: Callable[[list[int]], Proposer] = PromptLookup
 
     def choose(
@@ -229,14 +201,14 @@ class Speculator:
     ) -> dict[Sequence, list[int]]:
         """The drafts of a step of `seqs`, with at most `budget` tokens together."""
         num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
-        budget = min(budget, len(self.draft_costs) - 1 - num_tokens)
+        budget = min(budget, self.costs.max_num_tokens - num_tokens)
         drafts: dict[Sequence, list[int]] = {}
         if budget <= 0:
             return drafts
         candidates = self._collect_candidates(seqs, proposals)[:budget]
         if not candidates:
             return drafts
-        num_chosen = self._choose_count(seqs, num_tokens, candidates)
+        num_chosen = self.costs.choose_count(seqs, num_tokens, candidates)
         for candidate in candidates[:num_chosen]:
             drafts.setdefault(candidate.seq, []).append(candidate.token_id)
         return drafts
@@ -267,68 +239,3 @@ class Speculator:
         # A stable sort keeps the tokens of a draft in order.
         candidates.sort(key=attrgetter("probability"), reverse=True)
         return candidates
-
-    def _choose_count(
-        self, seqs: list[Sequence], num_tokens: int, candidates: list[Candidate]
-    ) -> int:
-        """How many candidates give the most expected tokens per second."""
-        plain_cost = self.plain_costs[min(num_tokens, len(self.plain_costs) - 1)]
-        attention_cost = self.context_cost * sum(len(seq.token_ids) for seq in seqs)
-        expected = float(len(seqs))  # tokens of the step
-        best_rate = LEAST_GAIN * expected / (plain_cost + attention_cost)
-        best_count = 0
-        for count, candidate in enumerate(candidates, 1):
-            expected += candidate.probability
-            attention_cost += self.context_cost * len(candidate.seq.token_ids)
-            cost = self.draft_costs[num_tokens + count] + attention_cost
-            if expected > best_rate * cost:
-                best_rate = expected / cost
-                best_count = count
-        return best_count
-
-
-def measure_steps(
-    run: Callable[[list[Sequence]], object],
-    draft_len: int,
-    max_num_seqs: int,
-    max_num_tokens: int,
-    max_model_len: int,
-) -> tuple[list[float], list[float], float]:
-    """Measure plain_costs, draft_costs and context_cost of Speculator.
-
-    Must be called before the first request, because all block tables lead to block 0. A list ends
-    where larger steps hardly reduce the cost per token. Steps are then compute-bound, and no draft
-    pays.
-    """
-
-    def measure(num_tokens: int, draft_len: int, context_len: int = 1) -> float:
-        """Seconds of a step of `num_tokens` tokens, in sequences of 1 + draft_len each."""
-        seqs: list[Sequence] = []
-        for lane in range(cdiv(num_tokens, 1 + draft_len)):
-            own_len = min(1 + draft_len, num_tokens - lane * (1 + draft_len))
-            seq = Sequence(lane, [0] * (context_len + own_len - 1), SamplingParams())
-            seq.lane = lane
-            seq.num_computed_tokens = context_len - 1
-            seq.num_scheduled_tokens = own_len
-            seq.num_logits = own_len
-            seqs.append(seq)
-        # The minimum of three, because the first run of a size may compile.
-        return min(timeit.repeat(lambda: run(seqs), number=1, repeat=3))
-
-    def measure_sizes(draft_len: int) -> list[float]:
-        limit = min(max_num_seqs * (1 + draft_len), max_num_tokens, MAX_DRAFT_STEP)
-        sizes = [0]
-        seconds = [0.0]
-        while sizes[-1] < limit:
-            sizes.append(min(max(1, 2 * sizes[-1]), limit))
-            seconds.append(measure(sizes[-1], draft_len))
-            if sizes[-1] > 16 and seconds[-1] / sizes[-1] > 0.9 * seconds[-2] / sizes[-2]:
-                break
-        return np.interp(range(sizes[-1] + 1), sizes, seconds).tolist()
-
-    plain = measure_sizes(0)
-    draft = measure_sizes(draft_len)
-    num_tokens = min(1 + draft_len, len(draft) - 1)
-    long_cost = measure(num_tokens, draft_len, max_model_len - draft_len)
-    slowdown = max(0.0, long_cost - measure(num_tokens, draft_len))
-    return plain, draft, slowdown / (num_tokens * max_model_len)

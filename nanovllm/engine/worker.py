@@ -27,7 +27,7 @@ from nanovllm.engine.memory import ENLARGE, MemoryMeter, count_blocks
 from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import FIRST_PART, TensorParallel
-from nanovllm.models.decoder import ModelSpec
+from nanovllm.models.spec import ModelSpec
 from nanovllm.models.weights import check_sizes, init_dummy_weights, load_checkpoint
 from nanovllm.packing import copy_to, pack, unpack
 

@@ -18,9 +18,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from nanovllm.checks import check_choice, check_int, check_number, naming
 from nanovllm.config import DTYPES, MAX_HEAD_DIM, MAX_SIZE
 from nanovllm.layers.rotary import RopeSpec
-from nanovllm.models.decoder import DecoderSpec, ModelSpec
+from nanovllm.models.decoder import DecoderSpec
 from nanovllm.models.moe import MoESpec
 from nanovllm.models.opt import OPTSpec
+from nanovllm.models.spec import ModelSpec
 
 Fields = dict[str, Any]
 _ROPE_TYPES = ("default", "dynamic", "linear", "yarn", "llama3")

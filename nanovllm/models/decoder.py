@@ -9,9 +9,7 @@ distinguishes sequences.
 """
 
 from dataclasses import dataclass
-from typing import cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,34 +20,9 @@ from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding, apply_rotary
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
+from nanovllm.models.spec import CausalLM, ModelSpec
 
 CosSin = tuple[Tensor, Tensor]  # of the positions of all tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-    """What the engine needs to know about a model. A subclass of each structure builds it."""
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int  # width of the MLPs
-    max_len: int  # maximum number of positions, with RoPE scaling
-    dtype: torch.dtype
-
-    @property
-    def divided_sizes(self) -> dict[str, int]:
-        """Sizes that the number of ranks must divide, by their names in config.json."""
-        return {
-            "num_attention_heads": self.num_heads,
-            "intermediate_size": self.intermediate_size,
-        }
-
-    def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> "CausalLM":
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +37,7 @@ class DecoderSpec(ModelSpec):
     mlp_bias: bool = False
     tie_embeddings: bool
 
-    def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> "CausalLM":
+    def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
         head = None
         if not self.tie_embeddings:
             head = Embedding(self.vocab_size, self.hidden_size, self.dtype, tp)
@@ -177,21 +150,3 @@ class Decoder(nn.Module):
         x = self.layers(x, cos_sin, kv_caches, batch)
         x = x.index_select(0, batch.logits_indices)  # [num_logits, hidden_size]
         return self.norm(x)
-
-
-class CausalLM(nn.Module):
-    """A decoder and an output head, which is `lm_head` or the matrix of the embeddings."""
-
-    def __init__(self, model: nn.Module, lm_head: Embedding | None) -> None:
-        super().__init__()
-        self.model = model
-        self.lm_head = lm_head
-
-    def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
-        """Compute hidden states [num_logits, hidden_size]. A CUDA graph ends here."""
-        return self.model(batch, kv_caches)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [num_logits, vocab_size]."""
-        head = self.lm_head or cast(Embedding, self.model.embed_tokens)
-        return head.logits(hidden)

@@ -19,7 +19,7 @@ from nanovllm.layers.attention import Backend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
-from nanovllm.models.decoder import CausalLM, ModelSpec
+from nanovllm.models.spec import CausalLM, ModelSpec
 
 _FIRST_POSITION = 2  # the rows before it are for padding, which does not occur here
 

@@ -25,7 +25,7 @@ from nanovllm.config import Config
 from nanovllm.layers import attention
 from nanovllm.layers.linear import Target
 from nanovllm.models.checkpoint import read_json
-from nanovllm.models.decoder import ModelSpec
+from nanovllm.models.spec import ModelSpec
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _INDEX = "model.safetensors.index.json"

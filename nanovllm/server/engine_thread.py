@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from nanovllm import LLM
-from nanovllm.engine.input_processor import CheckedPrompt
+from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.outputs import RequestOutput
 
 Outputs = dict[int, RequestOutput]  # index of a choice -> its newest output
@@ -34,7 +34,7 @@ class Stream:
     chunks, and no outputs accumulate for it.
     """
 
-    def __init__(self, prompts: list[CheckedPrompt]) -> None:
+    def __init__(self, prompts: list[PreparedPrompt]) -> None:
         self.prompts = prompts
         self.request_ids: list[int] = []  # one per choice, written by the engine thread
         self.newest: Outputs = {}
@@ -86,11 +86,12 @@ class EngineThread(threading.Thread):
         self.start()
 
     @asynccontextmanager
-    async def submit(self, prompts: list[CheckedPrompt]) -> AsyncIterator[Stream]:
-        """Queue prompts of `LLM.check_prompts`. Leaving the context aborts what is unfinished."""
+    async def submit(self, prompts: list[PreparedPrompt]) -> AsyncIterator[Stream]:
+        """Queue prompts of `LLM.prepare_prompts`. Leaving the context aborts what is unfinished."""
         stream = Stream(prompts)
         with self._condition:
-            self.check()  # a stream that is open when the engine stops ends with an error
+            # A stream that is open when the engine stops ends with an error.
+            self.raise_if_stopped()
             self._streams.add(stream)
             self._commands.append(lambda: self._add(stream))
             self._condition.notify()
@@ -102,7 +103,7 @@ class EngineThread(threading.Thread):
                 self._commands.append(lambda: self._abort(stream))
                 self._condition.notify()
 
-    def check(self) -> None:
+    def raise_if_stopped(self) -> None:
         """Raise Unavailable if the engine no longer serves requests."""
         if self.stop_reason is not None:
             raise Unavailable(self.stop_reason)

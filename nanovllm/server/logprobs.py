@@ -10,7 +10,7 @@ A special token adds no text, and has its name instead. So have candidates that 
 
 from typing import Any
 
-from nanovllm.detokenizer import Detokenizer
+from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.outputs import PromptLogprobs
 from nanovllm.vocabulary import Vocabulary
 

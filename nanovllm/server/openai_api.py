@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from nanovllm.checks import show
-from nanovllm.engine.input_processor import CheckedPrompt
+from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.server.bodies import Bodies
 from nanovllm.server.engine_thread import EngineThread, Outputs, Unavailable
 from nanovllm.server.metrics import Metrics
@@ -82,7 +82,7 @@ class Api:
         self._authorize(request)
         parse = partial(self._parse, request.url.path == "/v1/chat/completions")
         reply, prompts = await self.bodies.read(request, parse)
-        self.engine.check()
+        self.engine.raise_if_stopped()
         if reply.is_stream:
             # The second header is for nginx.
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -90,7 +90,7 @@ class Api:
             return StreamingResponse(events, 200, headers, "text/event-stream")
         return await until_disconnect(request, self._answer(prompts, reply))
 
-    def _parse(self, is_chat: bool, body: Object) -> tuple[Reply, list[CheckedPrompt]]:
+    def _parse(self, is_chat: bool, body: Object) -> tuple[Reply, list[PreparedPrompt]]:
         """Called in a thread, because tokenizing a long prompt would delay other requests."""
         llm = self.engine.llm
         self._check_model(body.get("model") or self.model)
@@ -102,12 +102,12 @@ class Api:
             message = f"the model {show(name)} does not exist: this server has {self.model!r}"
             raise InvalidRequest(message, "model", "model_not_found", status=404)
 
-    async def _serve(self, prompts: list[CheckedPrompt]) -> AsyncIterator[Outputs]:
+    async def _serve(self, prompts: list[PreparedPrompt]) -> AsyncIterator[Outputs]:
         async with self.engine.submit(prompts) as stream:
             async for outputs in self.metrics.measure(stream):
                 yield outputs
 
-    async def _stream(self, prompts: list[CheckedPrompt], reply: Reply) -> AsyncIterator[str]:
+    async def _stream(self, prompts: list[PreparedPrompt], reply: Reply) -> AsyncIterator[str]:
         try:
             async for outputs in self._serve(prompts):
                 yield reply.write_chunk(outputs)
@@ -116,7 +116,7 @@ class Api:
         else:
             yield reply.write_end()
 
-    async def _answer(self, prompts: list[CheckedPrompt], reply: Reply) -> Response:
+    async def _answer(self, prompts: list[PreparedPrompt], reply: Reply) -> Response:
         async for outputs in self._serve(prompts):
             reply.newest.update(outputs)
         return respond(reply.write_whole())
@@ -141,7 +141,7 @@ class Api:
         }
 
     async def check_health(self, request: Request) -> Response:
-        self.engine.check()
+        self.engine.raise_if_stopped()
         return PlainTextResponse("")
 
     async def welcome(self, request: Request) -> Response:

@@ -13,7 +13,7 @@ from typing import Any
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checks import check_bool, check_int, check_type, show
-from nanovllm.engine.input_processor import CheckedPrompt, PromptTooLong
+from nanovllm.engine.input_processor import PreparedPrompt, PromptTooLong
 
 Object = dict[str, Any]  # a JSON object
 
@@ -99,7 +99,7 @@ class InvalidRequest(ValueError):
         self.status = status
 
 
-def parse_request(body: Object, is_chat: bool, llm: LLM) -> tuple[Object, list[CheckedPrompt]]:
+def parse_request(body: Object, is_chat: bool, llm: LLM) -> tuple[Object, list[PreparedPrompt]]:
     """Return the parameters that are given and not ignored, and the prompts, which are checked.
 
     Raises InvalidRequest, mostly with the engine's message.
@@ -113,7 +113,7 @@ def parse_request(body: Object, is_chat: bool, llm: LLM) -> tuple[Object, list[C
         prompts: Any = given.get(prompt_name)
         if is_chat:
             prompts = llm.encode_chats([prompts])
-        checked = llm.check_prompts(prompts, params)
+        checked = llm.prepare_prompts(prompts, params)
         check_int("the number of prompts", len(checked), 1, MAX_SAMPLES)
     with _blaming(given, default="n"):
         check_int("the number of prompts times n", len(checked) * params.n, 1, MAX_SAMPLES)

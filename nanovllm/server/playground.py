@@ -174,7 +174,7 @@ class Playground(EngineThread):
                 future.set_exception(error)
 
         with self._condition:
-            self.check()
+            self.raise_if_stopped()
             self._commands.append(command)
             self._condition.notify()
         await asyncio.wrap_future(future)
@@ -244,7 +244,7 @@ class Playground(EngineThread):
             texts: Any = body.get("chats")
             check_type("chats", texts, (list,), "a list of str")
             prompts = llm.encode_chats([[{"role": "user", "content": text}] for text in texts])
-        await self._call(self.add, Stream(llm.check_prompts(prompts, params)))
+        await self._call(self.add, Stream(llm.prepare_prompts(prompts, params)))
         return respond({})
 
     async def take_abort(self, request: Request) -> Response:

@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from nanovllm import LLM
-from nanovllm.detokenizer import Detokenizer
+from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.outputs import PromptLogprobs, RequestOutput
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.logprobs import LogprobsWriter

@@ -221,9 +221,9 @@ class TracedScheduler(Scheduler):
         for seq in seqs:
             shown += seq.token_ids if seq in self.admitted else drafts.get(seq, [])
         num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
-        before = {name: getattr(self, name) for name in _COUNTERS}
+        before = {name: getattr(self, name, 0) for name in _COUNTERS}
         super().postprocess(seqs, samples)
-        counts = {name: getattr(self, name) - before[name] for name in _COUNTERS}
+        counts = {name: getattr(self, name, 0) - before[name] for name in _COUNTERS}
         for seq, work, length, table in zip(seqs, works, lengths, tables):
             work["args"] |= self._describe_result(seq, length, table)
             shown += seq.token_ids[length:]
@@ -326,8 +326,8 @@ class TracedModelRunner(ScoringModelRunner):
         self.timeline.times.append(self.timeline.now())
         return batch
 
-    def run(self, seqs: list[Sequence]) -> Tensor:
-        logits = super().run(seqs)
+    def forward(self, seqs: list[Sequence]) -> Tensor:
+        logits = super().forward(seqs)
         if logits.is_cuda:
             # Otherwise the forward pass would be measured as sampling.
             cuda.synchronize(logits.device)

@@ -28,7 +28,7 @@ def make_sequence(*token_ids):
 
 def compute(manager, seq):
     """Do what the scheduler does with all missing tokens of a step."""
-    manager.list_full_blocks(seq, seq.num_computed_tokens, len(seq.token_ids))
+    manager.cache_full_blocks(seq, seq.num_computed_tokens, len(seq.token_ids))
     seq.num_computed_tokens = len(seq.token_ids)
 
 

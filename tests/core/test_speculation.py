@@ -14,6 +14,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.draft_costs import StepCosts, measure_costs
 from nanovllm.engine.scheduler import PrefillFirstScheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.speculation import (
@@ -21,7 +22,6 @@ from nanovllm.engine.speculation import (
     Proposal,
     SpeculativeScheduler,
     Speculator,
-    measure_steps,
 )
 from nanovllm.kernels.cpu import attention as cpp
 
@@ -34,7 +34,7 @@ class SpeculativePrefillFirstScheduler(SpeculativeScheduler, PrefillFirstSchedul
 
 def make_speculator(propose):
     """Draft whatever `propose` returns for the tokens of a sequence and a number of tokens."""
-    speculator = Speculator(7, FREE, FREE)
+    speculator = Speculator(7, StepCosts(FREE, FREE))
     speculator.make_proposer = lambda token_ids: SimpleNamespace(
         propose=partial(propose, token_ids)
     )
@@ -102,7 +102,7 @@ def test_nan_logits_with_a_draft_are_recomputed_without_it():
     manager = BlockManager(9, 4)
     scheduler = SpeculativeScheduler(manager, max_num_seqs=1, max_num_batched_tokens=16)
     scheduler.speculator = make_speculator(lambda _, num_tokens: [7] * num_tokens)
-    scheduler.speculator.draft_costs = [0.0, *[0.1] * 16]
+    scheduler.speculator.costs.drafts = [0.0, *[0.1] * 16]
     seq = Sequence(0, [1, 2], SamplingParams())
     scheduler.add(seq)
     for num_tokens, samples, num_listed in [
@@ -127,7 +127,7 @@ def test_random_loads(loads, policy, num_blocks, max_draft_len):
     """Drafts change no token, and blocks with rejected tokens are never listed."""
     manager = BlockManager(num_blocks, 2)
     scheduler = policy(manager, max_num_seqs=3, max_num_batched_tokens=12)
-    scheduler.speculator = Speculator(max_draft_len, FREE, FREE)
+    scheduler.speculator = Speculator(max_draft_len, StepCosts(FREE, FREE))
     seqs = []
     for seq_id, (prompt_len, max_tokens) in enumerate(loads):
         params = SamplingParams(max_tokens=max_tokens)
@@ -253,7 +253,9 @@ def make_decode(acceptance_rate, max_tokens=8, **params):
 
 def choose(decodes, costs=FREE, budget=100, context_cost=0.0):
     seqs = [seq for seq, _ in decodes]
-    drafts = Speculator(4, costs, costs, context_cost).choose(seqs, dict(decodes), budget)
+    drafts = Speculator(4, StepCosts(costs, costs, context_cost)).choose(
+        seqs, dict(decodes), budget
+    )
     return [drafts.get(seq, []) for seq in seqs]
 
 
@@ -306,11 +308,11 @@ def test_costs_of_steps_are_measured(monkeypatch):
             context_cost = 0.01 * seq.num_scheduled_tokens * len(seq.token_ids)
             clock[0] += 10.0 + seq.num_scheduled_tokens + context_cost
 
-    plain, draft, context_cost = measure_steps(run, 4, 3, 100, 64)
-    assert plain == pytest.approx([11.01 * n for n in range(4)])
-    assert len(draft) == 1 + 3 * (1 + 4)
-    assert draft[2] == pytest.approx(10 + 2 * 1.02)  # two tokens of one sequence
-    assert context_cost == pytest.approx(0.01, rel=0.1)
+    costs = measure_costs(run, 4, 3, 100, 64)
+    assert costs.plain == pytest.approx([11.01 * n for n in range(4)])
+    assert len(costs.drafts) == 1 + 3 * (1 + 4)
+    assert costs.drafts[2] == pytest.approx(10 + 2 * 1.02)  # two tokens of one sequence
+    assert costs.context == pytest.approx(0.01, rel=0.1)
 
 
 @needs_cpp

@@ -11,8 +11,8 @@ from conftest import check_invariants, generate_ids, random_prompt
 from front_helpers import GREEDY, PROMPTS, finish, interrupt_in
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Request
 
@@ -193,7 +193,7 @@ def test_a_prefix_hit_of_an_interrupted_step_is_recomputed(tiny, make_llm):
     llm = make_llm()
     generate_ids(llm, PROMPTS[3], GREEDY)
     llm.add_request(PROMPTS[3], GREEDY)
-    interrupt_in(ModelRunner, "run", llm.step)
+    interrupt_in(ModelRunner, "forward", llm.step)
     before = llm.stats["num_prefill_tokens"]
     (output,) = finish(llm).values()
     assert llm.stats["num_prefill_tokens"] - before == len(PROMPTS[3])

@@ -14,8 +14,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from nanovllm import LLM, SamplingParams, detokenizer
-from nanovllm.detokenizer import Detokenizer
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine import detokenizer
+from nanovllm.engine.detokenizer import Detokenizer
 
 SPECIAL = ["<s>", "</s>", "<unk>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

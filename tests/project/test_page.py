@@ -15,6 +15,7 @@ from project_helpers import SMALL
 
 from example import show_scheduling
 from nanovllm import LLM
+from nanovllm.engine.draft_costs import StepCosts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.trace.__main__ import main as trace_main
 
@@ -132,7 +133,7 @@ def serve_drafts(llm):
     answer = prompt + llm.generate(prompt, greedy(20), use_tqdm=False)[0]["token_ids"]
     speculator = llm.scheduler.speculator
     speculator.make_proposer = lambda token_ids: Proposer(token_ids, answer)
-    speculator.plain_costs = speculator.draft_costs = [0.0] + [1.0] * 20
+    speculator.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
     llm.generate(prompt, greedy(20), use_tqdm=False)
 
 

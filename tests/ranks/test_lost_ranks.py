@@ -165,7 +165,7 @@ def test_a_dead_rank_is_the_cause(is_dead):
     expected = "rank 3 of 4 has ended with exit code -11" if is_dead else "rank 1 of 4 has failed"
     for kind in (RuntimeError if is_dead else ValueError, RuntimeError):
         with pytest.raises(kind) as caught:
-            executor.check()
+            executor.raise_if_stopped()
         assert str(caught.value) == expected
 
 

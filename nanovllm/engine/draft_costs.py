@@ -1,0 +1,121 @@
+"""The cost model of drafts: how many draft tokens raise the expected tokens per second of a step.
+
+The seconds of a step are measured when the engine starts, for several numbers of tokens:
+
+    tokens of a step     1    2    4    8 ...     interpolated between them
+    seconds              flat while a step is bound by memory: there, draft tokens are nearly free
+
+A step is worth computing with a draft if expected tokens / seconds increases. Each draft token adds
+the probability that it and all draft tokens before it are accepted.
+"""
+
+import timeit
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanovllm.arithmetic import cdiv
+from nanovllm.config import MAX_DRAFT_STEP
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+# Drafts must raise the predicted tokens per second by this factor. Smaller gains vanish, because
+# sequences end at different times.
+LEAST_GAIN = 1.05
+
+
+@dataclass
+class Candidate:
+    """A draft token, and the probability that it and all before it are accepted."""
+
+    probability: float
+    seq: Sequence
+    token_id: int
+
+
+@dataclass
+class StepCosts:
+    """The seconds of steps.
+
+    `plain[n]` and `drafts[n]` are those of a step of n tokens without and with drafts, in short
+    contexts. Each context token of each query token adds `context`.
+    """
+
+    plain: list[float]
+    drafts: list[float]
+    context: float = 0.0
+
+    @property
+    def max_num_tokens(self) -> int:
+        """The tokens of the largest step that can have drafts."""
+        return len(self.drafts) - 1
+
+    def choose_count(
+        self, seqs: list[Sequence], num_tokens: int, candidates: list[Candidate]
+    ) -> int:
+        """How many candidates give the most expected tokens per second.
+
+        `candidates` come in the order in which they would be added to a step of `num_tokens` tokens
+        of `seqs`.
+        """
+        plain_cost = self.plain[min(num_tokens, len(self.plain) - 1)]
+        attention_cost = self.context * sum(len(seq.token_ids) for seq in seqs)
+        expected = float(len(seqs))  # tokens of the step
+        best_rate = LEAST_GAIN * expected / (plain_cost + attention_cost)
+        best_count = 0
+        for count, candidate in enumerate(candidates, 1):
+            expected += candidate.probability
+            attention_cost += self.context * len(candidate.seq.token_ids)
+            cost = self.drafts[num_tokens + count] + attention_cost
+            if expected > best_rate * cost:
+                best_rate = expected / cost
+                best_count = count
+        return best_count
+
+
+def measure_costs(
+    run: Callable[[list[Sequence]], object],
+    draft_len: int,
+    max_num_seqs: int,
+    max_num_tokens: int,
+    max_model_len: int,
+) -> StepCosts:
+    """Measure the costs of steps with `run`, which computes the scheduled tokens of sequences.
+
+    Must be called before the first request, because all block tables lead to block 0. A list ends
+    where larger steps hardly reduce the cost per token. Steps are then compute-bound, and no draft
+    pays.
+    """
+
+    def measure(num_tokens: int, draft_len: int, context_len: int = 1) -> float:
+        """Seconds of a step of `num_tokens` tokens, in sequences of 1 + draft_len each."""
+        seqs: list[Sequence] = []
+        for lane in range(cdiv(num_tokens, 1 + draft_len)):
+            own_len = min(1 + draft_len, num_tokens - lane * (1 + draft_len))
+            seq = Sequence(lane, [0] * (context_len + own_len - 1), SamplingParams())
+            seq.lane = lane
+            seq.num_computed_tokens = context_len - 1
+            seq.num_scheduled_tokens = own_len
+            seq.num_logits = own_len
+            seqs.append(seq)
+        # The minimum of three, because the first run of a size may compile.
+        return min(timeit.repeat(lambda: run(seqs), number=1, repeat=3))
+
+    def measure_sizes(draft_len: int) -> list[float]:
+        limit = min(max_num_seqs * (1 + draft_len), max_num_tokens, MAX_DRAFT_STEP)
+        sizes = [0]
+        seconds = [0.0]
+        while sizes[-1] < limit:
+            sizes.append(min(max(1, 2 * sizes[-1]), limit))
+            seconds.append(measure(sizes[-1], draft_len))
+            if sizes[-1] > 16 and seconds[-1] / sizes[-1] > 0.9 * seconds[-2] / sizes[-2]:
+                break
+        return np.interp(range(sizes[-1] + 1), sizes, seconds).tolist()
+
+    plain = measure_sizes(0)
+    draft = measure_sizes(draft_len)
+    num_tokens = min(1 + draft_len, len(draft) - 1)
+    long_cost = measure(num_tokens, draft_len, max_model_len - draft_len)
+    slowdown = max(0.0, long_cost - measure(num_tokens, draft_len))
+    return StepCosts(plain, draft, slowdown / (num_tokens * max_model_len))

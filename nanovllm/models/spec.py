@@ -1,0 +1,60 @@
+"""What the engine knows of a model: its sizes, how to make it, and how to call it.
+
+Each structure of models has a subclass of ModelSpec in the file of its layers, and models/config.py
+fills it from config.json.
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.batch import Batch
+from nanovllm.layers.attention import Backend
+from nanovllm.layers.embedding import Embedding
+from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
+
+
+class CausalLM(nn.Module):
+    """A decoder and an output head, which is `lm_head` or the matrix of the embeddings."""
+
+    def __init__(self, model: nn.Module, lm_head: Embedding | None) -> None:
+        super().__init__()
+        self.model = model
+        self.lm_head = lm_head
+
+    def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
+        """Compute hidden states [num_logits, hidden_size]. A CUDA graph ends here."""
+        return self.model(batch, kv_caches)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [num_logits, vocab_size]."""
+        head = self.lm_head or cast(Embedding, self.model.embed_tokens)
+        return head.logits(hidden)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """The sizes of a model. A subclass makes the model."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int  # width of the MLPs
+    max_len: int  # maximum number of positions, with RoPE scaling
+    dtype: torch.dtype
+
+    @property
+    def divided_sizes(self) -> dict[str, int]:
+        """Sizes that the number of ranks must divide, by their names in config.json."""
+        return {
+            "num_attention_heads": self.num_heads,
+            "intermediate_size": self.intermediate_size,
+        }
+
+    def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
+        raise NotImplementedError
