@@ -37,7 +37,8 @@ import torch.distributed as dist
 
 from nanovllm.checks import naming
 from nanovllm.config import Config
-from nanovllm.engine.worker import Place, Worker
+from nanovllm.engine.placement import Place
+from nanovllm.engine.worker import Worker
 from nanovllm.models.spec import ModelSpec
 
 Result = TypeVar("Result")

@@ -10,7 +10,6 @@ several ranks     = the smallest of all ranks, because they share block tables
 available         = the least of what the machine and the cgroups (version 2) of this process have
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -18,12 +17,10 @@ import torch
 
 from nanovllm.arithmetic import cdiv
 from nanovllm.config import Config
-from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
-from nanovllm.models.spec import ModelSpec
-from nanovllm.sampling_params import SamplingParams
 
 GPU_SHARE_OF_FREE = 0.95  # leaves room for what the driver and other processes allocate
+# Of a machine that others use, too. A quarter of 16 GB has room for 35,000 tokens of Qwen3-0.6B.
 CPU_SHARE = 0.25
 ENLARGE = (
     "give the cache more memory (num_kvcache_blocks, kvcache_memory_bytes, gpu_memory_utilization)"
@@ -54,33 +51,6 @@ class MemoryMeter:
         return peak_reserved + max(0, of_driver)
 
 
-def profile_sampling(
-    sample: Callable[[torch.Tensor, list[Sequence]], object],
-    max_model_len: int,
-    logits: torch.Tensor,
-) -> None:
-    """Sample profiling logits with several kinds of SamplingParams.
-
-    This lets MemoryMeter see the peak of sampling, and compiles its kernels. The most expensive
-    kind comes last. The longest sequence decides how much memory penalties need.
-    """
-    kinds = [
-        SamplingParams(temperature=0.0),
-        SamplingParams(),
-        SamplingParams(top_p=0.5),
-        SamplingParams(top_p=0.5, repetition_penalty=2.0, min_tokens=1, logprobs=20),
-    ]
-    for params in kinds:
-        seqs: list[Sequence] = []
-        for lane in range(len(logits)):
-            num_tokens = max_model_len if lane == 0 else 1
-            seq = Sequence(lane, [0] * num_tokens, params, stop_token_ids=frozenset([0]))
-            seq.lane = lane
-            seq.num_logits = 1
-            seqs.append(seq)
-        sample(logits, seqs)
-
-
 def find_available_memory(root: Path = Path("/")) -> int:
     """Bytes that this process can still allocate, by the machine's and its cgroups' limits.
 
@@ -105,20 +75,16 @@ def find_available_memory(root: Path = Path("/")) -> int:
 
 def count_blocks(
     config: Config,
-    spec: ModelSpec,
+    block_bytes: int,
     block_size: int,
     max_model_len: int,
     meter: MemoryMeter,
-    profile_run: Callable[[], object],
     tp: TensorParallel = ALONE,
 ) -> tuple[int, str]:
     """The number of blocks, and a line that shows the arithmetic.
 
     Raises ValueError if there is no memory for a single block.
     """
-    num_kv_heads, _ = tp.divide(spec.num_kv_heads)
-    token_bytes = 2 * spec.num_layers * num_kv_heads * spec.head_dim * spec.dtype.itemsize
-    block_bytes = block_size * token_bytes
     useful = config.max_num_seqs * cdiv(max_model_len, block_size) * block_bytes
     origin = "as requested"
     if config.num_kvcache_blocks is not None:
@@ -127,7 +93,6 @@ def count_blocks(
         budget = config.kvcache_memory_bytes
     else:
         if meter.device.type == "cuda":
-            profile_run()
             free, origin = gpu_budget(config.gpu_memory_utilization, meter)
         else:
             free, origin = cpu_budget(tp.size)

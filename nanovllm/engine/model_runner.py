@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +20,6 @@ from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import Config
 from nanovllm.engine.executor import make_executor
 from nanovllm.engine.logprobs import find_logprobs
-from nanovllm.engine.memory import profile_sampling
 from nanovllm.engine.penalties import process_logits
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.noise import make_noise_keys
@@ -29,6 +27,7 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import Logprobs
 from nanovllm.packing import to_device
+from nanovllm.sampling_params import SamplingParams
 
 Value = TypeVar("Value")
 
@@ -81,19 +80,52 @@ class ModelRunner:
         self.sampler = Sampler(spec.vocab_size).to(self.device)
         if config.enable_kernels:
             kernels.kernelize(self.sampler, self.device, spec.dtype)
-        # The profile run samples, too. It decides the number of blocks.
-        profile = partial(profile_sampling, self.sample, worker.max_model_len)
         with undisturbed(self.device):  # CUDA graphs record these settings
-            self.executor.call(worker.allocate_kv_cache, profile)
+            self.executor.call(self._start_worker)
         # A running sequence holds at least one block.
         self.num_lanes = min(config.max_num_seqs, worker.num_blocks)
         self.block_tables = BlockTables(self.num_lanes, worker.block_table_width, self.block_size)
+
+    def _start_worker(self) -> None:
+        """Allocate the KV cache. What steps take of the memory of a GPU is measured before."""
+        worker = self.executor.worker
+        if worker.needs_profile:
+            self._profile_sampling(worker.profile())
+        worker.allocate_kv_cache()
+        for logits in worker.warm_up():
+            self._profile_sampling(logits)
+
+    def _profile_sampling(self, logits: Tensor) -> None:
+        """Sample from `logits` of a dummy step with several kinds of SamplingParams.
+
+        This shows the peak of the memory, and compiles kernels. The most expensive kind comes last.
+        The longest sequence decides how much memory penalties need.
+        """
+        kinds = [
+            SamplingParams(temperature=0.0),
+            SamplingParams(),
+            SamplingParams(top_p=0.5),
+            SamplingParams(top_p=0.5, repetition_penalty=2.0, min_tokens=1, logprobs=20),
+        ]
+        max_model_len = self.executor.worker.max_model_len
+        for params in kinds:
+            seqs: list[Sequence] = []
+            for lane in range(len(logits)):
+                num_tokens = max_model_len if lane == 0 else 1
+                seq = Sequence(lane, [0] * num_tokens, params, stop_token_ids=frozenset([0]))
+                seq.num_logits = 1
+                seqs.append(seq)
+            self.sample(logits, seqs)
 
     def forward(self, seqs: list[Sequence]) -> Tensor:
         """Compute the scheduled tokens. Return logits [num_logits of all seqs, vocab_size]."""
         batch = self.prepare_batch(seqs)
         with undisturbed(self.device):
-            return self.executor.call(self.executor.worker.run, batch)
+            return self.executor.call(self._execute, batch)
+
+    def _execute(self, batch: Batch) -> Tensor:
+        (logits,) = self.executor.worker.execute(batch)
+        return logits
 
     def sample(self, logits: Tensor, seqs: list[Sequence]) -> tuple[list[list[int]], Logprobs]:
         """Sample num_logits tokens for each sequence, -1 where the logits are NaN.

@@ -8,7 +8,7 @@ The logits at position i predict token i + 1. In a prompt that token is known, n
 `Request.prompt_logprobs` grows with every chunk. It depends only on the prompt, so it survives a
 preemption. A prefix hit ends at `Request.first_logits`, because a hit computes no logits.
 
-A chunk can have more rows of logits than the profile run had. The worker computes them in parts,
+A chunk can have more rows of logits than the profile run had. The worker then yields them in parts,
 and the rows of a part that score the prompt are reduced to a few numbers before the next part.
 """
 
@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.batch import Batch
 from nanovllm.engine.logprobs import find_logprobs
-from nanovllm.engine.model_runner import ModelRunner, undisturbed
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import PromptLogprobs
@@ -38,28 +39,37 @@ class PromptRow(NamedTuple):
 class ScoringModelRunner(ModelRunner):
     """Also scores prompts. The sequences that ask for this are Requests."""
 
-    def forward(self, seqs: list[Sequence]) -> Tensor:
+    # What each row of logits of the current step is for. None: the row samples a token. Empty if no
+    # prompt is scored.
+    rows: list[PromptRow | None]
+
+    def prepare_batch(self, seqs: list[Sequence]) -> Batch:
+        batch = super().prepare_batch(seqs)
+        self.rows = []
         if all([seq.params.prompt_logprobs is None for seq in seqs]):
-            return super().forward(seqs)
-        batch = self.prepare_batch(seqs)
-        rows: list[PromptRow | None] = []  # None: the row samples a token
+            return batch
         indices: list[int] = []
         for seq, start in zip(seqs, batch.cu_seqlens_q.tolist()):
             offset = start - seq.num_computed_tokens  # of a position's token in the batch
             end = seq.num_computed_tokens + seq.num_scheduled_tokens
             for position in find_positions_to_score(seq):
-                rows.append(make_row(seq, position))
+                self.rows.append(make_row(seq, position))
                 indices.append(offset + position)
             for position in range(end - seq.num_logits, end):
-                rows.append(None)
+                self.rows.append(None)
                 indices.append(offset + position)
-        logits_indices = torch.from_numpy(np.array(indices, np.int32))
-        with undisturbed(self.device):
-            return self.executor.call(
-                self.executor.worker.run,
-                replace(batch, logits_indices=logits_indices),
-                lambda logits, start: score(logits, rows[start : start + len(logits)]),
-            )
+        return replace(batch, logits_indices=torch.from_numpy(np.array(indices, np.int32)))
+
+    def _execute(self, batch: Batch) -> Tensor:
+        if not self.rows:
+            return super()._execute(batch)
+        sampled: list[Tensor] = []
+        start = 0
+        for logits in self.executor.worker.execute(batch):
+            end = start + len(logits)
+            sampled.append(score(logits, self.rows[start:end]))
+            start = end
+        return torch.cat(sampled)
 
 
 def find_positions_to_score(seq: Sequence) -> range:

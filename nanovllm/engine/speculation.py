@@ -44,7 +44,7 @@ class SpeculativeScheduler(Scheduler):
     def reset(self, seqs: list[Sequence]) -> None:
         super().reset(seqs)
         self.drafts: dict[Sequence, list[int]] = {}  # of the current step
-        self.proposals: dict[Sequence, Proposal] = {}  # of running sequences
+        self.proposals: dict[Sequence, Proposal] = {}  # of unfinished sequences that have decoded
 
     def schedule(self) -> list[Sequence]:
         """Schedule a step, then give the rest of its budget and the free blocks to drafts."""

@@ -8,14 +8,10 @@ the block size, the number of blocks and max_model_len.
 """
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nanovllm import kernels
@@ -24,34 +20,15 @@ from nanovllm.batch import Batch
 from nanovllm.checks import naming
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.engine.memory import ENLARGE, MemoryMeter, count_blocks
+from nanovllm.engine.placement import Place, connect, find_device
 from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
-from nanovllm.layers.tensor_parallel import FIRST_PART, TensorParallel
+from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.spec import ModelSpec
 from nanovllm.models.weights import check_sizes, init_dummy_weights, load_checkpoint
 from nanovllm.packing import copy_to, pack, unpack
 
 _DEFAULT_MAX_MODEL_LEN = 4096
-# Maps rows of logits, and the index of the first one, to the rows to keep.
-Reduction = Callable[[Tensor, int], Tensor]
-_FOREVER = timedelta(days=365)  # an idle engine must not run into a timeout
-
-
-def keep_all(logits: Tensor, start: int) -> Tensor:
-    return logits
-
-
-def keep_none(logits: Tensor, start: int) -> Tensor:
-    return logits[:0]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where one of several ranks runs."""
-
-    rank: int
-    local_rank: int  # its number on its machine, which selects its GPU
-    store: dist.Store  # where all ranks meet
 
 
 class Worker:
@@ -112,24 +89,27 @@ class Worker:
         if self.config.enable_kernels:
             kernels.kernelize(self.model, self.device, self.spec.dtype)
 
-    def allocate_kv_cache(self, sample: Callable[[Tensor], object] = lambda logits: None) -> None:
-        """Choose the size of the KV cache and allocate it.
+    @property
+    def needs_profile(self) -> bool:
+        """Whether the size of the KV cache depends on how much of a GPU's memory a step takes."""
+        config = self.config
+        is_given = config.num_kvcache_blocks is not None or config.kvcache_memory_bytes is not None
+        return self.device.type == "cuda" and not is_given
 
-        On a GPU a profile run measures the free memory, unless an option gives the size.
-        `sample` is called with the logits of each profile or warm-up run.
-        """
+    def profile(self) -> Tensor:
+        """Run the largest step, with a KV cache of one block. Return its logits."""
+        self._allocate(num_blocks=1, is_profile=True)
+        (logits,) = self.compute(self.make_largest_batch())
+        return logits
 
-        def profile_run() -> None:
-            self._allocate(num_blocks=1, is_profile=True)
-            sample(self.compute(self.make_largest_batch()))
-
+    def allocate_kv_cache(self) -> None:
+        """Choose the size of the KV cache and allocate it. `profile` comes before, if needed."""
         self.num_blocks, arithmetic = count_blocks(
             self.config,
-            self.spec,
+            self.spec.count_block_bytes(self.block_size, self.tp),
             self.block_size,
             self.max_model_len,
             self.meter,
-            profile_run,
             self.tp,
         )
         capacity = self.num_blocks * self.block_size
@@ -140,21 +120,24 @@ class Worker:
                 f" lower it to {capacity}, or {ENLARGE}"
             )
         self._allocate(self.num_blocks)
-        if self.device.type == "cuda":
-            # Warm-up runs of a chunk with a decode and of a decode alone compile their kernels.
-            sample(self.compute(self._make_dummy_batch([2, 1])))
-            sample(self.compute(self._make_dummy_batch([1])))
         if self.tp.rank == 0:
             backend = f"{self.backend.NAME} attention"
             message = f"nanovllm: {self.device}, {self.spec.dtype}, {backend}; {arithmetic}"
             print(message, file=sys.stderr)
 
+    def warm_up(self) -> Iterator[Tensor]:
+        """Compile the kernels of a GPU: for a chunk beside a decode, and for a decode alone.
+
+        Yield the logits of these steps.
+        """
+        if self.device.type == "cuda":
+            yield from self.compute(self._make_dummy_batch([2, 1]))
+            yield from self.compute(self._make_dummy_batch([1]))
+
     def _allocate(self, num_blocks: int, is_profile: bool = False) -> None:
-        spec, config = self.spec, self.config
+        config = self.config
         # Of the longest sequence.
         self.block_table_width = cdiv(self.max_model_len, self.block_size)
-        num_kv_heads, _ = self.tp.divide(spec.num_kv_heads)
-        shape = (2, num_blocks, self.block_size, num_kv_heads, spec.head_dim)
         # Release the old caches before new ones are allocated.
         self.graphs = None
         self.kv_caches: list[Tensor] = []
@@ -164,8 +147,9 @@ class Worker:
             " lower num_kvcache_blocks, kvcache_block_size or kvcache_memory_bytes"
         )
         with naming(problem, RuntimeError):  # torch's own error on any device
-            for _ in range(spec.num_layers):
-                self.kv_caches.append(torch.empty(shape, dtype=spec.dtype, device=self.device))
+            self.kv_caches = self.spec.make_caches(
+                self.backend, num_blocks, self.block_size, self.device, self.tp
+            )
         # Linux allocates pages at the first write, and a request should not wait for that. A
         # profile run must not read NaN.
         num_first_blocks = cdiv(config.max_num_batched_tokens, self.block_size)
@@ -181,43 +165,40 @@ class Worker:
                 only_largest=is_profile,
             )
 
-    def run(self, batch: Batch, reduce: Reduction = keep_all) -> Tensor:
-        """Write the K/V of a batch, and return logits [num_logits, vocab_size]. The batch is on the
-        host.
-
-        Called on rank 0. The other ranks compute their shares in `serve`.
-        """
+    def execute(self, batch: Batch) -> Iterator[Tensor]:
+        """As `compute`, on rank 0. The other ranks compute their shares in `serve`."""
         if self.tp.size > 1:
             self.tp.send(pack(batch))
-        return self.compute(batch, reduce)
+        return self.compute(batch)
 
     def serve(self) -> None:
         """Compute this rank's share of the batches that rank 0 runs, until rank 0 disconnects."""
+        if self.needs_profile:
+            self.profile()
         self.allocate_kv_cache()
+        for _ in self.warm_up():
+            pass
         while True:
             try:
                 message = self.tp.receive()
             except RuntimeError:  # the connection has ended
                 return
-            self.compute(unpack(message), keep_none)
+            for _ in self.compute(unpack(message)):
+                pass
 
     @torch.inference_mode()
-    def compute(self, batch: Batch, reduce: Reduction = keep_all) -> Tensor:
-        """Compute this rank's share of `batch`, whose tensors are on the host.
+    def compute(self, batch: Batch) -> Iterator[Tensor]:
+        """Write the K/V of this rank's share of `batch`, and yield logits [num_rows, vocab_size].
 
-        If there are more rows of logits than in the profile run, they are computed in parts, and
-        `reduce` decides what is kept of each part. All ranks have the same parts.
+        The tensors of `batch` are on the host. There is one part of logits, unless a step that
+        scores prompts has more rows than the profile run had. All ranks have the same parts.
         """
         if self.graphs is not None and batch.max_seqlen_q == 1:
             hidden = self.graphs.run(batch)
         else:
             hidden = self.model(copy_to(batch, self.device), self.kv_caches)
-        parts: list[Tensor] = []
-        start = 0
         for rows in hidden.split(self.max_num_logits):
-            parts.append(reduce(self.model.compute_logits(rows), start))
-            start += len(rows)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            yield self.model.compute_logits(rows)
 
     def disconnect(self) -> None:
         """Leave the process groups.
@@ -265,47 +246,3 @@ class Worker:
             max_seqlen_k=self.max_model_len,
             logits_indices=cu_seqlens_q[1:] - 1,
         )
-
-
-def connect(device: torch.device, size: int, place: Place) -> TensorParallel:
-    """Join the process groups of all ranks."""
-    place.store.set(f"{place.rank} has started", "")
-    place.store.set_timeout(_FOREVER)  # NCCL waits there for rank 0, which may still load weights
-    host_store = dist.PrefixStore("host", place.store)
-    host_group = dist.ProcessGroupGloo(host_store, place.rank, size, _FOREVER)
-    group: Any = host_group  # see TensorParallel
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        options = dist.ProcessGroupNCCL.Options()
-        group = dist.ProcessGroupNCCL(place.store, place.rank, size, options)
-    first = torch.empty(FIRST_PART, dtype=torch.int32, device="cpu")
-    return TensorParallel(place.rank, size, group, host_group, first)
-
-
-def find_device(name: str, local_rank: int | None = None) -> torch.device:
-    """The device of that name; "auto" is the GPU if there is one, and else the CPU.
-
-    "cuda" without a number is the current GPU. With several ranks, the rank with local rank i uses
-    GPU N + i, where N is the number in `name` or 0. A rank that sees only one GPU uses that one.
-    Raises ValueError for an unknown or missing device.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, number = name.partition(":")
-    is_known = kind in ("cpu", "cuda") and (number == "" or number.isdecimal())
-    if not is_known:
-        raise ValueError(f"device={name!r} is unknown: use 'auto', 'cpu', 'cuda' or 'cuda:N'")
-    if kind == "cpu":
-        return torch.device("cpu")
-    num_gpus = torch.cuda.device_count()
-    index = int(number or 0)
-    if local_rank is not None:
-        # Under Slurm, a rank may see only its own GPU.
-        index = index + local_rank if num_gpus > 1 else 0
-    if index >= num_gpus:
-        raise ValueError(
-            f"device='cuda:{index}' is missing: use one of this machine's {num_gpus} GPUs"
-        )
-    if number == "" and local_rank is None:
-        index = torch.cuda.current_device()
-    return torch.device("cuda", index)

@@ -1,4 +1,4 @@
-"""Converts a Hugging Face config to a ModelSpec. The shapes of models are read only here.
+"""Converts a Hugging Face config to a ModelSpec. The engine learns the shapes of models only here.
 
 A family that differs by values is a row of ARCHITECTURES. A family that differs by structure has a
 reader here, and its spec in a file of its own. An unsupported feature is rejected with an error

@@ -58,3 +58,24 @@ class ModelSpec:
 
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
         raise NotImplementedError
+
+    def make_caches(
+        self,
+        backend: Backend,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        tp: TensorParallel = ALONE,
+    ) -> list[Tensor]:
+        """Make what each layer keeps between steps: here, the K/V of one rank's heads."""
+        num_kv_heads, _ = tp.divide(self.num_kv_heads)
+        shape = (num_blocks, block_size, num_kv_heads, self.head_dim)
+        return [
+            torch.empty(2, *shape, dtype=self.dtype, device=device) for _ in range(self.num_layers)
+        ]
+
+    def count_block_bytes(self, block_size: int, tp: TensorParallel = ALONE) -> int:
+        """The bytes of a block in all caches: 2 for K and V, per layer, head and dimension."""
+        num_kv_heads, _ = tp.divide(self.num_kv_heads)
+        token_bytes = 2 * self.num_layers * num_kv_heads * self.head_dim * self.dtype.itemsize
+        return block_size * token_bytes

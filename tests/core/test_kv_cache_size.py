@@ -1,14 +1,13 @@
 """The KV cache gets the memory that is left, and the profile run finds out how much that is."""
 
-from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from conftest import VOCAB_SIZE
 
 from nanovllm.config import MAX_DRAFT_STEP, Config
-from nanovllm.engine.memory import count_blocks, find_available_memory, profile_sampling
+from nanovllm.engine.memory import count_blocks, find_available_memory
 
 BLOCK_BYTES = 4 * 2 * 2 * 2 * 16 * 4  # block size, K and V, layers, KV heads, head_dim, float32
 
@@ -55,24 +54,18 @@ class FakeGPU:
 
     device = torch.device("cuda")
     total = 100_000_000
-    taken = 0
 
     def __init__(self, free_before):
         self.free_before = free_before
 
-    def profile_run(self):
-        self.taken = 10_000_000
-
     def peak(self):
-        return self.taken
+        return 10_000_000
 
 
 def count_tokens_on_gpu(free, utilization, max_model_len):
     """Count the tokens that fit into a KV cache where a token takes 1000 bytes."""
-    spec = SimpleNamespace(num_layers=125, num_kv_heads=1, head_dim=1, dtype=torch.float32)
     config = Config("", gpu_memory_utilization=utilization)
-    gpu = FakeGPU(free)
-    num_blocks, line = count_blocks(config, spec, 10, max_model_len, gpu, gpu.profile_run)
+    num_blocks, line = count_blocks(config, 10_000, 10, max_model_len, FakeGPU(free))
     assert f"{num_blocks} blocks of 10" in line
     return num_blocks * 10
 
@@ -108,8 +101,9 @@ def test_the_profile_run_is_a_largest_step(make_llm, draft_len, num_logits):
 
 
 def test_the_profile_run_ends_with_the_costliest_sampling(make_llm):
-    sample = Mock(wraps=make_llm().model_runner.sample)
-    profile_sampling(sample, 256, torch.zeros(7, VOCAB_SIZE))
+    runner = make_llm().model_runner
+    with patch.object(runner, "sample", Mock(wraps=runner.sample)) as sample:
+        runner._profile_sampling(torch.zeros(7, VOCAB_SIZE))
     _, seqs = sample.call_args.args
     assert max(len(seq.token_ids) for seq in seqs) == 256
     for seq in seqs:

@@ -12,7 +12,8 @@ from front_helpers import PROMPTS, interrupt_in
 from nanovllm import SamplingParams, kernels
 from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.worker import Worker, find_device
+from nanovllm.engine.placement import find_device
+from nanovllm.engine.worker import Worker
 
 
 @contextmanager

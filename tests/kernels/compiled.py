@@ -42,7 +42,6 @@ from triton.runtime.jit import JITFunction
 
 from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.engine import model_runner, worker
-from nanovllm.engine.memory import profile_sampling
 from nanovllm.kernels.cuda import attention, graphs, layers
 from nanovllm.layers.sampler import Sampler
 from nanovllm.packing import pack, unpack
@@ -208,10 +207,10 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
         with torch.inference_mode():
             rank.graphs = graphs.CudaGraphs(rank.model, rank.kv_caches, sizes, width)
     for query_lens in ([2, 1], [1]):  # as at the start of an engine on a GPU
-        logits = rank.compute(rank._make_dummy_batch(query_lens))
+        (logits,) = rank.compute(rank._make_dummy_batch(query_lens))
         # As of three ranks, whose padding is cut off. Later logits are contiguous.
         logits = F.pad(logits, (0, 1))[:, :-1]
-        profile_sampling(runner.sample, rank.max_model_len, logits)
+        runner._profile_sampling(logits)
     for name, (lengths, settings) in LIFE.items():
         part = name
         prompts = [[i + 1] * length for i, length in enumerate(lengths)]

@@ -52,9 +52,9 @@ def test_one_call_for_all_layers_matches_plain_layers(tmp_path, monkeypatch, sha
     compute = worker.compute
     batches = []
 
-    def record(batch, *args):
+    def record(batch):
         batches.append(deepcopy(batch))
-        return compute(batch, *args)
+        return compute(batch)
 
     monkeypatch.setattr(worker, "compute", record)
     generate_ids(llm, [random_prompt(n, n) for n in (600, 3, 100, 40)], greedy(3))

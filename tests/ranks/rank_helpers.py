@@ -33,10 +33,10 @@ def serve_and_fail(*args):
     """Take the place of `_serve`. On rank 2 of 4, a step of several tokens fails."""
     compute = Worker.compute
 
-    def fail(self, batch, *reduce):
+    def fail(self, batch):
         if self.tp.rank == 2 and len(batch.input_ids) > 1:
             raise ZeroDivisionError(os.environ["PURPOSE"])
-        return compute(self, batch, *reduce)
+        return compute(self, batch)
 
     Worker.compute = fail
     _serve(*args)

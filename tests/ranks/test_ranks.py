@@ -19,7 +19,7 @@ from conftest import (
 from rank_helpers import check_nothing_is_left, find_ranks
 
 from nanovllm import SamplingParams
-from nanovllm.engine.worker import Place, connect
+from nanovllm.engine.placement import Place, connect
 from nanovllm.layers.tensor_parallel import FIRST_PART
 
 nothing_is_left = pytest.fixture(autouse=True)(check_nothing_is_left)
