@@ -21,13 +21,13 @@ from nanovllm.config import Config
 from nanovllm.engine.executor import make_executor
 from nanovllm.engine.logprobs import find_logprobs
 from nanovllm.engine.penalties import process_logits
+from nanovllm.engine.profiling import sample_dummies
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.noise import make_noise_keys
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import Logprobs
 from nanovllm.packing import to_device
-from nanovllm.sampling_params import SamplingParams
 
 Value = TypeVar("Value")
 
@@ -90,32 +90,10 @@ class ModelRunner:
         """Allocate the KV cache. What steps take of the memory of a GPU is measured before."""
         worker = self.executor.worker
         if worker.needs_profile:
-            self._profile_sampling(worker.profile())
+            sample_dummies(self.sample, worker.profile(), worker.max_model_len)
         worker.allocate_kv_cache()
         for logits in worker.warm_up():
-            self._profile_sampling(logits)
-
-    def _profile_sampling(self, logits: Tensor) -> None:
-        """Sample from `logits` of a dummy step with several kinds of SamplingParams.
-
-        This shows the peak of the memory, and compiles kernels. The most expensive kind comes last.
-        The longest sequence decides how much memory penalties need.
-        """
-        kinds = [
-            SamplingParams(temperature=0.0),
-            SamplingParams(),
-            SamplingParams(top_p=0.5),
-            SamplingParams(top_p=0.5, repetition_penalty=2.0, min_tokens=1, logprobs=20),
-        ]
-        max_model_len = self.executor.worker.max_model_len
-        for params in kinds:
-            seqs: list[Sequence] = []
-            for lane in range(len(logits)):
-                num_tokens = max_model_len if lane == 0 else 1
-                seq = Sequence(lane, [0] * num_tokens, params, stop_token_ids=frozenset([0]))
-                seq.num_logits = 1
-                seqs.append(seq)
-            self.sample(logits, seqs)
+            sample_dummies(self.sample, logits, worker.max_model_len)
 
     def forward(self, seqs: list[Sequence]) -> Tensor:
         """Compute the scheduled tokens. Return logits [num_logits of all seqs, vocab_size]."""

@@ -1,6 +1,6 @@
 """The KV cache gets the memory that is left, and the profile run finds out how much that is."""
 
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from conftest import VOCAB_SIZE
 
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.engine.memory import count_blocks, find_available_memory
+from nanovllm.engine.profiling import sample_dummies
 
 BLOCK_BYTES = 4 * 2 * 2 * 2 * 16 * 4  # block size, K and V, layers, KV heads, head_dim, float32
 
@@ -101,9 +102,8 @@ def test_the_profile_run_is_a_largest_step(make_llm, draft_len, num_logits):
 
 
 def test_the_profile_run_ends_with_the_costliest_sampling(make_llm):
-    runner = make_llm().model_runner
-    with patch.object(runner, "sample", Mock(wraps=runner.sample)) as sample:
-        runner._profile_sampling(torch.zeros(7, VOCAB_SIZE))
+    sample = Mock(wraps=make_llm().model_runner.sample)
+    sample_dummies(sample, torch.zeros(7, VOCAB_SIZE), 256)
     _, seqs = sample.call_args.args
     assert max(len(seq.token_ids) for seq in seqs) == 256
     for seq in seqs:
