@@ -67,7 +67,7 @@ class Stream:
 class EngineThread(threading.Thread):
     """Owns an engine and steps it while there are unfinished requests."""
 
-    # Between two hand-overs, for each choice that is unfinished: chunks of 64 streams are 32 ms apart.
+    # Between two hand-overs, for each unfinished choice: the chunks of 64 streams are 32 ms apart.
     # Twice as long gave 2% more tokens/s in a measurement on two cores.
     seconds_per_choice = 0.0005
 
