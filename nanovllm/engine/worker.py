@@ -92,7 +92,6 @@ class Worker:
         self.backend: Backend = attention
         self.block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
         if config.enable_kernels:
-            self.tp = kernels.share_memory(self.tp, self.device, spec.dtype)
             self.backend, self.block_size = kernels.select_backend(
                 config.attention_backend,
                 self.device,

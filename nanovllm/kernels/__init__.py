@@ -21,7 +21,6 @@ from torch import nn
 
 from nanovllm.backends import BACKENDS
 from nanovllm.kernels.check import check_backend, find_failure
-from nanovllm.kernels.cpu.shared_memory import share_memory as share_memory
 from nanovllm.kernels.cuda.graphs import CudaGraphs, list_batch_sizes
 from nanovllm.layers.attention import Backend
 

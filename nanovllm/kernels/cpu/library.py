@@ -28,7 +28,7 @@ SIGNATURES = {  # parameters of the functions in kernels.cpp: pointer, int64_t o
     "store_kvcache": "PPIIPIIPP",
     "decode_attention": "PPPPPPPIIIIIIF",
     "prefill_attention": "PPPPPPPIIIIIIF",
-    "decoder_layers": "PPIIPPPPPPPIIIIPI",
+    "decoder_layers": "PPIIPPPPPPPIIIII",
     "linear": "PPPPPIIIIII",
     "gather_rows": "PPPII",
     "rms_norm": "PPPIIF",
@@ -39,8 +39,6 @@ SIGNATURES = {  # parameters of the functions in kernels.cpp: pointer, int64_t o
     "relu": "PII",
     "filter_logits": "PIPPPPPPIII",
     "sample": "PIPPPPII",
-    "all_reduce": "PPI",
-    "gather": "PPPII",
 }
 SOURCE = Path(__file__).with_name("kernels.cpp")
 DEFINES = {
