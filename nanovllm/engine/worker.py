@@ -153,7 +153,7 @@ class Worker:
         # Of the longest sequence.
         self.block_table_width = cdiv(self.max_model_len, self.block_size)
         num_kv_heads, _ = self.tp.divide(spec.num_kv_heads)
-        shape = (2, num_blocks, self.block_size, num_kv_heads, spec.head_dim)
+        shape = (num_blocks, self.block_size, num_kv_heads, spec.head_dim)
         # Release the old caches before new ones are allocated.
         self.graphs = None
         self.kv_caches: list[Tensor] = []
@@ -164,12 +164,7 @@ class Worker:
         )
         with naming(problem, RuntimeError):  # torch's own error on any device
             for _ in range(spec.num_layers):
-                self.kv_caches.append(torch.empty(shape, dtype=spec.dtype, device=self.device))
-        # Linux allocates pages at the first write, and a request should not wait for that. A
-        # profile run must not read NaN.
-        num_first_blocks = cdiv(config.max_num_batched_tokens, self.block_size)
-        for kv_cache in self.kv_caches:
-            kv_cache[:, :num_first_blocks].zero_()
+                self.kv_caches.append(self.backend.make_cache(*shape, spec.dtype, self.device))
         if config.enable_kernels and not config.enforce_eager:
             self.graphs = kernels.capture_decode_steps(
                 self.model,
@@ -177,6 +172,7 @@ class Worker:
                 self.kv_caches,
                 max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
                 block_table_width=self.block_table_width,
+                max_seqlen_k=self.max_model_len,
                 only_largest=is_profile,
             )
 

@@ -116,6 +116,7 @@ def capture_decode_steps(
     kv_caches: list[torch.Tensor],
     max_num_seqs: int,
     block_table_width: int,
+    max_seqlen_k: int,
     only_largest: bool = False,
 ) -> CudaGraphs | None:
     """Capture CUDA graphs of `decoder` over these caches. Return None if that is not possible.
@@ -131,4 +132,4 @@ def capture_decode_steps(
     sizes = list_batch_sizes(max_num_seqs)
     if only_largest:
         sizes = sizes[-1:]
-    return CudaGraphs(decoder, kv_caches, sizes, block_table_width)
+    return CudaGraphs(decoder, kv_caches, sizes, block_table_width, max_seqlen_k)

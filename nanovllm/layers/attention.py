@@ -2,8 +2,9 @@
 
 A backend is a module that implements `Backend`. It is chosen when the engine starts. This one runs
 on any device: it gathers the blocks of one sequence after another, and calls
-scaled_dot_product_attention. A layer's `kv_cache` is [2, num_blocks, block_size, num_kv_heads,
-head_dim], keys and then values (PagedAttention, Kwon et al. 2023).
+scaled_dot_product_attention. Its `kv_cache` of a layer is [2, num_blocks, block_size, num_kv_heads,
+head_dim], keys and then values (PagedAttention, Kwon et al. 2023). Only a backend knows the layout
+of its caches.
 """
 
 from typing import Protocol
@@ -20,6 +21,7 @@ PREFERRED_BLOCK_SIZE = 16
 SUPPORTS_CUDA_GRAPHS = False
 
 TILE = 256  # queries that are computed together, which bounds the size of a mask
+ZEROED_TOKENS = 8192  # the default of max_num_batched_tokens
 
 
 class Backend(Protocol):
@@ -34,6 +36,17 @@ class Backend(Protocol):
     ) -> str | None:
         """Why the backend cannot run here, or None if it can."""
 
+    def make_cache(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """Make the KV cache of one layer. Block 0 has no NaN, because dummy batches read it."""
+
     def store_kvcache(
         self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
@@ -47,6 +60,21 @@ def reason_unavailable(
     device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
 ) -> str | None:
     return None
+
+
+def make_cache(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    shape = (2, num_blocks, block_size, num_kv_heads, head_dim)
+    kv_cache = torch.empty(shape, dtype=dtype, device=device)
+    # Linux allocates pages at the first write. The first large step should not wait for that.
+    kv_cache[:, : cdiv(ZEROED_TOKENS, block_size)].zero_()
+    return kv_cache
 
 
 def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -169,7 +169,7 @@ def test_auto_skips_a_backend_that_fails_on_this_gpu(monkeypatch, capfd):
         raise RuntimeError("no kernel image is available for execution on the device")
 
     failing = SimpleNamespace(
-        PREFERRED_BLOCK_SIZE=256, reason_unavailable=lambda *_: None, store_kvcache=fail
+        PREFERRED_BLOCK_SIZE=256, reason_unavailable=lambda *_: None, make_cache=fail
     )
     monkeypatch.setitem(sys.modules, BACKENDS["flash_attn"].module, None)
     monkeypatch.setitem(sys.modules, BACKENDS["triton"].module, failing)

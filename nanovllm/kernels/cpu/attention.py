@@ -12,6 +12,7 @@ from nanovllm.batch import Batch
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.library import call, has_gemm, load
 from nanovllm.layers.attention import attend_one
+from nanovllm.layers.attention import make_cache as make_cache
 
 NAME = "cpp"
 PREFERRED_BLOCK_SIZE = 16

@@ -11,6 +11,7 @@ from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
 from nanovllm.batch import Batch
+from nanovllm.kernels.cuda.attention import make_cache as make_cache
 from nanovllm.kernels.cuda.attention import store_kvcache as store_kvcache
 
 NAME = "flash_attn"
