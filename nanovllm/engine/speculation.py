@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from nanovllm.arithmetic import cdiv
-from nanovllm.config import MAX_DRAFT_LEN, MAX_DRAFT_STEP
+from nanovllm.config import MAX_DRAFT_STEP
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -127,8 +127,9 @@ def enable_speculation(engine: LLMEngine) -> None:
     """Measure the cost of steps, and let the scheduler of a new engine draft accordingly."""
     scheduler, runner = engine.scheduler, engine.model_runner
     assert isinstance(scheduler, SpeculativeScheduler)
+    limit = runner.executor.worker.backend.MAX_DRAFT_LEN
     num_tokens = engine.config.num_speculative_tokens
-    max_draft_len = min(num_tokens, MAX_DRAFT_LEN, engine.max_model_len - 1)
+    max_draft_len = min(num_tokens, limit, engine.max_model_len - 1)
     costs = measure_steps(
         lambda seqs: runner.sample(runner.run(seqs), seqs),
         max_draft_len,

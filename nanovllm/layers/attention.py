@@ -19,6 +19,7 @@ from nanovllm.batch import Batch
 NAME = "torch"
 PREFERRED_BLOCK_SIZE = 16
 SUPPORTS_CUDA_GRAPHS = False
+MAX_DRAFT_LEN = 7
 
 TILE = 256  # queries that are computed together, which bounds the size of a mask
 ZEROED_TOKENS = 8192  # the default of max_num_batched_tokens
@@ -30,6 +31,9 @@ class Backend(Protocol):
     NAME: str  # in backends.py, and as the option attention_backend
     PREFERRED_BLOCK_SIZE: int  # tokens in a block if the user does not choose
     SUPPORTS_CUDA_GRAPHS: bool  # True if kernel launches depend on shapes only
+    # Tokens of the longest draft whose verification is bitwise identical to decodes. A backend that
+    # does not promise this has 7, because longer drafts are rarely accepted.
+    MAX_DRAFT_LEN: int
 
     def reason_unavailable(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
