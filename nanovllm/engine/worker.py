@@ -109,7 +109,11 @@ class Worker:
             else:
                 load_checkpoint(self.model, directory)
         if self.config.enable_kernels:
-            kernels.kernelize(self.model, self.device, self.spec.dtype)
+            names = kernels.kernelize(self.model, self.device, self.spec.dtype)
+            if names and self.tp.rank == 0:
+                advice = "enable_kernels=False runs layers/ and models/ as written"
+                message = f"nanovllm: optimized layers: {', '.join(names)}; {advice}"
+                print(message, file=sys.stderr)
 
     def allocate_kv_cache(self, sample: Callable[[Tensor], object] = lambda logits: None) -> None:
         """Choose the size of the KV cache and allocate it.

@@ -37,6 +37,8 @@ class _Layer(ctypes.Structure):
 class FusedLayers(OptimizedLayer, DecoderLayers):
     """Runs all decoder layers in one C++ call, from prepacked weights that replace them."""
 
+    replaces = DecoderLayers
+
     tensors: list[Tensor | None]  # what the pointers in `structs` point to
     structs: "ctypes.Array[_Layer]"
 

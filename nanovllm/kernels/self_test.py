@@ -1,7 +1,8 @@
-"""Checks an attention backend against the torch backend in float32, on random inputs.
+"""Self-test of an attention backend: compares it with the torch backend in float32.
 
-Blocks are in random order, and the rest of the KV cache is NaN, so that a read out of bounds shows
-in the output.
+K/V are random, their blocks are in random order, and the rest of the KV cache is NaN, so that a
+read out of bounds shows in the output. It runs when an engine starts on a GPU, because no machine
+can test the kernels for all others, and in `python -m nanovllm.kernels.bench`.
 """
 
 from collections.abc import Callable
