@@ -24,9 +24,6 @@ from nanovllm.checks import (
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_SIZE = 2**31 - 1  # of anything that is counted, because larger numbers overflow int32
 MAX_HEAD_DIM = 2**16  # far above real models, and small enough for RoPE's tables
-# The cpp backend computes queries of up to 8 tokens as separate decodes, with bitwise identical
-# results. A longer draft could change a token.
-MAX_DRAFT_LEN = 7
 MAX_DRAFT_STEP = 256  # tokens of a step with drafts
 Options = ParamSpec("Options")
 
@@ -67,8 +64,8 @@ class Config(Checked):
             config.json.
         seed: Seed of the engine. The same calls give the same samples, up to rounding.
         num_speculative_tokens: Maximum number of draft tokens per sequence and step, proposed by
-            prompt lookup. At most 7 are used. With backends other than "cpp" they can change
-            rounding.
+            prompt lookup. At most MAX_DRAFT_LEN of the attention backend (7) are used. With
+            backends other than "cpp" they can change rounding.
         trace: File for the engine's trace. ui.perfetto.dev and `python -m nanovllm.trace` open it.
     """
 

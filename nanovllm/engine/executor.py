@@ -17,6 +17,7 @@ them starts much faster.
 
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from concurrent import futures
@@ -270,13 +271,14 @@ def _serve(
         model.make_worker(Place(rank, rank, store)).serve()
     except BaseException as error:
         reason = f"{current_process().name} has failed:\n{traceback.format_exc()}"
-        pipe.send(Failure(True, isinstance(error, ValueError), reason))
+        pipe.send(Failure(True, time.monotonic(), isinstance(error, ValueError), reason))
 
 
 class Failure(NamedTuple):
     """Why a rank is lost. Of several failures the smallest tuple is reported."""
 
     is_alive: bool  # its process still runs
+    time: float  # the first failure closes connections, so that other ranks fail as well
     is_value_error: bool
     reason: str
 
@@ -294,4 +296,4 @@ def _read_failure(pipe: Connection, process: BaseProcess) -> Failure:
                 "; if the script makes the engine outside of `if __name__ == '__main__':`,"
                 " move it there"
             )
-        return Failure(False, False, reason)
+        return Failure(False, 0.0, False, reason)

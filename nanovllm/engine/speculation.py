@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Protocol
 
-from nanovllm.config import MAX_DRAFT_LEN
 from nanovllm.engine.draft_costs import Candidate, StepCosts, measure_costs
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
@@ -121,8 +120,9 @@ def enable_speculation(engine: LLMEngine) -> None:
     """Measure the cost of steps, and let the scheduler of a new engine draft accordingly."""
     scheduler, runner = engine.scheduler, engine.model_runner
     assert isinstance(scheduler, SpeculativeScheduler)
+    limit = runner.executor.worker.backend.MAX_DRAFT_LEN
     num_tokens = engine.config.num_speculative_tokens
-    max_draft_len = min(num_tokens, MAX_DRAFT_LEN, engine.max_model_len - 1)
+    max_draft_len = min(num_tokens, limit, engine.max_model_len - 1)
     costs = measure_costs(
         lambda seqs: runner.sample(runner.forward(seqs), seqs),
         max_draft_len,

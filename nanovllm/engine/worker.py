@@ -69,7 +69,6 @@ class Worker:
         self.backend: Backend = attention
         self.block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
         if config.enable_kernels:
-            self.tp = kernels.share_memory(self.tp, self.device, spec.dtype)
             self.backend, self.block_size = kernels.select_backend(
                 config.attention_backend,
                 self.device,
@@ -87,7 +86,11 @@ class Worker:
             else:
                 load_checkpoint(self.model, directory)
         if self.config.enable_kernels:
-            kernels.kernelize(self.model, self.device, self.spec.dtype)
+            names = kernels.kernelize(self.model, self.device, self.spec.dtype)
+            if names and self.tp.rank == 0:
+                advice = "enable_kernels=False runs layers/ and models/ as written"
+                message = f"nanovllm: optimized layers: {', '.join(names)}; {advice}"
+                print(message, file=sys.stderr)
 
     @property
     def needs_profile(self) -> bool:
@@ -150,11 +153,6 @@ class Worker:
             self.kv_caches = self.spec.make_caches(
                 self.backend, num_blocks, self.block_size, self.device, self.tp
             )
-        # Linux allocates pages at the first write, and a request should not wait for that. A
-        # profile run must not read NaN.
-        num_first_blocks = cdiv(config.max_num_batched_tokens, self.block_size)
-        for kv_cache in self.kv_caches:
-            kv_cache[:, :num_first_blocks].zero_()
         if config.enable_kernels and not config.enforce_eager:
             self.graphs = kernels.capture_decode_steps(
                 self.model,
@@ -162,6 +160,7 @@ class Worker:
                 self.kv_caches,
                 max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
                 block_table_width=self.block_table_width,
+                max_seqlen_k=self.max_model_len,
                 only_largest=is_profile,
             )
 

@@ -14,15 +14,14 @@ rounding. Each difference is about one unit in the last place.
 import sys
 from functools import cache, partial
 from importlib import import_module
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import nn
 
 from nanovllm.backends import BACKENDS
-from nanovllm.kernels.check import check_backend, find_failure
-from nanovllm.kernels.cpu.shared_memory import share_memory as share_memory
 from nanovllm.kernels.cuda.graphs import CudaGraphs, list_batch_sizes
+from nanovllm.kernels.self_test import check_backend, find_failure
 from nanovllm.layers.attention import Backend
 
 
@@ -60,6 +59,7 @@ def select_backend(
 class OptimizedLayer(nn.Module):
     """Mixin for an optimized subclass of a layer. `kernelize` installs it in `__class__`."""
 
+    replaces: ClassVar[type[nn.Module]]  # exactly this class, and no subclass of it
     dtype: torch.dtype  # of the model
 
     def convert(self) -> bool:
@@ -70,22 +70,26 @@ class OptimizedLayer(nn.Module):
         return True
 
 
-def kernelize(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Replace the layers in `module` by optimized subclasses, where there are any.
+def kernelize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Replace the layers of `model` by optimized subclasses, where there are any.
 
-    A module comes before its parts, so that its optimized class can still convert these.
+    Return the names of the replaced classes, in the order of the model.
     """
-    original = type(module)
-    for candidate in find_optimized_layers(device.type, dtype):
-        if original in candidate.__bases__:
-            module.__class__ = candidate
-            optimized = cast(OptimizedLayer, module)
+    names: list[str] = []
+    # A layer comes before its parts, so that its optimized class can still convert these.
+    for layer in model.modules():
+        original = type(layer)
+        for candidate in find_optimized_layers(device.type, dtype):
+            if candidate.replaces is not original:
+                continue
+            layer.__class__ = candidate
+            optimized = cast(OptimizedLayer, layer)
             optimized.dtype = dtype
             if optimized.convert():
+                names.append(original.__name__)
                 break
-            module.__class__ = original
-    for child in module.children():
-        kernelize(child, device, dtype)
+            layer.__class__ = original
+    return list(dict.fromkeys(names))
 
 
 def has_known_code(module: nn.Module, *known: type[nn.Module]) -> bool:
@@ -117,6 +121,7 @@ def capture_decode_steps(
     kv_caches: list[torch.Tensor],
     max_num_seqs: int,
     block_table_width: int,
+    max_seqlen_k: int,
     only_largest: bool = False,
 ) -> CudaGraphs | None:
     """Capture CUDA graphs of `decoder` over these caches. Return None if that is not possible.
@@ -132,4 +137,4 @@ def capture_decode_steps(
     sizes = list_batch_sizes(max_num_seqs)
     if only_largest:
         sizes = sizes[-1:]
-    return CudaGraphs(decoder, kv_caches, sizes, block_table_width)
+    return CudaGraphs(decoder, kv_caches, sizes, block_table_width, max_seqlen_k)

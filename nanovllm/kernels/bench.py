@@ -2,8 +2,8 @@
 
     python -m nanovllm.kernels.bench --num-seqs 32 --context-len 512 --dtype float32
 
-check.py makes the inputs. Caches are flushed before each timed call, because in a model the weights
-of the other layers evict the K/V between two calls.
+self_test.py makes the inputs. Caches are flushed before each timed call, because in a model the
+weights of the other layers evict the K/V between two calls.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import torch
 
 from nanovllm.backends import BACKENDS
 from nanovllm.kernels import select_backend
-from nanovllm.kernels.check import Shape, compare_with_torch
+from nanovllm.kernels.self_test import Shape, compare_with_torch
 from nanovllm.terminal import run_program
 
 QWEN3_HEADS = (16, 8, 128)  # heads, KV heads and head_dim of Qwen3-0.6B

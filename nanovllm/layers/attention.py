@@ -2,8 +2,9 @@
 
 A backend is a module that implements `Backend`. It is chosen when the engine starts. This one runs
 on any device: it gathers the blocks of one sequence after another, and calls
-scaled_dot_product_attention. A layer's `kv_cache` is [2, num_blocks, block_size, num_kv_heads,
-head_dim], keys and then values (PagedAttention, Kwon et al. 2023).
+scaled_dot_product_attention. Its `kv_cache` of a layer is [2, num_blocks, block_size, num_kv_heads,
+head_dim], keys and then values (PagedAttention, Kwon et al. 2023). Only a backend knows the layout
+of its caches.
 """
 
 from typing import Protocol
@@ -18,8 +19,10 @@ from nanovllm.batch import Batch
 NAME = "torch"
 PREFERRED_BLOCK_SIZE = 16
 SUPPORTS_CUDA_GRAPHS = False
+MAX_DRAFT_LEN = 7
 
 TILE = 256  # queries that are computed together, which bounds the size of a mask
+ZEROED_TOKENS = 8192  # the default of max_num_batched_tokens
 
 
 class Backend(Protocol):
@@ -28,11 +31,25 @@ class Backend(Protocol):
     NAME: str  # in backends.py, and as the option attention_backend
     PREFERRED_BLOCK_SIZE: int  # tokens in a block if the user does not choose
     SUPPORTS_CUDA_GRAPHS: bool  # True if kernel launches depend on shapes only
+    # Tokens of the longest draft whose verification is bitwise identical to decodes. A backend that
+    # does not promise this has 7, because longer drafts are rarely accepted.
+    MAX_DRAFT_LEN: int
 
     def reason_unavailable(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
     ) -> str | None:
         """Why the backend cannot run here, or None if it can."""
+
+    def make_cache(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """Make the KV cache of one layer. Block 0 has no NaN, because dummy batches read it."""
 
     def store_kvcache(
         self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -47,6 +64,21 @@ def reason_unavailable(
     device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
 ) -> str | None:
     return None
+
+
+def make_cache(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    shape = (2, num_blocks, block_size, num_kv_heads, head_dim)
+    kv_cache = torch.empty(shape, dtype=dtype, device=device)
+    # Linux allocates pages at the first write. The first large step should not wait for that.
+    kv_cache[:, : cdiv(ZEROED_TOKENS, block_size)].zero_()
+    return kv_cache
 
 
 def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

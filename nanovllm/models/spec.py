@@ -70,9 +70,7 @@ class ModelSpec:
         """Make what each layer keeps between steps: here, the K/V of one rank's heads."""
         num_kv_heads, _ = tp.divide(self.num_kv_heads)
         shape = (num_blocks, block_size, num_kv_heads, self.head_dim)
-        return [
-            torch.empty(2, *shape, dtype=self.dtype, device=device) for _ in range(self.num_layers)
-        ]
+        return [backend.make_cache(*shape, self.dtype, device) for _ in range(self.num_layers)]
 
     def count_block_bytes(self, block_size: int, tp: TensorParallel = ALONE) -> int:
         """The bytes of a block in all caches: 2 for K and V, per layer, head and dimension."""

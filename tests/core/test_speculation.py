@@ -24,6 +24,7 @@ from nanovllm.engine.speculation import (
     Speculator,
 )
 from nanovllm.kernels.cpu import attention as cpp
+from nanovllm.layers import attention as torch_backend
 
 FREE = [0.0, *[1.0] * 256]  # costs of steps in which drafts cost nothing
 
@@ -315,13 +316,20 @@ def test_costs_of_steps_are_measured(monkeypatch):
     assert costs.context == pytest.approx(0.01, rel=0.1)
 
 
+def test_the_backend_limits_drafts(make_llm, monkeypatch):
+    monkeypatch.setattr(torch_backend, "MAX_DRAFT_LEN", 3)
+    llm = make_llm(device="cpu", attention_backend="torch", num_speculative_tokens=100)
+    assert llm.scheduler.speculator.max_draft_len == 3
+
+
 @needs_cpp
 def test_a_short_query_is_computed_like_decodes():
     """Results are bitwise identical, across the splits of a context."""
     torch.manual_seed(0)
     kv_cache = torch.randn(2, 300, 4, 2, 32).bfloat16()
     table = torch.randperm(300).int()
-    query = torch.randn(5, 4, 32).bfloat16()
-    together = cpp.attend(query, kv_cache, make_batch([5], [700], table[None]), 0.2)
-    decodes = make_batch([1] * 5, range(696, 701), table.repeat(5, 1))
+    length = 1 + cpp.MAX_DRAFT_LEN
+    query = torch.randn(length, 4, 32).bfloat16()
+    together = cpp.attend(query, kv_cache, make_batch([length], [700], table[None]), 0.2)
+    decodes = make_batch([1] * length, range(701 - length, 701), table.repeat(length, 1))
     assert torch.equal(together, cpp.attend(query, kv_cache, decodes, 0.2))

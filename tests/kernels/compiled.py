@@ -206,7 +206,8 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
         sizes = graphs.list_batch_sizes(40)
         width = rank.block_table_width
         with torch.inference_mode():
-            rank.graphs = graphs.CudaGraphs(rank.model, rank.kv_caches, sizes, width)
+            limits = (width, rank.max_model_len)
+            rank.graphs = graphs.CudaGraphs(rank.model, rank.kv_caches, sizes, *limits)
     for query_lens in ([2, 1], [1]):  # as at the start of an engine on a GPU
         (logits,) = rank.compute(rank._make_dummy_batch(query_lens))
         # As of three ranks, whose padding is cut off. Later logits are contiguous.

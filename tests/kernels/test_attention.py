@@ -5,10 +5,12 @@ All slots that no context covers hold NaN, so that a read out of bounds shows. W
 Triton's kernels run in its interpreter. That cannot multiply bfloat16, which is left out.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, cover_pairs, find_obstacle, load_backend
+from conftest import DEVICE, cover_pairs, find_obstacle, generate_ids, greedy, load_backend
 from kernel_helpers import (
     BATCHES,
     CPU,
@@ -22,6 +24,7 @@ from kernel_helpers import (
 
 from nanovllm.backends import BACKENDS
 from nanovllm.kernels.cpu import attention as cpp_backend
+from nanovllm.kernels.self_test import check_backend
 from nanovllm.layers import attention as torch_backend
 
 # num_heads, num_kv_heads, head_dim
@@ -161,3 +164,24 @@ def test_cpp_backend_survives_extreme_scores(lengths, dtype):
     kv_cache[0, two_splits] = torch.finfo(dtype).min / 4
     output = compare_attention(cpp_backend, query.abs() * 1e4, kv_cache, batch, tolerance)
     assert output.isfinite().all()
+
+
+def test_only_a_backend_knows_the_layout_of_its_cache(tiny, make_llm, monkeypatch):
+    """The engine and the self-test work with caches in which each token has its key and value."""
+
+    def make_cache(*args):
+        return torch_backend.make_cache(*args).movedim(0, 2).contiguous()
+
+    def store_kvcache(key, value, kv_cache, slot_mapping):
+        torch_backend.store_kvcache(key, value, kv_cache.movedim(2, 0), slot_mapping)
+
+    def attend(query, kv_cache, batch, scale):
+        return torch_backend.attend(query, kv_cache.movedim(2, 0), batch, scale)
+
+    own = {"make_cache": make_cache, "store_kvcache": store_kvcache, "attend": attend}
+    backend = SimpleNamespace(**{**vars(torch_backend), **own})
+    check_backend(backend, CPU, torch.float32, 16, 8)
+    monkeypatch.setattr("nanovllm.engine.worker.attention", backend)
+    llm = make_llm(device="cpu", enable_kernels=False)
+    assert llm.model_runner.executor.worker.kv_caches[0].shape[2] == 2
+    assert generate_ids(llm, [[1, 2, 3]], greedy(9)) == [tiny[1]([1, 2, 3], 9)]

@@ -51,9 +51,9 @@ def test_engine_with_graphs_matches_transformers(tiny, make_llm, monkeypatch):
     worker = llm.model_runner.executor.worker
     if not ON_GPU:
         monkeypatch.setattr(graphs, "capture", capture_nothing)
-        width = worker.block_table_width
+        limits = (worker.block_table_width, worker.max_model_len)
         with torch.inference_mode():
-            worker.graphs = CudaGraphs(worker.model, worker.kv_caches, list_batch_sizes(5), width)
+            worker.graphs = CudaGraphs(worker.model, worker.kv_caches, list_batch_sizes(5), *limits)
     replay = worker.graphs.run
     steps = []
 

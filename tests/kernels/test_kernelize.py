@@ -1,5 +1,6 @@
 """An engine uses kernels only where they work, and only for code that they know."""
 
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -24,9 +25,9 @@ from torch import nn
 
 from nanovllm import SamplingParams, kernels
 from nanovllm.backends import BACKENDS
-from nanovllm.kernels.check import check_backend
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.cpu import library
+from nanovllm.kernels.self_test import check_backend
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import Attention, DecoderLayer, DecoderLayers
@@ -169,7 +170,7 @@ def test_auto_skips_a_backend_that_fails_on_this_gpu(monkeypatch, capfd):
         raise RuntimeError("no kernel image is available for execution on the device")
 
     failing = SimpleNamespace(
-        PREFERRED_BLOCK_SIZE=256, reason_unavailable=lambda *_: None, store_kvcache=fail
+        PREFERRED_BLOCK_SIZE=256, reason_unavailable=lambda *_: None, make_cache=fail
     )
     monkeypatch.setitem(sys.modules, BACKENDS["flash_attn"].module, None)
     monkeypatch.setitem(sys.modules, BACKENDS["triton"].module, failing)
@@ -217,6 +218,15 @@ def test_without_a_compiler_the_engine_uses_torch(
     assert "no-such-compiler" in messages
     prompt = random_prompt(0, 9)
     assert generate_ids(llm, [prompt], greedy(8)) == [tiny[1](prompt, 8)]
+
+
+@needs_compiler
+def test_an_engine_names_what_is_optimized(make_llm, capfd):
+    make_llm(device="cpu", enable_kernels=False)
+    assert "optimized layers" not in capfd.readouterr().err
+    make_llm(device="cpu")
+    expected = r"nanovllm: optimized layers: .*\bRMSNorm; enable_kernels=False runs layers/"
+    assert re.search(expected, capfd.readouterr().err)
 
 
 @needs_compiler

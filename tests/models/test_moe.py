@@ -94,4 +94,4 @@ def test_steps_with_experts_run_eager(monkeypatch):
     kv_caches = [SimpleNamespace(device=torch.device("cuda"))]
     for dense_layers, expected in (({0}, None), ({0, 1}, "captured")):
         model = replace(SPEC, dense_layers=frozenset(dense_layers)).make_model(attention)
-        assert capture_decode_steps(model, backend, kv_caches, 8, 4) == expected
+        assert capture_decode_steps(model, backend, kv_caches, 8, 4, 64) == expected

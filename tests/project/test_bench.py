@@ -19,7 +19,7 @@ from nanovllm.benchmark.engines import NanoVLLM, Request
 from nanovllm.benchmark.roofline import PeakRates, find_roofline_fraction, measure_peak_rates
 from nanovllm.kernels import bench as kernels_bench
 from nanovllm.kernels.bench import QWEN3_HEADS, TOLERANCES
-from nanovllm.kernels.check import Shape, compare_with_torch, make_batch
+from nanovllm.kernels.self_test import Shape, compare_with_torch, make_batch
 from nanovllm.layers import attention as reference
 
 SIZES = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "2", "5"]

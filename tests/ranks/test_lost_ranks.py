@@ -53,7 +53,7 @@ def test_a_rank_dies_while_idle(make_llm):
 
 @pytest.mark.parametrize("enable_kernels, max_tokens", [(True, 190), (True, 1), (False, 190)])
 def test_a_rank_dies_in_a_step(make_llm, enable_kernels, max_tokens):
-    """The others wait for it in shared memory, or without kernels in gloo."""
+    """The others wait for it in a collective operation."""
     options = {"enable_prefix_caching": False, "num_kvcache_blocks": 1024}
     llm = make_llm(tensor_parallel_size=2, enable_kernels=enable_kernels, **options)
     threading.Timer(0.2, find_ranks()[0].kill).start()
@@ -153,16 +153,18 @@ def make_executor(worker):
 
 @pytest.mark.parametrize("is_dead", [False, True])
 def test_a_dead_rank_is_the_cause(is_dead):
-    """Also if ranks that failed because of it are noticed first. A ValueError stays one."""
+    """Also if ranks that failed because of it are noticed first. Without a dead rank, the first
+    failure is the cause. A ValueError stays one.
+    """
     executor = make_executor(MagicMock())
     pipes = [Pipe() for _ in range(3 if is_dead else 2)]
     process = SimpleNamespace(name="rank 3 of 4", exitcode=-11, join=print, kill=print)
     executor.processes = {pipe: process for pipe, _ in pipes}
-    for _, other in pipes[:2]:
-        other.send(Failure(True, True, "rank 1 of 4 has failed"))
+    for moment, (_, other) in enumerate(pipes[:2]):
+        other.send(Failure(True, moment, True, f"rank {2 - moment} of 4 has failed"))
     if is_dead:
         pipes[2][1].close()
-    expected = "rank 3 of 4 has ended with exit code -11" if is_dead else "rank 1 of 4 has failed"
+    expected = "rank 3 of 4 has ended with exit code -11" if is_dead else "rank 2 of 4 has failed"
     for kind in (RuntimeError if is_dead else ValueError, RuntimeError):
         with pytest.raises(kind) as caught:
             executor.raise_if_stopped()

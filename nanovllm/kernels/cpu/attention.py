@@ -1,8 +1,8 @@
 """Paged attention on a CPU, in C++ (decode.h, prefill.h). K/V are read in place.
 
-Decode is bound by memory bandwidth, prefill by compute. Queries of up to 8 tokens are computed as
-separate decodes, with bitwise identical results. With prepacked linear layers, drafts therefore
-change no token in 16-bit dtypes either.
+Decode is bound by memory bandwidth, prefill by compute. Queries of up to SHORT_QUERY tokens are
+computed as separate decodes, with bitwise identical results. With prepacked linear layers, drafts
+therefore change no token in 16-bit dtypes either.
 """
 
 import torch
@@ -10,13 +10,14 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.kernels.cpu import library
-from nanovllm.kernels.cpu.library import call, has_gemm, load
+from nanovllm.kernels.cpu.library import SHORT_QUERY, call, has_gemm, load
 from nanovllm.layers.attention import attend_one
+from nanovllm.layers.attention import make_cache as make_cache
 
 NAME = "cpp"
 PREFERRED_BLOCK_SIZE = 16
 SUPPORTS_CUDA_GRAPHS = False
-_SHORT_QUERY = 8  # tokens, as in decode.h
+MAX_DRAFT_LEN = SHORT_QUERY - 1  # a draft follows the newest token
 
 
 def reason_unavailable(
@@ -71,7 +72,7 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
         scale,
     ]
     call(kernels.decode_attention, *arguments)  # writes the rows of short queries
-    if batch.max_seqlen_q <= _SHORT_QUERY:
+    if batch.max_seqlen_q <= SHORT_QUERY:
         return output
     if has_gemm(query.dtype) and head_dim % 2 == 0:
         call(kernels.prefill_attention, *arguments)  # writes all other rows
@@ -80,7 +81,7 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
     context_lens = batch.context_lens.tolist()
     for index, block_table in enumerate(batch.block_tables):
         start, end = bounds[index], bounds[index + 1]
-        if end - start > _SHORT_QUERY:
+        if end - start > SHORT_QUERY:
             rows = query[start:end]
             output[start:end] = attend_one(rows, kv_cache, context_lens[index], block_table, scale)
     return output

@@ -1,5 +1,5 @@
-// Stores K/V in the paged cache, and computes attention of short queries, in which every token is a
-// separate decode.
+// Stores K/V in the paged cache, and computes attention of queries of up to SHORT_QUERY tokens
+// (defined in library.py), in which every token is a separate decode.
 //
 // A context is divided into splits of SPLIT tokens, which are tasks for the threads, and the
 // results are combined as in the Triton backend. The keys, and then the values, of TOKENS tokens
@@ -9,7 +9,8 @@
 #pragma once
 #include "team.h"
 
-constexpr int64_t SPLIT = 256, TOKENS = 8, SHORT_QUERY = 8;
+constexpr int64_t SPLIT = 256;
+constexpr int64_t TOKENS = 8;
 
 // Multiply the queries of a group [group_size, size] by the keys of TOKENS tokens. Store products
 // [group_size, SPLIT].

@@ -4,7 +4,6 @@
 // Tokens are projected in chunks, so that what lies between two GEMMs stays in the caches. All
 // layers use the same memory for it.
 #pragma once
-#include "collectives.h"
 #include "decode.h"
 #include "layers.h"
 #include "prefill.h"
@@ -17,23 +16,19 @@ struct Layer {
 };
 
 // Run the layers on x [num_tokens, hidden_size], in place. Each layer has a kv_cache [2, num_slots,
-// num_kv_heads, head_dim]. If there are several ranks, this one is `member`. Rank 0 adds biases and
-// residuals to its shard of a GEMM before the all-reduce. With `only_kv`, the layers only write
-// their K/V.
+// num_kv_heads, head_dim]. With `only_kv`, the layers only write their K/V.
 extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t num_layers,
                                int64_t num_slots, T* x, const float* cos, const float* sin,
                                const int32_t* slot_mapping, const int32_t* cu_seqlens_q,
                                const int32_t* context_lens, const int32_t* block_tables,
                                int64_t num_tokens, int64_t num_seqs, int64_t table_width,
-                               int64_t block_size, Member* member, int64_t only_kv) {
+                               int64_t block_size, int64_t only_kv) {
     // If there are ENOUGH tokens for every thread, each chunk belongs to one thread, which finds in
-    // its own cache what it has written there. Otherwise, and with several ranks, all threads share
-    // a chunk.
+    // its own cache what it has written there. Otherwise all threads share a chunk.
     constexpr int64_t TOKENS_PER_CHUNK = 512, ENOUGH = 256;
     int64_t num_threads = TeamSize::get().find(),
             num_turns = (num_tokens - 1) / (TOKENS_PER_CHUNK * num_threads) + 1;
-    bool is_shared = member || num_tokens < ENOUGH * num_threads,
-         is_first = !member || member->rank == 0;
+    bool is_shared = num_tokens < ENOUGH * num_threads;
     int64_t chunk = is_shared ? std::min(TOKENS_PER_CHUNK, num_tokens)
                               : (num_tokens - 1) / (num_turns * num_threads) + 1;
 
@@ -105,16 +100,13 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
                        head_dim, layer.scale);
             for_chunks([&](int64_t first, int64_t size, T* normed) {
                 T *gated = normed + chunk * hidden_size, *to = x + first * hidden_size;
-                const T* residual = is_first ? to : nullptr;
-                linear(attended + first * q_size, layer.o, is_first ? layer.o_bias : nullptr,
-                       residual, to, size, q_size, q_size, hidden_size, hidden_size, false);
-                if (member) all_reduce(member, to, size * hidden_size);
+                linear(attended + first * q_size, layer.o, layer.o_bias, to, to, size, q_size,
+                       q_size, hidden_size, hidden_size, false);
                 rms_norm(to, layer.post_attention_norm, normed, size, hidden_size, layer.eps);
                 linear(normed, layer.gate_up, nullptr, nullptr, gated, size, hidden_size,
                        hidden_size, intermediate_size, gated_stride, true);
-                linear(gated, layer.down, nullptr, residual, to, size, intermediate_size,
-                       gated_stride, hidden_size, hidden_size, false);
-                if (member) all_reduce(member, to, size * hidden_size);
+                linear(gated, layer.down, nullptr, to, to, size, intermediate_size, gated_stride,
+                       hidden_size, hidden_size, false);
             });
         }
     });

@@ -15,10 +15,8 @@ from nanovllm.kernels import OptimizedLayer, has_known_code
 from nanovllm.kernels.cpu import attention
 from nanovllm.kernels.cpu.library import call, load
 from nanovllm.kernels.cpu.prepacked import PrepackedWeight
-from nanovllm.kernels.cpu.shared_memory import SharedMemoryRank
 from nanovllm.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import MLP, Attention, DecoderLayer, DecoderLayers
 
 # A step of more tokens is computed layer by layer, because CPython handles Ctrl-C between calls.
@@ -39,16 +37,16 @@ class _Layer(ctypes.Structure):
 class FusedLayers(OptimizedLayer, DecoderLayers):
     """Runs all decoder layers in one C++ call, from prepacked weights that replace them."""
 
+    replaces = DecoderLayers
+
     tensors: list[Tensor | None]  # what the pointers in `structs` point to
     structs: "ctypes.Array[_Layer]"
-    tp: TensorParallel
 
     def convert(self) -> bool:
         layers = [layer for layer in self if can_fuse(layer)]
         if len(layers) < len(self):
             return False
         self.tensors = []
-        self.tp = layers[0].self_attn.o_proj.tp
         structs = [self._convert_layer(layer) for layer in layers]
         self.structs = (_Layer * len(layers))(*structs)
         del self[:]
@@ -101,8 +99,6 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
             chosen = x[rows]
             self._compute(num_whole, last_cache, chosen, (cos[rows], sin[rows]), shorter)
             x[rows] = chosen
-        if isinstance(self.tp, SharedMemoryRank):
-            self.tp.check()
         return x
 
     def _compute(
@@ -119,7 +115,6 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
             return
         pointers = [kv_cache.data_ptr() for kv_cache in kv_caches]
         num_blocks, block_size = kv_caches[0].shape[1:3]
-        member = ctypes.byref(self.tp.member) if isinstance(self.tp, SharedMemoryRank) else None
         call(
             load(x.dtype).decoder_layers,
             ctypes.byref(self.structs, first * ctypes.sizeof(_Layer)),
@@ -135,7 +130,6 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
             len(x),
             *batch.block_tables.shape,
             block_size,
-            member,
             only_kv,
         )
 
@@ -150,22 +144,22 @@ def _prepack(linear: Linear, gated: bool = False) -> Tensor:
 def can_fuse(layer: nn.Module) -> TypeGuard[DecoderLayer]:
     """Return whether the C++ code computes the same as `layer`.
 
-    It attends with the C++ kernels, reduces in shared memory, and supports no biases in an MLP. All
-    weights of a layer have one dtype, and its norms have one eps.
+    It attends with the C++ kernels, and knows neither other ranks nor biases in an MLP. All weights
+    of a layer have one dtype, and its norms have one eps.
     """
     parts = list(layer.modules())
     has_known_parts = all([has_known_code(part, *_KNOWN) for part in parts])
     if not isinstance(layer, DecoderLayer) or not has_known_parts:
         return False
-    mlp, tp = layer.mlp, layer.self_attn.o_proj.tp
+    mlp = layer.mlp
     if not isinstance(mlp, MLP):
         return False
     linears = [part for part in parts if isinstance(part, Linear)]
     epsilons = {part.eps for part in parts if isinstance(part, RMSNorm)}
     dtypes = {parameter.dtype for parameter in layer.parameters()}
     has_mlp_bias = mlp.gate_up_proj.bias is not None or mlp.down_proj.bias is not None
-    can_reduce = tp.size == 1 or isinstance(tp, SharedMemoryRank)
+    is_alone = layer.self_attn.o_proj.tp.size == 1
     can_prepack = all([PrepackedWeight.can_prepack(linear.weight) for linear in linears])
     is_uniform = len(epsilons) == 1 and len(dtypes) == 1
     attends_here = layer.self_attn.backend is attention
-    return is_uniform and attends_here and can_reduce and can_prepack and not has_mlp_bias
+    return is_uniform and attends_here and is_alone and can_prepack and not has_mlp_bias

@@ -5,9 +5,7 @@
 // numbers are widened to float when they are read and rounded when they are written. The threads
 // are torch's own, because both use the OpenMP library that torch has loaded. Reading order:
 //
-//     common.h  team.h  layers.h  decode.h  gemm.h (amx.h or plain.h)  prefill.h  collectives.h
-//     fused_layers.h  sampler.h
-
-#include "collectives.h"
+//     common.h  team.h  layers.h  decode.h  gemm.h (amx.h or plain.h)  prefill.h  fused_layers.h
+//     sampler.h
 #include "fused_layers.h"
 #include "sampler.h"

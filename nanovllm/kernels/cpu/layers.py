@@ -26,6 +26,8 @@ from nanovllm.models.opt import OPTLayer
 
 
 class FastRMSNorm(OptimizedLayer, RMSNorm):
+    replaces = RMSNorm
+
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         output = torch.empty_like(x)
@@ -35,6 +37,8 @@ class FastRMSNorm(OptimizedLayer, RMSNorm):
 
 
 class FastLayerNorm(OptimizedLayer, nn.LayerNorm):
+    replaces = nn.LayerNorm
+
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         output = torch.empty_like(x)
@@ -45,6 +49,8 @@ class FastLayerNorm(OptimizedLayer, nn.LayerNorm):
 
 
 class FastRotaryEmbedding(OptimizedLayer, RotaryEmbedding):
+    replaces = RotaryEmbedding
+
     inv_freq: Tensor
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,6 +65,8 @@ class FastRotaryEmbedding(OptimizedLayer, RotaryEmbedding):
 
 
 class FastAttention(OptimizedLayer, Attention):
+    replaces = Attention
+
     def convert(self) -> bool:
         norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
         return all([has_known_code(norm, RMSNorm) for norm in norms])
@@ -79,6 +87,8 @@ class FastAttention(OptimizedLayer, Attention):
 
 
 class FastMLP(OptimizedLayer, MLP):
+    replaces = MLP
+
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x)
         output = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
@@ -87,6 +97,8 @@ class FastMLP(OptimizedLayer, MLP):
 
 
 class FastOPTLayer(OptimizedLayer, OPTLayer):
+    replaces = OPTLayer
+
     def mlp(self, x: Tensor) -> Tensor:
         x = self.fc1(x)
         call(load(x.dtype).relu, x, *x.shape)  # in place
@@ -98,6 +110,8 @@ class FastSampler(OptimizedLayer, Sampler):
 
     Penalties and filters return float32. The library of the model's dtype reads these logits too.
     """
+
+    replaces = Sampler
 
     def filter(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         logits = logits.contiguous()

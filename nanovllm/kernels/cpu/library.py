@@ -28,7 +28,7 @@ SIGNATURES = {  # parameters of the functions in kernels.cpp: pointer, int64_t o
     "store_kvcache": "PPIIPIIPP",
     "decode_attention": "PPPPPPPIIIIIIF",
     "prefill_attention": "PPPPPPPIIIIIIF",
-    "decoder_layers": "PPIIPPPPPPPIIIIPI",
+    "decoder_layers": "PPIIPPPPPPPIIIII",
     "linear": "PPPPPIIIIII",
     "gather_rows": "PPPII",
     "rms_norm": "PPPIIF",
@@ -39,9 +39,8 @@ SIGNATURES = {  # parameters of the functions in kernels.cpp: pointer, int64_t o
     "relu": "PII",
     "filter_logits": "PIPPPPPPIII",
     "sample": "PIPPPPII",
-    "all_reduce": "PPI",
-    "gather": "PPPII",
 }
+SHORT_QUERY = 8  # tokens of a query that decode.h computes as separate decodes
 SOURCE = Path(__file__).with_name("kernels.cpp")
 DEFINES = {
     torch.float32: ["-DT=float"],
@@ -52,6 +51,7 @@ DEFINES = {
 
 def _choose_flags() -> list[str]:
     flags = ["-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC"]
+    flags.append(f"-DSHORT_QUERY={SHORT_QUERY}")
     # "arm64" is a Mac, whose clang does not know -march=native.
     flags.append("-mcpu=native" if platform.machine() == "arm64" else "-march=native")
     if platform.machine() == "x86_64":

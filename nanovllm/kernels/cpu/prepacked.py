@@ -89,17 +89,25 @@ class PrepackedLayer(OptimizedLayer):
 class PrepackedColumnParallelLinear(PrepackedLayer, ColumnParallelLinear):
     """Computes this rank's shard of the outputs."""
 
+    replaces = ColumnParallelLinear
+
 
 class PrepackedRowParallelLinear(PrepackedLayer, RowParallelLinear):
     """Takes this rank's shard of the inputs."""
 
+    replaces = RowParallelLinear
+
 
 class PrepackedEmbedding(PrepackedLayer, Embedding):
+    replaces = Embedding
+
     def look_up(self, rows: Tensor) -> Tensor:
         return self.prepacked.rows(rows)
 
 
 class PrepackedExperts(OptimizedLayer, Experts):
+    replaces = Experts
+
     gate_up: list[PrepackedWeight]
     down: list[PrepackedWeight]
 

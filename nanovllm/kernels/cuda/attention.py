@@ -20,6 +20,8 @@ from triton.language import constexpr
 from nanovllm.batch import Batch
 from nanovllm.kernels.cuda.attention_kernels import attend_kernel, combine_splits_kernel
 from nanovllm.kernels.cuda.launch import Launch, is_aligned, prepare
+from nanovllm.layers.attention import MAX_DRAFT_LEN as MAX_DRAFT_LEN
+from nanovllm.layers.attention import make_cache as make_cache
 
 NAME = "triton"
 PREFERRED_BLOCK_SIZE = 16

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.kernels.cuda.attention import store_kvcache as store_kvcache
+from nanovllm.layers.attention import MAX_DRAFT_LEN as MAX_DRAFT_LEN
+from nanovllm.layers.attention import make_cache as make_cache
 
 NAME = "flash_attn"
 PREFERRED_BLOCK_SIZE = 256

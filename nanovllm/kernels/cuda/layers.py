@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from nanovllm.batch import Batch
 from nanovllm.kernels import OptimizedLayer, has_known_code
-from nanovllm.kernels.check import find_failure
 from nanovllm.kernels.cuda.attention import store_kvcache
 from nanovllm.kernels.cuda.launch import Launch, is_aligned, prepare
 from nanovllm.kernels.cuda.layer_kernels import (
@@ -22,6 +21,7 @@ from nanovllm.kernels.cuda.layer_kernels import (
     silu_and_mul_kernel,
 )
 from nanovllm.kernels.cuda.sampler import FastSampler
+from nanovllm.kernels.self_test import find_failure
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.decoder import MLP, Attention, DecoderLayer, DecoderLayers
 
@@ -30,6 +30,8 @@ _SWIGLU_BLOCK = 1024
 
 
 class FastRMSNorm(OptimizedLayer, RMSNorm):
+    replaces = RMSNorm
+
     def forward(self, x: Tensor) -> Tensor:
         _, normed = add_rms_norm(x.contiguous(), None, self.weight, self.eps)
         return normed
@@ -37,6 +39,8 @@ class FastRMSNorm(OptimizedLayer, RMSNorm):
 
 class FusedLayers(OptimizedLayer, DecoderLayers):
     """Fuses each residual add with the RMSNorm after it, across layers too."""
+
+    replaces = DecoderLayers
 
     def convert(self) -> bool:
         return all([self._can_replace(layer) for layer in self])
@@ -88,6 +92,8 @@ def _prepare_norm(
 
 class FusedAttention(OptimizedLayer, Attention):
     """Fuses q_norm, k_norm, RoPE and the K/V store into one kernel."""
+
+    replaces = Attention
 
     def convert(self) -> bool:
         """The kernel stores K/V like the triton backend and has one eps for both norms."""
@@ -183,6 +189,8 @@ def _prepare_rotation(
 
 
 class FastMLP(OptimizedLayer, MLP):
+    replaces = MLP
+
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x)
         assert gate_up.is_contiguous()

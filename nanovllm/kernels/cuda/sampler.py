@@ -25,6 +25,8 @@ class FastSampler(OptimizedLayer, Sampler):
     The logits of several ranks can have padding between their rows.
     """
 
+    replaces = Sampler
+
     token_hashes: Tensor
 
     def draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
