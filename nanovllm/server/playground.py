@@ -27,7 +27,7 @@ from nanovllm.server.parameters import Object
 from nanovllm.server.web import respond
 from nanovllm.trace.page import read_template, shorten
 from nanovllm.trace.reader import Reader
-from nanovllm.trace.recorder import Timeline
+from nanovllm.trace.timeline import Event, Timeline
 
 DEFAULTS: dict[str, Any] = {
     "kvcache_block_size": 4,
@@ -64,7 +64,7 @@ class LiveTimeline(Timeline):
         self.reader = Reader()
         self.steps: list[str] = []
 
-    def write(self, events: list[Object]) -> None:
+    def write(self, events: list[Event]) -> None:
         for event in events:
             self.reader.add(event)
         for step in self.reader.steps:

@@ -1,4 +1,4 @@
-"""Converts the events of a trace file, which recorder.py writes, to a list of steps."""
+"""Converts the events of a trace file, which timeline.py writes, to a list of steps."""
 
 import json
 from dataclasses import dataclass, field

@@ -9,6 +9,7 @@ import sys
 import warnings
 import weakref
 from operator import attrgetter
+from unittest.mock import Mock
 
 import pytest
 from conftest import check_invariants, generate_ids, greedy, random_prompt
@@ -121,6 +122,19 @@ def test_it_reports_the_reset_after_an_interrupt(tiny, path, monkeypatch, owner,
     while not llm.is_finished():
         llm.step()
     assert [step.info["is_reset"] for step in trace.read(path)][:3] == resets
+
+
+def test_texts_of_a_step_that_was_not_written_are_recorded_later(path, monkeypatch):
+    with LLM(DEMO_MODEL, trace=path, **SMALL) as llm:
+        llm.add_request("What is 12 + 30?", greedy(5))
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(llm.timeline, "write", Mock(side_effect=KeyboardInterrupt))
+            llm.step()
+        while not llm.is_finished():
+            llm.step()
+    steps = trace.read(path)
+    texts = [text for step in steps for text in step.info.get("texts", {}).values()]
+    assert "".join(texts).count("What") == 1
 
 
 def test_nothing_is_recorded_without_the_option(tiny):
