@@ -239,25 +239,25 @@ def test_text_shows_what_each_lane_computes(recorded, capsys, monkeypatch):
     assert "27 steps, 5 requests, 82 prefill and 54 decode tokens, 3 preemptions" in legend
 
 
-def test_a_column_of_several_steps_shows_the_most_important(recorded):
-    """That is a preemption if there is one, then a prefill."""
-    assert trace.render(trace.read(recorded), 20).splitlines()[1:7] == [
-        "  lane 0 |AaBbbbbD",
-        "  lane 1 |  CCcccc",
-        "  lane 2 |   Ddd!Ee",
-        "  lane 3 |   Ee!",
-        "  tokens |@.@@-=:%.",
-        " waiting |  @  +@",
+def test_steps_that_do_not_fit_are_counted(recorded):
+    lines = trace.render(trace.read(recorded), 50).splitlines()
+    assert lines[:3] == [
+        "    step |0   1  2  3  4  5  6  7   8   9   10 11",
+        "  lane 0 |A16 A6 a  a  a  a  a  B+2 b   b   b  b",
+        "  lane 1 |                      C14 C15 C1  c  c",
     ]
+    legend = " ".join(lines)
+    assert "15 more steps do not fit: -o timeline.html" in legend
+    assert "27 steps, 5 requests" in legend
 
 
 def test_text_is_ascii_and_fits(recorded):
     steps = trace.read(recorded)
     for num_repeats in (1, 10):
-        for width in (20, 30, 60, 200):
+        for width in (8, 20, 60, 200):
             text = trace.render(steps * num_repeats, width)
             assert text.isascii()
-            assert max(map(len, text.splitlines())) <= width
+            assert max(map(len, text.splitlines())) <= max(width, len("  lane 0 |"))
             assert text.count("lane 3") == 1
 
 
