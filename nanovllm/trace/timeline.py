@@ -7,10 +7,11 @@
 
 ui.perfetto.dev opens the file. The events' args also hold what the page of `python -m
 nanovllm.trace` needs to draw the pool of blocks: token ids and texts, blocks, hashes of full
-blocks, queues and the next free blocks. Texts and queues are written only when they are new,
-because they would be most of the file. A trace contains the prompts and the outputs.
+blocks, queues and the next free blocks. To keep the file small, a step has only the queues that
+have changed and the texts that are new. A trace contains the prompts and the outputs.
 
-This module knows events and files. recorder.py knows what happens in the engine.
+A step is written when it ends. The file is a complete JSON array after every step, because each
+write replaces the closing bracket. What happens in the engine is described by recorder.py.
 """
 
 import json
@@ -36,7 +37,7 @@ def make_event(phase: str, track: int, name: str, args: Args, **when: int) -> Ev
 
 
 class Timeline:
-    """Measures the phases of a step and makes its events. A subclass writes them."""
+    """Measures the phases of a step and collects its events. A subclass writes them."""
 
     def __init__(self) -> None:
         self.origin = time.perf_counter_ns()
@@ -90,7 +91,7 @@ class Timeline:
 
     @property
     def span(self) -> dict[str, int]:
-        """The time of the step, for an event that lasts as long."""
+        """When the step started and how long it took, for the events that last as long."""
         return {"ts": self.times[0], "dur": self.times[-1] - self.times[0]}
 
     def write_step(
