@@ -1,7 +1,7 @@
 """Records the steps of an engine, for a Timeline to write.
 
 LLM derives its scheduler and its model runner from TracedScheduler and TracedModelRunner, which
-share the Timeline. The engine therefore does not import this module. In a step
+share the Timeline. The engine therefore does not import this module. In a step:
 
     schedule             collects admissions and preemptions
     prepare_batch, run   end their phases
@@ -117,7 +117,8 @@ class TracedScheduler(Scheduler):
         }
 
     def _make_work(self, seq: Sequence) -> Work:
-        """Describe what the step computes of a sequence."""
+        """Describe what the step computes of a sequence, before its result."""
+        # Only a SpeculativeScheduler has drafts.
         drafts: dict[Sequence, list[int]] = getattr(self, "drafts", {})
         draft = drafts.get(seq, [])
         length = len(seq.token_ids) - len(draft)
