@@ -27,20 +27,18 @@ from nanovllm.server.parameters import Object
 from nanovllm.server.web import respond
 from nanovllm.trace.page import read_template, shorten
 from nanovllm.trace.reader import Reader
-from nanovllm.trace.recorder import Timeline
+from nanovllm.trace.timeline import Event, Timeline
 
+# The options that the page can change. Its scenes start from these values.
 DEFAULTS: dict[str, Any] = {
     "kvcache_block_size": 4,
     "num_kvcache_blocks": 40,
     "max_num_batched_tokens": 32,
     "max_num_seqs": 6,
+    "enable_chunked_prefill": True,
+    "enable_prefix_caching": True,
+    "num_speculative_tokens": 0,
 }
-OPTIONS = (
-    *DEFAULTS,
-    "enable_chunked_prefill",
-    "enable_prefix_caching",
-    "num_speculative_tokens",
-)
 HOSTS = ("127.0.0.1", "localhost", "::1")
 MAX_STEPS = 10_000  # of a recording; after that, the engine is replaced once it is idle
 STEPS_PER_MESSAGE = 500
@@ -64,7 +62,7 @@ class LiveTimeline(Timeline):
         self.reader = Reader()
         self.steps: list[str] = []
 
-    def write(self, events: list[Object]) -> None:
+    def write(self, events: list[Event]) -> None:
         for event in events:
             self.reader.add(event)
         for step in self.reader.steps:
@@ -191,6 +189,7 @@ class Playground(EngineThread):
 
     async def show_page(self, request: Request) -> Response:
         live = Path(__file__).with_name("live.html").read_text("utf-8")
+        live = live.replace("ENGINE_DEFAULTS", json.dumps(DEFAULTS))
         page = read_template().replace("TIMELINES", "[]") + live
         nonce = secrets.token_urlsafe()
         headers = {name: value.replace("NONCE", nonce) for name, value in HEADERS.items()}
@@ -227,7 +226,7 @@ class Playground(EngineThread):
         return {
             "run": self.run_number,
             "settings": self.llm.timeline.reader.settings,
-            "options": {name: getattr(self.llm.config, name) for name in OPTIONS},
+            "options": {name: getattr(self.llm.config, name) for name in DEFAULTS},
             "pause": self.pause,
             "is_idle": self.llm.is_finished(),
             "arrivals": [(seq.seq_id, len(seq.token_ids)) for seq in waiting],
@@ -263,9 +262,9 @@ class Playground(EngineThread):
 
     async def take_options(self, request: Request) -> Response:
         body = await read_json(request)
-        unknown = body.keys() - set(OPTIONS)
+        unknown = body.keys() - DEFAULTS.keys()
         if unknown:
-            valid = ", ".join(OPTIONS)
+            valid = ", ".join(DEFAULTS)
             raise ValueError(f"unknown option {min(unknown)!r}: valid options are {valid}")
         await self._call(self.replace, body)
         return respond({})

@@ -1,6 +1,7 @@
 """The timeline of an engine: recorded in a trace file, read, and shown as text, plot or page.
 
-recorder.py   LLM(..., trace="trace.json") writes the file
+recorder.py   LLM(..., trace="trace.json") records its steps
+timeline.py   the events of a step, and the file
 reader.py     the file as a list of steps
 text.py       steps as text         picture.py   as a plot        page.py   as an HTML page
 """

@@ -1,12 +1,11 @@
 """Show a trace, the file written by LLM(..., trace="trace.json"), with lanes as rows.
 
-    python -m nanovllm.trace trace.json                    text that fits the terminal
+    python -m nanovllm.trace trace.json                    text, as many steps as fit
     python -m nanovllm.trace trace.json -o timeline.html   a page, of one trace or two
     python -m nanovllm.trace trace.json -o timeline.svg    a plot (pip install 'nanovllm[plot]')
 
 A letter names a request. It is upper case if a step prefills or recomputes a chunk of the request,
-and lower case if it decodes. If columns do not fit, each becomes one character, which can stand for
-several steps.
+and lower case if it decodes.
 """
 
 import argparse

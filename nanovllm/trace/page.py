@@ -6,8 +6,8 @@ from typing import Any
 
 from nanovllm.trace.reader import Step
 
-# The most common values of a sequence's work in a step, which the page fills in itself.
-_COMMON = {
+# A decode within a block. Rows omit these values, because most work is such a decode.
+_COMMON_WORK = {
     "kind": "decode",
     "num_tokens": 1,
     "num_reused_tokens": 0,
@@ -32,7 +32,9 @@ def make_page(timelines: list[list[Step]]) -> str:
 
 
 def read_template() -> str:
-    return Path(__file__).with_name("page.html").read_text("utf-8")
+    """Return page.html. The caller replaces TIMELINES by JSON, an empty list for a live page."""
+    template = Path(__file__).with_name("page.html").read_text("utf-8")
+    return template.replace("COMMON_WORK", json.dumps(_COMMON_WORK))
 
 
 def shorten(step: Step) -> dict[str, Any]:
@@ -44,7 +46,7 @@ def shorten(step: Step) -> dict[str, Any]:
     for lane, work in step.lanes.items():
         uncommon: dict[str, Any] = {}
         for name, value in work.items():
-            if _COMMON.get(name) != value:
+            if _COMMON_WORK.get(name) != value:
                 uncommon[name] = value
         row = [uncommon.pop("request_id"), uncommon.pop("new_token_ids")]
         if uncommon:

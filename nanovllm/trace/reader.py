@@ -1,4 +1,4 @@
-"""Converts the events of a trace file, which recorder.py writes, to a list of steps."""
+"""Converts the events that timeline.py writes to steps, which text, plot and page show."""
 
 import json
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ def read(path: str | Path) -> list[Step]:
 
 
 class Reader:
-    """Collects steps from the events of a trace."""
+    """Collects steps from the events of a trace. The live page gives it events as they happen."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []

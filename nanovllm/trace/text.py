@@ -1,73 +1,37 @@
 """Shows a trace as text: lanes as rows, steps as columns. ASCII, which every terminal has."""
 
+from itertools import accumulate
 from textwrap import wrap
 from typing import Any
 
-from nanovllm.arithmetic import cdiv
 from nanovllm.trace.reader import BLOCK_STATES, PHASES, Step
 
-_BARS = " .:-=+*#%@"
 _NAME_WIDTH = 10  # of the column of row names
 _MAX_REQUESTS = 8  # that the legend lists
 
 
 def render(steps: list[Step], width: int = 100) -> str:
-    """Render the timeline as text of at most `width` columns."""
-    lanes = sorted({lane for step in steps for lane in (*step.lanes, *step.preempted)})
-    lane_cells: dict[int, list[str]] = {}
-    for lane in lanes:
-        lane_cells[lane] = [_cell(step, lane) for step in steps]
-    counts = {"tokens": [step.info["num_tokens"] for step in steps]}
-    for name in ("waiting", *BLOCK_STATES):
-        counts[name] = [step.info[name] for step in steps]
-    legend = _legend(steps)
-
+    """Render the steps that fit into `width` columns, the first ones, and a legend of all steps."""
     rows = {"step": [str(index) for index in range(len(steps))]}
-    for lane, cells in lane_cells.items():
-        rows[f"lane {lane}"] = cells
-    for name, numbers in counts.items():
-        rows[name] = [str(number) for number in numbers]
+    for lane in sorted({lane for step in steps for lane in (*step.lanes, *step.preempted)}):
+        rows[f"lane {lane}"] = [_cell(step, lane) for step in steps]
+    rows["tokens"] = [str(step.info["num_tokens"]) for step in steps]
+    for name in ("waiting", *BLOCK_STATES):
+        rows[name] = [str(step.info[name]) for step in steps]
     widths = [max(map(len, column)) + 1 for column in zip(*rows.values())]
-
-    room = max(1, width - _NAME_WIDTH)
-    if sum(widths) > room:
-        num_merged = cdiv(len(steps), room)  # steps in a column of one character
-        rows = _squeeze(lane_cells, counts, num_merged)
-        widths = [1] * len(rows["step"])
-        legend = [*_squeezed_legend(counts, num_merged), *legend]
+    num_shown = sum(end <= width - _NAME_WIDTH for end in accumulate(widths))
     lines: list[str] = []
     for name, row in rows.items():
-        line = "".join(cell.ljust(size) for cell, size in zip(row, widths))
+        line = "".join(cell.ljust(size) for cell, size in zip(row, widths[:num_shown]))
         lines.append(f"{name:>8} |{line}".rstrip())
     lines.append("")
+    legend = _legend(steps)
+    num_more = len(steps) - num_shown
+    if num_more:
+        legend.insert(0, f"{num_more} more steps do not fit: -o timeline.html shows all of them")
     for sentence in legend:
         lines += wrap(sentence, width)
     return "\n".join(lines)
-
-
-def _squeeze(
-    lane_cells: dict[int, list[str]], counts: dict[str, list[int]], num_merged: int
-) -> dict[str, list[str]]:
-    """Rows of one character per column, each of which stands for `num_merged` steps."""
-    num_steps = len(counts["tokens"])
-    columns = [slice(start, start + num_merged) for start in range(0, num_steps, num_merged)]
-    numbers = [f"{index * num_merged:<10}" for index in range(0, len(columns), 10)]
-    rows = {"step": list("".join(numbers))[: len(columns)]}
-    for lane, cells in lane_cells.items():
-        # The smallest string has priority: "!D" < "A22" < "a".
-        least = [min(filter(None, cells[column]), default="") for column in columns]
-        rows[f"lane {lane}"] = [cell[:1] for cell in least]
-    for name, values in counts.items():
-        highest = max(1, *values)
-        peaks = [max(values[column]) for column in columns]
-        rows[name] = [_BARS[cdiv(9 * peak, highest)] for peak in peaks]
-    return rows
-
-
-def _squeezed_legend(counts: dict[str, list[int]], num_merged: int) -> list[str]:
-    steps = f"{num_merged} steps" if num_merged > 1 else "one step"
-    peaks = ", ".join(f"{name} {max(numbers)}" for name, numbers in counts.items())
-    return [f"one column = {steps}", f"bars: maximum of {peaks}"]
 
 
 def _letter(request_id: int) -> str:

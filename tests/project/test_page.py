@@ -26,9 +26,9 @@ def describe(scheduler, seqs):
     running = scheduler.running
     drafts = getattr(scheduler, "drafts", {})
     free = list(manager.free_block_ids)
-    listed = {block.block_id: block.hash for block in manager.blocks if block.hash != -1}
+    cached = {block.block_id: block.hash for block in manager.blocks if block.hash != -1}
     num_used = manager.num_blocks - len(free)
-    num_reusable = len(listed.keys() & free)
+    num_reusable = len(cached.keys() & free)
     return {
         "waiting": [seq.seq_id for seq in scheduler.waiting][:10],
         "running": [seq.seq_id for seq in running],
@@ -39,7 +39,7 @@ def describe(scheduler, seqs):
         ],
         "scheduled": [[seq.seq_id, seq.num_scheduled_tokens] for seq in seqs],
         "refs": [block.ref_count for block in manager.blocks],
-        "listed": {str(block_id): f"{hash_:032x}" for block_id, hash_ in listed.items()},
+        "cached": {str(block_id): f"{hash_:032x}" for block_id, hash_ in cached.items()},
         "free": free[:40],
         "used": num_used,
         "reusable": num_reusable,
@@ -57,7 +57,7 @@ DUMP = r"""
         tokens: now.running.map((id) => currentRun().tokens[id].slice(0, now.seqs.get(id).size)),
         scheduled: now.work.map((seq) => [seq.id, countTokens(seq)]),
         refs: now.users.map((users) => users.length),
-        listed: Object.fromEntries([...now.listed].map((id) => [id, now.blocks[id].hash])),
+        cached: Object.fromEntries([...now.cached].map((id) => [id, now.blocks[id].hash])),
         free: now.free,
         ...currentRun().pool[view.step],
         counts: text("count").match(/\d+/g).map(Number),

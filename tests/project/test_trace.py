@@ -9,6 +9,7 @@ import sys
 import warnings
 import weakref
 from operator import attrgetter
+from unittest.mock import Mock
 
 import pytest
 from conftest import check_invariants, generate_ids, greedy, random_prompt
@@ -123,6 +124,19 @@ def test_it_reports_the_reset_after_an_interrupt(tiny, path, monkeypatch, owner,
     assert [step.info["is_reset"] for step in trace.read(path)][:3] == resets
 
 
+def test_texts_of_a_step_that_was_not_written_are_recorded_later(path, monkeypatch):
+    with LLM(DEMO_MODEL, trace=path, **SMALL) as llm:
+        llm.add_request("What is 12 + 30?", greedy(5))
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(llm.timeline, "write", Mock(side_effect=KeyboardInterrupt))
+            llm.step()
+        while not llm.is_finished():
+            llm.step()
+    steps = trace.read(path)
+    texts = [text for step in steps for text in step.info.get("texts", {}).values()]
+    assert "".join(texts).count("What") == 1
+
+
 def test_nothing_is_recorded_without_the_option(tiny):
     llm = LLM(tiny[0], **SMALL)
     assert type(llm.scheduler) is Scheduler
@@ -225,25 +239,25 @@ def test_text_shows_what_each_lane_computes(recorded, capsys, monkeypatch):
     assert "27 steps, 5 requests, 82 prefill and 54 decode tokens, 3 preemptions" in legend
 
 
-def test_a_column_of_several_steps_shows_the_most_important(recorded):
-    """That is a preemption if there is one, then a prefill."""
-    assert trace.render(trace.read(recorded), 20).splitlines()[1:7] == [
-        "  lane 0 |AaBbbbbD",
-        "  lane 1 |  CCcccc",
-        "  lane 2 |   Ddd!Ee",
-        "  lane 3 |   Ee!",
-        "  tokens |@.@@-=:%.",
-        " waiting |  @  +@",
+def test_steps_that_do_not_fit_are_counted(recorded):
+    lines = trace.render(trace.read(recorded), 50).splitlines()
+    assert lines[:3] == [
+        "    step |0   1  2  3  4  5  6  7   8   9   10 11",
+        "  lane 0 |A16 A6 a  a  a  a  a  B+2 b   b   b  b",
+        "  lane 1 |                      C14 C15 C1  c  c",
     ]
+    legend = " ".join(lines)
+    assert "15 more steps do not fit: -o timeline.html" in legend
+    assert "27 steps, 5 requests" in legend
 
 
 def test_text_is_ascii_and_fits(recorded):
     steps = trace.read(recorded)
     for num_repeats in (1, 10):
-        for width in (20, 30, 60, 200):
+        for width in (8, 20, 60, 200):
             text = trace.render(steps * num_repeats, width)
             assert text.isascii()
-            assert max(map(len, text.splitlines())) <= width
+            assert max(map(len, text.splitlines())) <= max(width, len("  lane 0 |"))
             assert text.count("lane 3") == 1
 
 
