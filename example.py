@@ -91,7 +91,7 @@ def show_scheduling(trace: Path, enable_chunked_prefill: bool) -> None:
                 "  Blocks 0 to 3 hold all tokens of B, but B's last token must be computed for its"
                 "\n  logits. Block 7 is therefore a duplicate of block 3."
                 "\n  Block 14 has 3 of its 4 tokens, because the token budget is used up. The next"
-                "\n  step fills and lists it."
+                "\n  step fills and caches it."
             )
             show_step(llm, 4, block_ids=[14])
         while not llm.is_finished():
@@ -101,7 +101,7 @@ def show_scheduling(trace: Path, enable_chunked_prefill: bool) -> None:
 
 
 def show_step(llm: LLM, number: int, block_ids: list[int]) -> None:
-    """Run one step. Print its batch, and which of `block_ids` are listed afterwards."""
+    """Run one step. Print its batch, and which of `block_ids` are cached afterwards."""
     prepare_batch = llm.model_runner.prepare_batch
     prepared: list[tuple[list[Sequence], Batch]] = []
 
@@ -124,9 +124,9 @@ def show_step(llm: LLM, number: int, block_ids: list[int]) -> None:
     for block_id in block_ids:
         block = llm.scheduler.block_manager.blocks[block_id]
         if block.hash == -1:
-            print(f"  block {block_id}: not listed")
+            print(f"  block {block_id}: not cached")
         else:
-            print(f"  block {block_id}: listed, hash {block.hash:032x}, tokens {block.token_ids}")
+            print(f"  block {block_id}: cached, hash {block.hash:032x}, tokens {block.token_ids}")
 
 
 def main() -> None:

@@ -26,12 +26,8 @@ from nanovllm.engine.thread_safety import ThreadSafeEngine
 from nanovllm.messages import Message, prepare_messages
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.trace.recorder import (
-    Timeline,
-    TracedModelRunner,
-    TracedScheduler,
-    TraceFile,
-)
+from nanovllm.trace.recorder import TracedModelRunner, TracedScheduler
+from nanovllm.trace.timeline import Timeline, TraceFile
 from nanovllm.vocabulary import Vocabulary
 
 Prompts = Prompt | Sequence[Prompt]

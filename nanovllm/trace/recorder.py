@@ -22,9 +22,7 @@ from nanovllm.batch import Batch
 from nanovllm.engine.prompt_logprobs import ScoringModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.trace.timeline import Args, Event, Timeline, TraceFile, make_event
-
-__all__ = ["Timeline", "TraceFile", "TracedModelRunner", "TracedScheduler"]
+from nanovllm.trace.timeline import Args, Event, Timeline, make_event
 
 _COUNTERS = (
     "num_prefill_tokens",
