@@ -112,14 +112,14 @@ def attend_one(
     keys, values = kv_cache.index_select(1, block_ids).flatten(1, 2)  # [tokens, kv_heads, head_dim]
     keys = keys[:context_len].transpose(0, 1)[None]  # [1, kv_heads, context_len, head_dim]
     values = values[:context_len].transpose(0, 1)[None]
-    positions = torch.arange(context_len, device=query.device)
-    query_positions = positions[context_len - len(query) :]
     output = torch.empty_like(query)
     for start in range(0, len(query), TILE):
-        tile = slice(start, start + TILE)
-        tile_end = min(start + TILE, len(query))
-        num_keys = context_len - len(query) + tile_end  # up to the tile's last token
-        mask = positions[:num_keys] <= query_positions[tile, None]  # [num_queries, num_keys]
+        end = min(start + TILE, len(query))
+        tile = slice(start, end)
+        num_queries = end - start
+        num_keys = context_len - len(query) + end  # up to the tile's last token
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+        mask = mask.tril(num_keys - num_queries)  # the last query attends to all keys
         attended = F.scaled_dot_product_attention(
             query[tile].transpose(0, 1)[None],  # [1, num_heads, num_queries, head_dim]
             keys[:, :, :num_keys],
