@@ -1,39 +1,46 @@
 """The message from the engine to the model: one step as plain tensors.
 
-ModelRunner builds it. The model and its attention read it. Three sequences that compute 3, 1 and 2
-tokens look like this (block size 4):
+ModelRunner builds it from sequences, and the worker makes dummies for profile and warm-up runs. The
+model and its attention read it. Three sequences that compute 3, 1 and 2 tokens look like this
+(block size 4):
 
-    input_ids      [num_tokens]           | p0 p1 p2 | g7 | p4 p5 |
-    positions      [num_tokens]           |  0  1  2 |  7 |  4  5 |
-    slot_mapping   [num_tokens]           | block id * block size + offset of each token's K/V
-    cu_seqlens_q   [num_seqs + 1]         | 0        3    4       6
-    context_lens   [num_seqs]             |     3      8      6
-    block_tables   [num_seqs, max_blocks] | physical blocks of each context
-    logits_indices [num_logits]           |        2   3       5
+    input_ids      | p0 p1 p2 | g7 | p4 p5 |
+    positions      |  0  1  2 |  7 |  4  5 |
+    slot_mapping   | block id * block size + offset of each token's K/V
+    cu_seqlens_q   | 0        3    4       6
+    context_lens   |     3      8      6
+    block_tables   | physical blocks of each context
+    logits_indices |        2   3       5
 
 `context_lens` counts the tokens that the last query token attends to, itself included. A slot of -1
 means that K/V are not stored. Entries of `block_tables` past the end of a context are not read.
 `logits_indices` selects the tokens whose logits are wanted. All tensors are int32, so that a batch
-can be sent as one concatenated tensor (packing.py).
+can be sent as one concatenated tensor.
+
+A batch is also sent to other ranks and copied into CUDA graphs. packing.py does this for all fields
+that are declared below, so a new one needs one line here, and one wherever a Batch is made. Each
+tensor is declared with its shape. If a graph has more rows than the batch, these are 0, or what
+`padding` says. A graph is captured for fixed numbers, which graphs.py gives.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Batch:
-    input_ids: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
-    cu_seqlens_q: Tensor
-    context_lens: Tensor
-    block_tables: Tensor
+    input_ids: Annotated[Tensor, "num_tokens"]
+    positions: Annotated[Tensor, "num_tokens"]
+    slot_mapping: Annotated[Tensor, "num_tokens", {"padding": -1}]
+    cu_seqlens_q: Annotated[Tensor, "num_seqs + 1", {"padding": "row index"}]
+    context_lens: Annotated[Tensor, "num_seqs"]
+    block_tables: Annotated[Tensor, "num_seqs, max_blocks"]
+    logits_indices: Annotated[Tensor, "num_logits"]
+    min_seqlen_q: int  # fewest query tokens of a sequence
     max_seqlen_q: int  # 1 if every sequence has one query token
     max_seqlen_k: int
-    logits_indices: Tensor
-    min_seqlen_q: int = 1  # fewest query tokens of a sequence
 
 
 @dataclass(frozen=True)

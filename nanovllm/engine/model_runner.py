@@ -152,10 +152,10 @@ class ModelRunner:
             cu_seqlens_q=from_numpy(cu_seqlens_q),
             context_lens=from_numpy(context_lens),
             block_tables=from_numpy(block_tables),
-            max_seqlen_q=int(query_lens.max()),
-            max_seqlen_k=max_seqlen_k,
             logits_indices=from_numpy(logits_indices.astype(np.int32)),
             min_seqlen_q=int(query_lens.min()),
+            max_seqlen_q=int(query_lens.max()),
+            max_seqlen_k=max_seqlen_k,
         )
 
     def prepare_sampling(self, rows: list[Sequence], positions: list[int]) -> SamplingBatch:

@@ -261,9 +261,10 @@ class Worker:
             cu_seqlens_q=cu_seqlens_q,
             context_lens=context_lens,
             block_tables=block_tables,
+            logits_indices=cu_seqlens_q[1:] - 1,
+            min_seqlen_q=min(query_lens),
             max_seqlen_q=max(query_lens),
             max_seqlen_k=self.max_model_len,
-            logits_indices=cu_seqlens_q[1:] - 1,
         )
 
 
