@@ -44,14 +44,28 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class SamplingBatch:
-    """The sampling parameters of each row of logits. A tensor that no row needs is None."""
+class Noise:
+    """Makes samples random, see layers/noise.py."""
 
-    temperatures: Tensor | None = None  # float32 [num_rows]
-    noise_keys: Tensor | None = None  # int32 [num_rows, 2]
-    filtered_rows: Tensor | None = None  # int64 [num_filtered], rows with top-k, top-p or min-p
-    filtered_temperatures: Tensor | None = None  # float32 [num_filtered]
-    top_ks: Tensor | None = None  # int64 [num_filtered]
-    top_ps: Tensor | None = None  # float32 [num_filtered]
-    min_ps: Tensor | None = None  # float32 [num_filtered]
-    max_top_k: int = 0  # the largest of top_ks
+    temperatures: Tensor  # float32 [num_rows], 0 for greedy rows
+    keys: Tensor  # int32 [num_rows, 2]
+
+
+@dataclass(frozen=True)
+class Filters:
+    """The rows of logits with top-k, top-p or min-p."""
+
+    rows: Tensor  # int64 [num_filtered], their indices
+    temperatures: Tensor  # float32 [num_filtered]
+    top_ks: Tensor  # int64 [num_filtered]
+    top_ps: Tensor  # float32 [num_filtered]
+    min_ps: Tensor  # float32 [num_filtered]
+    max_top_k: int  # the largest of top_ks
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """How to sample from the rows of logits of a step. What no row needs is None."""
+
+    noise: Noise | None = None
+    filters: Filters | None = None

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from nanovllm.batch import SamplingBatch
-from nanovllm.kernels import OptimizedLayer
+from nanovllm.batch import Filters, Noise
+from nanovllm.kernels import OptimizedLayer, require_known_fields
 from nanovllm.layers.sampler import Sampler, find_best
 
 _SAMPLE_BLOCK = 4096  # tokens of the vocabulary, for each program
@@ -27,8 +27,15 @@ class FastSampler(OptimizedLayer, Sampler):
 
     token_hashes: Tensor
 
-    def draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        if batch.temperatures is None:
+    def convert(self) -> bool:
+        require_known_fields(self, Noise, "temperatures", "keys")
+        require_known_fields(
+            self, Filters, "rows", "temperatures", "top_ks", "top_ps", "min_ps", "max_top_k"
+        )
+        return True
+
+    def draw(self, logits: Tensor, noise: Noise | None) -> Tensor:
+        if noise is None:
             return find_best(logits)
         logits = logits.contiguous()
         num_rows, vocab_size = logits.shape
@@ -38,8 +45,8 @@ class FastSampler(OptimizedLayer, Sampler):
         _sample_kernel[grid](
             logits,
             self.token_hashes,
-            batch.noise_keys,
-            batch.temperatures,
+            noise.keys,
+            noise.temperatures,
             scores,
             tokens,
             vocab_size,
@@ -49,7 +56,7 @@ class FastSampler(OptimizedLayer, Sampler):
         best = scores.argmax(-1, keepdim=True)
         return tokens.gather(1, best).squeeze(1)
 
-    def filter(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+    def filter(self, logits: Tensor, filters: Filters) -> Tensor:
         """Filter without sorting.
 
         Probabilities are summed in another order. If a sum equals top_p up to rounding, one token
@@ -58,15 +65,14 @@ class FastSampler(OptimizedLayer, Sampler):
         """
         logits = logits.contiguous()
         output = logits.to(torch.float32, copy=True)
-        assert batch.filtered_rows is not None
-        _filter_kernel[(len(batch.filtered_rows),)](
+        _filter_kernel[(len(filters.rows),)](
             logits,
             output,
-            batch.filtered_rows,
-            batch.filtered_temperatures,
-            batch.top_ks,
-            batch.top_ps,
-            batch.min_ps,
+            filters.rows,
+            filters.temperatures,
+            filters.top_ks,
+            filters.top_ps,
+            filters.min_ps,
             logits.shape[1],
             BLOCK=_FILTER_BLOCK,
             num_warps=32,
