@@ -15,7 +15,8 @@ from nanovllm.batch import Filters, Noise
 from nanovllm.kernels import OptimizedLayer, require_known_fields
 from nanovllm.layers.sampler import Sampler, find_best
 
-_SAMPLE_BLOCK = 4096  # tokens of the vocabulary, for each program
+# Tokens of the vocabulary that a program holds at a time. Not tuned on a GPU.
+_SAMPLE_BLOCK = 4096
 _FILTER_BLOCK = 4096
 
 
@@ -75,7 +76,7 @@ class FastSampler(OptimizedLayer, Sampler):
             filters.min_ps,
             logits.shape[1],
             BLOCK=_FILTER_BLOCK,
-            num_warps=32,
+            num_warps=32,  # the most that a program can have, because a row has only one program
             enable_fp_fusion=True,
         )
         return output
@@ -107,7 +108,8 @@ def _sample_kernel(
         x = ((x ^ (x >> 15)) * 0x2C1B3C6D) >> 1
         number = x.to(tl.int32, bitcast=True).to(tl.float32)
         uniform = number * (2.0**-31 * (1 - 2.0**-23)) + 2.0**-33
-        # -log(1 - uniform). Near 0, where 1 - uniform loses digits, its power series is used.
+        # -log(1 - uniform). Near 0, where 1 - uniform loses digits, its power series is used, of
+        # which four terms are enough for float32.
         series = uniform * (1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4))))
         exponential = tl.where(uniform < 0.01, series, -tl.log(1 - uniform))
         scores -= temperature * tl.log(exponential)
