@@ -232,9 +232,10 @@ def make_batch(
         cu_seqlens_q=bounds,
         context_lens=lens,
         block_tables=block_tables.to(device),
+        logits_indices=bounds[1:] - 1,
+        min_seqlen_q=min(query_lens),
         max_seqlen_q=max(query_lens),
         max_seqlen_k=max(context_lens),
-        logits_indices=bounds[1:] - 1,
     )
 
 

@@ -6,7 +6,6 @@ It uses sequences, but not the queues.
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from nanovllm import kernels
 from nanovllm.arithmetic import cdiv
-from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.batch import Batch, Filters, Noise, SamplingBatch
 from nanovllm.config import Config
 from nanovllm.engine.executor import make_executor
 from nanovllm.engine.logprobs import find_logprobs
@@ -27,7 +26,7 @@ from nanovllm.layers.noise import make_noise_keys
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import Logprobs
-from nanovllm.packing import to_device
+from nanovllm.transfers import to_device
 
 Value = TypeVar("Value")
 
@@ -162,10 +161,10 @@ class ModelRunner:
             cu_seqlens_q=from_numpy(cu_seqlens_q),
             context_lens=from_numpy(context_lens),
             block_tables=from_numpy(block_tables),
-            max_seqlen_q=int(query_lens.max()),
-            max_seqlen_k=max_seqlen_k,
             logits_indices=from_numpy(logits_indices.astype(np.int32)),
             min_seqlen_q=int(query_lens.min()),
+            max_seqlen_q=int(query_lens.max()),
+            max_seqlen_k=max_seqlen_k,
         )
 
     def prepare_sampling(self, rows: list[Sequence], positions: list[int]) -> SamplingBatch:
@@ -174,33 +173,33 @@ class ModelRunner:
         if not any(temperatures):
             return SamplingBatch()
         keys = make_noise_keys([seq.seed for seq in rows], positions)
-        plain = SamplingBatch(
+        noise = Noise(
             temperatures=to_device(np.array(temperatures, np.float32), self.device),
-            noise_keys=to_device(keys, self.device),
+            keys=to_device(keys, self.device),
         )
         filtered = [row for row, seq in enumerate(rows) if seq.needs_filtering]
         if not filtered:
-            return plain
+            return SamplingBatch(noise)
         top_ks: list[int] = []
-        filters: list[tuple[float, float, float]] = []  # temperature, top_p, min_p
+        settings: list[tuple[float, float, float]] = []  # temperature, top_p, min_p
         for row in filtered:
             params = rows[row].params
             is_limited = 0 < params.top_k < self.vocab_size
             top_ks.append(params.top_k if is_limited else self.vocab_size)
             # The sum of all probabilities can round to 1 too early, so "off" is above 1.
             top_p = params.top_p if params.top_p < 1.0 else 2.0
-            filters.append((params.temperature, top_p, params.min_p))
+            settings.append((params.temperature, top_p, params.min_p))
         integers = to_device(np.array([filtered, top_ks]), self.device)
-        numbers = to_device(np.array(filters, np.float32).T.copy(), self.device)
-        return replace(
-            plain,
-            filtered_rows=integers[0],
+        numbers = to_device(np.array(settings, np.float32).T.copy(), self.device)
+        filters = Filters(
+            rows=integers[0],
+            temperatures=numbers[0],
             top_ks=integers[1],
-            filtered_temperatures=numbers[0],
             top_ps=numbers[1],
             min_ps=numbers[2],
             max_top_k=max(top_ks),
         )
+        return SamplingBatch(noise, filters)
 
 
 def list_rows(seqs: list[Sequence]) -> tuple[list[Sequence], list[int]]:

@@ -25,7 +25,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import PromptLogprobs
-from nanovllm.packing import to_device
+from nanovllm.transfers import to_device
 
 
 class PromptRow(NamedTuple):

@@ -26,7 +26,8 @@ from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.spec import ModelSpec
 from nanovllm.models.weights import check_sizes, init_dummy_weights, load_checkpoint
-from nanovllm.packing import copy_to, pack, unpack
+from nanovllm.packing import pack, unpack
+from nanovllm.transfers import copy_to
 
 _DEFAULT_MAX_MODEL_LEN = 4096
 
@@ -241,7 +242,8 @@ class Worker:
             cu_seqlens_q=cu_seqlens_q,
             context_lens=context_lens,
             block_tables=block_tables,
+            logits_indices=cu_seqlens_q[1:] - 1,
+            min_seqlen_q=min(query_lens),
             max_seqlen_q=max(query_lens),
             max_seqlen_k=self.max_model_len,
-            logits_indices=cu_seqlens_q[1:] - 1,
         )

@@ -12,6 +12,7 @@ rounding. Each difference is about one unit in the last place.
 """
 
 import sys
+from dataclasses import fields
 from functools import cache, partial
 from importlib import import_module
 from typing import ClassVar, cast
@@ -101,6 +102,16 @@ def has_known_code(module: nn.Module, *known: type[nn.Module]) -> bool:
     has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
     has_own_methods = not vars(module).keys().isdisjoint(dir(type(module)))
     return type(module) in known and not has_hooks and not has_own_methods
+
+
+def require_known_fields(layer: nn.Module, kind: type, *known: str) -> None:
+    """Raise NotImplementedError if the dataclass `kind` has fields that `layer` would ignore."""
+    unknown = {field.name for field in fields(kind)} - set(known)
+    if unknown:
+        raise NotImplementedError(
+            f"{type(layer).__module__}.{type(layer).__name__} ignores {sorted(unknown)} of"
+            f" {kind.__name__}: implement them there, or set enable_kernels=False"
+        )
 
 
 @cache

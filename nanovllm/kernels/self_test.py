@@ -85,10 +85,10 @@ def make_batch(shape: Shape, random: torch.Generator) -> Batch:
         cu_seqlens_q=cu_seqlens_q,
         context_lens=torch.full_like(seq_indices[1:], shape.context_len),
         block_tables=block_tables,
-        max_seqlen_q=shape.query_len,
-        max_seqlen_k=shape.context_len,
         logits_indices=cu_seqlens_q[1:] - 1,
         min_seqlen_q=shape.query_len,
+        max_seqlen_q=shape.query_len,
+        max_seqlen_k=shape.context_len,
     )
 
 

@@ -67,7 +67,7 @@ def test_samples_follow_their_distribution(settings):
 
 def count_kept(logits, **settings):
     batch = make_sampling_batch([SamplingParams(**settings)], [0], [0], len(logits))
-    return int(Sampler(len(logits)).filter(logits[None], batch).isfinite().sum())
+    return int(Sampler(len(logits)).filter(logits[None], batch.filters).isfinite().sum())
 
 
 PLAIN = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()

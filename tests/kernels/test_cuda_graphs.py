@@ -3,15 +3,22 @@
 Without a GPU, a stand-in for a graph calls the captured function again on the static batch.
 """
 
+from dataclasses import dataclass
+from importlib import reload
 from types import SimpleNamespace
+from typing import Annotated
 
 import pytest
 import torch
 from conftest import DEVICE, ON_GPU, generate_ids, greedy, make_batch, random_prompt
+from torch import Tensor
 
+from nanovllm import batch as batch_module
+from nanovllm import packing
+from nanovllm.batch import Batch
 from nanovllm.kernels.cuda import graphs
-from nanovllm.kernels.cuda.graphs import CudaGraphs, list_batch_sizes, pack_padded
-from nanovllm.packing import unpack
+from nanovllm.kernels.cuda.graphs import CudaGraphs, list_batch_sizes
+from nanovllm.packing import pack, pack_padded, unpack
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -30,7 +37,8 @@ def test_padding_rows_read_and_write_nothing():
     batch = make_batch([1] * 3, [5, 3, 8], torch.randint(99, (3, 2), dtype=torch.int32))
     for tensor in (batch.input_ids, batch.positions, batch.slot_mapping):
         tensor.copy_(torch.randint(99, (3,)))
-    sizes = [8, 8, 8, 5, 1, 99, 1]
+    sizes = {"num_tokens": 8, "num_seqs": 8, "num_seqs + 1": 9, "num_seqs, max_blocks": 8 * 5}
+    sizes |= {"num_logits": 8, "min_seqlen_q": 1, "max_seqlen_q": 1, "max_seqlen_k": 99}
     padded = unpack(pack_padded(batch, sizes), sizes)
     for name in ("input_ids", "positions", "slot_mapping", "context_lens", "logits_indices"):
         padding = -1 if name == "slot_mapping" else 0
@@ -42,6 +50,55 @@ def test_padding_rows_read_and_write_nothing():
 def capture_nothing(step, *_):
     output = step()
     return SimpleNamespace(replay=lambda: output.copy_(step())), output
+
+
+@dataclass(frozen=True)
+class LongerBatch(Batch):
+    draws: Annotated[Tensor, "num_logits"]
+    states: Annotated[Tensor, "num_seqs", {"padding": -1}]
+
+
+@pytest.fixture
+def make_longer_batch(monkeypatch):
+    """A function that makes a batch with two more fields, as if batch.py declared them."""
+
+    def make(draws, states):
+        tables = torch.zeros(len(states), 2, dtype=torch.int32)
+        batch = make_batch([1] * len(states), [5] * len(states), tables)
+        more = [torch.tensor(values, dtype=torch.int32) for values in (draws, states)]
+        return LongerBatch(**vars(batch), draws=more[0], states=more[1])
+
+    monkeypatch.setattr(batch_module, "Batch", LongerBatch)
+    reload(packing)
+    yield make
+    monkeypatch.undo()
+    reload(packing)
+
+
+def test_new_fields_arrive_on_another_rank(make_longer_batch):
+    batch = make_longer_batch([7, 8, 9], [1, 2, 3])
+    received = unpack(pack(batch))
+    assert type(received) is LongerBatch
+    for name, value in vars(batch).items():
+        assert torch.equal(torch.as_tensor(getattr(received, name)), torch.as_tensor(value)), name
+
+
+def test_new_fields_arrive_in_a_replayed_graph(make_longer_batch, monkeypatch):
+    monkeypatch.setattr(graphs, "capture", capture_nothing)
+
+    def decoder(batch, kv_caches):
+        return torch.stack((batch.draws, batch.states), dim=1)
+
+    replayed = CudaGraphs(decoder, [torch.empty(2, 1, 16, 1, 1)], [1, 2, 4], block_table_width=2)
+    hidden = replayed.run(make_longer_batch([7, 8, 9], [1, 2, 3]))
+    assert hidden.tolist() == [[7, 1], [8, 2], [9, 3]]
+    padded = replayed.graphs[4][1]
+    assert padded[3].tolist() == [0, -1]
+
+
+def test_a_tensor_of_another_shape_is_an_error(make_longer_batch):
+    with pytest.raises(AssertionError, match=r"draws \[num_logits\] has 2 elements, not 3"):
+        pack(make_longer_batch([7, 8], [1, 2, 3]))
 
 
 def test_engine_with_graphs_matches_transformers(tiny, make_llm, monkeypatch):

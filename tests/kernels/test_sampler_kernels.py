@@ -3,7 +3,9 @@
 The logits have the model's dtype, or float32 as after penalties and filters.
 """
 
+import sys
 from copy import deepcopy
+from dataclasses import make_dataclass
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from conftest import cover_pairs, make_sampling_batch
 from kernel_helpers import all_kernels, optimize
 
 from nanovllm import SamplingParams
-from nanovllm.batch import SamplingBatch
+from nanovllm.batch import Filters, Noise, SamplingBatch
 from nanovllm.layers.sampler import Sampler
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -49,6 +51,20 @@ def test_optimized_sampler_draws_the_same_tokens(vocab_size, dtype, model_dtype,
     assert expected[0] == 0
     assert torch.equal(optimized(logits, SamplingBatch()), logits.float().argmax(-1))
     assert optimized(logits[:0], SamplingBatch()).shape == (0,)
+
+
+@all_kernels
+@pytest.mark.parametrize("group", [Noise, Filters])
+def test_a_field_that_an_optimized_sampler_would_ignore_is_an_error(
+    group, language, device, monkeypatch
+):
+    _, optimized = make_samplers(5, F32, language, device)
+    name = group.__name__
+    longer = make_dataclass(name, [("new_field", int)], bases=(group,), frozen=True)
+    monkeypatch.setattr(sys.modules[type(optimized).__module__], name, longer)
+    complaint = rf"FastSampler ignores \['new_field'\] of {name}"
+    with pytest.raises(NotImplementedError, match=complaint):
+        make_samplers(5, F32, language, device)
 
 
 EXTREME_PARAMS = [
@@ -128,8 +144,8 @@ def test_optimized_filter_keeps_the_same_tokens(vocab_size, dtype, model_dtype, 
     for first in (0, len(kinds) - 12):  # all kinds, in two steps
         params = kinds[first : first + 12]
         batch = make_sampling_batch(params, [1] * 12, [2] * 12, vocab_size, device)
-        filtered = optimized.filter(logits, batch)
-        expected = plain.filter(logits, batch)
+        filtered = optimized.filter(logits, batch.filters)
+        expected = plain.filter(logits, batch.filters)
         assert filtered.dtype == F32
         assert len(logits[filtered != expected].unique()) <= (1 if vocab_size > 1000 else 0)
     assert torch.equal(logits, before)

@@ -31,6 +31,7 @@ MAY_IMPORT = {  # part of the package -> parts
     "arithmetic": set(),
     "backends": set(),
     "packing": {"batch"},
+    "transfers": {"batch", "packing"},
     "layers": {"batch", "layers", "arithmetic"},
     "models": {"batch", "layers", "models", "checks", "config"},
     "kernels": {
@@ -41,6 +42,7 @@ MAY_IMPORT = {  # part of the package -> parts
         "layers",
         "models",
         "packing",
+        "transfers",
         "terminal",
     },
     "trace": {

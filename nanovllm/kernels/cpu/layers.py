@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from nanovllm.batch import SamplingBatch
-from nanovllm.kernels import OptimizedLayer, has_known_code
+from nanovllm.batch import Filters, Noise
+from nanovllm.kernels import OptimizedLayer, has_known_code, require_known_fields
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
 from nanovllm.kernels.cpu.library import call, has_gemm, load, reason_unavailable
 from nanovllm.kernels.cpu.prepacked import (
@@ -113,23 +113,46 @@ class FastSampler(OptimizedLayer, Sampler):
 
     replaces = Sampler
 
-    def filter(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+    def convert(self) -> bool:
+        require_known_fields(self, Noise, "temperatures", "keys")
+        require_known_fields(
+            self, Filters, "rows", "temperatures", "top_ks", "top_ps", "min_ps", "max_top_k"
+        )
+        return True
+
+    def filter(self, logits: Tensor, filters: Filters) -> Tensor:
         logits = logits.contiguous()
         output = torch.empty_like(logits, dtype=torch.float32)
-        rows, temperatures = batch.filtered_rows, batch.filtered_temperatures
-        assert rows is not None
-        filters = (rows, temperatures, batch.top_ks, batch.top_ps, batch.min_ps)
-        sizes = (*logits.shape, len(rows))
-        filter_logits = load(self.dtype).filter_logits
-        call(filter_logits, logits, self._is_float32(logits), output, *filters, *sizes)
+        num_rows, vocab_size = logits.shape
+        call(
+            load(self.dtype).filter_logits,
+            logits,
+            self._is_float32(logits),
+            output,
+            filters.rows,
+            filters.temperatures,
+            filters.top_ks,
+            filters.top_ps,
+            filters.min_ps,
+            num_rows,
+            vocab_size,
+            len(filters.rows),
+        )
         return output
 
-    def draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+    def draw(self, logits: Tensor, noise: Noise | None) -> Tensor:
         logits = logits.contiguous()
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        noise = (self.token_hashes, batch.noise_keys, batch.temperatures)
-        sample = load(self.dtype).sample
-        call(sample, logits, self._is_float32(logits), *noise, tokens, *logits.shape)
+        call(
+            load(self.dtype).sample,
+            logits,
+            self._is_float32(logits),
+            self.token_hashes,
+            noise.keys if noise is not None else None,
+            noise.temperatures if noise is not None else None,
+            tokens,
+            *logits.shape,
+        )
         return tokens
 
     def _is_float32(self, logits: Tensor) -> bool:

@@ -11,11 +11,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from nanovllm.batch import SamplingBatch
-from nanovllm.kernels import OptimizedLayer
+from nanovllm.batch import Filters, Noise
+from nanovllm.kernels import OptimizedLayer, require_known_fields
 from nanovllm.layers.sampler import Sampler, find_best
 
-_SAMPLE_BLOCK = 4096  # tokens of the vocabulary, for each program
+# Tokens of the vocabulary that a program holds at a time. Not tuned on a GPU.
+_SAMPLE_BLOCK = 4096
 _FILTER_BLOCK = 4096
 
 
@@ -29,8 +30,15 @@ class FastSampler(OptimizedLayer, Sampler):
 
     token_hashes: Tensor
 
-    def draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        if batch.temperatures is None:
+    def convert(self) -> bool:
+        require_known_fields(self, Noise, "temperatures", "keys")
+        require_known_fields(
+            self, Filters, "rows", "temperatures", "top_ks", "top_ps", "min_ps", "max_top_k"
+        )
+        return True
+
+    def draw(self, logits: Tensor, noise: Noise | None) -> Tensor:
+        if noise is None:
             return find_best(logits)
         logits = logits.contiguous()
         num_rows, vocab_size = logits.shape
@@ -40,8 +48,8 @@ class FastSampler(OptimizedLayer, Sampler):
         _sample_kernel[grid](
             logits,
             self.token_hashes,
-            batch.noise_keys,
-            batch.temperatures,
+            noise.keys,
+            noise.temperatures,
             scores,
             tokens,
             vocab_size,
@@ -51,7 +59,7 @@ class FastSampler(OptimizedLayer, Sampler):
         best = scores.argmax(-1, keepdim=True)
         return tokens.gather(1, best).squeeze(1)
 
-    def filter(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+    def filter(self, logits: Tensor, filters: Filters) -> Tensor:
         """Filter without sorting.
 
         Probabilities are summed in another order. If a sum equals top_p up to rounding, one token
@@ -60,18 +68,17 @@ class FastSampler(OptimizedLayer, Sampler):
         """
         logits = logits.contiguous()
         output = logits.to(torch.float32, copy=True)
-        assert batch.filtered_rows is not None
-        _filter_kernel[(len(batch.filtered_rows),)](
+        _filter_kernel[(len(filters.rows),)](
             logits,
             output,
-            batch.filtered_rows,
-            batch.filtered_temperatures,
-            batch.top_ks,
-            batch.top_ps,
-            batch.min_ps,
+            filters.rows,
+            filters.temperatures,
+            filters.top_ks,
+            filters.top_ps,
+            filters.min_ps,
             logits.shape[1],
             BLOCK=_FILTER_BLOCK,
-            num_warps=32,
+            num_warps=32,  # the most that a program can have, because a row has only one program
             enable_fp_fusion=True,
         )
         return output
@@ -103,7 +110,8 @@ def _sample_kernel(
         x = ((x ^ (x >> 15)) * 0x2C1B3C6D) >> 1
         number = x.to(tl.int32, bitcast=True).to(tl.float32)
         uniform = number * (2.0**-31 * (1 - 2.0**-23)) + 2.0**-33
-        # -log(1 - uniform). Near 0, where 1 - uniform loses digits, its power series is used.
+        # -log(1 - uniform). Near 0, where 1 - uniform loses digits, its power series is used, of
+        # which four terms are enough for float32.
         series = uniform * (1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4))))
         exponential = tl.where(uniform < 0.01, series, -tl.log(1 - uniform))
         scores -= temperature * tl.log(exponential)
