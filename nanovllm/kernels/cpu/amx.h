@@ -15,14 +15,20 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-constexpr int64_t ROWS = 32, MIN_ROWS = ROWS, MAX_ROWS = 512, BLOCK = 512, CACHED_BYTES = 1 << 20;
+constexpr int64_t ROWS = 32;
+constexpr int64_t MIN_ROWS = ROWS;
+constexpr int64_t MAX_ROWS = 512;
+constexpr int64_t BLOCK = 512;
+constexpr int64_t CACHED_BYTES = 1 << 20;
 
 struct Tiles {
     static const bool allowed;
 
     Tiles() {
         struct {
-            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            uint8_t palette = 1;
+            uint8_t start_row = 0;
+            uint8_t reserved[14] = {};
             uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
             uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
         } config;
@@ -39,20 +45,25 @@ const bool Tiles::allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 class Rows {
     Buffer<bfloat16> memory;
     bfloat16* numbers;
-    int64_t num_rows, depth, block;
+    int64_t num_rows;
+    int64_t depth;
+    int64_t block;  // inputs of a block
     alignas(64) float sums[MAX_ROWS * WIDTH];
     struct {
         Epilogue epilogue;
         bfloat16* output;
-        int64_t output_stride, row, end;
+        int64_t output_stride;
+        int64_t row;  // the first one that is pending
+        int64_t end;
     } summed_up = {};  // summed rows whose epilogue is pending
 
 public:
-    static constexpr int64_t NEXT_LINE =
-        ROWS * LINE;  // distance between adjacent lines of a row within a block
+    // Distance between adjacent lines of a row within a block.
+    static constexpr int64_t NEXT_LINE = ROWS * LINE;
 
     void shape(int64_t num_rows_, int64_t in_features) {
-        num_rows = num_rows_, depth = round_up(in_features, LINE),
+        num_rows = num_rows_;
+        depth = round_up(in_features, LINE);
         block = num_rows > ROWS ? BLOCK : depth;
         numbers = memory.get(round_up(num_rows, ROWS) * depth);
     }
@@ -71,14 +82,14 @@ public:
         shape(num_rows_, in_features);
         for (int64_t start = 0; start < depth; start += block)
             for (int64_t row = 0; row < num_rows; row++) {
-                const bfloat16 *x = find_row(row),
-                               *next = find_row(std::min(row + AHEAD, num_rows - 1));
+                const bfloat16* x = find_row(row);
+                const bfloat16* next = find_row(std::min(row + AHEAD, num_rows - 1));
                 bfloat16* to = find(row, start);
-                for (int64_t i = start; i < std::min(start + block, depth);
-                     i += LINE, to += NEXT_LINE) {
+                for (int64_t i = start; i < std::min(start + block, depth); i += LINE) {
                     __mmask32 mask = in_features - i < LINE ? (1u << (in_features - i)) - 1 : -1;
                     _mm_prefetch(next + i, _MM_HINT_T0);
                     _mm512_store_si512(to, _mm512_maskz_loadu_epi16(mask, x + i));
+                    to += NEXT_LINE;
                 }
             }
     }
@@ -96,11 +107,14 @@ public:
             num_tiles > 1 && num_tiles < 8 ? 0 : round_up(WIDTH, num_tiles) / num_tiles;
         const bfloat16* next = panel + WIDTH * (num_tiles == 1 ? 2 * LINE : depth);
         for (int64_t start = 0; start < depth; start += block) {
-            int64_t size = std::min(block, depth - start),
-                    rows_per_line = (ROWS * LINE - 1) / size + 1;
+            int64_t size = std::min(block, depth - start);
+            // Deferred epilogues for each line, so that all ROWS are stored within the block.
+            int64_t rows_per_line = (ROWS * LINE - 1) / size + 1;
             auto meanwhile = [&] {
-                for (int64_t fetch = 0; fetch < fetches; fetch++, next += LINE)
+                for (int64_t fetch = 0; fetch < fetches; fetch++) {
                     _mm_prefetch(next, _MM_HINT_T1);
+                    next += LINE;
+                }
                 finish(rows_per_line);
             };
             for (int64_t row = 0; row < num_rows; row += ROWS) {
@@ -112,10 +126,11 @@ public:
         }
     }
 
+    // Store up to `num` of the pending rows.
     void finish(int64_t num) {
         auto& [epilogue, output, stride, row, end] = summed_up;
-        for (; num > 0 && row < end; num--, row++)
-            epilogue.store(&sums[row * WIDTH], output, row * stride);
+        int64_t until = std::min(row + num, end);
+        for (; row < until; row++) epilogue.store(&sums[row * WIDTH], output, row * stride);
     }
 
     // Store the sums of the rows from `first`, a multiple of ROWS, to `end`, rounded up to whole
@@ -147,8 +162,10 @@ private:
     static void multiply_tiles(const bfloat16* x, const bfloat16* panel, int64_t size,
                                bool is_continued, float* sums, int64_t sums_stride,
                                const Meanwhile& meanwhile) {
-        float *upper = sums, *lower = sums + ROWS / 2 * sums_stride / sizeof(float);
-        constexpr int64_t X_STRIDE = 64, PANEL_STRIDE = 2 * X_STRIDE;  // bytes
+        float* upper = sums;
+        float* lower = sums + ROWS / 2 * sums_stride / sizeof(float);
+        constexpr int64_t X_STRIDE = 64;  // bytes
+        constexpr int64_t PANEL_STRIDE = 2 * X_STRIDE;
         wait_for_memory();
         if (is_continued) {
             _tile_loadd(0, upper, sums_stride);
@@ -173,7 +190,8 @@ private:
                 _tile_dpbf16ps(3, 5, 7);
             }
             meanwhile();
-            x += NEXT_LINE, panel += LINE * WIDTH;
+            x += NEXT_LINE;
+            panel += LINE * WIDTH;
         }
         _tile_stored(0, upper, sums_stride);
         _tile_stored(1, upper + 16, sums_stride);

@@ -1,5 +1,5 @@
+// Vectors of floats, 16-bit numbers, exponentials, and memory that begins at a cache line.
 #pragma once
-
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
@@ -61,16 +61,16 @@ constexpr float LOG2_E = 1.44269504f;
 // NaN. The argument is a vector, or a float in a loop that the compiler vectorizes.
 template <class Float, class Bits>
 static Float exponential(Float x) {
-    x = x < -88 ? Float{} - 88 : x;  // gcc does not vectorize std::max
-    Float shifted = x * LOG2_E + 0x1.8p23f,
-          n = shifted - 0x1.8p23f;                           // floats of this size have no fraction
+    x = x < -88 ? Float{} - 88 : x;          // gcc does not vectorize std::max
+    Float shifted = x * LOG2_E + 0x1.8p23f;  // floats of this size have no fraction
+    Float n = shifted - 0x1.8p23f;
     Float rest = x - n * 0.693359375f + n * 2.12194440e-4f;  // the first product is exact
     Float sum = 1.9875691500e-4f * rest + 1.3981999507e-3f;
     for (float coefficient :
          {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f})
         sum = sum * rest + coefficient;
-    return sum * bit_cast<Float>((bit_cast<Bits>(shifted) + 127)
-                                 << 23);  // multiplies by 2^n, which is 0 for n = -127
+    // Multiply by 2^n, which is 0 for n = -127.
+    return sum * bit_cast<Float>((bit_cast<Bits>(shifted) + 127) << 23);
 }
 
 // 2^x for x up to 127, accurate to 18 bits and twice as fast. The result is 0 below -126.5, and NaN
@@ -78,7 +78,8 @@ static Float exponential(Float x) {
 [[maybe_unused]] static Vector power_of_two(Vector x) {
     constexpr float NO_FRACTION = 0x1.8p23f + 127;  // its lower bits become the exponent of 2^n
     x = x < -127 ? Vector{} - 127 : x;
-    Vector shifted = x + NO_FRACTION, rest = x - (shifted - NO_FRACTION);
+    Vector shifted = x + NO_FRACTION;
+    Vector rest = x - (shifted - NO_FRACTION);
     Vector sum = 9.57010197e-3f * rest + 5.59178608e-2f;
     for (float coefficient : {0.240247448f, 0.693121815f, 0.999999261f})
         sum = sum * rest + coefficient;
@@ -92,10 +93,12 @@ static Vector silu(Vector x) { return x / (1 + exponential(x > -88 ? -x : Vector
 // Replace each score by exp(scale * score - highest) and return the sum. `highest` becomes scale *
 // the highest score, or a finite number if all scores are -inf, whose weights are 0.
 static float exponentiate(float* scores, int64_t size, float scale, float& highest) {
-    float base = -FLT_MAX, total = 0;
+    float base = -FLT_MAX;
 #pragma omp simd reduction(max : base)
     for (int64_t i = 0; i < size; i++) base = scores[i] > base ? scores[i] : base;
-    highest = base *= scale;
+    base *= scale;
+    highest = base;
+    float total = 0;
 #pragma omp simd reduction(+ : total)
     for (int64_t i = 0; i < size; i++) {
         scores[i] = exponential(scale * scores[i] - base);
@@ -120,9 +123,8 @@ struct float16 {
     uint16_t bits;  // sign, 5 bits of exponent, 10 bits of fraction
 
     operator float() const {
-        uint32_t magnitude =
-            (bits & 0x7FFF)
-            << 13;  // the exponent is 112 less than a float's; 31 stands for infinity
+        // The exponent is 112 less than a float's, and 31 stands for infinity.
+        uint32_t magnitude = (bits & 0x7FFF) << 13;
         float value =
             bit_cast<float>(magnitude + (magnitude < 0x0F800000 ? 0x38000000 : 0x70000000));
         value = magnitude < 0x00800000 ? 2 * value - 0x1p-14f : value;  // subnormal: no implicit 1
@@ -130,15 +132,14 @@ struct float16 {
     }
 
     float16& operator=(float value) {  // rounds to nearest, ties to even
-        uint32_t wide = bit_cast<uint32_t>(value), magnitude = wide & 0x7FFFFFFF;
+        uint32_t wide = bit_cast<uint32_t>(value);
+        uint32_t magnitude = wide & 0x7FFFFFFF;
         uint32_t normal = (magnitude - 0x38000000 + 0xFFF + (magnitude >> 13 & 1)) >> 13;
         // One unit in the last place of 0.5 is that of a subnormal.
         uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f);
         uint32_t finite = magnitude < 0x38800000 ? subnormal - 0x3F000000 : normal;
-        bits = (magnitude < 0x47800000    ? finite
-                : magnitude <= 0x7F800000 ? 0x7C00
-                                          : 0x7E00) |
-               (wide >> 16 & 0x8000);
+        uint32_t not_finite = magnitude <= 0x7F800000 ? 0x7C00 : 0x7E00;  // infinity or NaN
+        bits = (magnitude < 0x47800000 ? finite : not_finite) | (wide >> 16 & 0x8000);
         return *this;
     }
 };
@@ -195,7 +196,8 @@ static void narrow(Vector first, Vector second, Number* to) {
     if (std::is_same_v<Number, bfloat16>)
         return _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
 #endif
-    narrow(first, to), narrow(second, to + LANES);
+    narrow(first, to);
+    narrow(second, to + LANES);
 }
 
 // Widen or narrow `num` numbers, which can be fewer than a vector.
@@ -221,6 +223,7 @@ static Vector rounded(Vector wide) {
 }
 
 static float horizontal_sum(Vector numbers) {
+    // Before each turn, the sum is that of the first 2 * half numbers.
     for (int64_t half = LANES / 2; half > 0; half /= 2)
         for (int64_t i = 0; i < half; i++) numbers[i] += numbers[half + i];
     return numbers[0];

@@ -17,14 +17,15 @@ constexpr int64_t TOKENS = 8;
 template <class Number>
 static void multiply_keys(const Number* query, const Number* const* keys, const T* const* next,
                           int64_t group_size, int64_t size, float* products) {
-    for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)
+    for (int64_t head = 0; head < group_size; head++)
         for (int token = 0; token < TOKENS; token++) {
             if (head == 0) prefetch(next[token], size);
+            const Number* q = query + head * size;
             const Number* key = keys[token];
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < size; i++) sum += float(query[i]) * float(key[i]);
-            products[token] = sum;
+            for (int64_t i = 0; i < size; i++) sum += float(q[i]) * float(key[i]);
+            products[head * SPLIT + token] = sum;
         }
 }
 
@@ -33,14 +34,17 @@ template <class Number>
 static void add_values(const Number* const* values, const T* const* next, const Number* weights,
                        int64_t group_size, int64_t size, float* sums) {
     for (int token = 0; token < TOKENS; token++) prefetch(next[token], size);
-    for (int64_t head = 0; head < group_size; head++, weights += SPLIT, sums += size)
+    for (int64_t head = 0; head < group_size; head++) {
+        const Number* w = weights + head * SPLIT;
+        float* to = sums + head * size;
 #pragma omp simd
         for (int64_t i = 0; i < size; i++) {
-            float sum = sums[i];
+            float sum = to[i];
             for (int token = 0; token < TOKENS; token++)
-                sum += float(weights[token]) * float(values[token][i]);
-            sums[i] = sum;
+                sum += float(w[token]) * float(values[token][i]);
+            to[i] = sum;
         }
+    }
 }
 
 #ifdef IN_PAIRS
@@ -54,18 +58,20 @@ static __m512i interleave(__m512i left, __m512i right, int half) {
         22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
     return _mm512_permutex2var_epi16(left, _mm512_load_si512(order + 32 * half), right);
 }
+
 static void multiply_keys(const bfloat16* query, const bfloat16* const* keys,
                           const bfloat16* const* next, int64_t group_size, int64_t size,
                           float* products) {
     if (size % 32) return multiply_keys<bfloat16>(query, keys, next, group_size, size, products);
-    for (int64_t head = 0; head < group_size; head++, query += size, products += SPLIT)
+    for (int64_t head = 0; head < group_size; head++) {
+        const bfloat16* q = query + head * size;
         for (int token = 0; token < TOKENS; token += 4) {
             __m512 sums[4] = {};
 #pragma GCC unroll 4
             for (int64_t i = 0; i < size; i += 32)
                 for (int t = 0; t < 4; t++) {
                     if (head == 0) __builtin_prefetch(next[token + t] + i);
-                    sums[t] = _mm512_dpbf16_ps(sums[t], (__m512bh)_mm512_loadu_si512(query + i),
+                    sums[t] = _mm512_dpbf16_ps(sums[t], (__m512bh)_mm512_loadu_si512(q + i),
                                                (__m512bh)_mm512_loadu_si512(keys[token + t] + i));
                 }
             // Four sums of 16 numbers each are reduced by halves, all at once.
@@ -78,9 +84,11 @@ static void multiply_keys(const bfloat16* query, const bfloat16* const* keys,
             __m512 quads = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
             __m256 halves =
                 _mm256_add_ps(_mm512_castps512_ps256(quads), _mm512_extractf32x8_ps(quads, 1));
-            _mm_storeu_ps(products + token, _mm_add_ps(_mm256_castps256_ps128(halves),
-                                                       _mm256_extractf128_ps(halves, 1)));
+            __m128 products_of_4 =
+                _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+            _mm_storeu_ps(products + head * SPLIT + token, products_of_4);
         }
+    }
 }
 
 static void add_values(const bfloat16* const* values, const bfloat16* const* next,
@@ -90,8 +98,8 @@ static void add_values(const bfloat16* const* values, const bfloat16* const* nex
         __m512bh pairs[2][TOKENS / 2];
         for (int pair = 0; pair < TOKENS / 2; pair++) {
             for (int token : {2 * pair, 2 * pair + 1}) __builtin_prefetch(next[token] + i);
-            __m512i left = _mm512_loadu_si512(values[2 * pair] + i),
-                    right = _mm512_loadu_si512(values[2 * pair + 1] + i);
+            __m512i left = _mm512_loadu_si512(values[2 * pair] + i);
+            __m512i right = _mm512_loadu_si512(values[2 * pair + 1] + i);
             for (int half = 0; half < 2; half++)
                 pairs[half][pair] = (__m512bh)interleave(left, right, half);
         }
@@ -124,29 +132,44 @@ static void attend_to_part(const T* query, const T* keys, const T* values,
     int64_t head_dim = HEAD_DIM ? HEAD_DIM : any_dim;
     int64_t num_heads = num_kv_heads * group_size;
     float scores[num_heads][SPLIT];
-    Factor weights[num_heads][SPLIT], queries[num_heads * head_dim], memory[TOKENS * head_dim];
+    Factor weights[num_heads][SPLIT];
+    Factor queries[num_heads * head_dim];
+    Factor memory[TOKENS * head_dim];  // one head of TOKENS tokens, if it has to be widened
     std::copy_n(query, num_heads * head_dim, queries);
     // The keys or values of TOKENS tokens from `token`. Past the end, the last token is repeated.
     auto find = [&](const T* cache, int64_t token, const T** found) {
         int64_t position = first_token + std::min(token, num_tokens - 1);
-        int64_t block = position / block_size, offset = position % block_size;
+        int64_t block = position / block_size;
+        int64_t offset = position % block_size;
         for (int64_t i = 0; i < TOKENS; i++) {
             found[i] = cache + (block_table[block] * block_size + offset) * num_kv_heads * head_dim;
-            if (token + i + 1 < num_tokens && ++offset == block_size) block++, offset = 0;
+            if (token + i + 1 >= num_tokens) continue;
+            offset++;
+            if (offset == block_size) {
+                block++;
+                offset = 0;
+            }
         }
     };
-    const T *now[TOKENS],
-        *next[TOKENS];  // keys or values of these tokens, and of those that are read after them
+    const T* now[TOKENS];        // keys or values of TOKENS tokens, from the current KV head on
+    const T* next[TOKENS];       // those that are read after them
     const Factor* wide[TOKENS];  // one head of `now`
     auto widen_now = [&] {
-        for (int64_t i = 0; i < TOKENS; i++)
-            if (std::is_same_v<T, Factor>)
+        for (int64_t i = 0; i < TOKENS; i++) {
+            Factor* copy = memory + i * head_dim;
+            if (std::is_same_v<T, Factor>) {
                 wide[i] = (const Factor*)now[i];
-            else
-                wide[i] = std::copy_n(now[i], head_dim, memory + i * head_dim) - head_dim;
+            } else {
+                std::copy_n(now[i], head_dim, copy);
+                wide[i] = copy;
+            }
+        }
     };
-    auto go_on = [&] {
-        for (int64_t i = 0; i < TOKENS; i++) now[i] += head_dim, next[i] += head_dim;
+    auto move_to_next_head = [&] {
+        for (int64_t i = 0; i < TOKENS; i++) {
+            now[i] += head_dim;
+            next[i] += head_dim;
+        }
     };
     for (int64_t token = 0; token < num_tokens; token += TOKENS) {
         bool is_last = token + TOKENS >= num_tokens;
@@ -156,7 +179,7 @@ static void attend_to_part(const T* query, const T* keys, const T* values,
             widen_now();
             multiply_keys(queries + head * head_dim, wide, next, group_size, head_dim,
                           &scores[head][token]);
-            go_on();
+            move_to_next_head();
         }
     }
     for (int64_t head = 0; head < num_heads; head++) {
@@ -173,7 +196,7 @@ static void attend_to_part(const T* query, const T* keys, const T* values,
             widen_now();
             add_values(wide, next, &weights[head][token], group_size, head_dim,
                        sums + head * head_dim);
-            go_on();
+            move_to_next_head();
         }
     }
 }
@@ -194,19 +217,25 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
                                  const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
                                  int64_t block_size, int64_t num_kv_heads, int64_t group_size,
                                  int64_t head_dim, float scale) {
-    int64_t num_heads = num_kv_heads * group_size, size = num_heads * head_dim;
-    struct Part {
-        int64_t seq, row, first_token, num_tokens;
+    int64_t num_heads = num_kv_heads * group_size;
+    int64_t size = num_heads * head_dim;
+    struct Part {  // one query token and one split of its context
+        int64_t seq;
+        int64_t row;
+        int64_t first_token;
+        int64_t num_tokens;
     };
     std::vector<Part> parts;  // query tokens that read the same K/V are adjacent
     for (int64_t seq = 0; seq < num_seqs; seq++) {
-        int64_t start = cu_seqlens_q[seq], query_len = cu_seqlens_q[seq + 1] - start;
-        for (int64_t first = 0; first < context_lens[seq] && query_len <= SHORT_QUERY;
-             first += SPLIT)
-            for (int64_t i = 0, seen = context_lens[seq] - query_len + 1; i < query_len;
-                 i++, seen++)
-                if (first < seen)
-                    parts.push_back({seq, start + i, first, std::min(SPLIT, seen - first)});
+        int64_t start = cu_seqlens_q[seq];
+        int64_t query_len = cu_seqlens_q[seq + 1] - start;
+        if (query_len > SHORT_QUERY) continue;
+        for (int64_t first = 0; first < context_lens[seq]; first += SPLIT)
+            for (int64_t i = 0; i < query_len; i++) {
+                int64_t num_visible = context_lens[seq] - query_len + 1 + i;  // to query token i
+                if (first < num_visible)
+                    parts.push_back({seq, start + i, first, std::min(SPLIT, num_visible - first)});
+            }
     }
 
     auto attend = head_dim == 64    ? attend_to_part<64>
@@ -220,7 +249,8 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
         float* results = team.memory.get(0);
         team.share(parts.size(), [&](int64_t i) {
             auto [seq, row, first_token, num_tokens] = parts[i];
-            float *sums = results + i * stride, *highest = sums + size;
+            float* sums = results + i * stride;
+            float* highest = sums + size;
             attend(query + row * size, keys, values, block_tables + seq * table_width, first_token,
                    num_tokens, block_size, num_kv_heads, group_size, head_dim, scale, sums, highest,
                    highest + num_heads);
@@ -229,12 +259,15 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
         // all).
         parallel_for(parts.size(), size, [&](size_t i) {
             if (parts[i].first_token > 0) return;
+            // The first split of a row finds the others, which come after it.
             std::vector<const float*> of_row;
             for (size_t part = i; part < parts.size() && parts[part].seq == parts[i].seq; part++)
                 if (parts[part].row == parts[i].row) of_row.push_back(results + part * stride);
             T* out = output + parts[i].row * size;
             for (int64_t head = 0; head < num_heads; head++) {
-                float highest = -FLT_MAX, total = 0, sum[head_dim];
+                float highest = -FLT_MAX;
+                float total = 0;
+                float sum[head_dim];
                 std::fill_n(sum, head_dim, 0);
                 for (const float* from : of_row) highest = std::max(highest, from[size + head]);
                 for (const float* from : of_row) {

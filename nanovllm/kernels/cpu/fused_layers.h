@@ -9,10 +9,23 @@
 #include "prefill.h"
 
 struct Layer {
-    const T *input_norm, *post_attention_norm, *q_norm, *k_norm;
-    const T *qkv, *qkv_bias, *o, *o_bias, *gate_up, *down;
-    int64_t hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size;
-    float eps, scale;
+    const T* input_norm;
+    const T* post_attention_norm;
+    const T* q_norm;  // can be null, as k_norm and the biases can
+    const T* k_norm;
+    const T* qkv;
+    const T* qkv_bias;
+    const T* o;
+    const T* o_bias;
+    const T* gate_up;
+    const T* down;
+    int64_t hidden_size;
+    int64_t num_heads;
+    int64_t num_kv_heads;
+    int64_t head_dim;
+    int64_t intermediate_size;
+    float eps;    // of all norms
+    float scale;  // of attention scores
 };
 
 // Run the layers on x [num_tokens, hidden_size], in place. Each layer has a kv_cache [2, num_slots,
@@ -25,9 +38,10 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
                                int64_t block_size, int64_t only_kv) {
     // If there are ENOUGH tokens for every thread, each chunk belongs to one thread, which finds in
     // its own cache what it has written there. Otherwise all threads share a chunk.
-    constexpr int64_t TOKENS_PER_CHUNK = 512, ENOUGH = 256;
-    int64_t num_threads = TeamSize::get().find(),
-            num_turns = (num_tokens - 1) / (TOKENS_PER_CHUNK * num_threads) + 1;
+    constexpr int64_t TOKENS_PER_CHUNK = 512;
+    constexpr int64_t ENOUGH = 256;
+    int64_t num_threads = TeamSize::get().find();
+    int64_t num_turns = (num_tokens - 1) / (TOKENS_PER_CHUNK * num_threads) + 1;
     bool is_shared = num_tokens < ENOUGH * num_threads;
     int64_t chunk = is_shared ? std::min(TOKENS_PER_CHUNK, num_tokens)
                               : (num_tokens - 1) / (num_turns * num_threads) + 1;
@@ -36,23 +50,26 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
     // sets of the caches.
     auto find_stride = [](int64_t size) { return round_up(size, 2 * LINE) + LINE; };
     // Memory of a chunk (normed, qkv, gated), and of every token (query, attended).
-    int64_t chunk_size = 0, token_size = 0;
+    int64_t chunk_size = 0;
+    int64_t token_size = 0;
     for (int64_t i = 0; i < num_layers; i++) {
         const Layer& layer = layers[i];
-        int64_t qkv_stride =
-            find_stride((layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim);
-        chunk_size = std::max(chunk_size, chunk * (layer.hidden_size + qkv_stride +
-                                                   find_stride(layer.intermediate_size)));
+        int64_t num_all_heads = layer.num_heads + 2 * layer.num_kv_heads;
+        int64_t qkv_stride = find_stride(num_all_heads * layer.head_dim);
+        int64_t gated_stride = find_stride(layer.intermediate_size);
+        chunk_size = std::max(chunk_size, chunk * (layer.hidden_size + qkv_stride + gated_stride));
         token_size = std::max(token_size, 2 * layer.num_heads * layer.head_dim);
     }
     static thread_local Buffer<T> buffer;
     T* memory = buffer.get((is_shared ? 1 : num_threads) * chunk_size + num_tokens * token_size);
     Team::form(true, [=] {
+        // Run work(first token, number of tokens, memory of the chunk) for all chunks.
         auto for_chunks = [=](const auto& work) {
+            T* chunk_memory = memory + num_tokens * token_size;
             auto turn = [&](int64_t i) {
-                int64_t first = i * chunk, place = is_shared ? 0 : omp_get_thread_num();
-                work(first, std::min(chunk, num_tokens - first),
-                     memory + num_tokens * token_size + place * chunk_size);
+                int64_t first = i * chunk;
+                int64_t place = is_shared ? 0 : omp_get_thread_num();
+                work(first, std::min(chunk, num_tokens - first), chunk_memory + place * chunk_size);
             };
             int64_t num_chunks = (num_tokens - 1) / chunk + 1;
             if (is_shared)
@@ -63,23 +80,31 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
         };
         for (int64_t i = 0; i < num_layers; i++) {
             const Layer& layer = layers[i];
-            int64_t hidden_size = layer.hidden_size, intermediate_size = layer.intermediate_size,
-                    head_dim = layer.head_dim;
-            int64_t num_heads = layer.num_heads, num_kv_heads = layer.num_kv_heads,
-                    half = head_dim / 2;
-            int64_t q_size = num_heads * head_dim, kv_size = num_kv_heads * head_dim,
-                    qkv_size = q_size + 2 * kv_size;
-            int64_t qkv_stride = find_stride(qkv_size),
-                    gated_stride = find_stride(intermediate_size);
+            int64_t hidden_size = layer.hidden_size;
+            int64_t intermediate_size = layer.intermediate_size;
+            int64_t head_dim = layer.head_dim;
+            int64_t half = head_dim / 2;
+            int64_t num_heads = layer.num_heads;
+            int64_t num_kv_heads = layer.num_kv_heads;
+            int64_t q_size = num_heads * head_dim;
+            int64_t kv_size = num_kv_heads * head_dim;
+            int64_t qkv_size = q_size + 2 * kv_size;
+            int64_t qkv_stride = find_stride(qkv_size);
+            int64_t gated_stride = find_stride(intermediate_size);
             int64_t skipped = only_kv ? q_size / WIDTH * WIDTH : 0;  // outputs, in whole panels
             const T* panels = layer.qkv + skipped * round_up(hidden_size, LINE);
             const T* bias = layer.qkv_bias ? layer.qkv_bias + skipped : nullptr;
-            T *keys = kv_caches[i], *values = keys + num_slots * kv_size;
-            T *query = memory, *attended = query + num_tokens * q_size;
+            T* keys = kv_caches[i];
+            T* values = keys + num_slots * kv_size;
+            T* query = memory;
+            T* attended = query + num_tokens * q_size;
 
             for_chunks([&](int64_t first, int64_t size, T* normed) {
-                T *qkv = normed + chunk * hidden_size, *key = qkv + q_size, *value = key + kv_size;
-                const float *c = cos + first * half, *s = sin + first * half;
+                T* qkv = normed + chunk * hidden_size;
+                T* key = qkv + q_size;
+                T* value = key + kv_size;
+                const float* c = cos + first * half;
+                const float* s = sin + first * half;
                 rms_norm(x + first * hidden_size, layer.input_norm, normed, size, hidden_size,
                          layer.eps);
                 linear(normed, panels, bias, nullptr, qkv + skipped, size, hidden_size, hidden_size,
@@ -99,7 +124,8 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
                        num_seqs, table_width, block_size, num_kv_heads, num_heads / num_kv_heads,
                        head_dim, layer.scale);
             for_chunks([&](int64_t first, int64_t size, T* normed) {
-                T *gated = normed + chunk * hidden_size, *to = x + first * hidden_size;
+                T* gated = normed + chunk * hidden_size;
+                T* to = x + first * hidden_size;
                 linear(attended + first * q_size, layer.o, layer.o_bias, to, to, size, q_size,
                        q_size, hidden_size, hidden_size, false);
                 rms_norm(to, layer.post_attention_norm, normed, size, hidden_size, layer.eps);

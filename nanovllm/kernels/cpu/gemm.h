@@ -9,7 +9,8 @@
 #include "team.h"
 
 constexpr int64_t PAIR = sizeof(T) == 2 ? 2 : 1;
-constexpr int64_t WIDTH = 32, LINE = 64 / sizeof(T);  // numbers in a cache line
+constexpr int64_t WIDTH = 32;
+constexpr int64_t LINE = 64 / sizeof(T);  // numbers in a cache line
 constexpr int64_t TASKS_PER_THREAD = 4;
 
 // The epilogue of a panel's sums. It adds `bias` and `residual`, which has the shape of the output.
@@ -17,7 +18,8 @@ constexpr int64_t TASKS_PER_THREAD = 4;
 // silu(gate) * up.
 struct Epilogue {
     int64_t size;  // outputs of this panel
-    const T *bias = nullptr, *residual = nullptr;
+    const T* bias = nullptr;
+    const T* residual = nullptr;
     bool gated = false;
 
     // Store one row. `offset` is its distance from the first row in the output.
@@ -56,27 +58,28 @@ extern "C" int has_gemm() { return Tiles::allowed; }
 extern "C" void linear(const T* x, const T* panels, const T* bias, const T* residual, T* output,
                        int64_t num_rows, int64_t in_features, int64_t x_stride,
                        int64_t out_features, int64_t output_stride, int64_t gated) {
-    int64_t depth = round_up(in_features, LINE), outputs_per_panel = gated ? WIDTH / 2 : WIDTH;
+    int64_t depth = round_up(in_features, LINE);
+    int64_t outputs_per_panel = gated ? WIDTH / 2 : WIDTH;
     int64_t at_most =
         std::clamp(CACHED_BYTES / int64_t(sizeof(T) * depth) / ROWS * ROWS, MIN_ROWS, MAX_ROWS);
-    int64_t num_passes = (num_rows - 1) / at_most + 1,
-            rows_at_once = round_up((num_rows - 1) / num_passes + 1, ROWS);
+    int64_t num_passes = (num_rows - 1) / at_most + 1;
+    int64_t rows_at_once = round_up((num_rows - 1) / num_passes + 1, ROWS);
     int64_t num_panels = round_up(out_features, outputs_per_panel) / outputs_per_panel;
     Team::form(true, [&] {
         [[maybe_unused]] Tiles tiles;
         static thread_local Rows rows;
         int64_t num_tasks = std::min(num_panels, TASKS_PER_THREAD * Team::num_threads);
         for (int64_t row = 0; row < num_rows; row += rows_at_once) {
-            bool is_packed = false;
+            bool is_packed = false;  // by this thread, which packs when it takes its first task
             Team::get().share(num_tasks, [&](int64_t task) {
                 int64_t size = std::min(rows_at_once, num_rows - row);
-                if (!is_packed)
-                    rows.pack([=](int64_t i) { return x + (row + i) * x_stride; }, size,
-                              in_features);
+                auto find_row = [=](int64_t i) { return x + (row + i) * x_stride; };
+                if (!is_packed) rows.pack(find_row, size, in_features);
                 is_packed = true;
-                for (int64_t panel = num_panels * task / num_tasks;
-                     panel < num_panels * (task + 1) / num_tasks; panel++) {
-                    int64_t first = panel * outputs_per_panel, offset = row * output_stride + first;
+                int64_t end = num_panels * (task + 1) / num_tasks;
+                for (int64_t panel = num_panels * task / num_tasks; panel < end; panel++) {
+                    int64_t first = panel * outputs_per_panel;
+                    int64_t offset = row * output_stride + first;
                     Epilogue epilogue{std::min(outputs_per_panel, out_features - first),
                                       bias ? bias + first : nullptr,
                                       residual ? residual + offset : nullptr, bool(gated)};

@@ -3,7 +3,10 @@
 //
 // Most are plain loops that the compiler vectorizes. Attention and GEMM use intrinsics. 16-bit
 // numbers are widened to float when they are read and rounded when they are written. The threads
-// are torch's own, because both use the OpenMP library that torch has loaded. Reading order:
+// are torch's own, because both use the OpenMP library that torch has loaded.
+//
+// GNU C++20 is assumed, which gcc and clang compile: C++20 with vectors of numbers (vector_size),
+// and arrays whose length is known at run time. Reading order:
 //
 //     common.h  team.h  layers.h  decode.h  gemm.h (amx.h or plain.h)  prefill.h  fused_layers.h
 //     sampler.h

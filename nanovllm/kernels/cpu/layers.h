@@ -1,4 +1,4 @@
-// Elementwise parts of the layers.
+// Norms, RoPE and activations. A task computes one token.
 #pragma once
 #include "team.h"
 
@@ -25,7 +25,8 @@ extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tok
     });
 }
 
-// `weight` and `bias` can be null.
+// `weight` and `bias` can be null. The mean is subtracted before squaring, because the difference
+// of the mean square and the squared mean would lose digits.
 extern "C" void layer_norm(const T* x, const T* weight, const T* bias, T* output,
                            int64_t num_tokens, int64_t size, float eps) {
     parallel_for(num_tokens, size, [=](int64_t token) {
@@ -49,7 +50,7 @@ extern "C" void layer_norm(const T* x, const T* weight, const T* bias, T* output
 
 extern "C" void cos_and_sin(const int32_t* positions, const float* inv_freq, float attention_factor,
                             float* cos, float* sin, int64_t num_tokens, int64_t half) {
-    constexpr int64_t COST = 16;  // of a pair, as a number of elements
+    constexpr int64_t COST = 16;  // of cosf and sinf, as a number of multiplications
     parallel_for(num_tokens, COST * half, [=](int64_t token) {
         for (int64_t i = 0; i < half; i++) {
             float angle = positions[token] * inv_freq[i];
@@ -59,6 +60,27 @@ extern "C" void cos_and_sin(const int32_t* positions, const float* inv_freq, flo
     });
 }
 
+// Rotate a head by the angles of its token, and apply RMSNorm before, with `factor`, if there is a
+// `norm_weight`. All loads of a vector come before its stores, because `out` can be `in`.
+static void rotate(const T* in, const float* cos, const float* sin, const T* norm_weight,
+                   float factor, T* out, int64_t half) {
+    auto read = [&](int64_t i, int64_t num) {
+        if (!norm_weight) return widen(in + i, num);
+        return rounded(normalize(in + i, norm_weight + i, factor, num));
+    };
+    for (int64_t i = 0; i < half; i += LANES) {
+        int64_t num = half - i;
+        Vector first = read(i, num);
+        Vector second = read(half + i, num);
+        Vector c = widen(cos + i, num);
+        Vector s = widen(sin + i, num);
+        narrow(first * c - second * s, out + i, num);
+        narrow(second * c + first * s, out + half + i, num);
+    }
+}
+
+// RMSNorm, if there is a `norm_weight`, and RoPE of all heads. The strides are the distances of
+// tokens in x and `output`, which can be the same memory.
 extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* norm_weight,
                        T* output, int64_t num_tokens, int64_t stride, int64_t output_stride,
                        int64_t num_heads, int64_t half, float eps) {
@@ -72,23 +94,9 @@ extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* 
             factors[head] = norm_weight ? mean_square(in + head * 2 * half, 2 * half) + eps : 1;
 #pragma omp simd
         for (int64_t head = 0; head < num_heads; head++) factors[head] = 1 / sqrtf(factors[head]);
-        for (int64_t head = 0; head < num_heads; head++) {
-            auto read = [&](int64_t i, int64_t num) {
-                return norm_weight ? rounded(normalize(in + i, norm_weight + i, factors[head], num))
-                                   : widen(in + i, num);
-            };
-            for (int64_t i = 0; i < half; i += LANES) {
-                int64_t num = half - i;
-                Vector a = read(i, num);
-                Vector b = read(half + i, num);
-                Vector c = widen(cos + token * half + i, num);
-                Vector s = widen(sin + token * half + i, num);
-                narrow(a * c - b * s, out + i, num);
-                narrow(b * c + a * s, out + half + i, num);
-            }
-            in += 2 * half;
-            out += 2 * half;
-        }
+        for (int64_t head = 0; head < num_heads; head++)
+            rotate(in + head * 2 * half, cos + token * half, sin + token * half, norm_weight,
+                   factors[head], out + head * 2 * half, half);
     });
 }
 

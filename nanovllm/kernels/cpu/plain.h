@@ -14,8 +14,9 @@
 
 #ifdef IN_PAIRS
 using Pair = int32_t;
-constexpr int64_t ROWS = 12,
-                  VECTORS = 2;  // of 32 registers, 24 hold sums, 2 weights and 1 a pair
+// Of 32 registers, 24 hold sums, 2 weights and 1 a pair.
+constexpr int64_t ROWS = 12;
+constexpr int64_t VECTORS = 2;
 
 static Vector load_factors(const bfloat16* from) { return (Vector)_mm512_loadu_si512(from); }
 
@@ -26,10 +27,11 @@ static Vector add_products(Vector sum, Pair pair, Vector weights) {
 #else
 using Pair = std::conditional_t<PAIR == 2, int64_t, int32_t>;
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int64_t VECTORS = std::min<int64_t>(4, PAIR* WIDTH / LANES),
-                  ROWS = 24 / VECTORS;  // 24 of 32 registers hold sums
+constexpr int64_t VECTORS = std::min<int64_t>(4, PAIR* WIDTH / LANES);
+constexpr int64_t ROWS = 24 / VECTORS;  // 24 of 32 registers hold sums
 #else
-constexpr int64_t ROWS = 6, VECTORS = 2;  // 15 of 16 registers are used
+constexpr int64_t VECTORS = 2;
+constexpr int64_t ROWS = 6;  // 15 of 16 registers are used
 #endif
 
 template <class Weight>
@@ -42,12 +44,16 @@ static Vector add_products(Vector sum, Pair pair, Vector weights) {
     return sum + (Vector)(Pairs{} + pair) * weights;
 }
 #endif
-constexpr int64_t MIN_ROWS = round_up(64, ROWS), MAX_ROWS = 42 * ROWS, CACHED_BYTES = 1 << 19,
-                  BLOCK = 256, FEW_TILES = 4;
-constexpr int64_t PER_VECTOR = sizeof(Vector) / sizeof(Factor),
-                  ALL_VECTORS = PAIR * WIDTH / PER_VECTOR;
+constexpr int64_t MIN_ROWS = round_up(64, ROWS);
+constexpr int64_t MAX_ROWS = 42 * ROWS;
+constexpr int64_t CACHED_BYTES = 1 << 19;
+constexpr int64_t BLOCK = 256;
+constexpr int64_t FEW_TILES = 4;  // with more, a block of the panel is widened once
+constexpr int64_t PER_VECTOR = sizeof(Vector) / sizeof(Factor);
+constexpr int64_t ALL_VECTORS = PAIR * WIDTH / PER_VECTOR;
+constexpr int64_t TILE = VECTORS * PER_VECTOR;
 // Of a row: WIDTH, or twice that with separate sums of even and odd inputs.
-constexpr int64_t TILE = VECTORS * PER_VECTOR, NUM_SUMS = ALL_VECTORS * LANES;
+constexpr int64_t NUM_SUMS = ALL_VECTORS * LANES;
 
 struct Tiles {
     static constexpr bool allowed = true;
@@ -59,16 +65,18 @@ class Rows {
                               const T*, int64_t);
     Buffer<Factor> memory;
     Factor* numbers;
-    int64_t num_rows, depth;
+    int64_t num_rows;
+    int64_t depth;
     alignas(64) float sums[MAX_ROWS * NUM_SUMS];
     alignas(64) Factor widened[BLOCK * WIDTH];
 
 public:
-    static constexpr int64_t NEXT_LINE =
-        LINE;  // distance between adjacent lines of a row within a block
+    // Distance between adjacent lines of a row within a block.
+    static constexpr int64_t NEXT_LINE = LINE;
 
     void shape(int64_t num_rows_, int64_t in_features) {
-        num_rows = num_rows_, depth = in_features,
+        num_rows = num_rows_;
+        depth = in_features;
         numbers = memory.get(num_rows * round_up(depth, BLOCK));
     }
 
@@ -112,18 +120,23 @@ private:
                 bool is_added) {
         int64_t num_tiles = round_up(num, ROWS) / ROWS;
         bool is_widened = !std::is_same_v<T, Factor> && num_tiles > FEW_TILES;
-        for (int64_t start = 0; start < depth;
-             start += BLOCK, panel += BLOCK * WIDTH, is_added = true) {
+        for (int64_t start = 0; start < depth; start += BLOCK) {
+            const T* block = panel + start * WIDTH;
             int64_t size = std::min(BLOCK, depth - start);
-            if (is_widened) widen_block(panel, size);
+            if (is_widened) widen_block(block, size);
             for (int64_t tile = 0; tile < num_tiles; tile++) {
-                int64_t row = num * tile / num_tiles, past = num * (tile + 1) / num_tiles;
+                int64_t row = num * tile / num_tiles;
+                int64_t past = num * (tile + 1) / num_tiles;
+                const T* next = block + (size + size * tile / num_tiles) * WIDTH;
                 auto multiply = [&](const auto* weights) {
-                    find_tile<ROWS>(past - row, weights)(
-                        find(first + row, start), weights, size, output + row * stride, stride,
-                        is_added, panel + (size + size * tile / num_tiles) * WIDTH, num_tiles);
+                    find_tile<ROWS>(past - row, weights)(find(first + row, start), weights, size,
+                                                         output + row * stride, stride,
+                                                         is_added || start > 0, next, num_tiles);
                 };
-                is_widened ? multiply(widened) : multiply(panel);
+                if (is_widened)
+                    multiply(widened);
+                else
+                    multiply(block);
             }
         }
     }
@@ -141,8 +154,10 @@ private:
         Factor* to = widened;
         for (int64_t first = 0; first < PAIR * WIDTH; first += TILE)
             for (int64_t pair = 0; pair < size / PAIR; pair++)
-                for (int64_t i = 0; i < TILE; i += PER_VECTOR, to += PER_VECTOR)
+                for (int64_t i = 0; i < TILE; i += PER_VECTOR) {
                     *(Vector*)to = load_factors(panel + pair * PAIR * WIDTH + first + i);
+                    to += PER_VECTOR;
+                }
     }
 
     // Multiply M rows of x by `size` inputs of a panel or of a widened block. Meanwhile each of
@@ -152,6 +167,7 @@ private:
     static void multiply_tile(const Factor* x, const Weight* weights, int64_t size, float* sums,
                               int64_t stride, bool is_added, const T* next, int64_t num_tiles) {
         constexpr bool IS_PANEL = std::is_same_v<Weight, T>;
+        // Few rows leave registers for more vectors.
         constexpr int V = M == 1   ? ALL_VECTORS
                           : M == 2 ? std::min(2 * VECTORS, ALL_VECTORS)
                                    : VECTORS;
@@ -161,10 +177,13 @@ private:
             const Weight* from = weights + first * PER_VECTOR * (IS_PANEL ? 1 : size / PAIR);
             Vector tile[M][V] = {};
             for (int64_t start = 0; start < size; start += LINE) {
-                for (due += WIDTH * V; due > 0; due -= ALL_VECTORS * num_tiles, next += LINE)
+                due += WIDTH * V;
+                while (due > 0) {
                     __builtin_prefetch(next, 0, IS_PANEL ? 3 : 2);
-                for (int64_t i = start; i < std::min(start + LINE, size);
-                     i += PAIR, from += IS_PANEL ? PAIR * WIDTH : TILE) {
+                    due -= ALL_VECTORS * num_tiles;
+                    next += LINE;
+                }
+                for (int64_t i = start; i < std::min(start + LINE, size); i += PAIR) {
                     Vector columns[V];
                     for (int column = 0; column < V; column++)
                         columns[column] = load_factors(from + column * PER_VECTOR);
@@ -175,6 +194,7 @@ private:
                             tile[row][column] =
                                 add_products(tile[row][column], pair, columns[column]);
                     }
+                    from += IS_PANEL ? PAIR * WIDTH : TILE;
                 }
             }
             for (int row = 0; row < M; row++)

@@ -9,13 +9,15 @@
 
 #include "gemm.h"
 
-constexpr int64_t QUERIES = 512, CONTEXT_TILE = 256, ROWS_AT_ONCE = round_up(32, ROWS);
+constexpr int64_t QUERIES = 512;
+constexpr int64_t CONTEXT_TILE = 256;
+constexpr int64_t ROWS_AT_ONCE = round_up(32, ROWS);
 static_assert(CONTEXT_TILE <= BLOCK);  // a row of weights lies in one block
 // Of scores. With a power of two, the rows of a tile would compete for few sets of the cache.
 constexpr int64_t STRIDE = CONTEXT_TILE + 16;
-constexpr int64_t CHUNK =
-    std::max(LINE, 2 * LANES);  // of scores: whole cache lines of weights, and two vectors
-constexpr int64_t AHEAD = 8;    // tokens whose keys and values are prefetched
+// Of scores: whole cache lines of weights, and two vectors.
+constexpr int64_t CHUNK = std::max(LINE, 2 * LANES);
+constexpr int64_t AHEAD = 8;  // tokens whose keys and values are prefetched
 
 // Weights are powers of 2, or of e if they are not rounded to 16 bits afterwards.
 #ifdef T_IS_16_BITS
@@ -29,13 +31,19 @@ static Vector power(Vector x) { return exponential(x); }
 // The queries of one KV head. Each attends to the `tokens_before` tokens before the queries, to the
 // queries before it, and to itself.
 class PrefillAttention {
-    Buffer<T> key_memory, value_memory;
-    Buffer<float> score_memory, output_memory;
+    Buffer<T> key_memory;
+    Buffer<T> value_memory;
+    Buffer<float> score_memory;
+    Buffer<float> output_memory;
     std::vector<T> zeros;
-    std::vector<float> highest, totals;
-    T *key_panels, *value_panels;
-    float *scores, *outputs;
-    Rows queries, weights;
+    std::vector<float> highest;  // score of each row so far
+    std::vector<float> totals;   // sum of each row's weights
+    T* key_panels;               // [CONTEXT_TILE / WIDTH, padded_dim / PAIR, WIDTH, PAIR]
+    T* value_panels;             // [padded_dim / WIDTH, CONTEXT_TILE / PAIR, WIDTH, PAIR]
+    float* scores;               // [ROWS_AT_ONCE, STRIDE], then weights
+    float* outputs;              // [num_rows, padded_dim], sums of values
+    Rows queries;
+    Rows weights;
     int64_t padded_dim;
 
     // Pack `num_tokens` tokens from `first`, rounded up to a whole panel.
@@ -50,10 +58,12 @@ class PrefillAttention {
         for (int64_t token = 0; token < round_up(num_tokens, WIDTH); token += PAIR) {
             const T* value[PAIR];
             for (int i = 0; i < PAIR; i++) {
-                int64_t place = find(token + i), next = find(token + i + AHEAD);
-                prefetch(keys + next, head_dim), prefetch(values + next, head_dim);
-                T* to =
-                    &key_panels[token / WIDTH * WIDTH * padded_dim + (token % WIDTH + i) * PAIR];
+                int64_t place = find(token + i);
+                int64_t next = find(token + i + AHEAD);
+                prefetch(keys + next, head_dim);
+                prefetch(values + next, head_dim);
+                T* panel = key_panels + token / WIDTH * WIDTH * padded_dim;
+                T* to = panel + (token % WIDTH + i) * PAIR;
                 for (int64_t d = 0; d < head_dim; d += PAIR)
                     memcpy(to + d * WIDTH, keys + place + d, PAIR * sizeof(T));
                 // Slots past the context can be NaN, which a weight of 0 would not remove.
@@ -88,14 +98,15 @@ public:
                 const int32_t* block_table, int64_t tokens_before, int64_t num_queries,
                 int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim,
                 float scale) {
-        int64_t num_rows = num_queries * group_size, context_len = tokens_before + num_queries;
+        int64_t num_rows = num_queries * group_size;
+        int64_t context_len = tokens_before + num_queries;
         padded_dim = round_up(head_dim, WIDTH);
         // Offset in query and output, where rows of other KV heads lie between.
         auto offset_of = [&](int64_t row) {
             return (row / group_size * num_kv_heads * group_size + row % group_size) * head_dim;
         };
         zeros.assign(head_dim, T{});
-        key_panels = key_memory.get(CONTEXT_TILE * padded_dim),
+        key_panels = key_memory.get(CONTEXT_TILE * padded_dim);
         value_panels = value_memory.get(CONTEXT_TILE * padded_dim);
         // The padding, which is not written below.
         if (head_dim < padded_dim) std::fill_n(key_panels, CONTEXT_TILE * padded_dim, T{});
@@ -118,8 +129,9 @@ public:
             int64_t first_row = std::max<int64_t>(0, first - tokens_before) * group_size;
             first_row -= first_row % ROWS_AT_ONCE;
             for (int64_t start = first_row; start < num_rows; start += ROWS_AT_ONCE) {
-                int64_t size = std::min(ROWS_AT_ONCE, num_rows - start),
-                        end = round_up(find_visible(start + size - 1), CHUNK);
+                int64_t size = std::min(ROWS_AT_ONCE, num_rows - start);
+                // The last row sees the most tokens.
+                int64_t end = round_up(find_visible(start + size - 1), CHUNK);
                 for (int64_t panel = 0; panel < end; panel += WIDTH)
                     queries.multiply(&key_panels[panel * padded_dim], start, start + size,
                                      &scores[panel], STRIDE, false);
@@ -148,7 +160,8 @@ private:
     // score so far is exceeded, rescale its `sums`, if there are any.
     void weigh(int64_t num_rows, int64_t end, float scale, float* highest, float* totals,
                float* sums) {
-        float bases[ROWS_AT_ONCE], shrinks[round_up(ROWS_AT_ONCE, LANES)] = {};
+        float bases[ROWS_AT_ONCE];  // the new highest scores
+        float shrinks[round_up(ROWS_AT_ONCE, LANES)] = {};
         for (int64_t row = 0; row < num_rows; row++) {
             const float* s = &scores[row * STRIDE];
             Vector most = load(s);
@@ -157,7 +170,8 @@ private:
             float base = highest[row];
 #pragma omp simd reduction(max : base)
             for (int64_t i = 0; i < LANES; i++) base = most[i] > base ? most[i] : base;
-            bases[row] = base, shrinks[row] = (highest[row] - base) * scale;
+            bases[row] = base;
+            shrinks[row] = (highest[row] - base) * scale;
         }
         for (int64_t row = 0; row < num_rows; row += LANES) {
             Vector shrink = power(load(shrinks + row));
@@ -169,13 +183,15 @@ private:
             Vector sum = {};
             auto* to = weights.find(row, 0);
             float base = bases[row] * scale;
-            for (int64_t i = 0; i < end; i += CHUNK, to += CHUNK / LINE * Rows::NEXT_LINE)
+            for (int64_t i = 0; i < end; i += CHUNK) {
                 for (int64_t j = 0; j < CHUNK; j += 2 * LANES) {
                     Vector first = power(load(s + i + j) * scale - base);
                     Vector second = power(load(s + i + j + LANES) * scale - base);
                     narrow(first, second, to + j);
                     sum += first + second;
                 }
+                to += CHUNK / LINE * Rows::NEXT_LINE;
+            }
             totals[row] = totals[row] * shrinks[row] + horizontal_sum(sum);
             highest[row] = bases[row];
             if (sums && shrinks[row] != 1)
@@ -190,19 +206,22 @@ extern "C" void prefill_attention(const T* query, const T* keys, const T* values
                                   int64_t table_width, int64_t block_size, int64_t num_kv_heads,
                                   int64_t group_size, int64_t head_dim, float scale) {
     std::vector<std::array<int64_t, 3>> parts;  // sequence, first query token, KV head
-    for (int64_t seq = 0; seq < num_seqs; seq++)
-        if (int64_t query_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]; query_len > SHORT_QUERY)
-            for (int64_t first = (query_len - 1) / QUERIES * QUERIES; first >= 0;
-                 first -= QUERIES)  // the longest first
-                for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++)
-                    parts.push_back({seq, first, kv_head});
+    for (int64_t seq = 0; seq < num_seqs; seq++) {
+        int64_t query_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq];
+        if (query_len <= SHORT_QUERY) continue;
+        // The last queries come first, because they attend to the most tokens.
+        for (int64_t first = (query_len - 1) / QUERIES * QUERIES; first >= 0; first -= QUERIES)
+            for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++)
+                parts.push_back({seq, first, kv_head});
+    }
     if (parts.empty()) return;
     Team::form(true, [&] {
         [[maybe_unused]] Tiles tiles;
         static thread_local PrefillAttention attention;
         Team::get().share(parts.size(), [&](int64_t i) {
             auto [seq, first, kv_head] = parts[i];
-            int64_t start = cu_seqlens_q[seq], query_len = cu_seqlens_q[seq + 1] - start;
+            int64_t start = cu_seqlens_q[seq];
+            int64_t query_len = cu_seqlens_q[seq + 1] - start;
             int64_t offset = ((start + first) * num_kv_heads + kv_head) * group_size * head_dim;
             attention.attend(query + offset, keys + kv_head * head_dim, values + kv_head * head_dim,
                              output + offset, block_tables + seq * table_width,

@@ -33,8 +33,15 @@ class TeamSize {
     static constexpr double SAMPLE = 0.001;  // seconds between two calls that are measured
     static constexpr double WINDOW = 0.2;    // seconds of measured calls until the size can change
     static constexpr int64_t LONGEST_WAIT = 32;  // in windows
-    int64_t most = 0, num_threads = 0, num_calm = 0, wait = 1;
-    double start = 0, end = 0, cpu_time = 0, measured = 0, lost = 0;
+    int64_t most = 0;                            // torch's number of threads
+    int64_t num_threads = 0;
+    int64_t num_calm = 0;  // windows in which the team lost little
+    int64_t wait = 1;      // calm windows until the team tries one more thread
+    double start = 0;      // of the measured call
+    double end = 0;
+    double cpu_time = 0;
+    double measured = 0;  // seconds of the window
+    double lost = 0;
     bool is_sampled = false;
 
     static double read(clockid_t clock) {
@@ -50,7 +57,11 @@ public:
     }
 
     int64_t find() {
-        if (int64_t num = omp_get_max_threads(); num != most) most = num_threads = num;
+        int64_t num = omp_get_max_threads();
+        if (num != most) {
+            most = num;
+            num_threads = num;
+        }
         return num_threads;
     }
 
@@ -72,11 +83,14 @@ public:
         measured += end - start;
         lost += end - start - cpu_time;
         if (measured < WINDOW) return;
-        if (lost > measured * (num_threads == 2 ? 0.5 : 0.25)) {
+        double tolerated = num_threads == 2 ? 0.5 : 0.25;
+        if (lost > tolerated * measured) {
             num_threads = std::max<int64_t>(num_threads - 1, 1);
             wait = std::min(4 * wait, LONGEST_WAIT);
             num_calm = 0;
-            measured = lost = 0;  // measurements with more threads say nothing about fewer
+            // Measurements with more threads say nothing about fewer.
+            measured = 0;
+            lost = 0;
         } else if (++num_calm >= wait) {
             num_threads = std::min(num_threads + 1, most);
             wait = std::max<int64_t>(wait / 2, 1);
@@ -113,11 +127,14 @@ public:
         if (current) return work();
         Team& team = own();
         TeamSize& size = TeamSize::get();
-        team.num_taken = team.num_done = 0;
+        team.num_taken = 0;
+        team.num_done = 0;
         size.begin(is_worth_it);
 #pragma omp parallel num_threads(is_worth_it ? size.find() : 1)
         {
-            current = &team, end = 0, num_threads = omp_get_num_threads();
+            current = &team;
+            end = 0;
+            num_threads = omp_get_num_threads();
             work();
             current = nullptr;
             if (omp_get_thread_num() == 0) size.leave();
@@ -130,8 +147,11 @@ public:
     static void work_alone(const Work& work) {
         static thread_local Team alone;
         auto outer = std::tuple(current, end, num_threads);
-        alone.num_taken = alone.num_done = 0;
-        current = &alone, end = 0, num_threads = 1;
+        alone.num_taken = 0;
+        alone.num_done = 0;
+        current = &alone;
+        end = 0;
+        num_threads = 1;
         work();
         std::tie(current, end, num_threads) = outer;
     }
@@ -139,19 +159,30 @@ public:
     // Run task(i) for every i below num_tasks, on any thread of the team.
     template <class Task>
     void share(int64_t num_tasks, const Task& task) {
-        int64_t first = end, num = 0;
+        int64_t first = end;
+        int64_t num = 0;  // tasks that this thread has run
         end += num_tasks;
-        for (int64_t next = num_taken; next < end;)
+        // Tasks are numbered through the whole call, and `next` is the first that no thread has
+        // taken. A thread that is late finds it beyond `end`, because the others have taken all.
+        int64_t next = num_taken;
+        while (next < end) {
+            // A failure means that another thread has taken it. Then `next` is read again.
             if (num_taken.compare_exchange_weak(next, next + 1)) {
                 task(next - first);
-                num++, next = num_taken;
+                num++;
+                next = num_taken;
             }
+        }
         if (num > 0 && num_done.fetch_add(num) + num == end) num_done.notify_all();
-        for (int64_t spin = 0, done; (done = num_done) < end; spin++)
+        // Only tasks that other threads have taken are missing.
+        int64_t done = num_done;
+        for (int64_t spin = 0; done < end; spin++) {
             if (spin < SPINS)
                 pause();
             else
                 num_done.wait(done);
+            done = num_done;
+        }
     }
 
 private:

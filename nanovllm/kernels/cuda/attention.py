@@ -28,6 +28,7 @@ PREFERRED_BLOCK_SIZE = 16
 SUPPORTS_CUDA_GRAPHS = True
 
 _LOG2_E = 1.4426950408889634
+# These constants and those of _choose_tile were chosen without a GPU, and are not tuned on one.
 _MIN_TOKENS_PER_SPLIT = 256
 _MAX_SPLITS = 64
 # Contexts of decodes are split until there are this many programs per multiprocessor.
@@ -217,7 +218,7 @@ def _prepare(
 
 
 def _choose_tile(is_decode: bool, dim: int, dtype: torch.dtype, major: int) -> _Tile:
-    """Return tile sizes for which the compiler spills no registers."""
+    """Return tile sizes for which the compiler spills no registers. Not tuned on a GPU."""
     if dtype == torch.float32:  # GEMM of tiles without matrix instructions
         return _Tile(rows=16, tokens=16, num_warps=4, num_stages=2)
     if is_decode:

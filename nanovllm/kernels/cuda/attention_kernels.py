@@ -22,12 +22,15 @@ from triton.language import constexpr
     do_not_specialize_on_alignment=["cu_seqlens_ptr", "context_lens_ptr", "tables_ptr"],
 )
 def attend_kernel(
+    # The layer: queries and output [num_tokens, num_heads, head_dim], and its KV cache.
     query_ptr,
     key_ptr,
     value_ptr,
     output_ptr,
+    # What combine_splits_kernel reads. Unused with one split.
     split_outputs_ptr,
     log_sums_ptr,
+    # The batch.
     cu_seqlens_ptr,
     context_lens_ptr,
     tables_ptr,
@@ -35,13 +38,16 @@ def attend_kernel(
     table_stride,
     num_seqs,
     num_splits,
+    # The kind of queries, and the shape of the model.
     IS_DECODE: constexpr,
     NUM_KV_HEADS: constexpr,
     GROUP: constexpr,
+    # The tile.
     TOKENS: constexpr,
     M: constexpr,
     N: constexpr,
     D: constexpr,
+    # The cache.
     HEAD_DIM: constexpr,
     BLOCK_SIZE: constexpr,
     PRECISION: constexpr,
@@ -85,48 +91,31 @@ def attend_kernel(
         acc = tl.zeros([M, D], dtype=tl.float32)
         row_sum = tl.zeros([M], dtype=tl.float32)
         row_max = tl.full([M], float("-inf"), dtype=tl.float32)
-        for start in range(first, unmasked_end, N):
-            acc, row_sum, row_max = _attend_to_tile(
-                acc,
-                row_sum,
-                row_max,
-                query,
-                key_ptr,
-                value_ptr,
-                table_ptr,
-                start,
-                end,
-                last_visible,
-                scale,
-                False,
-                NUM_KV_HEADS,
-                N,
-                D,
-                HEAD_DIM,
-                BLOCK_SIZE,
-                PRECISION,
-            )
-        for start in range(unmasked_end, end, N):
-            acc, row_sum, row_max = _attend_to_tile(
-                acc,
-                row_sum,
-                row_max,
-                query,
-                key_ptr,
-                value_ptr,
-                table_ptr,
-                start,
-                end,
-                last_visible,
-                scale,
-                True,
-                NUM_KV_HEADS,
-                N,
-                D,
-                HEAD_DIM,
-                BLOCK_SIZE,
-                PRECISION,
-            )
+        # First the tiles that all rows attend to in full, then the others.
+        for IS_MASKED in tl.static_range(2):
+            tiles_start = unmasked_end if IS_MASKED else first
+            tiles_end = end if IS_MASKED else unmasked_end
+            for start in range(tiles_start, tiles_end, N):
+                acc, row_sum, row_max = _attend_to_tile(
+                    acc,
+                    row_sum,
+                    row_max,
+                    query,
+                    key_ptr,
+                    value_ptr,
+                    table_ptr,
+                    start,
+                    end,
+                    last_visible,
+                    scale,
+                    IS_MASKED,
+                    NUM_KV_HEADS,
+                    N,
+                    D,
+                    HEAD_DIM,
+                    BLOCK_SIZE,
+                    PRECISION,
+                )
 
         # The sum is 0 for an empty split, which a short context or a padding row of a CUDA graph
         # can have. Its weight is exp2(-inf) = 0.
@@ -144,13 +133,16 @@ def attend_kernel(
 
 @triton.jit
 def _attend_to_tile(
+    # The state of the online softmax.
     acc,
     row_sum,
     row_max,
+    # The queries, and the K/V of one head.
     query,
     key_ptr,
     value_ptr,
     table_ptr,
+    # The tile, which begins at `start`, and what the rows attend to.
     start,
     end,
     last_visible,
@@ -163,7 +155,7 @@ def _attend_to_tile(
     BLOCK_SIZE: constexpr,
     PRECISION: constexpr,
 ):
-    """Return acc, row_sum and row_max after N more tokens of the context, beginning at `start`."""
+    """Return the state after N more tokens of the context."""
     positions = start + tl.arange(0, N)
     dims = tl.arange(0, D)
     exists = positions < end
@@ -195,12 +187,19 @@ def _attend_to_tile(
 def _find_tile(cu_seqlens_ptr, num_seqs, NUM_KV_HEADS: constexpr, TOKENS: constexpr):
     """Return this program's KV head, its sequence, and the index of its tile in the sequence.
 
+    The host does not know the tiles of each sequence. The tiles of sequence i are therefore counted
+    from cu_seqlens[i] // TOKENS + i, which leaves room for an incomplete tile of every sequence.
+    With TOKENS = 4 and queries of 3, 6 and 1 tokens, cu_seqlens is 0, 3, 9, 10:
+
+        sequence   0    1        2
+        first tile 0    1        4
+        tiles      0  | 1  2  3 | 4        tile 3 has no token
+
     The last tiles of the batch come first. They attend to the longest contexts, and a long program
-    that starts late would leave the rest of the GPU idle. The tiles of sequence i are counted from
-    cu_seqlens[i] // TOKENS + i, which leaves room for an incomplete tile of every sequence. Some
-    programs therefore have no token.
+    that starts late would leave the rest of the GPU idle.
     """
     index = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
+    # The last sequence whose first tile is at or before `index` is between low and high.
     low = 0
     high = num_seqs - 1
     while low < high:

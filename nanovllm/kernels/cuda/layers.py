@@ -25,6 +25,7 @@ from nanovllm.kernels.self_test import find_failure
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.decoder import MLP, Attention, DecoderLayer, DecoderLayers
 
+# Not tuned on a GPU, as the number of warps in _prepare_norm.
 _ROTATED_NUMBERS = 2048  # of a token's heads, for each program
 _SWIGLU_BLOCK = 1024
 
