@@ -89,7 +89,8 @@ def test_new_fields_arrive_in_a_replayed_graph(make_longer_batch, monkeypatch):
     def decoder(batch, kv_caches):
         return torch.stack((batch.draws, batch.states), dim=1)
 
-    replayed = CudaGraphs(decoder, [torch.empty(2, 1, 16, 1, 1)], [1, 2, 4], block_table_width=2)
+    caches = [torch.empty(2, 1, 16, 1, 1)]
+    replayed = CudaGraphs(decoder, caches, [1, 2, 4], block_table_width=2, max_seqlen_k=32)
     hidden = replayed.run(make_longer_batch([7, 8, 9], [1, 2, 3]))
     assert hidden.tolist() == [[7, 1], [8, 2], [9, 3]]
     padded = replayed.graphs[4][1]
