@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import islice
 from numbers import Integral, Real
+from types import FrameType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -28,6 +29,10 @@ class _ShortRepr(reprlib.Repr):
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
         # The original sorts all keys first.
         return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
+
+    def repr_int(self, x: int, level: int) -> str:
+        # repr raises ValueError above some thousand digits.
+        return repr(x) if x.bit_length() < 256 else f"an int of {x.bit_length()} bits"
 
 
 _short_repr = _ShortRepr()
@@ -132,11 +137,15 @@ def parse_value(text: str) -> object:
         return text
 
 
+def _is_in_package(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("nanovllm.")
+
+
 def warn(message: str) -> None:
     """Issue a RuntimeWarning for the line outside of this package that has called it."""
     frame = sys._getframe(1)
     stacklevel = 2
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("nanovllm."):
+    while frame.f_back is not None and _is_in_package(frame):
         frame = frame.f_back
         stacklevel += 1
     warnings.warn(message, RuntimeWarning, stacklevel)

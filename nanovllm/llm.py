@@ -54,7 +54,11 @@ class LLM(ThreadSafeEngine):
             shared = {"timeline": self.timeline}
             scheduler_class = type("Traced", (TracedScheduler, scheduler_class), shared)
             model_runner_class = type("Traced", (TracedModelRunner,), shared)
-        super().__init__(config, scheduler_class, model_runner_class)
+        try:
+            super().__init__(config, scheduler_class, model_runner_class)
+        except BaseException:
+            self._close_timeline()
+            raise
         self.vocabulary = Vocabulary(self.tokenizer)
         if config.num_speculative_tokens:
             enable_speculation(self)
@@ -67,6 +71,9 @@ class LLM(ThreadSafeEngine):
     def exit(self) -> None:
         """Release memory, stop the other ranks and close the trace. A second call has no effect."""
         super().exit()
+        self._close_timeline()
+
+    def _close_timeline(self) -> None:
         if self.timeline is not None:
             self.timeline.close()
 

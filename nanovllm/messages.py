@@ -14,6 +14,7 @@ Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 UNSUPPORTED = ("tool_calls", "function_call", "audio")
+TEXTS = ("name", "tool_call_id", "refusal", "reasoning_content")  # a str, or None
 
 
 def prepare_messages(conversation: Any) -> list[Message]:
@@ -31,8 +32,11 @@ def prepare_messages(conversation: Any) -> list[Message]:
         is_known = isinstance(role, str) and role in ROLES
         _require(is_known, f"{name}.role", f"one of {', '.join(map(repr, ROLES))}", role)
         for field in UNSUPPORTED:
-            if message.get(field):
+            if message.get(field) not in (None, []):
                 raise ValueError(f"{name}.{field} is not supported: leave it out")
+        for field in TEXTS:
+            text = message.get(field)
+            _require(text is None or isinstance(text, str), f"{name}.{field}", "a str", text)
         content = message.get("content")
         if content is None and role == "assistant":
             content = ""

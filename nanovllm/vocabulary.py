@@ -39,12 +39,17 @@ class Vocabulary:
         """The bytes of a token. A token without a text, such as padding, has a made-up one."""
         if token_id in self.added:
             return self.added[token_id].encode()
-        if self.tokenizer is None or token_id >= len(self.tokenizer):
+        piece = None
+        if self.tokenizer is not None and token_id < len(self.tokenizer):
+            piece = self.tokenizer.convert_ids_to_tokens(token_id)
+        if self.tokenizer is None or not isinstance(piece, str):
             return f"token_id:{token_id}".encode()
-        piece = str(self.tokenizer.convert_ids_to_tokens(token_id))
         if self.is_byte_level and _BYTES.keys() >= set(piece):
             return bytes([_BYTES[sign] for sign in piece])
         if self.is_sentencepiece:
             byte = re.fullmatch("<0x([0-9A-F]{2})>", piece)
             return bytes.fromhex(byte[1]) if byte else piece.replace("▁", " ").encode()
-        return str(self.tokenizer.decode([token_id])).encode()
+        text = str(self.tokenizer.decode([token_id]))
+        if not text and len(piece) == 1 and ord(piece) < 256:  # a byte of ByT5
+            return bytes([ord(piece)])
+        return text.encode()

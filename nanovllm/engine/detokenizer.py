@@ -199,9 +199,22 @@ class Detokenizer:
     def _decode(self, token_ids: list[int] | Tokens) -> str | None:
         """Return the text of `token_ids`, or None if the tokenizer cannot decode them."""
         try:
-            text = self.tokenizer.decode(
-                list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        except Exception:  # depends on the tokenizer
-            return None
+            return self._call_tokenizer(token_ids)
+        except Exception as error:  # its type depends on the tokenizer
+            # An exception of a signal handler, which can come at any time, is not raised again.
+            if self._fails_again(token_ids, type(error)):
+                return None
+            raise
+
+    def _fails_again(self, token_ids: list[int] | Tokens, kind: type[Exception]) -> bool:
+        try:
+            self._call_tokenizer(token_ids)
+        except kind:
+            return True
+        return False
+
+    def _call_tokenizer(self, token_ids: list[int] | Tokens) -> str:
+        text = self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return str(text)

@@ -2,6 +2,7 @@
 
 import operator
 import struct
+from copy import copy
 from itertools import count
 
 import xxhash
@@ -9,14 +10,16 @@ from transformers import PreTrainedTokenizerBase
 
 from nanovllm.checks import check_int, check_text, check_type, naming
 from nanovllm.config import Config
+from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | list[int]
 PreparedPrompt = tuple[list[int], SamplingParams]  # that this engine can serve
 
-# A token of the vocabulary stands for as many characters as its name has signs. Unicode
-# normalization can compose one sign of up to four characters.
+# A token of the vocabulary stands for as many characters as its name has signs, or for more if the
+# text is normalized: Unicode composes up to four characters. (A tokenizer that drops characters
+# could fit a longer text, which is rejected all the same.)
 _CHARS_PER_SIGN = 4
 
 
@@ -59,7 +62,10 @@ class InputProcessor:
         else:
             check_type("a prompt", prompt, (list, tuple), "a str or a list of token ids")
             self._check_len(len(prompt))  # before a pass over all of them
-            token_ids = [operator.index(token_id) for token_id in prompt]
+            if bool in map(type, prompt):
+                raise TypeError("each token id of a prompt must be an int, not a bool")
+            with naming("a prompt must be a str or a list of token ids", TypeError):
+                token_ids = [operator.index(token_id) for token_id in prompt]
         if not token_ids:
             raise ValueError("a prompt must have at least one token")
         check_int("each token id of a prompt", min(token_ids), 0, self.vocab_size - 1)
@@ -108,6 +114,9 @@ class InputProcessor:
                 stop_token_ids |= eos_token_ids
             # Checkpoints with a reduced vocabulary can name ids above it.
             valid_ids = frozenset(i for i in stop_token_ids if i < self.vocab_size)
+            detokenizer: Detokenizer | None = None
+            if self.tokenizer is not None:
+                detokenizer = Detokenizer(self.tokenizer, token_ids, params.stop_strings)
             for index in range(params.n):
                 seq_id = next(self.ids)
                 # Without a seed of its own, a request has the engine's seed.
@@ -123,7 +132,7 @@ class InputProcessor:
                     max_num_tokens=self.max_model_len,
                     sample_index=index,
                     inbox=inbox,
-                    tokenizer=self.tokenizer,
+                    detokenizer=copy(detokenizer),
                 )
                 requests.append(request)
         return requests

@@ -132,6 +132,8 @@ def main(argv: list[str] | None = None) -> None:
             "--playground shows every prompt to everyone who opens the page, and records every"
             f" step: use a --host of {', '.join(HOSTS)}, and neither --api-key nor --trace"
         )
+    if args.api_key is not None:
+        args.api_key = args.api_key.strip()  # a file that it comes from ends with a newline
     if args.api_key == "":
         parser.error("--api-key, or NANOVLLM_API_KEY, is empty: give a key, or leave it out")
     if not is_loopback(args.host) and args.api_key is None:

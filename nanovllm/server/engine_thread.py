@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from nanovllm import LLM
 from nanovllm.engine.input_processor import PreparedPrompt
@@ -126,7 +126,8 @@ class EngineThread(threading.Thread):
                     command = self._commands.popleft()
                     command()
                 if self.stop_reason is None and self._may_step():
-                    self._hand_over(self.llm.step())
+                    with suppress(RuntimeWarning):  # of one request, an error with -W error
+                        self._hand_over(self.llm.step())
         except Exception as error:
             self.stop(f"the engine failed: {error!r}")
             raise  # threading.excepthook prints the traceback

@@ -8,13 +8,11 @@
 A special token adds no text, and has its name instead. So have candidates that were not sampled.
 """
 
-from typing import Any
-
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.outputs import PromptLogprobs
+from nanovllm.server.parameters import Object
 from nanovllm.vocabulary import Vocabulary
 
-Object = dict[str, Any]  # a JSON object
 LEAST_LOGPROB = -9999.0  # stands for -inf, as in vLLM, because JSON has no infinity
 
 

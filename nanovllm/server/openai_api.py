@@ -93,7 +93,8 @@ class Api:
     def _parse(self, is_chat: bool, body: Object) -> tuple[Reply, list[PreparedPrompt]]:
         """Called in a thread, because tokenizing a long prompt would delay other requests."""
         llm = self.engine.llm
-        self._check_model(body.get("model") or self.model)
+        model = body.get("model")
+        self._check_model(self.model if model in (None, "") else model)
         given, prompts = parse_request(body, is_chat, llm)
         return Reply(given, self.model, is_chat, llm), prompts
 
@@ -189,7 +190,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
         headers = error.headers
         path = show_path(request.scope)
         if status == 404:
-            endpoints = ", ".join(route.path for route in request.app.routes)
+            endpoints = ", ".join(route.path_format for route in request.app.routes)
             message = f"Not Found: {path} is none of the endpoints {endpoints}"
         elif status == 405 and headers is not None:
             message = f"{path} does not support {request.method}: use {headers['Allow']}"

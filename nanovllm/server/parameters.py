@@ -40,20 +40,33 @@ _COMMON: Table = {
     "service_tier": IGNORED,
     "store": IGNORED,
     "user": IGNORED,
+    "add_generation_prompt": (True,),
     "bad_words": ([],),
     "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
     "detokenize": (True,),
+    "documents": ([],),
     "early_stopping": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
+    "length_penalty": (1, 1.0),
     "logit_bias": ({},),
     "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
     "priority": (0,),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
@@ -62,7 +75,7 @@ COMPLETION: Table = {
     "echo": READ,
     "prompt": READ,
     "add_special_tokens": (True,),
-    "suffix": ("",),
+    "top_logprobs": (0,),
 }
 CHAT: Table = {
     **_COMMON,
@@ -70,20 +83,8 @@ CHAT: Table = {
     "max_completion_tokens": READ,
     "messages": READ,
     "top_logprobs": READ,
-    "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
     "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "include_reasoning": (True,),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
 }
 
 
@@ -129,7 +130,7 @@ def _select(body: Object, table: Table) -> Object:
             continue
         if isinstance(use, str):
             given[name] = value
-        elif value not in use:
+        elif (type(value), value) not in [(type(neutral), neutral) for neutral in use]:
             message = f"{show(name)} with the value {show(value)} is not supported: leave it out"
             raise InvalidRequest(message, name)
     return given
@@ -142,7 +143,8 @@ def _blaming(given: Object, default: str | None = None) -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         message = str(error)
-        words = re.findall(r"\w+", message)
+        # What follows is the value, which can contain any word.
+        words = re.findall(r"\w+", message.partition(", not ")[0])
         param = next((word for word in words if word in given), default)
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
         raise InvalidRequest(message, param, code) from error
@@ -159,8 +161,8 @@ def _check_stream(given: Object) -> None:
     options = check_type("stream_options", given["stream_options"], (dict,), "an object")
     for name, value in options.items():
         if name in ("include_usage", "include_obfuscation"):
-            check_bool(f"stream_options.{name}", value)
-        elif value:  # such as continuous_usage_stats
+            check_bool(f"stream_options.{name}", value or False)
+        elif (name, value) != ("continuous_usage_stats", False) and value is not None:
             raise ValueError(f"stream_options.{show(name)} is not supported: leave it out")
 
 
@@ -170,7 +172,8 @@ def _parse_params(given: Object, is_chat: bool, llm: LLM) -> SamplingParams:
     if "max_completion_tokens" in given:
         max_tokens = check_int("max_completion_tokens", given["max_completion_tokens"], 1)
         options["max_tokens"] = max_tokens
-    if options.get("seed") == -1:  # none, as in vLLM
+    seed = options.get("seed")
+    if isinstance(seed, int) and seed == -1:  # none, as in vLLM
         del options["seed"]
     if is_chat:  # `logprobs` is a bool, and `top_logprobs` their number
         wants_logprobs = check_bool("logprobs", options.pop("logprobs", False))

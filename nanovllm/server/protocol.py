@@ -5,7 +5,6 @@ https://platform.openai.com/docs/api-reference. Independent of HTTP.
 
 import json
 import time
-from typing import Any
 from uuid import uuid4
 
 from nanovllm import LLM
@@ -24,7 +23,7 @@ class Reply:
     def __init__(self, given: Object, model: str, is_chat: bool, llm: LLM) -> None:
         """`given` has the parameters of the request, from `parse_request`."""
         self.is_stream: bool = given.get("stream", False)
-        self.has_usage: bool = given.get("stream_options", {}).get("include_usage", False)
+        self.has_usage: bool = given.get("stream_options", {}).get("include_usage") or False
         self.has_prompt: bool = given.get("echo", False)
         self.has_completion = not (self.has_prompt and given.get("max_tokens") == 0)
         self.num_top: int = given.get("top_logprobs", 0)
@@ -73,8 +72,11 @@ class Reply:
     def write_whole(self) -> Object:
         """Return the reply to a request that does not stream."""
         if not self.has_completion:  # the engine has generated a token that was not requested
-            nothing: Any = {"text": "", "token_ids": [], "logprobs": []}
-            self.newest = {index: {**output, **nothing} for index, output in self.newest.items()}
+            for index, output in self.newest.items():
+                nothing: Object = {"text": "", "token_ids": []}
+                if output["logprobs"] is not None:
+                    nothing["logprobs"] = []
+                self.newest[index] = {**output, **nothing}  # type: ignore[typeddict-item]
         choices = [self._choice(index, self.newest[index], 0, 0) for index in sorted(self.newest)]
         return {**self.head, "choices": choices, "usage": self._usage()}
 

@@ -6,6 +6,7 @@ import select
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from urllib.parse import quote
 from uuid import uuid4
 
@@ -99,8 +100,10 @@ def respond(content: Object, status: int = 200) -> Response:
 def log(line: str) -> None:
     """Print a line to stderr.
 
-    It is dropped if stderr is a full pipe, because the event loop would wait for its reader.
+    It is dropped if stderr is a full pipe, because the event loop would wait for its reader, and if
+    the reader is gone.
     """
     _, writable, _ = select.select([], [2], [], 0)
     if writable:
-        print(f"nanovllm: {line}", file=sys.stderr, flush=True)
+        with suppress(BrokenPipeError):
+            print(f"nanovllm: {line}", file=sys.stderr, flush=True)

@@ -119,6 +119,9 @@ def test_text_parts_of_a_message_are_joined(demo):
         (ask([{"type": "text", "text": None}]), "messages[0].content[0].text"),
         (ask([{"type": "text", "text": HALF_EMOJI}]), "a prompt contains a lone surrogate"),
         ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls is not supported"),
+        ([{"role": "assistant", "tool_calls": 0}], "messages[0].tool_calls is not supported"),
+        ([{"role": "user", "content": TEXT, "name": {"a": 1}}], "messages[0].name must be a str"),
+        ([{"role": "tool", "content": TEXT, "tool_call_id": 3}], "messages[0].tool_call_id"),
     ],
 )
 def test_an_invalid_conversation_is_rejected(demo, messages, complaint):

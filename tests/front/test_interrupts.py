@@ -257,6 +257,8 @@ def test_a_warning_names_the_callers_line(make_llm):
         with pytest.warns(RuntimeWarning, match="NaN") as caught:
             call([1])
         assert [warning.filename for warning in caught] == [__file__]
+    with pytest.warns(RuntimeWarning, match="NaN"):
+        exec("llm.generate([1])", {"llm": llm})  # a frame without a module
 
 
 def test_scores_of_a_prompt_survive_an_interrupt(tiny, make_llm):

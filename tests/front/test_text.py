@@ -354,6 +354,27 @@ def test_a_token_that_cannot_be_decoded_becomes_a_replacement_character(name):
             assert stream(tokenizer, [*half, BAD])[-1] == "\ufffd" * 2, "the half character stays"
 
 
+@pytest.mark.parametrize("error", [TimeoutError, MemoryError])
+def test_an_exception_that_the_tokenizer_does_not_raise_again_is_not_its_own(error):
+    """Such as that of a signal handler. Nothing of the text is lost."""
+    tokenizer = TOKENIZERS["byte-level"]
+    token_ids = encode(tokenizer, "the cat")
+    original = tokenizer.decode
+    for num_calls in range(4):
+        reader = Detokenizer(tokenizer, [])
+        effects = [original] * num_calls + [error] + [original] * 30
+
+        def decode_or_fail(*args, effects=iter(effects), **options):
+            effect = next(effects)
+            if effect is error:
+                raise error
+            return effect(*args, **options)
+
+        with patch.object(tokenizer, "decode", decode_or_fail), pytest.raises(error):
+            reader.read(token_ids, is_last=False)
+        assert reader.read(token_ids, is_last=True) == "the cat"
+
+
 @contextmanager
 def interrupt_at(target, lines):
     """Raise KeyboardInterrupt at the detokenizer's line number `target`. Lists lines in `lines`."""

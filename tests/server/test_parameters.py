@@ -41,6 +41,16 @@ def test_neutral_and_ignored_values_change_nothing(llm, is_chat, table):
         assert parse_request({**VALID[is_chat], name: value}, is_chat, llm) == expected, name
 
 
+@pytest.mark.parametrize(
+    "is_chat, table, other", [(True, CHAT, COMPLETION), (False, COMPLETION, CHAT)]
+)
+def test_neutral_values_of_the_other_endpoint_change_nothing(llm, is_chat, table, other):
+    expected = parse_request(VALID[is_chat], is_chat, llm)
+    for name, value in list_values(other, tuple):
+        if name != "add_special_tokens":  # its neutral value differs
+            assert parse_request({**VALID[is_chat], name: value}, is_chat, llm) == expected, name
+
+
 @pytest.mark.parametrize("is_chat, table", [(True, CHAT), (False, COMPLETION)])
 def test_other_values_are_rejected_by_name(llm, is_chat, table):
     for name, value in list_values(table, tuple):
@@ -79,6 +89,12 @@ def test_other_values_are_rejected_by_name(llm, is_chat, table):
         (True, {"messages": []}, "messages"),
         (True, {"messages": None}, "messages"),
         (True, {"messages": [{"role": "user", "content": 12}]}, "messages"),
+        (True, {"stream": True, "stream_options": {"zzz": False}}, "stream"),
+        (False, {"best_of": True}, "best_of"),
+        (False, {"seed": -1.0}, "seed"),
+        (False, {"prompt": [True, False]}, "prompt"),
+        (False, {"prompt": [1, {}]}, "prompt"),
+        (False, {"model": "demo_model", "prompt": {"model": 1}}, "prompt"),
         (False, {"prompt": []}, "prompt"),
         (False, {"prompt": [10**9]}, "prompt"),
         (False, {"n": 4097}, "n"),

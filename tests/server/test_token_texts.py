@@ -150,7 +150,10 @@ def test_a_prompt_is_echoed_as_it_was_sent(llm, prompt):
     offsets = [len(prompt) + offset for offset in alone["logprobs"]["text_offset"]]
     assert found["text_offset"][-num_new:] == offsets
     assert found["top_logprobs"][0] is None
-    assert ask_whole(llm, prompt=prompt, echo=True, max_tokens=0)["text"] == prompt
+    for logprobs in (3, None):
+        choice = ask_whole(llm, prompt=prompt, echo=True, max_tokens=0, logprobs=logprobs)
+        assert choice["text"] == prompt
+        assert (choice["logprobs"] is None) == (logprobs is None)
 
 
 def test_a_prompt_of_ids_is_echoed_up_to_its_last_whole_character(llm):

@@ -1,0 +1,46 @@
+"""The thread that owns the engine, without HTTP."""
+
+import asyncio
+import warnings
+
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.server import web
+from nanovllm.server.engine_thread import EngineThread
+
+
+def test_a_warning_that_is_an_error_ends_one_request_only(monkeypatch):
+    """Its logits are NaN. The other request shares its steps."""
+    llm = LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64)
+    sample = llm.model_runner.sample
+
+    def sample_nan(logits, seqs):
+        token_ids, logprobs = sample(logits, seqs)
+        if seqs[0].seq_id == 0:
+            token_ids[0] = [-1]
+        return token_ids, logprobs
+
+    monkeypatch.setattr(llm.model_runner, "sample", sample_nan)
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    reasons = {}
+
+    async def serve():
+        engine = EngineThread(llm)
+        engine.start_on(asyncio.get_running_loop())
+        async with engine.submit([([5], params), ([6], params)]) as stream:
+            async for outputs in stream:
+                reasons.update((i, output["finish_reason"]) for i, output in outputs.items())
+        engine.stop("done")
+        await asyncio.to_thread(engine.join)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        asyncio.run(serve())
+    assert reasons == {0: "error", 1: "length"}
+
+
+def test_a_line_of_the_log_without_a_reader_is_dropped(monkeypatch):
+    def fail(*args, **options):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(web, "print", fail, raising=False)
+    web.log("x")
