@@ -6,7 +6,7 @@ import random
 import sys
 from contextlib import contextmanager
 from itertools import pairwise
-from unittest.mock import patch
+from unittest.mock import DEFAULT, patch
 
 import pytest
 from conftest import make_checkpoint
@@ -362,15 +362,9 @@ def test_an_exception_that_the_tokenizer_does_not_raise_again_is_not_its_own(err
     original = tokenizer.decode
     for num_calls in range(4):
         reader = Detokenizer(tokenizer, [])
-        effects = [original] * num_calls + [error] + [original] * 30
-
-        def decode_or_fail(*args, effects=iter(effects), **options):
-            effect = next(effects)
-            if effect is error:
-                raise error
-            return effect(*args, **options)
-
-        with patch.object(tokenizer, "decode", decode_or_fail), pytest.raises(error):
+        effects = [*[DEFAULT] * num_calls, error, *[DEFAULT] * 30]
+        failing = patch.object(tokenizer, "decode", wraps=original, side_effect=effects)
+        with failing, pytest.raises(error):
             reader.read(token_ids, is_last=False)
         assert reader.read(token_ids, is_last=True) == "the cat"
 
