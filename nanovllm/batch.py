@@ -17,10 +17,10 @@ means that K/V are not stored. Entries of `block_tables` past the end of a conte
 `logits_indices` selects the tokens whose logits are wanted. All tensors are int32, so that a batch
 can be sent as one concatenated tensor.
 
-A batch is also sent to other ranks and copied into CUDA graphs. packing.py does this for all fields
-that are declared below, so a new one needs one line here, and one wherever a Batch is made. Each
-tensor is declared with its shape. If a graph has more rows than the batch, these are 0, or what
-`padding` says. A graph is captured for fixed numbers, which graphs.py gives.
+packing.py iterates over the fields to send a batch to other ranks and to copy it into CUDA graphs.
+A new field therefore needs one line below, and one wherever a Batch is made. A tensor is declared
+with its shape, and with `padding` for the rows that a graph has beyond those of the batch, if that
+is not 0. Numbers are fixed when a graph is captured, see graphs.py.
 """
 
 from dataclasses import dataclass
