@@ -3,10 +3,8 @@
 prepacked.py has the layers with GEMMs, and fused_layers.py runs all decoder layers in one C++ call.
 """
 
-import math
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.batch import SamplingBatch
 from nanovllm.kernels import OptimizedLayer, has_known_code
@@ -22,7 +20,6 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import MLP, Attention
-from nanovllm.models.opt import OPTLayer
 
 
 class FastRMSNorm(OptimizedLayer, RMSNorm):
@@ -33,18 +30,6 @@ class FastRMSNorm(OptimizedLayer, RMSNorm):
         output = torch.empty_like(x)
         size = len(self.weight)
         call(load(x.dtype).rms_norm, x, self.weight, output, x.numel() // size, size, self.eps)
-        return output
-
-
-class FastLayerNorm(OptimizedLayer, nn.LayerNorm):
-    replaces = nn.LayerNorm
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        output = torch.empty_like(x)
-        size = math.prod(self.normalized_shape)
-        layer_norm = load(x.dtype).layer_norm
-        call(layer_norm, x, self.weight, self.bias, output, x.numel() // size, size, self.eps)
         return output
 
 
@@ -96,15 +81,6 @@ class FastMLP(OptimizedLayer, MLP):
         return self.down_proj(output)
 
 
-class FastOPTLayer(OptimizedLayer, OPTLayer):
-    replaces = OPTLayer
-
-    def mlp(self, x: Tensor) -> Tensor:
-        x = self.fc1(x)
-        call(load(x.dtype).relu, x, *x.shape)  # in place
-        return self.fc2(x)
-
-
 class FastSampler(OptimizedLayer, Sampler):
     """Filters without sorting, like the Triton kernel.
 
@@ -139,11 +115,9 @@ class FastSampler(OptimizedLayer, Sampler):
 
 LAYERS_WITHOUT_GEMM: list[type[OptimizedLayer]] = [
     FastRMSNorm,
-    FastLayerNorm,
     FastRotaryEmbedding,
     FastAttention,
     FastMLP,
-    FastOPTLayer,
     FastSampler,
 ]
 LAYERS_WITH_GEMM: list[type[OptimizedLayer]] = [

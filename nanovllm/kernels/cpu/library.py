@@ -32,11 +32,9 @@ SIGNATURES = {  # parameters of the functions in kernels.cpp: pointer, int64_t o
     "linear": "PPPPPIIIIII",
     "gather_rows": "PPPII",
     "rms_norm": "PPPIIF",
-    "layer_norm": "PPPPIIF",
     "cos_and_sin": "PPFPPII",
     "rotary": "PPPPPIIIIIF",
     "silu_and_mul": "PPII",
-    "relu": "PII",
     "filter_logits": "PIPPPPPPIII",
     "sample": "PIPPPPII",
 }
