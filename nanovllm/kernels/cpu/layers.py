@@ -9,7 +9,7 @@ from torch import Tensor
 from nanovllm.batch import SamplingBatch
 from nanovllm.kernels import OptimizedLayer, has_known_code
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
-from nanovllm.kernels.cpu.library import call, has_gemm, load, reason_unavailable
+from nanovllm.kernels.cpu.library import call, load, reason_unavailable
 from nanovllm.kernels.cpu.prepacked import (
     PrepackedColumnParallelLinear,
     PrepackedEmbedding,
@@ -113,14 +113,12 @@ class FastSampler(OptimizedLayer, Sampler):
         return logits.dtype == torch.float32
 
 
-LAYERS_WITHOUT_GEMM: list[type[OptimizedLayer]] = [
+OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     FastRMSNorm,
     FastRotaryEmbedding,
     FastAttention,
     FastMLP,
     FastSampler,
-]
-LAYERS_WITH_GEMM: list[type[OptimizedLayer]] = [
     FusedLayers,
     PrepackedColumnParallelLinear,
     PrepackedRowParallelLinear,
@@ -134,6 +132,4 @@ def find_optimized_layers(dtype: torch.dtype) -> list[type[OptimizedLayer]]:
     reason = reason_unavailable(dtype)
     if reason is not None:
         raise RuntimeError(reason)
-    if has_gemm(dtype):
-        return LAYERS_WITH_GEMM + LAYERS_WITHOUT_GEMM
-    return LAYERS_WITHOUT_GEMM
+    return OPTIMIZED_LAYERS
