@@ -13,25 +13,27 @@ from conftest import (
     make_checkpoint,
     random_prompt,
 )
-from kernel_helpers import all_dtypes, make_layers, needs_triton, randomize, triton_layers
+from kernel_helpers import (
+    all_dtypes,
+    make_layers,
+    needs_compiler,
+    needs_triton,
+    randomize,
+    triton_layers,
+)
 from torch import nn
 from torch.testing import assert_close
 from transformers import Qwen3MoeConfig
 
 from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
-from nanovllm.kernels.cpu.library import has_gemm
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.decoder import MLP, Attention, DecoderLayers
 from nanovllm.models.weights import load_checkpoint
 
-needs_gemm = pytest.mark.skipif(
-    not has_gemm(torch.bfloat16), reason="no compiler, or the system denies AMX"
-)
 
-
-@needs_gemm
+@needs_compiler
 @pytest.mark.parametrize(
     "dtype, shape",
     [
@@ -82,7 +84,7 @@ def test_one_call_for_all_layers_matches_plain_layers(tmp_path, monkeypatch, sha
     assert_close(caches, plain_caches, atol=atol, rtol=rtol)
 
 
-@needs_gemm
+@needs_compiler
 @all_dtypes
 def test_other_requests_do_not_change_logits(make_llm, dtype):
     llm = make_llm(dtype=str(dtype).removeprefix("torch."), enable_prefix_caching=False)

@@ -12,8 +12,6 @@
 // BLOCK, num_rows / ROWS, BLOCK / LINE, ROWS, LINE]: a BLOCK of inputs of all rows, then the next
 // block. BLOCK inputs of a panel fit into the L1 cache, which the rows bypass.
 #pragma once
-#include <sys/syscall.h>
-#include <unistd.h>
 
 constexpr int64_t ROWS = 32;
 constexpr int64_t MIN_ROWS = ROWS;
@@ -22,8 +20,6 @@ constexpr int64_t BLOCK = 512;
 constexpr int64_t CACHED_BYTES = 1 << 20;
 
 struct Tiles {
-    static const bool allowed;
-
     Tiles() {
         struct {
             uint8_t palette = 1;
@@ -37,10 +33,6 @@ struct Tiles {
 
     ~Tiles() { _tile_release(); }
 };
-
-// Linux must permit the use of AMX. It is asked once per process, when the library is loaded:
-// ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA.
-const bool Tiles::allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 
 class Rows {
     Buffer<bfloat16> memory;

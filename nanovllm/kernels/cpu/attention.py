@@ -10,8 +10,7 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.kernels.cpu import library
-from nanovllm.kernels.cpu.library import SHORT_QUERY, call, has_gemm, load
-from nanovllm.layers.attention import attend_one
+from nanovllm.kernels.cpu.library import SHORT_QUERY, call, load
 from nanovllm.layers.attention import make_cache as make_cache
 
 NAME = "cpp"
@@ -25,6 +24,8 @@ def reason_unavailable(
 ) -> str | None:
     if device.type != "cpu":
         return "it needs a CPU device"
+    if head_dim % 2 != 0:
+        return f"head_dim must be even, not {head_dim}"
     return library.reason_unavailable(dtype)
 
 
@@ -72,16 +73,6 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
         scale,
     ]
     call(kernels.decode_attention, *arguments)  # writes the rows of short queries
-    if batch.max_seqlen_q <= SHORT_QUERY:
-        return output
-    if has_gemm(query.dtype) and head_dim % 2 == 0:
+    if batch.max_seqlen_q > SHORT_QUERY:
         call(kernels.prefill_attention, *arguments)  # writes all other rows
-        return output
-    bounds = batch.cu_seqlens_q.tolist()
-    context_lens = batch.context_lens.tolist()
-    for index, block_table in enumerate(batch.block_tables):
-        start, end = bounds[index], bounds[index + 1]
-        if end - start > SHORT_QUERY:
-            rows = query[start:end]
-            output[start:end] = attend_one(rows, kv_cache, context_lens[index], block_table, scale)
     return output

@@ -1,4 +1,4 @@
-// Norms, RoPE and activations. A task computes one token.
+// RMSNorm, RoPE and SwiGLU. A task computes one token.
 #pragma once
 #include "team.h"
 
@@ -22,29 +22,6 @@ extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tok
         for (int64_t i = 0; i < size; i += LANES)
             narrow(normalize(in + i, weight + i, factor, size - i), output + token * size + i,
                    size - i);
-    });
-}
-
-// `weight` and `bias` can be null. The mean is subtracted before squaring, because the difference
-// of the mean square and the squared mean would lose digits.
-extern "C" void layer_norm(const T* x, const T* weight, const T* bias, T* output,
-                           int64_t num_tokens, int64_t size, float eps) {
-    parallel_for(num_tokens, size, [=](int64_t token) {
-        const T* in = x + token * size;
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < size; i++) sum += in[i];
-        float mean = sum / size;
-        float squares = 0;
-#pragma omp simd reduction(+ : squares)
-        for (int64_t i = 0; i < size; i++) squares += (in[i] - mean) * (in[i] - mean);
-        float factor = 1 / sqrtf(squares / size + eps);
-        for (int64_t i = 0; i < size; i += LANES) {
-            Vector normed = (widen(in + i, size - i) - mean) * factor;
-            if (weight) normed *= widen(weight + i, size - i);
-            if (bias) normed += widen(bias + i, size - i);
-            narrow(normed, output + token * size + i, size - i);
-        }
     });
 }
 
@@ -107,12 +84,5 @@ extern "C" void silu_and_mul(const T* gate_up, T* output, int64_t num_tokens, in
         for (int64_t i = 0; i < size; i += LANES)
             narrow(silu(widen(gate + i, size - i)) * widen(up + i, size - i),
                    output + token * size + i, size - i);
-    });
-}
-
-extern "C" void relu(T* x, int64_t num_tokens, int64_t size) {
-    parallel_for(num_tokens, size, [=](int64_t token) {
-        for (T* number = x + token * size; number < x + (token + 1) * size; number++)
-            *number = *number < 0 ? 0 : float(*number);  // NaN stays
     });
 }

@@ -3,15 +3,13 @@
 prepacked.py has the layers with GEMMs, and fused_layers.py runs all decoder layers in one C++ call.
 """
 
-import math
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.batch import Filters, Noise
 from nanovllm.kernels import OptimizedLayer, has_known_code, require_known_fields
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
-from nanovllm.kernels.cpu.library import call, has_gemm, load, reason_unavailable
+from nanovllm.kernels.cpu.library import call, load, reason_unavailable
 from nanovllm.kernels.cpu.prepacked import (
     PrepackedColumnParallelLinear,
     PrepackedEmbedding,
@@ -22,7 +20,6 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import MLP, Attention
-from nanovllm.models.opt import OPTLayer
 
 
 class FastRMSNorm(OptimizedLayer, RMSNorm):
@@ -33,18 +30,6 @@ class FastRMSNorm(OptimizedLayer, RMSNorm):
         output = torch.empty_like(x)
         size = len(self.weight)
         call(load(x.dtype).rms_norm, x, self.weight, output, x.numel() // size, size, self.eps)
-        return output
-
-
-class FastLayerNorm(OptimizedLayer, nn.LayerNorm):
-    replaces = nn.LayerNorm
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        output = torch.empty_like(x)
-        size = math.prod(self.normalized_shape)
-        layer_norm = load(x.dtype).layer_norm
-        call(layer_norm, x, self.weight, self.bias, output, x.numel() // size, size, self.eps)
         return output
 
 
@@ -94,15 +79,6 @@ class FastMLP(OptimizedLayer, MLP):
         output = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         call(load(gate_up.dtype).silu_and_mul, gate_up, output, *output.shape)
         return self.down_proj(output)
-
-
-class FastOPTLayer(OptimizedLayer, OPTLayer):
-    replaces = OPTLayer
-
-    def mlp(self, x: Tensor) -> Tensor:
-        x = self.fc1(x)
-        call(load(x.dtype).relu, x, *x.shape)  # in place
-        return self.fc2(x)
 
 
 class FastSampler(OptimizedLayer, Sampler):
@@ -160,16 +136,12 @@ class FastSampler(OptimizedLayer, Sampler):
         return logits.dtype == torch.float32
 
 
-LAYERS_WITHOUT_GEMM: list[type[OptimizedLayer]] = [
+OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     FastRMSNorm,
-    FastLayerNorm,
     FastRotaryEmbedding,
     FastAttention,
     FastMLP,
-    FastOPTLayer,
     FastSampler,
-]
-LAYERS_WITH_GEMM: list[type[OptimizedLayer]] = [
     FusedLayers,
     PrepackedColumnParallelLinear,
     PrepackedRowParallelLinear,
@@ -183,6 +155,4 @@ def find_optimized_layers(dtype: torch.dtype) -> list[type[OptimizedLayer]]:
     reason = reason_unavailable(dtype)
     if reason is not None:
         raise RuntimeError(reason)
-    if has_gemm(dtype):
-        return LAYERS_WITH_GEMM + LAYERS_WITHOUT_GEMM
-    return LAYERS_WITHOUT_GEMM
+    return OPTIMIZED_LAYERS

@@ -32,11 +32,9 @@ SIGNATURES = {  # parameters of the functions in kernels.cpp: pointer, int64_t o
     "linear": "PPPPPIIIIII",
     "gather_rows": "PPPII",
     "rms_norm": "PPPIIF",
-    "layer_norm": "PPPPIIF",
     "cos_and_sin": "PPFPPII",
     "rotary": "PPPPPIIIIIF",
     "silu_and_mul": "PPII",
-    "relu": "PII",
     "filter_logits": "PIPPPPPPIII",
     "sample": "PIPPPPII",
 }
@@ -49,6 +47,15 @@ DEFINES = {
 }
 
 
+def _may_use_amx() -> bool:
+    """Ask Linux to let this process use AMX, which a sandbox can deny."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+    numbers = [ctypes.c_long(number) for number in (158, 0x1023, 18)]
+    return ctypes.CDLL(None).syscall(*numbers) == 0
+
+
 def _choose_flags() -> list[str]:
     flags = ["-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC"]
     flags.append(f"-DSHORT_QUERY={SHORT_QUERY}")
@@ -56,6 +63,8 @@ def _choose_flags() -> list[str]:
     flags.append("-mcpu=native" if platform.machine() == "arm64" else "-march=native")
     if platform.machine() == "x86_64":
         flags.append("-mprefer-vector-width=512")
+    if _may_use_amx():
+        flags.append("-DMAY_USE_AMX")
     # Apple's clang has OpenMP, but its driver does not know the option.
     flags += ["-Xclang", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp"]
     return flags
@@ -84,12 +93,6 @@ def reason_unavailable(dtype: torch.dtype) -> str | None:
             f" (set CXX to a C++20 compiler): {error}"
         )
     return None
-
-
-@cache
-def has_gemm(dtype: torch.dtype) -> bool:
-    """Return whether there are GEMM kernels. The system can deny a process the use of AMX."""
-    return reason_unavailable(dtype) is None and bool(load(dtype).has_gemm())
 
 
 @cache

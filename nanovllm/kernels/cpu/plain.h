@@ -55,9 +55,7 @@ constexpr int64_t TILE = VECTORS * PER_VECTOR;
 // Of a row: WIDTH, or twice that with separate sums of even and odd inputs.
 constexpr int64_t NUM_SUMS = ALL_VECTORS * LANES;
 
-struct Tiles {
-    static constexpr bool allowed = true;
-};
+struct Tiles {};
 
 class Rows {
     template <class Weight>

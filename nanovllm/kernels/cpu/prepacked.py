@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.kernels import OptimizedLayer
-from nanovllm.kernels.cpu.library import call, has_gemm, load
+from nanovllm.kernels.cpu.library import call, load
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.models.moe import Experts
@@ -37,8 +37,7 @@ class PrepackedWeight(nn.Module):
 
     @staticmethod
     def can_prepack(weight: Tensor) -> bool:
-        has_whole_pairs = weight.shape[-1] % _inputs_per_pair(weight) == 0
-        return weight.device.type == "cpu" and has_whole_pairs and has_gemm(weight.dtype)
+        return weight.device.type == "cpu" and weight.shape[-1] % _inputs_per_pair(weight) == 0
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply x [..., in_features]. Return [..., out_features].
@@ -49,11 +48,8 @@ class PrepackedWeight(nn.Module):
         output = x.new_empty(*x.shape[:-1], self.out_features)
         num_rows = x.numel() // self.in_features
         x_sizes = (num_rows, self.in_features, self.in_features)
-        output_sizes = (self.out_features, self.out_features)
-        residual = None
-        linear = load(x.dtype).linear
-        sizes = (*x_sizes, *output_sizes)
-        call(linear, x, self.panels, bias, residual, output, *sizes, self.gated)
+        sizes = (*x_sizes, self.out_features, self.out_features)
+        call(load(x.dtype).linear, x, self.panels, bias, None, output, *sizes, self.gated)
         return output
 
     def rows(self, ids: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ layer_kernels.py has the kernels. sampler.py has the sampler.
 """
 
 from collections.abc import Iterable
-from functools import cache, partial
+from functools import partial
 from typing import cast
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nanovllm.batch import Batch
 from nanovllm.kernels import OptimizedLayer, has_known_code
 from nanovllm.kernels.cuda.attention import store_kvcache
-from nanovllm.kernels.cuda.launch import Launch, is_aligned, prepare
+from nanovllm.kernels.cuda.launch import is_aligned, prepare
 from nanovllm.kernels.cuda.layer_kernels import (
     add_rms_norm_kernel,
     rotate_and_store_kernel,
@@ -25,7 +25,7 @@ from nanovllm.kernels.self_test import find_failure
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.decoder import MLP, Attention, DecoderLayer, DecoderLayers
 
-# Not tuned on a GPU, as the number of warps in _prepare_norm.
+# Not tuned on a GPU, as the number of warps in add_rms_norm.
 _ROTATED_NUMBERS = 2048  # of a token's heads, for each program
 _SWIGLU_BLOCK = 1024
 
@@ -77,18 +77,17 @@ def add_rms_norm(
     size = x.shape[-1]
     total = x if branch is None else torch.empty_like(x)
     normed = torch.empty_like(x)
-    launch = _prepare_norm(x.device, x.dtype, size, branch is not None, is_aligned(x))
+    block = triton.next_power_of_2(size)
+    key = (x.device, x.dtype, size, is_aligned(x))
+    launch = prepare(
+        add_rms_norm_kernel,
+        *key,
+        HAS_BRANCH=branch is not None,
+        BLOCK=block,
+        num_warps=min(max(4, block // 512), 16),
+    )
     launch((x.numel() // size, 1, 1), x, branch, weight, total, normed, size, eps)
     return total, normed
-
-
-@cache
-def _prepare_norm(
-    device: torch.device, dtype: torch.dtype, size: int, has_branch: bool, aligned: bool
-) -> Launch:
-    block = triton.next_power_of_2(size)
-    num_warps = min(max(4, block // 512), 16)
-    return Launch(add_rms_norm_kernel, HAS_BRANCH=has_branch, BLOCK=block, num_warps=num_warps)
 
 
 class FusedAttention(OptimizedLayer, Attention):
@@ -135,19 +134,23 @@ def rotate_and_store(
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     values_offset = kv_cache.stride(0)
     query = qkv.new_empty(num_tokens, num_heads, head_dim)
-    has_norm = q_norm is not None
-    launch, num_programs = _prepare_rotation(
-        qkv.device,
-        qkv.dtype,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        values_offset,
-        has_norm,
-        is_aligned(qkv),
+    num_all_heads = num_heads + 2 * num_kv_heads
+    block = triton.next_power_of_2(head_dim // 2)
+    max_heads = max(1, _ROTATED_NUMBERS // (2 * block))
+    heads = min(triton.next_power_of_2(num_all_heads), max_heads)  # of a program
+    key = (qkv.device, qkv.dtype, values_offset, is_aligned(qkv))
+    launch = prepare(
+        rotate_and_store_kernel,
+        *key,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=head_dim // 2,
+        HAS_NORM=q_norm is not None,
+        HEADS=heads,
+        BLOCK=block,
     )
     launch(
-        (num_tokens, num_programs, 1),
+        (num_tokens, triton.cdiv(num_all_heads, heads), 1),
         qkv,
         q_norm.weight if q_norm is not None else None,
         k_norm.weight if k_norm is not None else None,
@@ -161,34 +164,6 @@ def rotate_and_store(
     return query
 
 
-@cache
-def _prepare_rotation(
-    device: torch.device,
-    dtype: torch.dtype,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    values_offset: int,
-    has_norm: bool,
-    aligned: bool,
-) -> tuple[Launch, int]:
-    """Return the kernel, and the number of programs for the heads of a token."""
-    num_all_heads = num_heads + 2 * num_kv_heads
-    block = triton.next_power_of_2(head_dim // 2)
-    max_heads = max(1, _ROTATED_NUMBERS // (2 * block))
-    heads = min(triton.next_power_of_2(num_all_heads), max_heads)
-    launch = Launch(
-        rotate_and_store_kernel,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HALF=head_dim // 2,
-        HAS_NORM=has_norm,
-        HEADS=heads,
-        BLOCK=block,
-    )
-    return launch, triton.cdiv(num_all_heads, heads)
-
-
 class FastMLP(OptimizedLayer, MLP):
     replaces = MLP
 
@@ -197,8 +172,8 @@ class FastMLP(OptimizedLayer, MLP):
         assert gate_up.is_contiguous()
         num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         output = gate_up.new_empty(num_tokens, size)
-        launch_key = (gate_up.device, gate_up.dtype, size, is_aligned(gate_up))
-        launch = prepare(silu_and_mul_kernel, *launch_key, BLOCK=_SWIGLU_BLOCK)
+        key = (gate_up.device, gate_up.dtype, size, is_aligned(gate_up))
+        launch = prepare(silu_and_mul_kernel, *key, BLOCK=_SWIGLU_BLOCK)
         launch((num_tokens, triton.cdiv(size, _SWIGLU_BLOCK), 1), gate_up, output, size)
         return self.down_proj(output)
 
