@@ -1,6 +1,6 @@
 """Check the attention kernels of every available backend against torch in float32, and time them.
 
-    python -m nanovllm.kernels.bench --num-seqs 32 --context-len 512 --dtype float32
+    python -m nanovllm.kernels.bench --dtype float32
 
 self_test.py makes the inputs. Caches are flushed before each timed call, because in a model the
 weights of the other layers evict the K/V between two calls.
@@ -46,7 +46,10 @@ def time_call(call: Callable[[], object], device: torch.device) -> float:
 def measure(
     num_seqs: int, context_len: int, prompt_len: int, dtype_name: str, device: torch.device
 ) -> None:
-    """Check and time all kernels and print a table. Raises RuntimeError if one is wrong."""
+    """Check and time all kernels and print a table. Raises RuntimeError if one is wrong.
+
+    Decodes have `num_seqs` contexts of `context_len` tokens. A prefill has `prompt_len` tokens.
+    """
     dtype = getattr(torch, dtype_name)
     hardware = platform.processor() or platform.machine()
     if device.type == "cuda":
@@ -85,28 +88,18 @@ def measure(
 
 
 def main(argv: list[str] | None = None) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    num_seqs, context_len, prompt_len = 32, 256, 2048
-    if device.type == "cuda":
-        num_seqs, context_len, prompt_len = 256, 1024, 8192
     parser = argparse.ArgumentParser(
         description="Check and time the attention kernels of all available backends.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    sizes = {
-        "--num-seqs": (num_seqs, "sequences in the decode batch"),
-        "--context-len": (context_len, "context tokens of each decode"),
-        "--prompt-len": (prompt_len, "prompt tokens of the prefill"),
-    }
-    for name, (default, meaning) in sizes.items():
-        parser.add_argument(name, type=int, default=default, metavar="N", help=meaning)
     parser.add_argument(
         "--dtype", default="bfloat16", choices=TOLERANCES, help="dtype of K/V and computation"
     )
     args = parser.parse_args(argv)
-    if min(args.num_seqs, args.context_len, args.prompt_len) < 1:
-        parser.error("--num-seqs, --context-len and --prompt-len must be at least 1")
-    measure(args.num_seqs, args.context_len, args.prompt_len, args.dtype, device)
+    if torch.cuda.is_available():
+        measure(256, 1024, 8192, args.dtype, torch.device("cuda"))
+    else:
+        measure(32, 256, 2048, args.dtype, torch.device("cpu"))
 
 
 if __name__ == "__main__":
