@@ -14,11 +14,12 @@ model and its attention read it. Three sequences that compute 3, 1 and 2 tokens 
 
 `context_lens` counts the tokens that the last query token attends to, itself included. A slot of -1
 means that K/V are not stored. Entries of `block_tables` past the end of a context are not read.
-`logits_indices` selects the tokens whose logits are wanted. All tensors are int32, so that a batch
-can be sent as one concatenated tensor.
+`logits_indices` selects the tokens whose logits are wanted. All tensors of a Batch are int32, so
+that it can be sent as one concatenated tensor.
 
 packing.py iterates over the fields to send a batch to other ranks and to copy it into CUDA graphs.
-A new field therefore needs one line below, and one wherever a Batch is made. A tensor is declared
+A new field therefore needs one line below, and one wherever a Batch is made. (A number, or a tensor
+of a new shape, also needs an entry in the layouts of graphs.py.) A tensor is declared
 with its shape, and with `padding` for the rows that a graph has beyond those of the batch, if that
 is not 0. Numbers are fixed when a graph is captured, see graphs.py.
 """

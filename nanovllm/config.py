@@ -22,7 +22,7 @@ from nanovllm.checks import (
 )
 
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_SIZE = 2**31 - 1  # of anything that is counted, because larger numbers overflow int32
+MAX_SIZE = 2**31 - 1  # limit of all counts, because larger numbers overflow int32
 MAX_HEAD_DIM = 2**16  # far above real models, and small enough for RoPE's tables
 MAX_DRAFT_STEP = 256  # tokens of a step with drafts
 Options = ParamSpec("Options")

@@ -97,8 +97,8 @@ class LLM(ThreadSafeEngine):
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[RequestOutput]:
         """Yield the outputs of requests that gained tokens or finished. `text` is append-only.
 
-        The prompts are checked now and queued when the first output is requested. Leaving the loop
-        cancels their requests.
+        The prompts are checked now and queued when the first output is requested. Closing the
+        iterator cancels their requests, also when it is garbage-collected.
         """
         return self._stream(self.prepare_prompts(prompts, sampling_params))
 

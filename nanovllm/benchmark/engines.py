@@ -40,9 +40,9 @@ class Setting:
 
     model: str  # a checkpoint directory
     hf_config: PretrainedConfig
-    options: dict[str, Any]  # of nanovllm's LLM
+    options: dict[str, Any]  # options of nanovllm's LLM
     temperature: float
-    batch_size: int  # of transformers
+    batch_size: int  # for transformers
 
     @property
     def device(self) -> torch.device:
@@ -57,7 +57,7 @@ class Engine(Protocol):
     """An engine that can be timed."""
 
     description: str
-    stats: dict[str, int]  # of the last run
+    stats: dict[str, int]  # from the last run
 
     def run(self, requests: list[Request]) -> list[list[int]]:
         """Return the generated token ids of each request."""

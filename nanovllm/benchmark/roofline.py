@@ -19,7 +19,7 @@ NOTE = "above 100% (null in JSON), caches or kernels exceed the measured rates"
 class PeakRates(NamedTuple):
     bytes_per_second: float
     flops_per_second: float
-    matmul_dtype: str  # of the GEMMs that were measured
+    matmul_dtype: str  # dtype of the measured GEMMs
 
     def __str__(self) -> str:
         bandwidth = f"{self.bytes_per_second / 1e9:.4g} GB/s"

@@ -8,8 +8,8 @@ chained hash, which covers its own tokens and the hash of the block before it:
     block_table |    7    |    2    |   5         logical block -> physical block
 
 A cached block is a full block that `hash_to_block_id` leads to, so that other sequences can hit it.
-If two sequences compute the same block at the same time, the first one is cached, and the second
-one is an uncached duplicate.
+A block that is computed again is an uncached duplicate. That happens if two sequences compute it at
+the same time, or if a prompt ends with it, because a hit stops before the last token.
 
 A freed block keeps its content until it is taken for other tokens. `free_block_ids` is the
 eviction order: uncached blocks first, then the least recently used ones. Within a sequence the tail
@@ -123,8 +123,9 @@ class BlockManager:
     def cache_full_blocks(self, seq: Sequence, start: int, end: int) -> None:
         """Cache the blocks of `seq` that its tokens from position `start` to `end` make full.
 
-        The scheduler calls this when it plans a step. That is safe because every layer writes K/V
-        before it attends, so another sequence of the same step may already share the blocks.
+        The scheduler calls this when it plans a step, and again after drafts. That is safe because
+        every layer writes K/V before it attends, so another sequence of the same step may already
+        share the blocks.
         """
         if not self.enable_prefix_caching:
             return
@@ -149,7 +150,7 @@ class BlockManager:
         """Release the blocks after the first `num_tokens` tokens of `seq`, which stay computed.
 
         block_table | kept | kept | released | released |
-                    `- num_tokens -'   second     first     in the order of eviction
+                    `- num_tokens -'   second     first     in the order of eviction, if cached
         """
         num_kept = cdiv(num_tokens, self.block_size)
         for index in reversed(range(num_kept, len(seq.block_table))):

@@ -149,7 +149,7 @@ class Detokenizer:
         """Read one more token. Return the text that it releases."""
         new_text, window = self._extend_window(token_id, *self.window)
         is_first = not self.text
-        # One statement, so that a KeyboardInterrupt comes before or after all of it.
+        # No call and no loop falls between these stores, so no KeyboardInterrupt does, either.
         self.num_decoded_tokens, self.text, self.window = (
             self.num_decoded_tokens + 1,
             self.text + new_text,
@@ -201,7 +201,7 @@ class Detokenizer:
         try:
             return self._call_tokenizer(token_ids)
         except Exception as error:  # its type depends on the tokenizer
-            # An exception of a signal handler, which can come at any time, is not raised again.
+            # An exception of a signal handler can come at any time, but does not come again.
             if self._fails_again(token_ids, type(error)):
                 return None
             raise

@@ -60,8 +60,11 @@ class StepCosts:
         of `seqs`.
         """
         plain_cost = self.plain[min(num_tokens, len(self.plain) - 1)]
-        attention_cost = self.context * sum(len(seq.token_ids) for seq in seqs)
-        expected = float(len(seqs))  # tokens of the step
+        attention_cost = 0.0
+        expected = 0.0  # tokens of the step; a partial prefill samples none
+        for seq in seqs:
+            attention_cost += self.context * len(seq.token_ids) * seq.num_scheduled_tokens
+            expected += seq.num_logits
         best_rate = LEAST_GAIN * expected / (plain_cost + attention_cost)
         best_count = 0
         for count, candidate in enumerate(candidates, 1):

@@ -175,7 +175,7 @@ class MultiRankExecutor(Executor):
                 task.result.set_result(task.function(*task.args))
             except BaseException as error:
                 task.result.set_exception(error)
-            del task  # it can hold the last reference to an engine
+            del task  # the task can hold the last reference to an engine
 
     def _start_processes(self, model: Model) -> dist.Store:
         size = model.config.tensor_parallel_size
@@ -194,7 +194,7 @@ class MultiRankExecutor(Executor):
             process.start()
             pipe_to_rank_0.close()  # the process has its own copy
             self.processes[pipe] = process
-            _children.discard(process)  # or a forked process would try to join it at its exit
+            _children.discard(process)  # a forked process would try to join it at its exit
         while not store.check([f"{rank} has started" for rank in range(1, size)]):
             self.raise_if_stopped(timeout=0.02)
         return store

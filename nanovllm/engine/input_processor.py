@@ -15,11 +15,11 @@ from nanovllm.engine.request import Inbox, Request
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | list[int]
-PreparedPrompt = tuple[list[int], SamplingParams]  # that this engine can serve
+PreparedPrompt = tuple[list[int], SamplingParams]  # validated for this engine
 
-# A token of the vocabulary stands for as many characters as its name has signs, or for more if the
-# text is normalized: Unicode composes up to four characters. (A tokenizer that drops characters
-# could fit a longer text, which is rejected all the same.)
+# A token stands for at most as many characters as its entry in the vocabulary has, or for four
+# times as many if the text is normalized, because Unicode composes up to four characters. (A
+# tokenizer that drops characters could fit a longer text, which is rejected all the same.)
 _CHARS_PER_SIGN = 4
 
 
@@ -28,6 +28,8 @@ class PromptTooLong(ValueError):
 
 
 class InputProcessor:
+    """Prepares prompts for one engine: its tokenizer, its vocabulary and its limits."""
+
     def __init__(
         self,
         config: Config,
@@ -41,7 +43,7 @@ class InputProcessor:
         self.default_params = default_params
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        self.ids = count()  # of requests, and of their samples
+        self.ids = count()  # ids of requests and of their samples
         self.max_chars = 0  # no prompt can have more
         if tokenizer is not None:
             longest = max(map(len, tokenizer.get_vocab()))
@@ -100,7 +102,9 @@ class InputProcessor:
                 f"a prompt of {len(text)} characters exceeds max_model_len={self.max_model_len}"
                 " tokens: shorten the prompt"
             )
-        with naming("the tokenizer cannot encode the prompt", Exception):  # depends on it
+        with naming(
+            "the tokenizer cannot encode the prompt", Exception
+        ):  # its type depends on the tokenizer
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def make_requests(

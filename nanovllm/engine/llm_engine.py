@@ -6,9 +6,9 @@
     while not engine.is_finished():
         outputs = engine.step()
 
-Each public call runs its parts by `_take_turn`. Here that is a plain call, so the engine serves one
-thread, and an exception from a step leaves it unusable. engine/thread_safety.py overrides it with a
-lock and the recovery of interrupted calls.
+add_request, step and exit run their parts by `_take_turn`. Here that is a plain call, so the engine
+serves one thread, and an exception from a step leaves it unusable. engine/thread_safety.py
+overrides it with a lock and the recovery of interrupted calls.
 """
 
 import operator
@@ -103,10 +103,7 @@ class LLMEngine:
         return self._take_turn(self._report, self._inbox)
 
     def abort(self, request_id: int) -> None:
-        """Cancel a request with all its samples. No effect if it is unknown or finished.
-
-        Any thread may call it at any moment. During a step it takes effect after the step.
-        """
+        """Abort a request with all its samples. No effect if it is unknown or finished."""
         self._cancel(self._find_samples(request_id))
 
     def is_finished(self) -> bool:
@@ -153,7 +150,7 @@ class LLMEngine:
                 warn(message)
 
     def _step(self) -> None:
-        """Run one step."""
+        """Schedule, compute, sample and commit one step."""
         self.executor.raise_if_stopped()
         seqs = self.scheduler.schedule()
         if seqs:

@@ -47,7 +47,10 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
 
 class BlockTables:
-    """The block tables of all lanes in one array. A step converts only lists that have changed."""
+    """The block tables of all lanes in one array.
+
+    A step of one token converts the list of a sequence only when it enters a block.
+    """
 
     def __init__(self, num_lanes: int, max_blocks: int, block_size: int) -> None:
         self.rows = np.zeros((num_lanes, max_blocks), dtype=np.int32)
@@ -101,8 +104,8 @@ class ModelRunner:
             return self.executor.call(self._execute, batch)
 
     def _execute(self, batch: Batch) -> Tensor:
-        (logits,) = self.executor.worker.execute(batch)
-        return logits
+        worker = self.executor.worker
+        return worker.compute_logits(worker.execute(batch))
 
     def sample(self, logits: Tensor, seqs: list[Sequence]) -> tuple[list[list[int]], Logprobs]:
         """Sample num_logits tokens for each sequence, -1 where the logits are NaN.

@@ -8,8 +8,8 @@ The logits at position i predict token i + 1. In a prompt that token is known, n
 `Request.prompt_logprobs` grows with every chunk. It depends only on the prompt, so it survives a
 preemption. A prefix hit ends at `Request.first_logits`, because a hit computes no logits.
 
-A chunk can have more rows of logits than the profile run had. The worker then yields them in parts,
-and the rows of a part that score the prompt are reduced to a few numbers before the next part.
+A chunk can have more rows of logits than the profile run had. They are then computed in parts, and
+the rows of a part that score the prompt are reduced to a few numbers before the next part.
 """
 
 from dataclasses import replace
@@ -50,7 +50,7 @@ class ScoringModelRunner(ModelRunner):
             return batch
         indices: list[int] = []
         for seq, start in zip(seqs, batch.cu_seqlens_q.tolist()):
-            offset = start - seq.num_computed_tokens  # of a position's token in the batch
+            offset = start - seq.num_computed_tokens  # index in the batch minus position
             end = seq.num_computed_tokens + seq.num_scheduled_tokens
             for position in find_positions_to_score(seq):
                 self.rows.append(make_row(seq, position))
@@ -63,11 +63,12 @@ class ScoringModelRunner(ModelRunner):
     def _execute(self, batch: Batch) -> Tensor:
         if not self.rows:
             return super()._execute(batch)
+        worker = self.executor.worker
         sampled: list[Tensor] = []
         start = 0
-        for logits in self.executor.worker.execute(batch):
-            end = start + len(logits)
-            sampled.append(score(logits, self.rows[start:end]))
+        for hidden in worker.split_rows(worker.execute(batch)):
+            end = start + len(hidden)
+            sampled.append(score(worker.compute_logits(hidden), self.rows[start:end]))
             start = end
         return torch.cat(sampled)
 

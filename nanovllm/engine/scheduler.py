@@ -55,7 +55,7 @@ class Scheduler:
         self.waiting[seq] = None
 
     def schedule(self) -> list[Sequence]:
-        """Choose the sequences of the next step, and set num_scheduled_tokens of each.
+        """Plan the next step: admit and preempt sequences, and set num_scheduled_tokens of each.
 
         A step is not divided into prefill and decode. Prefill, chunk, recomputation and decode
         differ only in the number of tokens that a sequence is behind.
@@ -119,7 +119,7 @@ class Scheduler:
         return True
 
     def _schedule_tokens(self, seq: Sequence, budget: int, scheduled: list[Sequence]) -> int:
-        """Add `seq` to the step with as many tokens as `budget` allows. Return the rest of it.
+        """Add `seq` to the step, with as many tokens as `budget` allows. Return what is left.
 
         The blocks that these tokens make full are cached already now, see cache_full_blocks.
         """
@@ -165,7 +165,7 @@ class Scheduler:
                     break
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a waiting or running sequence. Not allowed while a step computes it."""
+        """Finish a waiting or running sequence. Not allowed while a step computes it."""
         if reason == "error":  # its K/V may be NaN, and no other sequence must reuse them
             for block_id in seq.block_table:
                 self.block_manager.uncache(block_id)

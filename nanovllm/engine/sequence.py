@@ -8,8 +8,8 @@ of tokens:
     K/V in the cache | num_computed_tokens ........ | num_scheduled_tokens |
                                                       `-- computed by this step
 
-A sequence decodes if only its newest generated token has no K/V. The K/V of the newest token are
-never in the cache, because the newest token is the input of the next step.
+A sequence decodes if only its newest generated token has no K/V. Between steps the K/V of the
+newest token are not in the cache, because the newest token is the input of the next step.
 
 Text and callers are in engine/request.py.
 """
@@ -52,7 +52,7 @@ class Sequence:
         self.restart()
 
     def restart(self) -> None:
-        """Return to the state of a sequence that has never run. Only the tokens are kept."""
+        """Return to the state before the first step. Tokens, parameters and seed stay."""
         self.status = SequenceStatus.WAITING
         self.num_cached_tokens: int | None = None  # prompt tokens that the first admission found
         self.num_computed_tokens = 0
@@ -62,7 +62,7 @@ class Sequence:
 
         # What the current step does with the sequence.
         self.num_scheduled_tokens = 0
-        self.num_logits = 0  # of the newest scheduled tokens; 0 if the newest token is not reached
+        self.num_logits = 0  # rows for the newest scheduled tokens; 0 in a partial prefill
         self.is_decode = False  # all that was missing is the newest generated token
 
     @property

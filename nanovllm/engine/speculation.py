@@ -1,7 +1,7 @@
 """Speculative decoding that changes no token, up to rounding.
 
     token_ids | ... a b c | d e f        c is the newest token, d e f the draft of this step
-    sampled   |           | d e x y      after c, d, e and f: d and e are accepted, so is x
+    sampled   |           | d e x y      after c, d, e and f: d and e are accepted, x is next
 
 A sampled token is a function of the tokens before it, because noise is a function of seed and
 position. A draft token is therefore accepted exactly when it equals the token that was sampled in
@@ -42,8 +42,8 @@ class SpeculativeScheduler(Scheduler):
 
     def reset(self, seqs: list[Sequence]) -> None:
         super().reset(seqs)
-        self.drafts: dict[Sequence, list[int]] = {}  # of the current step
-        self.proposals: dict[Sequence, Proposal] = {}  # of unfinished sequences that have decoded
+        self.drafts: dict[Sequence, list[int]] = {}  # in the current step
+        self.proposals: dict[Sequence, Proposal] = {}  # for unfinished sequences that have decoded
 
     def schedule(self) -> list[Sequence]:
         """Schedule a step, then give the rest of its budget and the free blocks to drafts."""

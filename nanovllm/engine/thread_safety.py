@@ -51,6 +51,7 @@ class ThreadSafeEngine(LLMEngine):
         self._is_under_way = False
 
     def abort(self, request_id: int) -> None:
+        """As LLMEngine.abort, from any thread at any moment. A running step ends first."""
         self._check_process()
         super().abort(request_id)
 

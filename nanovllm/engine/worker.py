@@ -1,14 +1,14 @@
 """One rank's model and KV cache: turns batches into logits.
 
-A Batch of plain numbers is all that a step needs. With several ranks, each of them has a Worker:
-rank 0 runs a batch, and the others receive the same batch and compute their share in `serve`.
+A Batch of tensors on the host is all that a step needs. With several ranks, each of them has a
+Worker: rank 0 runs a batch, and the others receive the same batch and compute their share in
+`serve`.
 
 The worker also decides what depends on both the checkpoint and the machine: the attention backend,
 the block size, the number of blocks and max_model_len.
 """
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -103,8 +103,7 @@ class Worker:
     def profile(self) -> Tensor:
         """Run the largest step, with a KV cache of one block. Return its logits."""
         self._allocate(num_blocks=1, is_profile=True)
-        (logits,) = self.compute(self.make_largest_batch())
-        return logits
+        return self.compute_logits(self.compute(self.make_largest_batch()))
 
     def allocate_kv_cache(self) -> None:
         """Choose the size of the KV cache and allocate it. `profile` comes before, if needed."""
@@ -129,14 +128,17 @@ class Worker:
             message = f"nanovllm: {self.device}, {self.spec.dtype}, {backend}; {arithmetic}"
             print(message, file=sys.stderr)
 
-    def warm_up(self) -> Iterator[Tensor]:
+    def warm_up(self) -> list[Tensor]:
         """Compile the kernels of a GPU: for a chunk beside a decode, and for a decode alone.
 
-        Yield the logits of these steps.
+        Return the logits of each of these steps.
         """
+        all_logits: list[Tensor] = []
         if self.device.type == "cuda":
-            yield from self.compute(self._make_dummy_batch([2, 1]))
-            yield from self.compute(self._make_dummy_batch([1]))
+            for query_lens in ([2, 1], [1]):
+                hidden = self.compute(self._make_dummy_batch(query_lens))
+                all_logits.append(self.compute_logits(hidden))
+        return all_logits
 
     def _allocate(self, num_blocks: int, is_profile: bool = False) -> None:
         config = self.config
@@ -165,7 +167,7 @@ class Worker:
                 only_largest=is_profile,
             )
 
-    def execute(self, batch: Batch) -> Iterator[Tensor]:
+    def execute(self, batch: Batch) -> Tensor:
         """As `compute`, on rank 0. The other ranks compute their shares in `serve`."""
         if self.tp.size > 1:
             self.tp.send(pack(batch))
@@ -176,29 +178,36 @@ class Worker:
         if self.needs_profile:
             self.profile()
         self.allocate_kv_cache()
-        for _ in self.warm_up():
-            pass
+        self.warm_up()
         while True:
             try:
                 message = self.tp.receive()
             except RuntimeError:  # the connection has ended
                 return
-            for _ in self.compute(unpack(message)):
-                pass
+            for rows in self.split_rows(self.compute(unpack(message))):
+                self.compute_logits(rows)
 
     @torch.inference_mode()
-    def compute(self, batch: Batch) -> Iterator[Tensor]:
-        """Write the K/V of this rank's share of `batch`, and yield logits [num_rows, vocab_size].
+    def compute(self, batch: Batch) -> Tensor:
+        """Write the K/V of this rank's share of `batch`, whose tensors are on the host.
 
-        The tensors of `batch` are on the host. There is one part of logits, unless a step that
-        scores prompts has more rows than the profile run had. All ranks have the same parts.
+        Return hidden states [num_logits, hidden_size], which are valid until the next call.
         """
         if self.graphs is not None and batch.max_seqlen_q == 1:
-            hidden = self.graphs.run(batch)
-        else:
-            hidden = self.model(copy_to(batch, self.device), self.kv_caches)
-        for rows in hidden.split(self.max_num_logits):
-            yield self.model.compute_logits(rows)
+            return self.graphs.run(batch)
+        return self.model(copy_to(batch, self.device), self.kv_caches)
+
+    def split_rows(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Divide hidden states into parts of as many rows as the profile run had.
+
+        There is one part, unless a step scores prompts. All ranks have the same parts.
+        """
+        return hidden.split(self.max_num_logits)
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [num_rows, vocab_size] for the rows of one part, on rank 0."""
+        return self.model.compute_logits(hidden)
 
     def disconnect(self) -> None:
         """Leave the process groups.

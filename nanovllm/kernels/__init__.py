@@ -61,7 +61,7 @@ class OptimizedLayer(nn.Module):
     """Mixin for an optimized subclass of a layer. `kernelize` installs it in `__class__`."""
 
     replaces: ClassVar[type[nn.Module]]  # exactly this class, and no subclass of it
-    dtype: torch.dtype  # of the model
+    dtype: torch.dtype  # the model's
 
     def convert(self) -> bool:
         """Convert the weights of a layer whose class was just replaced.

@@ -38,7 +38,7 @@ def find_failure(run: Callable[[], object]) -> str | None:
     """
     try:
         run()
-    except Exception as error:  # of the compiler, the driver or the launch
+    except Exception as error:  # from the compiler, the driver or the launch
         return f"the kernels fail on this GPU: {error!r}"
     return None
 
@@ -99,7 +99,7 @@ def compare_with_torch(
     dtype: torch.dtype,
     tolerance: float,
 ) -> tuple[Callable[[], object], Callable[[], object], float]:
-    """Store the K/V of whole contexts, attend to them, and compare both with the torch backend.
+    """Store the K/V of whole contexts, and compare attention to them with the torch backend.
 
     Return the two calls, to be timed, and the largest error of attention relative to the root mean
     square of a head. Raises RuntimeError if the error exceeds `tolerance` or K/V are wrong.

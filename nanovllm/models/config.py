@@ -74,7 +74,6 @@ def _read_decoder(
 ) -> DecoderSpec:
     """Read a decoder. `family` overrides fields that the model family fixes."""
     check_choice("hidden_act", config.hidden_act, ("silu",))
-    _check_full_attention(config, common["max_len"])
     num_heads = common["num_heads"]
     num_kv_heads = _read_size(config, "num_key_value_heads")
     if num_heads % num_kv_heads != 0:
@@ -85,6 +84,7 @@ def _read_decoder(
     head_dim = getattr(config, "head_dim", None) or common["hidden_size"] // num_heads
     check_int("head_dim (by default hidden_size / num_attention_heads)", head_dim, 1, MAX_HEAD_DIM)
     rope, max_len = _read_rope(config, head_dim)
+    _check_full_attention(config, max_len)
     has_bias = getattr(config, "attention_bias", False)
     fields = {
         **common,

@@ -1,6 +1,6 @@
 """The pre-norm decoder of Llama, Qwen, Mistral and their relatives, over a flat batch of tokens.
 
-    ids -> embedding -> [ x + attention(norm(x)); x + mlp(norm(x)) ] per layer -> norm -> logits
+    ids -> embedding -> [ x + attention(norm(x)); x + mlp(norm(x)) ] per layer -> norm -> hidden
 
 Models that differ only in values (sizes, biases, norms on queries and keys, RoPE) share this code,
 each with its own DecoderSpec. Modules are named as in Hugging Face checkpoints. All shapes are
@@ -22,7 +22,7 @@ from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding, apply_rotary
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 from nanovllm.models.spec import CausalLM, ModelSpec
 
-CosSin = tuple[Tensor, Tensor]  # of the positions of all tokens
+CosSin = tuple[Tensor, Tensor]  # for the positions of all tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Attention(nn.Module):
         self.head_dim = spec.head_dim
         self.scale = spec.head_dim**-0.5
         self.backend = backend
-        total_q_size = spec.num_heads * spec.head_dim  # of all ranks
+        total_q_size = spec.num_heads * spec.head_dim  # on all ranks together
         total_kv_size = spec.num_kv_heads * spec.head_dim
         self.qkv_proj = ColumnParallelLinear(
             spec.hidden_size,
@@ -67,7 +67,7 @@ class Attention(nn.Module):
             unit=spec.head_dim,
         )
         self.o_proj = RowParallelLinear(total_q_size, spec.hidden_size, spec.o_bias, spec.dtype, tp)
-        self.q_size = self.qkv_proj.parts["q_proj"]  # of this rank
+        self.q_size = self.qkv_proj.parts["q_proj"]  # on this rank
         self.kv_size = self.qkv_proj.parts["k_proj"]
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None

@@ -28,12 +28,16 @@ _FIRST_POSITION = 2  # the rows before it are for padding, which does not occur 
 class OPTSpec(ModelSpec):
     """What distinguishes one OPT from another. models/config.py reads it."""
 
-    embedding_size: int  # of the token embeddings and of the output head
+    embedding_size: int  # width of the token embeddings and of the output head
     norm_first: bool
     final_norm: bool
     norm_has_weights: bool
-    bias: bool  # of the projections in layers; project_in and project_out have none
+    bias: bool  # for the projections in layers; project_in and project_out have none
     tie_embeddings: bool
+
+    @property
+    def divided_sizes(self) -> dict[str, int]:
+        return {"num_attention_heads": self.num_heads, "ffn_dim": self.intermediate_size}
 
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
         head: Embedding | None = None

@@ -1,10 +1,10 @@
 """Fills a model's parameters from *.safetensors, or with random numbers.
 
 Loading is strict. Every tensor of the checkpoint is used, and every parameter is written exactly
-once. A missing, unexpected or repeated tensor is an error that names it. If there is an index, the
-checkpoint has only the tensors that it lists. RoPE buffers of old checkpoints are skipped, because
-the model computes them from config.json. A tied output head can be stored in place of the
-embedding. If both are stored, they are compared. A rank reads only its shard of a tensor.
+once. A missing, unexpected or repeated tensor is an error that names up to five. If there is an
+index, the checkpoint has only the tensors that it lists. RoPE buffers of old checkpoints are
+skipped, because the model computes them from config.json. A tied output head can be stored in place
+of the embedding. If both are stored, they are compared. A rank reads only its shard of a tensor.
 """
 
 import os
@@ -80,7 +80,7 @@ def load_checkpoint(model: nn.Module, directory: Path) -> None:
     # A tied head and the embedding are one parameter, which either of them fills.
     tied = {} if _HEAD in parameters else {_HEAD: embedding, embedding: _HEAD}
     targets = {_HEAD: parameters[embedding], **parameters}
-    sources: dict[str, str] = {}  # of the tensors read so far
+    sources: dict[str, str] = {}  # where each tensor was read
     unexpected: list[str] = []
     repeated: list[str] = []
     for path, listed in _find_weight_files(directory).items():

@@ -28,7 +28,7 @@ class Bodies:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.total_bytes = 0  # of bodies that are being received or parsed
+        self.total_bytes = 0  # bodies that are being received or parsed
         self.turn = asyncio.Lock()
 
     async def read(self, request: Request, parse: Callable[[Object], T]) -> T:

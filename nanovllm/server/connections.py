@@ -48,7 +48,7 @@ class Connection(HttpToolsProtocol):
     """A connection to a client."""
 
     timer: asyncio.TimerHandle | None = None  # runs while the server waits for a request
-    num_header_bytes: int | None = None  # of a header that is not complete
+    num_header_bytes: int | None = None  # received so far; None: no header is incomplete
 
     def __init__(self, *, max_connections: int, **options: Any) -> None:
         super().__init__(**options)
@@ -94,7 +94,7 @@ class Connection(HttpToolsProtocol):
         A client that waits for the reply (`nc -N`) and one that has vanished send the same FIN.
         They differ in what follows when the server writes: the system of the latter resets the
         connection, which makes the next write fail. So something is written that clients ignore.
-        HTTP/1.0 has nothing like that. nginx uses it by default, and closes both sides.
+        HTTP/1.0 has nothing like that. Older releases of nginx use it, and close both sides.
         """
         if not self._is_answering() or self.pipeline or self.cycle.scope["http_version"] != "1.1":
             return False

@@ -126,7 +126,7 @@ class EngineThread(threading.Thread):
                     command = self._commands.popleft()
                     command()
                 if self.stop_reason is None and self._may_step():
-                    with suppress(RuntimeWarning):  # of one request, an error with -W error
+                    with suppress(RuntimeWarning):  # concerns one request; raised with -W error
                         self._hand_over(self.llm.step())
         except Exception as error:
             self.stop(f"the engine failed: {error!r}")

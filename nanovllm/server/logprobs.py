@@ -1,7 +1,7 @@
 """Log probabilities as OpenAI's API writes them: tokens by text, bytes and offset.
 
     text          " Hello 你"          of five tokens; the last three are the bytes of a character
-    tokens        " Hello", " ", "", "", "你"      join to the text
+    tokens        " Hello", " ", "", "", "你"      join to the text, unless a token is special
     text_offset   0, 6, 7, 7, 7                    where each token begins in the text
     bytes         20 48 .., 20, E4, BD, A0         join to the text's bytes
 
@@ -25,7 +25,7 @@ class LogprobsWriter:
         self.detokenizer: Detokenizer | None = None
         if vocabulary.tokenizer is not None:
             self.detokenizer = Detokenizer(vocabulary.tokenizer, prompt_token_ids)
-        self.offset = 0  # of the next token in the text
+        self.offset = 0  # where the next token begins in the text
 
     def write_completion(
         self, token_ids: list[int], entries: PromptLogprobs, is_last: bool
@@ -58,7 +58,7 @@ class LogprobsWriter:
         return {"content": content}
 
     def _take(self, token_id: int, is_last: bool) -> str:
-        """Return the text that a token adds, or the name of one that adds none by its nature."""
+        """Return the text that a token adds, or its name if it is special."""
         text = ""
         if self.detokenizer is not None:
             text = self.detokenizer.take(token_id)

@@ -1,4 +1,4 @@
-"""What `GET /metrics` reports: the engine's statistics, latencies, requests and the process."""
+"""Prometheus metrics: the engine's statistics, latencies, requests and the process."""
 
 import time
 from collections.abc import AsyncIterator
@@ -40,10 +40,10 @@ class Metrics:
         )
         histogram = partial(prometheus.Histogram, buckets=BUCKETS, registry=self.registry)
         self.time_to_first_token = histogram(
-            "nanovllm_time_to_first_token_seconds", "Time to first token"
+            "nanovllm_time_to_first_token_seconds", "Time to first token, after tokenization"
         )
         self.inter_token_time = histogram(
-            "nanovllm_inter_token_seconds", "Time between two tokens of a choice"
+            "nanovllm_inter_token_seconds", "Time between tokens of a choice"
         )
         self.request_time = histogram("nanovllm_request_seconds", "Time until the last token")
 
@@ -69,7 +69,7 @@ class Metrics:
                 num_tokens = len(output["token_ids"])
                 before, num_before = newest.get(index, (now, num_tokens))
                 num_new = num_tokens - num_before  # can be several, see Stream
-                if num_new > 0:
+                for _ in range(num_new):  # several share a chunk when many streams are open
                     self.inter_token_time.observe((now - before) / num_new)
                 newest[index] = (now, num_tokens)
             yield outputs

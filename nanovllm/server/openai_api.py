@@ -1,6 +1,6 @@
 """The endpoints of OpenAI's API, over an EngineThread.
 
-protocol.py has the objects that are sent.
+protocol.py has the response objects.
 """
 
 import asyncio
@@ -33,10 +33,10 @@ from nanovllm.server.protocol import (
 )
 from nanovllm.server.web import Front, respond, show_path
 
-MIN_BODY_BYTES = 2**20  # room for everything that is not a prompt, such as schemas
+BASE_BODY_BYTES = 2**20  # room for everything that is not a prompt
 MAX_BODY_BYTES = 2**25
 # Tokens of common vocabularies have up to 128 characters, which are 768 bytes as \uXXXX escapes. A
-# token id takes 8 bytes, so a body has room for 128 prompts of max_model_len token ids.
+# token id takes 8 bytes, so a body below the limit has room for 128 prompts of max_model_len ids.
 BODY_BYTES_PER_TOKEN = 1024
 WELCOME = """nanovllm serves OpenAI's API under /v1. To watch an engine step by step, start
 
@@ -57,7 +57,7 @@ class Api:
         self.api_key = api_key
         self.created = int(time.time())
         self.metrics = Metrics(engine)
-        num_bytes = MIN_BODY_BYTES + BODY_BYTES_PER_TOKEN * engine.llm.max_model_len
+        num_bytes = BASE_BODY_BYTES + BODY_BYTES_PER_TOKEN * engine.llm.max_model_len
         self.bodies = Bodies(min(num_bytes, MAX_BODY_BYTES))
 
     def make_app(self, routes: Sequence[Route] = (), hosts: Sequence[str] = ()) -> ASGIApp:
@@ -171,14 +171,14 @@ async def until_disconnect(request: Request, answer: Coroutine[Any, Any, Respons
         await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        return Response(status_code=499)  # not received by anyone
+        return Response(status_code=499)  # the client has disconnected
     finally:
         task.cancel()
         disconnect.cancel()
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
-    """Turn an exception into an error object. Starlette prints the traceback of unexpected ones."""
+    """Turn an exception into an error object. uvicorn logs the traceback of unexpected ones."""
     status = 500
     message = "internal error"
     code: str | None = None
@@ -198,7 +198,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
         status = 503
         message = str(error)
     elif isinstance(error, ClientDisconnect):
-        status = 499  # not received by anyone
+        status = 499  # the client has disconnected
     elif isinstance(error, InvalidRequest):
         status = error.status
         message = str(error)

@@ -17,7 +17,7 @@ from nanovllm.engine.input_processor import PreparedPrompt, PromptTooLong
 
 Object = dict[str, Any]  # a JSON object
 
-DEFAULT_MAX_TOKENS = 16  # of a completion; a chat can use the rest of max_model_len
+DEFAULT_MAX_TOKENS = 16  # for completions; a chat can use the rest of max_model_len
 MAX_SAMPLES = 4096  # prompts times n of one request
 MAX_LOGPROBS = 20  # OpenAI's limit
 
@@ -153,15 +153,15 @@ def _blaming(given: Object, default: str | None = None) -> Iterator[None]:
 def _check_stream(given: Object) -> None:
     is_stream = check_bool("stream", given.get("stream", False))
     if check_bool("echo", given.get("echo", False)) and is_stream:
-        raise ValueError("'echo' is supported without 'stream' only: leave one of them out")
+        raise ValueError("'echo' does not support 'stream': leave one of them out")
     if "stream_options" not in given:
         return
     if not is_stream:
-        raise ValueError("stream_options needs stream=true: leave it out")
+        raise ValueError("stream_options needs stream=true: set it, or leave stream_options out")
     options = check_type("stream_options", given["stream_options"], (dict,), "an object")
     for name, value in options.items():
         if name in ("include_usage", "include_obfuscation"):
-            check_bool(f"stream_options.{name}", value or False)
+            check_bool(f"stream_options.{name}", False if value is None else value)
         elif (name, value) != ("continuous_usage_stats", False) and value is not None:
             raise ValueError(f"stream_options.{show(name)} is not supported: leave it out")
 
@@ -180,7 +180,7 @@ def _parse_params(given: Object, is_chat: bool, llm: LLM) -> SamplingParams:
         if wants_logprobs:
             options["logprobs"] = given.get("top_logprobs", 0)
         elif given.get("top_logprobs"):
-            raise ValueError("top_logprobs needs logprobs=true")
+            raise ValueError("top_logprobs needs logprobs=true: set it, or leave top_logprobs out")
     if "logprobs" in options:
         name = "top_logprobs" if is_chat else "logprobs"
         check_int(name, options["logprobs"], 0, MAX_LOGPROBS)

@@ -40,7 +40,7 @@ DEFAULTS: dict[str, Any] = {
     "num_speculative_tokens": 0,
 }
 HOSTS = ("127.0.0.1", "localhost", "::1")
-MAX_STEPS = 10_000  # of a recording; after that, the engine is replaced once it is idle
+MAX_STEPS = 10_000  # longest recording; after it, the engine is replaced once it is idle
 STEPS_PER_MESSAGE = 500
 MESSAGE_INTERVAL = 0.05  # seconds, because a page need not be drawn more often
 HEADERS = {

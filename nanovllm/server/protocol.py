@@ -1,6 +1,6 @@
 """OpenAI's objects: how outputs are written.
 
-https://platform.openai.com/docs/api-reference. Independent of HTTP.
+https://platform.openai.com/docs/api-reference. Does not use the web framework.
 """
 
 import json
@@ -27,7 +27,7 @@ class Reply:
         self.has_prompt: bool = given.get("echo", False)
         self.has_completion = not (self.has_prompt and given.get("max_tokens") == 0)
         self.num_top: int = given.get("top_logprobs", 0)
-        self.prompts: list[str | list[int]] = []  # of each choice, as they were sent
+        self.prompts: list[str | list[int]] = []  # one per choice, as they were sent
         if self.has_prompt:
             sent = given["prompt"]
             is_one = isinstance(sent, str) or isinstance(sent[0], int)
@@ -35,7 +35,7 @@ class Reply:
                 self.prompts += [prompt] * given.get("n", 1)
         self.is_chat = is_chat
         self.vocabulary = llm.vocabulary
-        self.writers: dict[int, LogprobsWriter] = {}  # of each choice, if logprobs are requested
+        self.writers: dict[int, LogprobsWriter] = {}  # one per choice, if logprobs are requested
         kind = "text_completion"
         if is_chat:
             kind = "chat.completion.chunk" if self.is_stream else "chat.completion"

@@ -1,4 +1,4 @@
-"""What every request passes before and after its endpoint."""
+"""Middleware: request ids, the origin check, the log."""
 
 import json
 import re
@@ -22,7 +22,7 @@ QUIET = ("/health", "/metrics")  # polled every few seconds, so neither logged n
 
 
 class Front:
-    """Gives each request an id, rejects those of foreign web pages, and logs and counts the rest.
+    """Gives each request an id, rejects those of foreign web pages, and logs and counts requests.
 
     A client or a proxy can choose the id by the header X-Request-Id. `hosts`, if given, are the
     only ones that are served: a page can let its own host name point to 127.0.0.1 (DNS rebinding).
@@ -100,8 +100,8 @@ def respond(content: Object, status: int = 200) -> Response:
 def log(line: str) -> None:
     """Print a line to stderr.
 
-    It is dropped if stderr is a full pipe, because the event loop would wait for its reader, and if
-    the reader is gone.
+    The line is dropped if stderr is a full pipe, because a write would block the event loop, or if
+    the reader of the pipe is gone.
     """
     _, writable, _ = select.select([], [2], [], 0)
     if writable:

@@ -5,7 +5,7 @@ from typing import Any
 from nanovllm.arithmetic import cdiv
 from nanovllm.trace.reader import BLOCK_STATES, Step
 
-_COLORS = ("#4c72b0", "#a9bfe0", "#eeeeee")  # of BLOCK_STATES
+_COLORS = ("#4c72b0", "#a9bfe0", "#eeeeee")  # in the order of BLOCK_STATES
 _MAX_ROWS = 32  # the plot grows up to this number of lanes
 _TITLE = (
     "dark: prefill (hatched: after a prefix hit); light: decode; x: preemption;"

@@ -15,7 +15,7 @@ class Step:
 
     # Kind, numbers of tokens, milliseconds, the queues when they change, counters after the step.
     info: dict[str, Any]
-    settings: dict[str, Any]  # of the engine
+    settings: dict[str, Any]  # the engine's, from the first event
     lanes: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> kind, tokens, result
     preempted: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> request_id, blocks
 

@@ -4,7 +4,7 @@ LLM derives its scheduler and its model runner from TracedScheduler and TracedMo
 share the Timeline. The engine therefore does not import this module. In a step:
 
     schedule             collects admissions and preemptions
-    prepare_batch, run   end their phases
+    prepare_batch, forward   end their phases
     postprocess          makes a Work for each sequence, lets the scheduler record the result,
                          completes each Work with the result, and writes the step
 
@@ -56,7 +56,7 @@ class TracedScheduler(Scheduler):
     def schedule(self) -> list[Sequence]:
         self.timeline.start_step()
         self.admitted: set[Sequence] = set()  # in this step
-        self.preemptions: list[Event] = []  # of this step
+        self.preemptions: list[Event] = []  # in this step
         seqs = super().schedule()
         self.timeline.end_phase()
         return seqs

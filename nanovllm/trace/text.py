@@ -6,8 +6,8 @@ from typing import Any
 
 from nanovllm.trace.reader import BLOCK_STATES, PHASES, Step
 
-_NAME_WIDTH = 10  # of the column of row names
-_MAX_REQUESTS = 8  # that the legend lists
+_NAME_WIDTH = 10  # width of the column of row names
+_MAX_REQUESTS = 8  # longest list of requests in the legend
 
 
 def render(steps: list[Step], width: int = 100) -> str:
@@ -55,7 +55,7 @@ def _cell(step: Step, lane: int) -> str:
 
 
 def _legend(steps: list[Step]) -> list[str]:
-    works: dict[int, list[dict[str, Any]]] = {}  # of each request
+    works: dict[int, list[dict[str, Any]]] = {}  # the steps of each request
     for step in steps:
         for work in step.lanes.values():
             works.setdefault(work["request_id"], []).append(work)

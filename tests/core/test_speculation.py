@@ -248,6 +248,7 @@ def make_decode(acceptance_rate, max_tokens=8, **params):
     seq = Sequence(0, [1, 2, 3] * 3, SamplingParams(max_tokens=max_tokens, **params))
     seq.token_ids.append(1)
     seq.num_scheduled_tokens = 1
+    seq.num_logits = 1
     seq.is_decode = True
     return seq, Proposal(PromptLookup(seq.token_ids), acceptance_rate=acceptance_rate)
 

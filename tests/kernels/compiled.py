@@ -209,7 +209,7 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
             limits = (width, rank.max_model_len)
             rank.graphs = graphs.CudaGraphs(rank.model, rank.kv_caches, sizes, *limits)
     for query_lens in ([2, 1], [1]):  # as at the start of an engine on a GPU
-        (logits,) = rank.compute(rank._make_dummy_batch(query_lens))
+        logits = rank.compute_logits(rank.compute(rank._make_dummy_batch(query_lens)))
         # As of three ranks, whose padding is cut off. Later logits are contiguous.
         logits = F.pad(logits, (0, 1))[:, :-1]
         sample_dummies(runner.sample, logits, rank.max_model_len)

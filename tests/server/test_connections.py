@@ -39,7 +39,7 @@ SHORT = {"prompt": [5], "max_tokens": 3, "ignore_eos": True}
 LONG = {"prompt": [5], "max_tokens": 900, "ignore_eos": True, "n": 8}
 HEALTH = b"GET /health HTTP/1.1\r\n\r\n"
 REQUEST = write_request(SHORT)
-MAX_BODY = openai_api.MIN_BODY_BYTES + openai_api.BODY_BYTES_PER_TOKEN * 1024
+MAX_BODY = openai_api.BASE_BODY_BYTES + openai_api.BODY_BYTES_PER_TOKEN * 1024
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ struct Layer {
     int64_t num_kv_heads;
     int64_t head_dim;
     int64_t intermediate_size;
-    float eps;    // of all norms
-    float scale;  // of attention scores
+    float eps;    // epsilon of all norms
+    float scale;  // scale of attention scores
 };
 
 // Run the layers on x [num_tokens, hidden_size], in place. Each layer has a kv_cache [2, num_slots,

@@ -1,4 +1,4 @@
-"""All decoder layers of a step in one C++ call (fused_layers.h).
+"""The decoder layers of a step in one C++ call, or one per layer for long steps (fused_layers.h).
 
 Python between two kernels would take longer than a small kernel.
 """
@@ -35,7 +35,7 @@ class _Layer(ctypes.Structure):
 
 
 class FusedLayers(OptimizedLayer, DecoderLayers):
-    """Runs all decoder layers in one C++ call, from prepacked weights that replace them."""
+    """Runs decoder layers in C++, from prepacked weights that replace them."""
 
     replaces = DecoderLayers
 
@@ -144,8 +144,8 @@ def _prepack(linear: Linear, gated: bool = False) -> Tensor:
 def can_fuse(layer: nn.Module) -> TypeGuard[DecoderLayer]:
     """Return whether the C++ code computes the same as `layer`.
 
-    It attends with the C++ kernels, and knows neither other ranks nor biases in an MLP. All weights
-    of a layer have one dtype, and its norms have one eps.
+    The C++ code uses the cpp backend, and supports one rank, no biases in an MLP, and one dtype and
+    one eps per layer.
     """
     parts = list(layer.modules())
     has_known_parts = all([has_known_code(part, *_KNOWN) for part in parts])

@@ -27,7 +27,7 @@ extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tok
 
 extern "C" void cos_and_sin(const int32_t* positions, const float* inv_freq, float attention_factor,
                             float* cos, float* sin, int64_t num_tokens, int64_t half) {
-    constexpr int64_t COST = 16;  // of cosf and sinf, as a number of multiplications
+    constexpr int64_t COST = 16;  // cosf and sinf cost about as much as this many multiplications
     parallel_for(num_tokens, COST * half, [=](int64_t token) {
         for (int64_t i = 0; i < half; i++) {
             float angle = positions[token] * inv_freq[i];

@@ -98,7 +98,7 @@ def reason_unavailable(dtype: torch.dtype) -> str | None:
 @cache
 def load(dtype: torch.dtype) -> ctypes.CDLL:
     """Return the kernels of `dtype`. Raises OSError or ValueError if there are none."""
-    compiler = shlex.split(os.environ.get("CXX", ""))  # it can have several words: "ccache g++"
+    compiler = shlex.split(os.environ.get("CXX", ""))  # several words are allowed: "ccache g++"
     if not compiler:
         compiler = ["c++"]
     # Its predefined macros name the version and the processor's features.

@@ -3,7 +3,7 @@
 #include "team.h"
 
 // Rows of logits in the model's dtype, or in float32 after penalties or filters. One library reads
-// both, because compiling a second one would stop an engine that serves. All kernels compute with a
+// both, because compiling a second one would block a running engine for seconds. All kernels compute with a
 // float32 copy, so equal logits give equal tokens in every library.
 struct Logits {
     const void* numbers;
@@ -84,12 +84,12 @@ static void filter_row(float* row, int64_t vocab_size, const Filter& filter) {
         values[token] = row[token] == row[token] ? row[token] : -INFINITY;
         highest = values[token] > highest ? values[token] : highest;
     }
-    // Infinity is sampled with or without a filter, and no logit is below -infinity.
+    // If the highest logit is infinite, it wins anyway. If it is -infinity, nothing is left to remove.
     if (!std::isfinite(highest)) return;
     float inverse = 1 / filter.temperature;
     auto weigh = [=](float logit) { return exponential((logit - highest) * inverse); };
     Cut cut{-INFINITY, vocab_size};
-    float mass = 0;  // of the tokens from which top-p selects
+    float mass = 0;  // total weight of the tokens that top-p selects from
     if (filter.top_k < vocab_size) {
         cut = find_cut(values, vocab_size, highest, filter.top_k, INFINITY, weigh);
         // More than top_k tokens stay if some are equal at the cut. The surplus does not count.

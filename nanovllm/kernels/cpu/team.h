@@ -37,7 +37,7 @@ class TeamSize {
     int64_t num_threads = 0;
     int64_t num_calm = 0;  // windows in which the team lost little
     int64_t wait = 1;      // calm windows until the team tries one more thread
-    double start = 0;      // of the measured call
+    double start = 0;      // start of the measured call
     double end = 0;
     double cpu_time = 0;
     double measured = 0;  // seconds of the window
@@ -51,7 +51,7 @@ class TeamSize {
     }
 
 public:
-    static TeamSize& get() {  // of the calling thread
+    static TeamSize& get() {  // the calling thread's
         static thread_local TeamSize size;
         return size;
     }

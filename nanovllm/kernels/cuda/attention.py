@@ -166,8 +166,8 @@ class _Kernels(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    rows: int  # of queries
-    tokens: int  # of the context
+    rows: int  # query rows
+    tokens: int  # context tokens
     num_warps: int
     num_stages: int
 

@@ -76,7 +76,7 @@ def attend_kernel(
 
         # The queries are the last tokens of the context, and each attends up to its own position.
         context_len = tl.load(context_lens_ptr + seq)
-        first_position = context_len - query_len + tile * TOKENS  # of the tile's first token
+        first_position = context_len - query_len + tile * TOKENS  # the tile's first token
         last_visible = context_len - query_len + tokens  # [M]
         visible_end = tl.minimum(context_len, first_position + TOKENS)  # to any row
         tokens_per_split = tl.cdiv(tl.cdiv(visible_end, num_splits), N) * N

@@ -26,7 +26,7 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.decoder import MLP, Attention, DecoderLayer, DecoderLayers
 
 # Not tuned on a GPU, as the number of warps in add_rms_norm.
-_ROTATED_NUMBERS = 2048  # of a token's heads, for each program
+_ROTATED_NUMBERS = 2048  # numbers of a token's heads per program
 _SWIGLU_BLOCK = 1024
 
 
@@ -137,7 +137,7 @@ def rotate_and_store(
     num_all_heads = num_heads + 2 * num_kv_heads
     block = triton.next_power_of_2(head_dim // 2)
     max_heads = max(1, _ROTATED_NUMBERS // (2 * block))
-    heads = min(triton.next_power_of_2(num_all_heads), max_heads)  # of a program
+    heads = min(triton.next_power_of_2(num_all_heads), max_heads)  # heads per program
     key = (qkv.device, qkv.dtype, values_offset, is_aligned(qkv))
     launch = prepare(
         rotate_and_store_kernel,

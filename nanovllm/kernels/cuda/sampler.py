@@ -206,11 +206,11 @@ def _find_cut(
     which is valid if max_count is the only bound.
     """
     high = highest
-    count_high = 0  # of the tokens above `high`
+    count_high = 0  # number of tokens above `high`
     mass_high = 0.0
     while low < high:
         pivot = tl.maximum(low * 0.5 + high * 0.5, low)
-        pivot = tl.where(pivot < high, pivot, low)  # it may have been rounded up
+        pivot = tl.where(pivot < high, pivot, low)  # the middle may have been rounded up
         counts = tl.zeros([BLOCK], dtype=tl.int32)
         masses = tl.zeros([BLOCK], dtype=tl.float32)
         below = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
