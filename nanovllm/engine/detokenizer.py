@@ -102,7 +102,7 @@ class Detokenizer:
             if whole is not None and whole.startswith(self.anchor_text + self.text):
                 return self._without_tail(whole[len(self.anchor_text) :])
         if not self.stop_strings:
-            self.advance(token_ids)
+            self.push_new(token_ids)
         if is_last or self.end is not None:
             text = (self.text + self._find_new_text(*self.window))[: self.end]
         else:
@@ -124,7 +124,7 @@ class Detokenizer:
         a copy.
         """
         num_searched = self.num_searched
-        self.advance(token_ids)
+        self.push_new(token_ids)
         text = self.text
         _, _, pending = self.window
         if pending:
@@ -140,13 +140,13 @@ class Detokenizer:
             self.end = min((start for start in starts if start >= 0), default=None)
         return self.end is not None
 
-    def advance(self, token_ids: list[int]) -> None:
-        """Take all new tokens."""
+    def push_new(self, token_ids: list[int]) -> None:
+        """Push the tokens that are new."""
         for token_id in token_ids[self.num_decoded_tokens :]:
-            self.take(token_id)
+            self.push(token_id)
 
-    def take(self, token_id: int) -> str:
-        """Read one more token. Return the text that it releases."""
+    def push(self, token_id: int) -> str:
+        """Add one token. Return the text that it releases."""
         new_text, window = self._extend_window(token_id, *self.window)
         is_first = not self.text
         # No call and no loop falls between these stores, so no KeyboardInterrupt does, either.

@@ -122,44 +122,57 @@ async def bind(host: str, port: int) -> list[socket.socket]:
     return sockets
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = make_parser()
-    args = parser.parse_args(argv)
-    names = [field.name for field in fields(Config)[1:]]
-    options = {name: value for name, value in vars(args).items() if name in names}
-    if args.playground and (args.host not in HOSTS or args.api_key or "trace" in options):
-        parser.error(
-            "--playground shows every prompt to everyone who opens the page, and records every"
-            f" step: use a --host of {', '.join(HOSTS)}, and neither --api-key nor --trace"
-        )
+def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the program with an error for arguments that must not be combined."""
     if args.api_key is not None:
         args.api_key = args.api_key.strip()  # a file that it comes from ends with a newline
     if args.api_key == "":
         parser.error("--api-key, or NANOVLLM_API_KEY, is empty: give a key, or leave it out")
+    if args.playground and (args.host not in HOSTS or args.api_key or hasattr(args, "trace")):
+        parser.error(
+            "--playground shows every prompt to everyone who opens the page, and records every"
+            f" step: use a --host of {', '.join(HOSTS)}, and neither --api-key nor --trace"
+        )
     if not is_loopback(args.host) and args.api_key is None:
         message = f"warning: --host {args.host} lets everyone on the network use this server"
         print(f"nanovllm: {message}: set --api-key", file=sys.stderr)
+
+
+def start(args: argparse.Namespace) -> tuple[list[socket.socket], EngineThread]:
+    """Reserve the address, and load the model. Raises ValueError or TypeError."""
+    check_int("--port", args.port, 0, 65535)
+    address = f"--host {args.host} --port {args.port} is not available, choose another address"
+    with naming(address, OSError, UnicodeError):  # before the model, which takes a while
+        sockets = asyncio.run(bind(args.host, args.port))
+    names = [field.name for field in fields(Config)[1:]]
+    options = {name: value for name, value in vars(args).items() if name in names}
+    engine: EngineThread
+    if args.playground:
+        engine = Playground(args.model, options)
+    else:
+        engine = EngineThread(LLM(args.model, **options))
+    with naming(address, OSError):  # another server may have listened there first
+        for each in sockets:
+            each.listen()
+    return sockets, engine
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    check_arguments(parser, args)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))  # while the model loads
-    playground: Playground | None = None
-    address = f"--host {args.host} --port {args.port} is not available, choose another address"
     try:
-        check_int("--port", args.port, 0, 65535)
-        with naming(address, OSError, UnicodeError):
-            sockets = asyncio.run(bind(args.host, args.port))
-        if args.playground:
-            playground = Playground(args.model, options)
-        engine = playground or EngineThread(LLM(args.model, **options))
-        with naming(address, OSError):  # a server that started at the same time
-            for each in sockets:
-                each.listen()
+        sockets, engine = start(args)
     except (ValueError, TypeError) as error:
         parser.error(str(error))
     name = "demo_model" if args.model == DEMO_MODEL else args.model
     api = Api(engine, name, str(args.model), args.api_key)
-    app = api.make_app()
-    if playground is not None:
-        app = api.make_app(playground.routes(), HOSTS)
+    if isinstance(engine, Playground):
+        app = api.make_app(engine.routes(), HOSTS)
+    else:
+        app = api.make_app()
     max_connections, batch_size = choose_limits()
     protocol: Any = partial(Connection, max_connections=max_connections)
     config = uvicorn.Config(

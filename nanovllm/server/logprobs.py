@@ -61,7 +61,7 @@ class LogprobsWriter:
         """Return the text that a token adds, or its name if it is special."""
         text = ""
         if self.detokenizer is not None:
-            text = self.detokenizer.take(token_id)
+            text = self.detokenizer.push(token_id)
             if is_last:
                 text += self.detokenizer.flush()
         self.offset += len(text)
