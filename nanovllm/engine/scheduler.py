@@ -119,7 +119,7 @@ class Scheduler:
         return True
 
     def _schedule_tokens(self, seq: Sequence, budget: int, scheduled: list[Sequence]) -> int:
-        """Add `seq` to the step, with as many tokens as `budget` allows. Return what is left.
+        """Add `seq` to the step, with as many tokens as `budget` allows. Return the rest.
 
         The blocks that these tokens make full are cached already now, see cache_full_blocks.
         """

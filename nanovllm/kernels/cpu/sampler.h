@@ -3,8 +3,8 @@
 #include "team.h"
 
 // Rows of logits in the model's dtype, or in float32 after penalties or filters. One library reads
-// both, because compiling a second one would block a running engine for seconds. All kernels compute with a
-// float32 copy, so equal logits give equal tokens in every library.
+// both, because compiling a second one would block a running engine for seconds. All kernels
+// compute with a float32 copy, so equal logits give equal tokens in every library.
 struct Logits {
     const void* numbers;
     bool is_float32;
@@ -84,7 +84,7 @@ static void filter_row(float* row, int64_t vocab_size, const Filter& filter) {
         values[token] = row[token] == row[token] ? row[token] : -INFINITY;
         highest = values[token] > highest ? values[token] : highest;
     }
-    // If the highest logit is infinite, it wins anyway. If it is -infinity, nothing is left to remove.
+    // An infinite logit wins anyway. If all are -infinity, there is nothing to remove.
     if (!std::isfinite(highest)) return;
     float inverse = 1 / filter.temperature;
     auto weigh = [=](float logit) { return exponential((logit - highest) * inverse); };
