@@ -77,7 +77,7 @@ def make_executor(config: Config, spec: ModelSpec, directory: Path) -> Executor:
 
 
 @dataclass(frozen=True)
-class Model:
+class WorkerArguments:
     """What a Worker is made from, for the process of another rank."""
 
     config: Config
@@ -95,21 +95,21 @@ class MultiRankExecutor(Executor):
     """
 
     def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
-        model = Model(config, spec, directory)
+        arguments = WorkerArguments(config, spec, directory)
         self.stop_reason = None
         # The processes of ranks 1 and up by their pipes. There are none under torchrun.
         self.processes: dict[Connection, BaseProcess] = {}
         self.tasks: SimpleQueue[Task | None] = SimpleQueue()  # None ends the thread
-        store = _join_torchrun(model)
-        self.thread = Thread(target=self._work_off_tasks, daemon=True)
+        store = _join_torchrun(arguments)
+        self.thread = Thread(target=self._run_tasks, daemon=True)
         self.thread.start()
         # A forked process must not keep the pipes open, or the other ranks would not notice the end
         # of rank 0.
         os.register_at_fork(after_in_child=self.processes.clear)
         try:
             if store is None:
-                store = self._start_processes(model)
-            self.worker = self.call(model.make_worker, Place(0, 0, store))
+                store = self._start_processes(arguments)
+            self.worker = self.call(arguments.make_worker, Place(0, 0, store))
         except BaseException:
             self.stop("the engine has not started")
             raise
@@ -169,7 +169,7 @@ class MultiRankExecutor(Executor):
             self.stop(f"rank 0 has failed: {result.exception()!r}")
         return result.result()
 
-    def _work_off_tasks(self) -> None:
+    def _run_tasks(self) -> None:
         for task in iter(self.tasks.get, None):
             try:
                 task.result.set_result(task.function(*task.args))
@@ -177,8 +177,8 @@ class MultiRankExecutor(Executor):
                 task.result.set_exception(error)
             del task  # the task can hold the last reference to an engine
 
-    def _start_processes(self, model: Model) -> dist.Store:
-        size = model.config.tensor_parallel_size
+    def _start_processes(self, arguments: WorkerArguments) -> dist.Store:
+        size = arguments.config.tensor_parallel_size
         num_threads = torch.get_num_threads()
         share = max(1, num_threads // size)
         self.call(torch.set_num_threads, share)  # in the thread of rank 0
@@ -189,7 +189,7 @@ class MultiRankExecutor(Executor):
         context.set_forkserver_preload(["torch", "transformers.models.auto.tokenization_auto"])
         for rank in range(1, size):
             pipe, pipe_to_rank_0 = context.Pipe()
-            args = (model, rank, store.port, share, dict(os.environ), pipe_to_rank_0)
+            args = (arguments, rank, store.port, share, dict(os.environ), pipe_to_rank_0)
             process = context.Process(target=_serve, args=args, name=f"rank {rank} of {size}")
             process.start()
             pipe_to_rank_0.close()  # the process has its own copy
@@ -209,7 +209,7 @@ class Task:
     args: tuple[Any, ...]
 
 
-def _join_torchrun(model: Model) -> dist.Store | None:
+def _join_torchrun(arguments: WorkerArguments) -> dist.Store | None:
     """Return the store of torchrun's ranks, or None without torchrun.
 
     On ranks 1 and up this does not return. They serve and then exit.
@@ -220,14 +220,14 @@ def _join_torchrun(model: Model) -> dist.Store | None:
     with naming(problem, KeyError, ValueError):
         local_rank = int(os.environ["LOCAL_RANK"])
         store, rank, world_size = next(dist.rendezvous("env://"))
-    size = model.config.tensor_parallel_size
+    size = arguments.config.tensor_parallel_size
     if world_size != size:
         raise ValueError(
             f"tensor_parallel_size={size}, but torchrun has started {world_size} processes:"
             " set both to the same number"
         )
     if rank > 0:
-        worker = model.make_worker(Place(rank, local_rank, store))
+        worker = arguments.make_worker(Place(rank, local_rank, store))
         try:
             worker.serve()
         except BaseException:
@@ -245,7 +245,7 @@ def _join_torchrun(model: Model) -> dist.Store | None:
 
 
 def _serve(
-    model: Model,
+    arguments: WorkerArguments,
     rank: int,
     port: int,
     num_threads: int,
@@ -268,7 +268,7 @@ def _serve(
         os.environ.update(environment)  # the fork server has the one of its own start
         torch.set_num_threads(num_threads)
         store = dist.TCPStore("127.0.0.1", port)
-        model.make_worker(Place(rank, rank, store)).serve()
+        arguments.make_worker(Place(rank, rank, store)).serve()
     except BaseException as error:
         reason = f"{current_process().name} has failed:\n{traceback.format_exc()}"
         pipe.send(Failure(True, time.monotonic(), isinstance(error, ValueError), reason))

@@ -146,7 +146,7 @@ def make_executor(worker):
     executor.processes = {}
     executor.tasks = SimpleQueue()
     executor.worker = worker
-    executor.thread = threading.Thread(target=executor._work_off_tasks, daemon=True)
+    executor.thread = threading.Thread(target=executor._run_tasks, daemon=True)
     executor.thread.start()
     return executor
 
