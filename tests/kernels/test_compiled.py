@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
-MATRIX = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}  # of A100, H100, B200
+MATRIX = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}  # instructions of A100, H100, B200
+COMMON = (80, 90)  # a GPU takes ten seconds and more
 
 
 def run(*arguments):
@@ -21,7 +22,7 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def events():
-    return run(*MATRIX)
+    return run(*COMMON)
 
 
 def check(arch, events):
@@ -43,9 +44,14 @@ def check(arch, events):
     assert num_prefills
 
 
-@pytest.mark.parametrize("arch", MATRIX)
+@pytest.mark.parametrize("arch", COMMON)
 def test_kernels_fit_a_gpu_and_use_its_matrix_instructions(events, arch):
     check(arch, events)
+
+
+@pytest.mark.sweep
+def test_kernels_fit_the_newest_gpu():
+    check(100, run(100))
 
 
 @pytest.mark.sweep
