@@ -123,10 +123,10 @@ def show_step(llm: LLM, number: int, block_ids: list[int]) -> None:
         print(f"     slot_mapping {batch.slot_mapping[start:end].tolist()}")
     for block_id in block_ids:
         block = llm.scheduler.block_manager.blocks[block_id]
-        if block.hash == -1:
-            print(f"  block {block_id}: not cached")
-        else:
+        if block.is_cached:
             print(f"  block {block_id}: cached, hash {block.hash:032x}, tokens {block.token_ids}")
+        else:
+            print(f"  block {block_id}: not cached")
 
 
 def main() -> None:

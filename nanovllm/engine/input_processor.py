@@ -61,6 +61,7 @@ class InputProcessor:
             raise ValueError("the checkpoint has no tokenizer: pass stop_token_ids instead of stop")
         if isinstance(prompt, str):
             token_ids = self.tokenize(prompt)
+            self._check_len(len(token_ids))
         else:
             check_type("a prompt", prompt, (list, tuple), "a str or a list of token ids")
             self._check_len(len(prompt))  # before a pass over all of them
@@ -72,7 +73,6 @@ class InputProcessor:
             raise ValueError("a prompt must have at least one token")
         check_int("each token id of a prompt", min(token_ids), 0, self.vocab_size - 1)
         check_int("each token id of a prompt", max(token_ids), 0, self.vocab_size - 1)
-        self._check_len(len(token_ids))
         return token_ids, params
 
     def _check_len(self, num_tokens: int) -> None:
@@ -102,9 +102,8 @@ class InputProcessor:
                 f"a prompt of {len(text)} characters exceeds max_model_len={self.max_model_len}"
                 " tokens: shorten the prompt"
             )
-        with naming(
-            "the tokenizer cannot encode the prompt", Exception
-        ):  # its type depends on the tokenizer
+        # The type of the exception depends on the tokenizer.
+        with naming("the tokenizer cannot encode the prompt", Exception):
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def make_requests(

@@ -68,8 +68,8 @@ class Metrics:
             for index, output in outputs.items():
                 num_tokens = len(output["token_ids"])
                 before, num_before = newest.get(index, (now, num_tokens))
-                num_new = num_tokens - num_before  # can be several, see Stream
-                for _ in range(num_new):  # several share a chunk when many streams are open
+                num_new = num_tokens - num_before
+                for _ in range(num_new):  # several tokens can share a chunk, see Stream
                     self.inter_token_time.observe((now - before) / num_new)
                 newest[index] = (now, num_tokens)
             yield outputs
