@@ -1,0 +1,189 @@
+"""Weight-only quantization: integer codes, with a scale and a zero for each group of inputs.
+
+    weight[row, i] = (code[row, i] - zero[row, i // group_size]) * scale[row, i // group_size]
+
+              group 0           group 1
+    row 0   c c c c c c c c | c c c c c c c c      codes of 4 or 8 bits, from 0 to 2^bits - 1
+            s z             | s z                  scale float32, zero int16
+    row 1   c c c c c c c c | c c c c c c c c
+
+Groups are small so that one large weight does not make all others of its row coarse. A zero lets a
+group use all codes for the range that it has. Scales are float32 because checkpoints store them in
+float16, bfloat16 or float32, and no smaller dtype holds all of these.
+
+This is plain torch and the specification of all kernels: a layer dequantizes its weight to the
+model's dtype and multiplies by it. Activations, K/V and biases are not quantized.
+
+Where weights are loaded, a QuantizedWeight takes the place of a tensor. `copy_` quantizes, so the
+weights of a model are never all in memory before they are quantized.
+
+References: Frantar et al. 2022 (GPTQ); Lin et al. 2023 (AWQ); llama.cpp's Q4_1 and Q8_0.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.arithmetic import cdiv
+from nanovllm.layers.embedding import Embedding
+from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+_CHUNK = 1 << 20  # weights that are quantized at once, which bounds temporary float32 copies
+
+
+@dataclass(frozen=True)
+class Scheme:
+    bits: int  # of a code: 4 or 8
+    group_size: int  # inputs that share a scale and a zero
+
+    @property
+    def largest_code(self) -> int:
+        return (1 << self.bits) - 1
+
+
+class QuantizedWeight(nn.Module):
+    """A weight [..., out_features, in_features]. `dtype` is what it is dequantized to."""
+
+    codes: Tensor  # uint8 [..., out_features, bytes of a row], of two 4-bit codes the first is low
+    scales: Tensor  # float32 [..., out_features, num_groups]
+    zeros: Tensor  # int16 [..., out_features, num_groups]
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        in_features: int,
+        dtype: torch.dtype,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor,
+    ) -> None:
+        super().__init__()
+        self.scheme = scheme
+        self.in_features = in_features
+        self.dtype = dtype
+        self.register_buffer("codes", codes, persistent=False)
+        self.register_buffer("scales", scales, persistent=False)
+        self.register_buffer("zeros", zeros, persistent=False)
+
+    @classmethod
+    def empty_like(cls, weight: Tensor, scheme: Scheme) -> "QuantizedWeight":
+        *sizes, in_features = weight.shape
+        num_groups = cdiv(in_features, scheme.group_size)
+        num_bytes = cdiv(in_features * scheme.bits, 8)
+        codes = weight.new_empty(*sizes, num_bytes, dtype=torch.uint8)
+        scales = weight.new_empty(*sizes, num_groups, dtype=torch.float32)
+        zeros = weight.new_empty(*sizes, num_groups, dtype=torch.int16)
+        return cls(scheme, in_features, weight.dtype, codes, scales, zeros)
+
+    @classmethod
+    def from_codes(
+        cls, scheme: Scheme, dtype: torch.dtype, codes: Tensor, scales: Tensor, zeros: Tensor
+    ) -> "QuantizedWeight":
+        """Pack codes, one per element: uint8 [..., out_features, in_features]."""
+        in_features = codes.shape[-1]
+        if scheme.bits == 4:
+            codes = F.pad(codes, (0, in_features % 2))
+            codes = codes[..., ::2] | codes[..., 1::2] << 4
+        return cls(scheme, in_features, dtype, codes, scales.float(), zeros.to(torch.int16))
+
+    @classmethod
+    def quantize(cls, weight: Tensor, scheme: Scheme) -> "QuantizedWeight":
+        """Round each weight to the nearest code of its group. 0 stays 0."""
+        in_features = weight.shape[-1]
+        padding = (0, -in_features % scheme.group_size)
+        groups = F.pad(weight.float(), padding).unflatten(-1, (-1, scheme.group_size))
+        low = groups.amin(-1, keepdim=True).clamp_(max=0.0)
+        high = groups.amax(-1, keepdim=True).clamp_(min=0.0)
+        scales = (high - low) / scheme.largest_code
+        inverse = (1 / scales).masked_fill_(scales == 0, 0.0)
+        zeros = (-low * inverse).round_()
+        rounded = (groups * inverse).round_().add_(zeros).clamp_(0, scheme.largest_code)
+        codes = rounded.to(torch.uint8).flatten(-2)[..., :in_features]
+        return cls.from_codes(scheme, weight.dtype, codes, scales.squeeze(-1), zeros.squeeze(-1))
+
+    def unpack(self) -> Tensor:
+        """Return the codes, one per element: uint8 [..., out_features, in_features]."""
+        if self.scheme.bits == 8:
+            return self.codes
+        pairs = torch.stack((self.codes & 15, self.codes >> 4), dim=-1)
+        return pairs.flatten(-2)[..., : self.in_features]
+
+    def dequantize(self) -> Tensor:
+        """Compute in float32 and round once, to `dtype`."""
+        centered = self.unpack().float() - self._for_each_input(self.zeros)
+        return (centered * self._for_each_input(self.scales)).to(self.dtype)
+
+    def _for_each_input(self, of_groups: Tensor) -> Tensor:
+        repeated = of_groups.repeat_interleave(self.scheme.group_size, dim=-1)
+        return repeated[..., : self.in_features]
+
+    # What models/weights.py needs of the destination of a tensor.
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.codes.shape[:-1], self.in_features))
+
+    def new_empty(self, shape: list[int]) -> Tensor:
+        return self.scales.new_empty(shape, dtype=self.dtype)
+
+    def __getitem__(self, index: Any) -> "QuantizedWeight":
+        """Index as a tensor. Inputs can only be sliced, in whole groups."""
+        index = index if isinstance(index, tuple) else (index,)
+        if len(index) < self.codes.dim():
+            parts = (self.codes[index], self.scales[index], self.zeros[index])
+            return QuantizedWeight(self.scheme, self.in_features, self.dtype, *parts)
+        *others, columns = index
+        start, end, _ = columns.indices(self.in_features)
+        size = self.scheme.group_size
+        if start % size or (end % size and end < self.in_features):
+            raise ValueError(f"inputs {start} to {end} are not whole groups of {size}")
+        packed = (*others, slice(start * self.scheme.bits // 8, cdiv(end * self.scheme.bits, 8)))
+        groups = (*others, slice(start // size, cdiv(end, size)))
+        parts = (self.codes[packed], self.scales[groups], self.zeros[groups])
+        return QuantizedWeight(self.scheme, end - start, self.dtype, *parts)
+
+    def split(self, sizes: list[int]) -> list["QuantizedWeight"]:
+        ends = torch.tensor(sizes, device="cpu").cumsum(0).tolist()
+        return [self[end - size : end] for end, size in zip(ends, sizes)]
+
+    def chunk(self, num_chunks: int) -> list["QuantizedWeight"]:
+        return self.split([self.shape[0] // num_chunks] * num_chunks)
+
+    def copy_(self, source: "Tensor | QuantizedWeight") -> None:
+        """Quantize a float tensor, or copy codes of the same scheme."""
+        if isinstance(source, QuantizedWeight):
+            assert source.scheme == self.scheme
+            self.codes.copy_(source.codes)
+            self.scales.copy_(source.scales)
+            self.zeros.copy_(source.zeros)
+            return
+        rows_at_once = max(1, _CHUNK // self.in_features)
+        for start in range(0, len(source), rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            part = source[rows].to(self.codes.device)
+            self[rows].copy_(QuantizedWeight.quantize(part, self.scheme))
+
+
+class QuantizedLayer(nn.Module):
+    """Mixin for a layer with a QuantizedWeight. models/quantization.py installs it in `__class__`."""
+
+    weight: QuantizedWeight  # type: ignore[assignment]
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, self.weight.dequantize(), bias)
+
+
+class QuantizedColumnParallelLinear(QuantizedLayer, ColumnParallelLinear):
+    """Computes this rank's shard of the outputs."""
+
+
+class QuantizedRowParallelLinear(QuantizedLayer, RowParallelLinear):
+    """Takes this rank's shard of the inputs."""
+
+
+class QuantizedEmbedding(QuantizedLayer, Embedding):
+    def look_up(self, rows: Tensor) -> Tensor:
+        return self.weight[rows].dequantize()
