@@ -62,6 +62,9 @@ class Config(Checked):
             cannot run here is an error. backends.py lists the names.
         load_format: "auto": the checkpoint's weights. "dummy": random weights in the shapes of
             config.json.
+        quantization: "int8" or "int4": quantize weights that the checkpoint stores in 16 or 32 bits
+            while they are loaded. With "int4" the embeddings and the output head have 8 bits. None:
+            keep what is stored.
         seed: Seed of the engine. The same calls give the same samples, up to rounding.
         num_speculative_tokens: Maximum number of draft tokens per sequence and step, proposed by
             prompt lookup. At most MAX_DRAFT_LEN of the attention backend (7) are used. With
@@ -90,6 +93,9 @@ class Config(Checked):
     enable_kernels: bool = checked(True, check_bool)
     attention_backend: str = checked("auto", check_choice, choices=("auto", *BACKENDS))
     load_format: Literal["auto", "dummy"] = checked("auto", check_choice, choices=("auto", "dummy"))
+    quantization: Literal["int8", "int4"] | None = checked(
+        None, check_choice, choices=("int8", "int4")
+    )
     seed: int = checked(0, check_int, minimum=0)
     num_speculative_tokens: int = checked(0, check_int, minimum=0, maximum=MAX_SIZE)
     trace: str | os.PathLike[str] | None = checked(

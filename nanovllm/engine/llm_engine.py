@@ -63,7 +63,7 @@ class LLMEngine:
         directory = find_checkpoint(os.fspath(config.model))
         hf_config = read_config(directory)
         dtype = find_dtype(config, hf_config, directory)
-        spec = read_spec(hf_config, dtype, config.tensor_parallel_size)
+        spec = read_spec(hf_config, dtype, config.tensor_parallel_size, config.quantization)
         self.tokenizer = read_tokenizer(directory)
         self.eos_token_ids = read_eos_token_ids(directory, hf_config, self.tokenizer)
         defaults = read_generation_defaults(directory)

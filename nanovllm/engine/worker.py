@@ -25,7 +25,14 @@ from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.spec import ModelSpec
-from nanovllm.models.weights import check_sizes, init_dummy_weights, load_checkpoint
+from nanovllm.models.weights import (
+    check_sizes,
+    count_bytes,
+    init_dummy_weights,
+    load_checkpoint,
+    make_model,
+    open_checkpoint,
+)
 from nanovllm.packing import pack, unpack
 from nanovllm.transfers import copy_to
 
@@ -62,7 +69,6 @@ class Worker:
         with torch.accelerator.device_index(self.device.index):
             self._select_backend()
             self.meter = MemoryMeter(self.device)
-            check_sizes(spec, directory, self.device, self.tp.size)
             self._load_model(directory)
 
     def _select_backend(self) -> None:
@@ -79,19 +85,26 @@ class Worker:
             )
 
     def _load_model(self, directory: Path) -> None:
-        with torch.device(self.device):
-            self.model = self.spec.make_model(self.backend, self.tp)
+        config, spec = self.config, self.spec
         with torch.device("cpu"):  # safetensors reads there, whatever the caller's default is
-            if self.config.load_format == "dummy":
-                init_dummy_weights(self.model, self.config.seed)
+            files = open_checkpoint(config, directory)
+            check_sizes(spec, directory, files, self.device, self.tp.size)
+            self.model = make_model(spec, self.backend, self.device, files, self.tp)
+            if files is None:
+                init_dummy_weights(self.model, config.seed)
             else:
-                load_checkpoint(self.model, directory)
-        if self.config.enable_kernels:
-            names = kernels.kernelize(self.model, self.device, self.spec.dtype)
-            if names and self.tp.rank == 0:
-                advice = "enable_kernels=False runs layers/ and models/ as written"
-                message = f"nanovllm: optimized layers: {', '.join(names)}; {advice}"
-                print(message, file=sys.stderr)
+                format = spec.quantization.format if spec.quantization is not None else None
+                load_checkpoint(self.model, files, format)
+        message = f"{count_bytes(self.model) / 1e9:.2f} GB of weights"
+        if config.enable_kernels:
+            names = kernels.kernelize(self.model, self.device, spec.dtype)
+            if names:
+                message += (
+                    f"; optimized layers: {', '.join(names)};"
+                    " enable_kernels=False runs layers/ and models/ as written"
+                )
+        if self.tp.rank == 0:
+            print(f"nanovllm: {message}", file=sys.stderr)
 
     @property
     def needs_profile(self) -> bool:

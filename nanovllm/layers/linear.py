@@ -11,12 +11,16 @@ into one matrix, so that one GEMM computes them:
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
+
+if TYPE_CHECKING:
+    from nanovllm.layers.quantized import QuantizedWeight
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Target:
     `full_size` is the tensor's size in that dimension. None: `destination` receives all of it.
     """
 
-    destination: Tensor
+    destination: "Tensor | QuantizedWeight"
     dim: int = 0
     start: int = 0
     full_size: int | None = None
@@ -95,7 +99,10 @@ class ColumnParallelLinear(Linear):
 
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
         parent = name.rpartition(".")[0]
-        for key, parameter in self.named_parameters():  # weight, bias
+        parameters = {"weight": self.weight}
+        if self.bias is not None:
+            parameters["bias"] = self.bias
+        for key, parameter in parameters.items():
             shards = parameter.split(list(self.parts.values()))
             for (part, full_size), rows in zip(self.full_sizes.items(), shards):
                 _, first_unit = self.tp.divide(full_size // self.unit)

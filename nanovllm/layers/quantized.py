@@ -168,9 +168,9 @@ class QuantizedWeight(nn.Module):
 
 
 class QuantizedLayer(nn.Module):
-    """Mixin for a layer with a QuantizedWeight. models/quantization.py installs it in `__class__`."""
+    """Mixin for a layer with a QuantizedWeight. models/weights.py installs it in `__class__`."""
 
-    weight: QuantizedWeight  # type: ignore[assignment]
+    weight: Any  # a QuantizedWeight, which takes the place of the original's parameter
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.weight.dequantize(), bias)

@@ -37,7 +37,8 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, spec: RopeSpec) -> None:
         super().__init__()
         self.attention_factor = spec.attention_factor
-        inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32)
+        # Models are made on the device "meta", where numbers would be lost.
+        inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32, device="cpu")
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:

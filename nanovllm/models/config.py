@@ -21,13 +21,19 @@ from nanovllm.layers.rotary import RopeSpec
 from nanovllm.models.decoder import DecoderSpec
 from nanovllm.models.moe import MoESpec
 from nanovllm.models.opt import OPTSpec
+from nanovllm.models.quantization import read_quantization
 from nanovllm.models.spec import ModelSpec
 
 Fields = dict[str, Any]
 _ROPE_TYPES = ("default", "dynamic", "linear", "yarn", "llama3")
 
 
-def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> ModelSpec:
+def read_spec(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    num_ranks: int,
+    quantization: str | None = None,
+) -> ModelSpec:
     """Convert a config from `read_config`.
 
     Raises ValueError if the model is not supported, or cannot be sharded over `num_ranks`.
@@ -36,8 +42,6 @@ def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> M
     with naming(path, Exception):  # an invalid value can raise anything
         name = next(iter(config.architectures or ()), None)
         architecture = check_choice("architectures[0]", name, tuple(ARCHITECTURES))
-        if getattr(config, "quantization_config", None):
-            raise ValueError("quantized checkpoints (quantization_config) are not supported")
         check_choice("dtype", str(dtype).removeprefix("torch."), DTYPES)
         common = {
             "vocab_size": _read_size(config, "vocab_size"),
@@ -47,6 +51,7 @@ def read_spec(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int) -> M
             "tie_embeddings": config.tie_word_embeddings,
             "max_len": _read_size(config, "max_position_embeddings"),
             "dtype": dtype,
+            "quantization": read_quantization(config, quantization),
         }
         spec = ARCHITECTURES[architecture](config, common)
         _check_ranks(spec, num_ranks)

@@ -14,6 +14,7 @@ References: Shazeer et al. 2017 (sparsely gated mixture of experts); Qwen3 Techn
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,6 +89,17 @@ class Experts(nn.Module):
         outputs = x.new_empty(len(order), x.shape[1])
         outputs[order] = torch.cat(parts)
         return outputs.unflatten(0, experts.shape)
+
+
+class QuantizedExperts(Experts):
+    """The same with a QuantizedWeight in place of each parameter."""
+
+    gate_up_proj: Any
+    down_proj: Any
+
+    def compute(self, expert: int, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self.gate_up_proj[expert].dequantize()).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down_proj[expert].dequantize())
 
 
 class MoE(nn.Module):

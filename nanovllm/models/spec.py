@@ -14,6 +14,7 @@ from nanovllm.batch import Batch
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
+from nanovllm.models.quantization import Quantization
 
 
 class CausalLM(nn.Module):
@@ -47,6 +48,7 @@ class ModelSpec:
     intermediate_size: int  # width of the MLPs
     max_len: int  # maximum number of positions, with RoPE scaling
     dtype: torch.dtype
+    quantization: Quantization = Quantization()
 
     @property
     def divided_sizes(self) -> dict[str, int]:

@@ -1,40 +1,140 @@
-"""Fills a model's parameters from *.safetensors, or with random numbers.
+"""Makes a model and fills its parameters from a checkpoint, or with random numbers.
 
 Loading is strict. Every tensor of the checkpoint is used, and every parameter is written exactly
-once. A missing, unexpected or repeated tensor is an error that names up to five. If there is an
-index, the checkpoint has only the tensors that it lists. RoPE buffers of old checkpoints are
-skipped, because the model computes them from config.json. A tied output head can be stored in place
-of the embedding. If both are stored, they are compared. A rank reads only its shard of a tensor.
+once. A missing, unexpected or repeated tensor is an error that names up to five. RoPE buffers of
+old checkpoints are skipped, because the model computes them from config.json. A tied output head
+can be stored in place of the embedding. If both are stored, they are compared.
 """
 
-import os
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig
 
 from nanovllm.checks import naming
 from nanovllm.config import Config
 from nanovllm.layers import attention
-from nanovllm.layers.linear import Target
-from nanovllm.models.checkpoint import read_json
-from nanovllm.models.spec import ModelSpec
+from nanovllm.layers.attention import Backend
+from nanovllm.layers.embedding import Embedding
+from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear, Target
+from nanovllm.layers.quantized import (
+    QuantizedColumnParallelLinear,
+    QuantizedEmbedding,
+    QuantizedRowParallelLinear,
+    QuantizedWeight,
+    Scheme,
+)
+from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
+from nanovllm.models.moe import Experts, QuantizedExperts
+from nanovllm.models.quantization import Format, Quantization
+from nanovllm.models.spec import CausalLM, ModelSpec
+from nanovllm.models.tensor_files import TensorFiles, summarize
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_INDEX = "model.safetensors.index.json"
 _HEAD = "lm_head.weight"
+_QUANTIZED: dict[type[nn.Module], type[nn.Module]] = {
+    ColumnParallelLinear: QuantizedColumnParallelLinear,
+    RowParallelLinear: QuantizedRowParallelLinear,
+    Embedding: QuantizedEmbedding,
+    Experts: QuantizedExperts,
+}
+# Routers are small, and an error of theirs chooses other experts. OPT's positions are no Hub format.
+_NEVER_QUANTIZED = ("gate", "embed_positions")
 _ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-_DAMAGED = (SafetensorError, OSError)  # what safe_open raises
 
 
-def check_sizes(spec: ModelSpec, directory: Path, device: torch.device, num_ranks: int) -> None:
+def open_checkpoint(config: Config, directory: Path) -> TensorFiles | None:
+    """Open the files that `config` asks for. None: there are none, for dummy weights."""
+    return None if config.load_format == "dummy" else TensorFiles(directory)
+
+
+def find_dtype(config: Config, hf_config: PretrainedConfig, directory: Path) -> torch.dtype:
+    """Return the dtype of `config`, or else of config.json, or else of the first stored tensor."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    if isinstance(hf_config.dtype, torch.dtype):
+        return hf_config.dtype
+    files = open_checkpoint(config, directory)
+    stored = None if files is None else files.find_dtype()
+    return stored or torch.float32
+
+
+def make_model(
+    spec: ModelSpec,
+    backend: Backend,
+    device: torch.device,
+    files: TensorFiles | None,
+    tp: TensorParallel = ALONE,
+) -> CausalLM:
+    """Make a model whose parameters are allocated on `device`, but not filled.
+
+    Its layers are quantized before they are allocated, because the float weights of all layers may
+    not fit into memory.
+    """
+    with torch.device("meta"):
+        model = spec.make_model(backend, tp)
+    for name, layer in list(model.named_modules()):
+        if type(layer) in _QUANTIZED:
+            scheme = _find_scheme(spec.quantization, name, layer, files)
+            if scheme is not None:
+                quantize_layer(layer, scheme)
+                _check_shards(layer, name, scheme, tp)
+    # Tensors with values, such as RoPE's frequencies, are not on `meta`.
+    return model._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device))
+
+
+def _find_scheme(
+    quantization: Quantization, name: str, layer: nn.Module, files: TensorFiles | None
+) -> Scheme | None:
+    """Return the scheme of a layer's weights. None: they are not quantized."""
+    parent, _, last = name.rpartition(".")
+    is_head = isinstance(layer, Embedding)
+    if last in _NEVER_QUANTIZED:
+        return None
+    format = quantization.format
+    if format is not None:
+        if files is None:
+            is_stored = {not is_head}
+        else:
+            weights = [key for key, _ in layer.targets(name) if key.endswith(".weight")]
+            is_stored = {format.is_stored(files, key.removesuffix(".weight")) for key in weights}
+        if len(is_stored) > 1:
+            raise ValueError(f"{name}: only some of {', '.join(weights)} are quantized")
+        if is_stored == {True} and format.scheme is not None:
+            return format.scheme
+    return quantization.head if is_head else quantization.linear
+
+
+def quantize_layer(layer: nn.Module, scheme: Scheme) -> None:
+    """Replace the matrices of a layer by quantized ones, which are not filled."""
+    layer.__class__ = _QUANTIZED[type(layer)]
+    for name, parameter in list(layer.named_parameters(recurse=False)):
+        if parameter.dim() > 1:
+            delattr(layer, name)
+            setattr(layer, name, QuantizedWeight.empty_like(parameter, scheme))
+
+
+def _check_shards(layer: nn.Module, name: str, scheme: Scheme, tp: TensorParallel) -> None:
+    """Raise ValueError if ranks would share a group of inputs."""
+    for key, target in layer.targets(name):
+        if target.dim == 1 and target.full_size is not None and tp.size > 1:
+            num_groups, rest = divmod(target.full_size, scheme.group_size)
+            if rest or num_groups % tp.size:
+                raise ValueError(
+                    f"tensor_parallel_size={tp.size} divides groups of {scheme.group_size} inputs of"
+                    f" {key}, which has {target.full_size}: use a number that divides {num_groups}"
+                )
+
+
+def check_sizes(
+    spec: ModelSpec,
+    directory: Path,
+    files: TensorFiles | None,
+    device: torch.device,
+    num_ranks: int,
+) -> None:
     """Reject impossible sizes in config.json before anything of that size is allocated.
 
     Raises ValueError for weights that exceed the memory of all ranks. Layers can differ, so each
@@ -51,12 +151,13 @@ def check_sizes(spec: ModelSpec, directory: Path, device: torch.device, num_rank
     memory = psutil.virtual_memory().total + psutil.swap_memory().total
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
+    shorter = replace(spec, num_layers=min(spec.num_layers, 4))
     # torch raises RuntimeError where a tensor's size overflows.
-    with torch.device("meta"), naming(f"{what}: the weights exceed all memory", RuntimeError):
-        model = replace(spec, num_layers=min(spec.num_layers, 4)).make_model(attention)
+    with naming(f"{what}: the weights exceed all memory", RuntimeError):
+        model = make_model(shorter, attention, torch.device("meta"), files)
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
-    smallest = min(_count_bytes(layer) for layer in layers)
-    num_bytes = _count_bytes(model) + (spec.num_layers - len(layers)) * smallest
+    smallest = min(count_bytes(layer) for layer in layers)
+    num_bytes = count_bytes(model) + (spec.num_layers - len(layers)) * smallest
     if num_bytes > memory * num_ranks:
         needed, present = (f"{number / 1e9:.0f} GB" for number in (num_bytes, memory))
         raise ValueError(
@@ -65,75 +166,48 @@ def check_sizes(spec: ModelSpec, directory: Path, device: torch.device, num_rank
         )
 
 
-def _count_bytes(module: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
+def count_bytes(model: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 @torch.no_grad()
-def load_checkpoint(model: nn.Module, directory: Path) -> None:
-    """Copy the checkpoint in `directory` into `model`.
+def load_checkpoint(model: nn.Module, files: TensorFiles, format: Format | None = None) -> None:
+    """Copy the tensors of a checkpoint into `model`. `format` is that of its quantized weights.
 
     Raises ValueError if the two do not match or a file is damaged.
     """
-    parameters = _find_targets(model)
-    embedding = next(name for name in parameters if name.endswith("embed_tokens.weight"))
-    # A tied head and the embedding are one parameter, which either of them fills.
-    tied = {} if _HEAD in parameters else {_HEAD: embedding, embedding: _HEAD}
-    targets = {_HEAD: parameters[embedding], **parameters}
-    sources: dict[str, str] = {}  # where each tensor was read
+    targets = _find_targets(model)
+    embedding = next(name for name in targets if name.endswith("embed_tokens.weight"))
+    is_tied = _HEAD not in targets
+    missing: list[str] = []
+    for name, target in targets.items():
+        layer = name.removesuffix(".weight")
+        source = _HEAD if is_tied and name == embedding and name not in files else name
+        if format is not None and format.is_stored(files, layer):
+            weight = format.read(files, layer, target.full_shape)
+            target.destination.copy_(weight[target.shard])
+        elif source in files:
+            target.destination.copy_(files.read(source, target.full_shape, index=target.shard))
+        else:
+            missing.append(name)
+    if is_tied and _HEAD in files.unread and embedding in files:
+        head, other = files.read(_HEAD), files.read(embedding)
+        if head.shape != other.shape or not torch.equal(head, other.to(head)):
+            raise ValueError(
+                f"{_HEAD} differs from {embedding}, but config.json has tie_word_embeddings set:"
+                " set it to false"
+            )
     unexpected: list[str] = []
-    repeated: list[str] = []
-    for path, listed in _find_weight_files(directory).items():
-        with _open_weights(path, listed) as (file, names):
-            for name in names:
-                source = f"{name} in {path.name}"
-                # A model that was saved without its head has no prefix.
-                full_name = name if name in targets else f"model.{name}"
-                if full_name in sources:
-                    repeated.append(f"{sources[full_name]} and {source}")
-                elif full_name in targets:
-                    destination = targets[full_name].destination
-                    shard = _read_shard(file, name, targets[full_name])
-                    if tied.get(full_name) not in sources:
-                        destination.copy_(shard)
-                    elif not torch.equal(shard.to(destination), destination):
-                        raise ValueError(
-                            f"{_HEAD} differs from {embedding}, but config.json has"
-                            " tie_word_embeddings set: set it to false"
-                        )
-                    sources[full_name] = source
-                elif not name.endswith(_ROPE_BUFFERS):
-                    unexpected.append(source)
-    missing = [name for name in parameters if name not in sources and tied.get(name) not in sources]
-    problems = _list_problems("unexpected tensors", unexpected)
-    problems += _list_problems("repeated tensors", repeated)
-    problems += _list_problems("missing tensors", missing)
-    if problems:
+    for name in list(files.unread):
+        is_padding = format is not None and format.is_empty_bias(files, name)
+        if not name.endswith(_ROPE_BUFFERS) and not is_padding:
+            unexpected.append(files.locate(name))
+    problems = {"unexpected tensors": unexpected, "missing tensors": missing}
+    found = [summarize(title, names) for title, names in problems.items() if names]
+    if found:
         raise ValueError(
-            f"the checkpoint in {directory} does not match the model: {'; '.join(problems)}"
+            f"the checkpoint in {files.directory} does not match the model: {'; '.join(found)}"
         )
-
-
-def _list_problems(title: str, names: list[str]) -> list[str]:
-    if not names:
-        return []
-    shown = ", ".join(names[:5])
-    return [f"{title}: {shown}, ..." if len(names) > 5 else f"{title}: {shown}"]
-
-
-def find_dtype(config: Config, hf_config: PretrainedConfig, directory: Path) -> torch.dtype:
-    """Return the dtype of `config`, or else of config.json, or else of the first stored tensor."""
-    if config.dtype != "auto":
-        return getattr(torch, config.dtype)
-    if isinstance(hf_config.dtype, torch.dtype):
-        return hf_config.dtype
-    if config.load_format == "dummy":
-        return torch.float32
-    path, listed = next(iter(_find_weight_files(directory).items()))
-    with _open_weights(path, listed) as (file, names):
-        for name in names:
-            return _DTYPES.get(file.get_slice(name).get_dtype(), torch.float32)
-    return torch.float32
 
 
 @torch.no_grad()
@@ -166,72 +240,3 @@ def _find_targets(model: nn.Module) -> dict[str, Target]:
             for key, parameter in module.named_parameters(name, recurse=False):
                 targets[key] = Target(parameter)
     return targets
-
-
-def _find_weight_files(directory: Path) -> dict[Path, set[str] | None]:
-    """Map each file to the tensors that the index lists for it. None: there is no index.
-
-    When save_pretrained writes a single file, it removes the shards of an earlier save, but not
-    their index. Such an index does not count.
-    """
-    index = directory / _INDEX
-    if index.exists():
-        files = _read_index(index)
-        missing = [file.name for file in files if not file.is_file()]
-        if not missing:
-            return files
-        if not (directory / "model.safetensors").is_file():
-            raise ValueError(f"{index} lists {missing[0]!r}, but there is no such file: add it")
-    for pattern in ("model.safetensors", "model-*.safetensors", "*.safetensors"):
-        paths = sorted(directory.glob(pattern))
-        if paths:
-            return dict.fromkeys(paths)
-    raise ValueError(
-        f"{directory} contains no *.safetensors files: add them, or set load_format='dummy'"
-        " for random weights"
-    )
-
-
-def _read_index(path: Path) -> dict[Path, set[str] | None]:
-    """Read which tensors the index lists for each file.
-
-    Raises ValueError, naming the index, if it is damaged.
-    """
-    weight_map = read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{path}: weight_map must be an object that maps tensors to files")
-    files: defaultdict[Path, set[str]] = defaultdict(set)
-    for tensor, name in weight_map.items():
-        # A path could lead out of the checkpoint.
-        if not isinstance(name, str) or os.path.basename(name) != name:
-            raise ValueError(f"{path}: the file of {tensor} must be a file's name, not {name!r}")
-        files[path.parent / name].add(tensor)
-    return {file: files[file] for file in sorted(files)}
-
-
-@contextmanager
-def _open_weights(path: Path, listed: set[str] | None) -> Iterator[tuple[safe_open, list[str]]]:
-    """Open a file for the tensors that are listed for it, or else for all that it has."""
-    with naming(path, *_DAMAGED, ValueError), safe_open(path, framework="pt") as file:
-        names = file.keys()
-        if listed is not None:
-            missing = sorted(listed.difference(names))
-            if missing:
-                (problem,) = _list_problems(f"missing tensors, which {_INDEX} lists", missing)
-                raise ValueError(problem)
-            names = [name for name in names if name in listed]
-        yield file, names
-
-
-def _read_shard(file: safe_open, name: str, target: Target) -> Tensor:
-    stored = file.get_slice(name)
-    if stored.get_shape() != target.full_shape:
-        raise ValueError(
-            f"tensor {name} has shape {stored.get_shape()}, the model needs {target.full_shape}"
-        )
-    if stored.get_dtype() not in _DTYPES:
-        raise ValueError(
-            f"tensor {name} is stored as {stored.get_dtype()}: supported dtypes are"
-            f" {', '.join(_DTYPES)}"
-        )
-    return stored[target.shard]

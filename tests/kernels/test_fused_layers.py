@@ -30,6 +30,7 @@ from nanovllm.kernels.cpu.fused_layers import FusedLayers
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.decoder import MLP, Attention, DecoderLayers
+from nanovllm.models.tensor_files import TensorFiles
 from nanovllm.models.weights import load_checkpoint
 
 
@@ -65,7 +66,7 @@ def test_one_call_for_all_layers_matches_plain_layers(tmp_path, monkeypatch, sha
     fused = worker.model
     assert isinstance(fused.model.layers, FusedLayers)
     plain = worker.spec.make_model(torch_backend)
-    load_checkpoint(plain, tmp_path)
+    load_checkpoint(plain, TensorFiles(tmp_path))
     caches = [torch.full_like(cache, 3.0) for cache in worker.kv_caches]
     plain_caches = [cache.clone() for cache in caches]
     atol, rtol = (2e-4, 2e-4) if dtype == torch.float32 else (0.1, 0.05)

@@ -1,0 +1,379 @@
+"""Quantized weights give the tokens of their dequantized weights, in every format that is read.
+
+The test packs each format itself, from the same codes, scales and zeros.
+"""
+
+import json
+
+import pytest
+import torch
+from conftest import edit_config, edit_weights, generate_ids, greedy, make_checkpoint, random_prompt
+from safetensors.torch import load_file, save_file
+from test_families import make_family
+
+from nanovllm import DEMO_MODEL, LLM
+from nanovllm.layers.quantized import QuantizedWeight, Scheme
+
+PROMPTS = [random_prompt(0, 9), random_prompt(1, 14)]
+SIZES = dict(hidden_size=64, intermediate_size=128, head_dim=16)
+UP = "model.layers.1.mlp.up_proj"
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of 8 outputs the nibbles of an int32 have
+
+
+def pack(codes, bits):
+    """Pack the last dimension into int32, the low bits first."""
+    num = 32 // bits
+    codes = torch.nn.functional.pad(codes.long(), (0, -codes.shape[-1] % num))
+    words = codes.unflatten(-1, (-1, num)) << torch.arange(0, 32, bits)
+    return words.sum(-1).to(torch.int32).contiguous()
+
+
+def pack_gptq(weight, offset=1, g_idx=None):
+    in_features = weight.shape[1]
+    if g_idx is None:
+        g_idx = torch.arange(in_features) // weight.scheme.group_size
+    return {
+        "qweight": pack(weight.unpack(), weight.scheme.bits).T.contiguous(),
+        "qzeros": pack(weight.zeros.T - offset, weight.scheme.bits),
+        "scales": weight.scales.T.half().contiguous(),
+        "g_idx": g_idx.to(torch.int32),
+    }
+
+
+def pack_awq(weight):
+    def pack_outputs(numbers):
+        reordered = numbers.T.unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2)
+        return pack(reordered, 4)
+
+    scales = weight.scales.T.half().contiguous()
+    parts = {"qweight": pack_outputs(weight.unpack()), "scales": scales}
+    return {**parts, "qzeros": pack_outputs(weight.zeros)}
+
+
+def pack_compressed(weight, has_zeros=True):
+    parts = {
+        "weight_packed": pack(weight.unpack(), weight.scheme.bits),
+        "weight_scale": weight.scales.bfloat16(),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if has_zeros:
+        parts["weight_zero_point"] = pack(weight.zeros.T, weight.scheme.bits).T.contiguous()
+    return parts
+
+
+def quantize(weight, scheme, dtype=torch.float16, is_symmetric=False):
+    """Quantize with scales that `dtype` holds, as checkpoints store them."""
+    quantized = QuantizedWeight.quantize(weight, scheme)
+    quantized.scales = quantized.scales.to(dtype).float()
+    if is_symmetric:
+        quantized.zeros.fill_(1 << (scheme.bits - 1))
+    return quantized
+
+
+def gptq(bits=4, group_size=32, **others):
+    return dict(quant_method="gptq", bits=bits, group_size=group_size, sym=False, **others)
+
+
+def compressed(bits=4, **others):
+    weights = dict(num_bits=bits, type="int", strategy="group", group_size=32, symmetric=False)
+    group = dict(weights={**weights, **others}, targets=["Linear"])
+    method = dict(quant_method="compressed-tensors", format="pack-quantized")
+    return dict(**method, config_groups=dict(group_0=group))
+
+
+def convert(directory, settings, make_parts, scheme, is_projection=None, **options):
+    """Store the projections of a checkpoint in a format. Return their dequantized weights."""
+    dequantized = {}
+
+    def edit(weights):
+        for name in [name for name in weights if name.endswith("_proj.weight")]:
+            if is_projection is not None and not is_projection(name):
+                continue
+            weight = quantize(weights.pop(name).float(), scheme, **options)
+            dequantized[name] = weight.dequantize()
+            for key, part in make_parts(weight).items():
+                weights[f"{name.removesuffix('.weight')}.{key}"] = part
+
+    edit_weights(directory, edit)
+    if settings is not None:
+        edit_config(directory, quantization_config=settings)
+    return dequantized
+
+
+def load(directory, **options):
+    return LLM(directory, num_kvcache_blocks=64, **options)
+
+
+def tokens_of(directory, **options):
+    with load(directory, **options) as llm:
+        return generate_ids(llm, PROMPTS, greedy(12))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return make_checkpoint(tmp_path, **SIZES)
+
+
+def oracle_tokens(model, dequantized):
+    """The greedy tokens of transformers with these weights."""
+    model.load_state_dict(dequantized, strict=False)
+    expected = []
+    for prompt in PROMPTS:
+        output = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12)
+        expected.append(output[0, len(prompt) :].tolist())
+    return expected
+
+
+INT4_32, INT8_32 = Scheme(4, 32), Scheme(8, 32)
+FORMATS = {
+    "gptq": (gptq(), pack_gptq, INT4_32, {}),
+    "gptq 8 bits": (gptq(8), pack_gptq, INT8_32, {}),
+    "gptq whole rows": (gptq(group_size=-1), pack_gptq, Scheme(4, 128), {}),
+    "gptq large groups": (gptq(group_size=128), pack_gptq, Scheme(4, 128), {}),
+    "gptq v2": (
+        gptq(checkpoint_format="gptq_v2"),
+        lambda weight: pack_gptq(weight, offset=0),
+        INT4_32,
+        {},
+    ),
+    "gptq symmetric": (gptq() | dict(sym=True), pack_gptq, INT4_32, dict(is_symmetric=True)),
+    "gptq symmetric, in fact v2": (
+        gptq() | dict(sym=True),
+        lambda weight: pack_gptq(weight, offset=0),
+        INT4_32,
+        dict(is_symmetric=True),
+    ),
+    "gptq without g_idx": (
+        gptq(),
+        lambda weight: {k: v for k, v in pack_gptq(weight).items() if k != "g_idx"},
+        INT4_32,
+        {},
+    ),
+    "awq": (
+        dict(quant_method="awq", bits=4, group_size=32, zero_point=True, version="gemm"),
+        pack_awq,
+        INT4_32,
+        {},
+    ),
+    "compressed": (compressed(), pack_compressed, INT4_32, dict(dtype=torch.bfloat16)),
+    "compressed 8 bits": (compressed(8), pack_compressed, INT8_32, dict(dtype=torch.bfloat16)),
+    "compressed symmetric": (
+        compressed(symmetric=True),
+        lambda weight: pack_compressed(weight, has_zeros=False),
+        INT4_32,
+        dict(dtype=torch.bfloat16, is_symmetric=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("enable_kernels", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_of_a_checkpoint_are_kept(checkpoint, tmp_path, name, enable_kernels):
+    settings, make_parts, scheme, options = FORMATS[name]
+    dequantized = convert(tmp_path, settings, make_parts, scheme, **options)
+    assert len(dequantized) == 14
+    expected = oracle_tokens(checkpoint, dequantized)
+    assert tokens_of(tmp_path, enable_kernels=enable_kernels) == expected
+
+
+@pytest.mark.parametrize("option", [None, "int8"])
+def test_inputs_of_scattered_groups_become_floats(checkpoint, tmp_path, option):
+    """With desc_act a group has any inputs, which no QuantizedWeight holds."""
+    dequantized = {}
+
+    def make_parts(weight):
+        order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(0))
+        weight.codes = QuantizedWeight.from_codes(
+            weight.scheme, weight.dtype, weight.unpack()[:, order], weight.scales, weight.zeros
+        ).codes
+        return pack_gptq(weight, g_idx=(torch.arange(weight.shape[1]) // 32)[order])
+
+    def record(weights):
+        for name in [name for name in weights if name.endswith("_proj.weight")]:
+            weight = quantize(weights.pop(name), INT4_32)
+            order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(0))
+            dequantized[name] = weight.dequantize()[:, order]
+            for key, part in make_parts(weight).items():
+                weights[f"{name.removesuffix('.weight')}.{key}"] = part
+
+    edit_weights(tmp_path, record)
+    edit_config(tmp_path, quantization_config=gptq(desc_act=True))
+    if option is None:
+        assert tokens_of(tmp_path) == oracle_tokens(checkpoint, dequantized)
+    else:
+        with load(tmp_path, quantization=option) as llm:
+            model = llm.model_runner.executor.worker.spec.quantization
+            assert model.linear == Scheme(8, 128)
+            assert len(generate_ids(llm, PROMPTS, greedy(4))) == 2
+
+
+def test_fp8_blocks_become_floats(tmp_path):
+    model = make_checkpoint(tmp_path, hidden_size=160, intermediate_size=144)
+    dequantized = {}
+
+    def edit(weights):
+        for name in [name for name in weights if name.endswith("_proj.weight")]:
+            weight = weights.pop(name)
+            sizes = [-(-size // 128) for size in weight.shape]
+            factors = torch.rand(sizes) + 0.5
+            spread = factors.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            spread = spread[: weight.shape[0], : weight.shape[1]]
+            weights[name] = (weight / spread).to(torch.float8_e4m3fn)
+            weights[f"{name}_scale_inv"] = factors
+            dequantized[name] = weights[name].float() * spread
+
+    edit_weights(tmp_path, edit)
+    settings = dict(quant_method="fp8", weight_block_size=[128, 128])
+    edit_config(tmp_path, quantization_config=settings)
+    assert tokens_of(tmp_path) == oracle_tokens(model, dequantized)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "opt", "opt-350m", "qwen3-moe"])
+@pytest.mark.parametrize("option", ["int8", "int4"])
+@pytest.mark.parametrize("enable_kernels", [True, False])
+def test_weights_are_quantized_while_loading(tmp_path, family, option, enable_kernels):
+    """The model computes with the dequantized weights, and routers, norms and biases are floats."""
+    oracle = make_family(tmp_path, family)
+    head = Scheme(8, 128)
+    linear = head if option == "int8" else Scheme(4, 64)
+    dequantized = {}
+    for name, weight in load_file(tmp_path / "model.safetensors").items():
+        is_head = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+        is_kept = name.endswith(("gate.weight", "embed_positions.weight"))
+        if weight.dim() == 2 and not is_kept:
+            scheme = head if is_head else linear
+            weight = QuantizedWeight.quantize(weight, scheme).dequantize()
+        dequantized[name] = weight
+    with load(tmp_path, quantization=option, enable_kernels=enable_kernels) as llm:
+        actual = generate_ids(llm, PROMPTS, greedy(12))
+    save_file(dequantized, tmp_path / "model.safetensors")
+    assert actual == tokens_of(tmp_path, enable_kernels=enable_kernels)
+    assert actual != [oracle(prompt, 12) for prompt in PROMPTS] or option == "int8"
+
+
+@pytest.mark.parametrize("option", ["int8", "int4"])
+def test_ranks_quantize_their_shards_alike(option):
+    answers = []
+    for size in (1, 2):
+        with LLM(
+            DEMO_MODEL, quantization=option, tensor_parallel_size=size, dtype="float32"
+        ) as llm:
+            outputs = llm.generate(["What is 27 + 58?", "count"], greedy(12), use_tqdm=False)
+            answers.append([output["token_ids"] for output in outputs])
+    assert answers[0] == answers[1]
+
+
+def test_ranks_do_not_share_groups(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 divides groups of 128 inputs"):
+        load(tmp_path, tensor_parallel_size=2, quantization="int8")
+
+
+@pytest.mark.parametrize(
+    "settings, complaint",
+    [
+        (dict(quant_method="bitsandbytes"), "quantization_config: quant_method .*'bitsandbytes'"),
+        (dict(quant_method="exl2"), "quant_method"),
+        (dict(bits=4), "quant_method"),
+        (gptq(bits=3), "bits must be one of '4', '8', not '3'"),
+        (gptq(group_size=16), "group_size=16"),
+        (gptq(checkpoint_format="marlin"), "checkpoint_format .*'marlin'"),
+        (gptq(dynamic={"+:.*up_proj": {"bits": 8}}), "dynamic"),
+        (dict(quant_method="awq", bits=4, group_size=32, version="gemv"), "version .*'gemv'"),
+        (dict(quant_method="fp8"), "weight_block_size"),
+        (compressed() | dict(format="nvfp4-pack-quantized"), "format .*'nvfp4-pack-quantized'"),
+        (compressed(type="float"), "type .*'float'"),
+        (compressed(actorder="group"), "actorder='group'"),
+        (compressed(num_bits=2), "bits must be one of '4', '8', not '2'"),
+        (gptq() | dict(bits=None), "bits"),
+        ("awq", "quantization_config"),
+    ],
+)
+def test_unsupported_formats_are_named(checkpoint, tmp_path, settings, complaint):
+    edit_config(tmp_path, quantization_config=settings)
+    with pytest.raises(ValueError, match=complaint):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "part, edit, complaint",
+    [
+        ("scales", lambda x: x[:-1].contiguous(), r"up_proj.scales has shape \[1, 128\]"),
+        ("qzeros", lambda x: x[:, :-1].contiguous(), "up_proj.qzeros has shape"),
+        ("qweight", lambda x: x[:, :-1].contiguous(), "up_proj.qweight has shape"),
+        ("qweight", lambda x: x.float(), "up_proj.qweight is stored as F32"),
+        ("scales", None, "tensor .*up_proj.scales is missing"),
+        ("qweight", None, "only some of .*gate_proj.*, .*up_proj.* are quantized"),
+        ("g_idx", lambda x: x.flip(0), "up_proj.g_idx reorders"),
+        ("extra", lambda x: torch.ones(2), "unexpected tensors: .*up_proj.extra"),
+    ],
+)
+def test_contradictory_parts_are_named(checkpoint, tmp_path, part, edit, complaint):
+    convert(tmp_path, gptq(), pack_gptq, INT4_32)
+
+    def change(weights):
+        old = weights.pop(f"{UP}.{part}", None)
+        if edit is not None:
+            weights[f"{UP}.{part}"] = edit(old)
+
+    edit_weights(tmp_path, change)
+    with pytest.raises(ValueError, match=complaint):
+        load(tmp_path)
+
+
+def test_layers_that_a_format_leaves_out_stay_floats(checkpoint, tmp_path):
+    dequantized = convert(
+        tmp_path, gptq(), pack_gptq, INT4_32, is_projection=lambda name: "layers.0" in name
+    )
+    assert len(dequantized) == 7
+    assert tokens_of(tmp_path) == oracle_tokens(checkpoint, dequantized)
+
+
+def test_only_empty_biases_are_ignored(checkpoint, tmp_path):
+    """AutoGPTQ stores biases of zeros for layers that have none."""
+    dequantized = convert(tmp_path, gptq(), pack_gptq, INT4_32)
+    edit_weights(tmp_path, lambda weights: weights.update({f"{UP}.bias": torch.zeros(128)}))
+    assert tokens_of(tmp_path) == oracle_tokens(checkpoint, dequantized)
+    edit_weights(tmp_path, lambda weights: weights.update({f"{UP}.bias": torch.ones(128)}))
+    with pytest.raises(ValueError, match=f"unexpected tensors: {UP}.bias"):
+        load(tmp_path)
+
+
+def test_parts_can_be_in_several_files(checkpoint, tmp_path):
+    dequantized = convert(tmp_path, gptq(), pack_gptq, INT4_32)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    names = sorted(weights)
+    path.unlink()
+    files = {"model-00001-of-00002.safetensors": names[::2]}
+    files["model-00002-of-00002.safetensors"] = names[1::2]
+    for file, stored in files.items():
+        save_file({name: weights[name] for name in stored}, tmp_path / file)
+    weight_map = {name: file for file, stored in files.items() for name in stored}
+    index = json.dumps({"weight_map": weight_map})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert tokens_of(tmp_path) == oracle_tokens(checkpoint, dequantized)
+
+
+@pytest.mark.parametrize("scheme", [Scheme(8, 128), Scheme(4, 64), Scheme(4, 32)])
+@pytest.mark.parametrize("in_features", [1, 31, 128, 200])
+def test_codes_are_the_nearest(scheme, in_features):
+    weight = torch.randn(5, in_features)
+    weight[0] = 0
+    weight[1] = weight[1].abs() + 1
+    quantized = QuantizedWeight.quantize(weight, scheme)
+    assert quantized.shape == weight.shape
+    error = (quantized.dequantize() - weight).abs()
+    step = quantized._for_each_input(quantized.scales)
+    assert bool((error <= 0.5001 * step + 1e-7).all())
+    assert not quantized.dequantize()[0].any()
+
+
+def test_a_part_of_a_weight_is_indexed_as_a_tensor():
+    weight = QuantizedWeight.quantize(torch.randn(3, 8, 96), INT4_32)
+    full = weight.dequantize()
+    assert torch.equal(weight[1].dequantize(), full[1])
+    assert torch.equal(weight[2][2:5, 32:64].dequantize(), full[2][2:5, 32:64])
+    assert torch.equal(weight[0].chunk(2)[1].dequantize(), full[0].chunk(2)[1])
+    assert torch.equal(weight[0][torch.tensor([3, 3, 0])].dequantize(), full[0][[3, 3, 0]])
+    with pytest.raises(ValueError, match="whole groups of 32"):
+        weight[0][:, 16:48]
