@@ -8,17 +8,17 @@
 #include "layers.h"
 #include "prefill.h"
 
-struct Layer {
+struct Layer {  // mirrored by fused_layers.py
     const T* input_norm;
     const T* post_attention_norm;
     const T* q_norm;  // can be null, as k_norm and the biases can
     const T* k_norm;
-    const T* qkv;
     const T* qkv_bias;
-    const T* o;
     const T* o_bias;
-    const T* gate_up;
-    const T* down;
+    Weight qkv;
+    Weight o;
+    Weight gate_up;
+    Weight down;
     int64_t hidden_size;
     int64_t num_heads;
     int64_t num_kv_heads;
@@ -92,7 +92,8 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
             int64_t qkv_stride = find_stride(qkv_size);
             int64_t gated_stride = find_stride(intermediate_size);
             int64_t skipped = only_kv ? q_size / WIDTH * WIDTH : 0;  // outputs, in whole panels
-            const T* panels = layer.qkv + skipped * round_up(hidden_size, LINE);
+            Weight qkv_weight = layer.qkv;
+            qkv_weight.panels = layer.qkv.find_panel(skipped / WIDTH, hidden_size);
             const T* bias = layer.qkv_bias ? layer.qkv_bias + skipped : nullptr;
             T* keys = kv_caches[i];
             T* values = keys + num_slots * kv_size;
@@ -107,8 +108,8 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
                 const float* s = sin + first * half;
                 rms_norm(x + first * hidden_size, layer.input_norm, normed, size, hidden_size,
                          layer.eps);
-                linear(normed, panels, bias, nullptr, qkv + skipped, size, hidden_size, hidden_size,
-                       qkv_size - skipped, qkv_stride, false);
+                linear(normed, &qkv_weight, bias, nullptr, qkv + skipped, size, hidden_size,
+                       hidden_size, qkv_size - skipped, qkv_stride, false);
                 if (!only_kv)
                     rotary(qkv, c, s, layer.q_norm, query + first * q_size, size, qkv_stride,
                            q_size, num_heads, half, layer.eps);
@@ -126,12 +127,12 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
             for_chunks([&](int64_t first, int64_t size, T* normed) {
                 T* gated = normed + chunk * hidden_size;
                 T* to = x + first * hidden_size;
-                linear(attended + first * q_size, layer.o, layer.o_bias, to, to, size, q_size,
+                linear(attended + first * q_size, &layer.o, layer.o_bias, to, to, size, q_size,
                        q_size, hidden_size, hidden_size, false);
                 rms_norm(to, layer.post_attention_norm, normed, size, hidden_size, layer.eps);
-                linear(normed, layer.gate_up, nullptr, nullptr, gated, size, hidden_size,
+                linear(normed, &layer.gate_up, nullptr, nullptr, gated, size, hidden_size,
                        hidden_size, intermediate_size, gated_stride, true);
-                linear(gated, layer.down, nullptr, to, to, size, intermediate_size, gated_stride,
+                linear(gated, &layer.down, nullptr, to, to, size, intermediate_size, gated_stride,
                        hidden_size, hidden_size, false);
             });
         }

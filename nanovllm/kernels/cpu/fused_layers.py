@@ -14,23 +14,52 @@ from nanovllm.batch import Batch
 from nanovllm.kernels import OptimizedLayer, has_known_code
 from nanovllm.kernels.cpu import attention
 from nanovllm.kernels.cpu.library import call, load
-from nanovllm.kernels.cpu.prepacked import PrepackedWeight
+from nanovllm.kernels.cpu.prepacked import PrepackedWeight, Weight
 from nanovllm.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.quantized import (
+    QuantizedColumnParallelLinear,
+    QuantizedRowParallelLinear,
+    QuantizedWeight,
+)
 from nanovllm.models.decoder import MLP, Attention, DecoderLayer, DecoderLayers
 
 # A step of more tokens is computed layer by layer, because CPython handles Ctrl-C between calls.
 MAX_TOKENS_PER_CALL = 512
-_KNOWN = (DecoderLayer, Attention, MLP, RMSNorm, ColumnParallelLinear, RowParallelLinear)
+_KNOWN = (
+    DecoderLayer,
+    Attention,
+    MLP,
+    RMSNorm,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    QuantizedColumnParallelLinear,
+    QuantizedRowParallelLinear,
+    QuantizedWeight,
+)
 
 
 class _Layer(ctypes.Structure):
     """Mirrors struct Layer of fused_layers.h."""
 
     _fields_ = [
-        ("weights", ctypes.c_void_p * 10),
-        ("sizes", ctypes.c_int64 * 5),
-        ("eps_and_scale", ctypes.c_float * 2),
+        ("input_norm", ctypes.c_void_p),
+        ("post_attention_norm", ctypes.c_void_p),
+        ("q_norm", ctypes.c_void_p),
+        ("k_norm", ctypes.c_void_p),
+        ("qkv_bias", ctypes.c_void_p),
+        ("o_bias", ctypes.c_void_p),
+        ("qkv", Weight),
+        ("o", Weight),
+        ("gate_up", Weight),
+        ("down", Weight),
+        ("hidden_size", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("intermediate_size", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
     ]
 
 
@@ -39,7 +68,9 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
 
     replaces = DecoderLayers
 
-    tensors: list[Tensor | None]  # what the pointers in `structs` point to
+    # What the pointers in `structs` point to.
+    tensors: list[Tensor | None]
+    weights: list[PrepackedWeight]
     structs: "ctypes.Array[_Layer]"
 
     def convert(self) -> bool:
@@ -47,6 +78,7 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         if len(layers) < len(self):
             return False
         self.tensors = []
+        self.weights = []
         structs = [self._convert_layer(layer) for layer in layers]
         self.structs = (_Layer * len(layers))(*structs)
         del self[:]
@@ -55,25 +87,38 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
     def _convert_layer(self, layer: DecoderLayer) -> _Layer:
         attn, mlp = layer.self_attn, layer.mlp
         assert isinstance(mlp, MLP)
-        head_dim = attn.head_dim
         q_size, kv_size, _ = attn.qkv_proj.parts.values()
         hidden_size, intermediate_size = mlp.down_proj.weight.shape
-        sizes = (hidden_size, q_size // head_dim, kv_size // head_dim, head_dim, intermediate_size)
-        tensors: list[Tensor | None] = [
-            layer.input_layernorm.weight,
-            layer.post_attention_layernorm.weight,
-            attn.q_norm.weight if attn.q_norm is not None else None,
-            attn.k_norm.weight if attn.k_norm is not None else None,
-            _prepack(attn.qkv_proj),
-            attn.qkv_proj.bias,
-            _prepack(attn.o_proj),
-            attn.o_proj.bias,
-            _prepack(mlp.gate_up_proj, gated=True),
-            _prepack(mlp.down_proj),
-        ]
-        self.tensors += tensors
-        pointers = tuple(tensor.data_ptr() if tensor is not None else None for tensor in tensors)
-        return _Layer(pointers, sizes, (layer.input_layernorm.eps, attn.scale))
+        return _Layer(
+            input_norm=self._point_to(layer.input_layernorm.weight),
+            post_attention_norm=self._point_to(layer.post_attention_layernorm.weight),
+            q_norm=self._point_to(attn.q_norm.weight if attn.q_norm is not None else None),
+            k_norm=self._point_to(attn.k_norm.weight if attn.k_norm is not None else None),
+            qkv_bias=self._point_to(attn.qkv_proj.bias),
+            o_bias=self._point_to(attn.o_proj.bias),
+            qkv=self._prepack(attn.qkv_proj),
+            o=self._prepack(attn.o_proj),
+            gate_up=self._prepack(mlp.gate_up_proj, gated=True),
+            down=self._prepack(mlp.down_proj),
+            hidden_size=hidden_size,
+            num_heads=q_size // attn.head_dim,
+            num_kv_heads=kv_size // attn.head_dim,
+            head_dim=attn.head_dim,
+            intermediate_size=intermediate_size,
+            eps=layer.input_layernorm.eps,
+            scale=attn.scale,
+        )
+
+    def _point_to(self, tensor: Tensor | None) -> int | None:
+        self.tensors.append(tensor)
+        return tensor.data_ptr() if tensor is not None else None
+
+    def _prepack(self, linear: Linear, gated: bool = False) -> Weight:
+        """Prepack the weight of a layer and delete the original at once, to save memory."""
+        weight = PrepackedWeight(linear.weight, gated)
+        del linear.weight
+        self.weights.append(weight)
+        return weight.struct
 
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_caches: list[Tensor], batch: Batch
@@ -134,13 +179,6 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         )
 
 
-def _prepack(linear: Linear, gated: bool = False) -> Tensor:
-    """Prepack the weight of a layer and delete the original at once, to save memory."""
-    panels = PrepackedWeight(linear.weight, gated).panels
-    del linear.weight
-    return panels
-
-
 def can_fuse(layer: nn.Module) -> TypeGuard[DecoderLayer]:
     """Return whether the C++ code computes the same as `layer`.
 
@@ -157,6 +195,7 @@ def can_fuse(layer: nn.Module) -> TypeGuard[DecoderLayer]:
     linears = [part for part in parts if isinstance(part, Linear)]
     epsilons = {part.eps for part in parts if isinstance(part, RMSNorm)}
     dtypes = {parameter.dtype for parameter in layer.parameters()}
+    dtypes |= {linear.weight.dtype for linear in linears}
     has_mlp_bias = mlp.gate_up_proj.bias is not None or mlp.down_proj.bias is not None
     is_alone = layer.self_attn.o_proj.tp.size == 1
     can_prepack = all([PrepackedWeight.can_prepack(linear.weight) for linear in linears])

@@ -14,6 +14,10 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedColumnParallelLinear,
     PrepackedEmbedding,
     PrepackedExperts,
+    PrepackedQuantizedColumnParallelLinear,
+    PrepackedQuantizedEmbedding,
+    PrepackedQuantizedExperts,
+    PrepackedQuantizedRowParallelLinear,
     PrepackedRowParallelLinear,
 )
 from nanovllm.layers.norm import RMSNorm
@@ -147,6 +151,10 @@ OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     PrepackedRowParallelLinear,
     PrepackedEmbedding,
     PrepackedExperts,
+    PrepackedQuantizedColumnParallelLinear,
+    PrepackedQuantizedRowParallelLinear,
+    PrepackedQuantizedEmbedding,
+    PrepackedQuantizedExperts,
 ]
 
 

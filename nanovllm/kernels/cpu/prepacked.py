@@ -1,43 +1,129 @@
 """Layers with prepacked weights, in the layout that the GEMM kernels of gemm.h read."""
 
+import ctypes
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.arithmetic import cdiv
 from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.cpu.library import call, load
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.quantized import (
+    QuantizedColumnParallelLinear,
+    QuantizedEmbedding,
+    QuantizedRowParallelLinear,
+    QuantizedWeight,
+)
 from nanovllm.models.moe import Experts
+from nanovllm.models.quantization import QuantizedExperts
 
 _PANEL_WIDTH = 32  # WIDTH of gemm.h
 _CACHE_LINE = 64  # bytes
+_LARGEST_GROUP = 128  # MAX_GROUP_SIZE of quantized.h
+_CHUNK = 1 << 18  # bytes of codes that are prepacked at once, so that temporary copies stay cached
+
+
+class Weight(ctypes.Structure):
+    """Mirrors struct Weight of gemm.h."""
+
+    _fields_ = [
+        ("panels", ctypes.c_void_p),
+        ("bits", ctypes.c_int64),
+        ("group_size", ctypes.c_int64),
+    ]
 
 
 class PrepackedWeight(nn.Module):
-    """A weight [out_features, in_features], prepacked into panels (layout in gemm.h).
+    """A weight [out_features, in_features], prepacked into panels.
 
-    If `gated`, the first half of the rows is gate_proj and the second up_proj, and each panel holds
-    16 rows of both.
+    gemm.h describes the layout of panels, and quantized.h that of quantized weights. If `gated`,
+    the first half of the rows is gate_proj and the second up_proj, and each panel holds 16 rows of
+    both.
     """
 
-    def __init__(self, weight: Tensor, gated: bool = False) -> None:
+    def __init__(self, weight: Tensor | QuantizedWeight, gated: bool = False) -> None:
         super().__init__()
         self.gated = gated
-        num_parts = 2 if gated else 1
-        parts = weight.detach().unflatten(0, (num_parts, -1))
-        _, self.out_features, self.in_features = parts.shape
-        width = _PANEL_WIDTH // num_parts
-        num_padding_columns = -self.in_features % (_CACHE_LINE // weight.itemsize)
-        num_padding_rows = -self.out_features % width
-        parts = F.pad(parts, (0, num_padding_columns, 0, num_padding_rows))
-        rows = parts.unflatten(1, (-1, width)).transpose(0, 1)  # [num_panels, parts, width, depth]
-        panels = rows.reshape(len(rows), _PANEL_WIDTH, -1, _inputs_per_pair(weight))
-        self.panels = panels.transpose(1, 2).contiguous()  # [num_panels, depth / pair, 32, pair]
+        self.out_features, self.in_features = weight.shape
+        if gated:
+            self.out_features //= 2
+        self.dtype = weight.dtype
+        if isinstance(weight, QuantizedWeight):
+            self.bits = weight.scheme.bits
+            self.group_size = weight.scheme.group_size
+            self.panels = self._prepack_codes(weight)
+        else:
+            self.bits = 0
+            self.group_size = 0
+            self.panels = self._prepack_numbers(weight.detach())
 
     @staticmethod
-    def can_prepack(weight: Tensor) -> bool:
-        return weight.device.type == "cpu" and weight.shape[-1] % _inputs_per_pair(weight) == 0
+    def can_prepack(weight: Tensor | QuantizedWeight) -> bool:
+        if isinstance(weight, QuantizedWeight):
+            device = weight.codes.device
+            group_size = weight.scheme.group_size
+            has_known_groups = group_size % _PANEL_WIDTH == 0 and group_size <= _LARGEST_GROUP
+        else:
+            device = weight.device
+            has_known_groups = True
+        has_pairs = weight.shape[-1] % _inputs_per_pair(weight.dtype) == 0
+        return device.type == "cpu" and has_known_groups and has_pairs
+
+    @property
+    def struct(self) -> Weight:
+        """What C++ functions take. It contains a pointer, so keep this object."""
+        return Weight(self.panels.data_ptr(), self.bits, self.group_size)
+
+    def _prepack_numbers(self, weight: Tensor) -> Tensor:
+        padding = -self.in_features % (_CACHE_LINE // weight.itemsize)
+        rows = self._divide(F.pad(weight, (0, padding)), 0, cdiv(self.out_features, self._width))
+        panels = rows.unflatten(2, (-1, _inputs_per_pair(weight.dtype)))
+        return panels.transpose(1, 2).contiguous()  # [num_panels, depth / pair, 32, pair]
+
+    def _prepack_codes(self, weight: QuantizedWeight) -> Tensor:
+        num_panels = cdiv(self.out_features, self._width)
+        num_groups = weight.scales.shape[1]
+        lines_per_group = self.group_size // 2
+        bytes_per_group = self.group_size * self.bits // 8  # of codes, in a row
+        end_of_scales = _PANEL_WIDTH * weight.scales.itemsize
+        end_of_zeros = end_of_scales + _PANEL_WIDTH * weight.zeros.itemsize
+        block_size = end_of_zeros + _PANEL_WIDTH * bytes_per_group
+        panels = weight.codes.new_empty(num_panels, num_groups, block_size)
+        padding = num_groups * bytes_per_group - weight.codes.shape[1]
+        at_once = max(1, _CHUNK // (_PANEL_WIDTH * num_groups * bytes_per_group))
+        for first in range(0, num_panels, at_once):
+            end = min(first + at_once, num_panels)
+            blocks = panels[first:end]
+            scales = self._divide(weight.scales, first, end).transpose(1, 2)
+            zeros = self._divide(weight.zeros, first, end).transpose(1, 2)
+            codes = F.pad(self._divide(weight.codes, first, end), (0, padding))
+            if self.bits == 8:
+                zeros = zeros - 128
+                words = (codes ^ 128).view(torch.int16)
+            else:
+                words = _interleave(codes)
+            words = words.unflatten(2, (num_groups, lines_per_group)).permute(0, 2, 3, 1)
+            blocks[..., :end_of_scales].view(scales.dtype).copy_(scales)
+            blocks[..., end_of_scales:end_of_zeros].view(zeros.dtype).copy_(zeros)
+            lines = blocks[..., end_of_zeros:].view(words.dtype)
+            lines.unflatten(2, (lines_per_group, -1)).copy_(words)
+        return panels
+
+    @property
+    def _width(self) -> int:
+        """Outputs of a panel."""
+        return _PANEL_WIDTH // 2 if self.gated else _PANEL_WIDTH
+
+    def _divide(self, rows: Tensor, first: int, end: int) -> Tensor:
+        """Return the rows of panels `first` to `end`, padded with zeros: [num_panels, 32, n]."""
+        parts = rows.unflatten(0, (_PANEL_WIDTH // self._width, -1))
+        parts = parts[:, first * self._width : end * self._width]
+        parts = F.pad(parts, (0, 0, 0, -parts.shape[1] % self._width))
+        return parts.unflatten(1, (-1, self._width)).transpose(0, 1).flatten(1, 2)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply x [..., in_features]. Return [..., out_features].
@@ -49,26 +135,43 @@ class PrepackedWeight(nn.Module):
         num_rows = x.numel() // self.in_features
         x_sizes = (num_rows, self.in_features, self.in_features)
         sizes = (*x_sizes, self.out_features, self.out_features)
-        call(load(x.dtype).linear, x, self.panels, bias, None, output, *sizes, self.gated)
+        weight = ctypes.byref(self.struct)
+        call(load(x.dtype).linear, x, weight, bias, None, output, *sizes, self.gated)
         return output
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return rows `ids` [num_rows] of the weight, as [num_rows, in_features]."""
         assert ids.dtype == torch.int32 and not self.gated
-        output = self.panels.new_empty(len(ids), self.in_features)
-        call(load(output.dtype).gather_rows, self.panels, ids, output, *output.shape)
+        output = self.panels.new_empty(len(ids), self.in_features, dtype=self.dtype)
+        weight = ctypes.byref(self.struct)
+        call(load(self.dtype).gather_rows, weight, ids, output, *output.shape)
         return output
 
 
-def _inputs_per_pair(weight: Tensor) -> int:
+def _interleave(codes: Tensor) -> Tensor:
+    """Interleave 4-bit codes [num_panels, 32, n] of pairs, as lines of a panel have them.
+
+    Return int32 [num_panels, 8, n]. A number has the pairs of outputs k, k + 8, k + 16 and k + 24:
+    first their even inputs, then their odd inputs.
+    """
+    outputs = codes.unflatten(1, (4, 8)).permute(0, 2, 3, 1).contiguous()
+    numbers = outputs.view(torch.int32).squeeze(-1)
+    # Swap nibbles 1 with 2 and 5 with 6, then bytes 1 and 2.
+    for shift, mask in ((4, 0x00F000F0), (8, 0x0000FF00)):
+        swapped = (numbers ^ numbers >> shift) & mask
+        numbers = numbers ^ swapped ^ swapped << shift
+    return numbers
+
+
+def _inputs_per_pair(dtype: torch.dtype) -> int:
     """PAIR of gemm.h: how many inputs of one output are adjacent in a panel."""
-    return 2 if weight.itemsize == 2 else 1
+    return 2 if dtype.itemsize == 2 else 1
 
 
 class PrepackedLayer(OptimizedLayer):
     """Mixin for a layer whose weight is replaced by a prepacked copy."""
 
-    weight: nn.Parameter
+    weight: Any
     prepacked: PrepackedWeight
 
     def convert(self) -> bool:
@@ -111,12 +214,29 @@ class PrepackedExperts(OptimizedLayer, Experts):
         weights = (self.gate_up_proj, self.down_proj)
         if not all([PrepackedWeight.can_prepack(weight) for weight in weights]):
             return False
+        experts = range(self.down_proj.shape[0])
         # One after the other, so that only one of the originals is in memory beside its copy.
-        self.gate_up = [PrepackedWeight(weight, gated=True) for weight in self.gate_up_proj]
+        self.gate_up = [PrepackedWeight(self.gate_up_proj[i], gated=True) for i in experts]
         del self.gate_up_proj
-        self.down = [PrepackedWeight(weight) for weight in self.down_proj]
+        self.down = [PrepackedWeight(self.down_proj[i]) for i in experts]
         del self.down_proj
         return True
 
     def compute(self, expert: int, x: Tensor) -> Tensor:
         return self.down[expert].multiply(self.gate_up[expert].multiply(x))
+
+
+class PrepackedQuantizedColumnParallelLinear(PrepackedLayer, QuantizedColumnParallelLinear):
+    replaces = QuantizedColumnParallelLinear
+
+
+class PrepackedQuantizedRowParallelLinear(PrepackedLayer, QuantizedRowParallelLinear):
+    replaces = QuantizedRowParallelLinear
+
+
+class PrepackedQuantizedEmbedding(PrepackedEmbedding, QuantizedEmbedding):
+    replaces = QuantizedEmbedding
+
+
+class PrepackedQuantizedExperts(PrepackedExperts, QuantizedExperts):
+    replaces = QuantizedExperts
