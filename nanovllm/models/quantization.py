@@ -53,7 +53,7 @@ class Format:
         return f"{layer}.{self.MARKER}" in files
 
     def is_empty_bias(self, files: TensorFiles, name: str) -> bool:
-        """Return whether `name` is a bias of zeros, which AutoGPTQ adds to models without biases."""
+        """Return whether `name` is a bias of zeros, which AutoGPTQ adds where there is none."""
         layer, _, key = name.rpartition(".")
         is_bias = key == "bias" and self.is_stored(files, layer)
         return is_bias and not files.read(name).any()
@@ -212,6 +212,9 @@ class Quantization:
     linear: Scheme | None = None  # of projections that are read as floats
     head: Scheme | None = None  # of embeddings and output head, if they are read as floats
     format: Format | None = None  # of the checkpoint
+
+
+NOT_QUANTIZED = Quantization()
 
 
 def read_quantization(config: PretrainedConfig, option: str | None) -> Quantization:

@@ -14,7 +14,7 @@ from nanovllm.batch import Batch
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
-from nanovllm.models.quantization import Quantization
+from nanovllm.models.quantization import NOT_QUANTIZED, Quantization
 
 
 class CausalLM(nn.Module):
@@ -48,7 +48,7 @@ class ModelSpec:
     intermediate_size: int  # width of the MLPs
     max_len: int  # maximum number of positions, with RoPE scaling
     dtype: torch.dtype
-    quantization: Quantization = Quantization()
+    quantization: Quantization = NOT_QUANTIZED
 
     @property
     def divided_sizes(self) -> dict[str, int]:

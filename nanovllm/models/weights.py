@@ -8,6 +8,7 @@ can be stored in place of the embedding. If both are stored, they are compared.
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -40,7 +41,7 @@ _QUANTIZED: dict[type[nn.Module], type[nn.Module]] = {
     Embedding: QuantizedEmbedding,
     Experts: QuantizedExperts,
 }
-# Routers are small, and an error of theirs chooses other experts. OPT's positions are no Hub format.
+# A router is small, and its errors choose other experts. Positions are added to embeddings.
 _NEVER_QUANTIZED = ("gate", "embed_positions")
 _ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
@@ -86,10 +87,10 @@ def make_model(
 
 
 def _find_scheme(
-    quantization: Quantization, name: str, layer: nn.Module, files: TensorFiles | None
+    quantization: Quantization, name: str, layer: Any, files: TensorFiles | None
 ) -> Scheme | None:
     """Return the scheme of a layer's weights. None: they are not quantized."""
-    parent, _, last = name.rpartition(".")
+    last = name.rpartition(".")[2]
     is_head = isinstance(layer, Embedding)
     if last in _NEVER_QUANTIZED:
         return None
@@ -116,15 +117,15 @@ def quantize_layer(layer: nn.Module, scheme: Scheme) -> None:
             setattr(layer, name, QuantizedWeight.empty_like(parameter, scheme))
 
 
-def _check_shards(layer: nn.Module, name: str, scheme: Scheme, tp: TensorParallel) -> None:
+def _check_shards(layer: Any, name: str, scheme: Scheme, tp: TensorParallel) -> None:
     """Raise ValueError if ranks would share a group of inputs."""
     for key, target in layer.targets(name):
         if target.dim == 1 and target.full_size is not None and tp.size > 1:
             num_groups, rest = divmod(target.full_size, scheme.group_size)
             if rest or num_groups % tp.size:
                 raise ValueError(
-                    f"tensor_parallel_size={tp.size} divides groups of {scheme.group_size} inputs of"
-                    f" {key}, which has {target.full_size}: use a number that divides {num_groups}"
+                    f"tensor_parallel_size={tp.size} divides groups of {scheme.group_size} inputs"
+                    f" of {key}, which has {target.full_size}: use a divisor of {num_groups}"
                 )
 
 
@@ -184,7 +185,7 @@ def load_checkpoint(model: nn.Module, files: TensorFiles, format: Format | None 
         layer = name.removesuffix(".weight")
         source = _HEAD if is_tied and name == embedding and name not in files else name
         if format is not None and format.is_stored(files, layer):
-            weight = format.read(files, layer, target.full_shape)
+            weight: Any = format.read(files, layer, target.full_shape)
             target.destination.copy_(weight[target.shard])
         elif source in files:
             target.destination.copy_(files.read(source, target.full_shape, index=target.shard))

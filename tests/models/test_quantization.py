@@ -233,7 +233,7 @@ def test_fp8_blocks_become_floats(tmp_path):
 @pytest.mark.parametrize("enable_kernels", [True, False])
 def test_weights_are_quantized_while_loading(tmp_path, family, option, enable_kernels):
     """The model computes with the dequantized weights, and routers, norms and biases are floats."""
-    oracle = make_family(tmp_path, family)
+    make_family(tmp_path, family)
     head = Scheme(8, 128)
     linear = head if option == "int8" else Scheme(4, 64)
     dequantized = {}
@@ -245,10 +245,10 @@ def test_weights_are_quantized_while_loading(tmp_path, family, option, enable_ke
             weight = QuantizedWeight.quantize(weight, scheme).dequantize()
         dequantized[name] = weight
     with load(tmp_path, quantization=option, enable_kernels=enable_kernels) as llm:
+        assert llm.model_runner.executor.worker.spec.quantization.linear == linear
         actual = generate_ids(llm, PROMPTS, greedy(12))
     save_file(dequantized, tmp_path / "model.safetensors")
     assert actual == tokens_of(tmp_path, enable_kernels=enable_kernels)
-    assert actual != [oracle(prompt, 12) for prompt in PROMPTS] or option == "int8"
 
 
 @pytest.mark.parametrize("option", ["int8", "int4"])
@@ -285,7 +285,7 @@ def test_ranks_do_not_share_groups(checkpoint, tmp_path):
         (compressed(actorder="group"), "actorder='group'"),
         (compressed(num_bits=2), "bits must be one of '4', '8', not '2'"),
         (gptq() | dict(bits=None), "bits"),
-        ("awq", "quantization_config"),
+        ("awq", "config.json: "),
     ],
 )
 def test_unsupported_formats_are_named(checkpoint, tmp_path, settings, complaint):

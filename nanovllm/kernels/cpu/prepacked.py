@@ -18,8 +18,7 @@ from nanovllm.layers.quantized import (
     QuantizedRowParallelLinear,
     QuantizedWeight,
 )
-from nanovllm.models.moe import Experts
-from nanovllm.models.quantization import QuantizedExperts
+from nanovllm.models.moe import Experts, QuantizedExperts
 
 _PANEL_WIDTH = 32  # WIDTH of gemm.h
 _CACHE_LINE = 64  # bytes
