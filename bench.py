@@ -117,7 +117,12 @@ def compare_engines(
     vocab_size = setting.hf_config.vocab_size
     requests = make_requests(args, vocab_size, run=0)
     least = roofline.compute_roofline_seconds(
-        setting.hf_config, setting.dtype, requests, args.shared_prefix, peak
+        setting.hf_config,
+        setting.dtype,
+        requests,
+        args.shared_prefix,
+        peak,
+        setting.quantization,
     )
     print(f"roofline: at least {least:.3g} seconds, at {peak} ({roofline.NOTE})", flush=True)
     num_prompt_tokens = sum(len(request.prompt) for request in requests)

@@ -8,6 +8,7 @@ python example.py --model Qwen/Qwen3-0.6B      # any supported checkpoint: a dir
 import argparse
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 from unittest.mock import patch
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
@@ -39,10 +40,10 @@ PROMPTS = {
 NUM_OUTPUT_TOKENS = 14
 
 
-def tour(model: str, max_tokens: int) -> None:
+def tour(model: str, max_tokens: int, quantization: Literal["int8", "int4"] | None) -> None:
     """Chat with the model in a batch, with a shared system prompt, and as a stream."""
     greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    with LLM(model) as llm:
+    with LLM(model, quantization=quantization) as llm:
         print("\n--- Six conversations in one batch")
         conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
         for question, output in zip(QUESTIONS, llm.chat(conversations, greedy)):
@@ -144,9 +145,10 @@ def main() -> None:
         default=256,
         help="maximum number of generated tokens per answer (default: 256)",
     )
+    parser.add_argument("--quantization", choices=("int8", "int4"), help="of the weights")
     args = parser.parse_args()
     try:
-        tour(args.model, args.max_tokens)
+        tour(args.model, args.max_tokens, args.quantization)
         print(
             f"\n--- Inside the scheduler: 4 requests of {NUM_OUTPUT_TOKENS} output tokens,"
             " 24 blocks of 4 tokens, at most 32 tokens per step\n"

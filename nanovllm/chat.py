@@ -41,10 +41,11 @@ def main() -> None:
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
     parser.add_argument("--max-tokens", type=int, default=512, help="per answer (default: 512)")
+    parser.add_argument("--quantization", choices=("int8", "int4"), help="of the weights")
     args = parser.parse_args()
     try:
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-        llm = LLM(args.model)
+        llm = LLM(args.model, quantization=args.quantization)
     except (ValueError, TypeError) as error:
         parser.error(str(error))
     messages: list[Message] = []

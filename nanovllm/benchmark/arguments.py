@@ -78,6 +78,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--dtype", default="auto", choices=("auto", *DTYPES), help="default: auto, the checkpoint's"
     )
     add(
+        "--quantization",
+        choices=("int8", "int4"),
+        help="of nanovllm's weights (default: as the checkpoint stores them)",
+    )
+    add(
         "--engine",
         nargs="+",
         default=["nanovllm"],
@@ -156,6 +161,7 @@ def find_options(args: argparse.Namespace) -> dict[str, Any]:
     longest = longest_prompt + args.output_len[1]
     options = {
         "dtype": args.dtype,
+        "quantization": args.quantization,
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "seed": args.seed,
         "load_format": "dummy" if args.model in SHAPES else "auto",

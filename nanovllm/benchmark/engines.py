@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.models.checkpoint import LOCAL
+from nanovllm.models.quantization import Quantization, read_quantization
 
 # Options that mean the same in vLLM.
 _OPTIONS_OF_VLLM = (
@@ -51,6 +52,10 @@ class Setting:
     @property
     def dtype(self) -> torch.dtype:
         return getattr(torch, self.options["dtype"])
+
+    @property
+    def quantization(self) -> Quantization:
+        return read_quantization(self.hf_config, self.options["quantization"])
 
 
 class Engine(Protocol):

@@ -12,6 +12,8 @@ from torch.utils.benchmark import Timer
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from nanovllm.benchmark.engines import Request
+from nanovllm.layers.quantized import Scheme
+from nanovllm.models.quantization import NOT_QUANTIZED, Quantization
 
 NOTE = "above 100% (null in JSON), caches or kernels exceed the measured rates"
 
@@ -127,6 +129,7 @@ def compute_roofline_seconds(
     requests: list[Request],
     shared_prefix: int,
     peak: PeakRates,
+    quantization: Quantization = NOT_QUANTIZED,
 ) -> float:
     """Compute the minimum seconds for `requests`: one prefill, then the fewest decode steps.
 
@@ -135,7 +138,8 @@ def compute_roofline_seconds(
         decode step i  of the requests with more than i output tokens, whose contexts have i tokens
                        more than their prompts:
                        2 * (matrices + head) * sequences + attention * context tokens, in FLOPs
-                       matrices + head + key_value * context tokens, in numbers to read
+                       matrices + head + key_value * context tokens, in numbers to read, which
+                       take fewer bytes if they are quantized
 
     A prefill is bound by FLOPs, a decode step by FLOPs or by bandwidth, whichever takes longer. A
     shared prefix counts once.
@@ -149,11 +153,18 @@ def compute_roofline_seconds(
     flops += sizes.attention * num_pairs
     seconds = flops / peak.flops_per_second
     num_weights = sizes.matrices + sizes.head
+    linear = quantization.linear if quantization.format is None else quantization.format.scheme
+    weight_bytes = _count_bytes(sizes.matrices, linear, dtype)
+    weight_bytes += _count_bytes(sizes.head, quantization.head, dtype)
     for step in range(1, max(request.num_tokens for request in requests)):
         running = [request for request in requests if request.num_tokens > step]
         num_context_tokens = sum(len(request.prompt) + step for request in running)
         flops = 2 * num_weights * len(running) + sizes.attention * num_context_tokens
         num_read_tokens = num_context_tokens - shared_prefix * (len(running) - 1)
-        num_bytes = (num_weights + sizes.key_value * num_read_tokens) * dtype.itemsize
+        num_bytes = weight_bytes + sizes.key_value * num_read_tokens * dtype.itemsize
         seconds += max(flops / peak.flops_per_second, num_bytes / peak.bytes_per_second)
     return seconds
+
+
+def _count_bytes(num_weights: int, scheme: Scheme | None, dtype: torch.dtype) -> float:
+    return num_weights * (dtype.itemsize if scheme is None else scheme.bytes_per_weight)

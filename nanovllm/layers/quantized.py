@@ -31,13 +31,18 @@ from nanovllm.arithmetic import cdiv
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 
-_CHUNK = 1 << 20  # weights that are quantized at once, which bounds temporary float32 copies
+_CHUNK = 1 << 18  # weights that are quantized at once, which bounds temporary float32 copies
 
 
 @dataclass(frozen=True)
 class Scheme:
     bits: int  # of a code: 4 or 8
     group_size: int  # inputs that share a scale and a zero
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """The bytes of a code, and its part of a float32 scale and an int16 zero."""
+        return self.bits / 8 + (4 + 2) / self.group_size
 
     @property
     def largest_code(self) -> int:

@@ -4,12 +4,18 @@ The test packs each format itself, from the same codes, scales and zeros.
 """
 
 import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import edit_config, edit_weights, generate_ids, greedy, make_checkpoint, random_prompt
 from safetensors.torch import load_file, save_file
 from test_families import make_family
+from transformers import LlamaConfig
 
 from nanovllm import DEMO_MODEL, LLM
 from nanovllm.layers.quantized import QuantizedWeight, Scheme
@@ -377,3 +383,79 @@ def test_a_part_of_a_weight_is_indexed_as_a_tensor():
     assert torch.equal(weight[0][torch.tensor([3, 3, 0])].dequantize(), full[0][[3, 3, 0]])
     with pytest.raises(ValueError, match="whole groups of 32"):
         weight[0][:, 16:48]
+
+
+LOAD = """
+import os, sys, time
+from nanovllm import LLM
+import nanovllm.kernels.cpu.library, torch
+nanovllm.kernels.cpu.library.load(torch.bfloat16)
+print("ready", flush=True)
+sys.stdin.readline()
+llm = LLM(sys.argv[1], quantization="int4", kvcache_memory_bytes=1 << 20, device="cpu")
+print("loaded", flush=True)
+sys.stdin.readline()
+"""
+
+
+def read_anonymous_memory(pid):
+    """Bytes that are not pages of a file, which the system can drop."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"process {pid} has no RssAnon")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_model_is_never_in_memory_in_16_bits(tmp_path):
+    """The peak of loading is at most that of the quantized weights plus two tensors."""
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=16384,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(tmp_path)
+    weights = {"model.embed_tokens.weight": torch.randn(16384, 1024, dtype=torch.bfloat16)}
+    weights["model.norm.weight"] = torch.ones(1024, dtype=torch.bfloat16)
+    square = torch.randn(1024, 1024, dtype=torch.bfloat16)
+    wide = torch.randn(4096, 1024, dtype=torch.bfloat16)
+    for layer in range(8):
+        prefix = f"model.layers.{layer}"
+        for name in "qkvo":
+            weights[f"{prefix}.self_attn.{name}_proj.weight"] = square.clone()
+        for name in ("gate", "up"):
+            weights[f"{prefix}.mlp.{name}_proj.weight"] = wide.clone()
+        weights[f"{prefix}.mlp.down_proj.weight"] = wide.T.contiguous()
+        for name in ("input", "post_attention"):
+            weights[f"{prefix}.{name}_layernorm.weight"] = torch.ones(1024).bfloat16()
+    save_file(weights, tmp_path / "model.safetensors")
+    full = sum(tensor.nbytes for tensor in weights.values())
+    head = weights["model.embed_tokens.weight"].nbytes
+    quantized = head * (8.375 / 16) + (full - head) * (4.75 / 16)
+
+    command = [sys.executable, "-c", LOAD, str(tmp_path)]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout.readline() == "ready\n"
+        before = peak = read_anonymous_memory(process.pid)
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+        def wait_for_child():
+            assert process.stdout.readline() == "loaded\n"
+
+        thread = threading.Thread(target=wait_for_child)
+        thread.start()
+        while thread.is_alive():
+            peak = max(peak, read_anonymous_memory(process.pid))
+            time.sleep(0.001)
+        process.stdin.write("\n")
+    print(f"peak {(peak - before) / 1e6} MB, quantized {quantized / 1e6}, full {full / 1e6}")
+    assert peak - before < quantized + 2 * head
+    assert peak - before < full - head
