@@ -386,13 +386,14 @@ def test_a_part_of_a_weight_is_indexed_as_a_tensor():
 
 
 LOAD = """
-import os, sys, time
-from nanovllm import LLM
-import nanovllm.kernels.cpu.library, torch
-nanovllm.kernels.cpu.library.load(torch.bfloat16)
+import sys
+from nanovllm import DEMO_MODEL, LLM
+
+options = dict(quantization="int4", kvcache_memory_bytes=1 << 20, device="cpu")
+LLM(DEMO_MODEL, **options).exit()  # imports and compiles what every engine needs
 print("ready", flush=True)
 sys.stdin.readline()
-llm = LLM(sys.argv[1], quantization="int4", kvcache_memory_bytes=1 << 20, device="cpu")
+llm = LLM(sys.argv[1], **options)
 print("loaded", flush=True)
 sys.stdin.readline()
 """
