@@ -11,16 +11,13 @@ into one matrix, so that one GEMM computes them:
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
-
-if TYPE_CHECKING:
-    from nanovllm.layers.quantized import QuantizedWeight
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Target:
     `full_size` is the tensor's size in that dimension. None: `destination` receives all of it.
     """
 
-    destination: "Tensor | QuantizedWeight"
+    destination: Any  # a Tensor or a QuantizedWeight
     dim: int = 0
     start: int = 0
     full_size: int | None = None

@@ -33,7 +33,7 @@ MAY_IMPORT = {  # part of the package -> parts
     "packing": {"batch"},
     "transfers": {"batch", "packing"},
     "layers": {"batch", "layers", "arithmetic"},
-    "models": {"batch", "layers", "models", "checks", "config"},
+    "models": {"arithmetic", "batch", "layers", "models", "checks", "config"},
     "kernels": {
         "arithmetic",
         "backends",
