@@ -135,7 +135,7 @@ def test_groups_that_kernels_do_not_know_are_not_prepacked():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", [INT8, INT4], ids=str)
 def test_a_quantized_model_matches_plain_layers(scheme, dtype):
-    """Queries of 40 numbers, so the last layer can skip a panel of them for tokens without logits."""
+    """Queries have 40 numbers. The last layer skips a panel of them for tokens without logits."""
     spec = make_spec(dtype, head_dim=20, hidden_size=160, intermediate_size=136, qk_norm=True)
     plain = quantize(randomize(spec.make_model(torch_backend)), scheme)
     fused = quantize(randomize(spec.make_model(cpp_backend)), scheme)
