@@ -25,7 +25,7 @@ from nanovllm.models.moe import Experts
 from nanovllm.models.quantization import INT4, INT8, QUANTIZED, quantize_layer
 
 pytestmark = needs_compiler
-SCHEMES = [INT8, INT4, Scheme(4, 32), Scheme(8, 64)]
+SCHEMES = [INT8, INT4, Scheme(4, 32), Scheme(4, 96), Scheme(8, 64)]
 all_schemes = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 
 

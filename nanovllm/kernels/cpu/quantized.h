@@ -7,12 +7,13 @@
 //     codes   [group_size / 2, WIDTH, 2], of 8 or 4 bits
 //
 // The codes of two inputs are a line. 8-bit codes are signed, so they and their zeros are relative
-// to 128. Of the 64 4-bit codes of a line, code i is in word i % 16 of 16 bits, at bit i / 16 * 4, so
-// that shifts and masks of whole vectors separate them.
+// to 128. A line of 4-bit codes has 16 words of 16 bits. Code i is in word i % 16, at bit i / 16 *
+// 4. Shifts and masks of whole vectors separate them.
 #pragma once
 #include "team.h"
 
 constexpr int64_t MAX_GROUP_SIZE = 128;
+constexpr int64_t BYTES_AHEAD = 1 << 12;  // distance of prefetches
 
 typedef int16_t Codes __attribute__((vector_size(sizeof(Vector))));
 typedef int16_t Shorts __attribute__((vector_size(sizeof(Vector) / 2)));
@@ -73,13 +74,13 @@ static void dequantize_row(const Weight& weight, const T* panel, int64_t column,
         Block block((const uint8_t*)panel + start / weight.group_size * weight.block_size());
         float centered[MAX_GROUP_SIZE];
         for (int64_t i = 0; i < weight.group_size; i += 2) {
-            const uint8_t* line = block.codes + i / 2 * 2 * WIDTH * weight.bits / 8;
+            const uint8_t* line = block.codes + i * WIDTH * weight.bits / 8;
             int first;
             int second;
             if (weight.bits == 8) {
                 first = int8_t(line[2 * column]);
                 second = int8_t(line[2 * column + 1]);
-            } else {
+            } else {  // from adjacent words
                 const uint8_t* words = line + column % 8 * 4 + column / 16;
                 int shift = column / 8 % 2 * 4;
                 first = words[0] >> shift & 15;
@@ -93,20 +94,23 @@ static void dequantize_row(const Weight& weight, const T* panel, int64_t column,
     }
 }
 
-#if defined(T_IS_16_BITS) && !defined(USE_AMX) &&                                            \
-    (defined(__AVX512BW__) || defined(__AVX2__) && !defined(__AVX512F__) ||                  \
-     defined(__SSE2__) && !defined(__AVX__))
-// Multiplies in integers. Each group of inputs of a row becomes integers of 16 bits, with a scale.
-// Their error, 2^-16 of the largest number in the group, is below the rounding of 16-bit dtypes. One
-// instruction then adds the products of two inputs and two codes to each sum of a vector, where
-// floats would first have to be made of codes. With x = x_code * x_scale, an output is
+#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__)) || \
+    (defined(__SSE2__) && !defined(__AVX__))
+#define MULTIPLIES_PAIRS  // of 16-bit integers, in whole vectors
+#endif
+
+#if defined(T_IS_16_BITS) && defined(MULTIPLIES_PAIRS) && !defined(USE_AMX)
+// Multiplies in integers, because converting codes to floats would take longer than multiplying
+// them. Each group of inputs of a row becomes integers of 16 bits, with a scale. Their error, 2^-16
+// of the largest number in the group, is below the rounding of 16-bit dtypes. One instruction then
+// multiplies two inputs by two codes for each sum of a vector. With x = x_code * x_scale, an output
+// is
 //
 //     sum over groups of  sum(code * x_code) * x_scale * scale  -  sum(x) * zero * scale
 //
 // The sums of codes are exact, and groups are added in order, so the result for a row does not
 // depend on the other rows.
 class QuantizedRows {
-    static constexpr int64_t AHEAD = 1 << 12;  // bytes from a block to what is prefetched meanwhile
     Buffer<int16_t> code_memory;
     Buffer<float> scale_memory;
     Buffer<float> total_memory;
@@ -148,7 +152,7 @@ private:
     // Quantize `size` numbers, the i-th group of a row in the order of x_codes.
     void quantize(const T* x, int64_t size, int64_t i) {
         constexpr float LARGEST_CODE = 32767;
-        constexpr float TINY = 0x1p-100f;  // the inverse of smaller numbers would overflow
+        constexpr float TINY = 0x1p-100f;  // the inverse of smaller numbers can overflow
         constexpr float NO_FRACTION = 0x1.8p23f;
         // The bits of absolute values compare like the values, and those of NaN are the highest.
         // NaN or infinity becomes the scale of its group, so all outputs of the row are invalid.
@@ -186,7 +190,7 @@ private:
         int64_t bytes_per_line = block_size / num_tiles / (weight.group_size / 2);
         for (int64_t group = 0; group < num_groups; group++) {
             const uint8_t* block = panel + group * block_size;
-            const uint8_t* next = block + AHEAD;
+            const uint8_t* next = block + BYTES_AHEAD;
             int64_t row = 0;
             for (int64_t tile = 0; tile < num_tiles; tile++) {
                 int64_t size = tile < num_larger_tiles ? rows_per_tile + 1 : rows_per_tile;
@@ -297,16 +301,20 @@ public:
 private:
     template <int BITS>
     void dequantize(const Block& block, T* to) {
+        Vector scales[VECTORS_PER_LINE];
+        Vector zeros[VECTORS_PER_LINE];
         for (int64_t vector = 0; vector < VECTORS_PER_LINE; vector++) {
-            int64_t column = vector * LANES;
-            Vector scale = load(block.scales + column);
-            Vector zero = block.load_zeros(column);
-            for (int64_t i = 0; i < weight.group_size; i += 2) {
-                const uint8_t* line = block.codes + i * WIDTH * BITS / 8;
+            scales[vector] = load(block.scales + vector * LANES);
+            zeros[vector] = block.load_zeros(vector * LANES);
+        }
+        for (int64_t i = 0; i < weight.group_size; i += 2) {
+            const uint8_t* line = block.codes + i * WIDTH * BITS / 8;
+            __builtin_prefetch(line + BYTES_AHEAD);
+            for (int64_t vector = 0; vector < VECTORS_PER_LINE; vector++) {
                 Integers both = (Integers)load_codes<BITS>(line, vector);
-                Vector even = __builtin_convertvector(both << 16 >> 16, Vector);
-                Vector odd = __builtin_convertvector(both >> 16, Vector);
-                store((even - zero) * scale, (odd - zero) * scale, to + i * WIDTH, column);
+                Vector even = __builtin_convertvector(both << 16 >> 16, Vector) - zeros[vector];
+                Vector odd = __builtin_convertvector(both >> 16, Vector) - zeros[vector];
+                store(even * scales[vector], odd * scales[vector], to + i * WIDTH, vector * LANES);
             }
         }
     }
