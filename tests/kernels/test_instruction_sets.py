@@ -13,11 +13,19 @@ from torch.testing import assert_close
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.prepacked import PrepackedWeight
+from nanovllm.layers.quantized import QuantizedWeight
+from nanovllm.models.quantization import INT4, INT8
 
 pytestmark = needs_compiler
-# Each with the dtype that takes the most paths of its own there.
-LESSER = {"x86-64-v4": torch.bfloat16, "x86-64-v3": torch.float16, "x86-64": torch.float16}
-RUNNABLE = {"AVX512": list(LESSER), "AVX2": ["x86-64"]}
+# Each with the dtype that takes the most paths of its own there. Without AVX2, panels of quantized
+# weights are dequantized, as with AMX.
+LESSER = {
+    "x86-64-v4": torch.bfloat16,
+    "x86-64-v3": torch.float16,
+    "sandybridge": torch.bfloat16,
+    "x86-64": torch.float16,
+}
+RUNNABLE = {"AVX512": list(LESSER), "AVX2": ["sandybridge", "x86-64"]}
 
 
 def list_builds():
@@ -86,6 +94,22 @@ def test_gated_weight_computes_swiglu(in_features, out_features, dtype):
         gate, up = (x.double() @ plain.double().T).chunk(2, dim=-1)
         output = prepacked.multiply(x).double()
         assert_close(output, F.silu(gate) * up, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("scheme", [INT8, INT4], ids=str)
+def test_quantized_weight_multiplies_like_its_dequantized_weight(scheme, dtype):
+    torch.manual_seed(0)
+    weight = QuantizedWeight.quantize(torch.randn(130, 200).to(dtype), scheme)
+    prepacked = PrepackedWeight(weight)
+    full = weight.dequantize()
+    ids = torch.arange(130, dtype=torch.int32)
+    assert torch.equal(prepacked.rows(ids), full)
+    for num_rows in (1, 2, 5, 13, 150):
+        x = torch.randn(num_rows, 200).to(dtype)
+        output = prepacked.multiply(x)
+        expected = F.linear(x.double(), full.double())
+        assert (output - expected).norm() < 4 * torch.finfo(dtype).eps * expected.norm()
+        assert torch.equal(prepacked.multiply(x[:1]), output[:1]), "depends on other rows"
 
 
 def multiply_by_numbers(factor, numbers, num_rows, gated=False):

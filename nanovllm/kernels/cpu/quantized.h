@@ -7,14 +7,16 @@
 //     codes   [group_size / 2, WIDTH, 2], of 8 or 4 bits
 //
 // The codes of two inputs are a line. 8-bit codes are signed, so they and their zeros are relative
-// to 128. Of the 64 4-bit codes of a line, code i is in word i % 16 of 16 bits, at bit i / 16 * 4, so
-// that shifts and masks of whole vectors separate them.
+// to 128. A line of 4-bit codes has 16 words of 16 bits. Code i is in word i % 16, at bit i / 16 *
+// 4. Shifts and masks of whole vectors separate them.
 #pragma once
 #include "team.h"
 
 constexpr int64_t MAX_GROUP_SIZE = 128;
+constexpr int64_t BYTES_AHEAD = 1 << 12;  // distance of prefetches
 
 typedef int16_t Codes __attribute__((vector_size(sizeof(Vector))));
+typedef int16_t Shorts __attribute__((vector_size(sizeof(Vector) / 2)));
 typedef int32_t Integers __attribute__((vector_size(sizeof(Vector))));
 constexpr int64_t VECTORS_PER_LINE = WIDTH / LANES;  // a vector has both inputs of LANES outputs
 
@@ -28,22 +30,19 @@ struct Block {
           zeros((const int16_t*)(scales + WIDTH)),
           codes((const uint8_t*)(zeros + WIDTH)) {}
 
-    Integers load_zeros(int64_t first) const {
-        typedef int16_t Zeros __attribute__((vector_size(sizeof(Vector) / 2)));
-        Zeros narrow;
+    Vector load_zeros(int64_t first) const {
+        Shorts narrow;
         memcpy(&narrow, zeros + first, sizeof narrow);
-        return __builtin_convertvector(narrow, Integers);
+        return __builtin_convertvector(__builtin_convertvector(narrow, Integers), Vector);
     }
 };
 
-// Load a vector of a line. With 16 BITS, the codes have been loaded and stored before.
+// Load a vector of a line.
 template <int BITS>
 static Codes load_codes(const uint8_t* line, int64_t vector) {
     constexpr int64_t NUM = 2 * LANES;
     Codes codes;
-    if constexpr (BITS == 16) {
-        memcpy(&codes, line + vector * sizeof codes, sizeof codes);
-    } else if constexpr (BITS == 8) {
+    if constexpr (BITS == 8) {
         // gcc would widen in two halves.
 #if defined(__AVX512BW__)
         return (Codes)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)line + vector));
@@ -55,14 +54,15 @@ static Codes load_codes(const uint8_t* line, int64_t vector) {
     } else {
         constexpr int64_t WORDS = 16;
         int64_t first = vector * NUM;
-        for (int64_t i = 0; i < NUM; i += WORDS)
-            memcpy((int16_t*)&codes + i, line + first % WORDS * 2,
-                   std::min(WORDS, NUM) * sizeof(int16_t));
-        // One shift for all words is faster than one for each.
-        if constexpr (NUM <= WORDS) return codes >> int(first / WORDS * 4) & 15;
+#if defined(__AVX512F__)
         Codes shifts;
         for (int64_t i = 0; i < NUM; i++) shifts[i] = (first + i) / WORDS * 4;
-        return codes >> shifts & 15;
+        codes = (Codes)_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)line));
+        codes = codes >> shifts & 15;
+#else
+        memcpy(&codes, line + first % WORDS * 2, sizeof codes);
+        codes = codes >> int(first / WORDS * 4) & 15;  // one shift for all, which is faster
+#endif
     }
     return codes;
 }
@@ -74,13 +74,13 @@ static void dequantize_row(const Weight& weight, const T* panel, int64_t column,
         Block block((const uint8_t*)panel + start / weight.group_size * weight.block_size());
         float centered[MAX_GROUP_SIZE];
         for (int64_t i = 0; i < weight.group_size; i += 2) {
-            const uint8_t* line = block.codes + i / 2 * 2 * WIDTH * weight.bits / 8;
+            const uint8_t* line = block.codes + i * WIDTH * weight.bits / 8;
             int first;
             int second;
             if (weight.bits == 8) {
                 first = int8_t(line[2 * column]);
                 second = int8_t(line[2 * column + 1]);
-            } else {
+            } else {  // from adjacent words
                 const uint8_t* words = line + column % 8 * 4 + column / 16;
                 int shift = column / 8 % 2 * 4;
                 first = words[0] >> shift & 15;
@@ -94,33 +94,32 @@ static void dequantize_row(const Weight& weight, const T* panel, int64_t column,
     }
 }
 
-#if defined(T_IS_16_BITS) && !defined(USE_AMX) &&                                            \
-    (defined(__AVX512BW__) || defined(__AVX2__) && !defined(__AVX512F__) ||                  \
-     defined(__SSE2__) && !defined(__AVX__))
-// Multiplies in integers. Each group of inputs of a row becomes integers of 16 bits, with one scale.
-// Their error, 2^-16 of the largest number in the group, is below the rounding of 16-bit dtypes. One
-// instruction then adds the products of two inputs and two codes to each sum of a vector, twice as
-// many as in float, and codes of 8 bits are widened in one instruction.
+#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__)) || \
+    (defined(__SSE2__) && !defined(__AVX__))
+#define MULTIPLIES_PAIRS  // of 16-bit integers, in whole vectors
+#endif
+
+#if defined(T_IS_16_BITS) && defined(MULTIPLIES_PAIRS) && !defined(USE_AMX)
+// Multiplies in integers, because converting codes to floats would take longer than multiplying
+// them. Each group of inputs of a row becomes integers of 16 bits, with a scale. Their error, 2^-16
+// of the largest number in the group, is below the rounding of 16-bit dtypes. One instruction then
+// multiplies two inputs by two codes for each sum of a vector. With x = x_code * x_scale, an output
+// is
 //
-//     output = sum over groups of  scale * x_scale * (sum(code * x_code) - zero * sum(x_code))
+//     sum over groups of  sum(code * x_code) * x_scale * scale  -  sum(x) * zero * scale
 //
-// Sums of a group are exact, and groups are added in order, so a row does not depend on the others.
-// For few rows, codes are widened as they are read. For many rows, the codes of a group are widened
-// once into the L1 cache.
+// The sums of codes are exact, and groups are added in order, so the result for a row does not
+// depend on the other rows.
 class QuantizedRows {
-    static constexpr int64_t FEW_TILES = 1;
-    static constexpr int64_t TILE_VECTORS = std::min<int64_t>(2, VECTORS_PER_LINE);
-    static constexpr int64_t AHEAD = 1 << 12;  // bytes from a block to what is prefetched meanwhile
-    Buffer<int16_t> number_memory;
+    Buffer<int16_t> code_memory;
     Buffer<float> scale_memory;
-    Buffer<int32_t> total_memory;
-    int16_t* numbers;  // [num_groups, num_rows, group_size]
-    float* scales;     // [num_groups, num_rows]
-    int32_t* totals;   // [num_groups, num_rows], the sums of numbers
+    Buffer<float> total_memory;
+    int16_t* x_codes;  // [num_groups, num_rows, group_size]
+    float* x_scales;   // [num_groups, num_rows]
+    float* x_totals;   // [num_groups, num_rows]
     int64_t num_rows;
     int64_t num_groups;
     alignas(64) float sums[MAX_ROWS * WIDTH];
-    alignas(64) Codes widened[MAX_GROUP_SIZE / 2 * VECTORS_PER_LINE];
 
 public:
     Weight weight;
@@ -129,15 +128,14 @@ public:
         int64_t group_size = weight.group_size;
         num_rows = num_rows_;
         num_groups = round_up(in_features, group_size) / group_size;
-        numbers = number_memory.get(num_groups * num_rows * group_size);
-        scales = scale_memory.get(num_groups * num_rows);
-        totals = total_memory.get(num_groups * num_rows);
+        x_codes = code_memory.get(num_groups * num_rows * group_size);
+        x_scales = scale_memory.get(num_groups * num_rows);
+        x_totals = total_memory.get(num_groups * num_rows);
         for (int64_t group = 0; group < num_groups; group++)
             for (int64_t row = 0; row < num_rows; row++) {
                 int64_t start = group * group_size;
-                int64_t i = group * num_rows + row;
                 quantize(find_row(row) + start, std::min(group_size, in_features - start),
-                         numbers + i * group_size, scales[i], totals[i]);
+                         group * num_rows + row);
             }
     }
 
@@ -151,58 +149,55 @@ public:
     void finish(int64_t) {}  // multiply() has no deferred epilogue
 
 private:
-    // The bits of absolute values compare like the values, and those of NaN are the highest. If a
-    // group contains NaN or infinity, that is its scale, so all outputs of the row are invalid.
-    void quantize(const T* x, int64_t size, int16_t* to, float& scale, int32_t& total) {
-        constexpr float LARGEST = 32767;
-        constexpr float TINY = 0x1p-100f;  // the inverse of smaller numbers would overflow
+    // Quantize `size` numbers, the i-th group of a row in the order of x_codes.
+    void quantize(const T* x, int64_t size, int64_t i) {
+        constexpr float LARGEST_CODE = 32767;
+        constexpr float TINY = 0x1p-100f;  // the inverse of smaller numbers can overflow
         constexpr float NO_FRACTION = 0x1.8p23f;
-        typedef int16_t Numbers __attribute__((vector_size(sizeof(Vector) / 2)));
+        // The bits of absolute values compare like the values, and those of NaN are the highest.
+        // NaN or infinity becomes the scale of its group, so all outputs of the row are invalid.
         Integers highest = {};
-        for (int64_t i = 0; i < size; i += LANES) {
-            Integers bits = bit_cast<Integers>(widen(x + i, size - i)) & 0x7FFFFFFF;
+        for (int64_t j = 0; j < size; j += LANES) {
+            Integers bits = bit_cast<Integers>(widen(x + j, size - j)) & 0x7FFFFFFF;
             highest = bits > highest ? bits : highest;
         }
         int32_t most = 0;
-        for (int64_t i = 0; i < LANES; i++) most = std::max<int32_t>(most, highest[i]);
+        for (int64_t lane = 0; lane < LANES; lane++) most = std::max<int32_t>(most, highest[lane]);
         float largest = bit_cast<float>(most);
-        float inverse = largest > TINY ? LARGEST / largest : 0;
-        scale = largest / LARGEST;
-        Integers sum = {};
-        for (int64_t i = 0; i < weight.group_size; i += LANES) {
-            Vector wide = i < size ? widen(x + i, size - i) : Vector{};
+        float inverse = largest > TINY ? LARGEST_CODE / largest : 0;
+        Integers sums = {};
+        for (int64_t j = 0; j < weight.group_size; j += LANES) {
+            Vector wide = j < size ? widen(x + j, size - j) : Vector{};
             Vector shifted = wide * inverse + NO_FRACTION;
-            Integers rounded = bit_cast<Integers>(shifted) - bit_cast<int32_t>(NO_FRACTION);
-            sum += rounded;
-            Numbers narrow = __builtin_convertvector(rounded, Numbers);
-            memcpy(to + i, &narrow, sizeof narrow);
+            Integers codes = bit_cast<Integers>(shifted) - bit_cast<int32_t>(NO_FRACTION);
+            sums += codes;
+            Shorts narrow = __builtin_convertvector(codes, Shorts);
+            memcpy(x_codes + i * weight.group_size + j, &narrow, sizeof narrow);
         }
-        total = 0;
-        for (int64_t i = 0; i < LANES; i++) total += sum[i];
+        int32_t total = 0;
+        for (int64_t lane = 0; lane < LANES; lane++) total += sums[lane];
+        x_scales[i] = largest / LARGEST_CODE;
+        x_totals[i] = total * x_scales[i];
     }
 
     template <int BITS>
     void sum_up(const uint8_t* panel) {
+        // Nothing is divided in the loops, because divisions take long.
         int64_t num_tiles = round_up(num_rows, ROWS) / ROWS;
+        int64_t rows_per_tile = num_rows / num_tiles;
+        int64_t num_larger_tiles = num_rows % num_tiles;
         int64_t block_size = weight.block_size();
-        bool is_widened = num_tiles > FEW_TILES;
+        int64_t bytes_per_line = block_size / num_tiles / (weight.group_size / 2);
         for (int64_t group = 0; group < num_groups; group++) {
-            const uint8_t* at = panel + group * block_size;
-            Block block(at);
-            if (is_widened) {
-                for (int64_t i = 0; i < weight.group_size / 2 * VECTORS_PER_LINE; i++)
-                    widened[i] = load_codes<BITS>(
-                        block.codes + i / VECTORS_PER_LINE * 2 * WIDTH * BITS / 8,
-                        i % VECTORS_PER_LINE);
-                block.codes = (const uint8_t*)widened;
-            }
+            const uint8_t* block = panel + group * block_size;
+            const uint8_t* next = block + BYTES_AHEAD;
+            int64_t row = 0;
             for (int64_t tile = 0; tile < num_tiles; tile++) {
-                int64_t row = num_rows * tile / num_tiles;
-                int64_t past = num_rows * (tile + 1) / num_tiles;
-                auto multiply = is_widened ? find_tile<16, ROWS>(past - row)
-                                           : find_tile<BITS, ROWS>(past - row);
-                const uint8_t* next = at + AHEAD + block_size * tile / num_tiles;
-                (this->*multiply)(block, group, row, next, block_size / num_tiles);
+                int64_t size = tile < num_larger_tiles ? rows_per_tile + 1 : rows_per_tile;
+                auto multiply = find_tile<BITS, ROWS>(size);
+                (this->*multiply)(Block(block), group, row, next, bytes_per_line);
+                row += size;
+                next += bytes_per_line * (weight.group_size / 2);
             }
         }
     }
@@ -223,26 +218,22 @@ private:
     using MultiplyTile = void (QuantizedRows::*)(const Block&, int64_t, int64_t, const uint8_t*,
                                                  int64_t);
 
-    // Multiply M rows by a block. Meanwhile prefetch `num_bytes` from `next`, a few at a time,
-    // because a core can have few cache lines in flight.
+    // Multiply M rows by a block. Meanwhile prefetch from `next`, a few bytes for every line of the
+    // block, because a core can have few cache lines in flight.
     template <int BITS, int M>
     void multiply_tile(const Block& block, int64_t group, int64_t row, const uint8_t* next,
-                       int64_t num_bytes) {
+                       int64_t bytes_per_line) {
         // Few rows leave registers for more vectors.
-        constexpr int64_t V = M <= 3 ? VECTORS_PER_LINE : TILE_VECTORS;
+        constexpr int64_t V = std::min<int64_t>(VECTORS_PER_LINE, M == 1 ? 8 : M <= 3 ? 4 : 2);
         int64_t group_size = weight.group_size;
         int64_t first_row = group * num_rows + row;
-        int64_t step = num_bytes * V / (VECTORS_PER_LINE * group_size / 2);
-        const int16_t* x = numbers + first_row * group_size;
+        int64_t step = bytes_per_line * V / VECTORS_PER_LINE;
+        const int16_t* x = x_codes + first_row * group_size;
         for (int64_t first = 0; first < VECTORS_PER_LINE; first += V) {
-            Integers tile[M][V];
-            for (int64_t column = 0; column < V; column++) {
-                Integers zeros = block.load_zeros((first + column) * LANES);
-                for (int64_t m = 0; m < M; m++) tile[m][column] = -totals[first_row + m] * zeros;
-            }
+            Integers tile[M][V] = {};
             const uint8_t* line = block.codes;
             for (int64_t i = 0; i < group_size; i += 2) {
-                __builtin_prefetch(next, 0, BITS == 16 ? 2 : 3);
+                __builtin_prefetch(next);
                 next += step;
                 Codes codes[V];
                 for (int64_t column = 0; column < V; column++)
@@ -257,12 +248,15 @@ private:
                 line += 2 * WIDTH * BITS / 8;
             }
             for (int64_t column = 0; column < V; column++) {
-                Vector scale = load(block.scales + (first + column) * LANES);
+                int64_t output = (first + column) * LANES;
+                Vector scale = load(block.scales + output);
+                Vector zero = block.load_zeros(output) * scale;
                 for (int64_t m = 0; m < M; m++) {
-                    float* sum = &sums[(row + m) * WIDTH + (first + column) * LANES];
+                    float* sum = &sums[(row + m) * WIDTH + output];
                     Vector total = group > 0 ? load(sum) : Vector{};
                     total += __builtin_convertvector(tile[m][column], Vector) *
-                             (scale * scales[first_row + m]);
+                             (scale * x_scales[first_row + m]);
+                    total -= zero * x_totals[first_row + m];
                     memcpy(sum, &total, sizeof total);
                 }
             }
@@ -307,16 +301,20 @@ public:
 private:
     template <int BITS>
     void dequantize(const Block& block, T* to) {
+        Vector scales[VECTORS_PER_LINE];
+        Vector zeros[VECTORS_PER_LINE];
         for (int64_t vector = 0; vector < VECTORS_PER_LINE; vector++) {
-            int64_t column = vector * LANES;
-            Vector scale = load(block.scales + column);
-            Vector zero = __builtin_convertvector(block.load_zeros(column), Vector);
-            for (int64_t i = 0; i < weight.group_size; i += 2) {
-                const uint8_t* line = block.codes + i * WIDTH * BITS / 8;
+            scales[vector] = load(block.scales + vector * LANES);
+            zeros[vector] = block.load_zeros(vector * LANES);
+        }
+        for (int64_t i = 0; i < weight.group_size; i += 2) {
+            const uint8_t* line = block.codes + i * WIDTH * BITS / 8;
+            __builtin_prefetch(line + BYTES_AHEAD);
+            for (int64_t vector = 0; vector < VECTORS_PER_LINE; vector++) {
                 Integers both = (Integers)load_codes<BITS>(line, vector);
-                Vector even = __builtin_convertvector(both << 16 >> 16, Vector);
-                Vector odd = __builtin_convertvector(both >> 16, Vector);
-                store((even - zero) * scale, (odd - zero) * scale, to + i * WIDTH, column);
+                Vector even = __builtin_convertvector(both << 16 >> 16, Vector) - zeros[vector];
+                Vector odd = __builtin_convertvector(both >> 16, Vector) - zeros[vector];
+                store(even * scales[vector], odd * scales[vector], to + i * WIDTH, vector * LANES);
             }
         }
     }
@@ -327,14 +325,13 @@ private:
             narrow(even, to + column);
             narrow(odd, to + WIDTH + column);
         } else {
-            T evens[LANES];
-            T odds[LANES];
-            narrow(even, evens);
-            narrow(odd, odds);
-            for (int64_t i = 0; i < LANES; i++) {
-                to[PAIR * (column + i)] = evens[i];
-                to[PAIR * (column + i) + 1] = odds[i];
-            }
+            Shorts evens;
+            Shorts odds;
+            narrow(even, (T*)&evens);
+            narrow(odd, (T*)&odds);
+            Bits pairs = __builtin_convertvector(evens, Bits) & 0xFFFF;
+            pairs |= __builtin_convertvector(odds, Bits) << 16;
+            memcpy(to + PAIR * column, &pairs, sizeof pairs);
         }
     }
 };

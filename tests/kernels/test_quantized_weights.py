@@ -1,0 +1,170 @@
+"""The CPU kernels for quantized weights compute what layers/quantized.py specifies."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import make_batch
+from kernel_helpers import CPU, DTYPES, all_dtypes, make_spec, needs_compiler, randomize
+from torch.testing import assert_close
+
+from nanovllm.kernels import kernelize
+from nanovllm.kernels.cpu import attention as cpp_backend
+from nanovllm.kernels.cpu.fused_layers import FusedLayers
+from nanovllm.kernels.cpu.prepacked import (
+    PrepackedQuantizedEmbedding,
+    PrepackedQuantizedExperts,
+    PrepackedWeight,
+)
+from nanovllm.layers import attention as torch_backend
+from nanovllm.layers.quantized import QuantizedWeight, Scheme
+from nanovllm.layers.tensor_parallel import ALONE
+from nanovllm.models.moe import Experts
+from nanovllm.models.quantization import INT4, INT8, QUANTIZED, quantize_layer
+
+pytestmark = needs_compiler
+SCHEMES = [INT8, INT4, Scheme(4, 32), Scheme(4, 96), Scheme(8, 64)]
+all_schemes = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+
+
+def make_weight(out_features, in_features, scheme, dtype):
+    torch.manual_seed(0)
+    return QuantizedWeight.quantize(torch.randn(out_features, in_features).to(dtype), scheme)
+
+
+def relative_error(output, expected):
+    expected = expected.double()
+    return (output.double() - expected).norm() / expected.norm()
+
+
+def quantize(module, scheme):
+    """Quantize all matrices of `module`."""
+    for layer in list(module.modules()):
+        if type(layer) in QUANTIZED:
+            matrices = {
+                name: parameter.data
+                for name, parameter in layer.named_parameters(recurse=False)
+                if parameter.dim() >= 2
+            }
+            quantize_layer(layer, scheme)
+            for name, matrix in matrices.items():
+                getattr(layer, name).copy_(matrix)
+    return module
+
+
+@all_dtypes
+@all_schemes
+@pytest.mark.parametrize("in_features, out_features", [(64, 100), (200, 34), (1030, 130)])
+def test_products_are_those_of_the_dequantized_weight(in_features, out_features, scheme, dtype):
+    weight = make_weight(out_features, in_features, scheme, dtype)
+    prepacked = PrepackedWeight(weight)
+    rounded = weight.dequantize()
+    weight.dtype = torch.float32
+    # Kernels for 16-bit dtypes need not round the weight.
+    exact = weight.dequantize()
+    bias = torch.randn(out_features).to(dtype)
+    for num_rows in (0, 1, 5, 7, 13, 70, 150):
+        x = torch.randn(num_rows, in_features).to(dtype)
+        output = prepacked.multiply(x, bias)
+        assert torch.equal(prepacked.multiply(x[:1], bias), output[:1]), "depends on other rows"
+        if dtype == torch.float32:
+            assert torch.equal(output, PrepackedWeight(rounded).multiply(x, bias))
+            assert_close(output, F.linear(x, rounded, bias), atol=1e-4, rtol=1e-6)
+            continue
+        is_rounded_once = []
+        for each in (exact, rounded):
+            expected = F.linear(x.double(), each.double(), bias.double())
+            rounding = (expected.to(dtype) - expected).norm()
+            is_rounded_once.append((output - expected).norm() <= 1.1 * rounding)
+        assert any(is_rounded_once)
+
+
+@all_dtypes
+@all_schemes
+def test_rows_are_dequantized(scheme, dtype):
+    weight = make_weight(100, 200, scheme, dtype)
+    ids = torch.tensor([99, 0, 50, 17, 40], dtype=torch.int32)
+    assert torch.equal(PrepackedWeight(weight).rows(ids), weight.dequantize()[ids])
+
+
+@all_dtypes
+@all_schemes
+def test_gated_weight_computes_swiglu(scheme, dtype):
+    weight = make_weight(68, 200, scheme, dtype)
+    prepacked = PrepackedWeight(weight, gated=True)
+    limit = 1e-6 if dtype == torch.float32 else 0.01
+    for num_rows in (1, 9):
+        x = torch.randn(num_rows, 200).to(dtype)
+        gate, up = F.linear(x.double(), weight.dequantize().double()).chunk(2, dim=-1)
+        assert relative_error(prepacked.multiply(x), F.silu(gate) * up) < limit
+
+
+@all_dtypes
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_an_invalid_input_shows_in_all_outputs_of_its_row_only(value, dtype):
+    prepacked = PrepackedWeight(make_weight(40, 256, INT8, dtype))
+    x = torch.randn(9, 256).to(dtype)
+    expected = prepacked.multiply(x)
+    x[4, 200] = value
+    output = prepacked.multiply(x)
+    assert not output[4].isfinite().any()
+    others = torch.arange(9) != 4
+    assert torch.equal(output[others], expected[others])
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-38, 1e-30, 1e30])
+def test_inputs_of_any_size_are_multiplied(factor):
+    weight = make_weight(40, 256, INT4, torch.bfloat16)
+    x = (torch.randn(2, 256) * factor).bfloat16()
+    expected = F.linear(x.double(), weight.dequantize().double())
+    output = PrepackedWeight(weight).multiply(x)
+    assert_close(output.double(), expected, atol=max(0.1 * factor, 1e-28), rtol=1e-2)
+
+
+def test_groups_that_kernels_do_not_know_are_not_prepacked():
+    for group_size, is_known in ((32, True), (96, True), (128, True), (16, False), (256, False)):
+        weight = QuantizedWeight.empty_like(torch.empty(4, 256), Scheme(8, group_size))
+        assert PrepackedWeight.can_prepack(weight) == is_known
+    for dtype in DTYPES:
+        weight = QuantizedWeight.empty_like(torch.empty(4, 31, dtype=dtype), INT8)
+        assert PrepackedWeight.can_prepack(weight) == (dtype == torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scheme", [INT8, INT4], ids=str)
+def test_a_quantized_model_matches_plain_layers(scheme, dtype):
+    """Queries have 40 numbers. The last layer skips a panel of them for tokens without logits."""
+    spec = make_spec(dtype, head_dim=20, hidden_size=160, intermediate_size=136, qk_norm=True)
+    plain = quantize(randomize(spec.make_model(torch_backend)), scheme)
+    fused = quantize(randomize(spec.make_model(cpp_backend)), scheme)
+    kernelize(fused, CPU, dtype)
+    assert type(fused.model.layers) is FusedLayers
+    assert type(fused.model.embed_tokens) is PrepackedQuantizedEmbedding
+    num_tokens = 50
+    tokens = torch.arange(num_tokens, dtype=torch.int32)
+    batch = make_batch([num_tokens], [num_tokens], torch.arange(4, dtype=torch.int32)[None])
+    batch = replace(batch, input_ids=tokens, positions=tokens, slot_mapping=tokens)
+    caches = [torch.zeros(2, 4, 16, 1, 20, dtype=dtype) for _ in range(2 * spec.num_layers)]
+    plain_caches, fused_caches = caches[: spec.num_layers], caches[spec.num_layers :]
+    limit = 1e-5 if dtype == torch.float32 else 0.03
+    with torch.inference_mode():
+        hidden = plain(batch, plain_caches)
+        logits = plain.compute_logits(hidden)
+        pairs = [(fused(batch, fused_caches), hidden), (fused.compute_logits(hidden), logits)]
+        for output, expected in [*pairs, *zip(fused_caches, plain_caches)]:
+            assert relative_error(output, expected) < limit
+
+
+@all_dtypes
+def test_quantized_experts_match_plain_ones(dtype):
+    spec = SimpleNamespace(num_experts=3, hidden_size=40, expert_size=24, dtype=dtype)
+    experts = quantize(randomize(Experts(spec, ALONE)), INT4)
+    x = torch.randn(5, 40).to(dtype)
+    expected = [experts.compute(expert, x) for expert in range(3)]
+    kernelize(experts, CPU, dtype)
+    assert type(experts) is PrepackedQuantizedExperts
+    for expert in range(3):
+        limit = 1e-6 if dtype == torch.float32 else 0.01
+        assert relative_error(experts.compute(expert, x), expected[expert]) < limit
