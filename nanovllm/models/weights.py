@@ -35,7 +35,7 @@ from nanovllm.models.spec import CausalLM, ModelSpec
 from nanovllm.models.tensor_files import TensorFiles, summarize
 
 _HEAD = "lm_head.weight"
-_QUANTIZED: dict[type[nn.Module], type[nn.Module]] = {
+QUANTIZED: dict[type[nn.Module], type[nn.Module]] = {
     ColumnParallelLinear: QuantizedColumnParallelLinear,
     RowParallelLinear: QuantizedRowParallelLinear,
     Embedding: QuantizedEmbedding,
@@ -77,7 +77,7 @@ def make_model(
     with torch.device("meta"):
         model = spec.make_model(backend, tp)
     for name, layer in list(model.named_modules()):
-        if type(layer) in _QUANTIZED:
+        if type(layer) in QUANTIZED:
             scheme = _find_scheme(spec.quantization, name, layer, files)
             if scheme is not None:
                 quantize_layer(layer, scheme)
@@ -110,7 +110,7 @@ def _find_scheme(
 
 def quantize_layer(layer: nn.Module, scheme: Scheme) -> None:
     """Replace the matrices of a layer by quantized ones, which are not filled."""
-    layer.__class__ = _QUANTIZED[type(layer)]
+    layer.__class__ = QUANTIZED[type(layer)]
     for name, parameter in list(layer.named_parameters(recurse=False)):
         if parameter.dim() > 1:
             delattr(layer, name)

@@ -22,7 +22,8 @@ from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.quantized import QuantizedWeight, Scheme
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.moe import Experts
-from nanovllm.models.quantization import INT4, INT8, QUANTIZED, quantize_layer
+from nanovllm.models.quantization import INT4, INT8
+from nanovllm.models.weights import QUANTIZED, quantize_layer
 
 pytestmark = needs_compiler
 SCHEMES = [INT8, INT4, Scheme(4, 32), Scheme(4, 96), Scheme(8, 64)]
