@@ -43,8 +43,11 @@ from triton.runtime.jit import JITFunction
 from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.engine import model_runner, worker
 from nanovllm.engine.profiling import sample_dummies
-from nanovllm.kernels.cuda import attention, graphs, layers
+from nanovllm.kernels.cuda import attention, graphs, layers, quantized
+from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.layers.quantized import Scheme
 from nanovllm.layers.sampler import Sampler
+from nanovllm.models.quantization import INT4, INT8, quantize_layer
 from nanovllm.packing import pack, unpack
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -57,6 +60,7 @@ FEW = {  # dtype, head_dim and group_size, by compute capability
     100: [(BF16, 128, 2)],
 }
 ALL = list(product((BF16, F16, F32), (64, 80, 96, 128, 256), (1, 2, 4, 7, 8, 16)))
+ALL_SCHEMES = [Scheme(bits, group_size) for bits in (4, 8) for group_size in (32, 64, 128)]
 
 
 def make_driver(arch, launched):
@@ -107,6 +111,15 @@ def launch_model(dtype, head_dim, group_size):
         sample(sampler, logits, rows)
 
 
+@torch.inference_mode()
+def launch_quantized(dtype, scheme):
+    """Launch linear layers with and without a bias, of sizes that do and do not fill tiles."""
+    for in_features, out_features, bias in ((1024, 3072, False), (336, 1009, True)):
+        layer = ColumnParallelLinear(in_features, {"": out_features}, bias, dtype)
+        quantize_layer(layer, scheme)
+        kernels.kernelize(layer, torch.device("cuda"), dtype)
+
+
 plain_forward = Sampler.forward
 
 
@@ -138,7 +151,7 @@ def inspect(kernel):
     }
 
 
-def compile_models(models, arch, launched):
+def compile_models(models, schemes, arch, launched):
     """Print the kernels of each model, and the launches of two equal steps of the first one.
 
     `dispatched` names the launches that went through Triton's dispatch.
@@ -162,6 +175,8 @@ def compile_models(models, arch, launched):
         launched.clear()
         dispatched.clear()
         launch_model(dtype, head_dim, group_size)
+        for scheme in schemes:
+            launch_quantized(dtype, scheme)
         print(json.dumps({"launched": launched, "dispatched": dispatched}))
         while compiled:
             setting = {"arch": arch, "dtype": str(dtype), "head_dim": head_dim}
@@ -226,12 +241,15 @@ def run(arch, is_serving, has_all_models):
     kernels.find_optimized_layers = lambda device_type, dtype: layers.OPTIMIZED_LAYERS
     # The tensors of a batch are parts of one, as on a GPU.
     worker.copy_to = lambda batch, device: unpack(pack(batch))
-    attention._describe_gpu = lambda device: (arch // 10, 132)
+    for module in (attention, quantized):
+        module.describe_gpu = lambda device: (arch // 10, 132)
     if is_serving:
         serve(16, 8, 2000, enforce_eager=False)
         serve(14, 2, 1009, enforce_eager=True)
+    elif has_all_models:
+        compile_models(ALL, ALL_SCHEMES, arch, launched)
     else:
-        compile_models(ALL if has_all_models else FEW[arch], arch, launched)
+        compile_models(FEW[arch], [INT4, INT8], arch, launched)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def events():
 def check(arch, events):
     kernels = [event for event in events if event.get("arch") == arch]
     names = {"attend_kernel", "combine_splits_kernel", "add_rms_norm_kernel"}
-    names |= {"rotate_and_store_kernel", "_filter_kernel"}
+    names |= {"rotate_and_store_kernel", "_filter_kernel", "_multiply_kernel"}
     assert {kernel["kernel"] for kernel in kernels} >= names
     num_prefills = 0
     for kernel in kernels:
@@ -38,6 +38,8 @@ def check(arch, events):
         if kernel["kernel"] == "rotate_and_store_kernel":
             # Stores are as wide as loads, so nothing goes through shared memory.
             assert not kernel["shared"], kernel
+        if kernel["kernel"] == "_multiply_kernel" and is_16_bit:
+            assert kernel["matrix"] == [MATRIX[arch]], kernel
         if kernel["is_decode"] is False and is_16_bit:
             assert kernel["matrix"] == [MATRIX[arch]], kernel
             num_prefills += 1

@@ -14,7 +14,11 @@ from conftest import (
     random_prompt,
 )
 
+from kernel_helpers import optimize, randomize
+
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.models.quantization import INT4, INT8, quantize_layer
 
 pytestmark = pytest.mark.gpu
 graphs_and_eager = pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
@@ -79,6 +83,28 @@ def test_logits_are_as_exact_as_those_of_transformers(tmp_path, monkeypatch, dty
         exact = reference.float()(torch.tensor([prompt])).logits[0]
     assert ours.shape == (40, VOCAB_SIZE)
     assert (ours - exact).norm() < 1.5 * (theirs - exact).norm() + 1e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 300])
+@pytest.mark.parametrize("scheme", [INT4, INT8], ids=str)
+def test_quantized_layers_match_plain_ones_in_a_graph(scheme, num_rows):
+    """Without a GPU, the interpreter multiplies bfloat16 incorrectly."""
+    layer = randomize(ColumnParallelLinear(4096, {"": 3000}, True, torch.bfloat16)).cuda()
+    weight = layer.weight
+    quantize_layer(layer, scheme)
+    layer.weight.copy_(weight)
+    x = torch.randn(num_rows, 4096, device="cuda").bfloat16()
+    expected = layer(x)
+    optimize(layer, "triton", torch.bfloat16)
+    eager = layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = layer(x)
+    output.zero_()
+    graph.replay()
+    assert torch.equal(output, eager)
+    error = (output - expected).float().norm() / expected.float().norm()
+    assert error < 5e-3
 
 
 def test_a_seed_samples_the_same_tokens_on_both_devices(make_llm):

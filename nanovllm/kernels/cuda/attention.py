@@ -19,7 +19,7 @@ from triton.language import constexpr
 
 from nanovllm.batch import Batch
 from nanovllm.kernels.cuda.attention_kernels import attend_kernel, combine_splits_kernel
-from nanovllm.kernels.cuda.launch import Launch, is_aligned, prepare
+from nanovllm.kernels.cuda.launch import Launch, describe_gpu, is_aligned, prepare
 from nanovllm.layers.attention import MAX_DRAFT_LEN as MAX_DRAFT_LEN
 from nanovllm.layers.attention import make_cache as make_cache
 
@@ -188,7 +188,7 @@ def _prepare(
     if dtype != torch.float32:
         # On Hopper, Triton 3.6 and 3.7 fault with tiles of 32 (issues 10486, 10573 and 11366).
         dim = max(dim, 64)
-    capability, num_processors = _describe_gpu(device)
+    capability, num_processors = describe_gpu(device)
     tile = _choose_tile(is_decode, dim, dtype, capability)
     tokens = 1 if is_decode else max(1, tile.rows // group_size)
     attend = Launch(
@@ -238,15 +238,3 @@ def _count_splits(num_programs: int, max_context_len: int, num_processors: int) 
     wanted = triton.cdiv(num_processors * _PROGRAMS_PER_PROCESSOR, num_programs)
     useful = triton.cdiv(max_context_len, _MIN_TOKENS_PER_SPLIT)
     return max(1, min(wanted, useful, _MAX_SPLITS))
-
-
-@cache
-def _describe_gpu(device: torch.device) -> tuple[int, int]:
-    """Return the major compute capability and the number of multiprocessors.
-
-    In the interpreter they are those of an H100.
-    """
-    if device.type == "cpu":
-        return 9, 132
-    properties = torch.cuda.get_device_properties(device)
-    return properties.major, properties.multi_processor_count

@@ -3,6 +3,7 @@
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -38,3 +39,15 @@ def prepare(kernel: Any, *key: object, **constants: object) -> Launch:
 
 def is_aligned(tensor: Tensor) -> bool:
     return tensor.data_ptr() % 16 == 0
+
+
+@cache
+def describe_gpu(device: torch.device) -> tuple[int, int]:
+    """Return the major compute capability and the number of multiprocessors.
+
+    In the interpreter they are those of an H100.
+    """
+    if device.type == "cpu":
+        return 9, 132
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.multi_processor_count

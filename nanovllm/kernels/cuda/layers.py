@@ -1,6 +1,7 @@
 """Optimized layers for GPUs, in Triton. Each replaces several passes of torch over the same data.
 
-layer_kernels.py has the kernels. sampler.py has the sampler.
+layer_kernels.py has the kernels. quantized.py has the layers with quantized weights, sampler.py the
+sampler.
 """
 
 from collections.abc import Iterable
@@ -19,6 +20,11 @@ from nanovllm.kernels.cuda.layer_kernels import (
     add_rms_norm_kernel,
     rotate_and_store_kernel,
     silu_and_mul_kernel,
+)
+from nanovllm.kernels.cuda.quantized import (
+    FastQuantizedColumnParallelLinear,
+    FastQuantizedEmbedding,
+    FastQuantizedRowParallelLinear,
 )
 from nanovllm.kernels.cuda.sampler import FastSampler
 from nanovllm.kernels.self_test import find_failure
@@ -184,6 +190,9 @@ OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     FastRMSNorm,
     FastMLP,
     FastSampler,
+    FastQuantizedColumnParallelLinear,
+    FastQuantizedRowParallelLinear,
+    FastQuantizedEmbedding,
 ]
 
 

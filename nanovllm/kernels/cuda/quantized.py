@@ -1,0 +1,167 @@
+"""Linear layers with quantized weights, in Triton.
+
+A program dequantizes a tile of the weight in registers, rounds it to the dtype of x as the
+specification in layers/quantized.py does, and multiplies it by a tile of x:
+
+    output^T [N, M] += weight [N, K] x^T [K, M]      N outputs, M rows of x, K inputs at a time
+
+The weight is the left operand, because matrix instructions take only that one from registers. Few
+tiles do not fill a GPU, so the inputs are then split over several programs. Each program writes its
+sums in float32. torch adds them, always in the same order. The bias is added before rounding.
+
+Rows of codes whose size is not a multiple of 4 bytes are read byte by byte, which is slow.
+
+The experts of an MoE and the look-up of embeddings keep the code of layers/ and models/.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+from nanovllm.arithmetic import cdiv
+from nanovllm.kernels import OptimizedLayer
+from nanovllm.kernels.cuda.launch import describe_gpu, is_aligned, prepare
+from nanovllm.layers.quantized import (
+    QuantizedColumnParallelLinear,
+    QuantizedEmbedding,
+    QuantizedLayer,
+    QuantizedRowParallelLinear,
+    QuantizedWeight,
+)
+
+# These constants and the tiles of `multiply` are not tuned on a GPU.
+_K = 128  # the largest group, so that a tile has whole groups
+_NUM_STAGES = 3  # 8 to 16 KB of codes in flight per program
+_FEW_ROWS = 16  # the fewest that tl.dot takes
+
+
+def multiply(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """Return x [num_rows, in_features] times the transposed weight, plus the bias."""
+    x = x.contiguous()
+    num_rows = len(x)
+    out_features, in_features = weight.shape
+    if num_rows <= _FEW_ROWS or x.dtype == torch.float32:
+        # Four programs fit a multiprocessor, with about 128 registers per thread. float32 has no
+        # matrix instructions, and larger tiles of it would spill.
+        m, n, num_warps, programs = _FEW_ROWS, 64, 4, 4
+    else:
+        # One program takes most registers of a multiprocessor. With more rows it would spill.
+        m, n, num_warps, programs = 64, 128, 8, 1
+    launch = prepare(
+        _multiply_kernel,
+        x.device,
+        x.dtype,
+        out_features,
+        is_aligned(x),
+        bias is None,
+        IN_FEATURES=in_features,
+        BITS=weight.scheme.bits,
+        GROUP=weight.scheme.group_size,
+        N=n,
+        M=m,
+        K=_K,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",  # no effect on 16-bit operands
+        num_warps=num_warps,
+        num_stages=_NUM_STAGES,
+    )
+    tiles = (cdiv(out_features, n), cdiv(num_rows, m))
+    _, num_processors = describe_gpu(x.device)
+    wanted = max(1, programs * num_processors // max(1, tiles[0] * tiles[1]))  # splits
+    steps = cdiv(in_features, _K)
+    steps_per_split = cdiv(steps, wanted)
+    num_splits = cdiv(steps, steps_per_split)
+    output = x.new_empty(num_rows, out_features)
+    sums = x.new_empty(num_splits if num_splits > 1 else 0, *output.shape, dtype=torch.float32)
+    parts = (weight.codes, weight.scales, weight.zeros)
+    launch(
+        (*tiles, num_splits), x, *parts, bias, output, sums, num_rows, out_features, steps_per_split
+    )
+    return output if num_splits == 1 else sums.sum(0).to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["num_rows", "steps_per_split"])
+def _multiply_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    output_ptr,
+    sums_ptr,
+    num_rows,
+    out_features,
+    steps_per_split,
+    IN_FEATURES: constexpr,
+    BITS: constexpr,
+    GROUP: constexpr,
+    N: constexpr,
+    M: constexpr,
+    K: constexpr,
+    PRECISION: constexpr,
+):
+    ROW_BYTES: constexpr = tl.cdiv(IN_FEATURES * BITS, 8)
+    ROW_GROUPS: constexpr = tl.cdiv(IN_FEATURES, GROUP)
+    GROUPS: constexpr = K // GROUP
+    BYTES: constexpr = K * BITS // 8
+    # 64 bits, because a vocabulary times the inputs or the rows overflows 32 bits.
+    outputs = (tl.program_id(0) * N + tl.arange(0, N)[:, None]).to(tl.int64)
+    rows = (tl.program_id(1) * M + tl.arange(0, M)[None, :]).to(tl.int64)
+    split = tl.program_id(2)
+    is_output = outputs < out_features
+    is_row = rows < num_rows
+    first = split * steps_per_split
+    end = tl.minimum(first + steps_per_split, tl.cdiv(IN_FEATURES, K))
+    acc = tl.zeros([N, M], dtype=tl.float32)
+    for step in range(first, end):
+        columns = step * BYTES + tl.arange(0, BYTES)[None, :]
+        mask = is_output & (columns < ROW_BYTES)
+        codes = tl.load(codes_ptr + outputs * ROW_BYTES + columns, mask=mask)
+        if BITS == 4:
+            codes = tl.interleave(codes & 15, codes >> 4)
+        groups = step * GROUPS + tl.arange(0, GROUPS)[None, :]
+        mask = is_output & (groups < ROW_GROUPS)
+        zeros = tl.load(zeros_ptr + outputs * ROW_GROUPS + groups, mask=mask)
+        scales = tl.load(scales_ptr + outputs * ROW_GROUPS + groups, mask=mask, other=0.0)
+        # Subtracted as integers, because GPUs convert 32-bit integers to floats faster than codes.
+        centered = codes.to(tl.int32).reshape(N, GROUPS, GROUP) - zeros[:, :, None]
+        weight = (centered.to(tl.float32) * scales[:, :, None]).reshape(N, K)
+        inputs = step * K + tl.arange(0, K)[:, None]
+        mask = is_row & (inputs < IN_FEATURES)
+        x = tl.load(x_ptr + rows * IN_FEATURES + inputs, mask=mask, other=0.0)
+        acc = tl.dot(weight.to(x.dtype), x, acc, input_precision=PRECISION)
+    if bias_ptr is not None:
+        if split == 0:
+            acc += tl.load(bias_ptr + outputs, mask=is_output, other=0.0)
+    mask = is_output & is_row
+    if tl.num_programs(2) == 1:
+        output = acc.to(output_ptr.dtype.element_ty)
+        tl.store(output_ptr + rows * out_features + outputs, output, mask=mask)
+    else:
+        rows += split * num_rows
+        tl.store(sums_ptr + rows * out_features + outputs, acc, mask=mask)
+
+
+class FastQuantizedLayer(OptimizedLayer, QuantizedLayer):
+    def convert(self) -> bool:
+        """Compile the kernels for few and for many rows, so that serving compiles none."""
+        for num_rows in (1, _FEW_ROWS + 1):
+            x = self.weight.new_empty([num_rows, self.weight.in_features]).zero_()
+            self.multiply(x, getattr(self, "bias", None))  # an embedding has no bias
+        return True
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return multiply(x, self.weight, bias)
+
+
+class FastQuantizedColumnParallelLinear(FastQuantizedLayer, QuantizedColumnParallelLinear):
+    replaces = QuantizedColumnParallelLinear
+
+
+class FastQuantizedRowParallelLinear(FastQuantizedLayer, QuantizedRowParallelLinear):
+    replaces = QuantizedRowParallelLinear
+
+
+class FastQuantizedEmbedding(FastQuantizedLayer, QuantizedEmbedding):
+    replaces = QuantizedEmbedding
