@@ -47,7 +47,8 @@ from nanovllm.kernels.cuda import attention, graphs, layers, quantized
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.quantized import Scheme
 from nanovllm.layers.sampler import Sampler
-from nanovllm.models.quantization import INT4, INT8, quantize_layer
+from nanovllm.models.quantization import INT4, INT8
+from nanovllm.models.weights import quantize_layer
 from nanovllm.packing import pack, unpack
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

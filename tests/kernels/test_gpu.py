@@ -13,12 +13,12 @@ from conftest import (
     make_checkpoint,
     random_prompt,
 )
-
 from kernel_helpers import optimize, randomize
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.layers.linear import ColumnParallelLinear
-from nanovllm.models.quantization import INT4, INT8, quantize_layer
+from nanovllm.models.quantization import INT4, INT8
+from nanovllm.models.weights import quantize_layer
 
 pytestmark = pytest.mark.gpu
 graphs_and_eager = pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])

@@ -8,7 +8,7 @@ from kernel_helpers import needs_triton, optimize, randomize, triton_layers
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import Scheme
-from nanovllm.models.quantization import quantize_layer
+from nanovllm.models.weights import quantize_layer
 
 pytestmark = needs_triton
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of values around 1
