@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.batch import Batch
+from nanovllm.config import QUANTIZATIONS
 from nanovllm.engine.sequence import Sequence
 from nanovllm.terminal import run_program
 from nanovllm.trace import make_page, read, render
@@ -145,7 +146,9 @@ def main() -> None:
         default=256,
         help="maximum number of generated tokens per answer (default: 256)",
     )
-    parser.add_argument("--quantization", choices=("int8", "int4"), help="of the weights")
+    parser.add_argument(
+        "--quantization", choices=QUANTIZATIONS, help="quantize the weights while loading"
+    )
     args = parser.parse_args()
     try:
         tour(args.model, args.max_tokens, args.quantization)

@@ -7,6 +7,7 @@ import argparse
 import time
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.config import QUANTIZATIONS
 from nanovllm.messages import Message
 from nanovllm.outputs import RequestOutput
 
@@ -41,7 +42,9 @@ def main() -> None:
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
     parser.add_argument("--max-tokens", type=int, default=512, help="per answer (default: 512)")
-    parser.add_argument("--quantization", choices=("int8", "int4"), help="of the weights")
+    parser.add_argument(
+        "--quantization", choices=QUANTIZATIONS, help="quantize the weights while loading"
+    )
     args = parser.parse_args()
     try:
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)

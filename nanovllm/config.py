@@ -22,6 +22,7 @@ from nanovllm.checks import (
 )
 
 DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8", "int4")
 MAX_SIZE = 2**31 - 1  # limit of all counts, because larger numbers overflow int32
 MAX_HEAD_DIM = 2**16  # far above real models, and small enough for RoPE's tables
 MAX_DRAFT_STEP = 256  # tokens of a step with drafts
@@ -94,7 +95,7 @@ class Config(Checked):
     attention_backend: str = checked("auto", check_choice, choices=("auto", *BACKENDS))
     load_format: Literal["auto", "dummy"] = checked("auto", check_choice, choices=("auto", "dummy"))
     quantization: Literal["int8", "int4"] | None = checked(
-        None, check_choice, choices=("int8", "int4")
+        None, check_choice, choices=QUANTIZATIONS
     )
     seed: int = checked(0, check_int, minimum=0)
     num_speculative_tokens: int = checked(0, check_int, minimum=0, maximum=MAX_SIZE)

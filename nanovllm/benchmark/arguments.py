@@ -14,7 +14,7 @@ from nanovllm import SamplingParams
 from nanovllm.benchmark.engines import ENGINES, Setting
 from nanovllm.benchmark.shapes import ON_CPU, ON_GPU, SHAPES
 from nanovllm.checks import parse_value
-from nanovllm.config import DTYPES, Config
+from nanovllm.config import DTYPES, QUANTIZATIONS, Config
 from nanovllm.models.checkpoint import find_checkpoint, read_config
 
 # Of mixed steps under --request-rate: one that keeps steps short, and the default of LLM.
@@ -79,8 +79,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--quantization",
-        choices=("int8", "int4"),
-        help="of nanovllm's weights (default: as the checkpoint stores them)",
+        choices=QUANTIZATIONS,
+        help="quantize nanovllm's weights while loading (default: keep what is stored)",
     )
     add(
         "--engine",

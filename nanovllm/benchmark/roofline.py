@@ -138,8 +138,8 @@ def compute_roofline_seconds(
         decode step i  of the requests with more than i output tokens, whose contexts have i tokens
                        more than their prompts:
                        2 * (matrices + head) * sequences + attention * context tokens, in FLOPs
-                       matrices + head + key_value * context tokens, in numbers to read, which
-                       take fewer bytes if they are quantized
+                       matrices + head + key_value * context tokens, in numbers to read, of
+                       which quantized weights take fewer bytes
 
     A prefill is bound by FLOPs, a decode step by FLOPs or by bandwidth, whichever takes longer. A
     shared prefix counts once.

@@ -98,9 +98,9 @@ def count_blocks(
             free, origin = cpu_budget(tp.size)
         budget = min(free, useful)
         if useful <= free:
-            origin = f"min({origin}, {_gb(useful)} for max_num_seqs)"
+            origin = f"min({origin}, {show_gb(useful)} for max_num_seqs)"
     num_blocks = agree_on_blocks(budget // block_bytes, block_size, tp)
-    arithmetic = f"({origin} = {_gb(budget)}) / {block_bytes} B"
+    arithmetic = f"({origin} = {show_gb(budget)}) / {block_bytes} B"
     if tp.size > 1:
         arithmetic += f", the smallest of {tp.size} ranks"
     if num_blocks < 1:
@@ -114,15 +114,15 @@ def gpu_budget(utilization: float, meter: MemoryMeter) -> tuple[int, str]:
     """Bytes for the KV cache after a profile run, and how they were computed."""
     peak = meter.peak()
     limit = min(utilization * meter.total, GPU_SHARE_OF_FREE * meter.free_before)
-    of_total = f"{utilization} * {_gb(meter.total)}"
-    of_free = f"{GPU_SHARE_OF_FREE} * {_gb(meter.free_before)} free"
-    return int(limit) - peak, f"min({of_total}, {of_free}) - {_gb(peak)} taken"
+    of_total = f"{utilization} * {show_gb(meter.total)}"
+    of_free = f"{GPU_SHARE_OF_FREE} * {show_gb(meter.free_before)} free"
+    return int(limit) - peak, f"min({of_total}, {of_free}) - {show_gb(peak)} taken"
 
 
 def cpu_budget(num_ranks: int) -> tuple[int, str]:
     """Bytes for the KV cache of one rank, and how they were computed."""
     available = find_available_memory()
-    origin = f"{CPU_SHARE} * {_gb(available)} available / {num_ranks} ranks"
+    origin = f"{CPU_SHARE} * {show_gb(available)} available / {num_ranks} ranks"
     return int(available * CPU_SHARE / num_ranks), origin
 
 
@@ -137,5 +137,5 @@ def agree_on_blocks(num_blocks: int, block_size: int, tp: TensorParallel) -> int
     return num_blocks
 
 
-def _gb(num_bytes: int) -> str:
+def show_gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB"

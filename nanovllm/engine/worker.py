@@ -19,7 +19,7 @@ from nanovllm.arithmetic import cdiv
 from nanovllm.batch import Batch
 from nanovllm.checks import naming
 from nanovllm.config import MAX_DRAFT_STEP, Config
-from nanovllm.engine.memory import ENLARGE, MemoryMeter, count_blocks
+from nanovllm.engine.memory import ENLARGE, MemoryMeter, count_blocks, show_gb
 from nanovllm.engine.placement import Place, connect, find_device
 from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
@@ -93,18 +93,15 @@ class Worker:
             if files is None:
                 init_dummy_weights(self.model, config.seed)
             else:
-                format = spec.quantization.format if spec.quantization is not None else None
-                load_checkpoint(self.model, files, format)
-        message = f"{count_bytes(self.model) / 1e9:.2f} GB of weights"
+                load_checkpoint(self.model, files, spec.quantization.format)
+        if self.tp.rank == 0:
+            print(f"nanovllm: weights: {show_gb(count_bytes(self.model))}", file=sys.stderr)
         if config.enable_kernels:
             names = kernels.kernelize(self.model, self.device, spec.dtype)
-            if names:
-                message += (
-                    f"; optimized layers: {', '.join(names)};"
-                    " enable_kernels=False runs layers/ and models/ as written"
-                )
-        if self.tp.rank == 0:
-            print(f"nanovllm: {message}", file=sys.stderr)
+            if names and self.tp.rank == 0:
+                advice = "enable_kernels=False runs layers/ and models/ as written"
+                message = f"nanovllm: optimized layers: {', '.join(names)}; {advice}"
+                print(message, file=sys.stderr)
 
     @property
     def needs_profile(self) -> bool:

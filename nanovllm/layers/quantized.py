@@ -15,12 +15,13 @@ This is plain torch and the specification of all kernels: a layer dequantizes it
 model's dtype and multiplies by it. Activations, K/V and biases are not quantized.
 
 Where weights are loaded, a QuantizedWeight takes the place of a tensor. `copy_` quantizes, so the
-weights of a model are never all in memory before they are quantized.
+float weights of a model are never all in memory at once.
 
 References: Frantar et al. 2022 (GPTQ); Lin et al. 2023 (AWQ); llama.cpp's Q4_1 and Q8_0.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class Scheme:
 
     @property
     def bytes_per_weight(self) -> float:
-        """The bytes of a code, and its part of a float32 scale and an int16 zero."""
+        """Bytes of a code, and its fraction of the scale and the zero of its group."""
         return self.bits / 8 + (4 + 2) / self.group_size
 
     @property
@@ -151,8 +152,7 @@ class QuantizedWeight(nn.Module):
         return QuantizedWeight(self.scheme, end - start, self.dtype, *parts)
 
     def split(self, sizes: list[int]) -> list["QuantizedWeight"]:
-        ends = torch.tensor(sizes, device="cpu").cumsum(0).tolist()
-        return [self[end - size : end] for end, size in zip(ends, sizes)]
+        return [self[end - size : end] for size, end in zip(sizes, accumulate(sizes))]
 
     def chunk(self, num_chunks: int) -> list["QuantizedWeight"]:
         return self.split([self.shape[0] // num_chunks] * num_chunks)

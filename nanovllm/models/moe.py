@@ -73,8 +73,12 @@ class Experts(nn.Module):
 
     def compute(self, expert: int, x: Tensor) -> Tensor:
         """Compute this rank's share of an expert's output for x [num_rows, hidden_size]."""
-        gate, up = F.linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down_proj[expert])
+        gate_up_proj, down_proj = self.find_weights(expert)
+        gate, up = F.linear(x, gate_up_proj).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, down_proj)
+
+    def find_weights(self, expert: int) -> tuple[Tensor, Tensor]:
+        return self.gate_up_proj[expert], self.down_proj[expert]
 
     def forward(self, x: Tensor, experts: Tensor) -> Tensor:
         """Apply to each token of x [num_tokens, hidden_size] its `experts` [num_tokens, k].
@@ -97,9 +101,8 @@ class QuantizedExperts(Experts):
     gate_up_proj: Any
     down_proj: Any
 
-    def compute(self, expert: int, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self.gate_up_proj[expert].dequantize()).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down_proj[expert].dequantize())
+    def find_weights(self, expert: int) -> tuple[Tensor, Tensor]:
+        return self.gate_up_proj[expert].dequantize(), self.down_proj[expert].dequantize()
 
 
 class MoE(nn.Module):

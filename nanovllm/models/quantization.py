@@ -86,11 +86,16 @@ class PackedFormat(Format):
         codes = packed[..., None] >> shifts & (1 << self.bits) - 1
         return codes.to(torch.uint8).flatten(-2)[..., :size]
 
-    def assemble(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> QuantizedWeight:
+    def assemble(
+        self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None
+    ) -> QuantizedWeight:
         """Make a weight of codes [out, in], and scales and zeros [out, groups].
 
-        Groups that are larger than those of the scheme are divided.
+        Without zeros, each is the middle code. Groups that are larger than those of the scheme are
+        divided.
         """
+        if zeros is None:
+            zeros = torch.full(scales.shape, self.middle)
         assert self.scheme is not None
         in_features = codes.shape[1]
         num_groups = cdiv(in_features, self.scheme.group_size)
@@ -152,7 +157,7 @@ class AWQ(PackedFormat):
         num_groups, num_words = self.num_groups(in_features), self.num_words(out_features)
         packed = files.read(f"{layer}.qweight", [in_features, num_words], ["I32"])
         codes = self._unpack_outputs(packed, out_features)
-        zeros = torch.tensor(self.middle).expand(out_features, num_groups)
+        zeros: Tensor | None = None
         if not self.is_symmetric:
             packed = files.read(f"{layer}.qzeros", [num_groups, num_words], ["I32"])
             zeros = self._unpack_outputs(packed, out_features)
@@ -182,7 +187,7 @@ class CompressedTensors(PackedFormat):
         sizes = [out_features, self.num_words(in_features)]
         packed = files.read(f"{layer}.weight_packed", sizes, ["I32"])
         codes = self.unpack(packed, in_features)
-        zeros = torch.tensor(self.middle).expand(out_features, num_groups)
+        zeros: Tensor | None = None
         if not self.is_symmetric:
             sizes = [self.num_words(out_features), num_groups]
             packed = files.read(f"{layer}.weight_zero_point", sizes, ["I32"])

@@ -41,7 +41,8 @@ QUANTIZED: dict[type[nn.Module], type[nn.Module]] = {
     Embedding: QuantizedEmbedding,
     Experts: QuantizedExperts,
 }
-# A router is small, and its errors choose other experts. Positions are added to embeddings.
+# A router is small, and its errors choose other experts. OPT's positions are only looked up, so
+# fewer bytes would not make them faster.
 _NEVER_QUANTIZED = ("gate", "embed_positions")
 _ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
@@ -52,7 +53,7 @@ def open_checkpoint(config: Config, directory: Path) -> TensorFiles | None:
 
 
 def find_dtype(config: Config, hf_config: PretrainedConfig, directory: Path) -> torch.dtype:
-    """Return the dtype of `config`, or else of config.json, or else of the first stored tensor."""
+    """Return the dtype of `config`, or else of config.json, or else of the first floats stored."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     if isinstance(hf_config.dtype, torch.dtype):
@@ -90,22 +91,28 @@ def _find_scheme(
     quantization: Quantization, name: str, layer: Any, files: TensorFiles | None
 ) -> Scheme | None:
     """Return the scheme of a layer's weights. None: they are not quantized."""
-    last = name.rpartition(".")[2]
-    is_head = isinstance(layer, Embedding)
-    if last in _NEVER_QUANTIZED:
+    if name.rpartition(".")[2] in _NEVER_QUANTIZED:
         return None
     format = quantization.format
-    if format is not None:
-        if files is None:
-            is_stored = {not is_head}
-        else:
-            weights = [key for key, _ in layer.targets(name) if key.endswith(".weight")]
-            is_stored = {format.is_stored(files, key.removesuffix(".weight")) for key in weights}
-        if len(is_stored) > 1:
-            raise ValueError(f"{name}: only some of {', '.join(weights)} are quantized")
-        if is_stored == {True} and format.scheme is not None:
-            return format.scheme
-    return quantization.head if is_head else quantization.linear
+    # The parts of a layer are checked for every format, also if their weights are read as floats.
+    if format is not None and _is_stored(format, name, layer, files) and format.scheme is not None:
+        return format.scheme
+    return quantization.head if isinstance(layer, Embedding) else quantization.linear
+
+
+def _is_stored(format: Format, name: str, layer: Any, files: TensorFiles | None) -> bool:
+    """Return whether a checkpoint has the weights of `layer` in its format.
+
+    For dummy weights, all projections count as stored. Raises ValueError if only some parts of a
+    merged projection are in the format.
+    """
+    if files is None:
+        return not isinstance(layer, Embedding)
+    weights = [key for key, _ in layer.targets(name) if key.endswith(".weight")]
+    are_stored = [format.is_stored(files, key.removesuffix(".weight")) for key in weights]
+    if any(are_stored) and not all(are_stored):
+        raise ValueError(f"{name}: only some of {', '.join(weights)} are quantized")
+    return any(are_stored)
 
 
 def quantize_layer(layer: nn.Module, scheme: Scheme) -> None:
@@ -192,8 +199,11 @@ def load_checkpoint(model: nn.Module, files: TensorFiles, format: Format | None 
         else:
             missing.append(name)
     if is_tied and _HEAD in files.unread and embedding in files:
-        head, other = files.read(_HEAD), files.read(embedding)
-        if head.shape != other.shape or not torch.equal(head, other.to(head)):
+        target = targets[embedding]
+        head, other = [
+            files.read(name, target.full_shape, index=target.shard) for name in (_HEAD, embedding)
+        ]
+        if not torch.equal(head, other.to(head)):
             raise ValueError(
                 f"{_HEAD} differs from {embedding}, but config.json has tie_word_embeddings set:"
                 " set it to false"

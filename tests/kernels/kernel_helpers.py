@@ -19,6 +19,7 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec
+from nanovllm.models.weights import QUANTIZED, quantize_layer
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -96,6 +97,21 @@ def randomize(module):
     torch.manual_seed(0)
     for parameter in module.requires_grad_(False).parameters():
         nn.init.normal_(parameter, float(parameter.dim() == 1), 0.3)
+    return module
+
+
+def quantize(module, scheme):
+    """Quantize all matrices of `module`."""
+    for layer in list(module.modules()):
+        if type(layer) in QUANTIZED:
+            matrices = {
+                name: parameter.data
+                for name, parameter in layer.named_parameters(recurse=False)
+                if parameter.dim() >= 2
+            }
+            quantize_layer(layer, scheme)
+            for name, matrix in matrices.items():
+                getattr(layer, name).copy_(matrix)
     return module
 
 

@@ -13,12 +13,11 @@ from conftest import (
     make_checkpoint,
     random_prompt,
 )
-from kernel_helpers import optimize, randomize
+from kernel_helpers import optimize, quantize, randomize
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.models.quantization import INT4, INT8
-from nanovllm.models.weights import quantize_layer
 
 pytestmark = pytest.mark.gpu
 graphs_and_eager = pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
@@ -90,9 +89,7 @@ def test_logits_are_as_exact_as_those_of_transformers(tmp_path, monkeypatch, dty
 def test_quantized_layers_match_plain_ones_in_a_graph(scheme, num_rows):
     """Without a GPU, the interpreter multiplies bfloat16 incorrectly."""
     layer = randomize(ColumnParallelLinear(4096, {"": 3000}, True, torch.bfloat16)).cuda()
-    weight = layer.weight
-    quantize_layer(layer, scheme)
-    layer.weight.copy_(weight)
+    quantize(layer, scheme)
     x = torch.randn(num_rows, 4096, device="cuda").bfloat16()
     expected = layer(x)
     optimize(layer, "triton", torch.bfloat16)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_batch
-from kernel_helpers import CPU, DTYPES, all_dtypes, make_spec, needs_compiler, randomize
+from kernel_helpers import CPU, DTYPES, all_dtypes, make_spec, needs_compiler, quantize, randomize
 from torch.testing import assert_close
 
 from nanovllm.kernels import kernelize
@@ -23,7 +23,6 @@ from nanovllm.layers.quantized import QuantizedWeight, Scheme
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.moe import Experts
 from nanovllm.models.quantization import INT4, INT8
-from nanovllm.models.weights import QUANTIZED, quantize_layer
 
 pytestmark = needs_compiler
 SCHEMES = [INT8, INT4, Scheme(4, 32), Scheme(4, 96), Scheme(8, 64)]
@@ -38,21 +37,6 @@ def make_weight(out_features, in_features, scheme, dtype):
 def relative_error(output, expected):
     expected = expected.double()
     return (output.double() - expected).norm() / expected.norm()
-
-
-def quantize(module, scheme):
-    """Quantize all matrices of `module`."""
-    for layer in list(module.modules()):
-        if type(layer) in QUANTIZED:
-            matrices = {
-                name: parameter.data
-                for name, parameter in layer.named_parameters(recurse=False)
-                if parameter.dim() >= 2
-            }
-            quantize_layer(layer, scheme)
-            for name, matrix in matrices.items():
-                getattr(layer, name).copy_(matrix)
-    return module
 
 
 @all_dtypes

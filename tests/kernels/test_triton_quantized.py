@@ -3,12 +3,11 @@
 import pytest
 import torch
 from conftest import DEVICE, ON_GPU
-from kernel_helpers import needs_triton, optimize, randomize, triton_layers
+from kernel_helpers import needs_triton, optimize, quantize, randomize, triton_layers
 
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import Scheme
-from nanovllm.models.weights import quantize_layer
 
 pytestmark = needs_triton
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of values around 1
@@ -17,24 +16,21 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def quantize(layer, scheme):
+def fill(layer, scheme):
     """Fill a layer with random numbers, always with the same, and quantize its weight."""
-    weight = randomize(layer).weight
-    quantize_layer(layer, scheme)
-    layer.weight.copy_(weight)
-    return layer.to(DEVICE)
+    return quantize(randomize(layer), scheme).to(DEVICE)
 
 
 def make_column(scheme, dtype, out_features=70, in_features=323, bias=True):
-    return quantize(ColumnParallelLinear(in_features, {"": out_features}, bias, dtype), scheme)
+    return fill(ColumnParallelLinear(in_features, {"": out_features}, bias, dtype), scheme)
 
 
 def make_row(scheme, dtype):
-    return quantize(RowParallelLinear(96, 130, False, dtype), scheme)
+    return fill(RowParallelLinear(96, 130, False, dtype), scheme)
 
 
 def make_embedding(scheme, dtype):
-    return quantize(Embedding(99, 200, dtype), scheme)
+    return fill(Embedding(99, 200, dtype), scheme)
 
 
 def make_x(num_rows, layer, dtype):

@@ -6,16 +6,22 @@ The test packs each format itself, from the same codes, scales and zeros.
 import json
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
+from select import select
 
 import pytest
 import torch
-from conftest import edit_config, edit_weights, generate_ids, greedy, make_checkpoint, random_prompt
+from conftest import (
+    Oracle,
+    edit_config,
+    edit_weights,
+    generate_ids,
+    greedy,
+    make_checkpoint,
+    random_prompt,
+)
 from safetensors.torch import load_file, save_file
 from test_families import make_family
-from transformers import LlamaConfig
 
 from nanovllm import DEMO_MODEL, LLM
 from nanovllm.layers.quantized import QuantizedWeight, Scheme
@@ -101,8 +107,7 @@ def convert(directory, settings, make_parts, scheme, is_projection=None, **optio
                 weights[f"{name.removesuffix('.weight')}.{key}"] = part
 
     edit_weights(directory, edit)
-    if settings is not None:
-        edit_config(directory, quantization_config=settings)
+    edit_config(directory, quantization_config=settings)
     return dequantized
 
 
@@ -123,11 +128,8 @@ def checkpoint(tmp_path):
 def oracle_tokens(model, dequantized):
     """The greedy tokens of transformers with these weights."""
     model.load_state_dict(dequantized, strict=False)
-    expected = []
-    for prompt in PROMPTS:
-        output = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12)
-        expected.append(output[0, len(prompt) :].tolist())
-    return expected
+    oracle = Oracle(model)
+    return [oracle(prompt, 12) for prompt in PROMPTS]
 
 
 INT4_32, INT8_32 = Scheme(4, 32), Scheme(8, 32)
@@ -185,25 +187,19 @@ def test_codes_of_a_checkpoint_are_kept(checkpoint, tmp_path, name, enable_kerne
 @pytest.mark.parametrize("option", [None, "int8"])
 def test_inputs_of_scattered_groups_become_floats(checkpoint, tmp_path, option):
     """With desc_act a group has any inputs, which no QuantizedWeight holds."""
-    dequantized = {}
+
+    def shuffle(size):
+        return torch.randperm(size, generator=torch.Generator().manual_seed(0))
 
     def make_parts(weight):
-        order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(0))
+        order = shuffle(weight.shape[1])
         weight.codes = QuantizedWeight.from_codes(
             weight.scheme, weight.dtype, weight.unpack()[:, order], weight.scales, weight.zeros
         ).codes
         return pack_gptq(weight, g_idx=(torch.arange(weight.shape[1]) // 32)[order])
 
-    def record(weights):
-        for name in [name for name in weights if name.endswith("_proj.weight")]:
-            weight = quantize(weights.pop(name), INT4_32)
-            order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(0))
-            dequantized[name] = weight.dequantize()[:, order]
-            for key, part in make_parts(weight).items():
-                weights[f"{name.removesuffix('.weight')}.{key}"] = part
-
-    edit_weights(tmp_path, record)
-    edit_config(tmp_path, quantization_config=gptq(desc_act=True))
+    in_order = convert(tmp_path, gptq(desc_act=True), make_parts, INT4_32)
+    dequantized = {name: full[:, shuffle(full.shape[1])] for name, full in in_order.items()}
     if option is None:
         assert tokens_of(tmp_path) == oracle_tokens(checkpoint, dequantized)
     else:
@@ -410,32 +406,18 @@ def read_anonymous_memory(pid):
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_model_is_never_in_memory_in_16_bits(tmp_path):
     """The peak of loading is at most that of the quantized weights plus two tensors."""
-    config = LlamaConfig(
-        architectures=["LlamaForCausalLM"],
+    make_checkpoint(
+        tmp_path,
+        dtype=torch.bfloat16,
         vocab_size=16384,
         hidden_size=1024,
         intermediate_size=4096,
         num_hidden_layers=8,
         num_attention_heads=8,
         num_key_value_heads=8,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
+        head_dim=128,
     )
-    config.save_pretrained(tmp_path)
-    weights = {"model.embed_tokens.weight": torch.randn(16384, 1024, dtype=torch.bfloat16)}
-    weights["model.norm.weight"] = torch.ones(1024, dtype=torch.bfloat16)
-    square = torch.randn(1024, 1024, dtype=torch.bfloat16)
-    wide = torch.randn(4096, 1024, dtype=torch.bfloat16)
-    for layer in range(8):
-        prefix = f"model.layers.{layer}"
-        for name in "qkvo":
-            weights[f"{prefix}.self_attn.{name}_proj.weight"] = square.clone()
-        for name in ("gate", "up"):
-            weights[f"{prefix}.mlp.{name}_proj.weight"] = wide.clone()
-        weights[f"{prefix}.mlp.down_proj.weight"] = wide.T.contiguous()
-        for name in ("input", "post_attention"):
-            weights[f"{prefix}.{name}_layernorm.weight"] = torch.ones(1024).bfloat16()
-    save_file(weights, tmp_path / "model.safetensors")
+    weights = load_file(tmp_path / "model.safetensors")
     full = sum(tensor.nbytes for tensor in weights.values())
     head = weights["model.embed_tokens.weight"].nbytes
     quantized = head * (8.375 / 16) + (full - head) * (4.75 / 16)
@@ -447,16 +429,9 @@ def test_a_model_is_never_in_memory_in_16_bits(tmp_path):
         before = peak = read_anonymous_memory(process.pid)
         process.stdin.write("\n")
         process.stdin.flush()
-
-        def wait_for_child():
-            assert process.stdout.readline() == "loaded\n"
-
-        thread = threading.Thread(target=wait_for_child)
-        thread.start()
-        while thread.is_alive():
+        while not select([process.stdout], [], [], 0.001)[0]:
             peak = max(peak, read_anonymous_memory(process.pid))
-            time.sleep(0.001)
+        assert process.stdout.readline() == "loaded\n"
         process.stdin.write("\n")
-    print(f"peak {(peak - before) / 1e6} MB, quantized {quantized / 1e6}, full {full / 1e6}")
     assert peak - before < quantized + 2 * head
     assert peak - before < full - head

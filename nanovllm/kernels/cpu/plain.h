@@ -34,8 +34,8 @@ constexpr int64_t VECTORS = 2;
 constexpr int64_t ROWS = 6;  // 15 of 16 registers are used
 #endif
 
-template <class Weight>
-static Vector load_factors(const Weight* from) {
+template <class Number>
+static Vector load_factors(const Number* from) {
     return widen(from);
 }
 
@@ -58,8 +58,8 @@ constexpr int64_t NUM_SUMS = ALL_VECTORS * LANES;
 struct Tiles {};
 
 class Rows {
-    template <class Weight>
-    using MultiplyTile = void(const Factor*, const Weight*, int64_t, float*, int64_t, bool,
+    template <class Number>
+    using MultiplyTile = void(const Factor*, const Number*, int64_t, float*, int64_t, bool,
                               const T*, int64_t);
     Buffer<Factor> memory;
     Factor* numbers;
@@ -161,10 +161,10 @@ private:
     // Multiply M rows of x by `size` inputs of a panel or of a widened block. Meanwhile each of
     // num_tiles tiles prefetches its share of as many inputs of the panel, from `next`, a few lines
     // at a time, because a core can have few cache lines in flight.
-    template <int M, class Weight>
-    static void multiply_tile(const Factor* x, const Weight* weights, int64_t size, float* sums,
+    template <int M, class Number>
+    static void multiply_tile(const Factor* x, const Number* weights, int64_t size, float* sums,
                               int64_t stride, bool is_added, const T* next, int64_t num_tiles) {
-        constexpr bool IS_PANEL = std::is_same_v<Weight, T>;
+        constexpr bool IS_PANEL = std::is_same_v<Number, T>;
         // Few rows leave registers for more vectors.
         constexpr int V = M == 1   ? ALL_VECTORS
                           : M == 2 ? std::min(2 * VECTORS, ALL_VECTORS)
@@ -172,7 +172,7 @@ private:
         // Prefetches that are due, in units of 1 / (ALL_VECTORS * num_tiles) lines.
         int64_t due = 0;
         for (int64_t first = 0; first < ALL_VECTORS; first += V) {
-            const Weight* from = weights + first * PER_VECTOR * (IS_PANEL ? 1 : size / PAIR);
+            const Number* from = weights + first * PER_VECTOR * (IS_PANEL ? 1 : size / PAIR);
             Vector tile[M][V] = {};
             for (int64_t start = 0; start < size; start += LINE) {
                 due += WIDTH * V;
@@ -205,8 +205,8 @@ private:
     }
 
     // Return multiply_tile for 1 to M rows.
-    template <int M, class Weight>
-    static MultiplyTile<Weight>* find_tile(int64_t num_rows, const Weight* weights) {
+    template <int M, class Number>
+    static MultiplyTile<Number>* find_tile(int64_t num_rows, const Number* weights) {
         if constexpr (M > 1)
             if (num_rows < M) return find_tile<M - 1>(num_rows, weights);
         return multiply_tile<M>;

@@ -59,6 +59,8 @@ class PrepackedWeight(nn.Module):
             self.bits = 0
             self.group_size = 0
             self.panels = self._prepack_numbers(weight.detach())
+        # What C++ functions take. It points to `panels`, so keep this object.
+        self.struct = Weight(self.panels.data_ptr(), self.bits, self.group_size)
 
     @staticmethod
     def can_prepack(weight: Tensor | QuantizedWeight) -> bool:
@@ -71,11 +73,6 @@ class PrepackedWeight(nn.Module):
             has_known_groups = True
         has_pairs = weight.shape[-1] % _inputs_per_pair(weight.dtype) == 0
         return device.type == "cpu" and has_known_groups and has_pairs
-
-    @property
-    def struct(self) -> Weight:
-        """What C++ functions take. It contains a pointer, so keep this object."""
-        return Weight(self.panels.data_ptr(), self.bits, self.group_size)
 
     def _prepack_numbers(self, weight: Tensor) -> Tensor:
         padding = -self.in_features % (_CACHE_LINE // weight.itemsize)
