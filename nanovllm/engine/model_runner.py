@@ -17,7 +17,7 @@ from nanovllm import kernels
 from nanovllm.arithmetic import cdiv
 from nanovllm.batch import Batch, Filters, Noise, SamplingBatch
 from nanovllm.config import Config
-from nanovllm.engine.executor import make_executor
+from nanovllm.engine.executor import Executor, MultiRankExecutor
 from nanovllm.engine.logprobs import find_logprobs
 from nanovllm.engine.penalties import process_logits
 from nanovllm.engine.profiling import sample_dummies
@@ -73,7 +73,8 @@ class ModelRunner:
     """Raises ValueError as Worker does, and RuntimeError as Executor does."""
 
     def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
-        self.executor = make_executor(config, spec, directory)
+        executor_class = Executor if config.tensor_parallel_size == 1 else MultiRankExecutor
+        self.executor = executor_class(config, spec, directory)
         weakref.finalize(self, self.executor.stop, "the engine is gone")  # also at interpreter exit
         worker = self.executor.worker
         self.vocab_size = spec.vocab_size
