@@ -8,15 +8,12 @@ because it is slow for abstract base classes.
 import ast
 import math
 import reprlib
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import islice
 from numbers import Integral, Real
-from types import FrameType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -135,20 +132,6 @@ def parse_value(text: str) -> object:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
-
-
-def _is_in_package(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).startswith("nanovllm.")
-
-
-def warn(message: str) -> None:
-    """Issue a RuntimeWarning for the line outside of this package that has called it."""
-    frame = sys._getframe(1)
-    stacklevel = 2
-    while frame.f_back is not None and _is_in_package(frame):
-        frame = frame.f_back
-        stacklevel += 1
-    warnings.warn(message, RuntimeWarning, stacklevel)
 
 
 @contextmanager
