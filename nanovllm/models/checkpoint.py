@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,6 @@ import transformers
 from huggingface_hub import snapshot_download
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
-from transformers.utils import (
-    is_protobuf_available,
-    is_sentencepiece_available,
-    is_tiktoken_available,
-)
 
 from nanovllm.checks import check_ints, naming
 from nanovllm.config import MAX_SIZE
@@ -66,37 +60,15 @@ def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
     vocabularies = [name for name in _VOCABULARIES if (directory / name).is_file()]
     if not vocabularies:
         return None
-    with naming(f"cannot load the tokenizer in {directory}", Exception):
-        if vocabularies == ["tokenizer.model"]:
-            _check_packages(directory / "tokenizer.model")
+    problem = f"cannot load the tokenizer in {directory}"
+    if vocabularies == ["tokenizer.model"]:  # transformers asks for tiktoken in all cases
+        needed = "sentencepiece and protobuf, or tiktoken in Llama 3's original format"
+        problem += f" (tokenizer.model needs {needed})"
+    with naming(problem, Exception):
         tokenizer = AutoTokenizer.from_pretrained(directory, **LOCAL)
         if "tokenizer.json" in vocabularies:
             _check_spaces(tokenizer, directory / "tokenizer.json")
     return tokenizer
-
-
-def _check_packages(path: Path) -> None:
-    """Require the packages that convert tokenizer.model.
-
-    Raises ValueError that names the missing ones, because transformers always names tiktoken.
-    """
-    with path.open("rb") as file:
-        first_line = file.readline(1000)
-    # The original format of Llama 3 has a token in base64 and its rank per line. Others are
-    # SentencePiece models, in protobuf.
-    if re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", first_line):
-        needed = {"tiktoken": is_tiktoken_available()}
-    else:
-        needed = {
-            "sentencepiece": is_sentencepiece_available(),
-            "protobuf": is_protobuf_available(),
-        }
-    missing = [name for name, is_available in needed.items() if not is_available]
-    if missing:
-        raise ValueError(
-            f"{path.name} needs {' and '.join(missing)}: pip install {' '.join(missing)},"
-            " or add tokenizer.json"
-        )
 
 
 def _check_spaces(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
