@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 MAX_SHOWN = 200  # characters of a value in a message

@@ -6,6 +6,7 @@ It uses sequences, but not the queues.
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -223,10 +224,5 @@ def list_rows(seqs: list[Sequence]) -> tuple[list[Sequence], list[int]]:
 
 def split_rows(values: list[Value], seqs: list[Sequence]) -> list[list[Value]]:
     """Split values, one per row of logits, into one list per sequence."""
-    lists: list[list[Value]] = []
-    start = 0
-    for seq in seqs:
-        end = start + seq.num_logits
-        lists.append(values[start:end])
-        start = end
-    return lists
+    remaining = iter(values)
+    return [list(islice(remaining, seq.num_logits)) for seq in seqs]
