@@ -23,7 +23,7 @@ _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalt
 def find_checkpoint(model: str) -> Path:
     """Return the directory `model`, or download the Hub id `model` and return its directory.
 
-    Raises ValueError if it is neither.
+    Raises ValueError if it is neither, or if a file in it is not a regular file.
     """
     directory = Path(os.path.expanduser(model))
     if not directory.is_dir():
@@ -32,6 +32,11 @@ def find_checkpoint(model: str) -> Path:
         with naming(problem, OSError, ValueError):
             downloaded = snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_COPIES)
         directory = Path(downloaded)
+    for pattern in _FILES:
+        for path in directory.glob(pattern):
+            # Reading a named pipe would wait for its writer.
+            if path.exists() and not path.is_file():
+                raise ValueError(f"{path} is not a regular file")
     return directory
 
 

@@ -1,6 +1,7 @@
 """The other files of a checkpoint are checked before they are used. No code in them is run."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -147,6 +148,9 @@ def test_damaged_files_are_named(checkpoint, name):
     path.unlink()
     path.mkdir()
     reject(str(path), checkpoint)
+    path.rmdir()
+    os.mkfifo(path)
+    reject(f"{name} is not a regular file", checkpoint)
 
 
 def test_a_damaged_tokenizer_is_named(checkpoint):
