@@ -24,6 +24,7 @@ from nanovllm.checks import (
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "int4")
 MAX_SIZE = 2**31 - 1  # limit of all counts, because larger numbers overflow int32
+MAX_LAYERS = 1000  # far above real models
 MAX_HEAD_DIM = 2**16  # far above real models, and small enough for RoPE's tables
 MAX_DRAFT_STEP = 256  # tokens of a step with drafts
 Options = ParamSpec("Options")

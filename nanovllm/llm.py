@@ -1,6 +1,5 @@
 """`LLM`, what most callers use: it runs the engine until the given prompts have finished."""
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.prompt_logprobs import ScoringModelRunner
-from nanovllm.engine.request import Inbox, Request
+from nanovllm.engine.request import Inbox
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.speculation import SpeculativeScheduler, enable_speculation
 from nanovllm.engine.thread_safety import ThreadSafeEngine
@@ -191,12 +190,9 @@ class LLM(ThreadSafeEngine):
         self, prompts: list[PreparedPrompt], use_tqdm: bool = False
     ) -> list[RequestOutput]:
         with self._queued(prompts, inbox={}) as requests:
-            progress = _Progress(self.scheduler, requests, use_tqdm)
-            with progress.bar:
-                for request in requests:
-                    while request.seq_id in self.requests:
-                        self._run_step()
-                        progress.update()
+            for request in tqdm(requests, unit="seq", disable=not use_tqdm):
+                while request.seq_id in self.requests:
+                    self._run_step()
             return self._take_turn(lambda: [request.output() for request in requests])
 
     def _stream(self, prompts: list[PreparedPrompt]) -> Iterator[RequestOutput]:
@@ -228,25 +224,3 @@ class LLM(ThreadSafeEngine):
             )
         check = self.input_processor.prepare
         return [check(prompt, params) for prompt, params in zip(prompts, sampling_params)]
-
-
-class _Progress:
-    """The progress bar of `generate`: finished requests, and decode tokens/s of the engine."""
-
-    def __init__(self, scheduler: Scheduler, requests: list[Request], is_shown: bool) -> None:
-        self.scheduler = scheduler
-        self.requests = requests
-        self.num_tokens_before = scheduler.num_decode_tokens
-        self.start = time.perf_counter()
-        self.bar = tqdm(
-            total=len(requests), unit="seq", miniters=0, mininterval=0.5, disable=not is_shown
-        )
-
-    def update(self) -> None:
-        if self.bar.disable:
-            return
-        num_tokens = self.scheduler.num_decode_tokens - self.num_tokens_before
-        rate = num_tokens / (time.perf_counter() - self.start)
-        self.bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
-        num_finished = sum(request.finish_reason is not None for request in self.requests)
-        self.bar.update(num_finished - self.bar.n)

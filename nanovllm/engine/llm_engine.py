@@ -13,6 +13,7 @@ overrides it with a lock and the recovery of interrupted calls.
 
 import operator
 import os
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from nanovllm.checks import naming, warn
+from nanovllm.checks import naming
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor, PreparedPrompt, Prompt
@@ -147,7 +148,7 @@ class LLMEngine:
         while self._warnings:
             with suppress(IndexError):  # another thread was faster
                 message = self._warnings.popleft()
-                warn(message)
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def _step(self) -> None:
         """Schedule, compute, sample and commit one step."""

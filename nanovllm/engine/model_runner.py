@@ -6,6 +6,7 @@ It uses sequences, but not the queues.
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from nanovllm import kernels
 from nanovllm.arithmetic import cdiv
 from nanovllm.batch import Batch, Filters, Noise, SamplingBatch
 from nanovllm.config import Config
-from nanovllm.engine.executor import make_executor
+from nanovllm.engine.executor import Executor, MultiRankExecutor
 from nanovllm.engine.logprobs import find_logprobs
 from nanovllm.engine.penalties import process_logits
 from nanovllm.engine.profiling import sample_dummies
@@ -73,7 +74,8 @@ class ModelRunner:
     """Raises ValueError as Worker does, and RuntimeError as Executor does."""
 
     def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
-        self.executor = make_executor(config, spec, directory)
+        executor_class = Executor if config.tensor_parallel_size == 1 else MultiRankExecutor
+        self.executor = executor_class(config, spec, directory)
         weakref.finalize(self, self.executor.stop, "the engine is gone")  # also at interpreter exit
         worker = self.executor.worker
         self.vocab_size = spec.vocab_size
@@ -222,10 +224,5 @@ def list_rows(seqs: list[Sequence]) -> tuple[list[Sequence], list[int]]:
 
 def split_rows(values: list[Value], seqs: list[Sequence]) -> list[list[Value]]:
     """Split values, one per row of logits, into one list per sequence."""
-    lists: list[list[Value]] = []
-    start = 0
-    for seq in seqs:
-        end = start + seq.num_logits
-        lists.append(values[start:end])
-        start = end
-    return lists
+    remaining = iter(values)
+    return [list(islice(remaining, seq.num_logits)) for seq in seqs]

@@ -26,7 +26,6 @@ from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.spec import ModelSpec
 from nanovllm.models.weights import (
-    check_sizes,
     count_bytes,
     init_dummy_weights,
     load_checkpoint,
@@ -88,7 +87,6 @@ class Worker:
         config, spec = self.config, self.spec
         with torch.device("cpu"):  # safetensors reads there, whatever the caller's default is
             files = open_checkpoint(config, directory)
-            check_sizes(spec, directory, files, self.device, self.tp.size)
             self.model = make_model(spec, self.backend, self.device, files, self.tp)
             if files is None:
                 init_dummy_weights(self.model, config.seed)

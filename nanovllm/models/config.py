@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.checks import check_choice, check_int, check_number, naming
-from nanovllm.config import DTYPES, MAX_HEAD_DIM, MAX_SIZE
+from nanovllm.config import DTYPES, MAX_HEAD_DIM, MAX_LAYERS, MAX_SIZE
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.models.decoder import DecoderSpec
 from nanovllm.models.moe import MoESpec
@@ -46,7 +46,7 @@ def read_spec(
         common = {
             "vocab_size": _read_size(config, "vocab_size"),
             "hidden_size": _read_size(config, "hidden_size"),
-            "num_layers": _read_size(config, "num_hidden_layers"),
+            "num_layers": check_int("num_hidden_layers", config.num_hidden_layers, 1, MAX_LAYERS),
             "num_heads": _read_size(config, "num_attention_heads"),
             "tie_embeddings": config.tie_word_embeddings,
             "max_len": _read_size(config, "max_position_embeddings"),

@@ -6,7 +6,6 @@ old checkpoints are skipped, because the model computes them from config.json. A
 can be stored in place of the embedding. If both are stored, they are compared.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from transformers import PretrainedConfig
 
 from nanovllm.checks import naming
 from nanovllm.config import Config
-from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear, Target
@@ -73,9 +71,14 @@ def make_model(
     """Make a model whose parameters are allocated on `device`, but not filled.
 
     Its layers are quantized before they are allocated, because the float weights of all layers may
-    not fit into memory.
+    not fit into memory. Raises ValueError, and allocates nothing, if the quantized ones do not fit.
     """
-    with torch.device("meta"):
+    sizes = (
+        f"config.json has vocab_size={spec.vocab_size}, hidden_size={spec.hidden_size},"
+        f" intermediate_size={spec.intermediate_size}, num_hidden_layers={spec.num_layers}"
+    )
+    # torch raises RuntimeError where a tensor's size overflows.
+    with torch.device("meta"), naming(sizes, RuntimeError):
         model = spec.make_model(backend, tp)
     for name, layer in list(model.named_modules()):
         if type(layer) in QUANTIZED:
@@ -83,6 +86,7 @@ def make_model(
             if scheme is not None:
                 quantize_layer(layer, scheme)
                 _check_shards(layer, name, scheme, tp)
+    _check_size(model, sizes, device)
     # Tensors with values, such as RoPE's frequencies, are not on `meta`.
     return model._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device))
 
@@ -136,42 +140,14 @@ def _check_shards(layer: Any, name: str, scheme: Scheme, tp: TensorParallel) -> 
                 )
 
 
-def check_sizes(
-    spec: ModelSpec,
-    directory: Path,
-    files: TensorFiles | None,
-    device: torch.device,
-    num_ranks: int,
-) -> None:
-    """Reject impossible sizes in config.json before anything of that size is allocated.
-
-    Raises ValueError for weights that exceed the memory of all ranks. Layers can differ, so each
-    one after the fourth counts as the smallest of the first four.
-    """
-    sizes = {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_layers,
-    }
-    given = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    what = f"{directory / 'config.json'} has {given}"
+def _check_size(model: nn.Module, sizes: str, device: torch.device) -> None:
     memory = psutil.virtual_memory().total + psutil.swap_memory().total
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-    shorter = replace(spec, num_layers=min(spec.num_layers, 4))
-    # torch raises RuntimeError where a tensor's size overflows.
-    with naming(f"{what}: the weights exceed all memory", RuntimeError):
-        model = make_model(shorter, attention, torch.device("meta"), files)
-    layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
-    smallest = min(count_bytes(layer) for layer in layers)
-    num_bytes = count_bytes(model) + (spec.num_layers - len(layers)) * smallest
-    if num_bytes > memory * num_ranks:
+    num_bytes = count_bytes(model)
+    if num_bytes > memory:
         needed, present = (f"{number / 1e9:.0f} GB" for number in (num_bytes, memory))
-        raise ValueError(
-            f"{what}: the weights need at least {needed}, but {num_ranks} x {device} has"
-            f" {present} each"
-        )
+        raise ValueError(f"{sizes}: a rank's weights need {needed}, but {device} has {present}")
 
 
 def count_bytes(model: nn.Module) -> int:
