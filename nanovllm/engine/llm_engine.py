@@ -198,7 +198,7 @@ class LLMEngine:
         for request in requests:
             self.scheduler.add(request)
             self.requests[request.seq_id] = request
-            self.samples.setdefault(request.first_id, []).append(request)
+            self.samples.setdefault(request.request_id, []).append(request)
 
     def _find_samples(self, request_id: int) -> list[Request]:
         """The unfinished samples of a request. The id of a later sample selects only that one."""
@@ -219,11 +219,11 @@ class LLMEngine:
     def _remove(self, request: Request) -> None:
         """Remove a finished request. An interrupted `_queue` may have added only a part of it."""
         self.requests.pop(request.seq_id, None)
-        samples = self.samples.get(request.first_id, [])
+        samples = self.samples.get(request.request_id, [])
         if request in samples:
             samples.remove(request)
         if not samples:
-            self.samples.pop(request.first_id, None)
+            self.samples.pop(request.request_id, None)
 
     def _shut_down(self) -> None:
         self.executor.stop("this engine has been shut down by exit()")

@@ -80,7 +80,8 @@ class Scheduler:
     def _grow(self, seq: Sequence) -> bool:
         """Get a block for the newest token of `seq`, by preemption if none is free.
 
-        Return False if `seq` itself was preempted.
+        Return False if `seq` itself was preempted. No victim is part of this step, because the
+        newest sequence is `seq` or comes after it, and the step has only those before `seq`.
         """
         while not self.block_manager.grow(seq):
             victim = self.running[-1]
@@ -110,6 +111,7 @@ class Scheduler:
         seq.status = SequenceStatus.RUNNING
         seq.lane = self.free_lanes.pop()
         if seq.num_cached_tokens is None:  # later admissions, after a preemption, are not counted
+            # A reset can leave generated tokens, which others may have cached.
             seq.num_cached_tokens = min(num_reused_tokens, seq.num_prompt_tokens)
             self.num_cached_tokens += seq.num_cached_tokens
         return True
@@ -121,10 +123,12 @@ class Scheduler:
     def _schedule_tokens(self, seq: Sequence, budget: int, scheduled: list[Sequence]) -> int:
         """Add `seq` to the step, with as many tokens as `budget` allows. Return the rest.
 
-        The blocks that these tokens make full are cached already now, see cache_full_blocks.
+        The blocks that these tokens make full are cached before they are computed, see
+        cache_full_blocks.
         """
         start = seq.num_computed_tokens
         num_missing = len(seq.token_ids) - start
+        # Not min(), because that call for every sequence would double the time of this method.
         num_tokens = num_missing if num_missing <= budget else budget
         seq.num_scheduled_tokens = num_tokens
         seq.num_logits = 1 if num_tokens == num_missing else 0
@@ -156,10 +160,11 @@ class Scheduler:
                 self.num_prefill_tokens += seq.num_scheduled_tokens
             seq.num_computed_tokens += seq.num_scheduled_tokens
             for token_id in token_ids:
-                reason: FinishReason | None = "error"
-                if token_id >= 0:
-                    seq.token_ids.append(token_id)
-                    reason = seq.check_end()
+                if token_id < 0:
+                    self.finish(seq, "error")
+                    break
+                seq.token_ids.append(token_id)
+                reason = seq.check_end()
                 if reason is not None:
                     self.finish(seq, reason)
                     break

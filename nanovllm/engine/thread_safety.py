@@ -56,7 +56,8 @@ class ThreadSafeEngine(LLMEngine):
 
         This takes a function and is no context manager, because an interrupt between its `yield`
         and the block of the caller would leave the state and the lock apart. `with` on a lock
-        written in C cannot be interrupted after it has acquired the lock (Python 3.10 to 3.13).
+        written in C cannot be interrupted after it has acquired the lock. (Python 3.14 has a gap
+        there, CPython #148874.)
         """
         self._check_process()
         thread = get_ident()

@@ -150,8 +150,7 @@ class Worker:
 
     def _allocate(self, num_blocks: int, is_profile: bool = False) -> None:
         config = self.config
-        # Of the longest sequence.
-        self.block_table_width = cdiv(self.max_model_len, self.block_size)
+        self.block_table_width = cdiv(self.max_model_len, self.block_size)  # the longest sequence
         # Release the old caches before new ones are allocated.
         self.graphs = None
         self.kv_caches: list[Tensor] = []
@@ -233,7 +232,7 @@ class Worker:
     def make_largest_batch(self) -> Batch:
         """A dummy batch that needs as much memory as any step can.
 
-        It has max_num_batched_tokens tokens, and max_num_logits rows of logits.
+        It has max_num_logits sequences, and as many tokens as these can have in one step.
         """
         query_lens: list[int] = []
         num_left = self.config.max_num_batched_tokens

@@ -111,7 +111,10 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """Takes sharded inputs and all-reduces the outputs. Only rank 0 adds the bias."""
+    """Takes sharded inputs and all-reduces the outputs.
+
+    Only rank 0 adds the bias, because the all-reduce would sum one bias for each rank.
+    """
 
     def __init__(
         self,

@@ -62,10 +62,10 @@ def _check_ranks(spec: ModelSpec, num_ranks: int) -> None:
     for name, size in spec.divided_sizes.items():
         if size % num_ranks != 0:
             raise ValueError(f"tensor_parallel_size={num_ranks} does not divide {name}={size}")
-    num_heads = spec.num_kv_heads
-    if num_heads % num_ranks != 0 and num_ranks % num_heads != 0:
+    num_kv_heads = spec.num_kv_heads
+    if num_kv_heads % num_ranks != 0 and num_ranks % num_kv_heads != 0:
         raise ValueError(
-            f"tensor_parallel_size={num_ranks} must divide num_key_value_heads={num_heads}"
+            f"tensor_parallel_size={num_ranks} must divide num_key_value_heads={num_kv_heads}"
             " or be a multiple of it"
         )
 

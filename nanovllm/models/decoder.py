@@ -3,9 +3,9 @@
     ids -> embedding -> [ x + attention(norm(x)); x + mlp(norm(x)) ] per layer -> norm -> hidden
 
 Models that differ only in values (sizes, biases, norms on queries and keys, RoPE) share this code,
-each with its own DecoderSpec. Modules are named as in Hugging Face checkpoints. All shapes are
-those of one rank. num_tokens counts the tokens of the whole batch, because only attention
-distinguishes sequences.
+each with its own DecoderSpec. Modules are named as in Hugging Face checkpoints, except merged
+projections. All shapes are those of one rank. num_tokens counts the tokens of the whole batch,
+because only attention distinguishes sequences.
 """
 
 from dataclasses import dataclass
@@ -124,7 +124,10 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderLayers(nn.ModuleList):
-    """The stack of layers, each with its own part of the KV cache."""
+    """The stack of layers, each with its own part of the KV cache.
+
+    This is a module, so that kernels/ can replace the loop by one C++ call.
+    """
 
     def forward(self, x: Tensor, cos_sin: CosSin, kv_caches: list[Tensor], batch: Batch) -> Tensor:
         for layer, kv_cache in zip(self, kv_caches):
@@ -148,5 +151,6 @@ class Decoder(nn.Module):
         x = self.embed_tokens(batch.input_ids)  # [num_tokens, hidden_size]
         cos_sin = self.rotary(batch.positions)
         x = self.layers(x, cos_sin, kv_caches, batch)
+        # Other rows are not needed, and the output head is the largest matrix of many models.
         x = x.index_select(0, batch.logits_indices)  # [num_logits, hidden_size]
         return self.norm(x)

@@ -1,7 +1,7 @@
 """Makes a model and fills its parameters from a checkpoint, or with random numbers.
 
-Loading is strict. Every tensor of the checkpoint is used, and every parameter is written exactly
-once. A missing, unexpected or repeated tensor is an error that names up to five. RoPE buffers of
+Loading is strict. Every parameter is written exactly once, and every tensor of the checkpoint is
+used. A missing, unexpected or repeated tensor is an error that names up to five. RoPE buffers of
 old checkpoints are skipped, because the model computes them from config.json. A tied output head
 can be stored in place of the embedding. If both are stored, they are compared.
 """
