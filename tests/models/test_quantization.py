@@ -4,6 +4,7 @@ The test packs each format itself, from the same codes, scales and zeros.
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,12 +24,13 @@ from conftest import (
 from safetensors.torch import load_file, save_file
 from test_families import make_family
 
-from nanovllm import DEMO_MODEL, LLM
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.layers.quantized import QuantizedWeight, Scheme
 
 PROMPTS = [random_prompt(0, 9), random_prompt(1, 14)]
 SIZES = dict(hidden_size=64, intermediate_size=128, head_dim=16)
 UP = "model.layers.1.mlp.up_proj"
+PROJECTIONS = ("_proj.weight", "fc1.weight", "fc2.weight")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of 8 outputs the nibbles of an int32 have
 
 
@@ -98,7 +100,7 @@ def convert(directory, settings, make_parts, scheme, is_projection=None, **optio
     dequantized = {}
 
     def edit(weights):
-        for name in [name for name in weights if name.endswith("_proj.weight")]:
+        for name in [name for name in weights if name.endswith(PROJECTIONS)]:
             if is_projection is not None and not is_projection(name):
                 continue
             weight = quantize(weights.pop(name).float(), scheme, **options)
@@ -209,8 +211,8 @@ def test_inputs_of_scattered_groups_become_floats(checkpoint, tmp_path, option):
             assert len(generate_ids(llm, PROMPTS, greedy(4))) == 2
 
 
-def test_fp8_blocks_become_floats(tmp_path):
-    model = make_checkpoint(tmp_path, hidden_size=160, intermediate_size=144)
+def convert_to_fp8(directory):
+    """Store the projections in blocks of 128 x 128. Return their dequantized weights."""
     dequantized = {}
 
     def edit(weights):
@@ -224,10 +226,42 @@ def test_fp8_blocks_become_floats(tmp_path):
             weights[f"{name}_scale_inv"] = factors
             dequantized[name] = weights[name].float() * spread
 
-    edit_weights(tmp_path, edit)
+    edit_weights(directory, edit)
     settings = dict(quant_method="fp8", weight_block_size=[128, 128])
-    edit_config(tmp_path, quantization_config=settings)
-    assert tokens_of(tmp_path) == oracle_tokens(model, dequantized)
+    edit_config(directory, quantization_config=settings)
+    return dequantized
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_fp8_blocks_become_floats(tmp_path, size):
+    """Ranks may share a block."""
+    model = make_checkpoint(tmp_path, hidden_size=160, intermediate_size=144)
+    dequantized = convert_to_fp8(tmp_path)
+    assert tokens_of(tmp_path, tensor_parallel_size=size) == oracle_tokens(model, dequantized)
+
+
+@pytest.mark.parametrize("enable_kernels", [True, False])
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+@pytest.mark.parametrize("family", ["opt", "opt-350m", "qwen3-moe"])
+def test_codes_of_other_families_are_kept(tmp_path, family, name, enable_kernels):
+    """Among them are experts, and layers with biases."""
+    stored, floats = tmp_path / "stored", tmp_path / "floats"
+    make_family(stored, family)
+    shutil.copytree(stored, floats)
+    settings, make_parts, scheme, _ = FORMATS[name]
+    dequantized = convert(stored, settings, make_parts, scheme)
+    edit_weights(floats, lambda weights: weights.update(dequantized))
+    expected = tokens_of(floats, enable_kernels=enable_kernels)
+    assert tokens_of(stored, enable_kernels=enable_kernels) == expected
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_ranks_read_their_shards(tmp_path, name):
+    """Also those of experts."""
+    make_family(tmp_path, "qwen3-moe", **SIZES, moe_intermediate_size=64)
+    settings, make_parts, scheme, options = FORMATS[name]
+    convert(tmp_path, settings, make_parts, scheme, **options)
+    assert tokens_of(tmp_path, tensor_parallel_size=2) == tokens_of(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "opt", "opt-350m", "qwen3-moe"])
