@@ -299,6 +299,40 @@ def test_ranks_quantize_their_shards_alike(option):
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("option", ["int8", "int4"])
+def test_beams_have_the_logprobs_of_their_texts(option):
+    with LLM(DEMO_MODEL, dtype="float32", quantization=option) as llm:
+        (beams,) = llm.beam_search("the largest number is", 3, 8)
+        texts = [beam["prompt_token_ids"] + beam["token_ids"] for beam in beams]
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        for beam, output in zip(beams, llm.generate(texts, params, use_tqdm=False)):
+            chosen = output["prompt_logprobs"][-len(beam["token_ids"]) :]
+            total = sum(value for entry in chosen for value in entry.values())
+            assert total == pytest.approx(beam["cumulative_logprob"], abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int8_chooses_the_tokens_of_unquantized_weights(dtype):
+    """At 98 of 100 positions at least."""
+    questions = [f"What is {number} + {97 - number}?" for number in range(20, 60)]
+    questions += ["Spell planet backwards.", "Count from 3 to 20.", "Which day follows Monday?"]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    chosen = []
+    for option in (None, "int8"):
+        with LLM(DEMO_MODEL, dtype=dtype, quantization=option) as llm:
+            if option is None:
+                params = SamplingParams(seed=0)
+                sampled = llm.chat(chats, params, use_tqdm=False)
+                texts = [output["prompt_token_ids"] + output["token_ids"] for output in sampled]
+            params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+            outputs = llm.generate(texts, params, use_tqdm=False)
+        entries = [entry for output in outputs for entry in output["prompt_logprobs"][1:]]
+        chosen.append([max(entry, key=entry.get) for entry in entries])
+    assert len(chosen[0]) > 1000
+    num_equal = sum(a == b for a, b in zip(*chosen, strict=True))
+    assert num_equal >= 0.98 * len(chosen[0])
+
+
 def test_ranks_do_not_share_groups(checkpoint, tmp_path):
     with pytest.raises(ValueError, match=r"tensor_parallel_size=2 divides groups of 128 inputs"):
         load(tmp_path, tensor_parallel_size=2, quantization="int8")
