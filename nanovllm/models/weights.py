@@ -41,9 +41,9 @@ QUANTIZED: dict[type[nn.Module], type[nn.Module]] = {
     Embedding: QuantizedEmbedding,
     Experts: QuantizedExperts,
 }
-# A router is small, and its errors choose other experts. OPT's positions are only looked up, so
-# fewer bytes would not make them faster.
-_NEVER_QUANTIZED = ("gate", "embed_positions")
+# What `quantization` keeps. A router is small, and its errors choose other experts. OPT's positions
+# are only looked up, so fewer bytes would not make them faster.
+_KEPT = ("gate", "embed_positions")
 _ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
@@ -91,12 +91,12 @@ def _find_scheme(
     quantization: Quantization, name: str, layer: Any, files: TensorFiles | None
 ) -> Scheme | None:
     """Return the scheme of a layer's weights. None: they are not quantized."""
-    if name.rpartition(".")[2] in _NEVER_QUANTIZED:
-        return None
     format = quantization.format
     # The parts of a layer are checked for every format, also if their weights are read as floats.
     if format is not None and _is_stored(format, name, layer, files) and format.scheme is not None:
         return format.scheme
+    if name.rpartition(".")[2] in _KEPT:
+        return None
     return quantization.head if isinstance(layer, Embedding) else quantization.linear
 
 
@@ -109,10 +109,12 @@ def _is_stored(format: Format, name: str, layer: Any, files: TensorFiles | None)
     if files is None:
         return not isinstance(layer, Embedding)
     weights = [key for key, _ in layer.targets(name) if key.endswith(".weight")]
-    are_stored = [format.is_stored(files, key.removesuffix(".weight")) for key in weights]
-    if any(are_stored) and not all(are_stored):
-        raise ValueError(f"{name}: only some of {', '.join(weights)} are quantized")
-    return any(are_stored)
+    others = [key for key in weights if not format.is_stored(files, key.removesuffix(".weight"))]
+    if 0 < len(others) < len(weights):
+        raise ValueError(
+            summarize(f"{name} is only partly quantized, without {format.marker}", others)
+        )
+    return not others
 
 
 def quantize_layer(layer: nn.Module, scheme: Scheme) -> None:
@@ -132,7 +134,8 @@ def _check_shards(layer: Any, name: str, scheme: Scheme, tp: TensorParallel) -> 
             if rest or num_groups % tp.size:
                 raise ValueError(
                     f"tensor_parallel_size={tp.size} divides groups of {scheme.group_size} inputs"
-                    f" of {key}, which has {target.full_size}: use a divisor of {num_groups}"
+                    f" of {key}, which has {target.full_size}: use a divisor of"
+                    f" {1 if rest else num_groups}"
                 )
 
 
@@ -210,7 +213,8 @@ def load_checkpoint(model: nn.Module, files: TensorFiles, format: Format | None 
             )
     unexpected: list[str] = []
     for name in list(files.unread):
-        is_padding = format is not None and format.is_empty_bias(files, name)
+        # AutoGPTQ adds biases of zeros where there are none.
+        is_padding = format is not None and name.endswith(".bias") and not files.read(name).any()
         if not name.endswith(_ROPE_BUFFERS) and not is_padding:
             unexpected.append(files.locate(name))
     problems = {"unexpected tensors": unexpected, "missing tensors": missing}

@@ -95,6 +95,14 @@ def compressed(bits=4, **others):
     return dict(**method, config_groups=dict(group_0=group))
 
 
+FP8 = dict(quant_method="fp8", weight_block_size=[128, 128])
+GROUP_0 = compressed()["config_groups"]["group_0"]
+QUANTIZED_INPUTS = compressed()
+QUANTIZED_INPUTS["config_groups"] = dict(group_0=dict(GROUP_0, input_activations=dict(num_bits=8)))
+MIXED_BITS = compressed()
+MIXED_BITS["config_groups"] = dict(group_0=GROUP_0, group_1=GROUP_0)
+
+
 def convert(directory, settings, make_parts, scheme, is_projection=None, **options):
     """Store the projections of a checkpoint in a format. Return their dequantized weights."""
     dequantized = {}
@@ -227,8 +235,7 @@ def convert_to_fp8(directory):
             dequantized[name] = weights[name].float() * spread
 
     edit_weights(directory, edit)
-    settings = dict(quant_method="fp8", weight_block_size=[128, 128])
-    edit_config(directory, quantization_config=settings)
+    edit_config(directory, quantization_config=FP8)
     return dequantized
 
 
@@ -334,8 +341,21 @@ def test_int8_chooses_the_tokens_of_unquantized_weights(dtype):
 
 
 def test_ranks_do_not_share_groups(checkpoint, tmp_path):
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 divides groups of 128 inputs"):
-        load(tmp_path, tensor_parallel_size=2, quantization="int8")
+    def check(message, **options):
+        with pytest.raises(ValueError, match=f"tensor_parallel_size=2 divides groups of {message}"):
+            load(tmp_path, tensor_parallel_size=2, **options)
+
+    o_proj = "model.layers.0.self_attn.o_proj.weight"
+    check(f"128 inputs of {o_proj}, which has 64: use a divisor of 1", quantization="int8")
+    down_proj = "model.layers.0.mlp.down_proj.weight"
+    convert(
+        tmp_path,
+        gptq(group_size=128),
+        pack_gptq,
+        Scheme(4, 128),
+        is_projection=lambda name: name.endswith("down_proj.weight"),
+    )
+    check(f"128 inputs of {down_proj}, which has 128: use a divisor of 1")
 
 
 @pytest.mark.parametrize(
@@ -344,7 +364,7 @@ def test_ranks_do_not_share_groups(checkpoint, tmp_path):
         (dict(quant_method="bitsandbytes"), "quantization_config: quant_method .*'bitsandbytes'"),
         (dict(quant_method="exl2"), "quant_method"),
         (dict(bits=4), "quant_method"),
-        (gptq(bits=3), "bits must be one of '4', '8', not '3'"),
+        (gptq(bits=3), "bits must be one of 4, 8, not 3"),
         (gptq(group_size=16), "group_size=16"),
         (gptq(checkpoint_format="marlin"), "checkpoint_format .*'marlin'"),
         (gptq(dynamic={"+:.*up_proj": {"bits": 8}}), "dynamic"),
@@ -352,9 +372,16 @@ def test_ranks_do_not_share_groups(checkpoint, tmp_path):
         (dict(quant_method="fp8"), "weight_block_size"),
         (compressed() | dict(format="nvfp4-pack-quantized"), "format .*'nvfp4-pack-quantized'"),
         (compressed(type="float"), "type .*'float'"),
-        (compressed(actorder="group"), "actorder='group'"),
-        (compressed(num_bits=2), "bits must be one of '4', '8', not '2'"),
+        (compressed(actorder="group"), "actorder .*'group'"),
+        (compressed(num_bits=2), "bits must be one of 4, 8, not 2"),
         (gptq() | dict(bits=None), "bits"),
+        (gptq(format="marlin"), "format .*'marlin'"),
+        (dict(quant_method="gguf"), "quant_method .*'gguf'"),
+        (dict(quant_method="awq", bits=8, group_size=32), "bits must be one of 4, not 8"),
+        (dict(quant_method="fp8", weight_block_size=[64, 128]), r"weight_block_size .*\[64, 128\]"),
+        (FP8 | dict(activation_scheme="static"), "activation_scheme .*'static'"),
+        (QUANTIZED_INPUTS, "input_activations must be one of None, not {'num_bits': 8}"),
+        (MIXED_BITS, "several config_groups are not supported: group_0, group_1"),
         ("awq", "config.json: "),
     ],
 )
@@ -364,29 +391,92 @@ def test_unsupported_formats_are_named(checkpoint, tmp_path, settings, complaint
         load(tmp_path)
 
 
+def shorten(part):
+    return part[:-1].contiguous()
+
+
+def widen(part):
+    return part.to(torch.float32)
+
+
+DAMAGES = [
+    ("gptq", "scales", shorten, r"has shape \[1, 128\], the model needs \[2, 128\]"),
+    ("gptq", "qzeros", lambda x: x.T.contiguous(), r"has shape \[16, 2\]"),
+    ("gptq", "qweight", shorten, r"has shape \[7, 128\]"),
+    ("gptq", "qweight", widen, "is stored as F32"),
+    ("gptq", "g_idx", shorten, r"has shape \[63\]"),
+    ("gptq", "g_idx", lambda x: x.flip(0), "reorders inputs, but config.json has no desc_act"),
+    ("gptq scattered", "g_idx", lambda x: x + 1, "has groups above 1 or below 0"),
+    ("gptq scattered", "g_idx", lambda x: x - 1, "has groups above 1 or below 0"),
+    ("gptq symmetric", "qzeros", lambda x: x + 2, "has zeros that differ from 8"),
+    ("gptq 8 bits", "qweight", lambda x: x[::2].contiguous(), r"needs \[16, 128\]"),
+    ("awq", "qweight", lambda x: x.short(), "is stored as I16"),
+    ("awq", "qzeros", lambda x: x[:, :-1].contiguous(), r"has shape \[2, 15\]"),
+    ("awq", "scales", shorten, r"has shape \[1, 128\]"),
+    ("compressed", "weight_packed", shorten, r"has shape \[127, 8\]"),
+    ("compressed", "weight_scale", shorten, r"has shape \[127, 2\]"),
+    ("compressed", "weight_zero_point", shorten, r"has shape \[15, 2\]"),
+    ("compressed", "weight_shape", lambda x: x + 1, r"is not \[128, 64\], which the model needs"),
+    ("fp8", "weight_scale_inv", lambda x: x[0], r"has shape \[1\], the model needs \[1, 1\]"),
+    ("fp8", "weight", widen, "is stored as F32: supported dtypes are F8_E4M3"),
+]
+
+
+def store(directory, name):
+    if name == "fp8":
+        convert_to_fp8(directory)
+    elif name == "gptq scattered":
+        convert(directory, gptq(desc_act=True), pack_gptq, INT4_32)
+    else:
+        settings, make_parts, scheme, options = FORMATS[name]
+        convert(directory, settings, make_parts, scheme, **options)
+
+
+@pytest.mark.parametrize("name, part, damage, complaint", DAMAGES)
+def test_damaged_parts_are_named(checkpoint, tmp_path, name, part, damage, complaint):
+    """So is the file of each."""
+    store(tmp_path, name)
+    key = f"{UP}.{part}"
+    edit_weights(tmp_path, lambda weights: weights.update({key: damage(weights[key])}))
+    with pytest.raises(ValueError, match=complaint) as error:
+        load(tmp_path)
+    assert key in str(error.value)
+    assert "model.safetensors" in str(error.value)
+
+
 @pytest.mark.parametrize(
-    "part, edit, complaint",
+    "name, part, complaint",
     [
-        ("scales", lambda x: x[:-1].contiguous(), r"up_proj.scales has shape \[1, 128\]"),
-        ("qzeros", lambda x: x[:, :-1].contiguous(), "up_proj.qzeros has shape"),
-        ("qweight", lambda x: x[:, :-1].contiguous(), "up_proj.qweight has shape"),
-        ("qweight", lambda x: x.float(), "up_proj.qweight is stored as F32"),
-        ("scales", None, "tensor .*up_proj.scales is missing"),
-        ("qweight", None, "only some of .*gate_proj.*, .*up_proj.* are quantized"),
-        ("g_idx", lambda x: x.flip(0), "up_proj.g_idx reorders"),
-        ("extra", lambda x: torch.ones(2), "unexpected tensors: .*up_proj.extra"),
+        ("gptq", "scales", f"has no tensor {UP}.scales"),
+        ("gptq", "qzeros", f"has no tensor {UP}.qzeros"),
+        ("gptq", "qweight", f"gate_up_proj is only partly quantized, without qweight: {UP}.weight"),
+        ("awq", "qzeros", f"has no tensor {UP}.qzeros"),
+        ("compressed", "weight_zero_point", f"has no tensor {UP}.weight_zero_point"),
+        ("compressed", "weight_scale", f"has no tensor {UP}.weight_scale"),
+        ("fp8", "weight_scale_inv", f"without weight_scale_inv: {UP}.weight"),
+        ("fp8", "weight", f"has no tensor {UP}.weight"),
     ],
 )
-def test_contradictory_parts_are_named(checkpoint, tmp_path, part, edit, complaint):
-    convert(tmp_path, gptq(), pack_gptq, INT4_32)
-
-    def change(weights):
-        old = weights.pop(f"{UP}.{part}", None)
-        if edit is not None:
-            weights[f"{UP}.{part}"] = edit(old)
-
-    edit_weights(tmp_path, change)
+def test_missing_parts_are_named(checkpoint, tmp_path, name, part, complaint):
+    store(tmp_path, name)
+    edit_weights(tmp_path, lambda weights: weights.pop(f"{UP}.{part}"))
     with pytest.raises(ValueError, match=complaint):
+        load(tmp_path)
+
+
+def test_unknown_parts_are_named(checkpoint, tmp_path):
+    store(tmp_path, "gptq")
+    edit_weights(tmp_path, lambda weights: weights.update({f"{UP}.extra": torch.ones(2)}))
+    with pytest.raises(ValueError, match=f"unexpected tensors: {UP}.extra"):
+        load(tmp_path)
+
+
+def test_bits_that_contradict_the_codes_are_named(checkpoint, tmp_path):
+    store(tmp_path, "gptq")
+    edit_config(tmp_path, quantization_config=gptq(bits=8))
+    with pytest.raises(
+        ValueError, match=r"qweight has shape \[8, 64\], the model needs \[16, 64\]"
+    ):
         load(tmp_path)
 
 
@@ -443,7 +533,7 @@ def test_a_part_of_a_weight_is_indexed_as_a_tensor():
     full = weight.dequantize()
     assert torch.equal(weight[1].dequantize(), full[1])
     assert torch.equal(weight[2][2:5, 32:64].dequantize(), full[2][2:5, 32:64])
-    assert torch.equal(weight[0].chunk(2)[1].dequantize(), full[0].chunk(2)[1])
+    assert torch.equal(weight[0].split([2, 6])[1].dequantize(), full[0][2:])
     assert torch.equal(weight[0][torch.tensor([3, 3, 0])].dequantize(), full[0][[3, 3, 0]])
     with pytest.raises(ValueError, match="whole groups of 32"):
         weight[0][:, 16:48]
