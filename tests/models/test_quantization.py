@@ -30,7 +30,7 @@ from nanovllm.layers.quantized import QuantizedWeight, Scheme
 PROMPTS = [random_prompt(0, 9), random_prompt(1, 14)]
 SIZES = dict(hidden_size=64, intermediate_size=128, head_dim=16)
 UP = "model.layers.1.mlp.up_proj"
-PROJECTIONS = ("_proj.weight", "fc1.weight", "fc2.weight")
+PROJECTIONS = ("_proj.weight", "fc1.weight", "fc2.weight", "mlp.gate.weight")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of 8 outputs the nibbles of an int32 have
 
 
@@ -154,6 +154,13 @@ FORMATS = {
         INT4_32,
         {},
     ),
+    "gptq v2, as transformers names it": (
+        gptq(format="gptq_v2"),
+        lambda weight: pack_gptq(weight, offset=0),
+        INT4_32,
+        {},
+    ),
+    "gptq groups of 96": (gptq(group_size=96), pack_gptq, Scheme(4, 96), {}),
     "gptq symmetric": (gptq() | dict(sym=True), pack_gptq, INT4_32, dict(is_symmetric=True)),
     "gptq symmetric, in fact v2": (
         gptq() | dict(sym=True),
@@ -251,7 +258,7 @@ def test_fp8_blocks_become_floats(tmp_path, size):
 @pytest.mark.parametrize("name", ["gptq", "awq"])
 @pytest.mark.parametrize("family", ["opt", "opt-350m", "qwen3-moe"])
 def test_codes_of_other_families_are_kept(tmp_path, family, name, enable_kernels):
-    """Among them are experts, and layers with biases."""
+    """Among them are experts, a router, and layers with biases."""
     stored, floats = tmp_path / "stored", tmp_path / "floats"
     make_family(stored, family)
     shutil.copytree(stored, floats)
