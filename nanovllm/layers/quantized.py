@@ -77,19 +77,9 @@ class QuantizedWeight(nn.Module):
         self.scheme = scheme
         self.in_features = in_features
         self.dtype = dtype
-        self.register_buffer("codes", codes, persistent=False)
-        self.register_buffer("scales", scales, persistent=False)
-        self.register_buffer("zeros", zeros, persistent=False)
-
-    @classmethod
-    def empty_like(cls, weight: Tensor, scheme: Scheme) -> "QuantizedWeight":
-        *sizes, in_features = weight.shape
-        num_groups = cdiv(in_features, scheme.group_size)
-        num_bytes = cdiv(in_features * scheme.bits, 8)
-        codes = weight.new_empty(*sizes, num_bytes, dtype=torch.uint8)
-        scales = weight.new_empty(*sizes, num_groups, dtype=torch.float32)
-        zeros = weight.new_empty(*sizes, num_groups, dtype=torch.int16)
-        return cls(scheme, in_features, weight.dtype, codes, scales, zeros)
+        self.register_buffer("codes", codes)
+        self.register_buffer("scales", scales)
+        self.register_buffer("zeros", zeros)
 
     @classmethod
     def from_codes(
@@ -160,9 +150,8 @@ class QuantizedWeight(nn.Module):
         """Quantize a float tensor, or copy codes of the same scheme."""
         if isinstance(source, QuantizedWeight):
             assert source.scheme == self.scheme
-            self.codes.copy_(source.codes)
-            self.scales.copy_(source.scales)
-            self.zeros.copy_(source.zeros)
+            for part, given in zip(self.buffers(), source.buffers()):
+                part.copy_(given)
             return
         rows_at_once = max(1, _CHUNK // self.in_features)
         for start in range(0, len(source), rows_at_once):

@@ -37,8 +37,6 @@ from nanovllm.models.tensor_files import FLOATS, TensorFiles
 
 INT8 = Scheme(bits=8, group_size=128)
 INT4 = Scheme(bits=4, group_size=64)
-# Embeddings and the output head keep 8 bits, because tokens are most sensitive to their errors.
-_OPTIONS = {"int8": (INT8, INT8), "int4": (INT4, INT8)}
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where an int32 has the codes of 8 outputs
 _FP8_BLOCK = 128
 Settings = dict[str, Any]
@@ -183,8 +181,10 @@ class FP8(Format):
         weight = files.read(f"{layer}.weight", shape, ["F8_E4M3"]).float()
         num_blocks = [cdiv(size, _FP8_BLOCK) for size in shape]
         factors = files.read(f"{layer}.{self.marker}", num_blocks).float()
-        of_rows = factors.repeat_interleave(_FP8_BLOCK, dim=0)[: shape[0]]
-        return weight * of_rows.repeat_interleave(_FP8_BLOCK, dim=1)[:, : shape[1]]
+        for dim, size in enumerate(shape):
+            spread = factors.repeat_interleave(_FP8_BLOCK, dim)
+            factors = spread.narrow(dim, 0, size)
+        return weight * factors
 
 
 @dataclass(frozen=True)
@@ -197,18 +197,23 @@ class Quantization:
 
 
 NOT_QUANTIZED = Quantization()
+# Embeddings and the output head keep 8 bits, because tokens are most sensitive to their errors.
+_OPTIONS = {
+    None: NOT_QUANTIZED,
+    "int8": Quantization(INT8, INT8),
+    "int4": Quantization(INT4, INT8),
+}
 
 
 def read_quantization(config: PretrainedConfig, option: str | None) -> Quantization:
     """Read quantization_config. Raises ValueError that names an unsupported format or value."""
-    linear, head = _OPTIONS[option] if option is not None else (None, None)
     settings = getattr(config, "quantization_config", None)
     if not settings:
-        return Quantization(linear, head)
+        return _OPTIONS[option]
     with naming("quantization_config", Exception):  # an invalid value can raise anything
         settings = dict(settings)
         method = check_choice("quant_method", settings.get("quant_method"), tuple(_READERS))
-        return Quantization(linear, head, _READERS[method](settings))
+        return replace(_OPTIONS[option], format=_READERS[method](settings))
 
 
 def _read_gptq(settings: Settings) -> Format:

@@ -117,13 +117,14 @@ def _is_stored(format: Format, name: str, layer: Any, files: TensorFiles | None)
     return not others
 
 
+@torch.no_grad()
 def quantize_layer(layer: nn.Module, scheme: Scheme) -> None:
-    """Replace the matrices of a layer by quantized ones, which are not filled."""
+    """Quantize the matrices of a layer. On `meta` this allocates nothing."""
     layer.__class__ = QUANTIZED[type(layer)]
     for name, parameter in list(layer.named_parameters(recurse=False)):
         if parameter.dim() > 1:
             delattr(layer, name)
-            setattr(layer, name, QuantizedWeight.empty_like(parameter, scheme))
+            setattr(layer, name, QuantizedWeight.quantize(parameter, scheme))
 
 
 def _check_shards(layer: Any, name: str, scheme: Scheme, tp: TensorParallel) -> None:
