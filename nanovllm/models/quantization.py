@@ -111,11 +111,10 @@ class PackedFormat(Format):
             return in_order
         groups = files.read(name, [len(in_order)], ["I32"]).long()
         if self.scheme is not None and not torch.equal(groups, in_order):
-            raise ValueError(
-                f"{files.locate(name)} reorders inputs, but config.json has no desc_act"
-            )
+            problem = "reorders inputs, but config.json has no desc_act"
+            raise ValueError(f"{files.locate(name)} {problem}")
         if groups.min() < 0 or groups.max() > in_order[-1]:
-            raise ValueError(f"{files.locate(name)} has groups above {in_order[-1]} or below 0")
+            raise ValueError(f"{files.locate(name)} has groups that do not exist")
         return groups
 
     def _read_zeros(self, files: TensorFiles, name: str, shape: list[int]) -> Tensor:
@@ -126,10 +125,10 @@ class PackedFormat(Format):
         if not self.is_symmetric:
             return zeros
         # Some checkpoints of GPTQ's version 2 say that they are of version 1.
-        if not bool(((zeros == middle) | (zeros == middle + self.zero_offset)).all()):
+        if not set((zeros - middle).unique().tolist()) <= {0, self.zero_offset}:
             raise ValueError(
-                f"{files.locate(name)} has zeros that differ from {middle[0, 0]}, but config.json"
-                " says that codes are symmetric"
+                f"{files.locate(name)} has zeros that do not fit symmetric codes, which config.json"
+                " asks for"
             )
         return middle
 

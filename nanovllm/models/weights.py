@@ -108,12 +108,11 @@ def _is_stored(format: Format, name: str, layer: Any, files: TensorFiles | None)
     """
     if files is None:
         return not isinstance(layer, Embedding)
-    weights = [key for key, _ in layer.targets(name) if key.endswith(".weight")]
-    others = [key for key in weights if not format.is_stored(files, key.removesuffix(".weight"))]
-    if 0 < len(others) < len(weights):
-        raise ValueError(
-            summarize(f"{name} is only partly quantized, without {format.marker}", others)
-        )
+    layers = {key.rpartition(".")[0]: None for key, _ in layer.targets(name)}
+    others = [part for part in layers if not format.is_stored(files, part)]
+    if 0 < len(others) < len(layers):
+        problem = f"{name} is only partly quantized, since {format.marker} is missing of these"
+        raise ValueError(summarize(problem, others))
     return not others
 
 
@@ -130,12 +129,12 @@ def quantize_layer(layer: nn.Module, scheme: Scheme) -> None:
 def _check_shards(layer: Any, name: str, scheme: Scheme, tp: TensorParallel) -> None:
     """Raise ValueError if ranks would share a group of inputs."""
     for key, target in layer.targets(name):
-        if target.dim == 1 and target.full_size is not None and tp.size > 1:
-            num_groups, rest = divmod(target.full_size, scheme.group_size)
+        if target.dim == 1 and tp.size > 1:
+            num_groups, rest = divmod(target.full_shape[1], scheme.group_size)
             if rest or num_groups % tp.size:
                 raise ValueError(
                     f"tensor_parallel_size={tp.size} divides groups of {scheme.group_size} inputs"
-                    f" of {key}, which has {target.full_size}: use a divisor of"
+                    f" of {key}, which has {target.full_shape[1]}: use a divisor of"
                     f" {1 if rest else num_groups}"
                 )
 
