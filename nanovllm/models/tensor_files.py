@@ -81,7 +81,7 @@ class TensorFiles:
         Raises ValueError if it is missing, or has another shape than `shape` or another dtype.
         """
         if name not in self:
-            raise ValueError(f"tensor {name} is missing")
+            raise ValueError(f"the checkpoint in {self.directory} has no tensor {name}")
         path, stored_name = self._stored[name]
         self.unread.pop(name, None)
         with naming(path, *_DAMAGED, ValueError):

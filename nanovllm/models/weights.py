@@ -39,9 +39,9 @@ QUANTIZED: dict[type[nn.Module], type[nn.Module]] = {
     Embedding: QuantizedEmbedding,
     Experts: QuantizedExperts,
 }
-# A router is small, and its errors choose other experts. OPT's positions are only looked up, so
-# fewer bytes would not make them faster.
-_NEVER_QUANTIZED = ("gate", "embed_positions")
+# What `quantization` keeps. A router is small, and its errors choose other experts. OPT's positions
+# are only looked up, so fewer bytes would not make them faster.
+_KEPT = ("gate", "embed_positions")
 _ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
@@ -95,12 +95,12 @@ def _find_scheme(
     quantization: Quantization, name: str, layer: Any, files: TensorFiles | None
 ) -> Scheme | None:
     """Return the scheme of a layer's weights. None: they are not quantized."""
-    if name.rpartition(".")[2] in _NEVER_QUANTIZED:
-        return None
     format = quantization.format
     # The parts of a layer are checked for every format, also if their weights are read as floats.
     if format is not None and _is_stored(format, name, layer, files) and format.scheme is not None:
         return format.scheme
+    if name.rpartition(".")[2] in _KEPT:
+        return None
     return quantization.head if isinstance(layer, Embedding) else quantization.linear
 
 
@@ -112,31 +112,34 @@ def _is_stored(format: Format, name: str, layer: Any, files: TensorFiles | None)
     """
     if files is None:
         return not isinstance(layer, Embedding)
-    weights = [key for key, _ in layer.targets(name) if key.endswith(".weight")]
-    are_stored = [format.is_stored(files, key.removesuffix(".weight")) for key in weights]
-    if any(are_stored) and not all(are_stored):
-        raise ValueError(f"{name}: only some of {', '.join(weights)} are quantized")
-    return any(are_stored)
+    layers = {key.rpartition(".")[0]: None for key, _ in layer.targets(name)}
+    others = [part for part in layers if not format.is_stored(files, part)]
+    if 0 < len(others) < len(layers):
+        problem = f"{name} is only partly quantized, since {format.marker} is missing of these"
+        raise ValueError(summarize(problem, others))
+    return not others
 
 
+@torch.no_grad()
 def quantize_layer(layer: nn.Module, scheme: Scheme) -> None:
-    """Replace the matrices of a layer by quantized ones, which are not filled."""
+    """Quantize the matrices of a layer. On `meta` this allocates nothing."""
     layer.__class__ = QUANTIZED[type(layer)]
     for name, parameter in list(layer.named_parameters(recurse=False)):
         if parameter.dim() > 1:
             delattr(layer, name)
-            setattr(layer, name, QuantizedWeight.empty_like(parameter, scheme))
+            setattr(layer, name, QuantizedWeight.quantize(parameter, scheme))
 
 
 def _check_shards(layer: Any, name: str, scheme: Scheme, tp: TensorParallel) -> None:
     """Raise ValueError if ranks would share a group of inputs."""
     for key, target in layer.targets(name):
-        if target.dim == 1 and target.full_size is not None and tp.size > 1:
-            num_groups, rest = divmod(target.full_size, scheme.group_size)
+        if target.dim == 1 and tp.size > 1:
+            num_groups, rest = divmod(target.full_shape[1], scheme.group_size)
             if rest or num_groups % tp.size:
                 raise ValueError(
                     f"tensor_parallel_size={tp.size} divides groups of {scheme.group_size} inputs"
-                    f" of {key}, which has {target.full_size}: use a divisor of {num_groups}"
+                    f" of {key}, which has {target.full_shape[1]}: use a divisor of"
+                    f" {1 if rest else num_groups}"
                 )
 
 
@@ -186,7 +189,8 @@ def load_checkpoint(model: nn.Module, files: TensorFiles, format: Format | None 
             )
     unexpected: list[str] = []
     for name in list(files.unread):
-        is_padding = format is not None and format.is_empty_bias(files, name)
+        # AutoGPTQ adds biases of zeros where there are none.
+        is_padding = format is not None and name.endswith(".bias") and not files.read(name).any()
         if not name.endswith(_ROPE_BUFFERS) and not is_padding:
             unexpected.append(files.locate(name))
     problems = {"unexpected tensors": unexpected, "missing tensors": missing}
