@@ -89,9 +89,7 @@ class GatedDeltaRule(nn.Module):
         output = torch.empty_like(gate, dtype=torch.float32)
         for seqs, tokens in group_sequences(batch):
             rows = old_states[seqs]
-            inputs = [
-                each[tokens].unflatten(0, (len(rows), -1)) for each in (qkv, beta, log_decay)
-            ]
+            inputs = [each[tokens].unflatten(0, (len(rows), -1)) for each in (qkv, beta, log_decay)]
             computed, new_states[seqs] = self.advance(*inputs, rows)
             output[tokens] = computed.flatten(2).flatten(0, 1)
         states[batch.write_slots] = new_states
