@@ -19,3 +19,12 @@ class RMSNorm(nn.Module):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """x / rms(x) * (1 + weight), rounded once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * (1.0 + self.weight.float())).to(x.dtype)

@@ -43,6 +43,12 @@ class DecoderSpec(ModelSpec):
             head = Embedding(self.vocab_size, self.hidden_size, self.dtype, tp)
         return CausalLM(Decoder(self, backend, tp), head)
 
+    def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
+        return DecoderLayer(self, layer, backend, tp)
+
+    def make_attention(self, backend: Backend, tp: TensorParallel) -> "Attention":
+        return Attention(self, backend, tp)
+
     def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
         return MLP(self, tp)
 
@@ -114,7 +120,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, spec: DecoderSpec, layer: int, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
         self.input_layernorm = spec.make_norm()
-        self.self_attn = Attention(spec, backend, tp)
+        self.self_attn = spec.make_attention(backend, tp)
         self.post_attention_layernorm = spec.make_norm()
         self.mlp = spec.make_mlp(layer, tp)
 
@@ -140,7 +146,7 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.dtype, tp)
         self.rotary = RotaryEmbedding(spec.rope)
         self.layers = DecoderLayers(
-            DecoderLayer(spec, layer, backend, tp) for layer in range(spec.num_layers)
+            spec.make_layer(layer, backend, tp) for layer in range(spec.num_layers)
         )
         self.norm = spec.make_norm()
 

@@ -66,7 +66,7 @@ class FakeGPU:
 def count_tokens_on_gpu(free, utilization, max_model_len):
     """Count the tokens that fit into a KV cache where a token takes 1000 bytes."""
     config = Config("", gpu_memory_utilization=utilization)
-    num_blocks, line = count_blocks(config, 10_000, 10, max_model_len, FakeGPU(free))
+    num_blocks, _, line = count_blocks(config, 10_000, 0, 10, max_model_len, FakeGPU(free))
     assert f"{num_blocks} blocks of 10" in line
     return num_blocks * 10
 
