@@ -63,8 +63,12 @@ class TensorFiles:
         return f"{stored_name} in {path.name}"
 
     def find_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the first tensor that stores floats of 16 or 32 bits."""
-        for path, stored_name in self._stored.values():
+        """Return the dtype of the first tensor that stores floats of 16 or 32 bits.
+
+        Embeddings come first, because Qwen3.5 has small tensors of float32 among 16 bits.
+        """
+        names = sorted(self._stored, key=lambda name: not name.endswith("embed_tokens.weight"))
+        for path, stored_name in [self._stored[name] for name in names]:
             with naming(path, *_DAMAGED):
                 dtype = self._files[path].get_slice(stored_name).get_dtype()
             if dtype in FLOATS:

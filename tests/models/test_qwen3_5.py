@@ -1,19 +1,28 @@
 """Qwen3.5 gives the tokens of transformers, whatever the chunks, preemptions and snapshots."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
+import torch
 from conftest import (
+    VOCAB_SIZE,
     Oracle,
     check_invariants,
     cover_pairs,
+    edit_config,
+    edit_weights,
     generate_ids,
     greedy,
     make_checkpoint,
     random_prompt,
 )
-from transformers import Qwen3_5TextConfig
+from transformers import Qwen3_5Config, Qwen3_5TextConfig
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.batch import FIRST_LANE, ZEROS
+from nanovllm.engine.draft_costs import StepCosts
+from nanovllm.engine.speculation import Speculator
 
 SETTINGS = dict(
     family=Qwen3_5TextConfig,
@@ -127,3 +136,307 @@ def test_grid(hybrid, budget, num_blocks, is_chunked, is_caching, with_kernels, 
         assert num_blocks == 200 or budget < 24 or llm.stats["num_preemptions"] > 0
         assert is_caching or llm.stats["num_cached_tokens"] == 0
         assert not is_caching or num_blocks < 200 or llm.stats["num_cached_tokens"] > 0
+
+
+def test_a_shared_prefix_is_computed_twice(hybrid):
+    """The second request leaves a snapshot at the end of the shared prefix. Others reuse it."""
+    path, oracle = hybrid
+    shared = random_prompt(0, 42)  # 10 blocks and 2 tokens
+    prompts = [shared + [index] * 5 for index in range(6)]
+    expected = [oracle(prompt, 4) for prompt in prompts]
+    one_by_one = make_llm(path)
+    outputs = [one_by_one.generate(prompt, greedy(4), use_tqdm=False)[0] for prompt in prompts]
+    at_once = make_llm(path).generate(prompts, greedy(4), use_tqdm=False)
+    for each in (outputs, at_once):
+        assert [output["token_ids"] for output in each] == expected
+        assert [output["num_cached_tokens"] for output in each] == [0, 0, 40, 40, 40, 40]
+
+
+def test_a_conversation_reuses_its_earlier_turns(hybrid):
+    path, oracle = hybrid
+    llm = make_llm(path)
+    prompt = random_prompt(0, 30)
+    cached = []
+    for turn in range(5):
+        (output,) = llm.generate(prompt, greedy(6), use_tqdm=False)
+        assert output["token_ids"] == oracle(prompt, 6)
+        cached.append(output["num_cached_tokens"])
+        prompt = prompt + output["token_ids"] + random_prompt(turn, 15)
+    assert cached == [0, 0, 32, 56, 76]  # up to the end of the turn before the last one
+
+
+def test_snapshots_are_evicted(hybrid):
+    """More shared prefixes than slots, and requests that read a snapshot while it is evicted."""
+    path, oracle = hybrid
+    llm = make_llm(path, max_num_seqs=3, max_num_batched_tokens=16)
+    scheduler = llm.scheduler
+    assert len(scheduler.snapshot_slots) == 3
+    prompts = []
+    for seed in range(36):
+        shared = random_prompt(seed % 5, 13 + seed % 5)
+        prompts.append(shared + random_prompt(seed, 1 + seed % 7))
+    expected = [oracle(prompt, 3) for prompt in prompts]
+    for _ in range(2):
+        assert generate_ids(llm, prompts, greedy(3)) == expected
+        check_engine(llm)
+        assert len(scheduler.snapshots) == 3
+    assert llm.stats["num_cached_tokens"] > 0
+
+
+def test_no_slot_leaks(hybrid):
+    """Aborts and preemptions at any moment: afterwards every slot can still get a snapshot."""
+    path, _ = hybrid
+    llm = make_llm(path, max_num_seqs=3, max_num_batched_tokens=9, num_kvcache_blocks=24)
+    for seed in range(40):
+        shared = random_prompt(seed % 3, 21)
+        request_id = llm.add_request(shared + random_prompt(seed, 8), greedy(9))
+        for _ in range(seed % 7):
+            llm.step()
+        if seed % 2:
+            llm.abort(request_id)
+    while not llm.is_finished():
+        llm.step()
+    assert llm.stats["num_preemptions"] > 0
+    llm.scheduler.snapshots.clear()
+    for seed in range(3):
+        for _ in range(2):
+            generate_ids(llm, random_prompt(100 + seed, 22), greedy(1))
+    assert len(llm.scheduler.snapshots) == 3
+    check_engine(llm)
+
+
+@pytest.mark.parametrize("is_caching", [True, False])
+def test_a_lane_starts_from_zeros(hybrid, is_caching):
+    """Prompts of one token and aborted prefills leave nothing behind in a lane."""
+    path, oracle = hybrid
+    options = dict(max_num_seqs=2, max_num_batched_tokens=7, enable_prefix_caching=is_caching)
+    llm = make_llm(path, **options)
+    for token_id in range(6):
+        request_id = llm.add_request(random_prompt(token_id, 40), greedy(4))
+        llm.step()
+        llm.step()
+        llm.abort(request_id)
+        assert generate_ids(llm, [[token_id]], greedy(5)) == [oracle([token_id], 5)]
+
+
+def test_an_interrupted_step_publishes_no_snapshot(hybrid, monkeypatch):
+    """The step that would write the snapshot is interrupted. Others must not read its slot."""
+    path, oracle = hybrid
+    llm = make_llm(path, max_num_batched_tokens=64)
+    shared = random_prompt(1, 20)
+    prompts = [shared + [index] * 3 for index in range(4)]
+    expected = [oracle(prompt, 6) for prompt in prompts]
+    assert generate_ids(llm, prompts[:1], greedy(6)) == expected[:1]
+    for prompt in prompts:
+        llm.add_request(prompt, greedy(6))
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model_runner, "forward", None)
+        with pytest.raises(TypeError):
+            llm.step()
+    assert llm.scheduler.new_snapshots
+    outputs = {}
+    while not llm.is_finished():
+        outputs.update((output["request_id"], output["token_ids"]) for output in llm.step())
+    assert [outputs[request_id] for request_id in sorted(outputs)] == expected
+    check_engine(llm)
+
+
+@pytest.mark.parametrize("is_caching", [True, False])
+def test_nan_does_not_outlive_its_request(tmp_path, is_caching):
+    """Neither in a lane nor in a snapshot."""
+    oracle = Oracle(make_checkpoint(tmp_path, **SETTINGS))
+    prompts = [[3] * 20 + [index] * 4 for index in range(4)]
+    expected = [oracle(prompt, 4) for prompt in prompts]
+    options = dict(max_num_seqs=2, enable_kernels=False, enable_prefix_caching=is_caching)
+    llm = make_llm(str(tmp_path), **options)
+    weight = llm.executor.worker.model.model.embed_tokens.weight
+    row = weight[3].clone()
+    with torch.inference_mode():
+        weight[3] = float("nan")
+    with pytest.warns(RuntimeWarning, match="NaN"):
+        outputs = llm.generate(prompts, greedy(4), use_tqdm=False)
+    assert {output["finish_reason"] for output in outputs} == {"error"}
+    assert not llm.scheduler.snapshots
+    with torch.inference_mode():
+        weight[3] = row
+    assert generate_ids(llm, prompts, greedy(4)) == expected
+
+
+def test_prefill_first_steps_are_all_prefill_or_all_decode(hybrid):
+    """A prompt that is cut for a snapshot finishes before decodes go on."""
+    path, oracle = hybrid
+    llm = make_llm(path, enable_chunked_prefill=False)
+    kinds = []
+    forward = llm.model_runner.forward
+
+    def record(seqs):
+        kinds.append({seq.is_decode for seq in seqs})
+        return forward(seqs)
+
+    llm.model_runner.forward = record
+    shared = random_prompt(5, 30)
+    prompts = [shared + random_prompt(seed, 5) for seed in range(3)]
+    outputs = {}
+    for index in range(3):  # the next one arrives while the others decode
+        llm.add_request(prompts[index], greedy(12))
+        for _ in range(4):
+            outputs.update((output["request_id"], output) for output in llm.step())
+    while not llm.is_finished():
+        outputs.update((output["request_id"], output) for output in llm.step())
+    for prompt, request_id in zip(prompts, sorted(outputs)):
+        assert outputs[request_id]["token_ids"] == oracle(prompt, 12)
+    assert [outputs[each]["num_cached_tokens"] for each in sorted(outputs)] == [0, 0, 28]
+    assert all(len(kind) == 1 for kind in kinds)
+
+
+@pytest.mark.parametrize("is_right", ["always", "never", "sometimes"])
+@pytest.mark.parametrize("is_chunked", [True, False])
+@pytest.mark.parametrize("num_blocks", [200, 30])
+def test_drafts_change_no_token(hybrid, is_right, is_chunked, num_blocks):
+    """After a rejected draft the state before it is read again."""
+    path, oracle = hybrid
+    prompts = [random_prompt(9, 30) + random_prompt(index, 9 + index) for index in range(4)]
+    expected = [oracle(prompt, 30) for prompt in prompts]
+    answers = [prompt + answer for prompt, answer in zip(prompts, expected)]
+
+    def make_proposer(token_ids):
+        def propose(num_tokens):
+            start = len(token_ids)
+            answer = next(each for each in answers if each[:start] == token_ids)
+            draft = answer[start : start + num_tokens]
+            wrong = {"always": [], "never": [0], "sometimes": [(5 - start) % 7]}[is_right]
+            return [(each + (i in wrong)) % VOCAB_SIZE for i, each in enumerate(draft)]
+
+        return SimpleNamespace(propose=propose)
+
+    llm = make_llm(
+        path,
+        num_kvcache_blocks=num_blocks,
+        num_speculative_tokens=7,
+        enable_chunked_prefill=is_chunked,
+    )
+    free = [0.0, *[1.0] * 256]  # drafts cost nothing
+    llm.scheduler.speculator = Speculator(7, StepCosts(free, free))
+    llm.scheduler.speculator.make_proposer = make_proposer
+    for _ in range(2):
+        assert generate_ids(llm, prompts, greedy(30)) == expected
+        check_engine(llm)
+    assert (llm.stats["num_preemptions"] > 0) == (num_blocks == 30)
+    assert llm.stats["num_draft_tokens"] > 0
+    num_accepted = llm.stats["num_accepted_tokens"]
+    assert (num_accepted > 0) == (is_right != "never")
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "model.", "language_model.", ""])
+def test_published_checkpoints(tmp_path, prefix):
+    """A config with a text_config, names with a prefix, a vision tower and a draft head."""
+    oracle = Oracle(make_checkpoint(tmp_path, **SETTINGS))
+    prompt = random_prompt(1, 20)
+    if prefix == "model.language_model.":
+        text_config = json.loads((tmp_path / "config.json").read_text())
+        config = Qwen3_5Config(text_config=text_config, tie_word_embeddings=True)
+        config.architectures = ["Qwen3_5ForConditionalGeneration"]
+        config.save_pretrained(tmp_path)
+        assert "text_config" in json.loads((tmp_path / "config.json").read_text())
+
+    def rename(weights):
+        for name in list(weights):
+            weights[name.replace("model.", prefix, 1)] = weights.pop(name)
+        weights["mtp.fc.weight"] = torch.ones(2, 2)
+        weights["model.visual.blocks.0.norm1.bias"] = torch.ones(2)
+
+    edit_weights(tmp_path, rename)
+    assert generate_ids(LLM(tmp_path, **POOL), [prompt], greedy(8)) == [oracle(prompt, 8)]
+    edit_weights(tmp_path, lambda weights: weights.update({"model.other": torch.ones(2)}))
+    with pytest.raises(ValueError, match="unexpected tensors: model.other"):
+        LLM(tmp_path, **POOL)
+
+
+def test_two_names_of_one_tensor_are_ambiguous(tmp_path):
+    make_checkpoint(tmp_path, **SETTINGS)
+
+    def copy(weights):
+        norm = weights["model.norm.weight"].clone()
+        weights["model.language_model.norm.weight"] = norm
+
+    edit_weights(tmp_path, copy)
+    with pytest.raises(ValueError, match=r"repeated tensors.*norm\.weight"):
+        LLM(tmp_path, **POOL)
+
+
+@pytest.mark.parametrize("key", ["in_proj_qkv.weight", "conv1d.weight", "A_log", "norm.weight"])
+def test_every_parameter_is_needed(tmp_path, key):
+    make_checkpoint(tmp_path, **SETTINGS)
+    name = f"model.layers.1.linear_attn.{key}"
+    edit_weights(tmp_path, lambda weights: weights.pop(name))
+    with pytest.raises(ValueError, match=f"missing tensors: {name}$"):
+        LLM(tmp_path, **POOL)
+
+
+@pytest.mark.parametrize("where", ["text_config", "config", "embedding"])
+def test_dtype_and_eos_ids_are_found(tmp_path, where):
+    """Some tensors are float32 in a model of bfloat16, and one of these can come first."""
+    make_checkpoint(tmp_path, dtype=torch.bfloat16, **SETTINGS)
+    edit_weights(
+        tmp_path,
+        lambda weights: weights.update(
+            {name: each.float() for name, each in weights.items() if name.endswith("A_log")}
+        ),
+    )
+    text_config = json.loads((tmp_path / "config.json").read_text())
+    text_config["eos_token_id"] = 7
+    dtype = text_config.pop("dtype")
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text_config,
+        "tie_word_embeddings": True,
+        "eos_token_id": [8, 9],
+    }
+    if where != "embedding":
+        {"text_config": text_config, "config": config}[where]["dtype"] = dtype
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 10}')
+    llm = LLM(tmp_path, **POOL, enable_kernels=False)
+    assert llm.eos_token_ids == {7, 8, 9, 10}
+    model = llm.executor.worker.model.model
+    assert model.embed_tokens.weight.dtype == torch.bfloat16
+    assert model.layers[0].linear_attn.delta_rule.A_log.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_as_exact_as_transformers(tmp_path, dtype):
+    model = make_checkpoint(tmp_path, dtype=dtype, **SETTINGS)
+    prompt = random_prompt(3, 40)
+    llm = LLM(str(tmp_path), num_kvcache_blocks=64, max_num_batched_tokens=7)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=VOCAB_SIZE)
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    items = [sorted(entry.items()) for entry in output["prompt_logprobs"][1:]]
+    ours = torch.tensor(items)[..., 1]
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        theirs = model(ids).logits[0, :-1].float().log_softmax(-1)
+        exact = model.float()(ids).logits[0, :-1].log_softmax(-1)
+    assert (ours - exact).norm() < 1.5 * (theirs - exact).norm()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(layer_types=["sliding_attention"] * 4), r"layer_types\[0\]"),
+        (dict(layer_types=["linear_attention"] * 4), "layer_types without full_attention"),
+        (dict(linear_num_value_heads=3), "must be a multiple of"),
+        (dict(architectures=["Qwen3_5MoeForCausalLM"]), "Qwen3_5MoeForCausalLM"),
+        (dict(linear_conv_kernel_dim=0), "linear_conv_kernel_dim"),
+    ],
+)
+def test_unsupported_configs_are_rejected(tmp_path, changes, message):
+    make_checkpoint(tmp_path, **SETTINGS)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        LLM(tmp_path, **POOL)
+
+
+def test_ranks_must_divide_the_key_heads(hybrid):
+    with pytest.raises(ValueError, match="=4 does not divide linear_num_key_heads=2"):
+        LLM(hybrid[0], **POOL, tensor_parallel_size=4)
