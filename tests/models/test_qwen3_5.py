@@ -17,6 +17,8 @@ from conftest import (
     make_checkpoint,
     random_prompt,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import Qwen3_5Config, Qwen3_5TextConfig
 
 from nanovllm import LLM, SamplingParams
@@ -289,15 +291,8 @@ def test_prefill_first_steps_are_all_prefill_or_all_decode(hybrid):
     assert all(len(kind) == 1 for kind in kinds)
 
 
-@pytest.mark.parametrize("is_right", ["always", "never", "sometimes"])
-@pytest.mark.parametrize("is_chunked", [True, False])
-@pytest.mark.parametrize("num_blocks", [200, 30])
-def test_drafts_change_no_token(hybrid, is_right, is_chunked, num_blocks):
-    """After a rejected draft the state before it is read again."""
-    path, oracle = hybrid
-    prompts = [random_prompt(9, 30) + random_prompt(index, 9 + index) for index in range(4)]
-    expected = [oracle(prompt, 30) for prompt in prompts]
-    answers = [prompt + answer for prompt, answer in zip(prompts, expected)]
+def let_draft(llm, answers, is_right):
+    """Let an engine draft the tokens of `answers` (prompt and completion), right or wrong."""
 
     def make_proposer(token_ids):
         def propose(num_tokens):
@@ -309,15 +304,27 @@ def test_drafts_change_no_token(hybrid, is_right, is_chunked, num_blocks):
 
         return SimpleNamespace(propose=propose)
 
+    free = [0.0, *[1.0] * 256]  # drafts cost nothing
+    llm.scheduler.speculator = Speculator(7, StepCosts(free, free))
+    llm.scheduler.speculator.make_proposer = make_proposer
+
+
+@pytest.mark.parametrize("is_right", ["always", "never", "sometimes"])
+@pytest.mark.parametrize("is_chunked", [True, False])
+@pytest.mark.parametrize("num_blocks", [200, 30])
+def test_drafts_change_no_token(hybrid, is_right, is_chunked, num_blocks):
+    """After a rejected draft the state before it is read again."""
+    path, oracle = hybrid
+    prompts = [random_prompt(9, 30) + random_prompt(index, 9 + index) for index in range(4)]
+    expected = [oracle(prompt, 30) for prompt in prompts]
+    answers = [prompt + answer for prompt, answer in zip(prompts, expected)]
     llm = make_llm(
         path,
         num_kvcache_blocks=num_blocks,
         num_speculative_tokens=7,
         enable_chunked_prefill=is_chunked,
     )
-    free = [0.0, *[1.0] * 256]  # drafts cost nothing
-    llm.scheduler.speculator = Speculator(7, StepCosts(free, free))
-    llm.scheduler.speculator.make_proposer = make_proposer
+    let_draft(llm, answers, is_right)
     for _ in range(2):
         assert generate_ids(llm, prompts, greedy(30)) == expected
         check_engine(llm)
@@ -440,3 +447,76 @@ def test_unsupported_configs_are_rejected(tmp_path, changes, message):
 def test_ranks_must_divide_the_key_heads(hybrid):
     with pytest.raises(ValueError, match="=4 does not divide linear_num_key_heads=2"):
         LLM(hybrid[0], **POOL, tensor_parallel_size=4)
+
+
+class InterruptError(Exception):
+    pass
+
+
+def interrupt(*_):
+    raise InterruptError
+
+
+ACTIONS = ["add", "add", "step", "step", "step", "abort", "interrupt"]
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_random_engines(hybrid, data):
+    """Pools are small, so that requests are preempted and snapshots are evicted."""
+    path, oracle = hybrid
+    draw = data.draw
+    block_size = draw(st.sampled_from([2, 3, 4, 8]))
+    is_chunked = draw(st.booleans())
+    is_drafting = draw(st.booleans())
+    llm = make_llm(
+        path,
+        kvcache_block_size=block_size,
+        num_kvcache_blocks=draw(st.sampled_from([48, 64, 200])) // block_size,
+        max_num_batched_tokens=draw(st.integers(1, 40)) if is_chunked else 48,
+        max_num_seqs=draw(st.integers(1, 5)),
+        enable_chunked_prefill=is_chunked,
+        enable_prefix_caching=draw(st.integers(0, 3)) > 0,
+        num_speculative_tokens=3 if is_drafting else 0,
+    )
+    shared = random_prompt(0, 24)
+    prompts = [[1]]
+    for cut in (9, 16, 24):
+        prompts += [shared[:cut] + random_prompt(cut + tail, tail) for tail in (1, 5, 8)]
+    if is_drafting:
+        answers = [prompt + oracle(prompt, 14) for prompt in prompts]
+        let_draft(llm, answers, draw(st.sampled_from(["always", "never", "sometimes"])))
+    given_prompts = {}
+    outputs = {}
+    places = [(llm.model_runner, "forward"), (llm.model_runner, "sample")]
+    places.append((llm.scheduler, "postprocess"))
+
+    def step():
+        outputs.update((output["request_id"], output) for output in llm.step())
+        check_engine(llm)
+
+    for action in draw(st.lists(st.sampled_from(ACTIONS), min_size=15, max_size=50)):
+        if action == "add":
+            prompt = draw(st.sampled_from(prompts))
+            request_id = llm.add_request(prompt, greedy(draw(st.integers(1, 14))))
+            given_prompts[request_id] = prompt
+        elif action == "step":
+            step()
+        elif action == "abort":
+            llm.abort(draw(st.integers(0, 12)))
+        elif llm.requests:
+            place, name = draw(st.sampled_from(places))
+            original = getattr(place, name)
+            setattr(place, name, interrupt)
+            with pytest.raises(InterruptError):
+                llm.step()
+            setattr(place, name, original)
+    for _ in range(1000):
+        step()
+        if llm.is_finished():
+            break
+    assert outputs.keys() == given_prompts.keys()
+    for request_id, output in outputs.items():
+        token_ids = output["token_ids"]
+        assert output["finish_reason"] in ("length", "abort")
+        assert token_ids == oracle(given_prompts[request_id], 14)[: len(token_ids)]
