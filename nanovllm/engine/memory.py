@@ -89,43 +89,38 @@ def count_blocks(
     Raises ValueError if there is no memory for a single block, or for the states of a lane.
     """
     num_lanes = config.max_num_seqs
-    lane_bytes = count_slots(config) * slot_bytes
-    kv_bytes = cdiv(max_model_len, block_size) * block_bytes  # of the longest sequence
+    num_slots = count_slots(config)
     origin = "as requested"
     if config.num_kvcache_blocks is not None:  # states come on top
         budget = config.num_kvcache_blocks * block_bytes
     else:
         if config.kvcache_memory_bytes is not None:
-            free = config.kvcache_memory_bytes
+            budget = config.kvcache_memory_bytes
         elif meter.device.type == "cuda":
-            free, origin = gpu_budget(config.gpu_memory_utilization, meter)
+            budget, origin = gpu_budget(config.gpu_memory_utilization, meter)
         else:
-            free, origin = cpu_budget(tp.size)
+            budget, origin = cpu_budget(tp.size)
         if slot_bytes > 0:
-            num_lanes = min(num_lanes, (free // 2 - FIRST_LANE * slot_bytes) // lane_bytes)
-            origin += f" - states of {num_lanes} lanes"
-            free -= FIRST_LANE * slot_bytes + num_lanes * lane_bytes
-        useful = num_lanes * kv_bytes
-        budget = free
-        if config.kvcache_memory_bytes is None and useful <= free:
+            num_lanes = min(num_lanes, (budget // 2 // slot_bytes - FIRST_LANE) // num_slots)
+            state_bytes = (FIRST_LANE + num_lanes * num_slots) * slot_bytes
+            budget -= state_bytes
+            origin += f" - {show_gb(state_bytes)} for states of {num_lanes} lanes"
+        useful = num_lanes * cdiv(max_model_len, block_size) * block_bytes
+        if config.kvcache_memory_bytes is None and useful <= budget:
             budget = useful
             origin = f"min({origin}, {show_gb(useful)} for max_num_seqs)"
     num_blocks, num_lanes = agree_on_sizes(budget // block_bytes, num_lanes, block_size, tp)
     arithmetic = f"({origin} = {show_gb(budget)}) / {block_bytes} B"
     if tp.size > 1:
         arithmetic += f", the smallest of {tp.size} ranks"
-    if num_blocks < 1 or num_lanes < 1:
+    if min(num_blocks, num_lanes) < 1:
         raise ValueError(f"no memory for a KV cache: {arithmetic}; {ENLARGE}")
     num_tokens = num_blocks * block_size
-    arithmetic += f" = {num_blocks} blocks of {block_size} = {num_tokens} tokens"
+    result = f"{num_blocks} blocks of {block_size} = {num_tokens} tokens"
     if num_lanes < config.max_num_seqs:
-        arithmetic += f"; max_num_seqs={config.max_num_seqs} is lowered to {num_lanes}"
-    num_lanes = min(num_lanes, num_blocks)  # a running sequence holds at least one block
-    if slot_bytes > 0:
-        num_slots = FIRST_LANE + num_lanes * count_slots(config)
-        result = f"{num_slots} * {slot_bytes} B = {show_gb(num_slots * slot_bytes)}"
-        arithmetic += f"; states of {num_lanes} lanes: {result}"
-    return num_blocks, num_lanes, f"KV cache: {arithmetic}"
+        result += f"; max_num_seqs is lowered from {config.max_num_seqs} to {num_lanes}"
+    # A running sequence holds at least one block.
+    return num_blocks, min(num_lanes, num_blocks), f"KV cache: {arithmetic} = {result}"
 
 
 def count_slots(config: Config) -> int:

@@ -68,14 +68,12 @@ class GatedDeltaRule(nn.Module):
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
         """Checkpoints name these tensors as parts of the parent."""
         parent = name.rpartition(".")[0]
-        qkv_sizes = [size * self.tp.size for size in self.sizes]
-        head_sizes = [self.num_value_heads * self.tp.size]
-        for target in shard_rows(self.conv_weight, qkv_sizes, self.tp):
-            yield f"{parent}.conv1d.weight", target
-        for target in shard_rows(self.A_log, head_sizes, self.tp):
-            yield f"{parent}.A_log", target
-        for target in shard_rows(self.dt_bias, head_sizes, self.tp):
-            yield f"{parent}.dt_bias", target
+        tensors = {"conv1d.weight": self.conv_weight, "A_log": self.A_log, "dt_bias": self.dt_bias}
+        for key, tensor in tensors.items():
+            sizes = self.sizes if key == "conv1d.weight" else [self.num_value_heads]
+            full_sizes = [size * self.tp.size for size in sizes]
+            for target in shard_rows(tensor, full_sizes, self.tp):
+                yield f"{parent}.{key}", target
         yield f"{parent}.norm.weight", Target(self.norm_weight)
 
     def forward(

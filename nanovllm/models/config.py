@@ -172,6 +172,7 @@ def _read_qwen3_5(config: PretrainedConfig, common: Fields) -> DecoderSpec:
         common,
         Qwen35Spec,
         is_hybrid=True,
+        qk_norm=True,
         mlp_bias=False,
         attention_layers=frozenset(attention_layers),
         num_key_heads=num_key_heads,

@@ -87,26 +87,14 @@ class Qwen35Spec(DecoderSpec):
     def make_attention(self, backend: Backend, tp: TensorParallel) -> Attention:
         return GatedAttention(self, backend, tp)
 
-    def make_norm(self) -> RMSNorm:
-        return ZeroCenteredRMSNorm(self.hidden_size, self.norm_eps, self.dtype)
+    def make_norm(self, size: int) -> RMSNorm:
+        return ZeroCenteredRMSNorm(size, self.norm_eps, self.dtype)
 
 
 class GatedAttention(Attention):
     """Attention whose output is multiplied by a gate. q_proj has a query and a gate per head."""
 
-    def __init__(self, spec: Qwen35Spec, backend: Backend, tp: TensorParallel) -> None:
-        super().__init__(spec, backend, tp)
-        total_kv_size = spec.num_kv_heads * spec.head_dim
-        parts = {
-            "q_proj": 2 * spec.num_heads * spec.head_dim,
-            "k_proj": total_kv_size,
-            "v_proj": total_kv_size,
-        }
-        self.qkv_proj = ColumnParallelLinear(
-            spec.hidden_size, parts, spec.qkv_bias, spec.dtype, tp, unit=spec.head_dim
-        )
-        self.q_norm = ZeroCenteredRMSNorm(spec.head_dim, spec.norm_eps, spec.dtype)
-        self.k_norm = ZeroCenteredRMSNorm(spec.head_dim, spec.norm_eps, spec.dtype)
+    NUM_QUERY_PARTS = 2
 
     def forward(self, x: Tensor, cos_sin: CosSin, kv_cache: Tensor, batch: Batch) -> Tensor:
         sizes = [2 * self.q_size, self.kv_size, self.kv_size]
@@ -134,9 +122,9 @@ class DeltaLayer(nn.Module):
 
     def __init__(self, spec: Qwen35Spec, layer: int, tp: TensorParallel) -> None:
         super().__init__()
-        self.input_layernorm = spec.make_norm()
+        self.input_layernorm = spec.make_norm(spec.hidden_size)
         self.linear_attn = GatedDeltaNet(spec, tp)
-        self.post_attention_layernorm = spec.make_norm()
+        self.post_attention_layernorm = spec.make_norm(spec.hidden_size)
         self.mlp = spec.make_mlp(layer, tp)
 
     def forward(self, x: Tensor, cos_sin: CosSin, states: Tensor, batch: Batch) -> Tensor:
@@ -167,7 +155,6 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = RowParallelLinear(value_size, spec.hidden_size, False, spec.dtype, tp)
 
     def forward(self, x: Tensor, states: Tensor, batch: Batch) -> Tensor:
-        sizes = list(self.in_proj_qkvz.parts.values())
-        qkv, gate = self.in_proj_qkvz(x).split(sizes, dim=-1)
+        qkv, gate = self.in_proj_qkvz(x).split([*self.in_proj_qkvz.parts.values()], dim=-1)
         beta, decay = self.in_proj_ba(x).chunk(2, dim=-1)
         return self.out_proj(self.delta_rule(qkv, gate, beta, decay, states, batch))
