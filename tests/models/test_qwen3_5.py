@@ -25,6 +25,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.batch import FIRST_LANE, ZEROS
 from nanovllm.engine.draft_costs import StepCosts
 from nanovllm.engine.speculation import Speculator
+from nanovllm.layers.quantized import QuantizedWeight
+from nanovllm.models.quantization import INT8
 
 SETTINGS = dict(
     family=Qwen3_5TextConfig,
@@ -520,3 +522,95 @@ def test_random_engines(hybrid, data):
         token_ids = output["token_ids"]
         assert output["finish_reason"] in ("length", "abort")
         assert token_ids == oracle(given_prompts[request_id], 14)[: len(token_ids)]
+
+
+def test_prompts_without_a_shared_prefix_leave_no_snapshot(hybrid):
+    """A snapshot of each prompt would evict those that are hit."""
+    path, _ = hybrid
+    llm = make_llm(path, max_num_seqs=2)
+    shared = random_prompt(0, 20)
+    generate_ids(llm, [[*shared, 1], [*shared, 2]], greedy(1))
+    generate_ids(llm, [random_prompt(seed, 20) for seed in range(1, 9)], greedy(1))
+    assert len(llm.scheduler.snapshots) == 1
+    (output,) = llm.generate([*shared, 3], greedy(1), use_tqdm=False)
+    assert output["num_cached_tokens"] == 20
+
+
+@torch.inference_mode()
+def test_logprobs_and_prompt_logprobs(hybrid):
+    """Also of requests that could reuse a snapshot, in chunks and after preemptions."""
+    path, oracle = hybrid
+    llm = make_llm(path, max_num_batched_tokens=9, num_kvcache_blocks=20)
+    shared = random_prompt(2, 30)
+    prompts = [shared + [index] * 4 for index in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=3, prompt_logprobs=3)
+    for scoring in (greedy(8), params, params):
+        outputs = llm.generate(prompts, scoring, use_tqdm=False)
+        assert [o["token_ids"] for o in outputs] == [oracle(prompt, 8) for prompt in prompts]
+    assert llm.stats["num_preemptions"] > 0
+    for output in outputs:
+        token_ids = output["prompt_token_ids"] + output["token_ids"]
+        expected = oracle.model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
+        entries = [*output["prompt_logprobs"][1:], *output["logprobs"]]
+        for entry, row in zip(entries, expected, strict=True):
+            assert list(entry.values()) == pytest.approx(row[list(entry)].tolist(), abs=1e-4)
+
+
+@torch.inference_mode()
+def search_beams(model, prompt, width, num_tokens):
+    """Beam search without a cache and without an end."""
+    beams = [([], 0.0)]
+    for _ in range(num_tokens):
+        longer = []
+        for token_ids, total in beams:
+            logits = model(torch.tensor([prompt + token_ids])).logits[0, -1]
+            logprobs = (total + logits.log_softmax(-1)).tolist()
+            longer += [([*token_ids, i], each) for i, each in enumerate(logprobs)]
+        beams = sorted(longer, key=lambda beam: -beam[1])[:width]
+    return [token_ids for token_ids, _ in beams]
+
+
+def test_samples_streams_and_beams(hybrid):
+    """A seed gives the same samples from a cold cache, from snapshots, and after preemptions."""
+    path, oracle = hybrid
+    prompts = [[*random_prompt(3, 26), index] for index in range(3)]
+    params = SamplingParams(n=3, temperature=1.0, max_tokens=12, seed=1, top_k=20)
+    engines = [
+        make_llm(path, enable_prefix_caching=False),
+        make_llm(path),
+        make_llm(path, num_kvcache_blocks=20, max_num_batched_tokens=7),
+        make_llm(path, num_speculative_tokens=3),
+    ]
+    expected = generate_ids(engines[0], prompts, params)
+    assert len(expected) == 9
+    best = search_beams(oracle.model, prompts[0], 3, 7)
+    for llm in engines:
+        for _ in range(2):
+            assert generate_ids(llm, prompts, params) == expected
+            check_engine(llm)
+        *_, last = llm.stream(prompts[0], greedy(9))
+        assert last["token_ids"] == oracle(prompts[0], 9)
+        # transformers does not reorder recurrent states with the beams, so it is no reference.
+        beams = llm.beam_search(prompts[0], 3, 7)[0]
+        assert [beam["token_ids"] for beam in beams] == best
+    assert engines[2].stats["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("with_kernels", [True, False])
+def test_quantized_projections(tmp_path, with_kernels):
+    """All but those of beta and decay."""
+    model = make_checkpoint(tmp_path, **SETTINGS)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and not name.endswith(("in_proj_a.weight", "in_proj_b.weight")):
+            parameter.data = QuantizedWeight.quantize(parameter.data, INT8).dequantize()
+    prompts = [random_prompt(seed, 20) for seed in range(3)]
+    expected = [Oracle(model)(prompt, 8) for prompt in prompts]
+    llm = LLM(str(tmp_path), **POOL, quantization="int8", enable_kernels=with_kernels)
+    assert generate_ids(llm, prompts, greedy(8)) == expected
+
+
+def test_dummy_weights_are_finite(tmp_path):
+    make_checkpoint(tmp_path, **SETTINGS)
+    llm = LLM(str(tmp_path), **POOL, load_format="dummy")
+    (output,) = llm.generate([1, 2, 3], greedy(5), use_tqdm=False)
+    assert output["finish_reason"] == "length"
