@@ -23,6 +23,7 @@ from collections.abc import Callable
 from threading import Lock, get_ident
 from typing import Any, ClassVar
 
+from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine, Result
 from nanovllm.engine.request import Request
 
@@ -33,9 +34,9 @@ class ThreadSafeEngine(LLMEngine):
     # PID of the process that created the first engine. OpenMP and CUDA do not survive fork().
     _process: ClassVar[int | None] = None
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, config: Config) -> None:
         self._check_process()
-        super().__init__(*args)
+        super().__init__(config)
         ThreadSafeEngine._process = os.getpid()
         self._lock = Lock()
         self._callers: set[int] = set()  # threads that hold the lock or wait for it
