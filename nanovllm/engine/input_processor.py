@@ -4,7 +4,7 @@ import operator
 import struct
 from copy import copy
 from itertools import count
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 import xxhash
 from transformers import PreTrainedTokenizerBase
@@ -34,7 +34,7 @@ class PromptTooLong(ValueError):
 class InputProcessor:
     """Prepares prompts for one engine: its tokenizer, its vocabulary and its limits."""
 
-    grammars: Optional["Grammars"] = None  # set by enable_structured_outputs
+    grammars: "Grammars"  # set by enable_structured_outputs
 
     def __init__(
         self,

@@ -34,10 +34,10 @@ from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 from nanovllm.transfers import to_device
 
-CHECK = Path(__file__).with_name("grammar_check.py")
+CHECK = str(Path(__file__).with_name("grammar_check.py"))
 # Small models can repeat a space forever.
-JSON_DEFAULTS = {"whitespace_pattern": r"[ \t\r\n]{1,32}"}
-LIMITS = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_lexer_states": 50_000}
+JSON_DEFAULTS: Any = {"whitespace_pattern": r"[ \t\r\n]{1,32}"}
+LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_lexer_states": 50_000}
 
 
 @dataclass(frozen=True)
@@ -149,11 +149,9 @@ class Grammars:
         outputs: Any = params.structured_outputs
         if isinstance(outputs, Grammar):
             return params
-        advice = "structured_outputs needs llguidance: pip install 'nanovllm[structured]'"
-        with naming(advice, ImportError):
-            grammar = make_grammar(outputs)
-        with naming("structured_outputs", ValueError):
-            matcher = self._compile_once(grammar)
+        advice = "pip install 'nanovllm[structured]'"
+        with naming("structured_outputs", ValueError), naming(advice, ImportError):
+            matcher = self._compile_once(make_grammar(outputs))
         return replace(params, structured_outputs=Grammar(**vars(outputs), matcher=matcher))
 
     def _compile(self, grammar: str) -> Any:
@@ -163,7 +161,7 @@ class Grammars:
         command = [sys.executable, CHECK]
         check = subprocess.run(command, input=grammar.encode(), capture_output=True)
         if check.returncode != 0:
-            raise ValueError(f"too complex, so that {CHECK.name} failed: {check.stderr.decode()}")
+            raise ValueError(f"too complex to compile in time: {check.stderr.decode()}")
         limits = LLParserLimits(**LIMITS, verbose_errors=False)
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()
@@ -176,10 +174,11 @@ class Grammars:
         from llguidance.hf import from_tokenizer
 
         engine = self.engine
-        if engine.tokenizer is None:
+        tokenizer: Any = engine.tokenizer
+        if tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer")
-        vocab_size = max(engine.vocab_size, len(engine.tokenizer))
-        return from_tokenizer(engine.tokenizer, vocab_size, sorted(engine.eos_token_ids) or None)
+        vocab_size = max(engine.vocab_size, len(tokenizer))
+        return from_tokenizer(tokenizer, vocab_size, sorted(engine.eos_token_ids) or None)
 
 
 def make_grammar(outputs: StructuredOutputs) -> str:
