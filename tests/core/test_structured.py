@@ -85,7 +85,6 @@ SCHEMAS = [
     {"allOf": [PAIR, {"required": ["b"]}]},
     TREE,
     {"$ref": "#/definitions/pair", "definitions": {"pair": PAIR}},
-    {"x-guidance": {"whitespace_flexible": False}, **PAIR},
 ]
 REGEX = "[a-c]{2,4}-[0-9]+x"
 GRAMMAR = 'start: "(" start ")" | NUMBER\nNUMBER: /[0-9]{1,3}/'
@@ -165,7 +164,7 @@ def test_json_validates(make, monkeypatch, model):
         if output["finish_reason"] == "stop":
             jsonschema.validate(json.loads(output["text"]), schema)
             num_ended += 1
-    assert num_ended > len(SCHEMAS) / 2  # small models repeat spaces
+    assert num_ended > 0.8 * len(SCHEMAS)
     assert llm.stats["num_preemptions"] > 0
     check_invariants(llm)
 
