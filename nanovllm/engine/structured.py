@@ -189,7 +189,6 @@ def make_grammar(outputs: StructuredOutputs) -> str:
     if outputs.grammar is not None:
         return LLMatcher.grammar_from_lark(outputs.grammar)
     if outputs.choice is not None:
-        texts = [json.dumps(text, ensure_ascii=False) for text in outputs.choice]
-        return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+        return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, outputs.choice))}")
     schema = {"type": "object"} if outputs.json is None else outputs.json
     return LLMatcher.grammar_from_json_schema(schema, JSON_DEFAULTS)
