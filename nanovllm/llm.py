@@ -17,11 +17,11 @@ from nanovllm.engine.beam_search import Beam, BeamSearch, search_together
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.prompt_logprobs import ScoringModelRunner
 from nanovllm.engine.request import Inbox
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.speculation import SpeculativeScheduler, enable_speculation
 from nanovllm.engine.states import StatefulScheduler
+from nanovllm.engine.structured import Grammars, StructuredModelRunner
 from nanovllm.engine.thread_safety import ThreadSafeEngine
 from nanovllm.messages import Message, prepare_messages
 from nanovllm.models.spec import ModelSpec
@@ -51,6 +51,7 @@ class LLM(ThreadSafeEngine):
             self._close_timeline()
             raise
         self.vocabulary = Vocabulary(self.tokenizer)
+        self.input_processor.grammars = Grammars(self)
         if isinstance(self.scheduler, StatefulScheduler):
             self.scheduler.snapshot_slots = self.executor.worker.list_snapshot_slots()
         if config.num_speculative_tokens:
@@ -63,7 +64,7 @@ class LLM(ThreadSafeEngine):
         policy = Scheduler if config.enable_chunked_prefill else PrefillFirstScheduler
         # Optional features are added as subclasses.
         scheduler_class: type[Scheduler] = policy
-        model_runner_class: type[ModelRunner] = ScoringModelRunner
+        model_runner_class: type[ModelRunner] = StructuredModelRunner
         if config.num_speculative_tokens:
             scheduler_class = type("Speculative", (SpeculativeScheduler, policy), {})
         if spec.count_slot_bytes() > 0:
@@ -71,7 +72,7 @@ class LLM(ThreadSafeEngine):
         if self.timeline is not None:
             shared = {"timeline": self.timeline}
             scheduler_class = type("Traced", (TracedScheduler, scheduler_class), shared)
-            model_runner_class = type("Traced", (TracedModelRunner,), shared)
+            model_runner_class = type("Traced", (TracedModelRunner, model_runner_class), shared)
         return scheduler_class, model_runner_class
 
     def make_timeline(self, config: Config) -> Timeline | None:
