@@ -11,11 +11,13 @@ model and its attention read it. Three sequences that compute 3, 1 and 2 tokens 
     context_lens   |     3      8      6
     block_tables   | physical blocks of each context
     logits_indices |        2   3       5
+    prefills       | 0, 2
 
 `context_lens` counts the tokens that the last query token attends to, itself included. A slot of -1
 means that K/V are not stored. Entries of `block_tables` past the end of a context are not read.
-`logits_indices` selects the tokens whose logits are wanted. All tensors of a Batch are int32, so
-that it can be sent as one concatenated tensor.
+`logits_indices` selects the tokens whose logits are wanted. `prefills` are the sequences with more
+than one query token, because kernels compute the others differently. All tensors of a Batch are
+int32, so that it can be sent as one concatenated tensor.
 
 packing.py iterates over the fields to send a batch to other ranks and to copy it into CUDA graphs.
 A new field therefore needs one line below, and one wherever a Batch is made. (A number, or a tensor
@@ -39,7 +41,7 @@ class Batch:
     context_lens: Annotated[Tensor, "num_seqs"]
     block_tables: Annotated[Tensor, "num_seqs, max_blocks"]
     logits_indices: Annotated[Tensor, "num_logits"]
-    min_seqlen_q: int  # fewest query tokens of a sequence
+    prefills: Annotated[Tensor, "num_prefills"]
     max_seqlen_q: int  # 1 if every sequence has one query token
     max_seqlen_k: int
 

@@ -233,7 +233,7 @@ def make_batch(
         context_lens=lens,
         block_tables=block_tables.to(device),
         logits_indices=bounds[1:] - 1,
-        min_seqlen_q=min(query_lens),
+        prefills=(bounds.diff() > 1).nonzero().flatten().int(),
         max_seqlen_q=max(query_lens),
         max_seqlen_k=max(context_lens),
     )

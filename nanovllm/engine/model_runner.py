@@ -165,7 +165,7 @@ class ModelRunner:
             context_lens=from_numpy(context_lens),
             block_tables=from_numpy(block_tables),
             logits_indices=from_numpy(logits_indices.astype(np.int32)),
-            min_seqlen_q=int(query_lens.min()),
+            prefills=from_numpy(np.flatnonzero(query_lens > 1).astype(np.int32)),
             max_seqlen_q=int(query_lens.max()),
             max_seqlen_k=max_seqlen_k,
         )

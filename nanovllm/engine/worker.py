@@ -262,7 +262,7 @@ class Worker:
             context_lens=context_lens,
             block_tables=block_tables,
             logits_indices=cu_seqlens_q[1:] - 1,
-            min_seqlen_q=min(query_lens),
+            prefills=(context_lens > 1).nonzero().flatten().int(),
             max_seqlen_q=max(query_lens),
             max_seqlen_k=self.max_model_len,
         )

@@ -86,7 +86,7 @@ def make_batch(shape: Shape, random: torch.Generator) -> Batch:
         context_lens=torch.full_like(seq_indices[1:], shape.context_len),
         block_tables=block_tables,
         logits_indices=cu_seqlens_q[1:] - 1,
-        min_seqlen_q=shape.query_len,
+        prefills=seq_indices[: shape.num_seqs if shape.query_len > 1 else 0],
         max_seqlen_q=shape.query_len,
         max_seqlen_k=shape.context_len,
     )

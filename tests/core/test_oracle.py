@@ -146,7 +146,7 @@ def test_a_batch_looks_as_drawn_in_batch_py():
         context_lens=[3, 8, 6],
         block_tables=[[5, 0], [2, 6], [1, 9]],
         logits_indices=[2, 3, 5],
-        min_seqlen_q=1,
+        prefills=[0, 2],
         max_seqlen_q=3,
         max_seqlen_k=8,
     )
