@@ -50,11 +50,17 @@ def select_backend(
             reason = str(error)
         if reason is None:
             if candidate == "torch" and reasons:
-                message = f"using plain torch attention, which is slow: {'; '.join(reasons)}"
-                print(f"nanovllm: {message}", file=sys.stderr)
+                kind = "which is slower with many or long sequences"
+                report_once(f"using plain torch attention, {kind}: {'; '.join(reasons)}")
             return backend, size
         reasons.append(f"attention_backend={candidate!r} cannot run here: {reason}")
     raise ValueError("; ".join(reasons))
+
+
+@cache
+def report_once(message: str) -> None:
+    """Print a message that is the same for all engines of this process."""
+    print(f"nanovllm: {message}", file=sys.stderr)
 
 
 class OptimizedLayer(nn.Module):

@@ -4,6 +4,8 @@ Attention, layers, CUDA graphs and host synchronizations have tests of their own
 where there is one.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from conftest import (
@@ -139,6 +141,15 @@ def test_engines_on_the_first_and_the_last_gpu_are_independent(make_llm, expecte
     assert torch.cuda.current_device() == 0
     llms[0].exit()
     assert generate_ids(llms[1], PROMPTS, GREEDY) == expected
+
+
+def test_graphs_are_captured_while_another_engine_runs(make_llm, expected):
+    """A capture must not fail because another thread allocates memory."""
+    llm = make_llm(**POOL)
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(generate_ids, llm, PROMPTS * 20, GREEDY)
+        assert generate_ids(make_llm(**POOL), PROMPTS, GREEDY) == expected
+        assert running.result() == expected * 20
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
