@@ -24,7 +24,7 @@ from nanovllm.checks import naming, warn
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor, PreparedPrompt, Prompt
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.model_runner import ModelRunner, undisturbed
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -154,8 +154,9 @@ class LLMEngine:
         self.executor.raise_if_stopped()
         seqs = self.scheduler.schedule()
         if seqs:
-            logits = self.model_runner.forward(seqs)
-            samples, logprobs = self.model_runner.sample(logits, seqs)
+            with undisturbed(self.model_runner.device):
+                logits = self.model_runner.forward(seqs)
+                samples, logprobs = self.model_runner.sample(logits, seqs)
             self.scheduler.postprocess(seqs, samples)
             self._commit(seqs, logprobs)
 

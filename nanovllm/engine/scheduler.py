@@ -70,10 +70,19 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:  # preemption shortens the list
             seq = self.running[index]
-            needs_block = len(seq.token_ids) > len(seq.block_table) * self.block_size
-            if needs_block and not self._grow(seq):
-                break
-            budget = self._schedule_tokens(seq, budget, scheduled)
+            num_tokens = len(seq.token_ids)
+            is_next = seq.is_decode and seq.num_computed_tokens == num_tokens - 1
+            if is_next and num_tokens % self.block_size > 1:
+                # Fast path: most decodes neither enter a block nor fill one.
+                seq.num_scheduled_tokens = 1
+                seq.num_logits = 1
+                scheduled.append(seq)
+                budget -= 1
+            else:
+                needs_block = num_tokens > len(seq.block_table) * self.block_size
+                if needs_block and not self._grow(seq):
+                    break
+                budget = self._schedule_tokens(seq, budget, scheduled)
             index += 1
         return budget
 
@@ -129,9 +138,7 @@ class Scheduler:
         seq.num_scheduled_tokens = num_tokens
         seq.num_logits = 1 if num_tokens == num_missing else 0
         seq.is_decode = num_missing == 1 and start >= seq.num_prompt_tokens
-        # Fast path: most decodes do not fill their block.
-        if start % self.block_size + num_tokens >= self.block_size:
-            self.block_manager.cache_full_blocks(seq, start, start + num_tokens)
+        self.block_manager.cache_full_blocks(seq, start, start + num_tokens)
         scheduled.append(seq)
         return budget - num_tokens
 

@@ -152,3 +152,38 @@ def test_a_batch_looks_as_drawn_in_batch_py():
     )
     for name, value in vars(batch).items():
         assert torch.as_tensor(value).tolist() == expected[name], name
+
+
+def test_decodes_alone_are_flattened_as_beside_a_chunk():
+    """A step of decodes takes a faster path."""
+
+    def prepare(lanes):
+        tables = BlockTables(num_lanes=4, max_blocks=4, block_size=4)
+        tables.rows[:, :3] = [[3, 8, 0], [2, 6, 0], [1, 5, 9], [7, 0, 0]]
+        runner = SimpleNamespace(block_tables=tables, block_size=4)
+        seqs = []
+        for lane in lanes:
+            block_table = [[3, 8], [2, 6, 4], [1, 5, 9], [7]][lane]
+            num_computed, num_scheduled = [(5, 1), (8, 1), (11, 1), (0, 3)][lane]
+            seqs.append(
+                SimpleNamespace(
+                    lane=lane,
+                    token_ids=range(100 * lane, 100 * lane + 12),
+                    block_table=block_table,
+                    num_computed_tokens=num_computed,
+                    num_scheduled_tokens=num_scheduled,
+                    num_logits=1,
+                )
+            )
+        return ModelRunner.prepare_batch(runner, seqs)
+
+    alone, beside = prepare([0, 1, 2]), prepare([0, 1, 2, 3])
+    assert alone.block_tables.tolist() == [[3, 8, 0], [2, 6, 4], [1, 5, 9]]
+    assert alone.slot_mapping.tolist() == [8 * 4 + 1, 4 * 4, 9 * 4 + 3]
+    for name, value in vars(alone).items():
+        if isinstance(value, torch.Tensor):
+            expected = getattr(beside, name)
+            assert value.dtype == expected.dtype, name
+            assert name == "prefills" or torch.equal(value, expected[: len(value)]), name
+    assert len(alone.prefills) == 0
+    assert (alone.max_seqlen_q, alone.max_seqlen_k) == (1, beside.max_seqlen_k)

@@ -26,7 +26,9 @@ def test_padding_rows_of_a_cuda_graph_are_harmless(monkeypatch):
 def test_decodes_beside_a_prompt_add_no_tiles(monkeypatch):
     """The 64 tokens of the prompt are one tile of each KV head, and another one can be empty."""
     grids = []
-    monkeypatch.setattr(triton_backend.Launch, "__call__", lambda _, grid, *args: grids.append(grid))
+    monkeypatch.setattr(
+        triton_backend.Launch, "__call__", lambda _, grid, *args: grids.append(grid)
+    )
     query = torch.empty(255 + 64, 16, 128, dtype=torch.float16)
     kv_cache = torch.empty(2, 1, 16, 8, 128, dtype=torch.float16)
     tables = torch.zeros(256, 4, dtype=torch.int32)
