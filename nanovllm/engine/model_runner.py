@@ -20,7 +20,7 @@ from nanovllm.config import Config
 from nanovllm.engine.executor import make_executor
 from nanovllm.engine.logprobs import find_logprobs
 from nanovllm.engine.penalties import process_logits
-from nanovllm.engine.profiling import sample_dummies
+from nanovllm.engine.profiling import KINDS, sample_dummies
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.noise import make_noise_keys
 from nanovllm.layers.sampler import Sampler
@@ -70,16 +70,28 @@ class ModelRunner:
         weakref.finalize(self, self.executor.stop, "the engine is gone")  # also at interpreter exit
         worker = self.executor.worker
         self.vocab_size = spec.vocab_size
+        self.dtype = spec.dtype
         self.device = worker.device
         self.block_size = worker.block_size
         self.sampler = Sampler(spec.vocab_size).to(self.device)
-        if config.enable_kernels:
-            kernels.kernelize(self.sampler, self.device, spec.dtype)
         with undisturbed(self.device):  # CUDA graphs record these settings
+            if config.enable_kernels:
+                run = self._sample_dummies if self.device.type == "cuda" else None
+                kernels.kernelize(self.sampler, self.device, spec.dtype, run)
             self.executor.call(self._start_worker)
         # A running sequence holds at least one block.
         self.num_lanes = min(config.max_num_seqs, worker.num_blocks)
         self.block_tables = BlockTables(self.num_lanes, worker.block_table_width, self.block_size)
+
+    def _sample_dummies(self) -> None:
+        """Sample rows of random logits in each way, for the self-test of the sampler."""
+        rows: list[Sequence] = []
+        for seed, params in enumerate(KINDS * 8):
+            rows.append(Sequence(seed, [0], params, seed))
+        generator = torch.Generator().manual_seed(0)
+        logits = 3 * torch.randn(len(rows), self.vocab_size, device="cpu", generator=generator)
+        batch = self.prepare_sampling(rows, [1] * len(rows))
+        self.sampler(logits.to(self.device, self.dtype), batch)
 
     def _start_worker(self) -> None:
         """Allocate the KV cache. What steps take of the memory of a GPU is measured before."""

@@ -12,6 +12,7 @@ rounding. Each difference is about one unit in the last place.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from functools import cache, partial
 from importlib import import_module
@@ -21,9 +22,17 @@ import torch
 from torch import nn
 
 from nanovllm.backends import BACKENDS
+from nanovllm.batch import Batch
 from nanovllm.kernels.cuda.graphs import CudaGraphs, list_batch_sizes
-from nanovllm.kernels.self_test import check_backend, find_failure
+from nanovllm.kernels.self_test import (
+    Call,
+    check_backend,
+    check_output,
+    find_failure,
+    record_calls,
+)
 from nanovllm.layers.attention import Backend
+from nanovllm.transfers import copy_to
 
 
 def select_backend(
@@ -77,11 +86,20 @@ class OptimizedLayer(nn.Module):
         return True
 
 
-def kernelize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> list[str]:
+def kernelize(
+    model: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    run: Callable[[], object] | None = None,
+) -> list[str]:
     """Replace the layers of `model` by optimized subclasses, where there are any.
 
+    `run` calls the model for a self-test. An optimized layer that fails it is not used.
     Return the names of the replaced classes, in the order of the model.
     """
+    calls: list[Call] = []
+    if run is not None and find_optimized_layers(device.type, dtype):
+        calls = record_calls(model, run)
     names: list[str] = []
     # A layer comes before its parts, so that its optimized class can still convert these.
     for layer in model.modules():
@@ -96,7 +114,22 @@ def kernelize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> lis
                 names.append(original.__name__)
                 break
             layer.__class__ = original
+    for layer, args, expected in calls:
+        if not isinstance(layer, OptimizedLayer):
+            continue
+        kind = type(layer)
+        reason = find_failure(partial(check_output, layer, args, expected))
+        if reason is not None:
+            report_wrong(kind.__name__, kind.replaces.__name__, reason)
+            for each in model.modules():
+                if type(each) is kind:
+                    each.__class__ = kind.replaces
     return list(dict.fromkeys(names))
+
+
+def report_wrong(optimized: str, plain: str, reason: str) -> None:
+    message = f"{optimized} is replaced by {plain}, which is slower; please report this"
+    report_once(f"{message}: {reason}")
 
 
 def has_known_code(module: nn.Module, *known: type[nn.Module]) -> bool:
@@ -136,6 +169,7 @@ def capture_decode_steps(
     decoder: nn.Module,
     backend: Backend,
     kv_caches: list[torch.Tensor],
+    batch: Batch,
     max_num_seqs: int,
     block_table_width: int,
     max_seqlen_k: int,
@@ -143,6 +177,7 @@ def capture_decode_steps(
 ) -> CudaGraphs | None:
     """Capture CUDA graphs of `decoder` over these caches. Return None if that is not possible.
 
+    `batch` is a decode, for a self-test: a replay must match an eager step.
     A module whose shapes depend on the values of its input, such as the experts that are chosen,
     has SUPPORTS_CUDA_GRAPHS = False. With `only_largest`, one graph is captured, which needs most
     of the memory of all graphs.
@@ -154,4 +189,14 @@ def capture_decode_steps(
     sizes = list_batch_sizes(max_num_seqs)
     if only_largest:
         sizes = sizes[-1:]
-    return CudaGraphs(decoder, kv_caches, sizes, block_table_width, max_seqlen_k)
+    graphs = CudaGraphs(decoder, kv_caches, sizes, block_table_width, max_seqlen_k)
+    expected = decoder(copy_to(batch, kv_caches[0].device), kv_caches)
+    return graphs if is_right(graphs, batch, expected) else None
+
+
+def is_right(graphs: CudaGraphs, batch: Batch, expected: torch.Tensor) -> bool:
+    """Return whether a replay matches `expected` of an eager step. If not, print why."""
+    reason = find_failure(partial(check_output, graphs.run, (batch,), expected))
+    if reason is not None:
+        report_wrong("a CUDA graph", "eager steps", reason)
+    return reason is None
