@@ -44,24 +44,6 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         yield
 
 
-class BlockTables:
-    """The block tables of all lanes in one array, int32 [num_lanes, max_blocks].
-
-    A step of one token copies the list of a sequence only when it enters a block.
-    """
-
-    def __init__(self, num_lanes: int, max_blocks: int, block_size: int) -> None:
-        self.rows = np.zeros((num_lanes, max_blocks), dtype=np.int32)
-        self.block_size = block_size
-
-    def copy(self, seq: Sequence) -> None:
-        self.rows[seq.lane, : len(seq.block_table)] = seq.block_table
-
-    def select(self, lanes: list[int], max_context_len: int) -> np.ndarray:
-        """The tables of some lanes, int32 [num_seqs, max_blocks of these]."""
-        return self.rows[lanes, : cdiv(max_context_len, self.block_size)]
-
-
 class ModelRunner:
     """Raises ValueError as Worker does, and RuntimeError as Executor does."""
 
@@ -81,13 +63,13 @@ class ModelRunner:
             self.executor.call(self._start_worker)
         # A running sequence holds at least one block.
         self.num_lanes = min(config.max_num_seqs, worker.num_blocks)
-        self.block_tables = BlockTables(self.num_lanes, worker.block_table_width, self.block_size)
+        # The block tables of all lanes. A decode copies its list only when it enters a block.
+        self.block_tables = np.zeros((self.num_lanes, worker.block_table_width), np.int32)
 
     def _sample_dummies(self) -> None:
         """Sample rows of random logits in each way, for the self-test of the sampler."""
-        rows: list[Sequence] = []
-        for seed, params in enumerate(KINDS * 8):
-            rows.append(Sequence(seed, [0], params, seed))
+        # Not the greedy kind, because 16-bit logits can be equal.
+        rows = [Sequence(i, [0], params, seed=i) for i, params in enumerate(KINDS[1:] * 8)]
         generator = torch.Generator().manual_seed(0)
         logits = 3 * torch.randn(len(rows), self.vocab_size, device="cpu", generator=generator)
         batch = self.prepare_sampling(rows, [1] * len(rows))
@@ -141,11 +123,12 @@ class ModelRunner:
         query_lens = [seq.num_scheduled_tokens for seq in seqs]
         steps = list(zip(seqs, starts, query_lens))
         for seq, start, length in steps:
-            if length > 1 or start % size == 0:  # it may enter a block
-                self.block_tables.copy(seq)
+            if length > 1 or start % size == 0:
+                self.block_tables[seq.lane, : len(seq.block_table)] = seq.block_table
         max_seqlen_q = max(query_lens)
         max_seqlen_k = max([start + length for _, start, length in steps])
-        block_tables = self.block_tables.select([seq.lane for seq in seqs], max_seqlen_k)
+        lanes = [seq.lane for seq in seqs]
+        block_tables = self.block_tables[lanes, : cdiv(max_seqlen_k, size)]
         if max_seqlen_q == 1 and has_one_row_each(seqs):
             # Fast path of decodes, with the results of the other one, which needs more arrays.
             ids = [seq.token_ids[start] for seq, start, _ in steps]

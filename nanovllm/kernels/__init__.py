@@ -114,22 +114,26 @@ def kernelize(
                 names.append(original.__name__)
                 break
             layer.__class__ = original
-    for layer, args, expected in calls:
+    for call in calls:
+        layer = call.run
         if not isinstance(layer, OptimizedLayer):
             continue
-        kind = type(layer)
-        reason = find_failure(partial(check_output, layer, args, expected))
-        if reason is not None:
-            report_wrong(kind.__name__, kind.replaces.__name__, reason)
+        kind: type[nn.Module] = type(layer)
+        plain = layer.replaces
+        if not is_right(kind.__name__, plain.__name__, call):
             for each in model.modules():
                 if type(each) is kind:
-                    each.__class__ = kind.replaces
+                    each.__class__ = plain
     return list(dict.fromkeys(names))
 
 
-def report_wrong(optimized: str, plain: str, reason: str) -> None:
-    message = f"{optimized} is replaced by {plain}, which is slower; please report this"
-    report_once(f"{message}: {reason}")
+def is_right(name: str, plain: str, call: Call) -> bool:
+    """Return whether a call has the expected output. If not, print what replaces it, and why."""
+    reason = find_failure(partial(check_output, call))
+    if reason is not None:
+        message = f"{name} is replaced by {plain}, which is slower; please report this: {reason}"
+        print(f"nanovllm: {message}", file=sys.stderr)
+    return reason is None
 
 
 def has_known_code(module: nn.Module, *known: type[nn.Module]) -> bool:
@@ -190,13 +194,6 @@ def capture_decode_steps(
     if only_largest:
         sizes = sizes[-1:]
     graphs = CudaGraphs(decoder, kv_caches, sizes, block_table_width, max_seqlen_k)
-    expected = decoder(copy_to(batch, kv_caches[0].device), kv_caches)
-    return graphs if is_right(graphs, batch, expected) else None
-
-
-def is_right(graphs: CudaGraphs, batch: Batch, expected: torch.Tensor) -> bool:
-    """Return whether a replay matches `expected` of an eager step. If not, print why."""
-    reason = find_failure(partial(check_output, graphs.run, (batch,), expected))
-    if reason is not None:
-        report_wrong("a CUDA graph", "eager steps", reason)
-    return reason is None
+    eager = decoder(copy_to(batch, kv_caches[0].device), kv_caches)
+    replay = Call(graphs.run, (batch,), eager)
+    return graphs if is_right("a CUDA graph", "eager steps", replay) else None

@@ -70,14 +70,17 @@ def check_backend(
 
 
 class Call(NamedTuple):
-    layer: nn.Module
-    args: tuple[Any, ...]  # copies from before the call
-    output: Tensor
+    run: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    expected: Tensor
 
 
 @torch.inference_mode()
 def record_calls(model: nn.Module, run: Callable[[], object]) -> list[Call]:
-    """Return the first call of each class of layers in `run()`, those of parts before the whole."""
+    """Return the first call of each class of layers in `run()`, those of parts before the whole.
+
+    Arguments are copied before the call, which can write to them.
+    """
     inputs: dict[type, tuple[Any, ...]] = {}
     calls: dict[type, Call] = {}
 
@@ -98,12 +101,13 @@ def record_calls(model: nn.Module, run: Callable[[], object]) -> list[Call]:
 
 
 @torch.inference_mode()
-def check_output(run: Callable[..., Tensor], args: tuple[Any, ...], expected: Tensor) -> None:
-    """Raise RuntimeError if run(*args) differs from `expected` by more than rounding explains.
+def check_output(call: Call) -> None:
+    """Raise RuntimeError if a call has another output, up to what rounding explains.
 
     Rounding can change a few token ids.
     """
-    output = run(*args)
+    expected = call.expected
+    output = call.run(*call.args)
     if expected.is_floating_point():
         error = (output.float() - expected.float()).norm() / expected.float().norm()
     else:

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -18,7 +19,7 @@ from conftest import (
 from nanovllm import LLM, SamplingParams
 from nanovllm.arithmetic import cdiv
 from nanovllm.backends import BACKENDS
-from nanovllm.engine.model_runner import BlockTables, ModelRunner
+from nanovllm.engine.model_runner import ModelRunner
 
 
 def list_ways(dtype):
@@ -122,8 +123,8 @@ def test_low_precision_logprobs(tmp_path, dtype, way):
 
 def test_a_batch_looks_as_drawn_in_batch_py():
     """A prompt of 3 tokens, a decode at position 7, and the last chunk of a prompt of 6 tokens."""
-    tables = BlockTables(num_lanes=3, max_blocks=4, block_size=4)
-    tables.rows[1, :2] = [2, 6]  # copied when an earlier step entered the block
+    tables = np.zeros((3, 4), np.int32)
+    tables[1, :2] = [2, 6]  # copied when an earlier step entered the block
     runner = SimpleNamespace(block_tables=tables, block_size=4)
     seqs = []
     for num_computed, num_scheduled, block_table in [(0, 3, [5]), (7, 1, [2, 6]), (4, 2, [1, 9])]:
@@ -158,8 +159,7 @@ def test_decodes_alone_are_flattened_as_beside_a_chunk():
     """A step of decodes takes a faster path."""
 
     def prepare(lanes):
-        tables = BlockTables(num_lanes=4, max_blocks=4, block_size=4)
-        tables.rows[:, :3] = [[3, 8, 0], [2, 6, 0], [1, 5, 9], [7, 0, 0]]
+        tables = np.array([[3, 8, 0], [2, 6, 0], [1, 5, 9], [7, 0, 0]], np.int32)
         runner = SimpleNamespace(block_tables=tables, block_size=4)
         seqs = []
         for lane in lanes:

@@ -11,6 +11,7 @@ from kernel_helpers import CPU, make_spec, needs_triton, quantize, randomize, tr
 from nanovllm import kernels
 from nanovllm.kernels import OptimizedLayer, kernelize
 from nanovllm.kernels.cuda import graphs
+from nanovllm.kernels.self_test import Call
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.quantized import QuantizedColumnParallelLinear, QuantizedRowParallelLinear
@@ -134,5 +135,6 @@ def test_wrong_graphs_are_not_used(monkeypatch, capfd, is_wrong):
     captured = graphs.CudaGraphs(decoder, [torch.zeros(1)], [1, 2], 1, 16)
     batch = make_batch([1], [1], torch.zeros(1, 1, dtype=torch.int32))
     batch.input_ids.fill_(1)
-    assert kernels.is_right(captured, batch, decoder(batch, [])) != is_wrong
+    call = Call(captured.run, (batch,), decoder(batch, []))
+    assert kernels.is_right("a CUDA graph", "eager steps", call) != is_wrong
     assert ("replaced by eager steps" in capfd.readouterr().err) == is_wrong

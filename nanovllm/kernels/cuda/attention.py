@@ -230,11 +230,10 @@ def _choose_tile(is_decode: bool, dim: int, dtype: torch.dtype, major: int) -> _
         return _Tile(rows=16, tokens=tokens, num_warps=4, num_stages=3)
     # Hopper and Blackwell (wgmma, tcgen05) multiply with K/V from shared memory, others from
     # registers.
-    has_large_tiles = major in (9, 10)
-    if has_large_tiles and dim > 128:
-        # Not 32 tokens, because of the faults of Triton that _prepare avoids.
+    is_recent = major in (9, 10)
+    if is_recent and dim > 128:  # not 32 tokens, because of the faults that _prepare avoids
         return _Tile(rows=64, tokens=64, num_warps=8, num_stages=3)
-    numbers_per_tile = 8192 if has_large_tiles else 4096
+    numbers_per_tile = 8192 if is_recent else 4096
     rows = 128 if dim <= 128 else 64
     # With fewer than 5 stages the next tile is not fetched ahead, because it waits for its entries
     # of the block table.
