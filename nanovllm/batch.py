@@ -13,13 +13,15 @@ model and its attention read it. Three sequences that compute 3, 1 and 2 tokens 
     logits_indices |        2   3       5
     read_slots     |     1      4      3
     write_slots    |     2      4      3
+    prefills       | 0, 2
 
 `context_lens` counts the tokens that the last query token attends to, itself included. A slot of -1
 means that K/V are not stored. Entries of `block_tables` past the end of a context are not read.
 `logits_indices` selects the tokens whose logits are wanted. Layers with a recurrent state read that
 of a sequence from slot `read_slots` and write it to slot `write_slots`. Slot 0 is for padding
-(engine/states.py). All tensors of a Batch are int32, so that it can be sent as one concatenated
-tensor.
+(engine/states.py). `prefills` are the sequences with more than one query token, because kernels
+compute the others differently. All tensors of a Batch are int32, so that it can be sent as one
+concatenated tensor.
 
 packing.py iterates over the fields to send a batch to other ranks and to copy it into CUDA graphs.
 A new field therefore needs one line below, and one wherever a Batch is made. (A number, or a tensor
@@ -48,7 +50,7 @@ class Batch:
     logits_indices: Annotated[Tensor, "num_logits"]
     read_slots: Annotated[Tensor, "num_seqs"]
     write_slots: Annotated[Tensor, "num_seqs"]
-    min_seqlen_q: int  # fewest query tokens of a sequence
+    prefills: Annotated[Tensor, "num_prefills"]
     max_seqlen_q: int  # 1 if every sequence has one query token
     max_seqlen_k: int
 

@@ -235,7 +235,7 @@ def make_batch(
         logits_indices=bounds[1:] - 1,
         read_slots=torch.zeros_like(lens),
         write_slots=torch.zeros_like(lens),
-        min_seqlen_q=min(query_lens),
+        prefills=(bounds.diff() > 1).nonzero().flatten().int(),
         max_seqlen_q=max(query_lens),
         max_seqlen_k=max(context_lens),
     )

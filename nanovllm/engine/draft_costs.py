@@ -83,10 +83,11 @@ def measure_costs(
     max_num_seqs: int,
     max_num_tokens: int,
     max_model_len: int,
+    block_size: int,
 ) -> StepCosts:
     """Measure the costs of steps with `run`, which computes the scheduled tokens of sequences.
 
-    Must be called before the first request, because all block tables lead to block 0. A list ends
+    Must be called before the first request, because these sequences write to block 0. A list ends
     where larger steps hardly reduce the cost per token. Steps are then compute-bound, and no draft
     pays.
     """
@@ -97,6 +98,7 @@ def measure_costs(
         for lane in range(cdiv(num_tokens, 1 + draft_len)):
             own_len = min(1 + draft_len, num_tokens - lane * (1 + draft_len))
             seq = Sequence(lane, [0] * (context_len + own_len - 1), SamplingParams())
+            seq.block_table = [0] * cdiv(len(seq.token_ids), block_size)
             seq.lane = lane
             seq.num_computed_tokens = context_len - 1
             seq.num_scheduled_tokens = own_len

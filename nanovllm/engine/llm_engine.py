@@ -25,7 +25,7 @@ from nanovllm.checks import naming
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor, PreparedPrompt, Prompt
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.model_runner import ModelRunner, undisturbed
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -144,7 +144,8 @@ class LLMEngine:
         return call(*args)
 
     def _run_step(self) -> None:
-        self._take_turn(self._step)
+        with undisturbed(self.model_runner.device):
+            self._take_turn(self._step)
         # After the step, because a warning can be an error (-W error).
         while self._warnings:
             with suppress(IndexError):  # another thread was faster

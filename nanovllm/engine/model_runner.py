@@ -5,7 +5,7 @@ It uses sequences, but not the queues.
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -21,7 +21,7 @@ from nanovllm.config import Config
 from nanovllm.engine.executor import Executor, MultiRankExecutor
 from nanovllm.engine.logprobs import find_logprobs
 from nanovllm.engine.penalties import process_logits
-from nanovllm.engine.profiling import sample_dummies
+from nanovllm.engine.profiling import KINDS, sample_dummies
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.noise import make_noise_keys
 from nanovllm.layers.sampler import Sampler
@@ -39,35 +39,10 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     Also make `device` the current GPU, which Triton and CUDA graphs use. A CPU's index is None,
     which has no effect.
     """
-    with (
-        torch.inference_mode(),
-        torch.accelerator.device_index(device.index),
-        torch.autocast(device.type, enabled=False),
-    ):
+    is_on = torch.is_autocast_enabled(device.type)  # if not, nothing is entered, which takes longer
+    autocast = torch.autocast(device.type, enabled=False) if is_on else nullcontext()
+    with torch.inference_mode(), torch.accelerator.device_index(device.index), autocast:
         yield
-
-
-class BlockTables:
-    """The block tables of all lanes in one array.
-
-    A step of one token converts the list of a sequence only when it enters a block.
-    """
-
-    def __init__(self, num_lanes: int, max_blocks: int, block_size: int) -> None:
-        self.rows = np.zeros((num_lanes, max_blocks), dtype=np.int32)
-        self.block_size = block_size
-
-    def update(self, seq: Sequence) -> None:
-        """Copy the table of `seq` if the step enters a block that may not have been copied."""
-        is_one_token = seq.num_scheduled_tokens == 1
-        if is_one_token and seq.num_computed_tokens % self.block_size != 0:
-            return  # the token goes to a block that an earlier step of this lane has entered
-        self.rows[seq.lane, : len(seq.block_table)] = seq.block_table
-
-    def select(self, seqs: list[Sequence], max_context_len: int) -> np.ndarray:
-        """The tables of `seqs`, int32 [num_seqs, max_blocks of these]."""
-        lanes = [seq.lane for seq in seqs]
-        return self.rows[lanes, : cdiv(max_context_len, self.block_size)]
 
 
 class ModelRunner:
@@ -79,15 +54,27 @@ class ModelRunner:
         weakref.finalize(self, self.executor.stop, "the engine is gone")  # also at interpreter exit
         worker = self.executor.worker
         self.vocab_size = spec.vocab_size
+        self.dtype = spec.dtype
         self.device = worker.device
         self.block_size = worker.block_size
         self.sampler = Sampler(spec.vocab_size).to(self.device)
-        if config.enable_kernels:
-            kernels.kernelize(self.sampler, self.device, spec.dtype)
         with undisturbed(self.device):  # CUDA graphs record these settings
+            if config.enable_kernels:
+                run = self._sample_dummies if self.device.type == "cuda" else None
+                kernels.kernelize(self.sampler, self.device, spec.dtype, run)
             self.executor.call(self._start_worker)
         self.num_lanes = worker.num_lanes
-        self.block_tables = BlockTables(self.num_lanes, worker.block_table_width, self.block_size)
+        # The block tables of all lanes. A decode copies its list only when it enters a block.
+        self.block_tables = np.zeros((self.num_lanes, worker.block_table_width), np.int32)
+
+    def _sample_dummies(self) -> None:
+        """Sample rows of random logits in each way, for the self-test of the sampler."""
+        # Not the greedy kind, because 16-bit logits can be equal.
+        rows = [Sequence(i, [0], params, seed=i) for i, params in enumerate(KINDS[1:] * 8)]
+        generator = torch.Generator().manual_seed(0)
+        logits = 3 * torch.randn(len(rows), self.vocab_size, device="cpu", generator=generator)
+        batch = self.prepare_sampling(rows, [1] * len(rows))
+        self.sampler(logits.to(self.device, self.dtype), batch)
 
     def _start_worker(self) -> None:
         """Allocate the KV cache. What steps take of the memory of a GPU is measured before."""
@@ -100,9 +87,7 @@ class ModelRunner:
 
     def forward(self, seqs: list[Sequence]) -> Tensor:
         """Compute the scheduled tokens. Return logits [num_logits of all seqs, vocab_size]."""
-        batch = self.prepare_batch(seqs)
-        with undisturbed(self.device):
-            return self.executor.call(self._execute, batch)
+        return self.executor.call(self._execute, self.prepare_batch(seqs))
 
     def _execute(self, batch: Batch) -> Tensor:
         worker = self.executor.worker
@@ -119,13 +104,12 @@ class ModelRunner:
         needs_processing = any([seq.needs_logits_processing for seq in seqs])
         wants_logprobs = any([seq.wants_logprobs for seq in seqs])
         logprobs: Logprobs = None
-        with undisturbed(self.device):
-            processed = self.process_logits(logits, rows) if needs_processing else logits
-            tokens = self.sampler(processed, self.prepare_sampling(rows, positions))
-            token_ids = self.executor.call(tokens.tolist)  # the host waits for the device here
-            if wants_logprobs:
-                requested = [seq.params.logprobs for seq in rows]
-                logprobs = split_rows(find_logprobs(logits, tokens, requested), seqs)
+        processed = self.process_logits(logits, rows) if needs_processing else logits
+        tokens = self.sampler(processed, self.prepare_sampling(rows, positions))
+        token_ids = self.executor.call(tokens.tolist)  # the host waits for the device here
+        if wants_logprobs:
+            requested = [seq.params.logprobs for seq in rows]
+            logprobs = split_rows(find_logprobs(logits, tokens, requested), seqs)
         return split_rows(token_ids, seqs), logprobs
 
     def process_logits(self, logits: Tensor, rows: list[Sequence]) -> Tensor:
@@ -139,43 +123,63 @@ class ModelRunner:
         [5, 2]. Its input_ids are [t4, t5, t6], its positions [4, 5, 6]. Position 4 is in logical
         block 4 // 4 = 1, which is block 2. Its slot_mapping is [2 * 4, 2 * 4 + 1, 2 * 4 + 2].
         """
-        input_ids: list[int] = []
-        for seq in seqs:
-            start = seq.num_computed_tokens
-            input_ids += seq.token_ids[start : start + seq.num_scheduled_tokens]
-            self.block_tables.update(seq)
-        starts = np.array([seq.num_computed_tokens for seq in seqs], np.int32)
-        query_lens = np.array([seq.num_scheduled_tokens for seq in seqs], np.int32)
-        num_logits = np.array([seq.num_logits for seq in seqs], np.int32)
-        read_slots = np.array([seq.read_slot for seq in seqs], np.int32)
-        write_slots = np.array([seq.write_slot for seq in seqs], np.int32)
-        cu_seqlens_q = np.concatenate(([0], query_lens.cumsum()), dtype=np.int32)
-        context_lens = starts + query_lens
-        max_seqlen_k = int(context_lens.max())
-        block_tables = self.block_tables.select(seqs, max_seqlen_k)
-
-        # For each token: its sequence, and its offset in the query.
-        # In the example of batch.py: 0 0 0 1 2 2, and 0 1 2 0 0 1.
-        seq_index = np.repeat(np.arange(len(seqs)), query_lens)
-        offset_in_query = np.arange(len(input_ids), dtype=np.int32) - cu_seqlens_q[seq_index]
-        positions = starts[seq_index] + offset_in_query
-        blocks, offsets = np.divmod(positions, self.block_size)
-        slot_mapping = block_tables[seq_index, blocks] * self.block_size + offsets
-        first_logits = query_lens - num_logits  # offset of a query's first token with logits
-        logits_indices = np.flatnonzero(offset_in_query >= first_logits[seq_index])
+        size = self.block_size
+        starts = [seq.num_computed_tokens for seq in seqs]
+        query_lens = [seq.num_scheduled_tokens for seq in seqs]
+        steps = list(zip(seqs, starts, query_lens))
+        for seq, start, length in steps:
+            if length > 1 or start % size == 0:
+                self.block_tables[seq.lane, : len(seq.block_table)] = seq.block_table
+        max_seqlen_q = max(query_lens)
+        max_seqlen_k = max([start + length for _, start, length in steps])
+        lanes = [seq.lane for seq in seqs]
+        block_tables = self.block_tables[lanes, : cdiv(max_seqlen_k, size)]
+        state_slots = ([seq.read_slot for seq in seqs], [seq.write_slot for seq in seqs])
+        read_slots, write_slots = np.array(state_slots, np.int32)
+        if max_seqlen_q == 1 and has_one_row_each(seqs):
+            # Fast path of decodes, with the results of the other one, which needs more arrays.
+            ids = [seq.token_ids[start] for seq, start, _ in steps]
+            slots = [
+                seq.block_table[start // size] * size + start % size for seq, start, _ in steps
+            ]
+            input_ids, positions, slot_mapping = np.array((ids, starts, slots), np.int32)
+            context_lens = positions + 1
+            cu_seqlens_q = np.arange(len(seqs) + 1, dtype=np.int32)
+            logits_indices = cu_seqlens_q[:-1]
+            prefills = cu_seqlens_q[:0]
+        else:
+            ids = []
+            for seq, start, length in steps:
+                ids += seq.token_ids[start : start + length]
+            lists = (starts, query_lens, [seq.num_logits for seq in seqs])
+            first_positions, lengths, num_logits = np.array(lists, np.int32)
+            input_ids = np.array(ids, np.int32)
+            cu_seqlens_q = np.concatenate(([0], lengths.cumsum()), dtype=np.int32)
+            context_lens = first_positions + lengths
+            # For each token: its sequence, and its offset in the query.
+            # In the example of batch.py: 0 0 0 1 2 2, and 0 1 2 0 0 1.
+            seq_index = np.repeat(np.arange(len(seqs)), lengths)
+            offset_in_query = np.arange(len(ids), dtype=np.int32) - cu_seqlens_q[seq_index]
+            positions = first_positions[seq_index] + offset_in_query
+            blocks, offsets = np.divmod(positions, size)
+            slot_mapping = block_tables[seq_index, blocks] * size + offsets
+            first_logits = lengths - num_logits  # offset of a query's first token with logits
+            has_logits = offset_in_query >= first_logits[seq_index]
+            logits_indices = np.flatnonzero(has_logits).astype(np.int32)
+            prefills = np.flatnonzero(lengths > 1).astype(np.int32)
         from_numpy = torch.from_numpy
         return Batch(
-            input_ids=from_numpy(np.array(input_ids, np.int32)),
+            input_ids=from_numpy(input_ids),
             positions=from_numpy(positions),
             slot_mapping=from_numpy(slot_mapping),
             cu_seqlens_q=from_numpy(cu_seqlens_q),
             context_lens=from_numpy(context_lens),
             block_tables=from_numpy(block_tables),
-            logits_indices=from_numpy(logits_indices.astype(np.int32)),
+            logits_indices=from_numpy(logits_indices),
             read_slots=from_numpy(read_slots),
             write_slots=from_numpy(write_slots),
-            min_seqlen_q=int(query_lens.min()),
-            max_seqlen_q=int(query_lens.max()),
+            prefills=from_numpy(prefills),
+            max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
         )
 
@@ -214,22 +218,27 @@ class ModelRunner:
         return SamplingBatch(noise, filters)
 
 
+def has_one_row_each(seqs: list[Sequence]) -> bool:
+    """Whether the step has neither partial prefills nor drafts."""
+    return all([seq.num_logits == 1 for seq in seqs])
+
+
 def list_rows(seqs: list[Sequence]) -> tuple[list[Sequence], list[int]]:
     """The sequence of each row of logits, and the position of the token that the row samples."""
+    if has_one_row_each(seqs):  # fast path
+        return seqs, [len(seq.token_ids) for seq in seqs]
     rows: list[Sequence] = []
     positions: list[int] = []
     for seq in seqs:
         end = len(seq.token_ids)
-        if seq.num_logits == 1:  # fast path: only a sequence with a draft has more rows
-            rows.append(seq)
-            positions.append(end)
-        else:
-            rows += [seq] * seq.num_logits
-            positions += range(end - seq.num_logits + 1, end + 1)
+        rows += [seq] * seq.num_logits
+        positions += range(end - seq.num_logits + 1, end + 1)
     return rows, positions
 
 
 def split_rows(values: list[Value], seqs: list[Sequence]) -> list[list[Value]]:
     """Split values, one per row of logits, into one list per sequence."""
+    if has_one_row_each(seqs):  # fast path
+        return [[value] for value in values]
     remaining = iter(values)
     return [list(islice(remaining, seq.num_logits)) for seq in seqs]

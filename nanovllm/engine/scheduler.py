@@ -76,9 +76,18 @@ class Scheduler:
         while index + 1 < len(self.running) and budget > 0:  # preemption shortens the list
             index += 1
             seq = self.running[index]
-            if len(seq.token_ids) - seq.num_computed_tokens < min_missing:
+            num_tokens = len(seq.token_ids)
+            num_missing = num_tokens - seq.num_computed_tokens
+            if num_missing < min_missing:
                 continue
-            needs_block = len(seq.token_ids) > len(seq.block_table) * self.block_size
+            if num_missing == 1 and seq.is_decode and num_tokens % self.block_size > 1:
+                # Fast path: most decodes neither enter a block nor fill one.
+                seq.num_scheduled_tokens = 1
+                seq.num_logits = 1
+                scheduled.append(seq)
+                budget -= 1
+                continue
+            needs_block = num_tokens > len(seq.block_table) * self.block_size
             if needs_block and not self._grow(seq):
                 break
             budget = self._schedule_tokens(seq, budget, scheduled)
@@ -144,9 +153,7 @@ class Scheduler:
         seq.num_scheduled_tokens = num_tokens
         seq.num_logits = 1 if num_tokens == num_missing else 0
         seq.is_decode = num_missing == 1 and start >= seq.num_prompt_tokens
-        # Fast path: most decodes do not fill their block.
-        if start % self.block_size + num_tokens >= self.block_size:
-            self.block_manager.cache_full_blocks(seq, start, start + num_tokens)
+        self.block_manager.cache_full_blocks(seq, start, start + num_tokens)
         scheduled.append(seq)
         return budget - num_tokens
 

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from nanovllm.engine.draft_costs import Candidate, StepCosts, measure_costs
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.model_runner import undisturbed
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import FinishReason
@@ -123,13 +124,15 @@ def enable_speculation(engine: LLMEngine) -> None:
     limit = runner.executor.worker.backend.MAX_DRAFT_LEN
     num_tokens = engine.config.num_speculative_tokens
     max_draft_len = min(num_tokens, limit, engine.max_model_len - 1)
-    costs = measure_costs(
-        lambda seqs: runner.sample(runner.forward(seqs), seqs),
-        max_draft_len,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_tokens=scheduler.max_num_batched_tokens,
-        max_model_len=engine.max_model_len,
-    )
+    with undisturbed(runner.device):
+        costs = measure_costs(
+            lambda seqs: runner.sample(runner.forward(seqs), seqs),
+            max_draft_len,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=engine.max_model_len,
+            block_size=scheduler.block_size,
+        )
     scheduler.speculator = Speculator(max_draft_len, costs)
 
 

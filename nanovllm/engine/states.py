@@ -64,6 +64,7 @@ class StatefulScheduler(Scheduler):
         if not super()._admit(seq, budget):
             return False
         seq.read_slot = ZEROS
+        seq.write_slot = FIRST_LANE + seq.lane
         if seq.num_computed_tokens > 0:
             last_block = seq.num_computed_tokens // self.block_size - 1
             block_hash = seq.block_hashes[last_block]
@@ -72,7 +73,6 @@ class StatefulScheduler(Scheduler):
         return True
 
     def _schedule_tokens(self, seq: Sequence, budget: int, scheduled: list[Sequence]) -> int:
-        seq.write_slot = FIRST_LANE + seq.lane
         num_tokens = budget
         distance = seq.snapshot_position - seq.num_computed_tokens
         if 0 < distance <= budget and self._begin_snapshot(seq):
@@ -133,6 +133,7 @@ class StatefulScheduler(Scheduler):
                 seq.read_slot = seq.write_slot
             else:
                 seq.num_computed_tokens = start
+            seq.write_slot = FIRST_LANE + seq.lane
         for block_hash, slot in self.new_snapshots.items():
             self.snapshots[block_hash] = slot
         self.new_snapshots = {}

@@ -9,6 +9,7 @@ the block size, the number of blocks and max_model_len.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -65,7 +66,8 @@ class Worker:
             self.device = find_device(config.device, place.local_rank)
             self.tp = connect(self.device, config.tensor_parallel_size, place)
         # Triton uses the current GPU. On a CPU the index is None, which has no effect.
-        with torch.accelerator.device_index(self.device.index):
+        no_autocast = torch.autocast(self.device.type, enabled=False)
+        with torch.accelerator.device_index(self.device.index), no_autocast:
             self._select_backend()
             self.meter = MemoryMeter(self.device)
             self._load_model(directory)
@@ -95,11 +97,26 @@ class Worker:
         if self.tp.rank == 0:
             print(f"nanovllm: weights: {show_gb(count_bytes(self.model))}", file=sys.stderr)
         if config.enable_kernels:
-            names = kernels.kernelize(self.model, self.device, spec.dtype)
+            run = self._compute_block if self.device.type == "cuda" else None
+            names = kernels.kernelize(self.model, self.device, spec.dtype, run)
             if names and self.tp.rank == 0:
                 advice = "enable_kernels=False runs layers/ and models/ as written"
                 message = f"nanovllm: optimized layers: {', '.join(names)}; {advice}"
                 print(message, file=sys.stderr)
+
+    def _compute_block(self) -> None:
+        """Compute a prompt of one block in a KV cache of its own, for the self-test of layers."""
+        num_tokens = min(self.block_size, self.max_model_len, self.spec.vocab_size)
+        order = torch.arange(num_tokens, dtype=torch.int32, device="cpu")
+        batch = self._make_dummy_batch([num_tokens])
+        batch = replace(batch, input_ids=order, positions=order, slot_mapping=order)
+        caches = self.spec.make_caches(self.backend, 1, self.block_size, self.device, self.tp)
+        self.model(copy_to(batch, self.device), caches)
+
+    @property
+    def block_table_width(self) -> int:
+        """The blocks of the longest sequence."""
+        return cdiv(self.max_model_len, self.block_size)
 
     @property
     def needs_profile(self) -> bool:
@@ -158,7 +175,6 @@ class Worker:
 
     def _allocate(self, num_blocks: int, num_slots: int, is_profile: bool = False) -> None:
         config = self.config
-        self.block_table_width = cdiv(self.max_model_len, self.block_size)  # the longest sequence
         # Release the old caches before new ones are allocated.
         self.graphs = None
         self.kv_caches: list[Tensor] = []
@@ -178,6 +194,7 @@ class Worker:
                 self.model,
                 self.backend,
                 self.kv_caches,
+                self._make_dummy_batch([1]),
                 max_num_seqs=min(self.num_lanes, config.max_num_batched_tokens),
                 block_table_width=self.block_table_width,
                 max_seqlen_k=self.max_model_len,
@@ -263,7 +280,7 @@ class Worker:
             block_tables = torch.zeros(num_seqs, self.block_table_width, dtype=torch.int32)
             slots = torch.zeros(num_seqs, dtype=torch.int32)
         return Batch(
-            input_ids=zeros,
+            input_ids=torch.ones_like(zeros),  # other ids than those of captured steps
             positions=zeros,
             slot_mapping=zeros,
             cu_seqlens_q=cu_seqlens_q,
@@ -272,7 +289,7 @@ class Worker:
             logits_indices=cu_seqlens_q[1:] - 1,
             read_slots=slots,
             write_slots=slots,
-            min_seqlen_q=min(query_lens),
+            prefills=(context_lens > 1).nonzero().flatten().int(),
             max_seqlen_q=max(query_lens),
             max_seqlen_k=self.max_model_len,
         )

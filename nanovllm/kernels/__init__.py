@@ -12,6 +12,7 @@ rounding. Each difference is about one unit in the last place.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from functools import cache, partial
 from importlib import import_module
@@ -21,9 +22,17 @@ import torch
 from torch import nn
 
 from nanovllm.backends import BACKENDS
+from nanovllm.batch import Batch
 from nanovllm.kernels.cuda.graphs import CudaGraphs, list_batch_sizes
-from nanovllm.kernels.self_test import check_backend, find_failure
+from nanovllm.kernels.self_test import (
+    Call,
+    check_backend,
+    check_output,
+    find_failure,
+    record_calls,
+)
 from nanovllm.layers.attention import Backend
+from nanovllm.transfers import copy_to
 
 
 def select_backend(
@@ -50,11 +59,17 @@ def select_backend(
             reason = str(error)
         if reason is None:
             if candidate == "torch" and reasons:
-                message = f"using plain torch attention, which is slow: {'; '.join(reasons)}"
-                print(f"nanovllm: {message}", file=sys.stderr)
+                kind = "which is slower with many or long sequences"
+                report_once(f"using plain torch attention, {kind}: {'; '.join(reasons)}")
             return backend, size
         reasons.append(f"attention_backend={candidate!r} cannot run here: {reason}")
     raise ValueError("; ".join(reasons))
+
+
+@cache
+def report_once(message: str) -> None:
+    """Print a message that is the same for all engines of this process."""
+    print(f"nanovllm: {message}", file=sys.stderr)
 
 
 class OptimizedLayer(nn.Module):
@@ -71,11 +86,20 @@ class OptimizedLayer(nn.Module):
         return True
 
 
-def kernelize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> list[str]:
+def kernelize(
+    model: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    run: Callable[[], object] | None = None,
+) -> list[str]:
     """Replace the layers of `model` by optimized subclasses, where there are any.
 
+    `run` calls the model for a self-test. An optimized layer that fails it is not used.
     Return the names of the replaced classes, in the order of the model.
     """
+    calls: list[Call] = []
+    if run is not None and find_optimized_layers(device.type, dtype):
+        calls = record_calls(model, run)
     names: list[str] = []
     # A layer comes before its parts, so that its optimized class can still convert these.
     for layer in model.modules():
@@ -90,7 +114,26 @@ def kernelize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> lis
                 names.append(original.__name__)
                 break
             layer.__class__ = original
+    for call in calls:
+        layer = call.run
+        if not isinstance(layer, OptimizedLayer):
+            continue
+        kind: type[nn.Module] = type(layer)
+        plain = layer.replaces
+        if not is_right(kind.__name__, plain.__name__, call):
+            for each in model.modules():
+                if type(each) is kind:
+                    each.__class__ = plain
     return list(dict.fromkeys(names))
+
+
+def is_right(name: str, plain: str, call: Call) -> bool:
+    """Return whether a call has the expected output. If not, print what replaces it, and why."""
+    reason = find_failure(partial(check_output, call))
+    if reason is not None:
+        message = f"{name} is replaced by {plain}, which is slower; please report this: {reason}"
+        print(f"nanovllm: {message}", file=sys.stderr)
+    return reason is None
 
 
 def require_known_fields(layer: nn.Module, kind: type, *known: str) -> None:
@@ -119,6 +162,7 @@ def capture_decode_steps(
     decoder: nn.Module,
     backend: Backend,
     kv_caches: list[torch.Tensor],
+    batch: Batch,
     max_num_seqs: int,
     block_table_width: int,
     max_seqlen_k: int,
@@ -126,6 +170,7 @@ def capture_decode_steps(
 ) -> CudaGraphs | None:
     """Capture CUDA graphs of `decoder` over these caches. Return None if that is not possible.
 
+    `batch` is a decode, for a self-test: a replay must match an eager step.
     A module whose shapes depend on the values of its input, such as the experts that are chosen,
     has SUPPORTS_CUDA_GRAPHS = False. With `only_largest`, one graph is captured, which needs most
     of the memory of all graphs.
@@ -137,4 +182,7 @@ def capture_decode_steps(
     sizes = list_batch_sizes(max_num_seqs)
     if only_largest:
         sizes = sizes[-1:]
-    return CudaGraphs(decoder, kv_caches, sizes, block_table_width, max_seqlen_k)
+    graphs = CudaGraphs(decoder, kv_caches, sizes, block_table_width, max_seqlen_k)
+    eager = decoder(copy_to(batch, kv_caches[0].device), kv_caches)
+    replay = Call(graphs.run, (batch,), eager)
+    return graphs if is_right("a CUDA graph", "eager steps", replay) else None

@@ -1,15 +1,21 @@
-"""Self-test of an attention backend: compares it with the torch backend in float32.
+"""Self-tests: compare attention backends, optimized layers and CUDA graphs with plain torch.
 
-K/V are random, their blocks are in random order, and the rest of the KV cache is NaN, so that a
-read out of bounds shows in the output. It runs when an engine starts on a GPU, because no machine
-can test the kernels for all others, and in `python -m nanovllm.kernels.bench`.
+They run when an engine starts on a GPU, because no machine can test the kernels for all others.
+What differs or fails is not used. `python -m nanovllm.kernels.bench` checks attention, too.
+
+For attention, K/V are random, their blocks are in random order, and the rest of the KV cache is
+NaN, so that a read out of bounds shows in the output. Layers get the inputs that they have in a
+step of the plain model.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from nanovllm.arithmetic import cdiv
 from nanovllm.batch import Batch
@@ -63,6 +69,54 @@ def check_backend(
         compare_with_torch(backend, shape, device, dtype, tolerance=0.2)
 
 
+class Call(NamedTuple):
+    run: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    expected: Tensor
+
+
+@torch.inference_mode()
+def record_calls(model: nn.Module, run: Callable[[], object]) -> list[Call]:
+    """Return the first call of each class of layers in `run()`, those of parts before the whole.
+
+    Arguments are copied before the call, which can write to them.
+    """
+    inputs: dict[type, tuple[Any, ...]] = {}
+    calls: dict[type, Call] = {}
+
+    def begin(layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if type(layer) not in inputs:
+            inputs[type(layer)] = deepcopy(args)
+
+    def end(layer: nn.Module, _: tuple[Any, ...], output: Tensor) -> None:
+        calls.setdefault(type(layer), Call(layer, inputs[type(layer)], output))
+
+    handles = []
+    for layer in model.modules():
+        handles += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)]
+    run()
+    for handle in handles:
+        handle.remove()
+    return list(calls.values())
+
+
+@torch.inference_mode()
+def check_output(call: Call) -> None:
+    """Raise RuntimeError if a call has another output, up to what rounding explains.
+
+    Rounding can change a few token ids.
+    """
+    expected = call.expected
+    output = call.run(*call.args)
+    if expected.is_floating_point():
+        error = (output.float() - expected.float()).norm() / expected.float().norm()
+    else:
+        error = (output != expected).float().mean()
+    tolerance = 0.01 if expected.dtype == torch.float32 else 0.1
+    if not error.item() <= tolerance:  # also if it is NaN
+        raise RuntimeError(f"the error is {error.item():.2g} (tolerance {tolerance})")
+
+
 def make_batch(shape: Shape, random: torch.Generator) -> Batch:
     """Make a batch in random blocks of a pool that is twice as large as needed.
 
@@ -88,7 +142,7 @@ def make_batch(shape: Shape, random: torch.Generator) -> Batch:
         logits_indices=cu_seqlens_q[1:] - 1,
         read_slots=torch.zeros_like(seq_indices[1:]),
         write_slots=torch.zeros_like(seq_indices[1:]),
-        min_seqlen_q=shape.query_len,
+        prefills=seq_indices[: shape.num_seqs if shape.query_len > 1 else 0],
         max_seqlen_q=shape.query_len,
         max_seqlen_k=shape.context_len,
     )

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -18,7 +19,7 @@ from conftest import (
 from nanovllm import LLM, SamplingParams
 from nanovllm.arithmetic import cdiv
 from nanovllm.backends import BACKENDS
-from nanovllm.engine.model_runner import BlockTables, ModelRunner
+from nanovllm.engine.model_runner import ModelRunner
 
 
 def list_ways(dtype):
@@ -122,8 +123,8 @@ def test_low_precision_logprobs(tmp_path, dtype, way):
 
 def test_a_batch_looks_as_drawn_in_batch_py():
     """A prompt of 3 tokens, a decode at position 7, and the last chunk of a prompt of 6 tokens."""
-    tables = BlockTables(num_lanes=3, max_blocks=4, block_size=4)
-    tables.rows[1, :2] = [2, 6]  # copied when an earlier step entered the block
+    tables = np.zeros((3, 4), np.int32)
+    tables[1, :2] = [2, 6]  # copied when an earlier step entered the block
     runner = SimpleNamespace(block_tables=tables, block_size=4)
     seqs = []
     plans = [(0, 3, [5], 1, 2), (7, 1, [2, 6], 4, 4), (4, 2, [1, 9], 3, 3)]
@@ -151,9 +152,43 @@ def test_a_batch_looks_as_drawn_in_batch_py():
         logits_indices=[2, 3, 5],
         read_slots=[1, 4, 3],
         write_slots=[2, 4, 3],
-        min_seqlen_q=1,
+        prefills=[0, 2],
         max_seqlen_q=3,
         max_seqlen_k=8,
     )
     for name, value in vars(batch).items():
         assert torch.as_tensor(value).tolist() == expected[name], name
+
+
+def test_decodes_alone_are_flattened_as_beside_a_chunk():
+    """A step of decodes takes a faster path."""
+
+    def prepare(lanes):
+        tables = np.array([[3, 8, 0], [2, 6, 0], [1, 5, 9], [7, 0, 0]], np.int32)
+        runner = SimpleNamespace(block_tables=tables, block_size=4)
+        seqs = []
+        for lane in lanes:
+            block_table = [[3, 8], [2, 6, 4], [1, 5, 9], [7]][lane]
+            num_computed, num_scheduled = [(5, 1), (8, 1), (11, 1), (0, 3)][lane]
+            seqs.append(
+                SimpleNamespace(
+                    lane=lane,
+                    token_ids=range(100 * lane, 100 * lane + 12),
+                    block_table=block_table,
+                    num_computed_tokens=num_computed,
+                    num_scheduled_tokens=num_scheduled,
+                    num_logits=1,
+                )
+            )
+        return ModelRunner.prepare_batch(runner, seqs)
+
+    alone, beside = prepare([0, 1, 2]), prepare([0, 1, 2, 3])
+    assert alone.block_tables.tolist() == [[3, 8, 0], [2, 6, 4], [1, 5, 9]]
+    assert alone.slot_mapping.tolist() == [8 * 4 + 1, 4 * 4, 9 * 4 + 3]
+    for name, value in vars(alone).items():
+        if isinstance(value, torch.Tensor):
+            expected = getattr(beside, name)
+            assert value.dtype == expected.dtype, name
+            assert name == "prefills" or torch.equal(value, expected[: len(value)]), name
+    assert len(alone.prefills) == 0
+    assert (alone.max_seqlen_q, alone.max_seqlen_k) == (1, beside.max_seqlen_k)

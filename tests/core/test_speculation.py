@@ -312,7 +312,7 @@ def test_costs_of_steps_are_measured(monkeypatch):
             context_cost = 0.01 * seq.num_scheduled_tokens * len(seq.token_ids)
             clock[0] += 10.0 + seq.num_scheduled_tokens + context_cost
 
-    costs = measure_costs(run, 4, 3, 100, 64)
+    costs = measure_costs(run, 4, 3, 100, 64, block_size=4)
     assert costs.plain == pytest.approx([11.01 * n for n in range(4)])
     assert len(costs.drafts) == 1 + 3 * (1 + 4)
     assert costs.drafts[2] == pytest.approx(10 + 2 * 1.02)  # two tokens of one sequence

@@ -38,7 +38,7 @@ def test_padding_rows_read_and_write_nothing():
     for tensor in (batch.input_ids, batch.positions, batch.slot_mapping):
         tensor.copy_(torch.randint(99, (3,)))
     sizes = {"num_tokens": 8, "num_seqs": 8, "num_seqs + 1": 9, "num_seqs, max_blocks": 8 * 5}
-    sizes |= {"num_logits": 8, "min_seqlen_q": 1, "max_seqlen_q": 1, "max_seqlen_k": 99}
+    sizes |= {"num_logits": 8, "num_prefills": 0, "max_seqlen_q": 1, "max_seqlen_k": 99}
     padded = unpack(pack_padded(batch, sizes), sizes)
     for name in ("input_ids", "positions", "slot_mapping", "context_lens", "logits_indices"):
         padding = -1 if name == "slot_mapping" else 0

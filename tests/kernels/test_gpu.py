@@ -1,7 +1,10 @@
-"""The engine on a GPU: its tokens, its host synchronizations and its memory.
+"""The engine on a GPU: its tokens and its memory.
 
-Attention, layers and CUDA graphs have tests of their own, which use a GPU where there is one.
+Attention, layers, CUDA graphs and host synchronizations have tests of their own, which use a GPU
+where there is one.
 """
+
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -140,54 +143,19 @@ def test_engines_on_the_first_and_the_last_gpu_are_independent(make_llm, expecte
     assert generate_ids(llms[1], PROMPTS, GREEDY) == expected
 
 
+def test_graphs_are_captured_while_another_engine_runs(make_llm, expected):
+    """A capture must not fail because another thread allocates memory."""
+    llm = make_llm(**POOL)
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(generate_ids, llm, PROMPTS * 20, GREEDY)
+        assert generate_ids(make_llm(**POOL), PROMPTS, GREEDY) == expected
+        assert running.result() == expected * 20
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_ranks_match_transformers(tiny, expected):
     with LLM(tiny[0], tensor_parallel_size=2, **POOL) as llm:
         assert generate_ids(llm, PROMPTS, GREEDY) == expected
-
-
-@graphs_and_eager
-@pytest.mark.parametrize(
-    "params, num_reads",
-    [(SAMPLED[0], 1), (SAMPLED[2], 1), (GREEDY, 1), (SAMPLED[3], 1), (SAMPLED[4], 5)],
-    ids=["sampled", "filtered", "greedy", "penalties", "logprobs"],
-)
-def test_a_step_synchronizes_the_host_once(make_llm, monkeypatch, enforce_eager, params, num_reads):
-    """To read the tokens, and the four columns of log probabilities. torch raises at any other."""
-    llm = make_llm(**POOL, enforce_eager=enforce_eager)
-    set_mode = torch.cuda.set_sync_debug_mode
-    tolist = torch.Tensor.tolist
-    reads = []
-
-    def read(tensor):
-        mode = torch.cuda.get_sync_debug_mode()
-        set_mode("default")
-        if tensor.is_cuda:
-            reads.append(tensor)
-        numbers = tolist(tensor)
-        set_mode(mode)
-        return numbers
-
-    def forbid_waiting(function):
-        def call(*args):
-            set_mode("error")
-            try:
-                return function(*args)
-            finally:
-                set_mode("default")
-
-        return call
-
-    monkeypatch.setattr(torch.Tensor, "tolist", read)
-    for name in ("run", "sample"):
-        call = getattr(llm.model_runner, name)
-        monkeypatch.setattr(llm.model_runner, name, forbid_waiting(call))
-    for prompt in PROMPTS:
-        llm.add_request(prompt, params)
-    while not llm.is_finished():
-        reads.clear()
-        llm.step()
-        assert len(reads) == num_reads
 
 
 @graphs_and_eager

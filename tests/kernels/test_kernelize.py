@@ -128,7 +128,7 @@ def test_the_check_at_start_finds_wrong_kernels(monkeypatch):
     backend._prepare.cache_clear()
 
 
-def test_auto_skips_a_backend_that_fails_on_this_gpu(monkeypatch, capfd):
+def test_auto_skips_a_backend_that_fails_on_this_gpu(monkeypatch, capfd, forget_kernels):
     """For example a wheel that was not built for it. Requested by name, it raises an error."""
 
     def fail(*_):
@@ -150,10 +150,23 @@ def test_auto_skips_a_backend_that_fails_on_this_gpu(monkeypatch, capfd):
         kernels.select_backend("triton", *gpu_model)
 
 
+@needs_triton
+def test_small_blocks_on_a_gpu_are_explained_once(monkeypatch, capfd, forget_kernels):
+    """As those of the two engines in example.py."""
+    monkeypatch.setitem(sys.modules, BACKENDS["flash_attn"].module, None)
+    gpu_model = (torch.device("cuda"), torch.bfloat16, 64, 4)
+    for _ in range(2):
+        assert kernels.select_backend("auto", *gpu_model) == (torch_backend, 4)
+    messages = capfd.readouterr().err
+    assert messages.count("plain torch attention, which is slower with many or long") == 1
+    assert "kvcache_block_size must be a power of two and at least 16, not 4" in messages
+
+
 @pytest.fixture
 def forget_kernels():
     """Clear the caches of what works here, before and after the test."""
-    cached = [library.reason_unavailable, library.load, kernels.find_optimized_layers]
+    cached = [library.reason_unavailable, library.load]
+    cached += [kernels.find_optimized_layers, kernels.report_once]
     for function in cached:
         function.cache_clear()
     yield
@@ -177,7 +190,7 @@ def test_without_a_compiler_the_engine_uses_torch(
     llm = make_llm(device="cpu")
     assert llm.model_runner.executor.worker.backend is torch_backend
     messages = capfd.readouterr().err
-    assert "plain torch attention, which is slow:" in messages
+    assert "plain torch attention, which is slower" in messages
     assert "plain torch layers, which are slow:" in messages
     assert "no-such-compiler" in messages
     prompt = random_prompt(0, 9)

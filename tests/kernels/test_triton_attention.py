@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import DEVICE
+from conftest import DEVICE, make_batch
 from kernel_helpers import SCALE, make_step
 
 from nanovllm.layers import attention as torch_backend
@@ -23,13 +23,31 @@ def test_padding_rows_of_a_cuda_graph_are_harmless(monkeypatch):
     torch.testing.assert_close(output[[0, 2]], expected[[0, 2]], atol=5e-6, rtol=0)
 
 
-@pytest.mark.parametrize("head_dim, is_decode", [(16, False), (20, True), (32, False)])
-def test_16_bit_tiles_are_at_least_64_wide(head_dim, is_decode):
-    """Some releases of Triton fault on Hopper with tiles of 32."""
+def test_decodes_beside_a_prompt_add_no_tiles(monkeypatch):
+    """The 64 tokens of the prompt are one tile of each KV head, and another one can be empty."""
+    grids = []
+    monkeypatch.setattr(
+        triton_backend.Launch, "__call__", lambda _, grid, *args: grids.append(grid)
+    )
+    query = torch.empty(255 + 64, 16, 128, dtype=torch.float16)
+    kv_cache = torch.empty(2, 1, 16, 8, 128, dtype=torch.float16)
+    tables = torch.zeros(256, 4, dtype=torch.int32)
+    batch = make_batch([1] * 200 + [64] + [1] * 55, [64] * 256, tables)
+    triton_backend.attend(query, kv_cache, batch, SCALE)
+    assert grids == [(8, 256, 1), (16, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    "head_dim, is_decode", [(16, False), (20, True), (32, False), (130, False), (256, True)]
+)
+def test_16_bit_tiles_are_not_of_32(head_dim, is_decode):
+    """Some releases of Triton fault with them on Hopper."""
     shape = (4, 2, head_dim, 16, True)
     kernels = triton_backend._prepare(is_decode, DEVICE, torch.float16, *shape)
-    assert kernels.attend.constants["D"] == 64
-    assert kernels.combine.constants["D"] == 64
+    width = 64 if head_dim <= 64 else 256
+    assert kernels.attend.constants["D"] == width
+    assert kernels.attend.constants["N"] != 32
+    assert kernels.combine.constants["D"] == width
 
 
 @pytest.mark.parametrize(

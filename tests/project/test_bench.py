@@ -264,4 +264,5 @@ def test_wrong_kernels_are_detected(query_len, dtype, name, kernel, complaint):
 def test_decodes_and_prefills_are_timed_apart(query_len):
     """Triton has a kernel for decodes and one for longer queries. A batch launches one of them."""
     batch = make_batch(Shape(2, 40, query_len, *QWEN3_HEADS, block_size=16), torch.Generator())
-    assert batch.min_seqlen_q == batch.max_seqlen_q == query_len
+    assert batch.max_seqlen_q == query_len
+    assert len(batch.prefills) == (2 if query_len > 1 else 0)

@@ -95,9 +95,10 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
     """
     query = query.contiguous()
     output = torch.empty_like(query)
-    if batch.min_seqlen_q == 1:
+    num_prefills = len(batch.prefills)
+    if num_prefills < len(batch.context_lens):
         _attend(query, kv_cache, batch, scale, output, is_decode=True)
-    if batch.max_seqlen_q > 1:
+    if num_prefills > 0:
         _attend(query, kv_cache, batch, scale, output, is_decode=False)
     return output
 
@@ -109,6 +110,7 @@ def _attend(
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = kv_cache.shape[2:4]
     num_seqs = len(batch.context_lens)
+    num_prefills = len(batch.prefills)
     kernels = _prepare(
         is_decode,
         query.device,
@@ -129,7 +131,8 @@ def _attend(
         # KV heads come first, so that programs that run together read adjacent memory.
         grid = (num_kv_heads, num_seqs, num_splits)
     else:
-        max_tiles = num_tokens // kernels.tokens + num_seqs
+        num_decodes = num_seqs - num_prefills
+        max_tiles = (num_tokens - num_decodes) // kernels.tokens + num_prefills
         grid = (max_tiles * num_kv_heads, 1, 1)
     if num_splits > 1:
         shape = (num_seqs, num_heads, num_splits, head_dim)
@@ -145,9 +148,10 @@ def _attend(
         batch.cu_seqlens_q,
         batch.context_lens,
         batch.block_tables,
+        batch.prefills,
         scale * _LOG2_E,
         batch.block_tables.stride(0),
-        num_seqs,
+        num_prefills,
         num_splits,
     )
     if num_splits > 1:
@@ -226,7 +230,10 @@ def _choose_tile(is_decode: bool, dim: int, dtype: torch.dtype, major: int) -> _
         return _Tile(rows=16, tokens=tokens, num_warps=4, num_stages=3)
     # Hopper and Blackwell (wgmma, tcgen05) multiply with K/V from shared memory, others from
     # registers.
-    numbers_per_tile = 8192 if major in (9, 10) else 4096
+    is_recent = major in (9, 10)
+    if is_recent and dim > 128:  # not 32 tokens, because of the faults that _prepare avoids
+        return _Tile(rows=64, tokens=64, num_warps=8, num_stages=3)
+    numbers_per_tile = 8192 if is_recent else 4096
     rows = 128 if dim <= 128 else 64
     # With fewer than 5 stages the next tile is not fetched ahead, because it waits for its entries
     # of the block table.

@@ -18,8 +18,13 @@ from triton.language import constexpr
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_seqs", "num_splits"],
-    do_not_specialize_on_alignment=["cu_seqlens_ptr", "context_lens_ptr", "tables_ptr"],
+    do_not_specialize=["table_stride", "num_prefills", "num_splits"],
+    do_not_specialize_on_alignment=[
+        "cu_seqlens_ptr",
+        "context_lens_ptr",
+        "tables_ptr",
+        "prefills_ptr",
+    ],
 )
 def attend_kernel(
     # The layer: queries and output [num_tokens, num_heads, head_dim], and its KV cache.
@@ -34,9 +39,10 @@ def attend_kernel(
     cu_seqlens_ptr,
     context_lens_ptr,
     tables_ptr,
+    prefills_ptr,
     scale,
     table_stride,
-    num_seqs,
+    num_prefills,
     num_splits,
     # The kind of queries, and the shape of the model.
     IS_DECODE: constexpr,
@@ -58,7 +64,9 @@ def attend_kernel(
         split = tl.program_id(2)
         tile = 0
     else:
-        kv_head, seq, tile = _find_tile(cu_seqlens_ptr, num_seqs, NUM_KV_HEADS, TOKENS)
+        kv_head, seq, tile = _find_tile(
+            cu_seqlens_ptr, prefills_ptr, num_prefills, NUM_KV_HEADS, TOKENS
+        )
         split = 0
     query_start = tl.load(cu_seqlens_ptr + seq)
     query_len = tl.load(cu_seqlens_ptr + seq + 1) - query_start
@@ -184,32 +192,41 @@ def _attend_to_tile(
 
 
 @triton.jit
-def _find_tile(cu_seqlens_ptr, num_seqs, NUM_KV_HEADS: constexpr, TOKENS: constexpr):
+def _find_tile(
+    cu_seqlens_ptr, prefills_ptr, num_prefills, NUM_KV_HEADS: constexpr, TOKENS: constexpr
+):
     """Return this program's KV head, its sequence, and the index of its tile in the sequence.
 
-    The host does not know the tiles of each sequence. The tiles of sequence i are therefore counted
-    from cu_seqlens[i] // TOKENS + i, which leaves room for an incomplete tile of every sequence.
-    With TOKENS = 4 and queries of 3, 6 and 1 tokens, cu_seqlens is 0, 3, 9, 10:
+    The batch does not list tiles. Those of prefill i are counted from num_tokens // TOKENS + i,
+    where num_tokens are the tokens of the prefills before it. This leaves room for an incomplete
+    tile of every prefill. With TOKENS = 4 and queries of 3, 1 and 6 tokens:
 
-        sequence   0    1        2
-        first tile 0    1        4
-        tiles      0  | 1  2  3 | 4        tile 3 has no token
+        prefill    0    1
+        sequence   0    2
+        tiles      0  | 1  2  3        tile 3 has no token
 
     The last tiles of the batch come first. They attend to the longest contexts, and a long program
     that starts late would leave the rest of the GPU idle.
     """
     index = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
-    # The last sequence whose first tile is at or before `index` is between low and high.
+    # The last prefill whose first tile is at or before `index` is between low and high.
     low = 0
-    high = num_seqs - 1
+    high = num_prefills - 1
     while low < high:
         middle = (low + high + 1) // 2
-        if tl.load(cu_seqlens_ptr + middle) // TOKENS + middle <= index:
+        if _find_first_tile(cu_seqlens_ptr, prefills_ptr, middle, TOKENS) <= index:
             low = middle
         else:
             high = middle - 1
-    tile = index - tl.load(cu_seqlens_ptr + low) // TOKENS - low
-    return tl.program_id(0) % NUM_KV_HEADS, low, tile
+    tile = index - _find_first_tile(cu_seqlens_ptr, prefills_ptr, low, TOKENS)
+    return tl.program_id(0) % NUM_KV_HEADS, tl.load(prefills_ptr + low), tile
+
+
+@triton.jit
+def _find_first_tile(cu_seqlens_ptr, prefills_ptr, prefill, TOKENS: constexpr):
+    seq = tl.load(prefills_ptr + prefill)
+    num_decodes = seq - prefill  # before it, of a token each
+    return (tl.load(cu_seqlens_ptr + seq) - num_decodes) // TOKENS + prefill
 
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["cu_seqlens_ptr"])

@@ -144,6 +144,7 @@ def rotate_and_store(
         HAS_NORM=q_norm is not None,
         HEADS=heads,
         BLOCK=block,
+        num_warps=8,  # with 4, heads would spill, or go through shared memory
     )
     launch(
         (num_tokens, triton.cdiv(num_all_heads, heads), 1),

@@ -1,0 +1,140 @@
+"""What is wrong on a GPU is found at the start of an engine, and plain torch takes its place."""
+
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import generate_ids, greedy, make_batch, random_prompt
+from kernel_helpers import CPU, make_spec, needs_triton, quantize, randomize, triton_layers
+
+from nanovllm import kernels
+from nanovllm.kernels import OptimizedLayer, kernelize
+from nanovllm.kernels.cuda import graphs
+from nanovllm.kernels.self_test import Call
+from nanovllm.layers import attention as torch_backend
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.quantized import QuantizedColumnParallelLinear, QuantizedRowParallelLinear
+from nanovllm.layers.sampler import Sampler
+from nanovllm.models.decoder import MLP, Attention, DecoderLayers
+from nanovllm.models.quantization import INT8
+
+LINEAR = {QuantizedColumnParallelLinear, QuantizedRowParallelLinear}
+LAYERS = {RMSNorm, MLP, Attention, DecoderLayers, *LINEAR}
+
+
+def add_one(layer, *args):
+    return layer.replaces.forward(layer, *args) + 1
+
+
+def make_nan(layer, *args):
+    return layer.replaces.forward(layer, *args) * torch.nan
+
+
+def fail(layer, *args):
+    raise RuntimeError("an illegal memory access was encountered")
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """An optimized subclass for each layer, which computes what the layer does."""
+    kernels.report_once.cache_clear()
+    found = {}
+    for layer in (*LAYERS, Sampler):
+        members = {"replaces": layer, "forward": layer.forward}
+        found[layer] = type(f"Fast{layer.__name__}", (OptimizedLayer, layer), members)
+    monkeypatch.setattr(kernels, "find_optimized_layers", lambda *_: list(found.values()))
+    yield found
+    kernels.report_once.cache_clear()
+
+
+def make_model(backend):
+    """A model with quantized layers, and a function that computes a prompt."""
+    model = randomize(make_spec(torch.float32, qk_norm=True).make_model(backend))
+    quantize(model, INT8)
+    caches = [torch_backend.make_cache(1, 16, 1, 16, torch.float32, CPU) for _ in range(2)]
+    batch = make_batch([9], [9], torch.zeros(1, 1, dtype=torch.int32))
+    for tensor in (batch.input_ids, batch.positions, batch.slot_mapping):
+        tensor.copy_(torch.arange(9))
+    return model, lambda: model(batch, caches)
+
+
+@pytest.mark.parametrize("wrong", [add_one, make_nan, fail])
+@pytest.mark.parametrize("layer", sorted(LAYERS, key=str))
+def test_a_wrong_layer_is_replaced(stand_ins, capfd, layer, wrong):
+    model, run = make_model(torch_backend)
+    expected = run()
+    stand_ins[layer].forward = wrong
+    kernelize(model, CPU, torch.float32, run)
+    classes = {type(each) for each in model.modules()}
+    assert classes & LAYERS == {layer}
+    assert classes >= {stand_ins[other] for other in LAYERS - {layer}}
+    torch.testing.assert_close(run(), expected)
+    (message,) = capfd.readouterr().err.splitlines()
+    assert f"{stand_ins[layer].__name__} is replaced by {layer.__name__}" in message
+    assert "report" in message
+
+
+def test_a_layer_that_does_not_store_keys_and_values_is_wrong(stand_ins, capfd, monkeypatch):
+    def forget(layer, *args):
+        monkeypatch.setattr(layer.backend, "store_kvcache", lambda *_: None)
+        return Attention.forward(layer, *args)
+
+    model, run = make_model(SimpleNamespace(**vars(torch_backend)))
+    stand_ins[Attention].forward = forget
+    kernelize(model, CPU, torch.float32, run)
+    assert "FastAttention is replaced by Attention" in capfd.readouterr().err
+
+
+@needs_triton
+def test_the_kernels_for_gpus_pass(monkeypatch, capfd):
+    layers = triton_layers()
+    monkeypatch.setattr(kernels, "find_optimized_layers", lambda *_: layers.OPTIMIZED_LAYERS)
+    model, run = make_model(import_module("nanovllm.kernels.cuda.attention"))
+    kernelize(model, CPU, torch.float32, run)
+    assert {type(each) for each in model.modules()}.isdisjoint(LAYERS)
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [add_one, fail])
+def test_an_engine_replaces_a_wrong_sampler(make_llm, stand_ins, capfd, wrong):
+    """With the inputs that an engine has for its self-tests on a GPU."""
+    llm = make_llm(device="cpu", enable_kernels=False)
+    runner = llm.model_runner
+    worker = runner.executor.worker
+    expected = generate_ids(llm, random_prompt(0, 9), greedy(5))
+    capfd.readouterr()
+    kernelize(worker.model, CPU, torch.float32, worker._compute_block)
+    kernelize(runner.sampler, CPU, torch.float32, runner._sample_dummies)
+    assert isinstance(runner.sampler, stand_ins[Sampler])
+    assert not capfd.readouterr().err
+    runner.sampler.__class__ = Sampler
+    stand_ins[Sampler].forward = wrong
+    kernelize(runner.sampler, CPU, torch.float32, runner._sample_dummies)
+    assert type(runner.sampler) is Sampler
+    assert "FastSampler is replaced by Sampler" in capfd.readouterr().err
+    assert generate_ids(llm, random_prompt(0, 9), greedy(5)) == expected
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_wrong_graphs_are_not_used(monkeypatch, capfd, is_wrong):
+    """A stand-in for a graph computes again, or leaves what the capture computed."""
+    kernels.report_once.cache_clear()
+
+    def capture(step, *_):
+        output = step()
+        replay = (lambda: None) if is_wrong else (lambda: output.copy_(step()))
+        return SimpleNamespace(replay=replay), output
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    embedding = torch.nn.Embedding(2, 8).requires_grad_(False)
+
+    def decoder(batch, kv_caches):
+        return embedding(batch.input_ids)
+
+    captured = graphs.CudaGraphs(decoder, [torch.zeros(1)], [1, 2], 1, 16)
+    batch = make_batch([1], [1], torch.zeros(1, 1, dtype=torch.int32))
+    batch.input_ids.fill_(1)
+    call = Call(captured.run, (batch,), decoder(batch, []))
+    assert kernels.is_right("a CUDA graph", "eager steps", call) != is_wrong
+    assert ("replaced by eager steps" in capfd.readouterr().err) == is_wrong
