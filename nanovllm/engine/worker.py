@@ -110,7 +110,9 @@ class Worker:
         order = torch.arange(num_tokens, dtype=torch.int32, device="cpu")
         batch = self._make_dummy_batch([num_tokens])
         batch = replace(batch, input_ids=order, positions=order, slot_mapping=order)
-        caches = self.spec.make_caches(self.backend, 1, self.block_size, self.device, self.tp)
+        # One block, and one slot of states, which a dummy batch reads and writes.
+        sizes = (1, self.block_size, 1)
+        caches = self.spec.make_caches(self.backend, *sizes, self.device, self.tp)
         self.model(copy_to(batch, self.device), caches)
 
     @property

@@ -108,18 +108,18 @@ def kernelize(
             if candidate.replaces is not original:
                 continue
             layer.__class__ = candidate
-            optimized = cast(OptimizedLayer, layer)
-            optimized.dtype = dtype
-            if optimized.convert():
+            converted = cast(OptimizedLayer, layer)
+            converted.dtype = dtype
+            if converted.convert():
                 names.append(original.__name__)
                 break
             layer.__class__ = original
     for call in calls:
-        layer = call.run
-        if not isinstance(layer, OptimizedLayer):
+        optimized = call.run
+        if not isinstance(optimized, OptimizedLayer):
             continue
-        kind: type[nn.Module] = type(layer)
-        plain = layer.replaces
+        kind: type[nn.Module] = type(optimized)
+        plain = optimized.replaces
         if not is_right(kind.__name__, plain.__name__, call):
             for each in model.modules():
                 if type(each) is kind:
