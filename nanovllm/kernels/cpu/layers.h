@@ -2,7 +2,8 @@
 #pragma once
 #include "team.h"
 
-static float mean_square(const T* x, int64_t size) {
+template <class Number>
+static float mean_square(const Number* x, int64_t size) {
     Vector squares = {};
     for (int64_t i = 0; i < size; i += LANES)
         squares += widen(x + i, size - i) * widen(x + i, size - i);

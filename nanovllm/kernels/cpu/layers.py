@@ -9,6 +9,7 @@ from torch import Tensor
 from nanovllm.batch import Filters, Noise
 from nanovllm.kernels import OptimizedLayer, has_known_code, require_known_fields
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
+from nanovllm.kernels.cpu.gated_delta import FastGatedDeltaRule
 from nanovllm.kernels.cpu.library import call, load, reason_unavailable
 from nanovllm.kernels.cpu.prepacked import (
     PrepackedColumnParallelLinear,
@@ -146,6 +147,7 @@ OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     FastAttention,
     FastMLP,
     FastSampler,
+    FastGatedDeltaRule,
     FusedLayers,
     PrepackedColumnParallelLinear,
     PrepackedRowParallelLinear,

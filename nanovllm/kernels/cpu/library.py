@@ -35,6 +35,7 @@ SIGNATURES = {  # parameters of the functions in kernels.cpp: pointer, int64_t o
     "cos_and_sin": "PPFPPII",
     "rotary": "PPPPPIIIIIF",
     "silu_and_mul": "PPII",
+    "gated_delta_rule": "PPPPPIIIIPPPPIP",
     "filter_logits": "PIPPPPPPIII",
     "sample": "PIPPPPII",
 }
