@@ -69,25 +69,44 @@ static void normalize(float* rows, int64_t num_rows, int64_t dim, float length) 
     }
 }
 
-// Compute one token with COLUMNS columns of S, which are adjacent in memory.
-static void advance(float* columns, const float* query, const float* key, const float* value,
-                    float beta, float decay, int64_t key_dim, float* output) {
+// Up to COLUMNS columns of S. Rows are `stride` apart.
+struct Columns {
+    float* numbers;
+    int64_t stride;
+};
+
+// Compute one token with `num` columns of S, which are read from `old` and written to `updated`.
+// WHOLE means that they are COLUMNS.
+template <bool WHOLE>
+static void advance(const Columns& old, const Columns& updated, int64_t num, const float* query,
+                    const float* key, const float* value, float beta, float decay, int64_t key_dim,
+                    float* output) {
+    auto read = [=](int64_t row, int64_t i) {
+        const float* from = old.numbers + row * old.stride + i;
+        return WHOLE ? load(from) : widen(from, num - i);
+    };
     Vector found[2][COLUMN_VECTORS] = {};  // S^T k, of even and of odd rows
     for (int64_t row = 0; row < key_dim; row += 2)
         for (int i = 0; i < 2; i++)
             for (int v = 0; v < COLUMN_VECTORS; v++)
-                found[i][v] += load(columns + (row + i) * COLUMNS + v * LANES) * key[row + i];
+                found[i][v] += read(row + i, v * LANES) * key[row + i];
     Vector u[COLUMN_VECTORS];
     for (int v = 0; v < COLUMN_VECTORS; v++)
         u[v] = beta * (load(value + v * LANES) - decay * (found[0][v] + found[1][v]));
     Vector sums[COLUMN_VECTORS] = {};
-    for (int64_t row = 0; row < key_dim; row++)
+    for (int64_t row = 0; row < key_dim; row++) {
+        float k = key[row];  // read before the stores, which the compiler expects to change it
+        float q = query[row];
         for (int v = 0; v < COLUMN_VECTORS; v++) {
-            float* s = columns + row * COLUMNS + v * LANES;
-            Vector updated = decay * load(s) + key[row] * u[v];
-            narrow(updated, s);
-            sums[v] += updated * query[row];
+            Vector s = decay * read(row, v * LANES) + k * u[v];
+            float* to = updated.numbers + row * updated.stride + v * LANES;
+            if (WHOLE)
+                narrow(s, to);
+            else
+                narrow(s, to, num - v * LANES);
+            sums[v] += s * q;
         }
+    }
     for (int v = 0; v < COLUMN_VECTORS; v++) narrow(sums[v], output + v * LANES);
 }
 
@@ -118,7 +137,7 @@ extern "C" void gated_delta_rule(const DeltaRule* rule_pointer, const T* qkv, co
         int64_t key_head = task % rule.num_key_heads;
         int64_t start = cu_seqlens_q[seq];
         int64_t num_tokens = cu_seqlens_q[seq + 1] - start;
-        const float* old_state = states + read_slots[seq] * state_size;
+        float* old_state = states + read_slots[seq] * state_size;
         float* new_state = states + write_slots[seq] * state_size;
         Channels channels{qkv + start * qkv_stride, qkv_stride, old_state + state_size,
                           num_channels};
@@ -132,7 +151,7 @@ extern "C" void gated_delta_rule(const DeltaRule* rule_pointer, const T* qkv, co
 
         for (int64_t first = 0; first < num_tokens; first += TOKENS_AT_ONCE) {
             int64_t size = std::min(TOKENS_AT_ONCE, num_tokens - first);
-            const float* old_matrices = first > 0 ? new_state : old_state;
+            float* old_matrices = first > 0 ? new_state : old_state;
             int64_t channel = key_head * key_dim;
             channels.convolve(first, size, channel, key_dim, rule.conv_weight, conv_size, query,
                               padded_key);
@@ -153,20 +172,19 @@ extern "C" void gated_delta_rule(const DeltaRule* rule_pointer, const T* qkv, co
                     decays[i] = expf(-expf(rule.A_log[head]) * softplus);
                 }
                 for (int64_t column = 0; column < value_dim; column += COLUMNS) {
-                    int64_t offset = head * matrix_size + column;
                     int64_t num = value_dim - column;
-                    for (int64_t row = 0; row < key_dim; row++)
-                        for (int64_t i = 0; i < COLUMNS; i += LANES)
-                            narrow(widen(old_matrices + offset + row * value_dim + i, num - i),
-                                   columns + row * COLUMNS + i, LANES);
-                    for (int64_t i = 0; i < size; i++)
-                        advance(columns, query + i * padded_key, key + i * padded_key,
+                    auto compute = num < COLUMNS ? advance<false> : advance<true>;
+                    Columns cached{columns, COLUMNS};
+                    Columns from{old_matrices + head * matrix_size + column, value_dim};
+                    for (int64_t i = 0; i < size; i++) {
+                        Columns to = cached;
+                        if (i == size - 1)
+                            to = {new_state + head * matrix_size + column, value_dim};
+                        compute(from, to, num, query + i * padded_key, key + i * padded_key,
                                 value + i * padded_value + column, betas[i], decays[i], key_dim,
                                 sums + i * padded_value + column);
-                    for (int64_t row = 0; row < key_dim; row++)
-                        for (int64_t i = 0; i < COLUMNS; i += LANES)
-                            narrow(load(columns + row * COLUMNS + i),
-                                   new_state + offset + row * value_dim + i, num - i);
+                        from = cached;
+                    }
                 }
                 for (int64_t i = 0; i < size; i++) {
                     const float* sum = sums + i * padded_value;
