@@ -17,8 +17,9 @@ model and its attention read it. Three sequences that compute 3, 1 and 2 tokens 
 `context_lens` counts the tokens that the last query token attends to, itself included. A slot of -1
 means that K/V are not stored. Entries of `block_tables` past the end of a context are not read.
 `logits_indices` selects the tokens whose logits are wanted. Layers with a recurrent state read that
-of a sequence from slot `read_slots` and write it to slot `write_slots` (engine/states.py). All tensors of a Batch are int32, so
-that it can be sent as one concatenated tensor.
+of a sequence from slot `read_slots` and write it to slot `write_slots`. Slot 0 is for padding
+(engine/states.py). All tensors of a Batch are int32, so that it can be sent as one concatenated
+tensor.
 
 packing.py iterates over the fields to send a batch to other ranks and to copy it into CUDA graphs.
 A new field therefore needs one line below, and one wherever a Batch is made. (A number, or a tensor
@@ -31,6 +32,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from torch import Tensor
+
+ZEROS = 1  # the slot of a state of zeros, which is never written
+FIRST_LANE = 2  # the slot of lane 0
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,10 @@ from nanovllm.engine.prompt_logprobs import ScoringModelRunner
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.speculation import SpeculativeScheduler, enable_speculation
+from nanovllm.engine.states import StatefulScheduler
 from nanovllm.engine.thread_safety import ThreadSafeEngine
 from nanovllm.messages import Message, prepare_messages
+from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.trace.recorder import TracedModelRunner, TracedScheduler
@@ -43,27 +45,35 @@ class LLM(ThreadSafeEngine):
     @takes(Config)
     def __init__(self, *args: Any, **options: Any) -> None:
         config = Config.from_options(*args, **options)
+        self.timeline = self.make_timeline(config)
+        try:
+            super().__init__(config)
+        except BaseException:
+            self._close_timeline()
+            raise
+        self.vocabulary = Vocabulary(self.tokenizer)
+        if isinstance(self.scheduler, StatefulScheduler):
+            self.scheduler.snapshot_slots = self.executor.worker.list_snapshot_slots()
+        if config.num_speculative_tokens:
+            enable_speculation(self)
+        if self.timeline is not None:
+            self.timeline.begin(self.scheduler, self.vocabulary, self._warnings.append)
+
+    def choose_classes(self, spec: ModelSpec) -> tuple[type[Scheduler], type[ModelRunner]]:
+        config = self.config
         policy = Scheduler if config.enable_chunked_prefill else PrefillFirstScheduler
         # Optional features are added as subclasses.
         scheduler_class: type[Scheduler] = policy
         model_runner_class: type[ModelRunner] = ScoringModelRunner
         if config.num_speculative_tokens:
             scheduler_class = type("Speculative", (SpeculativeScheduler, policy), {})
-        self.timeline = self.make_timeline(config)
+        if spec.count_slot_bytes() > 0:
+            scheduler_class = type("Stateful", (StatefulScheduler, scheduler_class), {})
         if self.timeline is not None:
             shared = {"timeline": self.timeline}
             scheduler_class = type("Traced", (TracedScheduler, scheduler_class), shared)
             model_runner_class = type("Traced", (TracedModelRunner,), shared)
-        try:
-            super().__init__(config, scheduler_class, model_runner_class)
-        except BaseException:
-            self._close_timeline()
-            raise
-        self.vocabulary = Vocabulary(self.tokenizer)
-        if config.num_speculative_tokens:
-            enable_speculation(self)
-        if self.timeline is not None:
-            self.timeline.begin(self.scheduler, self.vocabulary, self._warnings.append)
+        return scheduler_class, model_runner_class
 
     def make_timeline(self, config: Config) -> Timeline | None:
         return None if config.trace is None else TraceFile(config.trace)

@@ -36,6 +36,7 @@ from nanovllm.models.checkpoint import (
     read_tokenizer,
 )
 from nanovllm.models.config import read_spec
+from nanovllm.models.spec import ModelSpec
 from nanovllm.models.weights import find_dtype
 from nanovllm.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
@@ -53,12 +54,7 @@ class LLMEngine:
     Raises RuntimeError if another rank does not start.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        scheduler_class: type[Scheduler],
-        model_runner_class: type[ModelRunner],
-    ) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
         directory = find_checkpoint(os.fspath(config.model))
         hf_config = read_config(directory)
@@ -69,6 +65,7 @@ class LLMEngine:
         defaults = read_generation_defaults(directory)
         with naming(directory / "generation_config.json", ValueError, TypeError):
             default_params = SamplingParams(**defaults)
+        scheduler_class, model_runner_class = self.choose_classes(spec)
         self.model_runner = model_runner_class(config, spec, directory)
         self.executor = self.model_runner.executor
         worker = self.executor.worker
@@ -87,6 +84,10 @@ class LLMEngine:
         self.samples: dict[int, list[Request]] = {}  # request id -> its unfinished samples
         self._inbox: Inbox = {}  # for requests of add_request
         self._warnings = deque[str]()  # to be issued after the step
+
+    def choose_classes(self, spec: ModelSpec) -> tuple[type[Scheduler], type[ModelRunner]]:
+        """Subclasses of LLMEngine add optional features here."""
+        return Scheduler, ModelRunner
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a prompt and return its request id. The ids of n samples are consecutive.

@@ -84,8 +84,7 @@ class ModelRunner:
             kernels.kernelize(self.sampler, self.device, spec.dtype)
         with undisturbed(self.device):  # CUDA graphs record these settings
             self.executor.call(self._start_worker)
-        # A running sequence holds at least one block.
-        self.num_lanes = min(config.max_num_seqs, worker.num_blocks)
+        self.num_lanes = worker.num_lanes
         self.block_tables = BlockTables(self.num_lanes, worker.block_table_width, self.block_size)
 
     def _start_worker(self) -> None:
@@ -142,6 +141,8 @@ class ModelRunner:
         starts = np.array([seq.num_computed_tokens for seq in seqs], np.int32)
         query_lens = np.array([seq.num_scheduled_tokens for seq in seqs], np.int32)
         num_logits = np.array([seq.num_logits for seq in seqs], np.int32)
+        read_slots = np.array([seq.read_slot for seq in seqs], np.int32)
+        write_slots = np.array([seq.write_slot for seq in seqs], np.int32)
         cu_seqlens_q = np.concatenate(([0], query_lens.cumsum()), dtype=np.int32)
         context_lens = starts + query_lens
         max_seqlen_k = int(context_lens.max())
@@ -165,6 +166,8 @@ class ModelRunner:
             context_lens=from_numpy(context_lens),
             block_tables=from_numpy(block_tables),
             logits_indices=from_numpy(logits_indices.astype(np.int32)),
+            read_slots=from_numpy(read_slots),
+            write_slots=from_numpy(write_slots),
             min_seqlen_q=int(query_lens.min()),
             max_seqlen_q=int(query_lens.max()),
             max_seqlen_k=max_seqlen_k,

@@ -16,7 +16,7 @@ another one, so every sequence finishes.
 
 from collections import OrderedDict
 
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import FinishReason
 
@@ -65,16 +65,23 @@ class Scheduler:
         self._schedule_waiting(budget, scheduled)
         return scheduled
 
-    def _schedule_running(self, budget: int, scheduled: list[Sequence]) -> int:
-        """Schedule running sequences, oldest first. Return the rest of the budget."""
-        index = 0
-        while index < len(self.running) and budget > 0:  # preemption shortens the list
+    def _schedule_running(
+        self, budget: int, scheduled: list[Sequence], min_missing: int = 1
+    ) -> int:
+        """Schedule running sequences, oldest first. Return the rest of the budget.
+
+        Sequences that miss less than `min_missing` tokens are left out.
+        """
+        index = -1
+        while index + 1 < len(self.running) and budget > 0:  # preemption shortens the list
+            index += 1
             seq = self.running[index]
+            if len(seq.token_ids) - seq.num_computed_tokens < min_missing:
+                continue
             needs_block = len(seq.token_ids) > len(seq.block_table) * self.block_size
             if needs_block and not self._grow(seq):
                 break
             budget = self._schedule_tokens(seq, budget, scheduled)
-            index += 1
         return budget
 
     def _grow(self, seq: Sequence) -> bool:
@@ -99,9 +106,9 @@ class Scheduler:
 
     def _admit(self, seq: Sequence, budget: int) -> bool:
         """Move `seq` from `waiting` to `running` if there are blocks for all its tokens."""
-        prefix = self.block_manager.find_prefix(seq)
+        prefix = self._find_prefix(seq)
         num_reused_tokens = len(prefix) * self.block_size
-        if not self._may_start(len(seq.token_ids) - num_reused_tokens, budget):
+        if not self._may_start(seq, len(seq.token_ids) - num_reused_tokens, budget):
             return False
         if not self.block_manager.allocate(seq, prefix):
             return False
@@ -114,7 +121,11 @@ class Scheduler:
             self.num_cached_tokens += seq.num_cached_tokens
         return True
 
-    def _may_start(self, num_new_tokens: int, budget: int) -> bool:
+    def _find_prefix(self, seq: Sequence) -> list[Block]:
+        """Find the cached blocks that `seq` reuses."""
+        return self.block_manager.find_prefix(seq)
+
+    def _may_start(self, seq: Sequence, num_new_tokens: int, budget: int) -> bool:
         """Return whether a waiting sequence may be admitted. Mixed steps can split its prompt."""
         return True
 
@@ -187,17 +198,15 @@ class PrefillFirstScheduler(Scheduler):
 
     def schedule(self) -> list[Sequence]:
         scheduled: list[Sequence] = []
+        # A sequence is partially prefilled by a recomputation that is longer than one step, or if
+        # its prompt was cut (states.py). Its next chunk goes first.
         budget = self.max_num_batched_tokens
-        # Only the newest sequence can be partially prefilled, by a recomputation that is longer
-        # than one step. Its next chunk goes first.
-        newest = self.running[-1] if self.running else None
-        if newest and len(newest.token_ids) - newest.num_computed_tokens > 1:
-            budget = self._schedule_tokens(newest, budget, scheduled)
+        budget = self._schedule_running(budget, scheduled, min_missing=2)
         self._schedule_waiting(budget, scheduled)
         if not scheduled:
             self._schedule_running(budget, scheduled)
         return scheduled
 
-    def _may_start(self, num_new_tokens: int, budget: int) -> bool:
+    def _may_start(self, seq: Sequence, num_new_tokens: int, budget: int) -> bool:
         """Allow whole prompts, and a recomputation longer than one step at the start of a step."""
         return num_new_tokens <= budget or budget == self.max_num_batched_tokens

@@ -25,9 +25,7 @@ from typing import Any, ClassVar
 
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine, Result
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Request
-from nanovllm.engine.scheduler import Scheduler
 
 
 class ThreadSafeEngine(LLMEngine):
@@ -36,14 +34,9 @@ class ThreadSafeEngine(LLMEngine):
     # PID of the process that created the first engine. OpenMP and CUDA do not survive fork().
     _process: ClassVar[int | None] = None
 
-    def __init__(
-        self,
-        config: Config,
-        scheduler_class: type[Scheduler],
-        model_runner_class: type[ModelRunner],
-    ) -> None:
+    def __init__(self, config: Config) -> None:
         self._check_process()
-        super().__init__(config, scheduler_class, model_runner_class)
+        super().__init__(config)
         ThreadSafeEngine._process = os.getpid()
         self._lock = Lock()
         self._callers: set[int] = set()  # threads that hold the lock or wait for it

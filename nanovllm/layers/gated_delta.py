@@ -18,13 +18,14 @@ written by one sequence and read by another one in the same step.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.batch import Batch
-from nanovllm.layers.linear import Target
+from nanovllm.layers.linear import Target, shard_rows
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
 CHUNK = 64  # tokens that are computed together: their cost is quadratic, a chunk's is fixed
@@ -65,8 +66,15 @@ class GatedDeltaRule(nn.Module):
         self.norm_weight = nn.Parameter(torch.empty(value_dim, dtype=torch.float32))
 
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
-        """The convolution's weight is one tensor in a checkpoint: rows of q, then k, then v."""
-        raise NotImplementedError
+        """Checkpoints name these tensors as parts of the parent."""
+        parent = name.rpartition(".")[0]
+        tensors = {"conv1d.weight": self.conv_weight, "A_log": self.A_log, "dt_bias": self.dt_bias}
+        for key, tensor in tensors.items():
+            sizes = self.sizes if key == "conv1d.weight" else [self.num_value_heads]
+            full_sizes = [size * self.tp.size for size in sizes]
+            for target in shard_rows(tensor, full_sizes, self.tp):
+                yield f"{parent}.{key}", target
+        yield f"{parent}.norm.weight", Target(self.norm_weight)
 
     def forward(
         self,
@@ -89,8 +97,13 @@ class GatedDeltaRule(nn.Module):
         output = torch.empty_like(gate, dtype=torch.float32)
         for seqs, tokens in group_sequences(batch):
             rows = old_states[seqs]
-            inputs = [each[tokens].unflatten(0, (len(rows), -1)) for each in (qkv, beta, log_decay)]
-            computed, new_states[seqs] = self.advance(*inputs, rows)
+            shape = (len(rows), -1)
+            computed, new_states[seqs] = self.advance(
+                qkv[tokens].unflatten(0, shape),
+                beta[tokens].unflatten(0, shape),
+                log_decay[tokens].unflatten(0, shape),
+                rows,
+            )
             output[tokens] = computed.flatten(2).flatten(0, 1)
         states[batch.write_slots] = new_states
         return self.norm_and_gate(output, gate)
@@ -136,7 +149,7 @@ class GatedDeltaRule(nn.Module):
         return heads.repeat_interleave(self.num_value_heads // self.num_key_heads, dim=1)
 
     def norm_and_gate(self, output: Tensor, gate: Tensor) -> Tensor:
-        """RMSNorm over each head of `output`, times silu(gate). Rounded to the gate's dtype once."""
+        """RMSNorm of each head of `output`, times silu(gate). Rounded once, to the gate's dtype."""
         heads = output.unflatten(-1, (-1, self.value_dim))
         heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + self.norm_eps)
         return ((heads * self.norm_weight).flatten(1) * F.silu(gate.float())).to(gate.dtype)
@@ -155,7 +168,7 @@ def group_sequences(batch: Batch) -> Iterator[tuple[slice | Tensor, slice | Tens
     if len(decodes) > 0:
         yield decodes, batch.cu_seqlens_q[decodes]
     bounds = batch.cu_seqlens_q.tolist()
-    for seq, (start, end) in enumerate(zip(bounds, bounds[1:])):
+    for seq, (start, end) in enumerate(pairwise(bounds)):
         if end - start > 1:
             yield slice(seq, seq + 1), slice(start, end)
 

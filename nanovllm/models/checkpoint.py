@@ -52,10 +52,24 @@ def find_checkpoint(model: str) -> Path:
 def read_config(directory: Path) -> PretrainedConfig:
     """Read config.json and fill in the defaults of its family.
 
+    Of a model for text and images, return the config of the text part, with every EOS id.
+
     Raises ValueError for a config that transformers rejects.
     """
     with naming(directory / "config.json", Exception):
-        return AutoConfig.from_pretrained(directory, **LOCAL)
+        config = AutoConfig.from_pretrained(directory, **LOCAL)
+        text_config = config.get_text_config()
+        if text_config is config:
+            return config
+        for name in ("architectures", "name_or_path", "tie_word_embeddings", "quantization_config"):
+            if hasattr(config, name):
+                setattr(text_config, name, getattr(config, name))
+        text_config.dtype = text_config.dtype or config.dtype
+        text_config.eos_token_id = [
+            *_list_ids(getattr(config, "eos_token_id", None)),
+            *_list_ids(text_config.eos_token_id),
+        ]
+        return text_config
 
 
 def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
@@ -157,12 +171,16 @@ def read_eos_token_ids(
     }
     token_ids: set[int] = set()
     for name, value in given.items():
-        if value is None:
-            continue
-        values = value if isinstance(value, list) else [value]
         with naming(directory / name, TypeError, ValueError):
-            token_ids.update(check_ints("eos_token_id", values, minimum=-MAX_SIZE))
+            token_ids.update(check_ints("eos_token_id", _list_ids(value), minimum=-MAX_SIZE))
     return frozenset(token_id for token_id in token_ids if token_id >= 0)
+
+
+def _list_ids(value: Any) -> list[Any]:
+    """Return an eos_token_id as a list. It can be None, one id or a list."""
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
 def read_generation_defaults(directory: Path) -> dict[str, Any]:

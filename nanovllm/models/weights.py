@@ -2,10 +2,12 @@
 
 Loading is strict. Every tensor of the checkpoint is used, and every parameter is written exactly
 once. A missing, unexpected or repeated tensor is an error that names up to five. RoPE buffers of
-old checkpoints are skipped, because the model computes them from config.json. A tied output head
-can be stored in place of the embedding. If both are stored, they are compared.
+old checkpoints are skipped, because the model computes them from config.json. Vision towers and
+draft heads (MTP) are skipped, because they are not run. A tied output head can be stored in place
+of the embedding. If both are stored, they are compared.
 """
 
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,8 +44,9 @@ QUANTIZED: dict[type[nn.Module], type[nn.Module]] = {
     Experts: QuantizedExperts,
 }
 # A router is small, and its errors choose other experts. OPT's positions are only looked up, so
-# fewer bytes would not make them faster.
-_NEVER_QUANTIZED = ("gate", "embed_positions")
+# fewer bytes would not make them faster. The decay of a recurrent state acts on all later tokens.
+_NEVER_QUANTIZED = ("gate", "embed_positions", "in_proj_ba")
+_OTHER_PARTS = ("model.visual.", "mtp.")
 _ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
@@ -188,18 +191,21 @@ def load_checkpoint(model: nn.Module, files: TensorFiles, format: Format | None 
     embedding = next(name for name in targets if name.endswith("embed_tokens.weight"))
     is_tied = _HEAD not in targets
     missing: list[str] = []
-    for name, target in targets.items():
+    for name, parts in targets.items():
         layer = name.removesuffix(".weight")
+        full_shape = parts[0].full_shape
         source = _HEAD if is_tied and name == embedding and name not in files else name
         if format is not None and format.is_stored(files, layer):
-            weight: Any = format.read(files, layer, target.full_shape)
-            target.destination.copy_(weight[target.shard])
+            weight: Any = format.read(files, layer, full_shape)
+            for target in parts:
+                target.destination.copy_(weight[target.shard])
         elif source in files:
-            target.destination.copy_(files.read(source, target.full_shape, index=target.shard))
+            for target in parts:
+                target.destination.copy_(files.read(source, full_shape, index=target.shard))
         else:
             missing.append(name)
     if is_tied and _HEAD in files.unread and embedding in files:
-        target = targets[embedding]
+        (target,) = targets[embedding]
         head, other = [
             files.read(name, target.full_shape, index=target.shard) for name in (_HEAD, embedding)
         ]
@@ -211,7 +217,8 @@ def load_checkpoint(model: nn.Module, files: TensorFiles, format: Format | None 
     unexpected: list[str] = []
     for name in list(files.unread):
         is_padding = format is not None and format.is_empty_bias(files, name)
-        if not name.endswith(_ROPE_BUFFERS) and not is_padding:
+        is_skipped = name.endswith(_ROPE_BUFFERS) or name.startswith(_OTHER_PARTS)
+        if not is_skipped and not is_padding:
             unexpected.append(files.locate(name))
     problems = {"unexpected tensors": unexpected, "missing tensors": missing}
     found = [summarize(title, names) for title, names in problems.items() if names]
@@ -227,27 +234,29 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
 
     The weights are identical on any number of ranks.
     """
-    for name, target in _find_targets(model).items():
-        full = target.destination.new_empty(target.full_shape)
+    for name, parts in _find_targets(model).items():
+        full = parts[0].destination.new_empty(parts[0].full_shape)
         if full.dim() > 1:
             generator = torch.Generator(full.device).manual_seed(seed % 2**64)
             full.normal_(0.0, 0.02, generator=generator)
             seed += 1
         else:
             full.fill_(1.0 if name.endswith("norm.weight") else 0.0)
-        target.destination.copy_(full[target.shard])
+        for target in parts:
+            target.destination.copy_(full[target.shard])
 
 
-def _find_targets(model: nn.Module) -> dict[str, Target]:
-    """Map the names of checkpoint tensors to where they go.
+def _find_targets(model: nn.Module) -> dict[str, list[Target]]:
+    """Map the names of checkpoint tensors to where they go, or where their parts go.
 
     A layer without `targets` receives its parameters whole, by their own names.
     """
-    targets: dict[str, Target] = {}
+    targets: defaultdict[str, list[Target]] = defaultdict(list)
     for name, module in model.named_modules():
         if hasattr(module, "targets"):
-            targets.update(module.targets(name))
+            for key, target in module.targets(name):
+                targets[key].append(target)
         else:
             for key, parameter in module.named_parameters(name, recurse=False):
-                targets[key] = Target(parameter)
+                targets[key].append(Target(parameter))
     return targets
