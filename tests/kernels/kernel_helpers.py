@@ -18,7 +18,7 @@ from nanovllm.kernels.cpu import layers as cpu_layers
 from nanovllm.kernels.cpu.gated_delta import FastGatedDeltaRule
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.gated_delta import GatedDeltaRule
-from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec
@@ -97,6 +97,7 @@ def make_layers(dtype, device):
     layers = nn.ModuleDict(
         {
             "norm": RMSNorm(300, 1e-3, dtype),
+            "zero_centered": ZeroCenteredRMSNorm(300, 1e-3, dtype),
             "rotary": RotaryEmbedding(RopeSpec(spec.rope.inv_freq, attention_factor=1.5)),
             "attention": Attention(spec, torch_backend, ALONE),
             "mlp": mlp,

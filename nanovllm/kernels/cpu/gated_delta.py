@@ -2,7 +2,6 @@
 
 import ctypes
 
-import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
