@@ -165,8 +165,10 @@ def compare_attention(backend, query, kv_cache, batch, tolerance=None):
 
 
 def make_delta_rule(shape, dtype=torch.float32):
-    """Make a plain layer, always with the same weights."""
-    return randomize(GatedDeltaRule(*shape, conv_size=4, norm_eps=1e-6, dtype=dtype))
+    """Make a plain layer, always with the same weights. Its states forget slowly."""
+    layer = randomize(GatedDeltaRule(*shape, conv_size=4, norm_eps=1e-6, dtype=dtype))
+    layer.A_log -= 4
+    return layer
 
 
 def make_delta_step(layer, lengths, read_slots=None, write_slots=None):
