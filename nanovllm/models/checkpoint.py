@@ -62,13 +62,10 @@ def read_config(directory: Path) -> PretrainedConfig:
         if text_config is config:
             return config
         for name in ("architectures", "name_or_path", "tie_word_embeddings", "quantization_config"):
-            if hasattr(config, name):
-                setattr(text_config, name, getattr(config, name))
+            setattr(text_config, name, getattr(config, name, None))
         text_config.dtype = text_config.dtype or config.dtype
-        text_config.eos_token_id = [
-            *_list_ids(getattr(config, "eos_token_id", None)),
-            *_list_ids(text_config.eos_token_id),
-        ]
+        outer_ids = _list_ids(getattr(config, "eos_token_id", None))
+        text_config.eos_token_id = outer_ids + _list_ids(text_config.eos_token_id)
         return text_config
 
 

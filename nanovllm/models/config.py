@@ -8,6 +8,7 @@ that names it, never ignored.
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +154,10 @@ def _read_qwen3_moe(config: PretrainedConfig, common: Fields) -> DecoderSpec:
 
 
 def _read_qwen3_5(config: PretrainedConfig, common: Fields) -> DecoderSpec:
-    attention_layers: set[int] = set()
-    for layer, kind in enumerate(config.layer_types):
-        check_choice(f"layer_types[{layer}]", kind, ("linear_attention", "full_attention"))
-        if kind == "full_attention":
-            attention_layers.add(layer)
-    if not attention_layers:
+    for kind in config.layer_types:
+        check_choice("layer_types", kind, ("linear_attention", "full_attention"))
+    is_attention = [kind == "full_attention" for kind in config.layer_types]
+    if not any(is_attention):
         raise ValueError("layer_types without full_attention are not supported")
     num_key_heads = _read_size(config, "linear_num_key_heads")
     num_value_heads = _read_size(config, "linear_num_value_heads")
@@ -174,7 +173,7 @@ def _read_qwen3_5(config: PretrainedConfig, common: Fields) -> DecoderSpec:
         is_hybrid=True,
         qk_norm=True,
         mlp_bias=False,
-        attention_layers=frozenset(attention_layers),
+        attention_layers=frozenset(compress(range(len(is_attention)), is_attention)),
         num_key_heads=num_key_heads,
         num_value_heads=num_value_heads,
         key_dim=_read_size(config, "linear_key_head_dim"),
