@@ -1,6 +1,7 @@
 """Random layers, batches and settings that the tests of this folder share."""
 
 import os
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from shutil import which
@@ -14,8 +15,10 @@ from torch import nn
 from nanovllm import kernels
 from nanovllm.arithmetic import cdiv
 from nanovllm.kernels.cpu import layers as cpu_layers
+from nanovllm.kernels.cpu.gated_delta import FastGatedDeltaRule
 from nanovllm.layers import attention as torch_backend
-from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.gated_delta import GatedDeltaRule
+from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec
@@ -32,6 +35,16 @@ BATCHES = {  # query lengths and context lengths
     "chunks behind prefixes": ([5, 1, 20, 3, 33], [37, 64, 100, 3, 133]),
     "decodes beside chunks": ([1, 40, 1, 2, 1], [530, 41, 1, 300, 16]),
 }
+DELTA_SHAPES = [  # key heads, value heads, key_dim and value_dim
+    (2, 2, 16, 16),
+    (2, 4, 64, 128),
+    (1, 3, 128, 16),
+    (2, 2, 128, 128),
+    (3, 3, 10, 12),
+]
+DELTA_LENGTHS = [[1], [1] * 5, [1, 2, 1, 3, 65, 1], [200, 64]]
+# A sum over 128 keys, normalized, in float32, and its rounding to the dtype.
+DELTA_TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 GATES = [
     -1e4, -100.0, -89.0, -88.0, -87.0, -1.0, -0.0, 0.0, 1.0, 88.0, 89.0, 100.0, 1e4, 1e38,
     torch.inf, torch.nan,
@@ -84,6 +97,7 @@ def make_layers(dtype, device):
     layers = nn.ModuleDict(
         {
             "norm": RMSNorm(300, 1e-3, dtype),
+            "zero_centered": ZeroCenteredRMSNorm(300, 1e-3, dtype),
             "rotary": RotaryEmbedding(RopeSpec(spec.rope.inv_freq, attention_factor=1.5)),
             "attention": Attention(spec, torch_backend, ALONE),
             "mlp": mlp,
@@ -141,3 +155,48 @@ def compare_attention(backend, query, kv_cache, batch, tolerance=None):
     limit = tolerance or ATTENTION_TOLERANCE[query.dtype]
     torch.testing.assert_close(output.float(), expected, atol=limit, rtol=limit)
     return output
+
+
+def make_delta_rule(shape, dtype=torch.float32):
+    """Make a plain layer, always with the same weights. Its states forget slowly."""
+    layer = randomize(GatedDeltaRule(*shape, conv_size=4, norm_eps=1e-6, dtype=dtype))
+    layer.A_log -= 4
+    return layer
+
+
+def make_delta_step(layer, lengths, read_slots=None, write_slots=None):
+    """Make the inputs of a step, states, and a batch. Equal arguments give equal numbers.
+
+    By default, sequences read the first slots and write the next ones.
+    """
+    torch.manual_seed(sum(lengths))
+    num_seqs = len(lengths)
+    num_tokens = sum(lengths)
+    dtype = layer.conv_weight.dtype
+    widths = [sum(layer.sizes), layer.sizes[2], layer.num_value_heads, layer.num_value_heads]
+    inputs = [torch.randn(num_tokens, width).to(dtype) for width in widths]
+    window_size = (layer.conv_weight.shape[2] - 1) * sum(layer.sizes)
+    states = torch.randn(2 * num_seqs, layer.matrices_size + window_size)
+    read_slots = range(num_seqs) if read_slots is None else read_slots
+    write_slots = range(num_seqs, 2 * num_seqs) if write_slots is None else write_slots
+    batch = replace(
+        make_batch(lengths, lengths, torch.zeros(num_seqs, 1, dtype=torch.int32)),
+        read_slots=torch.tensor([*read_slots], dtype=torch.int32),
+        write_slots=torch.tensor([*write_slots], dtype=torch.int32),
+    )
+    return inputs, states, batch
+
+
+def compare_delta_rules(lengths, shape, dtype):
+    """Compare the C++ kernel with the plain layer."""
+    plain = make_delta_rule(shape, dtype)
+    fast = optimize(make_delta_rule(shape, dtype), "cpp", dtype)
+    assert type(fast) is FastGatedDeltaRule
+    inputs, states, batch = make_delta_step(plain, lengths)
+    expected_states = states.clone()
+    expected = plain(*inputs, expected_states, batch)
+    output = fast(*inputs, states, batch)
+    assert output.dtype == dtype
+    limit = DELTA_TOLERANCE[dtype]
+    torch.testing.assert_close(output, expected, atol=limit, rtol=limit)
+    torch.testing.assert_close(states, expected_states, atol=1e-5, rtol=1e-5)

@@ -7,7 +7,17 @@ is tested in all dtypes, compiled as on such a processor.
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_helpers import BATCHES, DTYPES, GATES, compare_attention, make_step, needs_compiler
+from kernel_helpers import (
+    BATCHES,
+    DELTA_LENGTHS,
+    DELTA_SHAPES,
+    DTYPES,
+    GATES,
+    compare_attention,
+    compare_delta_rules,
+    make_step,
+    needs_compiler,
+)
 from torch.testing import assert_close
 
 from nanovllm.kernels.cpu import attention as cpp_backend
@@ -140,3 +150,10 @@ def test_every_float16_is_read_exactly_and_rounded_to_nearest(factor, dtype):
 @pytest.mark.parametrize("heads", [(4, 2, 80), (14, 2, 128), (3, 1, 10)], ids=str)
 def test_attention_matches_the_torch_backend(lengths, heads, dtype):
     compare_attention(cpp_backend, *make_step(lengths, heads, 16, dtype))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("shape", DELTA_SHAPES, ids=str)
+def test_the_delta_rule_matches_the_plain_layer(shape, dtype):
+    for lengths in DELTA_LENGTHS:
+        compare_delta_rules(lengths, shape, dtype)

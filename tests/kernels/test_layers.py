@@ -40,7 +40,8 @@ def test_optimized_layers_match_plain_ones(num_tokens, dtype, language, device):
     def compute(layers):
         attention = layers["attention"]
         outputs = [*layers["rotary"](positions), layers["mlp"](wide * 5)]
-        outputs += [layers["norm"](wide), layers["norm"](strided)]
+        for norm in (layers["norm"], layers["zero_centered"]):
+            outputs += [norm(wide), norm(strided)]
         for norm in (None, attention.q_norm):
             outputs.append(attention.norm_and_rotate(heads, norm, (angles.cos(), angles.sin())))
         return outputs

@@ -209,9 +209,10 @@ static Vector widen(const Number* from, int64_t num) {
     return widen(part);
 }
 
-static void narrow(Vector wide, T* to, int64_t num) {
+template <class Number>
+static void narrow(Vector wide, Number* to, int64_t num) {
     if (num >= LANES) return narrow(wide, to);
-    T part[LANES];
+    Number part[LANES];
     narrow(wide, part);
     std::copy_n(part, num, to);
 }

@@ -107,7 +107,7 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
                 const float* c = cos + first * half;
                 const float* s = sin + first * half;
                 rms_norm(x + first * hidden_size, layer.input_norm, normed, size, hidden_size,
-                         layer.eps);
+                         layer.eps, false);
                 linear(normed, &qkv_weight, bias, nullptr, qkv + skipped, size, hidden_size,
                        hidden_size, qkv_size - skipped, qkv_stride, false);
                 if (!only_kv)
@@ -129,7 +129,8 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
                 T* to = x + first * hidden_size;
                 linear(attended + first * q_size, &layer.o, layer.o_bias, to, to, size, q_size,
                        q_size, hidden_size, hidden_size, false);
-                rms_norm(to, layer.post_attention_norm, normed, size, hidden_size, layer.eps);
+                rms_norm(to, layer.post_attention_norm, normed, size, hidden_size, layer.eps,
+                         false);
                 linear(normed, &layer.gate_up, nullptr, nullptr, gated, size, hidden_size,
                        hidden_size, intermediate_size, gated_stride, true);
                 linear(gated, &layer.down, nullptr, to, to, size, intermediate_size, gated_stride,

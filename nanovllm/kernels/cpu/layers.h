@@ -2,7 +2,8 @@
 #pragma once
 #include "team.h"
 
-static float mean_square(const T* x, int64_t size) {
+template <class Number>
+static float mean_square(const Number* x, int64_t size) {
     Vector squares = {};
     for (int64_t i = 0; i < size; i += LANES)
         squares += widen(x + i, size - i) * widen(x + i, size - i);
@@ -14,14 +15,19 @@ static Vector normalize(const T* x, const T* weight, float factor, int64_t num) 
     return rounded(widen(x, num) * factor) * widen(weight, num);
 }
 
+// If it `is_zero_centered`, multiply by 1 + weight and round once.
 extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tokens, int64_t size,
-                         float eps) {
+                         float eps, int64_t is_zero_centered) {
     parallel_for(num_tokens, size, [=](int64_t token) {
         const T* in = x + token * size;
         float factor = 1 / sqrtf(mean_square(in, size) + eps);
-        for (int64_t i = 0; i < size; i += LANES)
-            narrow(normalize(in + i, weight + i, factor, size - i), output + token * size + i,
-                   size - i);
+        for (int64_t i = 0; i < size; i += LANES) {
+            int64_t num = size - i;
+            Vector normed = is_zero_centered
+                                ? widen(in + i, num) * factor * (1 + widen(weight + i, num))
+                                : normalize(in + i, weight + i, factor, num);
+            narrow(normed, output + token * size + i, num);
+        }
     });
 }
 

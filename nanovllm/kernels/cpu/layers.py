@@ -3,12 +3,15 @@
 prepacked.py has the layers with GEMMs, and fused_layers.py runs all decoder layers in one C++ call.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from nanovllm.batch import Filters, Noise
 from nanovllm.kernels import OptimizedLayer, require_known_fields
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
+from nanovllm.kernels.cpu.gated_delta import FastGatedDeltaRule
 from nanovllm.kernels.cpu.library import call, load, reason_unavailable
 from nanovllm.kernels.cpu.prepacked import (
     PrepackedColumnParallelLinear,
@@ -20,21 +23,29 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedQuantizedRowParallelLinear,
     PrepackedRowParallelLinear,
 )
-from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import MLP, Attention
 
 
 class FastRMSNorm(OptimizedLayer, RMSNorm):
-    replaces = RMSNorm
+    replaces: ClassVar[type[RMSNorm]] = RMSNorm
+    IS_ZERO_CENTERED: ClassVar[bool] = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         output = torch.empty_like(x)
         size = len(self.weight)
-        call(load(x.dtype).rms_norm, x, self.weight, output, x.numel() // size, size, self.eps)
+        sizes = (x.numel() // size, size)
+        compute = load(x.dtype).rms_norm
+        call(compute, x, self.weight, output, *sizes, self.eps, self.IS_ZERO_CENTERED)
         return output
+
+
+class FastZeroCenteredRMSNorm(FastRMSNorm, ZeroCenteredRMSNorm):
+    replaces = ZeroCenteredRMSNorm
+    IS_ZERO_CENTERED = True
 
 
 class FastRotaryEmbedding(OptimizedLayer, RotaryEmbedding):
@@ -138,10 +149,12 @@ class FastSampler(OptimizedLayer, Sampler):
 
 OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     FastRMSNorm,
+    FastZeroCenteredRMSNorm,
     FastRotaryEmbedding,
     FastAttention,
     FastMLP,
     FastSampler,
+    FastGatedDeltaRule,
     FusedLayers,
     PrepackedColumnParallelLinear,
     PrepackedRowParallelLinear,

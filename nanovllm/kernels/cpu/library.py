@@ -31,10 +31,11 @@ SIGNATURES = {  # parameters of the functions in kernels.cpp: pointer, int64_t o
     "decoder_layers": "PPIIPPPPPPPIIIII",
     "linear": "PPPPPIIIIII",
     "gather_rows": "PPPII",
-    "rms_norm": "PPPIIF",
+    "rms_norm": "PPPIIFI",
     "cos_and_sin": "PPFPPII",
     "rotary": "PPPPPIIIIIF",
     "silu_and_mul": "PPII",
+    "gated_delta_rule": "PPPPPIIIIPPPPIP",
     "filter_logits": "PIPPPPPPIII",
     "sample": "PIPPPPII",
 }
