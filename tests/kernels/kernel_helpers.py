@@ -1,6 +1,7 @@
 """Random layers, batches and settings that the tests of this folder share."""
 
 import os
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from shutil import which
@@ -15,6 +16,7 @@ from nanovllm import kernels
 from nanovllm.arithmetic import cdiv
 from nanovllm.kernels.cpu import layers as cpu_layers
 from nanovllm.layers import attention as torch_backend
+from nanovllm.layers.gated_delta import GatedDeltaRule
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
 from nanovllm.layers.tensor_parallel import ALONE
@@ -138,6 +140,28 @@ def make_step(lengths, heads, block_size, dtype, device=CPU):
     query = torch.randn(sum(query_lens), num_heads, head_dim).to(dtype)
     batch = make_batch(query_lens, context_lens, tables, device)
     return query.to(device), kv_cache.to(device), batch
+
+
+def make_delta_rule(shape, dtype):
+    """Make a random layer. `shape` has key heads, value heads, key_dim, value_dim and conv_size."""
+    return randomize(GatedDeltaRule(*shape, 1e-6, dtype)).to(DEVICE)
+
+
+def make_delta_step(layer, step, dtype):
+    """Make inputs of a step, which are parts of one projection, nine states, and a batch.
+
+    `step` has lists of query lengths, read slots and write slots.
+    """
+    query_lens, *slots = step
+    torch.manual_seed(0)
+    sizes = [sum(layer.sizes), layer.sizes[2], layer.num_value_heads, layer.num_value_heads]
+    inputs = torch.randn(sum(query_lens), sum(sizes)).to(DEVICE, dtype).split(sizes, dim=1)
+    window_size = (layer.conv_weight.shape[2] - 1) * sizes[0]
+    states = torch.randn(9, layer.matrices_size + window_size).to(DEVICE)
+    tables = torch.zeros(len(query_lens), 1, dtype=torch.int32)
+    batch = make_batch(query_lens, query_lens, tables, DEVICE)
+    read_slots, write_slots = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
+    return inputs, states, replace(batch, read_slots=read_slots, write_slots=write_slots)
 
 
 def compare_attention(backend, query, kv_cache, batch, tolerance=None):

@@ -58,7 +58,7 @@ def attend_kernel(
         split = tl.program_id(2)
         tile = 0
     else:
-        kv_head, seq, tile = _find_tile(cu_seqlens_ptr, num_seqs, NUM_KV_HEADS, TOKENS)
+        kv_head, seq, tile = find_tile(cu_seqlens_ptr, num_seqs, NUM_KV_HEADS, TOKENS)
         split = 0
     query_start = tl.load(cu_seqlens_ptr + seq)
     query_len = tl.load(cu_seqlens_ptr + seq + 1) - query_start
@@ -184,7 +184,7 @@ def _attend_to_tile(
 
 
 @triton.jit
-def _find_tile(cu_seqlens_ptr, num_seqs, NUM_KV_HEADS: constexpr, TOKENS: constexpr):
+def find_tile(cu_seqlens_ptr, num_seqs, NUM_KV_HEADS: constexpr, TOKENS: constexpr):
     """Return this program's KV head, its sequence, and the index of its tile in the sequence.
 
     The host does not know the tiles of each sequence. The tiles of sequence i are therefore counted
