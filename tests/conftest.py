@@ -221,7 +221,7 @@ def make_batch(
     block_tables: torch.Tensor,
     device: torch.device | str = "cpu",
 ) -> Batch:
-    """Make a batch for attention. All tokens are 0 in slot 0, and the last ones need logits."""
+    """Make a batch for attention. Tokens, slots and states are 0, the last tokens need logits."""
     zeros = torch.zeros(sum(query_lens), dtype=torch.int32, device=device)
     bounds = torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32)
     lens = torch.tensor(context_lens, dtype=torch.int32, device=device)

@@ -44,6 +44,7 @@ from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.engine import model_runner, worker
 from nanovllm.engine.profiling import sample_dummies
 from nanovllm.kernels.cuda import attention, graphs, layers, quantized
+from nanovllm.layers.gated_delta import GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.quantized import Scheme
 from nanovllm.layers.sampler import Sampler
@@ -121,6 +122,21 @@ def launch_quantized(dtype, scheme):
         kernels.kernelize(layer, torch.device("cuda"), dtype)
 
 
+@torch.inference_mode()
+def launch_gated_delta(dtype, heads):
+    """Launch a mixed step and decodes, with inputs that are parts of one projection."""
+    layer = GatedDeltaRule(
+        *heads, key_dim=128, value_dim=128, conv_size=4, norm_eps=1e-6, dtype=dtype
+    )
+    kernels.kernelize(layer, torch.device("cuda"), dtype)
+    sizes = [sum(layer.sizes), layer.sizes[2], layer.num_value_heads, layer.num_value_heads]
+    states = torch.empty(1, layer.matrices_size + 3 * sizes[0])
+    for query_lens in ([1, 33], [1, 1]):
+        inputs = torch.empty(sum(query_lens), sum(sizes), dtype=dtype).split(sizes, dim=1)
+        batch = make_batch(query_lens, query_lens, torch.zeros(2, 1, dtype=torch.int32))
+        layer(*inputs, states, worker.copy_to(batch, torch.device("cuda")))
+
+
 plain_forward = Sampler.forward
 
 
@@ -152,7 +168,7 @@ def inspect(kernel):
     }
 
 
-def compile_models(models, schemes, arch, launched):
+def compile_models(models, schemes, delta_heads, arch, launched):
     """Print the kernels of each model, and the launches of two equal steps of the first one.
 
     `dispatched` names the launches that went through Triton's dispatch.
@@ -178,6 +194,8 @@ def compile_models(models, schemes, arch, launched):
         launch_model(dtype, head_dim, group_size)
         for scheme in schemes:
             launch_quantized(dtype, scheme)
+        for heads in delta_heads:
+            launch_gated_delta(dtype, heads)
         print(json.dumps({"launched": launched, "dispatched": dispatched}))
         while compiled:
             setting = {"arch": arch, "dtype": str(dtype), "head_dim": head_dim}
@@ -248,9 +266,9 @@ def run(arch, is_serving, has_all_models):
         serve(16, 8, 2000, enforce_eager=False)
         serve(14, 2, 1009, enforce_eager=True)
     elif has_all_models:
-        compile_models(ALL, ALL_SCHEMES, arch, launched)
+        compile_models(ALL, ALL_SCHEMES, [(16, 16), (16, 48)], arch, launched)
     else:
-        compile_models(FEW[arch], [INT4, INT8], arch, launched)
+        compile_models(FEW[arch], [INT4, INT8], [(16, 32)], arch, launched)
 
 
 if __name__ == "__main__":

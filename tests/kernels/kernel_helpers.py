@@ -157,26 +157,27 @@ def compare_attention(backend, query, kv_cache, batch, tolerance=None):
     return output
 
 
-def make_delta_rule(shape, dtype=torch.float32):
+def make_delta_rule(shape, dtype=torch.float32, conv_size=4):
     """Make a plain layer, always with the same weights. Its states forget slowly."""
-    layer = randomize(GatedDeltaRule(*shape, conv_size=4, norm_eps=1e-6, dtype=dtype))
+    layer = randomize(GatedDeltaRule(*shape, conv_size, norm_eps=1e-6, dtype=dtype))
     layer.A_log -= 4
     return layer
 
 
 def make_delta_step(layer, lengths, read_slots=None, write_slots=None):
-    """Make the inputs of a step, states, and a batch. Equal arguments give equal numbers.
+    """Make the inputs of a step, which are parts of one projection, states, and a batch.
 
-    By default, sequences read the first slots and write the next ones.
+    Equal arguments give equal numbers. By default, sequences read the first slots and write the
+    next ones.
     """
     torch.manual_seed(sum(lengths))
     num_seqs = len(lengths)
     num_tokens = sum(lengths)
     dtype = layer.conv_weight.dtype
     widths = [sum(layer.sizes), layer.sizes[2], layer.num_value_heads, layer.num_value_heads]
-    inputs = [torch.randn(num_tokens, width).to(dtype) for width in widths]
+    inputs = torch.randn(num_tokens, sum(widths)).to(dtype).split(widths, dim=1)
     window_size = (layer.conv_weight.shape[2] - 1) * sum(layer.sizes)
-    states = torch.randn(2 * num_seqs, layer.matrices_size + window_size)
+    states = torch.randn(max(2 * num_seqs, 9), layer.matrices_size + window_size)
     read_slots = range(num_seqs) if read_slots is None else read_slots
     write_slots = range(num_seqs, 2 * num_seqs) if write_slots is None else write_slots
     batch = replace(

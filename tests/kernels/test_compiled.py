@@ -29,6 +29,7 @@ def check(arch, events):
     kernels = [event for event in events if event.get("arch") == arch]
     names = {"attend_kernel", "combine_splits_kernel", "add_rms_norm_kernel"}
     names |= {"rotate_and_store_kernel", "_filter_kernel", "_multiply_kernel"}
+    names |= {"prepare_chunks_kernel", "advance_states_kernel"}
     assert {kernel["kernel"] for kernel in kernels} >= names
     num_prefills = 0
     for kernel in kernels:

@@ -1,7 +1,7 @@
 """Optimized layers for GPUs, in Triton. Each replaces several passes of torch over the same data.
 
-layer_kernels.py has the kernels. quantized.py has the layers with quantized weights, sampler.py the
-sampler.
+layer_kernels.py has the kernels. quantized.py has the layers with quantized weights, gated_delta.py
+that of recurrent models, sampler.py the sampler.
 """
 
 from collections.abc import Iterable
@@ -15,6 +15,7 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.cuda.attention import store_kvcache
+from nanovllm.kernels.cuda.gated_delta import FastGatedDeltaRule
 from nanovllm.kernels.cuda.launch import is_aligned, prepare
 from nanovllm.kernels.cuda.layer_kernels import (
     add_rms_norm_kernel,
@@ -181,6 +182,7 @@ OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     FastRMSNorm,
     FastMLP,
     FastSampler,
+    FastGatedDeltaRule,
     FastQuantizedColumnParallelLinear,
     FastQuantizedRowParallelLinear,
     FastQuantizedEmbedding,

@@ -1,0 +1,102 @@
+"""The gated delta rule in Triton. A step reads and writes each state once.
+
+Two kernels compute a step, without host synchronization: gated_delta_kernels.py explains them.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from nanovllm.batch import Batch
+from nanovllm.kernels import OptimizedLayer
+from nanovllm.kernels.cuda.gated_delta_kernels import (
+    advance_states_kernel,
+    prepare_chunks_kernel,
+)
+from nanovllm.kernels.cuda.launch import is_aligned, prepare
+from nanovllm.layers.gated_delta import GatedDeltaRule
+
+_CHUNK = 32  # not tuned on a GPU, as the numbers of warps
+
+
+class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
+    replaces = GatedDeltaRule
+
+    def forward(
+        self,
+        qkv: Tensor,
+        gate: Tensor,
+        beta: Tensor,
+        decay: Tensor,
+        states: Tensor,
+        batch: Batch,
+    ) -> Tensor:
+        inputs = (qkv, gate, beta, decay)
+        # Tokens need not be adjacent, so that the inputs can be parts of one projection.
+        assert all([each.stride(1) == 1 for each in inputs]) and states.is_contiguous()
+        num_tokens, num_seqs = len(qkv), len(batch.read_slots)
+        num_heads = self.num_value_heads
+        # In float32, products of chunks would need more registers than there are.
+        is_chunked = batch.max_seqlen_q > 1 and qkv.dtype != torch.float32
+        chunk = _CHUNK if is_chunked else 1
+        k = max(16, triton.next_power_of_2(self.key_dim))  # as tl.dot takes them
+        v = max(16, triton.next_power_of_2(self.value_dim))
+        # Of a token: decayed q and k, w, x, decay in 16 bytes, and scores.
+        prepared = states.new_empty(num_tokens, num_heads, 3 * k + v + 4 + chunk)
+        output = gate.new_empty(gate.shape)
+        windows = states[:, self.matrices_size :]
+        strides = [each.stride(0) for each in inputs]
+        key = (qkv.device, qkv.dtype, *strides, *map(is_aligned, (*inputs, states, windows)))
+        constants = {
+            "NUM_HEADS": num_heads,
+            "GROUP": num_heads // self.num_key_heads,
+            "KEY_DIM": self.key_dim,
+            "VALUE_DIM": self.value_dim,
+            "SIZE": sum(self.sizes),
+            "STATE": states.shape[1],
+            "TAPS": self.conv_weight.shape[2],
+            "K": k,
+            "V": v,
+            "CHUNK": chunk,
+        }
+        launch = prepare(prepare_chunks_kernel, *key, **constants, num_warps=8)
+        launch(
+            ((num_tokens // chunk + num_seqs) * num_heads, 1, 1),
+            qkv,
+            beta,
+            decay,
+            strides[0],
+            strides[2],
+            strides[3],
+            self.conv_weight,
+            self.A_log,
+            self.dt_bias,
+            windows,
+            batch.read_slots,
+            batch.cu_seqlens_q,
+            prepared,
+            num_seqs,
+        )
+        has_decodes = len(batch.prefills) < num_seqs
+        # Decodes, and then all other sequences.
+        for length in sorted({1, chunk} if has_decodes else {chunk}):
+            launch = prepare(
+                advance_states_kernel, *key, C=length, **constants, num_warps=8, num_stages=2
+            )
+            launch(
+                (num_heads, num_seqs, 1),
+                prepared,
+                qkv,
+                gate,
+                strides[0],
+                strides[1],
+                self.norm_weight,
+                self.norm_eps,
+                states,
+                windows,
+                batch.read_slots,
+                batch.write_slots,
+                batch.cu_seqlens_q,
+                output,
+            )
+        return output

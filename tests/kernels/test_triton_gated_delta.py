@@ -1,0 +1,36 @@
+"""The gated delta rule in Triton computes the same as the plain layer it replaces."""
+
+import pytest
+import torch
+from kernel_helpers import make_delta_rule, make_delta_step, needs_triton, optimize
+
+pytestmark = needs_triton
+TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+SHAPES = {  # key heads, value heads, key_dim, value_dim, taps
+    "powers of two": ((2, 2, 16, 32), 4),
+    "two value heads per key head": ((2, 4, 20, 24), 4),
+    "three, small": ((1, 3, 5, 7), 2),
+}
+# Dtype, query lengths, slots that are read, slots that are written. float32 has no chunks.
+STEPS = {
+    "decodes": (torch.float32, [1, 1, 1], [2, 1, 4], [3, 5, 4]),
+    "decodes, bfloat16": (torch.bfloat16, [1, 1], [2, 4], [3, 4]),
+    "mixed": (torch.float32, [3, 1, 2], [2, 1, 1], [2, 5, 6]),
+    "chunks of one sequence": (torch.float16, [65], [1], [3]),
+    "chunks beside decodes": (torch.float16, [33, 1, 2, 1, 3], [1, 1, 2, 4, 5], [6, 7, 2, 4, 5]),
+}
+
+
+@pytest.mark.parametrize("dtype, query_lens, read_slots, write_slots", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("shape, conv_size", SHAPES.values(), ids=SHAPES)
+def test_steps_match_the_plain_layer(shape, conv_size, dtype, query_lens, read_slots, write_slots):
+    layer = make_delta_rule(shape, dtype, conv_size)
+    inputs, states, batch = make_delta_step(layer, query_lens, read_slots, write_slots)
+    expected_states = states.clone()
+    expected = layer(*inputs, expected_states, batch)
+    optimize(layer, "triton", dtype)
+    output = layer(*inputs, states, batch)
+    limit = TOLERANCE[dtype]
+    assert output.dtype == dtype
+    torch.testing.assert_close(output, expected, atol=limit, rtol=limit)
+    torch.testing.assert_close(states, expected_states, atol=5e-5, rtol=5e-5)
