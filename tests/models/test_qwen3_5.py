@@ -428,6 +428,8 @@ def test_low_precision_is_as_exact_as_transformers(tmp_path, dtype):
         theirs = model(ids).logits[0, :-1].float().log_softmax(-1)
         exact = model.float()(ids).logits[0, :-1].log_softmax(-1)
     assert (ours - exact).norm() < 1.5 * (theirs - exact).norm()
+    states = [cache for cache in llm.executor.worker.kv_caches if cache.dim() == 2]
+    assert {cache.dtype for cache in states} == {torch.float32}
 
 
 @pytest.mark.parametrize(
