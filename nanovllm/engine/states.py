@@ -97,8 +97,6 @@ class StatefulScheduler(Scheduler):
             unread = [each for each, slot in self.snapshots.items() if slot not in in_use]
             if not unread:
                 return False
-            # Those whose K/V were evicted come first.
-            unread.sort(key=lambda each: each in self.block_manager.hash_to_block_id)
             slot = self.snapshots.pop(unread[0])
         seq.write_slot = slot
         self.new_snapshots[block_hash] = slot

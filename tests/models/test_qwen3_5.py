@@ -267,7 +267,7 @@ def test_nan_does_not_outlive_its_request(tmp_path, is_caching):
 
 
 def test_prefill_first_steps_are_all_prefill_or_all_decode(hybrid):
-    """A prompt that is cut for a snapshot finishes before decodes go on."""
+    """Prompts that are cut for snapshots, two in one step, finish before decodes go on."""
     path, oracle = hybrid
     llm = make_llm(path, enable_chunked_prefill=False)
     kinds = []
@@ -278,18 +278,19 @@ def test_prefill_first_steps_are_all_prefill_or_all_decode(hybrid):
         return forward(seqs)
 
     llm.model_runner.forward = record
-    shared = random_prompt(5, 30)
-    prompts = [shared + random_prompt(seed, 5) for seed in range(3)]
+    families = [random_prompt(5, 30), random_prompt(6, 30)]
+    prompts = [families[index % 2] + random_prompt(index, 5) for index in range(6)]
     outputs = {}
-    for index in range(3):  # the next one arrives while the others decode
-        llm.add_request(prompts[index], greedy(12))
+    for index in range(0, 6, 2):  # the next two arrive while the others decode
+        for prompt in prompts[index : index + 2]:
+            llm.add_request(prompt, greedy(12))
         for _ in range(4):
             outputs.update((output["request_id"], output) for output in llm.step())
     while not llm.is_finished():
         outputs.update((output["request_id"], output) for output in llm.step())
     for prompt, request_id in zip(prompts, sorted(outputs)):
         assert outputs[request_id]["token_ids"] == oracle(prompt, 12)
-    assert [outputs[each]["num_cached_tokens"] for each in sorted(outputs)] == [0, 0, 28]
+    assert [outputs[each]["num_cached_tokens"] for each in sorted(outputs)] == [0, 0, 0, 0, 28, 28]
     assert all(len(kind) == 1 for kind in kinds)
 
 
@@ -427,6 +428,8 @@ def test_low_precision_is_as_exact_as_transformers(tmp_path, dtype):
         theirs = model(ids).logits[0, :-1].float().log_softmax(-1)
         exact = model.float()(ids).logits[0, :-1].log_softmax(-1)
     assert (ours - exact).norm() < 1.5 * (theirs - exact).norm()
+    states = [cache for cache in llm.executor.worker.kv_caches if cache.dim() == 2]
+    assert {cache.dtype for cache in states} == {torch.float32}
 
 
 @pytest.mark.parametrize(
