@@ -104,7 +104,7 @@ class QuantizedWeight(nn.Module):
         inverse = (1 / scales).masked_fill_(scales == 0, 0.0)
         zeros = (-low * inverse).round_()
         rounded = (groups * inverse).round_().add_(zeros).clamp_(0, scheme.largest_code)
-        codes = rounded.to(torch.uint8).flatten(-2)[..., :in_features]
+        codes = rounded.to(torch.uint8).flatten(-2)[..., :in_features].contiguous()  # for kernels
         return cls.from_codes(scheme, weight.dtype, codes, scales.squeeze(-1), zeros.squeeze(-1))
 
     def unpack(self) -> Tensor:
