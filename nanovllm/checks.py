@@ -23,6 +23,25 @@ T = TypeVar("T")
 MAX_SHOWN = 200  # characters of a value in a message
 
 
+class InvalidInput(Exception):
+    """An error with the name of the option or field at fault."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(name, problem)  # both, because pickle passes them to __init__
+        self.name = name
+
+    def __str__(self) -> str:
+        return " ".join(self.args)
+
+
+class InvalidValue(InvalidInput, ValueError):
+    """A value that is not among the valid ones."""
+
+
+class InvalidType(InvalidInput, TypeError):
+    """A value of another type than the valid ones."""
+
+
 class _ShortRepr(reprlib.Repr):
     """Looks at a few items of a container only, because clients can send megabytes."""
 
@@ -68,7 +87,7 @@ class Checked:
 def check_int(name: str, value: object, minimum: int, maximum: float = math.inf) -> int:
     """Require an int in [minimum, maximum]."""
     if not isinstance(value, (int, Integral)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, not {show(value)}")
+        raise InvalidType(name, f"must be an int, not {show(value)}")
     return int(check_number(name, int(value), minimum, maximum))
 
 
@@ -77,9 +96,9 @@ def check_ints(
 ) -> list[int]:
     """Require ints >= `minimum` in a list, a tuple, a set or an array, and at most `max_num`."""
     given = list(check_type(name, values, (Iterable,), "a list of ints"))
-    if max_num is not None:
-        check_int(f"the number of {name}", len(given), 0, max_num)
-    return [check_int(f"each of {name}", value, minimum) for value in given]
+    if max_num is not None and len(given) > max_num:
+        raise InvalidValue(name, f"must have at most {max_num} values, not {len(given)}")
+    return [check_int(f"{name}[{index}]", value, minimum) for index, value in enumerate(given)]
 
 
 def check_number(
@@ -87,7 +106,7 @@ def check_number(
 ) -> float:
     """Require a finite number in [low, high], or in (low, high] if `open_low`. Keeps an int."""
     if not isinstance(value, (int, float, Real)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, not {show(value)}")
+        raise InvalidType(name, f"must be a number, not {show(value)}")
     # float16 cannot be compared with a large `high`.
     number = value if isinstance(value, int) else float(value)
     is_finite = isinstance(number, int) or math.isfinite(number)
@@ -98,14 +117,14 @@ def check_number(
             limits += f" and at most {high}"
         elif not is_finite:
             limits += " and finite"
-        raise ValueError(f"{name} must be {limits}, not {show(number)}")
+        raise InvalidValue(name, f"must be {limits}, not {show(number)}")
     return number
 
 
 def check_type(name: str, value: T, types: tuple[type, ...], meaning: str) -> T:
     """Require one of `types`. `meaning` names them in the error."""
     if not isinstance(value, types):
-        raise TypeError(f"{name} must be {meaning}, not {show(value)}")
+        raise InvalidType(name, f"must be {meaning}, not {show(value)}")
     return value
 
 
@@ -115,17 +134,18 @@ check_bool = partial(check_type, types=(bool,), meaning="True or False")
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """Require one of `choices`."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(
-            f"{name} must be one of {', '.join(map(repr, choices))}, not {show(value)}"
-        )
+        meaning = ", ".join(map(repr, choices))
+        raise InvalidValue(name, f"must be one of {meaning}, not {show(value)}")
     return value
 
 
 def check_text(name: str, value: str) -> str:
     """Require a str that UTF-8 can encode, which is one without lone surrogates."""
-    problem = f"{name} contains a lone surrogate and cannot be encoded as UTF-8"
-    with naming(problem, UnicodeEncodeError):
+    try:
         value.encode()
+    except UnicodeEncodeError as error:
+        problem = "contains a lone surrogate and cannot be encoded as UTF-8"
+        raise InvalidValue(name, f"{problem}: {error}") from error
     return value
 
 

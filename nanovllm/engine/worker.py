@@ -8,7 +8,6 @@ The worker also decides what depends on both the checkpoint and the machine: the
 the block size, the number of blocks and max_model_len.
 """
 
-import sys
 from pathlib import Path
 
 import torch
@@ -34,6 +33,7 @@ from nanovllm.models.weights import (
     open_checkpoint,
 )
 from nanovllm.packing import pack, unpack
+from nanovllm.terminal import report
 from nanovllm.transfers import copy_to
 
 _DEFAULT_MAX_MODEL_LEN = 4096
@@ -95,13 +95,12 @@ class Worker:
             else:
                 load_checkpoint(self.model, files, spec.quantization.format)
         if self.tp.rank == 0:
-            print(f"nanovllm: weights: {show_gb(count_bytes(self.model))}", file=sys.stderr)
+            report(f"weights: {show_gb(count_bytes(self.model))}")
         if config.enable_kernels:
             names = kernels.kernelize(self.model, self.device, spec.dtype)
             if names and self.tp.rank == 0:
                 advice = "enable_kernels=False runs layers/ and models/ as written"
-                message = f"nanovllm: optimized layers: {', '.join(names)}; {advice}"
-                print(message, file=sys.stderr)
+                report(f"optimized layers: {', '.join(names)}; {advice}")
 
     @property
     def needs_profile(self) -> bool:
@@ -135,8 +134,7 @@ class Worker:
         self._allocate(self.num_blocks)
         if self.tp.rank == 0:
             backend = f"{self.backend.NAME} attention"
-            message = f"nanovllm: {self.device}, {self.spec.dtype}, {backend}; {arithmetic}"
-            print(message, file=sys.stderr)
+            report(f"{self.device}, {self.spec.dtype}, {backend}; {arithmetic}")
 
     def warm_up(self) -> list[Tensor]:
         """Compile the kernels of a GPU: for a chunk beside a decode, and for a decode alone.

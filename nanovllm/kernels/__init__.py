@@ -11,7 +11,6 @@ the result. With prepacked weights on a CPU, bias, residual and gate are applied
 rounding. Each difference is about one unit in the last place.
 """
 
-import sys
 from dataclasses import fields
 from functools import cache, partial
 from importlib import import_module
@@ -24,6 +23,7 @@ from nanovllm.backends import BACKENDS
 from nanovllm.kernels.cuda.graphs import CudaGraphs, list_batch_sizes
 from nanovllm.kernels.self_test import check_backend, find_failure
 from nanovllm.layers.attention import Backend
+from nanovllm.terminal import report
 
 
 def select_backend(
@@ -50,8 +50,7 @@ def select_backend(
             reason = str(error)
         if reason is None:
             if candidate == "torch" and reasons:
-                message = f"using plain torch attention, which is slow: {'; '.join(reasons)}"
-                print(f"nanovllm: {message}", file=sys.stderr)
+                report(f"using plain torch attention, which is slow: {'; '.join(reasons)}")
             return backend, size
         reasons.append(f"attention_backend={candidate!r} cannot run here: {reason}")
     raise ValueError("; ".join(reasons))
@@ -121,7 +120,7 @@ def find_optimized_layers(device_type: str, dtype: torch.dtype) -> list[type[Opt
         module = import_module(f"nanovllm.kernels.{device_type}.layers")
         return module.find_optimized_layers(dtype)
     except (ImportError, RuntimeError) as error:  # no Triton, or the kernels do not work here
-        print(f"nanovllm: using plain torch layers, which are slow: {error}", file=sys.stderr)
+        report(f"using plain torch layers, which are slow: {error}")
         return []
 
 

@@ -2,7 +2,7 @@
 
 __main__.py        options, signals, the web server
 connections.py     limits on connections
-web.py             the log of requests, rejection of foreign web pages
+middleware.py      the log of requests, rejection of foreign web pages
 openai_api.py      endpoints
 bodies.py          reads the JSON of requests
 metrics.py         Prometheus' metrics

@@ -6,7 +6,6 @@ engine are options here, such as --max-model-len 2048.
 
 import argparse
 import asyncio
-import ipaddress
 import os
 import signal
 import socket
@@ -22,8 +21,10 @@ from nanovllm.checks import check_int, naming, parse_value
 from nanovllm.config import Config
 from nanovllm.server.connections import KEEP_ALIVE_SECONDS, Connection, choose_limits
 from nanovllm.server.engine_thread import EngineThread
+from nanovllm.server.middleware import is_loopback
 from nanovllm.server.openai_api import Api
-from nanovllm.server.playground import HOSTS, Playground
+from nanovllm.server.playground import Playground
+from nanovllm.terminal import report
 
 SHUTDOWN = "the server is shutting down"
 GRACE = 5  # seconds for clients that do not read
@@ -55,13 +56,10 @@ class Server(uvicorn.Server):
             each.listen(BACKLOG)
         self.engine.start_on(loop)
         defaults = describe_defaults(self.engine.llm.get_default_sampling_params())
-        message = f"sampling defaults of generation_config.json: {defaults}"
-        print(f"nanovllm: {message}", file=sys.stderr, flush=True)
+        report(f"sampling defaults of generation_config.json: {defaults}")
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         port = self.sockets[0].getsockname()[1]
-        print(
-            f"nanovllm: serving {self.model} on http://{host}:{port}", file=sys.stderr, flush=True
-        )
+        report(f"serving {self.model} on http://{host}:{port}")
         await asyncio.to_thread(self.engine.join)
 
 
@@ -104,15 +102,6 @@ def describe_defaults(params: SamplingParams) -> str:
     return ", ".join(changed) or "none"
 
 
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 async def bind(host: str, port: int) -> list[socket.socket]:
     """Reserve the addresses of `host`. Connections are rejected until the sockets listen."""
     loop = asyncio.get_running_loop()
@@ -128,14 +117,15 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         args.api_key = args.api_key.strip()  # a file that it comes from ends with a newline
     if args.api_key == "":
         parser.error("--api-key, or NANOVLLM_API_KEY, is empty: give a key, or leave it out")
-    if args.playground and (args.host not in HOSTS or args.api_key or hasattr(args, "trace")):
+    is_local = is_loopback(args.host)
+    if args.playground and (not is_local or args.api_key or hasattr(args, "trace")):
         parser.error(
             "--playground shows every prompt to everyone who opens the page, and records every"
-            f" step: use a --host of {', '.join(HOSTS)}, and neither --api-key nor --trace"
+            " step: use a loopback --host such as 127.0.0.1, and neither --api-key nor --trace"
         )
-    if not is_loopback(args.host) and args.api_key is None:
-        message = f"warning: --host {args.host} lets everyone on the network use this server"
-        print(f"nanovllm: {message}: set --api-key", file=sys.stderr)
+    if not is_local and args.api_key is None:
+        message = f"--host {args.host} lets everyone on the network use this server"
+        report(f"warning: {message}: set --api-key")
 
 
 def start(args: argparse.Namespace) -> tuple[list[socket.socket], EngineThread]:
@@ -170,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
     name = "demo_model" if args.model == DEMO_MODEL else args.model
     api = Api(engine, name, str(args.model), args.api_key)
     if isinstance(engine, Playground):
-        app = api.make_app(engine.routes(), HOSTS)
+        app = api.make_app(engine.routes(), is_local=True)
     else:
         app = api.make_app()
     max_connections, batch_size = choose_limits()

@@ -24,14 +24,14 @@ from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.server.bodies import Bodies
 from nanovllm.server.engine_thread import EngineThread, Outputs, Unavailable
 from nanovllm.server.metrics import Metrics
-from nanovllm.server.parameters import InvalidRequest, Object, parse_request
+from nanovllm.server.middleware import Middleware, respond, show_path
+from nanovllm.server.parameters import InvalidRequest, JsonObject, parse_request
 from nanovllm.server.protocol import (
     END,
     Reply,
     describe_error,
     write_event,
 )
-from nanovllm.server.web import Front, respond, show_path
 
 BASE_BODY_BYTES = 2**20  # room for everything that is not a prompt
 MAX_BODY_BYTES = 2**25
@@ -60,8 +60,8 @@ class Api:
         num_bytes = BASE_BODY_BYTES + BODY_BYTES_PER_TOKEN * engine.llm.max_model_len
         self.bodies = Bodies(min(num_bytes, MAX_BODY_BYTES))
 
-    def make_app(self, routes: Sequence[Route] = (), hosts: Sequence[str] = ()) -> ASGIApp:
-        """Make the app. `routes` come before the API's. `hosts`, if given, are the valid Hosts."""
+    def make_app(self, routes: Sequence[Route] = (), is_local: bool = False) -> ASGIApp:
+        """Make the app. `routes` come before the API's. `is_local`: see Middleware."""
         routes = [
             *routes,
             Route("/v1/completions", self.complete, methods=["POST"]),
@@ -72,11 +72,11 @@ class Api:
             Route("/metrics", self.write_metrics),
             Route("/", self.welcome),
         ]
-        errors = (HTTPException, ClientDisconnect, Unavailable, ValueError, TypeError, Exception)
+        errors = (HTTPException, ClientDisconnect, Unavailable, InvalidRequest, Exception)
         handlers: Any = dict.fromkeys(errors, handle_error)
         app = Starlette(routes=routes, exception_handlers=handlers)
         app.state.bodies = self.bodies
-        return Front(app, hosts, self.metrics)
+        return Middleware(app, is_local, self.metrics)
 
     async def complete(self, request: Request) -> Response:
         self._authorize(request)
@@ -90,7 +90,7 @@ class Api:
             return StreamingResponse(events, 200, headers, "text/event-stream")
         return await until_disconnect(request, self._answer(prompts, reply))
 
-    def _parse(self, is_chat: bool, body: Object) -> tuple[Reply, list[PreparedPrompt]]:
+    def _parse(self, is_chat: bool, body: JsonObject) -> tuple[Reply, list[PreparedPrompt]]:
         """Called in a thread, because tokenizing a long prompt would delay other requests."""
         llm = self.engine.llm
         model = body.get("model")
@@ -131,7 +131,7 @@ class Api:
         self._check_model(request.path_params["id"])
         return respond(self._describe_model())
 
-    def _describe_model(self) -> Object:
+    def _describe_model(self) -> JsonObject:
         return {
             "id": self.model,
             "object": "model",
@@ -204,9 +204,6 @@ async def handle_error(request: Request, error: Exception) -> Response:
         message = str(error)
         code = error.code
         param = error.param
-    elif isinstance(error, (ValueError, TypeError)):
-        status = 400
-        message = str(error)
     response = respond(describe_error(status, message, code, param), status)
     response.headers.update(headers or {})
     return response

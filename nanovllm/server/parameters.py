@@ -12,10 +12,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checks import check_bool, check_int, check_type, show
+from nanovllm.checks import InvalidInput, InvalidValue, check_bool, check_int, check_type, show
 from nanovllm.engine.input_processor import PreparedPrompt, PromptTooLong
 
-Object = dict[str, Any]  # a JSON object
+JsonObject = dict[str, Any]  # a JSON object
 
 DEFAULT_MAX_TOKENS = 16  # for completions; a chat can use the rest of max_model_len
 MAX_SAMPLES = 4096  # prompts times n of one request
@@ -92,7 +92,11 @@ class InvalidRequest(ValueError):
     """An error of the client, with the fields of OpenAI's error object."""
 
     def __init__(
-        self, message: str, param: str | None, code: str | None = None, status: int = 400
+        self,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        status: int = 400,
     ) -> None:
         super().__init__(message)
         self.param = param
@@ -100,30 +104,32 @@ class InvalidRequest(ValueError):
         self.status = status
 
 
-def parse_request(body: Object, is_chat: bool, llm: LLM) -> tuple[Object, list[PreparedPrompt]]:
+def parse_request(
+    body: JsonObject, is_chat: bool, llm: LLM
+) -> tuple[JsonObject, list[PreparedPrompt]]:
     """Return the parameters that are given and not ignored, and the prompts, which are checked.
 
     Raises InvalidRequest, mostly with the engine's message.
     """
     prompt_name = "messages" if is_chat else "prompt"
     given = _select(body, CHAT if is_chat else COMPLETION)
-    with _blaming(given):
+    with blaming(given):
         _check_stream(given)
         params = _parse_params(given, is_chat, llm)
-    with _blaming(given, default=prompt_name):
+    with blaming(given, default=prompt_name):
         prompts: Any = given.get(prompt_name)
         if is_chat:
             prompts = llm.encode_chats([prompts])
         checked = llm.prepare_prompts(prompts, params)
         check_int("the number of prompts", len(checked), 1, MAX_SAMPLES)
-    with _blaming(given, default="n"):
+    with blaming(given, default="n"):
         check_int("the number of prompts times n", len(checked) * params.n, 1, MAX_SAMPLES)
     return given, checked
 
 
-def _select(body: Object, table: Table) -> Object:
+def _select(body: JsonObject, table: Table) -> JsonObject:
     """Return the parameters that are given and not ignored. Raises InvalidRequest for others."""
-    given: Object = {}
+    given: JsonObject = {}
     for name, value in body.items():
         use = table.get(name, ())
         if value is None or use == IGNORED:
@@ -137,36 +143,37 @@ def _select(body: Object, table: Table) -> Object:
 
 
 @contextmanager
-def _blaming(given: Object, default: str | None = None) -> Iterator[None]:
-    """Add to errors the parameter at fault, which is the first one that the message names."""
+def blaming(given: JsonObject, default: str | None = None) -> Iterator[None]:
+    """Turn errors about the client's input into InvalidRequest.
+
+    Its parameter is the one that the error names, such as messages[1].content, if it is `given`.
+    """
     try:
         yield
     except (ValueError, TypeError) as error:
-        message = str(error)
-        # What follows is the value, which can contain any word.
-        words = re.findall(r"\w+", message.partition(", not ")[0])
-        param = next((word for word in words if word in given), default)
+        name = error.name if isinstance(error, InvalidInput) else ""
+        is_given = re.split(r"[.\[]", name)[0] in given
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-        raise InvalidRequest(message, param, code) from error
+        raise InvalidRequest(str(error), name if is_given else default, code) from error
 
 
-def _check_stream(given: Object) -> None:
+def _check_stream(given: JsonObject) -> None:
     is_stream = check_bool("stream", given.get("stream", False))
     if check_bool("echo", given.get("echo", False)) and is_stream:
-        raise ValueError("'echo' does not support 'stream': leave one of them out")
+        raise InvalidValue("echo", "does not support 'stream': leave one of them out")
     if "stream_options" not in given:
         return
     if not is_stream:
-        raise ValueError("stream_options needs stream=true: set it, or leave stream_options out")
+        raise InvalidValue("stream_options", "needs stream=true: set it, or leave it out")
     options = check_type("stream_options", given["stream_options"], (dict,), "an object")
     for name, value in options.items():
         if name in ("include_usage", "include_obfuscation"):
             check_bool(f"stream_options.{name}", False if value is None else value)
         elif (name, value) != ("continuous_usage_stats", False) and value is not None:
-            raise ValueError(f"stream_options.{show(name)} is not supported: leave it out")
+            raise InvalidValue(f"stream_options.{show(name)}", "is not supported: leave it out")
 
 
-def _parse_params(given: Object, is_chat: bool, llm: LLM) -> SamplingParams:
+def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:
     options = {name: given[name] for name in _SAMPLING_FIELDS & given.keys()}
     options.setdefault("max_tokens", llm.max_model_len if is_chat else DEFAULT_MAX_TOKENS)
     if "max_completion_tokens" in given:
@@ -180,7 +187,7 @@ def _parse_params(given: Object, is_chat: bool, llm: LLM) -> SamplingParams:
         if wants_logprobs:
             options["logprobs"] = given.get("top_logprobs", 0)
         elif given.get("top_logprobs"):
-            raise ValueError("top_logprobs needs logprobs=true: set it, or leave top_logprobs out")
+            raise InvalidValue("top_logprobs", "needs logprobs=true: set it, or leave it out")
     if "logprobs" in options:
         name = "top_logprobs" if is_chat else "logprobs"
         check_int(name, options["logprobs"], 0, MAX_LOGPROBS)

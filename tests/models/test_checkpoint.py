@@ -245,12 +245,12 @@ def test_only_byte_level_tokenizers_must_keep_all_text(tmp_path):
 def test_an_invalid_eos_is_rejected(checkpoint, value):
     path = checkpoint / "generation_config.json"
     write_json(path, {"eos_token_id": value})
-    reject(f"^{path}: each of eos_token_id", checkpoint)
+    reject(f"^{path}: eos_token_id\\[[01]\\]", checkpoint)
 
 
 def test_an_invalid_eos_of_the_config_is_named(checkpoint):
     edit_config(checkpoint, eos_token_id=-(10**30))
-    reject(f"^{checkpoint / 'config.json'}: each of eos_token_id", checkpoint)
+    reject(f"^{checkpoint / 'config.json'}: eos_token_id\\[[01]\\]", checkpoint)
 
 
 @pytest.mark.parametrize(

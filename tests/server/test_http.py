@@ -12,7 +12,7 @@ from server_helpers import CLIENT, HEADERS, KEY, OPTIONS, post, start, wait_for_
 from nanovllm import DEMO_MODEL
 from nanovllm.outputs import Stats
 from nanovllm.server import __main__, metrics
-from nanovllm.server.web import log
+from nanovllm.server.middleware import log
 
 
 @pytest.fixture(scope="module")

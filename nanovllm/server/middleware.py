@@ -1,11 +1,10 @@
 """Middleware: request ids, the origin check, the log."""
 
+import ipaddress
 import json
 import re
 import select
-import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from urllib.parse import quote
 from uuid import uuid4
@@ -15,22 +14,23 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.server.metrics import Metrics
-from nanovllm.server.parameters import Object
+from nanovllm.server.parameters import JsonObject
 from nanovllm.server.protocol import describe_error
+from nanovllm.terminal import report
 
 QUIET = ("/health", "/metrics")  # polled every few seconds, so neither logged nor counted
 
 
-class Front:
+class Middleware:
     """Gives each request an id, rejects those of foreign web pages, and logs and counts requests.
 
-    A client or a proxy can choose the id by the header X-Request-Id. `hosts`, if given, are the
-    only ones that are served: a page can let its own host name point to 127.0.0.1 (DNS rebinding).
+    A client or a proxy can choose the id by the header X-Request-Id. If `is_local`, the Host must
+    be a loopback address: a page can let its own host name point to 127.0.0.1 (DNS rebinding).
     """
 
-    def __init__(self, app: ASGIApp, hosts: Sequence[str], metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, is_local: bool, metrics: Metrics) -> None:
         self.app = app
-        self.hosts = hosts
+        self.is_local = is_local
         self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,7 +51,7 @@ class Front:
             await send(message)
 
         app = self.app
-        if is_foreign(request) or (self.hosts and read_host(request) not in self.hosts):
+        if is_foreign(request) or (self.is_local and not is_loopback(read_host(request))):
             message = "requests from other web pages, or to another host name, are rejected"
             app = respond(describe_error(403, message), 403)
         try:
@@ -61,6 +61,15 @@ class Front:
                 self.metrics.requests.labels(status).inc()
                 duration = 1000 * (time.perf_counter() - start)
                 log(f"{request.method} {show_path(scope)} {status} {duration:.1f} ms {request_id}")
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def read_host(request: Request) -> str:
@@ -92,7 +101,7 @@ def show_path(scope: Scope) -> str:
     return quote(scope["path"][:200])
 
 
-def respond(content: Object, status: int = 200) -> Response:
+def respond(content: JsonObject, status: int = 200) -> Response:
     """Return JSON in ASCII, which can hold any str, also lone surrogates."""
     return Response(json.dumps(content), status, media_type="application/json")
 
@@ -106,4 +115,4 @@ def log(line: str) -> None:
     _, writable, _ = select.select([], [2], [], 0)
     if writable:
         with suppress(BrokenPipeError):
-            print(f"nanovllm: {line}", file=sys.stderr, flush=True)
+            report(line)
