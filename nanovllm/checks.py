@@ -23,25 +23,6 @@ T = TypeVar("T")
 MAX_SHOWN = 200  # characters of a value in a message
 
 
-class InvalidInput(Exception):
-    """An error with the name of the option or field at fault."""
-
-    def __init__(self, name: str, problem: str) -> None:
-        super().__init__(name, problem)  # both, because pickle passes them to __init__
-        self.name = name
-
-    def __str__(self) -> str:
-        return " ".join(self.args)
-
-
-class InvalidValue(InvalidInput, ValueError):
-    """A value that is not among the valid ones."""
-
-
-class InvalidType(InvalidInput, TypeError):
-    """A value of another type than the valid ones."""
-
-
 class _ShortRepr(reprlib.Repr):
     """Looks at a few items of a container only, because clients can send megabytes."""
 
@@ -63,6 +44,13 @@ def show(value: object) -> str:
     """Return the repr of a value for a message, with at most MAX_SHOWN characters."""
     text = _short_repr.repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def invalid(name: str, problem: str, kind: type[Exception] = ValueError) -> Exception:
+    """Make an error whose attribute `name` is the option or field at fault."""
+    error = kind(f"{name} {problem}")
+    error.name = name  # type: ignore[attr-defined]
+    return error
 
 
 def checked(default: T, check: Callable[..., object], **limits: object) -> T:
@@ -87,7 +75,7 @@ class Checked:
 def check_int(name: str, value: object, minimum: int, maximum: float = math.inf) -> int:
     """Require an int in [minimum, maximum]."""
     if not isinstance(value, (int, Integral)) or isinstance(value, bool):
-        raise InvalidType(name, f"must be an int, not {show(value)}")
+        raise invalid(name, f"must be an int, not {show(value)}", TypeError)
     return int(check_number(name, int(value), minimum, maximum))
 
 
@@ -97,7 +85,7 @@ def check_ints(
     """Require ints >= `minimum` in a list, a tuple, a set or an array, and at most `max_num`."""
     given = list(check_type(name, values, (Iterable,), "a list of ints"))
     if max_num is not None and len(given) > max_num:
-        raise InvalidValue(name, f"must have at most {max_num} values, not {len(given)}")
+        raise invalid(name, f"must have at most {max_num} values, not {len(given)}")
     return [check_int(f"{name}[{index}]", value, minimum) for index, value in enumerate(given)]
 
 
@@ -106,7 +94,7 @@ def check_number(
 ) -> float:
     """Require a finite number in [low, high], or in (low, high] if `open_low`. Keeps an int."""
     if not isinstance(value, (int, float, Real)) or isinstance(value, bool):
-        raise InvalidType(name, f"must be a number, not {show(value)}")
+        raise invalid(name, f"must be a number, not {show(value)}", TypeError)
     # float16 cannot be compared with a large `high`.
     number = value if isinstance(value, int) else float(value)
     is_finite = isinstance(number, int) or math.isfinite(number)
@@ -117,14 +105,14 @@ def check_number(
             limits += f" and at most {high}"
         elif not is_finite:
             limits += " and finite"
-        raise InvalidValue(name, f"must be {limits}, not {show(number)}")
+        raise invalid(name, f"must be {limits}, not {show(number)}")
     return number
 
 
 def check_type(name: str, value: T, types: tuple[type, ...], meaning: str) -> T:
     """Require one of `types`. `meaning` names them in the error."""
     if not isinstance(value, types):
-        raise InvalidType(name, f"must be {meaning}, not {show(value)}")
+        raise invalid(name, f"must be {meaning}, not {show(value)}", TypeError)
     return value
 
 
@@ -135,7 +123,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """Require one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         meaning = ", ".join(map(repr, choices))
-        raise InvalidValue(name, f"must be one of {meaning}, not {show(value)}")
+        raise invalid(name, f"must be one of {meaning}, not {show(value)}")
     return value
 
 
@@ -145,7 +133,7 @@ def check_text(name: str, value: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         problem = "contains a lone surrogate and cannot be encoded as UTF-8"
-        raise InvalidValue(name, f"{problem}: {error}") from error
+        raise invalid(name, f"{problem}: {error}") from error
     return value
 
 

@@ -6,7 +6,7 @@ what OpenAI's API allows: https://platform.openai.com/docs/api-reference/chat/cr
 
 from typing import Any
 
-from nanovllm.checks import InvalidValue, show
+from nanovllm.checks import invalid, show
 
 # {"role": one of ROLES, "content": text}, where the text is a str or a list of parts
 # {"type": "text", "text": str}. An assistant's content may be None.
@@ -23,7 +23,7 @@ def prepare_messages(conversation: Any) -> list[Message]:
     Raises ValueError that names the field at fault.
     """
     if not isinstance(conversation, (list, tuple)) or not conversation:
-        raise InvalidValue("messages", f"must be a list of dicts, not {show(conversation)}")
+        raise invalid("messages", f"must be a list of dicts, not {show(conversation)}")
     prepared: list[Message] = []
     for index, message in enumerate(conversation):
         name = f"messages[{index}]"
@@ -33,7 +33,7 @@ def prepare_messages(conversation: Any) -> list[Message]:
         _require(is_known, f"{name}.role", f"one of {', '.join(map(repr, ROLES))}", role)
         for field in UNSUPPORTED:
             if message.get(field) not in (None, []):
-                raise InvalidValue(f"{name}.{field}", "is not supported: leave it out")
+                raise invalid(f"{name}.{field}", "is not supported: leave it out")
         for field in TEXTS:
             text = message.get(field)
             _require(text is None or isinstance(text, str), f"{name}.{field}", "a str", text)
@@ -64,4 +64,4 @@ def _join_parts(name: str, content: Any) -> str:
 
 def _require(condition: bool, name: str, meaning: str, value: object) -> None:
     if not condition:
-        raise InvalidValue(name, f"must be {meaning}, not {show(value)}")
+        raise invalid(name, f"must be {meaning}, not {show(value)}")

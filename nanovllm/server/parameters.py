@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checks import InvalidInput, InvalidValue, check_bool, check_int, check_type, show
+from nanovllm.checks import check_bool, check_int, check_type, invalid, show
 from nanovllm.engine.input_processor import PreparedPrompt, PromptTooLong
 
 JsonObject = dict[str, Any]  # a JSON object
@@ -151,7 +151,7 @@ def blaming(given: JsonObject, default: str | None = None) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        name = error.name if isinstance(error, InvalidInput) else ""
+        name = getattr(error, "name", "")
         is_given = re.split(r"[.\[]", name)[0] in given
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
         raise InvalidRequest(str(error), name if is_given else default, code) from error
@@ -160,17 +160,17 @@ def blaming(given: JsonObject, default: str | None = None) -> Iterator[None]:
 def _check_stream(given: JsonObject) -> None:
     is_stream = check_bool("stream", given.get("stream", False))
     if check_bool("echo", given.get("echo", False)) and is_stream:
-        raise InvalidValue("echo", "does not support 'stream': leave one of them out")
+        raise invalid("echo", "does not support 'stream': leave one of them out")
     if "stream_options" not in given:
         return
     if not is_stream:
-        raise InvalidValue("stream_options", "needs stream=true: set it, or leave it out")
+        raise invalid("stream_options", "needs stream=true: set it, or leave it out")
     options = check_type("stream_options", given["stream_options"], (dict,), "an object")
     for name, value in options.items():
         if name in ("include_usage", "include_obfuscation"):
             check_bool(f"stream_options.{name}", False if value is None else value)
         elif (name, value) != ("continuous_usage_stats", False) and value is not None:
-            raise InvalidValue(f"stream_options.{show(name)}", "is not supported: leave it out")
+            raise invalid(f"stream_options.{show(name)}", "is not supported: leave it out")
 
 
 def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:
@@ -187,7 +187,7 @@ def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:
         if wants_logprobs:
             options["logprobs"] = given.get("top_logprobs", 0)
         elif given.get("top_logprobs"):
-            raise InvalidValue("top_logprobs", "needs logprobs=true: set it, or leave it out")
+            raise invalid("top_logprobs", "needs logprobs=true: set it, or leave it out")
     if "logprobs" in options:
         name = "top_logprobs" if is_chat else "logprobs"
         check_int(name, options["logprobs"], 0, MAX_LOGPROBS)

@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 
+import httpx
 import pytest
 from server_helpers import CLIENT, HEADERS, KEY, OPTIONS, post, start, wait_for_line
 
@@ -15,12 +16,21 @@ from nanovllm.server import __main__, metrics
 from nanovllm.server.middleware import log
 
 
+# GET / fails.
+PROGRAM = f"""
+import os, sys
+from nanovllm.server.__main__ import Api, main
+
+os.environ["NANOVLLM_API_KEY"] = {KEY!r}
+Api.welcome = lambda self, request: int("invalid")
+main(sys.argv[1:])
+"""
+
+
 @pytest.fixture(scope="module")
 def server():
     """A server whose key is in the environment."""
-    program = "import os, sys; from nanovllm.server.__main__ import main;"
-    program += f" os.environ['NANOVLLM_API_KEY'] = {KEY!r}; main(sys.argv[1:])"
-    with start(*OPTIONS[:-2], program=("-c", program)) as address_and_process:
+    with start(*OPTIONS[:-2], program=("-c", PROGRAM)) as address_and_process:
         yield address_and_process
 
 
@@ -107,6 +117,18 @@ def test_unknown_paths_and_methods_are_named(url):
     message = response.json()["error"]["message"]
     assert "/v1/completions does not support GET: use POST" in message
     assert len(CLIENT.get(f"{url}/{'x' * 10_000}").text) < 1000
+
+
+def test_an_unexpected_error_is_logged_and_not_shown(server):
+    """Also a ValueError, which is not always about the client's input."""
+    url, process = server
+    response = httpx.get(url)  # uvicorn closes the connection
+    assert response.status_code == 500
+    error = response.json()["error"]
+    assert error["type"] == "server_error"
+    assert error["message"] == "internal error"
+    lines = wait_for_line(process, "ValueError: invalid literal")
+    assert any("Traceback" in line for line in lines)
 
 
 @pytest.mark.parametrize("name", ["demo_model", str(DEMO_MODEL)])
