@@ -15,7 +15,6 @@ from nanovllm.outputs import Stats
 from nanovllm.server import __main__, metrics
 from nanovllm.server.middleware import log
 
-
 # GET / fails.
 PROGRAM = f"""
 import os, sys
