@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from nanovllm.checks import show
-from nanovllm.server.parameters import InvalidRequest, JsonObject
+from nanovllm.server.errors import InvalidRequest, JsonObject
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ A special token adds no text, and has its name instead. So have candidates that 
 
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.outputs import PromptLogprobs
-from nanovllm.server.parameters import JsonObject
+from nanovllm.server.errors import JsonObject
 from nanovllm.vocabulary import Vocabulary
 
 LEAST_LOGPROB = -9999.0  # stands for -inf, as in vLLM, because JSON has no infinity

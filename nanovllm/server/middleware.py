@@ -13,9 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanovllm.server.errors import JsonObject, describe_error
 from nanovllm.server.metrics import Metrics
-from nanovllm.server.parameters import JsonObject
-from nanovllm.server.protocol import describe_error
 from nanovllm.terminal import report
 
 QUIET = ("/health", "/metrics")  # polled every few seconds, so neither logged nor counted

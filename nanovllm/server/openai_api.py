@@ -23,13 +23,13 @@ from nanovllm.checks import show
 from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.server.bodies import Bodies
 from nanovllm.server.engine_thread import EngineThread, Outputs, Unavailable
+from nanovllm.server.errors import InvalidRequest, JsonObject, describe_error
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import Middleware, respond, show_path
-from nanovllm.server.parameters import InvalidRequest, JsonObject, parse_request
+from nanovllm.server.parameters import parse_request
 from nanovllm.server.protocol import (
     END,
     Reply,
-    describe_error,
     write_event,
 )
 

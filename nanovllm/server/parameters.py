@@ -5,17 +5,13 @@ the table of its endpoint is an error, because it could change the result. null 
 parameter is not given.
 """
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checks import check_bool, check_int, check_type, invalid, show
-from nanovllm.engine.input_processor import PreparedPrompt, PromptTooLong
-
-JsonObject = dict[str, Any]  # a JSON object
+from nanovllm.engine.input_processor import PreparedPrompt
+from nanovllm.server.errors import InvalidRequest, JsonObject, blaming
 
 DEFAULT_MAX_TOKENS = 16  # for completions; a chat can use the rest of max_model_len
 MAX_SAMPLES = 4096  # prompts times n of one request
@@ -88,22 +84,6 @@ CHAT: Table = {
 }
 
 
-class InvalidRequest(ValueError):
-    """An error of the client, with the fields of OpenAI's error object."""
-
-    def __init__(
-        self,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        status: int = 400,
-    ) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
-        self.status = status
-
-
 def parse_request(
     body: JsonObject, is_chat: bool, llm: LLM
 ) -> tuple[JsonObject, list[PreparedPrompt]]:
@@ -140,21 +120,6 @@ def _select(body: JsonObject, table: Table) -> JsonObject:
             message = f"{show(name)} with the value {show(value)} is not supported: leave it out"
             raise InvalidRequest(message, name)
     return given
-
-
-@contextmanager
-def blaming(given: JsonObject, default: str | None = None) -> Iterator[None]:
-    """Turn errors about the client's input into InvalidRequest.
-
-    Its parameter is the one that the error names, such as messages[1].content, if it is `given`.
-    """
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        name = getattr(error, "name", "")
-        is_given = re.split(r"[.\[]", name)[0] in given
-        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-        raise InvalidRequest(str(error), name if is_given else default, code) from error
 
 
 def _check_stream(given: JsonObject) -> None:

@@ -24,8 +24,8 @@ from nanovllm.config import Config
 from nanovllm.outputs import RequestOutput
 from nanovllm.server.bodies import read_json
 from nanovllm.server.engine_thread import EngineThread, Stream
+from nanovllm.server.errors import JsonObject, blaming
 from nanovllm.server.middleware import respond
-from nanovllm.server.parameters import JsonObject, blaming
 from nanovllm.trace.page import read_template, shorten
 from nanovllm.trace.reader import Reader
 from nanovllm.trace.timeline import Event, Timeline

@@ -4,7 +4,8 @@ import pytest
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.server import parameters
-from nanovllm.server.parameters import CHAT, COMPLETION, InvalidRequest, parse_request
+from nanovllm.server.errors import InvalidRequest
+from nanovllm.server.parameters import CHAT, COMPLETION, parse_request
 
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 VALID = {False: {"prompt": "x"}, True: {"messages": QUESTION}}
