@@ -9,13 +9,16 @@ from dataclasses import fields, replace
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checks import check_bool, check_int, check_type, invalid, show
-from nanovllm.engine.input_processor import PreparedPrompt
+from nanovllm.checks import check_bool, check_choice, check_int, check_type, invalid, show
+from nanovllm.engine.input_processor import PreparedPrompt, Prompt
+from nanovllm.messages import Tool
 from nanovllm.server.errors import InvalidRequest, JsonObject, blaming
+from nanovllm.server.tools import choose_tools, write_grammar
 
 DEFAULT_MAX_TOKENS = 16  # for completions; a chat can use the rest of max_model_len
 MAX_SAMPLES = 4096  # prompts times n of one request
 MAX_LOGPROBS = 20  # OpenAI's limit
+FORMATS = ("text", "json_object", "json_schema")
 
 SAMPLING = "is a field of SamplingParams"
 READ = "is read here or by Reply"
@@ -26,45 +29,54 @@ Table = dict[str, str | tuple[Any, ...]]
 _SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"prompt_logprobs"}
 _COMMON: Table = {
     **dict.fromkeys(_SAMPLING_FIELDS, SAMPLING),
-    "model": READ,
-    "stream": READ,
-    "stream_options": READ,
-    "metadata": IGNORED,
-    "prompt_cache_key": IGNORED,
-    "request_id": IGNORED,
-    "safety_identifier": IGNORED,
-    "service_tier": IGNORED,
-    "store": IGNORED,
-    "user": IGNORED,
-    "add_generation_prompt": (True,),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "detokenize": (True,),
-    "documents": ([],),
-    "early_stopping": (False,),
+    **dict.fromkeys(("model", "response_format", "stream", "stream_options"), READ),
+    **dict.fromkeys(
+        (
+            "metadata",
+            "prediction",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "request_id",
+            "safety_identifier",
+            "service_tier",
+            "store",
+            "user",
+            "verbosity",
+        ),
+        IGNORED,
+    ),
+    **dict.fromkeys(
+        ("bad_words", "documents", "functions", "logits_processors", "tools"),
+        ([],),
+    ),
+    **dict.fromkeys(("chat_template_kwargs", "mm_processor_kwargs", "vllm_xargs"), ({},)),
+    **dict.fromkeys(
+        (
+            "continue_final_message",
+            "early_stopping",
+            "include_stop_str_in_output",
+            "return_token_ids",
+            "return_tokens_as_token_ids",
+            "use_beam_search",
+        ),
+        (False,),
+    ),
+    **dict.fromkeys(
+        (
+            "add_generation_prompt",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+        ),
+        (True,),
+    ),
+    **dict.fromkeys(("best_of", "length_penalty"), (1,)),
+    **dict.fromkeys(("include_reasoning", "parallel_tool_calls"), (True, False)),
     "function_call": ("none",),
-    "functions": ([],),
-    "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1, 1.0),
-    "logit_bias": ({},),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "priority": (0,),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
 }
 COMPLETION: Table = {
     **_COMMON,
@@ -75,10 +87,23 @@ COMPLETION: Table = {
 }
 CHAT: Table = {
     **_COMMON,
-    "logprobs": READ,  # a bool
-    "max_completion_tokens": READ,
-    "messages": READ,
-    "top_logprobs": READ,
+    **dict.fromkeys(
+        (
+            "add_generation_prompt",
+            "chat_template_kwargs",
+            "continue_final_message",
+            "include_reasoning",
+            "logprobs",  # a bool
+            "max_completion_tokens",
+            "messages",
+            "parallel_tool_calls",
+            "reasoning_effort",
+            "tool_choice",
+            "tools",
+            "top_logprobs",
+        ),
+        READ,
+    ),
     "add_special_tokens": (False,),
     "echo": (False,),
 }
@@ -95,11 +120,13 @@ def parse_request(
     given = _select(body, CHAT if is_chat else COMPLETION)
     with blaming(given):
         _check_stream(given)
+        _read_constraint(given)
+        tools = _read_tools(given, llm) if is_chat else []
         params = _parse_params(given, is_chat, llm)
     with blaming(given, default=prompt_name):
         prompts: Any = given.get(prompt_name)
         if is_chat:
-            prompts = llm.encode_chats([prompts])
+            prompts = [encode_chat(given, tools, llm)]
         checked = llm.prepare_prompts(prompts, params)
         check_int("the number of prompts", len(checked), 1, MAX_SAMPLES)
     with blaming(given, default="n"):
@@ -114,6 +141,8 @@ def _select(body: JsonObject, table: Table) -> JsonObject:
         use = table.get(name, ())
         if value is None or use == IGNORED:
             continue
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # JavaScript and Go can write 16 as 16.0
         if isinstance(use, str):
             given[name] = value
         elif (type(value), value) not in [(type(neutral), neutral) for neutral in use]:
@@ -124,8 +153,7 @@ def _select(body: JsonObject, table: Table) -> JsonObject:
 
 def _check_stream(given: JsonObject) -> None:
     is_stream = check_bool("stream", given.get("stream", False))
-    if check_bool("echo", given.get("echo", False)) and is_stream:
-        raise invalid("echo", "does not support 'stream': leave one of them out")
+    check_bool("echo", given.get("echo", False))
     if "stream_options" not in given:
         return
     if not is_stream:
@@ -138,12 +166,59 @@ def _check_stream(given: JsonObject) -> None:
             raise invalid(f"stream_options.{show(name)}", "is not supported: leave it out")
 
 
+def _read_constraint(given: JsonObject) -> None:
+    """Turn response_format into structured_outputs."""
+    if "response_format" not in given:
+        return
+    text = check_type("response_format", given["response_format"], (dict,), "an object")
+    kind = check_choice("response_format.type", text.get("type"), FORMATS)
+    if kind == "json_object":
+        _constrain(given, "response_format", {"json_object": True})
+    elif kind == "json_schema":
+        name = "response_format.json_schema"
+        described = check_type(name, text.get("json_schema"), (dict,), "an object with a schema")
+        schema = check_type(f"{name}.schema", described.get("schema"), (dict,), "a JSON schema")
+        _constrain(given, "response_format", {"json": schema})
+
+
+def _read_tools(given: JsonObject, llm: LLM) -> list[Tool]:
+    """Return the tools for the template. Keep in `given` those that the reply may call."""
+    given["tools"], required = choose_tools(given)
+    is_parallel = check_bool("parallel_tool_calls", given.get("parallel_tool_calls", True))
+    check_bool("include_reasoning", given.get("include_reasoning", True))
+    if required:
+        _constrain(given, "tool_choice", {"grammar": write_grammar(required, is_parallel)})
+        if not llm.template_uses_tools:
+            return []
+    return given["tools"]
+
+
+def _constrain(given: JsonObject, name: str, structured_outputs: JsonObject) -> None:
+    if "structured_outputs" in given:
+        raise invalid(name, "and structured_outputs or response_format exclude each other")
+    given["structured_outputs"] = structured_outputs
+
+
+def encode_chat(given: JsonObject, tools: list[Tool], llm: LLM) -> Prompt:
+    """Return the token ids of `messages`."""
+    variables = given.get("chat_template_kwargs", {})
+    check_type("chat_template_kwargs", variables, (dict,), "an object")
+    if "reasoning_effort" in given:
+        variables = {"reasoning_effort": given["reasoning_effort"], **variables}
+    flags = ("add_generation_prompt", "continue_final_message")
+    options = {name: given[name] for name in flags if name in given}
+    return llm.encode_chats([given.get("messages")], tools, variables, **options)[0]
+
+
 def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:
     options = {name: given[name] for name in _SAMPLING_FIELDS & given.keys()}
     options.setdefault("max_tokens", llm.max_model_len if is_chat else DEFAULT_MAX_TOKENS)
     if "max_completion_tokens" in given:
         max_tokens = check_int("max_completion_tokens", given["max_completion_tokens"], 1)
         options["max_tokens"] = max_tokens
+    if "logit_bias" in options:
+        biases = check_type("logit_bias", options["logit_bias"], (dict,), "an object")
+        options["logit_bias"] = {int(i) if i.isdecimal() else i: biases[i] for i in biases}
     seed = options.get("seed")
     if isinstance(seed, int) and seed == -1:  # none, as in vLLM
         del options["seed"]

@@ -63,7 +63,7 @@ class Reply:
         """Keep and return new `outputs`, without a token that was not requested."""
         if not self.wants_completion:
             for index, output in outputs.items():
-                logprobs = None if output["logprobs"] is None else []
+                logprobs: list[dict[int, float]] | None = None if output["logprobs"] is None else []
                 outputs[index] = {**output, "text": "", "token_ids": [], "logprobs": logprobs}
         self.newest.update(outputs)
         return outputs
