@@ -8,8 +8,8 @@ from pathlib import Path
 
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 
 DEMO_MODEL = str(Path(__file__).parent / "demo_model")
 
-__all__ = ["DEMO_MODEL", "LLM", "RequestOutput", "SamplingParams"]
+__all__ = ["DEMO_MODEL", "LLM", "RequestOutput", "SamplingParams", "StructuredOutputs"]

@@ -117,6 +117,7 @@ def check_type(name: str, value: T, types: tuple[type, ...], meaning: str) -> T:
 
 
 check_bool = partial(check_type, types=(bool,), meaning="True or False")
+check_str = partial(check_type, types=(str,), meaning="a str")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:

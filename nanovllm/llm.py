@@ -20,10 +20,10 @@ from nanovllm.engine.beam_search import Beam, BeamSearch, search_together
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.prompt_logprobs import ScoringModelRunner
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.speculation import SpeculativeScheduler, enable_speculation
+from nanovllm.engine.structured import StructuredModelRunner, enable_structured_outputs
 from nanovllm.engine.thread_safety import ThreadSafeEngine
 from nanovllm.messages import Message, Tool, check_tools, prepare_messages
 from nanovllm.outputs import RequestOutput
@@ -48,20 +48,21 @@ class LLM(ThreadSafeEngine):
         policy = Scheduler if config.enable_chunked_prefill else PrefillFirstScheduler
         # Optional features are added as subclasses.
         scheduler_class: type[Scheduler] = policy
-        model_runner_class: type[ModelRunner] = ScoringModelRunner
+        model_runner_class: type[ModelRunner] = StructuredModelRunner
         if config.num_speculative_tokens:
             scheduler_class = type("Speculative", (SpeculativeScheduler, policy), {})
         self.timeline = self.make_timeline(config)
         if self.timeline is not None:
             shared = {"timeline": self.timeline}
             scheduler_class = type("Traced", (TracedScheduler, scheduler_class), shared)
-            model_runner_class = type("Traced", (TracedModelRunner,), shared)
+            model_runner_class = type("Traced", (TracedModelRunner, model_runner_class), shared)
         try:
             super().__init__(config, scheduler_class, model_runner_class)
         except BaseException:
             self._close_timeline()
             raise
         self.vocabulary = Vocabulary(self.tokenizer)
+        enable_structured_outputs(self)
         if config.num_speculative_tokens:
             enable_speculation(self)
         if self.timeline is not None:

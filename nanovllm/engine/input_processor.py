@@ -4,6 +4,7 @@ import operator
 import struct
 from copy import copy
 from itertools import count
+from typing import TYPE_CHECKING
 
 import xxhash
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +14,9 @@ from nanovllm.config import Config
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.engine.structured import Grammars
 
 Prompt = str | list[int]
 PreparedPrompt = tuple[list[int], SamplingParams]  # validated for this engine
@@ -29,6 +33,8 @@ class PromptTooLong(ValueError):
 
 class InputProcessor:
     """Prepares prompts for one engine: its tokenizer, its vocabulary and its limits."""
+
+    grammars: "Grammars"  # set by enable_structured_outputs
 
     def __init__(
         self,
@@ -73,6 +79,10 @@ class InputProcessor:
             raise ValueError("a prompt must have at least one token")
         check_int("each token id of a prompt", min(token_ids), 0, self.vocab_size - 1)
         check_int("each token id of a prompt", max(token_ids), 0, self.vocab_size - 1)
+        for token_id in params.logit_bias or ():
+            check_int("each token id of logit_bias", token_id, 0, self.vocab_size - 1)
+        if params.structured_outputs is not None:
+            params = self.grammars.compile(params)
         return token_ids, params
 
     def _check_len(self, num_tokens: int) -> None:
@@ -113,20 +123,22 @@ class InputProcessor:
         requests: list[Request] = []
         for token_ids, params in prompts:
             stop_token_ids = set(params.stop_token_ids or ())
-            if not params.ignore_eos:
+            is_structured = params.structured_outputs is not None
+            if is_structured or not params.ignore_eos:
                 stop_token_ids |= eos_token_ids
             # Checkpoints with a reduced vocabulary can name ids above it.
             valid_ids = frozenset(i for i in stop_token_ids if i < self.vocab_size)
             detokenizer: Detokenizer | None = None
             if self.tokenizer is not None:
                 detokenizer = Detokenizer(self.tokenizer, token_ids, params.stop_strings)
+            make_request = self.grammars.make_request if is_structured else Request
             for index in range(params.n):
                 seq_id = next(self.ids)
                 # Without a seed of its own, a request has the engine's seed.
                 seed = _derive_seed(self.config.seed, seq_id)
                 if params.seed is not None:
                     seed = _derive_seed(params.seed, index)
-                request = Request(
+                request = make_request(
                     seq_id=seq_id,
                     token_ids=token_ids,
                     params=params,

@@ -169,7 +169,10 @@ class LLMEngine:
             if request.finish_reason is not None:
                 self._remove(request)
             if request.finish_reason == "error":
-                message = f"request {request.seq_id} ends with an error: its logits are NaN"
+                message = (
+                    f"request {request.seq_id} ends with an error: its logits are NaN,"
+                    " or its structured_outputs are too complex"
+                )
                 self._warnings.append(message)
 
     def _report(self, inbox: Inbox) -> list[RequestOutput]:

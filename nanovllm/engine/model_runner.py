@@ -119,13 +119,17 @@ class ModelRunner:
         wants_logprobs = any([seq.wants_logprobs for seq in seqs])
         logprobs: Logprobs = None
         with undisturbed(self.device):
-            processed = process_logits(logits, rows) if needs_processing else logits
+            processed = self.process_logits(logits, rows) if needs_processing else logits
             tokens = self.sampler(processed, self.prepare_sampling(rows, positions))
             token_ids = self.executor.call(tokens.tolist)  # the host waits for the device here
             if wants_logprobs:
                 requested = [seq.params.logprobs for seq in rows]
                 logprobs = split_rows(find_logprobs(logits, tokens, requested), seqs)
         return split_rows(token_ids, seqs), logprobs
+
+    def process_logits(self, logits: Tensor, rows: list[Sequence]) -> Tensor:
+        """Return logits with penalties, biases and bans. Each row has a sequence."""
+        return process_logits(logits, rows)
 
     def prepare_batch(self, seqs: list[Sequence]) -> Batch:
         """Flatten the scheduled tokens, on the host. batch.py draws the result.

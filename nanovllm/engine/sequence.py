@@ -47,7 +47,9 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         # Precomputed, because the model runner asks for them in every step.
         self.needs_filtering = params.temperature > 0 and params.filters
-        self.needs_logits_processing = params.penalizes or params.min_tokens > 0
+        self.needs_logits_processing = bool(
+            params.penalizes or params.min_tokens or params.structured_outputs or params.logit_bias
+        )
         self.wants_logprobs = params.logprobs is not None
         self.restart()
 

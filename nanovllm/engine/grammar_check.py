@@ -1,0 +1,29 @@
+"""Compiles the grammar on stdin for tokens of one byte, as a program in a process of its own.
+
+A short grammar can take minutes to compile, and thousands of nested rules overflow the stack. The
+process of the engine could stop neither.
+"""
+
+import os
+import resource
+import sys
+import threading
+
+from llguidance import LLMatcher, LLTokenizer
+
+CPU_SECONDS = 2
+STACK_BYTES = 2**20  # less than any thread of the engine has
+
+
+def compile_stdin() -> None:
+    # Errors of the grammar are not reported here, because the engine's own compilation has them.
+    LLMatcher(LLTokenizer("byte"), sys.stdin.read(), log_level=0).compute_bitmask()
+
+
+if __name__ == "__main__":
+    os.nice(10)  # the engine goes first
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=compile_stdin)
+    thread.start()
+    thread.join()

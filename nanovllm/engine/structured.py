@@ -1,0 +1,201 @@
+"""Constrained decoding: the text of a request follows a JSON schema, a regex or a grammar.
+
+llguidance compiles the grammar into a matcher of tokens. In each step the matcher says which tokens
+may come next, and the logits of all others become -inf:
+
+    text so far     {"age": 4
+    may come next   2    0}    ,   }        but not: x, EOS
+
+A matcher has consumed the generated tokens of its sequence. After an interrupted step it starts
+again with the committed ones. EOS may come when the text may end.
+
+Grammars come from clients. A process of its own therefore compiles each grammar first, see
+grammar_check.py. LIMITS bound what a step takes. A request that exceeds them ends with an error.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.checks import naming
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.prompt_logprobs import ScoringModelRunner
+from nanovllm.engine.request import Request
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import FinishReason
+from nanovllm.sampling_params import SamplingParams, StructuredOutputs
+from nanovllm.transfers import to_device
+
+CHECK = str(Path(__file__).with_name("grammar_check.py"))
+# Small models can repeat a space forever.
+JSON_DEFAULTS: Any = {"whitespace_pattern": r"[ \t\r\n]{1,32}"}
+LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_lexer_states": 50_000}
+
+
+@dataclass(frozen=True)
+class Grammar(StructuredOutputs):
+    """StructuredOutputs that an engine has compiled."""
+
+    matcher: Any = None  # llguidance's LLMatcher, before the first token
+
+    def __post_init__(self) -> None:
+        """All fields are valid."""
+
+
+@dataclass(eq=False)
+class StructuredRequest(Request):
+    """A request with a Grammar."""
+
+    def __post_init__(self) -> None:
+        grammar: Any = self.params.structured_outputs
+        self.matcher = grammar.matcher.deep_copy()
+        super().__post_init__()
+
+    def restart(self) -> None:
+        super().restart()
+        self.matcher.reset()
+        self.matcher.consume_tokens(self.token_ids[self.num_prompt_tokens :])
+
+    def check_end(self) -> FinishReason | None:
+        """As Request.check_end. The sequence also ends when its text is complete."""
+        reason = super().check_end()
+        if reason == "stop":
+            return reason
+        self.matcher.consume_token(self.token_ids[-1])
+        if self.matcher.is_error():
+            return "error"
+        return "stop" if self.matcher.is_stopped() else reason
+
+    def compute_mask(self) -> np.ndarray:
+        """The tokens that may come next, one bit for each. None of them after an error."""
+        mask = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+        return np.zeros_like(mask) if self.matcher.is_error() else mask
+
+    def list_allowed_tokens(self) -> list[int]:
+        """The tokens that may come next."""
+        return np.flatnonzero(np.unpackbits(self.compute_mask(), bitorder="little")).tolist()
+
+    def compute_masks(self) -> list[np.ndarray]:
+        """The mask of each row of logits. All rows but the first follow a draft token."""
+        is_short = len(self.token_ids) < self.min_num_tokens
+        if is_short and self.stop_token_ids.issuperset(self.list_allowed_tokens()):
+            self.min_num_tokens = 0  # otherwise the text could neither go on nor end
+        masks = [self.compute_mask()]
+        num_consumed = 0
+        for token_id in self.token_ids[len(self.token_ids) - self.num_logits + 1 :]:
+            # A draft token that must not come is rejected. Masks after it have no effect.
+            num_consumed += self.matcher.try_consume_tokens([token_id])
+            masks.append(self.compute_mask())
+        self.matcher.rollback(num_consumed)
+        return masks
+
+
+class StructuredModelRunner(ScoringModelRunner):
+    """Also lets sequences with a grammar sample only what may come next."""
+
+    def process_logits(self, logits: Tensor, rows: list[Sequence]) -> Tensor:
+        indices: list[int] = []  # rows with a mask
+        masks: list[np.ndarray] = []  # computed while a GPU still computes the logits
+        start = 0
+        for seq in dict.fromkeys(rows):
+            end = start + seq.num_logits
+            if isinstance(seq, StructuredRequest):
+                indices += range(start, end)
+                masks += seq.compute_masks()
+            start = end
+        if indices:
+            logits = mask_rows(logits, np.array(indices), np.array(masks))
+        return super().process_logits(logits, rows)
+
+
+def mask_rows(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
+    """Apply `masks` [num_masked, num_bytes] to `rows` [num_masked] of `logits`.
+
+    A row without any allowed token becomes NaN, which ends its sequence with an error.
+    """
+    device = logits.device
+    indices = to_device(rows, device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    bits = (to_device(masks, device)[:, :, None] >> shifts) & 1
+    is_allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
+    masked = logits[indices].masked_fill(~is_allowed, -torch.inf)
+    masked.masked_fill_(~is_allowed.any(-1, keepdim=True), torch.nan)
+    return logits.index_copy(0, indices, masked)
+
+
+class Grammars:
+    """Compiles the grammars of the requests of one engine."""
+
+    make_request = StructuredRequest
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        # For prompts that share a grammar. Each entry can hold as much memory as LIMITS allow.
+        self._compile_once = lru_cache(maxsize=16)(self._compile)
+
+    def compile(self, params: SamplingParams) -> SamplingParams:
+        """Return `params` with a Grammar.
+
+        Raises ValueError for a grammar that is invalid, too complex, or that no text matches.
+        """
+        outputs: Any = params.structured_outputs
+        if isinstance(outputs, Grammar):
+            return params
+        advice = "pip install 'nanovllm[structured]'"
+        with naming("structured_outputs", ValueError), naming(advice, ImportError):
+            matcher = self._compile_once(make_grammar(outputs))
+        return replace(params, structured_outputs=Grammar(**vars(outputs), matcher=matcher))
+
+    def _compile(self, grammar: str) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+
+        tokenizer = self.tokenizer
+        command = [sys.executable, CHECK]
+        check = subprocess.run(command, input=grammar.encode(), capture_output=True)
+        if check.returncode != 0:
+            raise ValueError(f"too complex to compile in time: {check.stderr.decode()}")
+        limits = LLParserLimits(**LIMITS, verbose_errors=False)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise ValueError(f"invalid, unsupported, or no text matches: {matcher.get_error()}")
+        return matcher
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from llguidance.hf import from_tokenizer
+
+        engine = self.engine
+        tokenizer: Any = engine.tokenizer
+        if tokenizer is None:
+            raise ValueError("the checkpoint has no tokenizer")
+        vocab_size = max(engine.vocab_size, len(tokenizer))
+        return from_tokenizer(tokenizer, vocab_size, sorted(engine.eos_token_ids) or None)
+
+
+def make_grammar(outputs: StructuredOutputs) -> str:
+    """Write `outputs` in llguidance's format."""
+    from llguidance import LLMatcher
+
+    if outputs.regex is not None:
+        return LLMatcher.grammar_from_regex(outputs.regex)
+    if outputs.grammar is not None:
+        return LLMatcher.grammar_from_lark(outputs.grammar)
+    if outputs.choice is not None:
+        texts = [json.dumps(text, ensure_ascii=False) for text in outputs.choice]
+        return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+    schema = {"type": "object"} if outputs.json is None else outputs.json
+    return LLMatcher.grammar_from_json_schema(schema, JSON_DEFAULTS)
+
+
+def enable_structured_outputs(engine: LLMEngine) -> None:
+    """Let the requests of a new engine have grammars."""
+    engine.input_processor.grammars = Grammars(engine)
