@@ -77,13 +77,30 @@ def make_parser() -> argparse.ArgumentParser:
         "--api-key",
         metavar="KEY",
         default=os.environ.get("NANOVLLM_API_KEY"),
-        help="clients of /v1 must send it as a bearer token (default: NANOVLLM_API_KEY of the"
+        help="clients must send it as a bearer token (default: NANOVLLM_API_KEY of the"
         " environment, which other users of this machine cannot see)",
     )
     add(
         "--playground",
         action="store_true",
         help="serve a page that shows and controls every step",
+    )
+    add(
+        "--served-model-name",
+        metavar="NAME",
+        help="name of the model for clients (default: MODEL, or demo_model)",
+    )
+    add(
+        "--allowed-origins",
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="web pages that may send requests, such as http://localhost:3000, or * for all",
+    )
+    add(
+        "--reasoning-parser",
+        choices=["qwen3"],
+        help="return what a chat's reply has between <think> and </think> as `reasoning`",
     )
     group = parser.add_argument_group("engine options, see help(nanovllm.config.Config)")
     for field in fields(Config)[1:]:
@@ -118,10 +135,12 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
     if args.api_key == "":
         parser.error("--api-key, or NANOVLLM_API_KEY, is empty: give a key, or leave it out")
     is_local = is_loopback(args.host)
-    if args.playground and (not is_local or args.api_key or hasattr(args, "trace")):
+    is_open = not is_local or args.allowed_origins
+    if args.playground and (is_open or args.api_key or hasattr(args, "trace")):
         parser.error(
             "--playground shows every prompt to everyone who opens the page, and records every"
-            " step: use a loopback --host such as 127.0.0.1, and neither --api-key nor --trace"
+            " step: use a loopback --host such as 127.0.0.1, and none of --api-key,"
+            " --allowed-origins and --trace"
         )
     if not is_local and args.api_key is None:
         message = f"--host {args.host} lets everyone on the network use this server"
@@ -157,8 +176,17 @@ def main(argv: list[str] | None = None) -> None:
         sockets, engine = start(args)
     except (ValueError, TypeError) as error:
         parser.error(str(error))
-    name = "demo_model" if args.model == DEMO_MODEL else args.model
-    api = Api(engine, name, str(args.model), args.api_key)
+    name = args.served_model_name
+    if name is None:
+        name = "demo_model" if args.model == DEMO_MODEL else args.model
+    api = Api(
+        engine,
+        name,
+        args.model,
+        api_key=args.api_key,
+        allowed_origins=args.allowed_origins,
+        parses_reasoning=args.reasoning_parser is not None,
+    )
     if isinstance(engine, Playground):
         app = api.make_app(engine.routes(), is_local=True)
     else:

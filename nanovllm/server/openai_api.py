@@ -19,6 +19,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from nanovllm import __version__
 from nanovllm.checks import show
 from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.server.bodies import Bodies
@@ -26,7 +27,7 @@ from nanovllm.server.engine_thread import EngineThread, Outputs, Unavailable
 from nanovllm.server.errors import InvalidRequest, JsonObject, describe_error
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import Middleware, respond, show_path
-from nanovllm.server.parameters import parse_request
+from nanovllm.server.parameters import detokenize, parse_request, tokenize
 from nanovllm.server.protocol import (
     END,
     Reply,
@@ -49,12 +50,23 @@ and open this page.
 class Api:
     """The endpoints for one model."""
 
-    def __init__(self, engine: EngineThread, model: str, root: str, api_key: str | None) -> None:
+    def __init__(
+        self,
+        engine: EngineThread,
+        model: str,
+        root: str,
+        *,
+        api_key: str | None = None,
+        allowed_origins: Sequence[str] = (),
+        parses_reasoning: bool = False,
+    ) -> None:
         """Serve `engine` under the name `model`. `root` is the checkpoint, another valid name."""
         self.engine = engine
         self.model = model
         self.root = root
         self.api_key = api_key
+        self.allowed_origins = allowed_origins
+        self.parses_reasoning = parses_reasoning
         self.created = int(time.time())
         self.metrics = Metrics(engine)
         num_bytes = BASE_BODY_BYTES + BODY_BYTES_PER_TOKEN * engine.llm.max_model_len
@@ -68,6 +80,10 @@ class Api:
             Route("/v1/chat/completions", self.complete, methods=["POST"]),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{id:path}", self.show_model),
+            Route("/tokenize", self.use_tokenizer, methods=["POST"]),
+            Route("/detokenize", self.use_tokenizer, methods=["POST"]),
+            Route("/version", self.show_version),
+            Route("/ping", self.check_health, methods=["GET", "POST"]),
             Route("/health", self.check_health),
             Route("/metrics", self.write_metrics),
             Route("/", self.welcome),
@@ -76,7 +92,7 @@ class Api:
         handlers: Any = dict.fromkeys(errors, handle_error)
         app = Starlette(routes=routes, exception_handlers=handlers)
         app.state.bodies = self.bodies
-        return Middleware(app, is_local, self.metrics)
+        return Middleware(app, self.metrics, self.allowed_origins, is_local)
 
     async def complete(self, request: Request) -> Response:
         self._authorize(request)
@@ -93,13 +109,14 @@ class Api:
     def _parse(self, is_chat: bool, body: JsonObject) -> tuple[Reply, list[PreparedPrompt]]:
         """Called in a thread, because tokenizing a long prompt would delay other requests."""
         llm = self.engine.llm
-        model = body.get("model")
-        self._check_model(self.model if model in (None, "") else model)
+        self._check_model(body.get("model"))
         given, prompts = parse_request(body, is_chat, llm)
-        return Reply(given, self.model, is_chat, llm), prompts
+        # A constraint holds from the first token, so it leaves no room for reasoning.
+        may_reason = self.parses_reasoning and prompts[0][1].structured_outputs is None
+        return Reply(given, self.model, is_chat, llm, may_reason), prompts
 
     def _check_model(self, name: object) -> None:
-        if name not in (self.model, self.root):
+        if name not in (None, "", self.model, self.root):
             message = f"the model {show(name)} does not exist: this server has {self.model!r}"
             raise InvalidRequest(message, "model", "model_not_found", status=404)
 
@@ -119,8 +136,26 @@ class Api:
 
     async def _answer(self, prompts: list[PreparedPrompt], reply: Reply) -> Response:
         async for outputs in self._serve(prompts):
-            reply.newest.update(outputs)
+            reply.take(outputs)
         return respond(reply.write_whole())
+
+    async def use_tokenizer(self, request: Request) -> Response:
+        self._authorize(request)
+        use = self._tokenize if request.url.path == "/tokenize" else self._detokenize
+        return respond(await self.bodies.read(request, use))
+
+    def _tokenize(self, body: JsonObject) -> JsonObject:
+        self._check_model(body.get("model"))
+        llm = self.engine.llm
+        token_ids = tokenize(body, llm)
+        return {"tokens": token_ids, "count": len(token_ids), "max_model_len": llm.max_model_len}
+
+    def _detokenize(self, body: JsonObject) -> JsonObject:
+        self._check_model(body.get("model"))
+        return {"prompt": detokenize(body, self.engine.llm)}
+
+    async def show_version(self, request: Request) -> Response:
+        return respond({"version": __version__})
 
     async def list_models(self, request: Request) -> Response:
         self._authorize(request)

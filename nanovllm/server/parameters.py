@@ -9,7 +9,15 @@ from dataclasses import fields, replace
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checks import check_bool, check_choice, check_int, check_type, invalid, show
+from nanovllm.checks import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_ints,
+    check_type,
+    invalid,
+    show,
+)
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt
 from nanovllm.messages import Tool
 from nanovllm.server.errors import InvalidRequest, JsonObject, blaming
@@ -27,6 +35,8 @@ IGNORED = "does not change the result"
 Table = dict[str, str | tuple[Any, ...]]
 
 _SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"prompt_logprobs"}
+_TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message")
+_TEMPLATE_FIELDS = ("messages", "tools", "chat_template_kwargs", "reasoning_effort")
 _COMMON: Table = {
     **dict.fromkeys(_SAMPLING_FIELDS, SAMPLING),
     **dict.fromkeys(("model", "response_format", "stream", "stream_options"), READ),
@@ -89,17 +99,13 @@ CHAT: Table = {
     **_COMMON,
     **dict.fromkeys(
         (
-            "add_generation_prompt",
-            "chat_template_kwargs",
-            "continue_final_message",
+            *_TEMPLATE_FIELDS,
+            *_TEMPLATE_FLAGS,
             "include_reasoning",
             "logprobs",  # a bool
             "max_completion_tokens",
-            "messages",
             "parallel_tool_calls",
-            "reasoning_effort",
             "tool_choice",
-            "tools",
             "top_logprobs",
         ),
         READ,
@@ -107,6 +113,11 @@ CHAT: Table = {
     "add_special_tokens": (False,),
     "echo": (False,),
 }
+TOKENIZE: dict[bool, Table] = {
+    False: dict.fromkeys(("model", "prompt", "add_special_tokens"), READ),
+    True: dict.fromkeys(("model", *_TEMPLATE_FIELDS, *_TEMPLATE_FLAGS), READ),
+}
+DETOKENIZE: Table = dict.fromkeys(("model", "tokens"), READ)
 
 
 def parse_request(
@@ -205,9 +216,33 @@ def encode_chat(given: JsonObject, tools: list[Tool], llm: LLM) -> Prompt:
     check_type("chat_template_kwargs", variables, (dict,), "an object")
     if "reasoning_effort" in given:
         variables = {"reasoning_effort": given["reasoning_effort"], **variables}
-    flags = ("add_generation_prompt", "continue_final_message")
-    options = {name: given[name] for name in flags if name in given}
-    return llm.encode_chats([given.get("messages")], tools, variables, **options)[0]
+    options = {name: given[name] for name in _TEMPLATE_FLAGS if name in given}
+    messages: Any = given.get("messages")
+    return llm.encode_chats([messages], tools, variables, **options)[0]
+
+
+def tokenize(body: JsonObject, llm: LLM) -> Prompt:
+    """Return the token ids of `messages` or of a `prompt`."""
+    is_chat = "messages" in body
+    given = _select(body, TOKENIZE[is_chat])
+    with blaming(given, default="messages" if is_chat else "prompt"):
+        if is_chat:
+            return encode_chat(given, given.get("tools", []), llm)
+        prompt: Any = given.get("prompt")
+        check_type("prompt", prompt, (str,), "a str")
+        return llm.input_processor.tokenize(prompt, given.get("add_special_tokens", True))
+
+
+def detokenize(body: JsonObject, llm: LLM) -> str:
+    """Return the text of `tokens`, with special tokens."""
+    given = _select(body, DETOKENIZE)
+    with blaming(given, default="tokens"):
+        tokens: Any = given.get("tokens")
+        token_ids = check_ints("tokens", tokens, 0)
+        check_int("tokens", max(token_ids, default=0), 0, llm.vocab_size - 1)
+        if llm.tokenizer is None:
+            raise invalid("tokens", "need a tokenizer, which the checkpoint does not have")
+        return str(llm.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
 
 
 def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:

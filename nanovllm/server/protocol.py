@@ -108,7 +108,7 @@ class Reply:
         if not self.is_chat:
             choice["text"] = text
             return choice
-        delta = self._parse(index, output, text) or {"content": ""}
+        delta = self._parse(index, output, text)
         if self.parsers[index].calls and output["finish_reason"] == "stop":
             choice["finish_reason"] = "tool_calls"
         if self.is_stream:
@@ -128,7 +128,7 @@ class Reply:
         if not self.shows_reasoning:
             for field in FIELDS["reasoning"]:
                 delta.pop(field, None)
-        return delta
+        return delta or ({} if self.tags else {"content": ""})
 
     def _prompt_text(self, index: int) -> str:
         """The prompt of a choice as it was sent. A prompt of token ids is decoded.
