@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.engine.input_processor import PromptTooLong
@@ -12,20 +13,14 @@ JsonObject = dict[str, Any]
 MAX_MESSAGE = 500  # characters of an error, because a client's input can be part of it
 
 
+@dataclass(eq=False)
 class InvalidRequest(Exception):
     """An error of the client, with the fields of OpenAI's error object."""
 
-    def __init__(
-        self,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        status: int = 400,
-    ) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
-        self.status = status
+    message: str
+    param: str | None = None
+    code: str | None = None
+    status: int = 400
 
 
 @contextmanager

@@ -1,9 +1,7 @@
 """Divides the text of a reply at its tags.
 
-    <think>Look it up.</think> Wait. <tool_call>{"name": "find", "arguments": {}}</tool_call>
-           reasoning           content          tool_calls
-
-As in vLLM, `reasoning_content` is another name of `reasoning`.
+<think>Look it up.</think> Wait. <tool_call>{"name": "find", "arguments": {}}</tool_call>
+       reasoning           content          tool_calls
 """
 
 from nanovllm.server.errors import JsonObject
@@ -12,7 +10,6 @@ from nanovllm.server.tools import CLOSING, OPENING, CallParser
 THINK = "<think>"
 SECTIONS = {THINK: "reasoning", OPENING: "tool_calls"}  # within content
 CLOSINGS = {"reasoning": "</think>", "tool_calls": CLOSING}  # content follows
-FIELDS = {"content": ["content"], "reasoning": ["reasoning", "reasoning_content"]}
 
 
 class MessageParser:
@@ -70,8 +67,7 @@ class MessageParser:
             return
         self.is_blank = False
         self.sections.pop(THINK, None)  # reasoning comes first
-        for field in FIELDS[section]:
-            delta[field] = delta.get(field, "") + text
+        delta[section] = delta.get(section, "") + text
 
     def _add_call(self, delta: JsonObject, text: str, tag: str, is_last: bool) -> None:
         call = self.calls[-1]

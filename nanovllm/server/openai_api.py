@@ -7,7 +7,8 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -47,29 +48,22 @@ and open this page.
 """
 
 
+@dataclass
 class Api:
     """The endpoints for one model."""
 
-    def __init__(
-        self,
-        engine: EngineThread,
-        model: str,
-        root: str,
-        *,
-        api_key: str | None = None,
-        allowed_origins: Sequence[str] = (),
-        parses_reasoning: bool = False,
-    ) -> None:
-        """Serve `engine` under the name `model`. `root` is the checkpoint, another valid name."""
-        self.engine = engine
-        self.model = model
-        self.root = root
-        self.api_key = api_key
-        self.allowed_origins = allowed_origins
-        self.parses_reasoning = parses_reasoning
+    engine: EngineThread
+    model: str  # its name
+    root: str  # the checkpoint, another valid name
+    _: KW_ONLY
+    api_key: str | None = None
+    allowed_origins: Sequence[str] = ()  # of web pages
+    parses_reasoning: bool = False
+
+    def __post_init__(self) -> None:
         self.created = int(time.time())
-        self.metrics = Metrics(engine)
-        num_bytes = BASE_BODY_BYTES + BODY_BYTES_PER_TOKEN * engine.llm.max_model_len
+        self.metrics = Metrics(self.engine)
+        num_bytes = BASE_BODY_BYTES + BODY_BYTES_PER_TOKEN * self.engine.llm.max_model_len
         self.bodies = Bodies(min(num_bytes, MAX_BODY_BYTES))
 
     def make_app(self, routes: Sequence[Route] = (), is_local: bool = False) -> ASGIApp:
@@ -130,7 +124,7 @@ class Api:
             async for outputs in self._serve(prompts):
                 yield reply.write_chunk(outputs)
         except Unavailable as error:
-            yield write_event(json.dumps(describe_error(503, str(error)))) + END
+            yield write_event(json.dumps(describe_error(error.status, error.message))) + END
         else:
             yield reply.write_end()
 
@@ -141,18 +135,13 @@ class Api:
 
     async def use_tokenizer(self, request: Request) -> Response:
         self._authorize(request)
-        use = self._tokenize if request.url.path == "/tokenize" else self._detokenize
-        return respond(await self.bodies.read(request, use))
+        use = tokenize if request.url.path == "/tokenize" else detokenize
 
-    def _tokenize(self, body: JsonObject) -> JsonObject:
-        self._check_model(body.get("model"))
-        llm = self.engine.llm
-        token_ids = tokenize(body, llm)
-        return {"tokens": token_ids, "count": len(token_ids), "max_model_len": llm.max_model_len}
+        def check_and_use(body: JsonObject) -> JsonObject:
+            self._check_model(body.get("model"))
+            return use(body, self.engine.llm)
 
-    def _detokenize(self, body: JsonObject) -> JsonObject:
-        self._check_model(body.get("model"))
-        return {"prompt": detokenize(body, self.engine.llm)}
+        return respond(await self.bodies.read(request, check_and_use))
 
     async def show_version(self, request: Request) -> Response:
         return respond({"version": __version__})
@@ -216,29 +205,24 @@ async def handle_error(request: Request, error: Exception) -> Response:
     """Turn an exception into an error object. uvicorn logs the traceback of unexpected ones."""
     status = 500
     message = "internal error"
-    code: str | None = None
-    param: str | None = None
-    headers = None
+    headers: Mapping[str, str] = {}
     if isinstance(error, HTTPException):
         status = error.status_code
         message = error.detail
-        headers = error.headers
+        headers = error.headers or {}
         path = show_path(request.scope)
         if status == 404:
             endpoints = ", ".join(route.path_format for route in request.app.routes)
             message = f"Not Found: {path} is none of the endpoints {endpoints}"
-        elif status == 405 and headers is not None:
+        elif status == 405:
             message = f"{path} does not support {request.method}: use {headers['Allow']}"
-    elif isinstance(error, Unavailable):
-        status = 503
-        message = str(error)
+    elif isinstance(error, (InvalidRequest, Unavailable)):
+        status = error.status
+        message = error.message
     elif isinstance(error, ClientDisconnect):
         status = 499  # the client has disconnected
-    elif isinstance(error, InvalidRequest):
-        status = error.status
-        message = str(error)
-        code = error.code
-        param = error.param
+    code = getattr(error, "code", None)
+    param = getattr(error, "param", None)
     response = respond(describe_error(status, message, code, param), status)
-    response.headers.update(headers or {})
+    response.headers.update(headers)
     return response

@@ -11,7 +11,6 @@ from typing import Any
 from nanovllm import LLM, SamplingParams
 from nanovllm.checks import (
     check_bool,
-    check_choice,
     check_int,
     check_ints,
     check_type,
@@ -26,98 +25,58 @@ from nanovllm.server.tools import choose_tools, write_grammar
 DEFAULT_MAX_TOKENS = 16  # for completions; a chat can use the rest of max_model_len
 MAX_SAMPLES = 4096  # prompts times n of one request
 MAX_LOGPROBS = 20  # OpenAI's limit
-FORMATS = ("text", "json_object", "json_schema")
 
-SAMPLING = "is a field of SamplingParams"
 READ = "is read here or by Reply"
 IGNORED = "does not change the result"
-# A tuple has the accepted values of a parameter that is not supported: they change nothing.
-Table = dict[str, str | tuple[Any, ...]]
+# A list has the accepted values of a parameter that is not supported: they change nothing.
+Table = dict[str, str | list[Any]]
+
+
+def make_table(*uses: tuple[str | list[Any], str]) -> Table:
+    """Map names to uses. Each of `uses` is followed by its names. Later ones come first."""
+    return {name: use for use, names in uses for name in names.split()}
+
 
 _SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"prompt_logprobs"}
-_TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message")
-_TEMPLATE_FIELDS = ("messages", "tools", "chat_template_kwargs", "reasoning_effort")
+_TEMPLATE = "messages tools chat_template_kwargs reasoning_effort"
+_TEMPLATE += " add_generation_prompt continue_final_message"
 _COMMON: Table = {
-    **dict.fromkeys(_SAMPLING_FIELDS, SAMPLING),
-    **dict.fromkeys(("model", "response_format", "stream", "stream_options"), READ),
-    **dict.fromkeys(
-        (
-            "metadata",
-            "prediction",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-            "request_id",
-            "safety_identifier",
-            "service_tier",
-            "store",
-            "user",
-            "verbosity",
-        ),
-        IGNORED,
+    **dict.fromkeys(_SAMPLING_FIELDS, READ),
+    **make_table(
+        (READ, "model response_format stream stream_options"),
+        (IGNORED, "metadata prediction prompt_cache_key prompt_cache_retention request_id"),
+        (IGNORED, "safety_identifier service_tier store user verbosity"),
+        ([True], "add_generation_prompt detokenize skip_special_tokens"),
+        ([True], "spaces_between_special_tokens"),
+        ([False], "continue_final_message early_stopping include_stop_str_in_output"),
+        ([False], "return_token_ids return_tokens_as_token_ids use_beam_search"),
+        ([True, False], "include_reasoning parallel_tool_calls"),
+        ([0], "priority"),
+        ([1], "best_of length_penalty"),
+        ([[]], "bad_words documents functions logits_processors tools"),
+        ([{}], "chat_template_kwargs mm_processor_kwargs vllm_xargs"),
+        ([""], "suffix"),
+        ([["text"]], "modalities"),
+        (["none"], "function_call"),
+        (["none", "auto"], "tool_choice"),
     ),
-    **dict.fromkeys(
-        ("bad_words", "documents", "functions", "logits_processors", "tools"),
-        ([],),
-    ),
-    **dict.fromkeys(("chat_template_kwargs", "mm_processor_kwargs", "vllm_xargs"), ({},)),
-    **dict.fromkeys(
-        (
-            "continue_final_message",
-            "early_stopping",
-            "include_stop_str_in_output",
-            "return_token_ids",
-            "return_tokens_as_token_ids",
-            "use_beam_search",
-        ),
-        (False,),
-    ),
-    **dict.fromkeys(
-        (
-            "add_generation_prompt",
-            "detokenize",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-        ),
-        (True,),
-    ),
-    **dict.fromkeys(("best_of", "length_penalty"), (1,)),
-    **dict.fromkeys(("include_reasoning", "parallel_tool_calls"), (True, False)),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-    "priority": (0,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
 }
 COMPLETION: Table = {
     **_COMMON,
-    "echo": READ,
-    "prompt": READ,
-    "add_special_tokens": (True,),
-    "top_logprobs": (0,),
+    **make_table((READ, "echo prompt"), ([True], "add_special_tokens"), ([0], "top_logprobs")),
 }
 CHAT: Table = {
     **_COMMON,
-    **dict.fromkeys(
-        (
-            *_TEMPLATE_FIELDS,
-            *_TEMPLATE_FLAGS,
-            "include_reasoning",
-            "logprobs",  # a bool
-            "max_completion_tokens",
-            "parallel_tool_calls",
-            "tool_choice",
-            "top_logprobs",
-        ),
-        READ,
+    **make_table(
+        (READ, _TEMPLATE),
+        (READ, "include_reasoning max_completion_tokens parallel_tool_calls tool_choice"),
+        (READ, "logprobs top_logprobs"),  # in a chat, logprobs is a bool
+        ([False], "add_special_tokens echo"),
     ),
-    "add_special_tokens": (False,),
-    "echo": (False,),
 }
-TOKENIZE: dict[bool, Table] = {
-    False: dict.fromkeys(("model", "prompt", "add_special_tokens"), READ),
-    True: dict.fromkeys(("model", *_TEMPLATE_FIELDS, *_TEMPLATE_FLAGS), READ),
-}
-DETOKENIZE: Table = dict.fromkeys(("model", "tokens"), READ)
+TOKENIZE_PROMPT = make_table((READ, "model prompt add_special_tokens"))
+TOKENIZE_CHAT = make_table((READ, "model"), (READ, _TEMPLATE))
+DETOKENIZE = make_table((READ, "model tokens"))
 
 
 def parse_request(
@@ -131,7 +90,7 @@ def parse_request(
     given = _select(body, CHAT if is_chat else COMPLETION)
     with blaming(given):
         _check_stream(given)
-        _read_constraint(given)
+        _read_format(given)
         tools = _read_tools(given, llm) if is_chat else []
         params = _parse_params(given, is_chat, llm)
     with blaming(given, default=prompt_name):
@@ -149,7 +108,7 @@ def _select(body: JsonObject, table: Table) -> JsonObject:
     """Return the parameters that are given and not ignored. Raises InvalidRequest for others."""
     given: JsonObject = {}
     for name, value in body.items():
-        use = table.get(name, ())
+        use = table.get(name, [])
         if value is None or use == IGNORED:
             continue
         if isinstance(value, float) and value.is_integer():
@@ -177,19 +136,18 @@ def _check_stream(given: JsonObject) -> None:
             raise invalid(f"stream_options.{show(name)}", "is not supported: leave it out")
 
 
-def _read_constraint(given: JsonObject) -> None:
+def _read_format(given: JsonObject) -> None:
     """Turn response_format into structured_outputs."""
-    if "response_format" not in given:
-        return
-    text = check_type("response_format", given["response_format"], (dict,), "an object")
-    kind = check_choice("response_format.type", text.get("type"), FORMATS)
-    if kind == "json_object":
-        _constrain(given, "response_format", {"json_object": True})
-    elif kind == "json_schema":
-        name = "response_format.json_schema"
-        described = check_type(name, text.get("json_schema"), (dict,), "an object with a schema")
-        schema = check_type(f"{name}.schema", described.get("schema"), (dict,), "a JSON schema")
-        _constrain(given, "response_format", {"json": schema})
+    match given.get("response_format", {"type": "text"}):
+        case {"type": "text"}:
+            pass
+        case {"type": "json_object"}:
+            _constrain(given, "response_format", {"json_object": True})
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            _constrain(given, "response_format", {"json": schema})
+        case other:
+            meaning = "of type text, json_object, or json_schema with json_schema.schema"
+            raise invalid("response_format", f"must be {meaning}, not {show(other)}")
 
 
 def _read_tools(given: JsonObject, llm: LLM) -> list[Tool]:
@@ -216,33 +174,36 @@ def encode_chat(given: JsonObject, tools: list[Tool], llm: LLM) -> Prompt:
     check_type("chat_template_kwargs", variables, (dict,), "an object")
     if "reasoning_effort" in given:
         variables = {"reasoning_effort": given["reasoning_effort"], **variables}
-    options = {name: given[name] for name in _TEMPLATE_FLAGS if name in given}
     messages: Any = given.get("messages")
-    return llm.encode_chats([messages], tools, variables, **options)[0]
+    is_open = given.get("add_generation_prompt", True)
+    is_continued = given.get("continue_final_message", False)
+    return llm.encode_chats([messages], tools, variables, is_open, is_continued)[0]
 
 
-def tokenize(body: JsonObject, llm: LLM) -> Prompt:
-    """Return the token ids of `messages` or of a `prompt`."""
+def tokenize(body: JsonObject, llm: LLM) -> JsonObject:
+    """Return the reply for `messages` or for a `prompt`."""
     is_chat = "messages" in body
-    given = _select(body, TOKENIZE[is_chat])
+    given = _select(body, TOKENIZE_CHAT if is_chat else TOKENIZE_PROMPT)
     with blaming(given, default="messages" if is_chat else "prompt"):
         if is_chat:
-            return encode_chat(given, given.get("tools", []), llm)
-        prompt: Any = given.get("prompt")
-        check_type("prompt", prompt, (str,), "a str")
-        return llm.input_processor.tokenize(prompt, given.get("add_special_tokens", True))
+            ids = encode_chat(given, given.get("tools", []), llm)
+        else:
+            prompt: Any = given.get("prompt")
+            check_type("prompt", prompt, (str,), "a str")
+            ids = llm.input_processor.tokenize(prompt, given.get("add_special_tokens", True))
+    return {"tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len}
 
 
-def detokenize(body: JsonObject, llm: LLM) -> str:
-    """Return the text of `tokens`, with special tokens."""
+def detokenize(body: JsonObject, llm: LLM) -> JsonObject:
+    """Return the reply for `tokens`: their text, with special tokens."""
     given = _select(body, DETOKENIZE)
     with blaming(given, default="tokens"):
         tokens: Any = given.get("tokens")
-        token_ids = check_ints("tokens", tokens, 0)
-        check_int("tokens", max(token_ids, default=0), 0, llm.vocab_size - 1)
+        ids = check_ints("tokens", tokens, 0)
+        check_int("tokens", max(ids, default=0), 0, llm.vocab_size - 1)
         if llm.tokenizer is None:
             raise invalid("tokens", "need a tokenizer, which the checkpoint does not have")
-        return str(llm.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+    return {"prompt": llm.tokenizer.decode(ids, clean_up_tokenization_spaces=False)}
 
 
 def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:

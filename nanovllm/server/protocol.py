@@ -13,7 +13,7 @@ from nanovllm.outputs import PromptLogprobs, RequestOutput
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject
 from nanovllm.server.logprobs import LogprobsWriter
-from nanovllm.server.message_parser import FIELDS, THINK, MessageParser
+from nanovllm.server.message_parser import THINK, MessageParser
 from nanovllm.server.tools import OPENING
 
 
@@ -125,9 +125,9 @@ class Reply:
             prompt_end = "".join(map(self.vocabulary.name, output["prompt_token_ids"][-8:]))
             self.parsers[index] = MessageParser(self.tags, self.is_parallel, prompt_end)
         delta = self.parsers[index].feed(text, output["finish_reason"] is not None)
-        if not self.shows_reasoning:
-            for field in FIELDS["reasoning"]:
-                delta.pop(field, None)
+        reasoning = delta.pop("reasoning", "")
+        if reasoning and self.shows_reasoning:
+            delta |= {"reasoning": reasoning, "reasoning_content": reasoning}  # both, as vLLM
         return delta or ({} if self.tags else {"content": ""})
 
     def _prompt_text(self, index: int) -> str:
