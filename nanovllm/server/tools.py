@@ -34,7 +34,9 @@ def choose_tools(given: JsonObject) -> tuple[list[Tool], list[Tool]]:
     Raises ValueError that names the parameter at fault.
     """
     choice = given.get("tool_choice", "auto")
-    tools = check_tools(given["tools"]) if given.get("tools") else []
+    tools = given.get("tools", [])
+    if tools != []:
+        check_tools(tools)
     required: list[Tool] = []
     for tool in tools:
         named = {"type": "function", "function": {"name": tool["function"]["name"]}}
