@@ -23,7 +23,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.speculation import SpeculativeScheduler, enable_speculation
-from nanovllm.engine.structured import StructuredModelRunner, enable_structured_outputs
+from nanovllm.engine.structured import Grammars, StructuredModelRunner
 from nanovllm.engine.thread_safety import ThreadSafeEngine
 from nanovllm.messages import Message, Tool, check_tools, prepare_messages
 from nanovllm.outputs import RequestOutput
@@ -62,7 +62,7 @@ class LLM(ThreadSafeEngine):
             self._close_timeline()
             raise
         self.vocabulary = Vocabulary(self.tokenizer)
-        enable_structured_outputs(self)
+        self.input_processor.grammars = Grammars(self)
         if config.num_speculative_tokens:
             enable_speculation(self)
         if self.timeline is not None:

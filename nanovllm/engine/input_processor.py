@@ -4,7 +4,7 @@ import operator
 import struct
 from copy import copy
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import Any
 
 import xxhash
 from transformers import PreTrainedTokenizerBase
@@ -14,9 +14,6 @@ from nanovllm.config import Config
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanovllm.engine.structured import Grammars
 
 Prompt = str | list[int]
 PreparedPrompt = tuple[list[int], SamplingParams]  # validated for this engine
@@ -34,7 +31,7 @@ class PromptTooLong(ValueError):
 class InputProcessor:
     """Prepares prompts for one engine: its tokenizer, its vocabulary and its limits."""
 
-    grammars: "Grammars"  # set by enable_structured_outputs
+    grammars: Any  # LLM sets Grammars of engine/structured.py
 
     def __init__(
         self,

@@ -123,9 +123,8 @@ def mask_rows(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
     """
     device = logits.device
     indices = to_device(rows, device)
-    shifts = torch.arange(8, dtype=torch.uint8, device=device)
-    bits = (to_device(masks, device)[:, :, None] >> shifts) & 1
-    is_allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
+    bits = np.unpackbits(masks, axis=1, bitorder="little")
+    is_allowed = to_device(bits.view(np.bool_), device)[:, : logits.shape[1]]
     masked = logits[indices].masked_fill(~is_allowed, -torch.inf)
     masked.masked_fill_(~is_allowed.any(-1, keepdim=True), torch.nan)
     return logits.index_copy(0, indices, masked)
@@ -194,8 +193,3 @@ def make_grammar(outputs: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
     schema = {"type": "object"} if outputs.json is None else outputs.json
     return LLMatcher.grammar_from_json_schema(schema, JSON_DEFAULTS)
-
-
-def enable_structured_outputs(engine: LLMEngine) -> None:
-    """Let the requests of a new engine have grammars."""
-    engine.input_processor.grammars = Grammars(engine)

@@ -60,6 +60,7 @@ MAY_IMPORT_KERNELS = {"nanovllm.engine.worker", "nanovllm.engine.model_runner"}
 # Rare mechanisms, which the rest of the engine does not know.
 OUTSIDE_THE_CORE = (
     "nanovllm.engine.speculation",
+    "nanovllm.engine.structured",
     "nanovllm.engine.thread_safety",
     "nanovllm.trace",
     "nanovllm.server",
