@@ -46,9 +46,11 @@ def show(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
-def invalid(name: str, problem: str, kind: type[Exception] = ValueError) -> Exception:
+def invalid(
+    name: str, problem: str, kind: type[Exception] = ValueError, separator: str = " "
+) -> Exception:
     """Make an error whose attribute `name` is the option or field at fault."""
-    error = kind(f"{name} {problem}")
+    error = kind(f"{name}{separator}{problem}")
     error.name = name  # type: ignore[attr-defined]
     return error
 
@@ -166,4 +168,4 @@ def naming(source: object, *errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        raise ValueError(f"{source}: {error}") from error
+        raise invalid(str(source), str(error), separator=": ") from error
