@@ -45,10 +45,12 @@ class MessageParser:
 
     def _split(self, is_last: bool) -> tuple[str, str]:
         """Take the text before the next tag, and the tag, which begins another section."""
+        text = self.held_back
         sections = self.sections
         if self.section != "content":
             sections = {CLOSINGS[self.section]: "content"}
-        text = self.held_back
+        elif not THINK.startswith(text.lstrip()[: len(THINK)]):
+            sections.pop(THINK, None)  # reasoning comes first
         starts = [(text.find(tag), tag) for tag in sections if tag in text]
         end, next_tag = min(starts, default=(len(text), ""))
         if not starts and not is_last:
@@ -66,7 +68,6 @@ class MessageParser:
         if not text:
             return
         self.is_blank = False
-        self.sections.pop(THINK, None)  # reasoning comes first
         delta[section] = delta.get(section, "") + text
 
     def _add_call(self, delta: JsonObject, text: str, tag: str, is_last: bool) -> None:

@@ -144,6 +144,53 @@ def test_an_error_names_the_parameter(llm, is_chat, body, param):
     assert len(error.message) < 400
 
 
+# What clients send in place of the documented values. An expected str is the parameter at fault.
+QUIRKS = [
+    ({"max_tokens": 16.0}, {"max_tokens": 16}),
+    ({"max_tokens": "16"}, "max_tokens"),
+    ({"max_tokens": 16.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 10**6}, {"max_tokens": 10**6}),  # max_model_len ends the sequence
+    ({"max_tokens": None}, {}),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, {"max_tokens": 6}),
+    ({"n": 2.0}, {"n": 2}),
+    ({"seed": -1.0}, {"seed": None}),
+    ({"seed": "7"}, "seed"),
+    ({"stop": []}, {"stop": []}),
+    ({"temperature": "0.7"}, "temperature"),
+    ({"temperature": 0}, {"temperature": 0}),
+    ({"temperature": 2.5}, {"temperature": 2.5}),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": 0}, {"top_k": 0}),
+    ({"best_of": 1}, {}),
+    ({"best_of": 1.0}, {}),
+    ({"best_of": 2}, "best_of"),
+    ({"stream": "true"}, "stream"),
+    ({"tool_choice": "auto"}, {}),
+    ({"tool_choice": "none", "tools": []}, {}),
+    ({"tool_choice": "none", "tools": [TOOL]}, {}),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": call("add")}, "tool_choice"),
+    ({"parallel_tool_calls": False}, {}),
+    ({"function_call": "none"}, {}),
+    ({"function_call": "auto"}, "function_call"),
+    ({"response_format": {"type": "text"}}, {}),
+    ({"reasoning_effort": "low", "verbosity": "low"}, {}),
+    ({"logit_bias": {}}, {"logit_bias": {}}),
+    ({"logit_bias": {"5": -100, "6": 1.5}}, {"logit_bias": {5: -100, 6: 1.5}}),
+    ({"logit_bias": {"5.0": 1}}, "logit_bias[0]"),
+]
+
+
+@pytest.mark.parametrize("body, expected", QUIRKS, ids=str)
+def test_what_clients_stumble_over_is_decided(llm, body, expected):
+    if isinstance(expected, str):
+        assert reject(llm, body, is_chat=True).param == expected
+        return
+    _, [(_, params)] = parse_request({**VALID[True], **body}, True, llm)
+    assert params == SamplingParams(**{"max_tokens": llm.max_model_len, **expected})
+
+
 @pytest.mark.parametrize(
     "is_chat, body",
     [
