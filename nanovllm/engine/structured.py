@@ -35,8 +35,8 @@ from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 from nanovllm.transfers import to_device
 
 CHECK = str(Path(__file__).with_name("grammar_check.py"))
-# Small models can repeat a space forever.
-JSON_DEFAULTS: Any = {"whitespace_pattern": r"[ \t\r\n]{1,32}"}
+# Between two tokens of JSON. Small models would repeat spaces until max_tokens.
+JSON_DEFAULTS: Any = {"whitespace_pattern": " "}
 LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_lexer_states": 50_000}
 
 
@@ -189,7 +189,6 @@ def make_grammar(outputs: StructuredOutputs) -> str:
     if outputs.grammar is not None:
         return LLMatcher.grammar_from_lark(outputs.grammar)
     if outputs.choice is not None:
-        texts = [json.dumps(text, ensure_ascii=False) for text in outputs.choice]
-        return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+        return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, outputs.choice))}")
     schema = {"type": "object"} if outputs.json is None else outputs.json
     return LLMatcher.grammar_from_json_schema(schema, JSON_DEFAULTS)

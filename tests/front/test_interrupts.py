@@ -25,6 +25,7 @@ SAMPLING = [
     {"stop": ["zqzq"], "temperature": 0.0},
     {"n": 2},
     {"prompt_logprobs": 1},
+    {"structured_outputs": {"regex": "[a-z ]{3,30}"}},
 ]
 REQUESTS = [
     ([5 + i] * (10 + 4 * i), SamplingParams(max_tokens=7, ignore_eos=True, seed=i, **options))
