@@ -1,7 +1,9 @@
 """Divides the text of a reply at its tags.
 
-<think>Look it up.</think> Wait. <tool_call>{"name": "find", "arguments": {}}</tool_call>
-       reasoning           content          tool_calls
+    <think>Look it up.</think> Wait. <tool_call>{"name": "find", "arguments": {}}</tool_call>
+           reasoning           content                  tool_calls
+
+Text that may be the start of a tag is held back, so no delta contains a part of one.
 """
 
 from nanovllm.server.errors import JsonObject
@@ -13,10 +15,10 @@ CLOSINGS = {"reasoning": "</think>", "tool_calls": CLOSING}  # content follows
 
 
 class MessageParser:
-    """Parses the text of one choice, which arrives in pieces. No delta contains a part of a tag."""
+    """Parses the text of one choice, which arrives in pieces."""
 
     def __init__(self, tags: list[str], is_parallel: bool, prompt: str) -> None:
-        """Other tags than `tags` are content. The prompt can end with <think>."""
+        """Tags other than `tags` are content. A prompt that ends with <think> begins reasoning."""
         self.sections = {tag: SECTIONS[tag] for tag in tags}
         is_reasoning = THINK in tags and prompt.rstrip().endswith(THINK)
         self.section = "reasoning" if is_reasoning else "content"
@@ -29,19 +31,18 @@ class MessageParser:
         """Return OpenAI's delta for more text. `is_last` if none follows."""
         self.held_back += text
         delta: JsonObject = {}
-        tag = OPENING
-        while tag:
+        while True:
             section = self.section
             part, tag = self._split(is_last)
             if section == "tool_calls":
                 self._add_call(delta, part, tag, is_last)
             else:
                 self._add_text(delta, part, section)
-            if tag:
-                self.is_blank = True
+            if not tag:
+                return delta
+            self.is_blank = True
             if tag == OPENING:
                 self.calls.append(CallParser(len(self.calls)))
-        return delta
 
     def _split(self, is_last: bool) -> tuple[str, str]:
         """Take the text before the next tag, and the tag, which begins another section."""
@@ -54,10 +55,8 @@ class MessageParser:
         starts = [(text.find(tag), tag) for tag in sections if tag in text]
         end, next_tag = min(starts, default=(len(text), ""))
         if not starts and not is_last:
-            sizes = [
-                size for tag in sections for size in range(len(tag)) if text.endswith(tag[:size])
-            ]
-            end -= max(sizes, default=0)
+            heads = [tag[:size] for tag in sections for size in range(len(tag))]
+            end -= max((len(head) for head in heads if text.endswith(head)), default=0)
         self.held_back = text[end + len(next_tag) :]
         self.section = sections.get(next_tag, self.section)
         return text[:end], next_tag

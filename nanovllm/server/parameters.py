@@ -190,7 +190,9 @@ def tokenize(body: JsonObject, llm: LLM) -> JsonObject:
         else:
             prompt: Any = given.get("prompt")
             check_type("prompt", prompt, (str,), "a str")
-            ids = llm.input_processor.tokenize(prompt, given.get("add_special_tokens", True))
+            adds_special = given.get("add_special_tokens", True)
+            check_bool("add_special_tokens", adds_special)
+            ids = llm.input_processor.tokenize(prompt, adds_special)
     return {"tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len}
 
 
