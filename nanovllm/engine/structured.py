@@ -137,8 +137,6 @@ class Grammars:
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
-        # For prompts that share a grammar. Each entry can hold as much memory as LIMITS allow.
-        self._compile_once = lru_cache(maxsize=16)(self._compile)
 
     def compile(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with a Grammar.
@@ -150,17 +148,15 @@ class Grammars:
             return params
         advice = "pip install 'nanovllm[structured]'"
         with naming("structured_outputs", ValueError), naming(advice, ImportError):
-            matcher = self._compile_once(make_grammar(outputs))
+            matcher = self._compile(make_grammar(outputs))
         return replace(params, structured_outputs=Grammar(**vars(outputs), matcher=matcher))
 
     def _compile(self, grammar: str) -> Any:
+        """Compile for one request, because copies of a matcher share what LIMITS count."""
         from llguidance import LLMatcher, LLParserLimits
 
         tokenizer = self.tokenizer
-        command = [sys.executable, CHECK]
-        check = subprocess.run(command, input=grammar.encode(), capture_output=True)
-        if check.returncode != 0:
-            raise ValueError(f"too complex to compile in time: {check.stderr.decode()}")
+        check_in_process(grammar)
         limits = LLParserLimits(**LIMITS, verbose_errors=False)
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()
@@ -178,6 +174,16 @@ class Grammars:
             raise ValueError("the checkpoint has no tokenizer")
         vocab_size = max(engine.vocab_size, len(tokenizer))
         return from_tokenizer(tokenizer, vocab_size, sorted(engine.eos_token_ids) or None)
+
+
+@lru_cache(maxsize=64)
+def check_in_process(grammar: str) -> None:
+    """Raises ValueError for a grammar whose compilation could harm the engine."""
+    command = [sys.executable, CHECK]
+    done = subprocess.run(command, input=grammar.encode(), capture_output=True)
+    if done.returncode != 0:
+        reason = done.stderr.decode() or f"exit code {done.returncode}"
+        raise ValueError(f"too complex to compile ({reason}): simplify it")
 
 
 def make_grammar(outputs: StructuredOutputs) -> str:

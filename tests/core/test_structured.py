@@ -390,6 +390,7 @@ def test_exceeded_limits_end_the_request_with_an_error(llm, expected):
         outputs = llm.generate([prompts[3], "a"], [params[3], hostile], use_tqdm=False)
     assert outputs[0]["token_ids"] == expected[3]
     assert outputs[1]["finish_reason"] == "error"
+    assert 0 not in outputs[1]["token_ids"], "an empty mask samples nothing"
 
 
 def test_token_that_the_grammar_forbids_is_an_error(llm, monkeypatch):
@@ -449,24 +450,34 @@ def test_invalid_parameters_are_named(value, complaint):
         SamplingParams(structured_outputs=value)
 
 
-def test_a_grammar_is_compiled_once(make, monkeypatch):
-    """For prompts that share it, and although add_request follows prepare_prompts."""
-    llm = make()
-    calls = []
+def test_prepared_prompts_are_not_compiled_again(llm, monkeypatch):
+    """add_request of a prepared prompt runs between two steps and must be fast."""
     run_process = subprocess.run
+    calls = []
     monkeypatch.setattr(
-        structured.subprocess,
-        "run",
-        lambda *args, **options: calls.append(args) or run_process(*args, **options),
+        subprocess, "run", lambda *args, **kw: calls.append(args) or run_process(*args, **kw)
     )
-    params = SamplingParams(structured_outputs={"choice": ["a", "b"]})
+    params = SamplingParams(structured_outputs={"choice": ["one", "two"]})
     prepared = llm.prepare_prompts(["a"] * 3, params)
-    for i in range(20):  # more grammars than are remembered
-        llm.prepare_prompts("a", SamplingParams(structured_outputs={"choice": ["a", str(i)]}))
-    num_calls = len(calls)
+    assert len(calls) == 1, "prompts share a grammar"
+    monkeypatch.setattr(structured, "make_grammar", None)
     for token_ids, each in prepared:
         llm.add_request(token_ids, each)
-    assert num_calls == 21 == len(calls)
+    while not llm.is_finished():
+        llm.step()
+
+
+def test_requests_with_equal_grammars_share_no_limits(llm, monkeypatch):
+    """Each text takes about 90 states of the lexer, and each request may take 100."""
+    monkeypatch.setitem(structured.LIMITS, "max_lexer_states", 100)
+    kind = {"regex": "a[xy]{60}|b[uv]{60}|c[mn]{60}"}
+    outputs = [run(llm, kind, logit_bias=bias(llm, text)) for text in "abc"]
+    assert [output["text"][0] for output in outputs] == ["a", "b", "c"]
+    assert {output["finish_reason"] for output in outputs} == {"stop"}
+
+
+def bias(llm, text):
+    return {token: 100.0 for token in llm.tokenizer.encode(text, add_special_tokens=False)}
 
 
 # --- logit_bias
