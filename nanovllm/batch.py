@@ -11,11 +11,15 @@ model and its attention read it. Three sequences that compute 3, 1 and 2 tokens 
     context_lens   |     3      8      6
     block_tables   | physical blocks of each context
     logits_indices |        2   3       5
+    read_slots     |     1      4      3
+    write_slots    |     2      4      3
 
 `context_lens` counts the tokens that the last query token attends to, itself included. A slot of -1
 means that K/V are not stored. Entries of `block_tables` past the end of a context are not read.
-`logits_indices` selects the tokens whose logits are wanted. All tensors of a Batch are int32, so
-that it can be sent as one concatenated tensor.
+`logits_indices` selects the tokens whose logits are wanted. Layers with a recurrent state read that
+of a sequence from slot `read_slots` and write it to slot `write_slots`. Slot 0 is for padding
+(engine/states.py). All tensors of a Batch are int32, so that it can be sent as one concatenated
+tensor.
 
 packing.py iterates over the fields to send a batch to other ranks and to copy it into CUDA graphs.
 A new field therefore needs one line below, and one wherever a Batch is made. (A number, or a tensor
@@ -29,6 +33,9 @@ from typing import Annotated
 
 from torch import Tensor
 
+ZEROS = 1  # the slot of a state of zeros, which is never written
+FIRST_LANE = 2  # the slot of lane 0
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -39,6 +46,8 @@ class Batch:
     context_lens: Annotated[Tensor, "num_seqs"]
     block_tables: Annotated[Tensor, "num_seqs, max_blocks"]
     logits_indices: Annotated[Tensor, "num_logits"]
+    read_slots: Annotated[Tensor, "num_seqs"]
+    write_slots: Annotated[Tensor, "num_seqs"]
     min_seqlen_q: int  # fewest query tokens of a sequence
     max_seqlen_q: int  # 1 if every sequence has one query token
     max_seqlen_k: int

@@ -24,6 +24,7 @@ from nanovllm.checks import (
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "int4")
 MAX_SIZE = 2**31 - 1  # limit of all counts, because larger numbers overflow int32
+MAX_LAYERS = 1000  # far above real models
 MAX_HEAD_DIM = 2**16  # far above real models, and small enough for RoPE's tables
 MAX_DRAFT_STEP = 256  # tokens of a step with drafts
 Options = ParamSpec("Options")
@@ -45,7 +46,8 @@ class Config(Checked):
         max_model_len: Maximum of prompt plus generated tokens. None: the model's limit, but at most
             4096 and at most what the KV cache holds.
         max_num_batched_tokens: Token budget of one step.
-        max_num_seqs: Maximum number of sequences that hold KV blocks at once.
+        max_num_seqs: Maximum number of sequences that hold KV blocks at once. It is lowered, with a
+            message, if there is no memory for the recurrent states of so many (Qwen3.5).
         kvcache_block_size: Tokens per block. None: the attention backend's preference.
         num_kvcache_blocks: Blocks in the KV cache. None: computed from the available memory. The
             computation is printed at start.

@@ -1,6 +1,5 @@
 """`LLM`, what most callers use: it runs the engine until the given prompts have finished."""
 
-import time
 from collections.abc import Iterator, Sequence
 from inspect import signature
 from typing import Any
@@ -20,12 +19,14 @@ from nanovllm.engine.beam_search import Beam, BeamSearch, search_together
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.request import Inbox, Request
+from nanovllm.engine.request import Inbox
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.speculation import SpeculativeScheduler, enable_speculation
+from nanovllm.engine.states import StatefulScheduler
 from nanovllm.engine.structured import Grammars, StructuredModelRunner
 from nanovllm.engine.thread_safety import ThreadSafeEngine
 from nanovllm.messages import Message, Tool, check_tools, prepare_messages
+from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.trace.recorder import TracedModelRunner, TracedScheduler
@@ -45,28 +46,36 @@ class LLM(ThreadSafeEngine):
     @takes(Config)
     def __init__(self, *args: Any, **options: Any) -> None:
         config = Config.from_options(*args, **options)
+        self.timeline = self.make_timeline(config)
+        try:
+            super().__init__(config)
+        except BaseException:
+            self._close_timeline()
+            raise
+        self.vocabulary = Vocabulary(self.tokenizer)
+        self.input_processor.grammars = Grammars(self)
+        if isinstance(self.scheduler, StatefulScheduler):
+            self.scheduler.snapshot_slots = self.executor.worker.list_snapshot_slots()
+        if config.num_speculative_tokens:
+            enable_speculation(self)
+        if self.timeline is not None:
+            self.timeline.begin(self.scheduler, self.vocabulary, self._warnings.append)
+
+    def choose_classes(self, spec: ModelSpec) -> tuple[type[Scheduler], type[ModelRunner]]:
+        config = self.config
         policy = Scheduler if config.enable_chunked_prefill else PrefillFirstScheduler
         # Optional features are added as subclasses.
         scheduler_class: type[Scheduler] = policy
         model_runner_class: type[ModelRunner] = StructuredModelRunner
         if config.num_speculative_tokens:
             scheduler_class = type("Speculative", (SpeculativeScheduler, policy), {})
-        self.timeline = self.make_timeline(config)
+        if spec.count_slot_bytes() > 0:
+            scheduler_class = type("Stateful", (StatefulScheduler, scheduler_class), {})
         if self.timeline is not None:
             shared = {"timeline": self.timeline}
             scheduler_class = type("Traced", (TracedScheduler, scheduler_class), shared)
             model_runner_class = type("Traced", (TracedModelRunner, model_runner_class), shared)
-        try:
-            super().__init__(config, scheduler_class, model_runner_class)
-        except BaseException:
-            self._close_timeline()
-            raise
-        self.vocabulary = Vocabulary(self.tokenizer)
-        self.input_processor.grammars = Grammars(self)
-        if config.num_speculative_tokens:
-            enable_speculation(self)
-        if self.timeline is not None:
-            self.timeline.begin(self.scheduler, self.vocabulary, self._warnings.append)
+        return scheduler_class, model_runner_class
 
     def make_timeline(self, config: Config) -> Timeline | None:
         return None if config.trace is None else TraceFile(config.trace)
@@ -238,12 +247,9 @@ class LLM(ThreadSafeEngine):
         self, prompts: list[PreparedPrompt], use_tqdm: bool = False
     ) -> list[RequestOutput]:
         with self._queued(prompts, inbox={}) as requests:
-            progress = _Progress(self.scheduler, requests, use_tqdm)
-            with progress.bar:
-                for request in requests:
-                    while request.seq_id in self.requests:
-                        self._run_step()
-                        progress.update()
+            for request in tqdm(requests, unit="seq", disable=not use_tqdm):
+                while request.seq_id in self.requests:
+                    self._run_step()
             return self._take_turn(lambda: [request.output() for request in requests])
 
     def _stream(self, prompts: list[PreparedPrompt]) -> Iterator[RequestOutput]:
@@ -275,25 +281,3 @@ class LLM(ThreadSafeEngine):
             )
         check = self.input_processor.prepare
         return [check(prompt, params) for prompt, params in zip(prompts, sampling_params)]
-
-
-class _Progress:
-    """The progress bar of `generate`: finished requests, and decode tokens/s of the engine."""
-
-    def __init__(self, scheduler: Scheduler, requests: list[Request], is_shown: bool) -> None:
-        self.scheduler = scheduler
-        self.requests = requests
-        self.num_tokens_before = scheduler.num_decode_tokens
-        self.start = time.perf_counter()
-        self.bar = tqdm(
-            total=len(requests), unit="seq", miniters=0, mininterval=0.5, disable=not is_shown
-        )
-
-    def update(self) -> None:
-        if self.bar.disable:
-            return
-        num_tokens = self.scheduler.num_decode_tokens - self.num_tokens_before
-        rate = num_tokens / (time.perf_counter() - self.start)
-        self.bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
-        num_finished = sum(request.finish_reason is not None for request in self.requests)
-        self.bar.update(num_finished - self.bar.n)

@@ -233,6 +233,8 @@ def make_batch(
         context_lens=lens,
         block_tables=block_tables.to(device),
         logits_indices=bounds[1:] - 1,
+        read_slots=torch.zeros_like(lens),
+        write_slots=torch.zeros_like(lens),
         min_seqlen_q=min(query_lens),
         max_seqlen_q=max(query_lens),
         max_seqlen_k=max(context_lens),

@@ -66,11 +66,8 @@ class BeamSearch:
             for token_id, logprob in next_tokens.items():
                 total = beam.cumulative_logprob + logprob
                 candidates.append((total, beam, token_id, logprob))
-        best: list[Beam] = []
-        for _, beam, token_id, logprob in nlargest(
-            self.num_candidates, candidates, key=itemgetter(0)
-        ):
-            best.append(self._extend(beam, token_id, logprob))
+        chosen = nlargest(self.num_candidates, candidates, key=itemgetter(0))
+        best = [self._extend(*candidate) for candidate in chosen]
         ended = [beam for beam in best[: self.beam_width] if beam.finish_reason is not None]
         self.finished = nlargest(self.beam_width, self.finished + ended, key=self._score)
         if not best and not self.finished:
@@ -80,18 +77,14 @@ class BeamSearch:
         if self._is_decided():
             self.running = []
 
-    def _extend(self, beam: Beam, token_id: int, logprob: float) -> Beam:
+    def _extend(self, total: float, beam: Beam, token_id: int, logprob: float) -> Beam:
+        token_ids = [*beam.token_ids, token_id]
         reason: FinishReason | None = None
         if token_id in self.eos_token_ids:
             reason = "stop"
-        elif len(beam.token_ids) + 1 == self.max_tokens:
+        elif len(token_ids) == self.max_tokens:
             reason = "length"
-        return Beam(
-            token_ids=[*beam.token_ids, token_id],
-            logprobs=[*beam.logprobs, {token_id: logprob}],
-            cumulative_logprob=beam.cumulative_logprob + logprob,
-            finish_reason=reason,
-        )
+        return Beam(token_ids, [*beam.logprobs, {token_id: logprob}], total, reason)
 
     def _is_decided(self) -> bool:
         """Return whether no running beam could replace a finished one at its current length."""
@@ -109,7 +102,7 @@ def search_together(searches: list[BeamSearch], generate: Generate) -> list[Requ
     Return the output of the first step for each search.
     """
     first_outputs: list[RequestOutput] = []
-    active = [search for search in searches if search.running]
+    active = searches
     while active:
         params = SamplingParams(
             temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=active[0].num_candidates

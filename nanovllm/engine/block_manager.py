@@ -147,24 +147,24 @@ class BlockManager:
             block.token_ids = []
 
     def free(self, seq: Sequence, num_tokens: int = 0) -> None:
-        """Release the blocks after the first `num_tokens` tokens of `seq`, which stay computed.
+        """Release the blocks of `seq`, except those of its first `num_tokens` tokens.
 
-        block_table | kept | kept | released | released |
-                    `- num_tokens -'   second     first     in the order of eviction, if cached
+        block_table | kept | kept | evicted second | evicted first |
+                    `- num_tokens -'
         """
         num_kept = cdiv(num_tokens, self.block_size)
         for index in reversed(range(num_kept, len(seq.block_table))):
             block = self.blocks[seq.block_table[index]]
             block.ref_count -= 1
             if block.ref_count == 0:
-                self._append_to_free(block)
+                self._add_to_free(block)
             if not block.is_cached:
                 self._refresh_cached_copy(seq, index)
         seq.block_table = seq.block_table[:num_kept]
         seq.num_computed_tokens = num_tokens
 
-    def _append_to_free(self, block: Block) -> None:
-        """Make a cached block the last to be evicted, and another one the first to be taken."""
+    def _add_to_free(self, block: Block) -> None:
+        """Make a cached block the last to be taken, and an uncached block the first."""
         self.free_block_ids[block.block_id] = None
         if not block.is_cached:
             self.free_block_ids.move_to_end(block.block_id, last=False)

@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent import futures
-from dataclasses import dataclass
+from functools import partial
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import (  # type: ignore[attr-defined]  # not in typeshed
@@ -43,6 +43,9 @@ from nanovllm.engine.worker import Worker
 from nanovllm.models.spec import ModelSpec
 
 Result = TypeVar("Result")
+MakeWorker = Callable[[Place], Worker]
+# A call for the thread of rank 0, and where its result goes.
+Task = tuple[futures.Future[Any], Callable[..., Any], tuple[Any, ...]]
 _GRACE = 0.5  # seconds
 _EXIT_TIMEOUT = 5.0  # seconds
 
@@ -69,25 +72,6 @@ class Executor:
             self.stop_reason = reason
 
 
-def make_executor(config: Config, spec: ModelSpec, directory: Path) -> Executor:
-    """The executor for config.tensor_parallel_size ranks. Its owner must call `stop` at the end."""
-    if config.tensor_parallel_size == 1:
-        return Executor(config, spec, directory)
-    return MultiRankExecutor(config, spec, directory)
-
-
-@dataclass(frozen=True)
-class WorkerArguments:
-    """What a Worker is made from, for the process of another rank."""
-
-    config: Config
-    spec: ModelSpec
-    directory: Path
-
-    def make_worker(self, place: Place) -> Worker:
-        return Worker(self.config, self.spec, self.directory, place)
-
-
 class MultiRankExecutor(Executor):
     """Drives the workers of several ranks. Under torchrun, ranks 1 and up do not return from here.
 
@@ -95,12 +79,13 @@ class MultiRankExecutor(Executor):
     """
 
     def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
-        arguments = WorkerArguments(config, spec, directory)
+        size = config.tensor_parallel_size
+        make_worker = partial(Worker, config, spec, directory)
         self.stop_reason = None
         # The processes of ranks 1 and up by their pipes. There are none under torchrun.
         self.processes: dict[Connection, BaseProcess] = {}
         self.tasks: SimpleQueue[Task | None] = SimpleQueue()  # None ends the thread
-        store = _join_torchrun(arguments)
+        store = _join_torchrun(size, make_worker)
         self.thread = Thread(target=self._run_tasks, daemon=True)
         self.thread.start()
         # A forked process must not keep the pipes open, or the other ranks would not notice the end
@@ -108,8 +93,8 @@ class MultiRankExecutor(Executor):
         os.register_at_fork(after_in_child=self.processes.clear)
         try:
             if store is None:
-                store = self._start_processes(arguments)
-            self.worker = self.call(arguments.make_worker, Place(0, 0, store))
+                store = self._start_processes(size, make_worker)
+            self.worker = self.call(make_worker, Place(0, 0, store))
         except BaseException:
             self.stop("the engine has not started")
             raise
@@ -161,7 +146,7 @@ class MultiRankExecutor(Executor):
         if current_thread() is self.thread:
             return function(*args)
         result: futures.Future[Result] = futures.Future()
-        self.tasks.put(Task(result, function, args))
+        self.tasks.put((result, function, args))
         while not futures.wait([result], _GRACE).done:
             self.raise_if_stopped()
         if result.exception() is not None:
@@ -171,14 +156,14 @@ class MultiRankExecutor(Executor):
 
     def _run_tasks(self) -> None:
         for task in iter(self.tasks.get, None):
+            result, function, args = task
             try:
-                task.result.set_result(task.function(*task.args))
+                result.set_result(function(*args))
             except BaseException as error:
-                task.result.set_exception(error)
-            del task  # the task can hold the last reference to an engine
+                result.set_exception(error)
+            del task, result, function, args  # they can hold the last reference to an engine
 
-    def _start_processes(self, arguments: WorkerArguments) -> dist.Store:
-        size = arguments.config.tensor_parallel_size
+    def _start_processes(self, size: int, make_worker: MakeWorker) -> dist.Store:
         num_threads = torch.get_num_threads()
         share = max(1, num_threads // size)
         self.call(torch.set_num_threads, share)  # in the thread of rank 0
@@ -189,7 +174,7 @@ class MultiRankExecutor(Executor):
         context.set_forkserver_preload(["torch", "transformers.models.auto.tokenization_auto"])
         for rank in range(1, size):
             pipe, pipe_to_rank_0 = context.Pipe()
-            args = (arguments, rank, store.port, share, dict(os.environ), pipe_to_rank_0)
+            args = (make_worker, rank, store.port, share, dict(os.environ), pipe_to_rank_0)
             process = context.Process(target=_serve, args=args, name=f"rank {rank} of {size}")
             process.start()
             pipe_to_rank_0.close()  # the process has its own copy
@@ -200,16 +185,7 @@ class MultiRankExecutor(Executor):
         return store
 
 
-@dataclass(frozen=True)
-class Task:
-    """A call for the thread of rank 0."""
-
-    result: "futures.Future[Any]"
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-
-
-def _join_torchrun(arguments: WorkerArguments) -> dist.Store | None:
+def _join_torchrun(size: int, make_worker: MakeWorker) -> dist.Store | None:
     """Return the store of torchrun's ranks, or None without torchrun.
 
     On ranks 1 and up this does not return. They serve and then exit.
@@ -220,14 +196,13 @@ def _join_torchrun(arguments: WorkerArguments) -> dist.Store | None:
     with naming(problem, KeyError, ValueError):
         local_rank = int(os.environ["LOCAL_RANK"])
         store, rank, world_size = next(dist.rendezvous("env://"))
-    size = arguments.config.tensor_parallel_size
     if world_size != size:
         raise ValueError(
             f"tensor_parallel_size={size}, but torchrun has started {world_size} processes:"
             " set both to the same number"
         )
     if rank > 0:
-        worker = arguments.make_worker(Place(rank, local_rank, store))
+        worker = make_worker(Place(rank, local_rank, store))
         try:
             worker.serve()
         except BaseException:
@@ -245,7 +220,7 @@ def _join_torchrun(arguments: WorkerArguments) -> dist.Store | None:
 
 
 def _serve(
-    arguments: WorkerArguments,
+    make_worker: MakeWorker,
     rank: int,
     port: int,
     num_threads: int,
@@ -268,7 +243,7 @@ def _serve(
         os.environ.update(environment)  # the fork server has the one of its own start
         torch.set_num_threads(num_threads)
         store = dist.TCPStore("127.0.0.1", port)
-        arguments.make_worker(Place(rank, rank, store)).serve()
+        make_worker(Place(rank, rank, store)).serve()
     except BaseException as error:
         reason = f"{current_process().name} has failed:\n{traceback.format_exc()}"
         pipe.send(Failure(True, time.monotonic(), isinstance(error, ValueError), reason))

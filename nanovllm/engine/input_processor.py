@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from nanovllm.checks import check_int, check_text, check_type, naming
+from nanovllm.checks import check_int, check_type, naming
 from nanovllm.config import Config
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import Inbox, Request
@@ -103,7 +103,6 @@ class InputProcessor:
         """
         if self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer: a prompt must be token ids, not str")
-        check_text("a prompt", text)
         if len(text) > self.max_chars:  # tokenizing 32 MB takes a minute and gigabytes
             raise PromptTooLong(
                 f"a prompt of {len(text)} characters exceeds max_model_len={self.max_model_len}"
@@ -111,6 +110,7 @@ class InputProcessor:
             )
         # The type of the exception depends on the tokenizer.
         with naming("the tokenizer cannot encode the prompt", Exception):
+            text.encode()  # the error of a lone surrogate, which tokenizers do not describe
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def make_requests(

@@ -13,6 +13,7 @@ overrides it with a lock and the recovery of interrupted calls.
 
 import operator
 import os
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from nanovllm.checks import naming, warn
+from nanovllm.checks import naming
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor, PreparedPrompt, Prompt
@@ -36,6 +37,7 @@ from nanovllm.models.checkpoint import (
     read_tokenizer,
 )
 from nanovllm.models.config import read_spec
+from nanovllm.models.spec import ModelSpec
 from nanovllm.models.weights import find_dtype
 from nanovllm.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
@@ -53,12 +55,7 @@ class LLMEngine:
     Raises RuntimeError if another rank does not start.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        scheduler_class: type[Scheduler],
-        model_runner_class: type[ModelRunner],
-    ) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
         directory = find_checkpoint(os.fspath(config.model))
         hf_config = read_config(directory)
@@ -69,6 +66,7 @@ class LLMEngine:
         defaults = read_generation_defaults(directory)
         with naming(directory / "generation_config.json", ValueError, TypeError):
             default_params = SamplingParams(**defaults)
+        scheduler_class, model_runner_class = self.choose_classes(spec)
         self.model_runner = model_runner_class(config, spec, directory)
         self.executor = self.model_runner.executor
         worker = self.executor.worker
@@ -87,6 +85,10 @@ class LLMEngine:
         self.samples: dict[int, list[Request]] = {}  # request id -> its unfinished samples
         self._inbox: Inbox = {}  # for requests of add_request
         self._warnings = deque[str]()  # to be issued after the step
+
+    def choose_classes(self, spec: ModelSpec) -> tuple[type[Scheduler], type[ModelRunner]]:
+        """Subclasses of LLMEngine add optional features here."""
+        return Scheduler, ModelRunner
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a prompt and return its request id. The ids of n samples are consecutive.
@@ -147,7 +149,7 @@ class LLMEngine:
         while self._warnings:
             with suppress(IndexError):  # another thread was faster
                 message = self._warnings.popleft()
-                warn(message)
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def _step(self) -> None:
         """Schedule, compute, sample and commit one step."""
@@ -200,7 +202,7 @@ class LLMEngine:
         for request in requests:
             self.scheduler.add(request)
             self.requests[request.seq_id] = request
-            self.samples.setdefault(request.first_id, []).append(request)
+            self.samples.setdefault(request.request_id, []).append(request)
 
     def _find_samples(self, request_id: int) -> list[Request]:
         """The unfinished samples of a request. The id of a later sample selects only that one."""
@@ -221,11 +223,11 @@ class LLMEngine:
     def _remove(self, request: Request) -> None:
         """Remove a finished request. An interrupted `_queue` may have added only a part of it."""
         self.requests.pop(request.seq_id, None)
-        samples = self.samples.get(request.first_id, [])
+        samples = self.samples.get(request.request_id, [])
         if request in samples:
             samples.remove(request)
         if not samples:
-            self.samples.pop(request.first_id, None)
+            self.samples.pop(request.request_id, None)
 
     def _shut_down(self) -> None:
         self.executor.stop("this engine has been shut down by exit()")

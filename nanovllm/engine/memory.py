@@ -1,4 +1,4 @@
-"""How many blocks of KV cache fit into memory.
+"""How many blocks of KV cache fit into memory, and how many sequences with recurrent states.
 
 bytes of a token  = 2 (K and V) * layers * KV heads of this rank * head_dim * bytes of a number
 bytes of a block  = block size * bytes of a token
@@ -6,6 +6,7 @@ GPU               = min(gpu_memory_utilization * total, GPU_SHARE_OF_FREE * free
                     - weights - CUDA graphs - peak of the largest step
 CPU               = CPU_SHARE * available after loading the weights / ranks
 upper limit       = what max_num_seqs sequences of max_model_len can use
+recurrent states  = at most half of that, for as many lanes as fit. Blocks have the rest
 several ranks     = the smallest of all ranks, because they share block tables
 available         = the least of what the machine and the cgroups (version 2) of this process have
 """
@@ -16,6 +17,7 @@ import psutil
 import torch
 
 from nanovllm.arithmetic import cdiv
+from nanovllm.batch import FIRST_LANE
 from nanovllm.config import Config
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
@@ -76,38 +78,59 @@ def find_available_memory(root: Path = Path("/")) -> int:
 def count_blocks(
     config: Config,
     block_bytes: int,
+    slot_bytes: int,
     block_size: int,
     max_model_len: int,
     meter: MemoryMeter,
     tp: TensorParallel = ALONE,
-) -> tuple[int, str]:
-    """The number of blocks, and a line that shows the arithmetic.
+) -> tuple[int, int, str]:
+    """The number of blocks, the number of lanes, and a line that shows the arithmetic.
 
-    Raises ValueError if there is no memory for a single block.
+    Raises ValueError if there is no memory for a single block, or for the states of a lane.
     """
-    useful = config.max_num_seqs * cdiv(max_model_len, block_size) * block_bytes
+    num_lanes = config.max_num_seqs
+    num_slots = count_slots(config)
     origin = "as requested"
-    if config.num_kvcache_blocks is not None:
+    if config.num_kvcache_blocks is not None:  # states come on top
         budget = config.num_kvcache_blocks * block_bytes
-    elif config.kvcache_memory_bytes is not None:
-        budget = config.kvcache_memory_bytes
     else:
-        if meter.device.type == "cuda":
-            free, origin = gpu_budget(config.gpu_memory_utilization, meter)
+        if config.kvcache_memory_bytes is not None:
+            budget = config.kvcache_memory_bytes
+        elif meter.device.type == "cuda":
+            budget, origin = gpu_budget(config.gpu_memory_utilization, meter)
         else:
-            free, origin = cpu_budget(tp.size)
-        budget = min(free, useful)
-        if useful <= free:
+            budget, origin = cpu_budget(tp.size)
+        if slot_bytes > 0:
+            num_lanes = min(num_lanes, (budget // 2 // slot_bytes - FIRST_LANE) // num_slots)
+            state_bytes = (FIRST_LANE + num_lanes * num_slots) * slot_bytes
+            budget -= state_bytes
+            origin += f" - {show_gb(state_bytes)} for states of {num_lanes} lanes"
+        useful = num_lanes * cdiv(max_model_len, block_size) * block_bytes
+        if config.kvcache_memory_bytes is None and useful <= budget:
+            budget = useful
             origin = f"min({origin}, {show_gb(useful)} for max_num_seqs)"
-    num_blocks = agree_on_blocks(budget // block_bytes, block_size, tp)
+    num_blocks, num_lanes = agree_on_sizes(budget // block_bytes, num_lanes, block_size, tp)
     arithmetic = f"({origin} = {show_gb(budget)}) / {block_bytes} B"
     if tp.size > 1:
         arithmetic += f", the smallest of {tp.size} ranks"
-    if num_blocks < 1:
+    if min(num_blocks, num_lanes) < 1:
         raise ValueError(f"no memory for a KV cache: {arithmetic}; {ENLARGE}")
     num_tokens = num_blocks * block_size
     result = f"{num_blocks} blocks of {block_size} = {num_tokens} tokens"
-    return num_blocks, f"KV cache: {arithmetic} = {result}"
+    if num_lanes < config.max_num_seqs:
+        result += f"; max_num_seqs is lowered from {config.max_num_seqs} to {num_lanes}"
+    # A running sequence holds at least one block.
+    return num_blocks, min(num_lanes, num_blocks), f"KV cache: {arithmetic} = {result}"
+
+
+def count_slots(config: Config) -> int:
+    """Slots of recurrent states per lane: its own, a second one for drafts, and a snapshot."""
+    num_slots = 1
+    if config.num_speculative_tokens:
+        num_slots += 1
+    if config.enable_prefix_caching:
+        num_slots += 1
+    return num_slots
 
 
 def gpu_budget(utilization: float, meter: MemoryMeter) -> tuple[int, str]:
@@ -126,15 +149,21 @@ def cpu_budget(num_ranks: int) -> tuple[int, str]:
     return int(available * CPU_SHARE / num_ranks), origin
 
 
-def agree_on_blocks(num_blocks: int, block_size: int, tp: TensorParallel) -> int:
-    """The smallest number of blocks of any rank. Raises ValueError if their block sizes differ."""
-    num_blocks, smallest, minus_largest = tp.minimum([num_blocks, block_size, -block_size])
+def agree_on_sizes(
+    num_blocks: int, num_lanes: int, block_size: int, tp: TensorParallel
+) -> tuple[int, int]:
+    """The smallest numbers of blocks and of lanes of any rank.
+
+    Raises ValueError if the block sizes of the ranks differ.
+    """
+    numbers = [num_blocks, num_lanes, block_size, -block_size]
+    num_blocks, num_lanes, smallest, minus_largest = tp.minimum(numbers)
     if smallest != -minus_largest:
         raise ValueError(
             f"the ranks' attention backends prefer blocks of {smallest} and {-minus_largest}"
             " tokens: set kvcache_block_size"
         )
-    return num_blocks
+    return num_blocks, num_lanes
 
 
 def show_gb(num_bytes: int) -> str:

@@ -6,6 +6,7 @@ It uses sequences, but not the queues.
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from nanovllm import kernels
 from nanovllm.arithmetic import cdiv
 from nanovllm.batch import Batch, Filters, Noise, SamplingBatch
 from nanovllm.config import Config
-from nanovllm.engine.executor import make_executor
+from nanovllm.engine.executor import Executor, MultiRankExecutor
 from nanovllm.engine.logprobs import find_logprobs
 from nanovllm.engine.penalties import process_logits
 from nanovllm.engine.profiling import sample_dummies
@@ -73,7 +74,8 @@ class ModelRunner:
     """Raises ValueError as Worker does, and RuntimeError as Executor does."""
 
     def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
-        self.executor = make_executor(config, spec, directory)
+        executor_class = Executor if config.tensor_parallel_size == 1 else MultiRankExecutor
+        self.executor = executor_class(config, spec, directory)
         weakref.finalize(self, self.executor.stop, "the engine is gone")  # also at interpreter exit
         worker = self.executor.worker
         self.vocab_size = spec.vocab_size
@@ -84,8 +86,7 @@ class ModelRunner:
             kernels.kernelize(self.sampler, self.device, spec.dtype)
         with undisturbed(self.device):  # CUDA graphs record these settings
             self.executor.call(self._start_worker)
-        # A running sequence holds at least one block.
-        self.num_lanes = min(config.max_num_seqs, worker.num_blocks)
+        self.num_lanes = worker.num_lanes
         self.block_tables = BlockTables(self.num_lanes, worker.block_table_width, self.block_size)
 
     def _start_worker(self) -> None:
@@ -146,6 +147,8 @@ class ModelRunner:
         starts = np.array([seq.num_computed_tokens for seq in seqs], np.int32)
         query_lens = np.array([seq.num_scheduled_tokens for seq in seqs], np.int32)
         num_logits = np.array([seq.num_logits for seq in seqs], np.int32)
+        read_slots = np.array([seq.read_slot for seq in seqs], np.int32)
+        write_slots = np.array([seq.write_slot for seq in seqs], np.int32)
         cu_seqlens_q = np.concatenate(([0], query_lens.cumsum()), dtype=np.int32)
         context_lens = starts + query_lens
         max_seqlen_k = int(context_lens.max())
@@ -169,6 +172,8 @@ class ModelRunner:
             context_lens=from_numpy(context_lens),
             block_tables=from_numpy(block_tables),
             logits_indices=from_numpy(logits_indices.astype(np.int32)),
+            read_slots=from_numpy(read_slots),
+            write_slots=from_numpy(write_slots),
             min_seqlen_q=int(query_lens.min()),
             max_seqlen_q=int(query_lens.max()),
             max_seqlen_k=max_seqlen_k,
@@ -226,10 +231,5 @@ def list_rows(seqs: list[Sequence]) -> tuple[list[Sequence], list[int]]:
 
 def split_rows(values: list[Value], seqs: list[Sequence]) -> list[list[Value]]:
     """Split values, one per row of logits, into one list per sequence."""
-    lists: list[list[Value]] = []
-    start = 0
-    for seq in seqs:
-        end = start + seq.num_logits
-        lists.append(values[start:end])
-        start = end
-    return lists
+    remaining = iter(values)
+    return [list(islice(remaining, seq.num_logits)) for seq in seqs]

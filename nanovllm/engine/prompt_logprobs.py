@@ -13,7 +13,6 @@ the rows of a part that score the prompt are reduced to a few numbers before the
 """
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,24 +23,15 @@ from nanovllm.engine.logprobs import find_logprobs
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import PromptLogprobs
 from nanovllm.transfers import to_device
-
-
-class PromptRow(NamedTuple):
-    """A row of logits that predicts a token of a prompt."""
-
-    token_id: int
-    num_top: int
-    logprobs: PromptLogprobs  # receives the row's entry
 
 
 class ScoringModelRunner(ModelRunner):
     """Also scores prompts. The sequences that ask for this are Requests."""
 
-    # What each row of logits of the current step is for. None: the row samples a token. Empty if no
-    # prompt is scored.
-    rows: list[PromptRow | None]
+    # The request and the prompt's token that each row of logits of the current step predicts. None:
+    # the row samples a token. Empty if no prompt is scored.
+    rows: list[tuple[Request, int] | None]
 
     def prepare_batch(self, seqs: list[Sequence]) -> Batch:
         batch = super().prepare_batch(seqs)
@@ -52,12 +42,15 @@ class ScoringModelRunner(ModelRunner):
         for seq, start in zip(seqs, batch.cu_seqlens_q.tolist()):
             offset = start - seq.num_computed_tokens  # index in the batch minus position
             end = seq.num_computed_tokens + seq.num_scheduled_tokens
-            for position in find_positions_to_score(seq):
-                self.rows.append(make_row(seq, position))
-                indices.append(offset + position)
-            for position in range(end - seq.num_logits, end):
-                self.rows.append(None)
-                indices.append(offset + position)
+            if seq.params.prompt_logprobs is not None:
+                assert isinstance(seq, Request)
+                # The first position whose next token has no entry yet.
+                first = max(seq.num_computed_tokens, len(seq.prompt_logprobs) - 1)
+                for position in range(first, min(end, seq.num_prompt_tokens - 1)):
+                    self.rows.append((seq, seq.token_ids[position + 1]))
+                    indices.append(offset + position)
+            self.rows += [None] * seq.num_logits
+            indices += range(offset + end - seq.num_logits, offset + end)
         return replace(batch, logits_indices=torch.from_numpy(np.array(indices, np.int32)))
 
     def _execute(self, batch: Batch) -> Tensor:
@@ -73,32 +66,14 @@ class ScoringModelRunner(ModelRunner):
         return torch.cat(sampled)
 
 
-def find_positions_to_score(seq: Sequence) -> range:
-    """The scheduled positions of the prompt whose next token has no entry yet."""
-    if seq.params.prompt_logprobs is None:
-        return range(0)
-    assert isinstance(seq, Request)
-    start = seq.num_computed_tokens
-    first = max(start, len(seq.prompt_logprobs) - 1)
-    return range(first, min(start + seq.num_scheduled_tokens, seq.num_prompt_tokens - 1))
-
-
-def make_row(seq: Sequence, position: int) -> PromptRow:
-    """Describe the row of logits at `position`, which predicts the prompt's next token."""
-    num_top = seq.params.prompt_logprobs
-    assert isinstance(seq, Request) and num_top is not None
-    return PromptRow(seq.token_ids[position + 1], num_top, seq.prompt_logprobs)
-
-
-def score(logits: Tensor, rows: list[PromptRow | None]) -> Tensor:
+def score(logits: Tensor, rows: list[tuple[Request, int] | None]) -> Tensor:
     """Record the log probabilities of prompt tokens. Return the rows that sample."""
-    token_ids = np.array([row.token_id if row else 0 for row in rows], np.int64)
-    nums = [row.num_top if row else None for row in rows]
+    token_ids = np.array([row[1] if row else 0 for row in rows], np.int64)
+    nums = [row[0].params.prompt_logprobs if row else None for row in rows]
     entries = find_logprobs(logits, to_device(token_ids, logits.device), nums)
-    sampled: list[int] = []
-    for index, (row, entry) in enumerate(zip(rows, entries)):
-        if row is None:
-            sampled.append(index)
-        else:
-            row.logprobs.append(entry)
-    return logits[to_device(np.array(sampled, np.int64), logits.device)]
+    for row, entry in zip(rows, entries):
+        if row is not None:
+            request, _ = row
+            request.prompt_logprobs.append(entry)
+    sampled = np.flatnonzero([row is None for row in rows])
+    return logits[to_device(sampled, logits.device)]

@@ -16,7 +16,7 @@ another one, so every sequence finishes.
 
 from collections import OrderedDict
 
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import FinishReason
 
@@ -65,22 +65,30 @@ class Scheduler:
         self._schedule_waiting(budget, scheduled)
         return scheduled
 
-    def _schedule_running(self, budget: int, scheduled: list[Sequence]) -> int:
-        """Schedule running sequences, oldest first. Return the rest of the budget."""
-        index = 0
-        while index < len(self.running) and budget > 0:  # preemption shortens the list
+    def _schedule_running(
+        self, budget: int, scheduled: list[Sequence], min_missing: int = 1
+    ) -> int:
+        """Schedule running sequences, oldest first. Return the rest of the budget.
+
+        Sequences that miss less than `min_missing` tokens are left out.
+        """
+        index = -1
+        while index + 1 < len(self.running) and budget > 0:  # preemption shortens the list
+            index += 1
             seq = self.running[index]
+            if len(seq.token_ids) - seq.num_computed_tokens < min_missing:
+                continue
             needs_block = len(seq.token_ids) > len(seq.block_table) * self.block_size
             if needs_block and not self._grow(seq):
                 break
             budget = self._schedule_tokens(seq, budget, scheduled)
-            index += 1
         return budget
 
     def _grow(self, seq: Sequence) -> bool:
         """Get a block for the newest token of `seq`, by preemption if none is free.
 
-        Return False if `seq` itself was preempted.
+        Return False if `seq` itself was preempted. No victim is part of this step, because the
+        newest sequence is `seq` or comes after it, and the step has only those before `seq`.
         """
         while not self.block_manager.grow(seq):
             victim = self.running[-1]
@@ -99,9 +107,9 @@ class Scheduler:
 
     def _admit(self, seq: Sequence, budget: int) -> bool:
         """Move `seq` from `waiting` to `running` if there are blocks for all its tokens."""
-        prefix = self.block_manager.find_prefix(seq)
+        prefix = self._find_prefix(seq)
         num_reused_tokens = len(prefix) * self.block_size
-        if not self._may_start(len(seq.token_ids) - num_reused_tokens, budget):
+        if not self._may_start(seq, len(seq.token_ids) - num_reused_tokens, budget):
             return False
         if not self.block_manager.allocate(seq, prefix):
             return False
@@ -110,21 +118,28 @@ class Scheduler:
         seq.status = SequenceStatus.RUNNING
         seq.lane = self.free_lanes.pop()
         if seq.num_cached_tokens is None:  # later admissions, after a preemption, are not counted
+            # A reset can leave generated tokens, which others may have cached.
             seq.num_cached_tokens = min(num_reused_tokens, seq.num_prompt_tokens)
             self.num_cached_tokens += seq.num_cached_tokens
         return True
 
-    def _may_start(self, num_new_tokens: int, budget: int) -> bool:
+    def _find_prefix(self, seq: Sequence) -> list[Block]:
+        """Find the cached blocks that `seq` reuses."""
+        return self.block_manager.find_prefix(seq)
+
+    def _may_start(self, seq: Sequence, num_new_tokens: int, budget: int) -> bool:
         """Return whether a waiting sequence may be admitted. Mixed steps can split its prompt."""
         return True
 
     def _schedule_tokens(self, seq: Sequence, budget: int, scheduled: list[Sequence]) -> int:
         """Add `seq` to the step, with as many tokens as `budget` allows. Return the rest.
 
-        The blocks that these tokens make full are cached already now, see cache_full_blocks.
+        The blocks that these tokens make full are cached before they are computed, see
+        cache_full_blocks.
         """
         start = seq.num_computed_tokens
         num_missing = len(seq.token_ids) - start
+        # Not min(), because that call for every sequence would double the time of this method.
         num_tokens = num_missing if num_missing <= budget else budget
         seq.num_scheduled_tokens = num_tokens
         seq.num_logits = 1 if num_tokens == num_missing else 0
@@ -156,10 +171,11 @@ class Scheduler:
                 self.num_prefill_tokens += seq.num_scheduled_tokens
             seq.num_computed_tokens += seq.num_scheduled_tokens
             for token_id in token_ids:
-                reason: FinishReason | None = "error"
-                if token_id >= 0:
-                    seq.token_ids.append(token_id)
-                    reason = seq.check_end()
+                if token_id < 0:
+                    self.finish(seq, "error")
+                    break
+                seq.token_ids.append(token_id)
+                reason = seq.check_end()
                 if reason is not None:
                     self.finish(seq, reason)
                     break
@@ -187,17 +203,15 @@ class PrefillFirstScheduler(Scheduler):
 
     def schedule(self) -> list[Sequence]:
         scheduled: list[Sequence] = []
+        # A sequence is partially prefilled by a recomputation that is longer than one step, or if
+        # its prompt was cut (states.py). Its next chunk goes first.
         budget = self.max_num_batched_tokens
-        # Only the newest sequence can be partially prefilled, by a recomputation that is longer
-        # than one step. Its next chunk goes first.
-        newest = self.running[-1] if self.running else None
-        if newest and len(newest.token_ids) - newest.num_computed_tokens > 1:
-            budget = self._schedule_tokens(newest, budget, scheduled)
+        budget = self._schedule_running(budget, scheduled, min_missing=2)
         self._schedule_waiting(budget, scheduled)
         if not scheduled:
             self._schedule_running(budget, scheduled)
         return scheduled
 
-    def _may_start(self, num_new_tokens: int, budget: int) -> bool:
+    def _may_start(self, seq: Sequence, num_new_tokens: int, budget: int) -> bool:
         """Allow whole prompts, and a recomputation longer than one step at the start of a step."""
         return num_new_tokens <= budget or budget == self.max_num_batched_tokens

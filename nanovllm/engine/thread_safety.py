@@ -25,9 +25,7 @@ from typing import Any, ClassVar
 
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine, Result
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Request
-from nanovllm.engine.scheduler import Scheduler
 
 
 class ThreadSafeEngine(LLMEngine):
@@ -36,14 +34,9 @@ class ThreadSafeEngine(LLMEngine):
     # PID of the process that created the first engine. OpenMP and CUDA do not survive fork().
     _process: ClassVar[int | None] = None
 
-    def __init__(
-        self,
-        config: Config,
-        scheduler_class: type[Scheduler],
-        model_runner_class: type[ModelRunner],
-    ) -> None:
+    def __init__(self, config: Config) -> None:
         self._check_process()
-        super().__init__(config, scheduler_class, model_runner_class)
+        super().__init__(config)
         ThreadSafeEngine._process = os.getpid()
         self._lock = Lock()
         self._callers: set[int] = set()  # threads that hold the lock or wait for it
@@ -64,11 +57,13 @@ class ThreadSafeEngine(LLMEngine):
 
         This takes a function and is no context manager, because an interrupt between its `yield`
         and the block of the caller would leave the state and the lock apart. `with` on a lock
-        written in C cannot be interrupted after it has acquired the lock (Python 3.10 to 3.13).
+        written in C cannot be interrupted after it has acquired the lock. (Python 3.14 has a gap
+        there, CPython #148874.)
         """
         self._check_process()
         thread = get_ident()
-        self._check_reentry(thread)
+        if thread in self._callers:
+            raise RuntimeError("reentrant call: only abort() is allowed within a step")
         if self._callers:
             # Locks are not fair. Without a pause, a thread that asks again at once would win.
             time.sleep(1e-5)
@@ -87,10 +82,6 @@ class ThreadSafeEngine(LLMEngine):
         if call != self._cancel_aborted:
             self._cancel_soon()  # aborts that came while the lock was released
         return result
-
-    def _check_reentry(self, thread: int) -> None:
-        if thread in self._callers:
-            raise RuntimeError("reentrant call: only abort() is allowed within a step")
 
     def _reset(self) -> None:
         """Recover from an interrupted call.

@@ -15,17 +15,16 @@ from torch import Tensor
 
 from nanovllm import kernels
 from nanovllm.arithmetic import cdiv
-from nanovllm.batch import Batch
+from nanovllm.batch import FIRST_LANE, Batch
 from nanovllm.checks import naming
 from nanovllm.config import MAX_DRAFT_STEP, Config
-from nanovllm.engine.memory import ENLARGE, MemoryMeter, count_blocks, show_gb
+from nanovllm.engine.memory import ENLARGE, MemoryMeter, count_blocks, count_slots, show_gb
 from nanovllm.engine.placement import Place, connect, find_device
 from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.spec import ModelSpec
 from nanovllm.models.weights import (
-    check_sizes,
     count_bytes,
     init_dummy_weights,
     load_checkpoint,
@@ -88,7 +87,6 @@ class Worker:
         config, spec = self.config, self.spec
         with torch.device("cpu"):  # safetensors reads there, whatever the caller's default is
             files = open_checkpoint(config, directory)
-            check_sizes(spec, directory, files, self.device, self.tp.size)
             self.model = make_model(spec, self.backend, self.device, files, self.tp)
             if files is None:
                 init_dummy_weights(self.model, config.seed)
@@ -111,14 +109,16 @@ class Worker:
 
     def profile(self) -> Tensor:
         """Run the largest step, with a KV cache of one block. Return its logits."""
-        self._allocate(num_blocks=1, is_profile=True)
+        self.num_lanes = self.config.max_num_seqs
+        self._allocate(num_blocks=1, num_slots=FIRST_LANE, is_profile=True)
         return self.compute_logits(self.compute(self.make_largest_batch()))
 
     def allocate_kv_cache(self) -> None:
         """Choose the size of the KV cache and allocate it. `profile` comes before, if needed."""
-        self.num_blocks, arithmetic = count_blocks(
+        self.num_blocks, self.num_lanes, arithmetic = count_blocks(
             self.config,
             self.spec.count_block_bytes(self.block_size, self.tp),
+            self.spec.count_slot_bytes(self.tp),
             self.block_size,
             self.max_model_len,
             self.meter,
@@ -131,10 +131,16 @@ class Worker:
                 f"max_model_len={self.config.max_model_len} exceeds the capacity of the KV cache:"
                 f" lower it to {capacity}, or {ENLARGE}"
             )
-        self._allocate(self.num_blocks)
+        self._allocate(self.num_blocks, FIRST_LANE + self.num_lanes * count_slots(self.config))
         if self.tp.rank == 0:
             backend = f"{self.backend.NAME} attention"
             report(f"{self.device}, {self.spec.dtype}, {backend}; {arithmetic}")
+
+    def list_snapshot_slots(self) -> range:
+        """The slots of recurrent states that belong to no lane, the last ones."""
+        end = FIRST_LANE + self.num_lanes * count_slots(self.config)
+        num_slots = self.num_lanes if self.config.enable_prefix_caching else 0
+        return range(end - num_slots, end)
 
     def warm_up(self) -> list[Tensor]:
         """Compile the kernels of a GPU: for a chunk beside a decode, and for a decode alone.
@@ -148,10 +154,9 @@ class Worker:
                 all_logits.append(self.compute_logits(hidden))
         return all_logits
 
-    def _allocate(self, num_blocks: int, is_profile: bool = False) -> None:
+    def _allocate(self, num_blocks: int, num_slots: int, is_profile: bool = False) -> None:
         config = self.config
-        # Of the longest sequence.
-        self.block_table_width = cdiv(self.max_model_len, self.block_size)
+        self.block_table_width = cdiv(self.max_model_len, self.block_size)  # the longest sequence
         # Release the old caches before new ones are allocated.
         self.graphs = None
         self.kv_caches: list[Tensor] = []
@@ -160,16 +165,18 @@ class Worker:
             f"no memory for {num_blocks} blocks of {self.block_size} tokens:"
             " lower num_kvcache_blocks, kvcache_block_size or kvcache_memory_bytes"
         )
+        if self.spec.count_slot_bytes(self.tp) > 0:
+            problem += f", or lower max_num_seqs, because there are {num_slots} recurrent states"
         with naming(problem, RuntimeError):  # torch's own error on any device
             self.kv_caches = self.spec.make_caches(
-                self.backend, num_blocks, self.block_size, self.device, self.tp
+                self.backend, num_blocks, self.block_size, num_slots, self.device, self.tp
             )
         if config.enable_kernels and not config.enforce_eager:
             self.graphs = kernels.capture_decode_steps(
                 self.model,
                 self.backend,
                 self.kv_caches,
-                max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
+                max_num_seqs=min(self.num_lanes, config.max_num_batched_tokens),
                 block_table_width=self.block_table_width,
                 max_seqlen_k=self.max_model_len,
                 only_largest=is_profile,
@@ -233,7 +240,7 @@ class Worker:
     def make_largest_batch(self) -> Batch:
         """A dummy batch that needs as much memory as any step can.
 
-        It has max_num_batched_tokens tokens, and max_num_logits rows of logits.
+        It has max_num_logits sequences, and as many tokens as these can have in one step.
         """
         query_lens: list[int] = []
         num_left = self.config.max_num_batched_tokens
@@ -252,6 +259,7 @@ class Worker:
             cu_seqlens_q[1:] = context_lens.cumsum(0)
             zeros = torch.zeros(num_tokens, dtype=torch.int32)
             block_tables = torch.zeros(num_seqs, self.block_table_width, dtype=torch.int32)
+            slots = torch.zeros(num_seqs, dtype=torch.int32)
         return Batch(
             input_ids=zeros,
             positions=zeros,
@@ -260,6 +268,8 @@ class Worker:
             context_lens=context_lens,
             block_tables=block_tables,
             logits_indices=cu_seqlens_q[1:] - 1,
+            read_slots=slots,
+            write_slots=slots,
             min_seqlen_q=min(query_lens),
             max_seqlen_q=max(query_lens),
             max_seqlen_k=self.max_model_len,

@@ -92,17 +92,6 @@ def kernelize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> lis
     return list(dict.fromkeys(names))
 
 
-def has_known_code(module: nn.Module, *known: type[nn.Module]) -> bool:
-    """Return whether a kernel may compute in place of `module` without calling it.
-
-    Its class must be exactly one of `known`, and it must have no hooks and no methods of its own.
-    Otherwise a subclass, a hook or an assigned `forward` would have no effect.
-    """
-    has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
-    has_own_methods = not vars(module).keys().isdisjoint(dir(type(module)))
-    return type(module) in known and not has_hooks and not has_own_methods
-
-
 def require_known_fields(layer: nn.Module, kind: type, *known: str) -> None:
     """Raise NotImplementedError if the dataclass `kind` has fields that `layer` would ignore."""
     unknown = {field.name for field in fields(kind)} - set(known)

@@ -86,6 +86,8 @@ def make_batch(shape: Shape, random: torch.Generator) -> Batch:
         context_lens=torch.full_like(seq_indices[1:], shape.context_len),
         block_tables=block_tables,
         logits_indices=cu_seqlens_q[1:] - 1,
+        read_slots=torch.zeros_like(seq_indices[1:]),
+        write_slots=torch.zeros_like(seq_indices[1:]),
         min_seqlen_q=shape.query_len,
         max_seqlen_q=shape.query_len,
         max_seqlen_k=shape.context_len,

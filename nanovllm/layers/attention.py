@@ -76,7 +76,8 @@ def make_cache(
 ) -> Tensor:
     shape = (2, num_blocks, block_size, num_kv_heads, head_dim)
     kv_cache = torch.empty(shape, dtype=dtype, device=device)
-    # Linux allocates pages at the first write. The first large step should not wait for that.
+    # Dummy batches read block 0, which must have no NaN. More is zeroed because Linux allocates
+    # pages at the first write, and the first large step should not wait for that.
     kv_cache[:, : cdiv(ZEROED_TOKENS, block_size)].zero_()
     return kv_cache
 

@@ -9,7 +9,7 @@ into one matrix, so that one GEMM computes them:
 `targets` says which checkpoint tensors fill a layer. models/weights.py reads them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,21 @@ class Target:
         return (*before, slice(self.start, end))
 
 
+def shard_rows(
+    destination: Any, full_sizes: list[int], tp: TensorParallel, unit: int = 1
+) -> Iterator[Target]:
+    """Yield targets of a checkpoint tensor whose rows have several parts.
+
+    `destination` has a rank's shard of each part, in whole units. The parts have `full_sizes`.
+    """
+    shards = [(full_size, *tp.divide(full_size // unit)) for full_size in full_sizes]
+    rows = destination.split([num_units * unit for _, num_units, _ in shards])
+    start = 0
+    for part, (full_size, _, first_unit) in zip(rows, shards):
+        yield Target(part, 0, start + first_unit * unit, sum(full_sizes))
+        start += full_size
+
+
 class Linear(nn.Module):
     """y = x W^T + b, with one rank's shard of W."""
 
@@ -72,26 +87,27 @@ class Linear(nn.Module):
 class ColumnParallelLinear(Linear):
     """One or more projections of the same input, with concatenated outputs.
 
-    `parts` maps checkpoint names to full output sizes. Each rank gets whole units of `unit`
-    features, such as heads.
+    `parts` maps checkpoint names to full output sizes. A list has the sizes of parts of one tensor,
+    which are sharded separately. Each rank gets whole units of `unit` features, such as heads.
     """
 
     def __init__(
         self,
         in_features: int,
-        parts: dict[str, int],
+        parts: Mapping[str, int | list[int]],
         bias: bool,
         dtype: torch.dtype,
         tp: TensorParallel = ALONE,
         unit: int = 1,
     ) -> None:
+        full_sizes: dict[str, list[int]] = {}
         sizes: dict[str, int] = {}
-        for name, full_size in parts.items():
-            num_units, _ = tp.divide(full_size // unit)
-            sizes[name] = num_units * unit
+        for name, size in parts.items():
+            full_sizes[name] = [size] if isinstance(size, int) else size
+            sizes[name] = sum(tp.divide(each // unit)[0] * unit for each in full_sizes[name])
         super().__init__(in_features, sum(sizes.values()), bias, dtype, tp)
         self.parts = sizes  # this rank's output size of each part
-        self.full_sizes = parts
+        self.full_sizes = full_sizes
         self.unit = unit
 
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
@@ -101,17 +117,19 @@ class ColumnParallelLinear(Linear):
             parameters["bias"] = self.bias
         for key, parameter in parameters.items():
             shards = parameter.split(list(self.parts.values()))
-            for (part, full_size), rows in zip(self.full_sizes.items(), shards):
-                _, first_unit = self.tp.divide(full_size // self.unit)
-                start = first_unit * self.unit
-                yield f"{parent}.{part}.{key}", Target(rows, 0, start, full_size)
+            for (part, full_sizes), rows in zip(self.full_sizes.items(), shards):
+                for target in shard_rows(rows, full_sizes, self.tp, self.unit):
+                    yield f"{parent}.{part}.{key}", target
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x, self.bias)
 
 
 class RowParallelLinear(Linear):
-    """Takes sharded inputs and all-reduces the outputs. Only rank 0 adds the bias."""
+    """Takes sharded inputs and all-reduces the outputs.
+
+    Only rank 0 adds the bias, because the all-reduce would sum one bias for each rank.
+    """
 
     def __init__(
         self,

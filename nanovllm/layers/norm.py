@@ -15,7 +15,17 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Tensor) -> Tensor:
+        """Compute x / rms(x) in float32."""
         wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * self.normalize(x).to(x.dtype)
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """x / rms(x) * (1 + weight), rounded once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.normalize(x) * (1.0 + self.weight.float())).to(x.dtype)

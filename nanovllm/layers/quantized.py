@@ -50,6 +50,13 @@ class Scheme:
         return (1 << self.bits) - 1
 
 
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Return the codes in the last dimension of a uint8 tensor, one per element."""
+    if bits == 8:
+        return packed
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
 class QuantizedWeight(nn.Module):
     """A weight [..., out_features, in_features]. `dtype` is what it is dequantized to."""
 
@@ -70,19 +77,9 @@ class QuantizedWeight(nn.Module):
         self.scheme = scheme
         self.in_features = in_features
         self.dtype = dtype
-        self.register_buffer("codes", codes, persistent=False)
-        self.register_buffer("scales", scales, persistent=False)
-        self.register_buffer("zeros", zeros, persistent=False)
-
-    @classmethod
-    def empty_like(cls, weight: Tensor, scheme: Scheme) -> "QuantizedWeight":
-        *sizes, in_features = weight.shape
-        num_groups = cdiv(in_features, scheme.group_size)
-        num_bytes = cdiv(in_features * scheme.bits, 8)
-        codes = weight.new_empty(*sizes, num_bytes, dtype=torch.uint8)
-        scales = weight.new_empty(*sizes, num_groups, dtype=torch.float32)
-        zeros = weight.new_empty(*sizes, num_groups, dtype=torch.int16)
-        return cls(scheme, in_features, weight.dtype, codes, scales, zeros)
+        self.register_buffer("codes", codes)
+        self.register_buffer("scales", scales)
+        self.register_buffer("zeros", zeros)
 
     @classmethod
     def from_codes(
@@ -112,10 +109,7 @@ class QuantizedWeight(nn.Module):
 
     def unpack(self) -> Tensor:
         """Return the codes, one per element: uint8 [..., out_features, in_features]."""
-        if self.scheme.bits == 8:
-            return self.codes
-        pairs = torch.stack((self.codes & 15, self.codes >> 4), dim=-1)
-        return pairs.flatten(-2)[..., : self.in_features]
+        return unpack(self.codes, self.scheme.bits)[..., : self.in_features]
 
     def dequantize(self) -> Tensor:
         """Compute in float32 and round once, to `dtype`."""
@@ -137,33 +131,27 @@ class QuantizedWeight(nn.Module):
 
     def __getitem__(self, index: Any) -> "QuantizedWeight":
         """Index as a tensor. Inputs can only be sliced, in whole groups."""
-        index = index if isinstance(index, tuple) else (index,)
-        if len(index) < self.codes.dim():
-            parts = (self.codes[index], self.scales[index], self.zeros[index])
-            return QuantizedWeight(self.scheme, self.in_features, self.dtype, *parts)
-        *others, columns = index
+        others = list(index) if isinstance(index, tuple) else [index]
+        columns = others.pop() if len(others) == self.codes.dim() else slice(None)
         start, end, _ = columns.indices(self.in_features)
         size = self.scheme.group_size
         if start % size or (end % size and end < self.in_features):
             raise ValueError(f"inputs {start} to {end} are not whole groups of {size}")
-        packed = (*others, slice(start * self.scheme.bits // 8, cdiv(end * self.scheme.bits, 8)))
-        groups = (*others, slice(start // size, cdiv(end, size)))
+        bits = self.scheme.bits
+        packed = (*others, ..., slice(start * bits // 8, cdiv(end * bits, 8)))
+        groups = (*others, ..., slice(start // size, cdiv(end, size)))
         parts = (self.codes[packed], self.scales[groups], self.zeros[groups])
         return QuantizedWeight(self.scheme, end - start, self.dtype, *parts)
 
     def split(self, sizes: list[int]) -> list["QuantizedWeight"]:
         return [self[end - size : end] for size, end in zip(sizes, accumulate(sizes))]
 
-    def chunk(self, num_chunks: int) -> list["QuantizedWeight"]:
-        return self.split([self.shape[0] // num_chunks] * num_chunks)
-
     def copy_(self, source: "Tensor | QuantizedWeight") -> None:
         """Quantize a float tensor, or copy codes of the same scheme."""
         if isinstance(source, QuantizedWeight):
             assert source.scheme == self.scheme
-            self.codes.copy_(source.codes)
-            self.scales.copy_(source.scales)
-            self.zeros.copy_(source.zeros)
+            for part, given in zip(self.buffers(), source.buffers()):
+                part.copy_(given)
             return
         rows_at_once = max(1, _CHUNK // self.in_features)
         for start in range(0, len(source), rows_at_once):

@@ -2,19 +2,11 @@
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
-import transformers
 from huggingface_hub import snapshot_download
-from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
-from transformers.utils import (
-    is_protobuf_available,
-    is_sentencepiece_available,
-    is_tiktoken_available,
-)
 
 from nanovllm.checks import check_ints, naming
 from nanovllm.config import MAX_SIZE
@@ -25,7 +17,6 @@ _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 # The same weights for other programs, in repositories of Mistral and Meta.
 _COPIES = ["consolidated*", "original/*", "*/*.safetensors"]
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_PROBE = "What is x?\n12 plus 3 é"
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -52,77 +43,40 @@ def find_checkpoint(model: str) -> Path:
 def read_config(directory: Path) -> PretrainedConfig:
     """Read config.json and fill in the defaults of its family.
 
+    Of a model for text and images, return the config of the text part, with every EOS id.
+
     Raises ValueError for a config that transformers rejects.
     """
     with naming(directory / "config.json", Exception):
-        return AutoConfig.from_pretrained(directory, **LOCAL)
+        config = AutoConfig.from_pretrained(directory, **LOCAL)
+        text_config = config.get_text_config()
+        if text_config is config:
+            return config
+        for name in ("architectures", "name_or_path", "tie_word_embeddings", "quantization_config"):
+            if hasattr(config, name):
+                setattr(text_config, name, getattr(config, name))
+        text_config.dtype = text_config.dtype or config.dtype
+        text_config.eos_token_id = [
+            *_list_ids(getattr(config, "eos_token_id", None)),
+            *_list_ids(text_config.eos_token_id),
+        ]
+        return text_config
 
 
 def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer. Return None if the checkpoint has none.
 
-    Raises ValueError if it cannot be loaded, or if it loses spaces.
+    Raises ValueError if it cannot be loaded.
     """
     vocabularies = [name for name in _VOCABULARIES if (directory / name).is_file()]
     if not vocabularies:
         return None
-    with naming(f"cannot load the tokenizer in {directory}", Exception):
-        if vocabularies == ["tokenizer.model"]:
-            _check_packages(directory / "tokenizer.model")
-        tokenizer = AutoTokenizer.from_pretrained(directory, **LOCAL)
-        if "tokenizer.json" in vocabularies:
-            _check_spaces(tokenizer, directory / "tokenizer.json")
-    return tokenizer
-
-
-def _check_packages(path: Path) -> None:
-    """Require the packages that convert tokenizer.model.
-
-    Raises ValueError that names the missing ones, because transformers always names tiktoken.
-    """
-    with path.open("rb") as file:
-        first_line = file.readline(1000)
-    # The original format of Llama 3 has a token in base64 and its rank per line. Others are
-    # SentencePiece models, in protobuf.
-    if re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", first_line):
-        needed = {"tiktoken": is_tiktoken_available()}
-    else:
-        needed = {
-            "sentencepiece": is_sentencepiece_available(),
-            "protobuf": is_protobuf_available(),
-        }
-    missing = [name for name, is_available in needed.items() if not is_available]
-    if missing:
-        raise ValueError(
-            f"{path.name} needs {' and '.join(missing)}: pip install {' '.join(missing)},"
-            " or add tokenizer.json"
-        )
-
-
-def _check_spaces(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Require that `tokenizer` keeps the spaces that a byte-level tokenizer.json keeps.
-
-    transformers below 5.22 replaces the pre-tokenizer if tokenizer_config.json names Llama's class,
-    as in DeepSeek-R1's distilled models. Other differences can be intended, and are accepted.
-
-    Raises ValueError if spaces are lost.
-    """
-    if b'"ByteLevel"' not in path.read_bytes():
-        return
-    num_words = len(_PROBE.split())
-    token_ids = tokenizer.encode(_PROBE, add_special_tokens=False)
-    text = str(tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
-    if len(text.split()) >= num_words:
-        return
-    original = Tokenizer.from_file(str(path))
-    original.no_truncation()
-    original.no_padding()
-    token_ids = original.encode(_PROBE, add_special_tokens=False).ids
-    if len(original.decode(token_ids, skip_special_tokens=False).split()) == num_words:
-        raise ValueError(
-            f"transformers {transformers.__version__} loses spaces ({_PROBE!r} becomes {text!r}):"
-            " upgrade it to 5.22 or later"
-        )
+    problem = f"cannot load the tokenizer in {directory}"
+    if vocabularies == ["tokenizer.model"]:  # transformers asks for tiktoken in all cases
+        needed = "sentencepiece and protobuf, or tiktoken in Llama 3's original format"
+        problem += f" (tokenizer.model needs {needed})"
+    with naming(problem, Exception):
+        return AutoTokenizer.from_pretrained(directory, **LOCAL)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -157,12 +111,16 @@ def read_eos_token_ids(
     }
     token_ids: set[int] = set()
     for name, value in given.items():
-        if value is None:
-            continue
-        values = value if isinstance(value, list) else [value]
         with naming(directory / name, TypeError, ValueError):
-            token_ids.update(check_ints("eos_token_id", values, minimum=-MAX_SIZE))
+            token_ids.update(check_ints("eos_token_id", _list_ids(value), minimum=-MAX_SIZE))
     return frozenset(token_id for token_id in token_ids if token_id >= 0)
+
+
+def _list_ids(value: Any) -> list[Any]:
+    """Return an eos_token_id as a list. It can be None, one id or a list."""
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
 def read_generation_defaults(directory: Path) -> dict[str, Any]:

@@ -16,12 +16,13 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.checks import check_choice, check_int, check_number, naming
-from nanovllm.config import DTYPES, MAX_HEAD_DIM, MAX_SIZE
+from nanovllm.config import DTYPES, MAX_HEAD_DIM, MAX_LAYERS, MAX_SIZE
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.models.decoder import DecoderSpec
 from nanovllm.models.moe import MoESpec
 from nanovllm.models.opt import OPTSpec
 from nanovllm.models.quantization import read_quantization
+from nanovllm.models.qwen3_5 import Qwen35Spec
 from nanovllm.models.spec import ModelSpec
 
 Fields = dict[str, Any]
@@ -46,7 +47,7 @@ def read_spec(
         common = {
             "vocab_size": _read_size(config, "vocab_size"),
             "hidden_size": _read_size(config, "hidden_size"),
-            "num_layers": _read_size(config, "num_hidden_layers"),
+            "num_layers": check_int("num_hidden_layers", config.num_hidden_layers, 1, MAX_LAYERS),
             "num_heads": _read_size(config, "num_attention_heads"),
             "tie_embeddings": config.tie_word_embeddings,
             "max_len": _read_size(config, "max_position_embeddings"),
@@ -62,10 +63,10 @@ def _check_ranks(spec: ModelSpec, num_ranks: int) -> None:
     for name, size in spec.divided_sizes.items():
         if size % num_ranks != 0:
             raise ValueError(f"tensor_parallel_size={num_ranks} does not divide {name}={size}")
-    num_heads = spec.num_kv_heads
-    if num_heads % num_ranks != 0 and num_ranks % num_heads != 0:
+    num_kv_heads = spec.num_kv_heads
+    if num_kv_heads % num_ranks != 0 and num_ranks % num_kv_heads != 0:
         raise ValueError(
-            f"tensor_parallel_size={num_ranks} must divide num_key_value_heads={num_heads}"
+            f"tensor_parallel_size={num_ranks} must divide num_key_value_heads={num_kv_heads}"
             " or be a multiple of it"
         )
 
@@ -75,9 +76,16 @@ def _read_size(config: PretrainedConfig, name: str) -> int:
 
 
 def _read_decoder(
-    config: PretrainedConfig, common: Fields, make: type[DecoderSpec] = DecoderSpec, **family: Any
+    config: PretrainedConfig,
+    common: Fields,
+    make: type[DecoderSpec] = DecoderSpec,
+    is_hybrid: bool = False,
+    **family: Any,
 ) -> DecoderSpec:
-    """Read a decoder. `family` overrides fields that the model family fixes."""
+    """Read a decoder. `family` overrides fields that the model family fixes.
+
+    A hybrid has other layers than attention, and RoPE can rotate a part of a head.
+    """
     check_choice("hidden_act", config.hidden_act, ("silu",))
     num_heads = common["num_heads"]
     num_kv_heads = _read_size(config, "num_key_value_heads")
@@ -88,8 +96,9 @@ def _read_decoder(
         )
     head_dim = getattr(config, "head_dim", None) or common["hidden_size"] // num_heads
     check_int("head_dim (by default hidden_size / num_attention_heads)", head_dim, 1, MAX_HEAD_DIM)
-    rope, max_len = _read_rope(config, head_dim)
-    _check_full_attention(config, max_len)
+    rope, max_len = _read_rope(config, head_dim, is_hybrid)
+    if not is_hybrid:
+        _check_full_attention(config, max_len)
     has_bias = getattr(config, "attention_bias", False)
     fields = {
         **common,
@@ -143,18 +152,52 @@ def _read_qwen3_moe(config: PretrainedConfig, common: Fields) -> DecoderSpec:
     )
 
 
-def _read_rope(config: PretrainedConfig, head_dim: int) -> tuple[RopeSpec, int]:
+def _read_qwen3_5(config: PretrainedConfig, common: Fields) -> DecoderSpec:
+    attention_layers: set[int] = set()
+    for layer, kind in enumerate(config.layer_types):
+        check_choice(f"layer_types[{layer}]", kind, ("linear_attention", "full_attention"))
+        if kind == "full_attention":
+            attention_layers.add(layer)
+    if not attention_layers:
+        raise ValueError("layer_types without full_attention are not supported")
+    num_key_heads = _read_size(config, "linear_num_key_heads")
+    num_value_heads = _read_size(config, "linear_num_value_heads")
+    if num_value_heads % num_key_heads != 0:
+        raise ValueError(
+            f"linear_num_value_heads={num_value_heads} must be a multiple of"
+            f" linear_num_key_heads={num_key_heads}"
+        )
+    return _read_decoder(
+        config,
+        common,
+        Qwen35Spec,
+        is_hybrid=True,
+        qk_norm=True,
+        mlp_bias=False,
+        attention_layers=frozenset(attention_layers),
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
+        key_dim=_read_size(config, "linear_key_head_dim"),
+        value_dim=_read_size(config, "linear_value_head_dim"),
+        conv_size=_read_size(config, "linear_conv_kernel_dim"),
+    )
+
+
+def _read_rope(
+    config: PretrainedConfig, head_dim: int, allow_partial: bool
+) -> tuple[RopeSpec, int]:
     """Return the frequencies, which transformers computes, and the number of valid positions."""
     # null stands for the default.
     rope = {name: value for name, value in config.rope_parameters.items() if value is not None}
-    is_partial = rope.get("partial_rotary_factor", 1.0) != 1.0
-    if is_partial or any(isinstance(value, dict) for value in rope.values()):
+    share = rope.get("partial_rotary_factor", 1.0)
+    is_unsupported = share != 1.0 and not allow_partial
+    if is_unsupported or any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(
             "partial_rotary_factor and rope_parameters per layer type are not supported"
         )
     rope_type = check_choice("rope_type", rope["rope_type"], _ROPE_TYPES)
     if rope_type in ("default", "dynamic"):  # "dynamic" changes only contexts above max_len
-        spec = RopeSpec.from_base(rope["rope_theta"], head_dim)
+        spec = RopeSpec.from_base(rope["rope_theta"], int(head_dim * share))
     else:
         cpu = torch.device("cpu")
         with cpu:
@@ -202,4 +245,6 @@ ARCHITECTURES: dict[str, Callable[[PretrainedConfig, Fields], ModelSpec]] = {
     "Qwen2ForCausalLM": partial(_read_decoder, qkv_bias=True, o_bias=False, mlp_bias=False),
     "Qwen3ForCausalLM": partial(_read_decoder, qk_norm=True, mlp_bias=False),
     "Qwen3MoeForCausalLM": _read_qwen3_moe,
+    "Qwen3_5ForCausalLM": _read_qwen3_5,
+    "Qwen3_5ForConditionalGeneration": _read_qwen3_5,
 }

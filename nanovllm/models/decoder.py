@@ -3,9 +3,9 @@
     ids -> embedding -> [ x + attention(norm(x)); x + mlp(norm(x)) ] per layer -> norm -> hidden
 
 Models that differ only in values (sizes, biases, norms on queries and keys, RoPE) share this code,
-each with its own DecoderSpec. Modules are named as in Hugging Face checkpoints. All shapes are
-those of one rank. num_tokens counts the tokens of the whole batch, because only attention
-distinguishes sequences.
+each with its own DecoderSpec. Modules are named as in Hugging Face checkpoints, except merged
+projections. All shapes are those of one rank. num_tokens counts the tokens of the whole batch,
+because only attention distinguishes sequences.
 """
 
 from dataclasses import dataclass
@@ -43,14 +43,22 @@ class DecoderSpec(ModelSpec):
             head = Embedding(self.vocab_size, self.hidden_size, self.dtype, tp)
         return CausalLM(Decoder(self, backend, tp), head)
 
+    def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
+        return DecoderLayer(self, layer, backend, tp)
+
+    def make_attention(self, backend: Backend, tp: TensorParallel) -> "Attention":
+        return Attention(self, backend, tp)
+
     def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
         return MLP(self, tp)
 
-    def make_norm(self) -> RMSNorm:
-        return RMSNorm(self.hidden_size, self.norm_eps, self.dtype)
+    def make_norm(self, size: int) -> RMSNorm:
+        return RMSNorm(size, self.norm_eps, self.dtype)
 
 
 class Attention(nn.Module):
+    NUM_QUERY_PARTS = 1  # what q_proj has of each head
+
     def __init__(self, spec: DecoderSpec, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
@@ -60,20 +68,24 @@ class Attention(nn.Module):
         total_kv_size = spec.num_kv_heads * spec.head_dim
         self.qkv_proj = ColumnParallelLinear(
             spec.hidden_size,
-            {"q_proj": total_q_size, "k_proj": total_kv_size, "v_proj": total_kv_size},
+            {
+                "q_proj": self.NUM_QUERY_PARTS * total_q_size,
+                "k_proj": total_kv_size,
+                "v_proj": total_kv_size,
+            },
             bias=spec.qkv_bias,
             dtype=spec.dtype,
             tp=tp,
             unit=spec.head_dim,
         )
         self.o_proj = RowParallelLinear(total_q_size, spec.hidden_size, spec.o_bias, spec.dtype, tp)
-        self.q_size = self.qkv_proj.parts["q_proj"]  # on this rank
+        self.q_size = self.qkv_proj.parts["q_proj"] // self.NUM_QUERY_PARTS  # on this rank
         self.kv_size = self.qkv_proj.parts["k_proj"]
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if spec.qk_norm:
-            self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, spec.dtype)
-            self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, spec.dtype)
+            self.q_norm = spec.make_norm(spec.head_dim)
+            self.k_norm = spec.make_norm(spec.head_dim)
 
     def forward(self, x: Tensor, cos_sin: CosSin, kv_cache: Tensor, batch: Batch) -> Tensor:
         qkv = self.qkv_proj(x)  # [num_tokens, q_size + 2 * kv_size]
@@ -113,9 +125,9 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self, spec: DecoderSpec, layer: int, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
-        self.input_layernorm = spec.make_norm()
-        self.self_attn = Attention(spec, backend, tp)
-        self.post_attention_layernorm = spec.make_norm()
+        self.input_layernorm = spec.make_norm(spec.hidden_size)
+        self.self_attn = spec.make_attention(backend, tp)
+        self.post_attention_layernorm = spec.make_norm(spec.hidden_size)
         self.mlp = spec.make_mlp(layer, tp)
 
     def forward(self, x: Tensor, cos_sin: CosSin, kv_cache: Tensor, batch: Batch) -> Tensor:
@@ -124,7 +136,10 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderLayers(nn.ModuleList):
-    """The stack of layers, each with its own part of the KV cache."""
+    """The stack of layers, each with its own part of the KV cache.
+
+    This is a module, so that kernels/ can replace the loop by one C++ call.
+    """
 
     def forward(self, x: Tensor, cos_sin: CosSin, kv_caches: list[Tensor], batch: Batch) -> Tensor:
         for layer, kv_cache in zip(self, kv_caches):
@@ -140,13 +155,14 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.dtype, tp)
         self.rotary = RotaryEmbedding(spec.rope)
         self.layers = DecoderLayers(
-            DecoderLayer(spec, layer, backend, tp) for layer in range(spec.num_layers)
+            spec.make_layer(layer, backend, tp) for layer in range(spec.num_layers)
         )
-        self.norm = spec.make_norm()
+        self.norm = spec.make_norm(spec.hidden_size)
 
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
         x = self.embed_tokens(batch.input_ids)  # [num_tokens, hidden_size]
         cos_sin = self.rotary(batch.positions)
         x = self.layers(x, cos_sin, kv_caches, batch)
+        # Other rows are not needed, and the output head is the largest matrix of many models.
         x = x.index_select(0, batch.logits_indices)  # [num_logits, hidden_size]
         return self.norm(x)

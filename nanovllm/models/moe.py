@@ -66,7 +66,7 @@ class Experts(nn.Module):
         start, full_size = self.tp.rank * size, self.tp.size * size
         for expert, (gate_up, down) in enumerate(zip(self.gate_up_proj, self.down_proj)):
             prefix = f"{name}.{expert}"
-            gate, up = gate_up.chunk(2)
+            gate, up = gate_up.split([size, size])
             yield f"{prefix}.gate_proj.weight", Target(gate, 0, start, full_size)
             yield f"{prefix}.up_proj.weight", Target(up, 0, start, full_size)
             yield f"{prefix}.down_proj.weight", Target(down, 1, start, full_size)

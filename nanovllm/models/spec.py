@@ -58,6 +58,11 @@ class ModelSpec:
             "intermediate_size": self.intermediate_size,
         }
 
+    @property
+    def num_kv_layers(self) -> int:
+        """The layers that keep K/V."""
+        return self.num_layers
+
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
         raise NotImplementedError
 
@@ -66,16 +71,24 @@ class ModelSpec:
         backend: Backend,
         num_blocks: int,
         block_size: int,
+        num_slots: int,
         device: torch.device,
         tp: TensorParallel = ALONE,
     ) -> list[Tensor]:
-        """Make what each layer keeps between steps: here, the K/V of one rank's heads."""
+        """Make what each layer keeps between steps: here, the K/V of one rank's heads.
+
+        Layers with a recurrent state have `num_slots` states, which are 0.
+        """
         num_kv_heads, _ = tp.divide(self.num_kv_heads)
         shape = (num_blocks, block_size, num_kv_heads, self.head_dim)
-        return [backend.make_cache(*shape, self.dtype, device) for _ in range(self.num_layers)]
+        return [backend.make_cache(*shape, self.dtype, device) for _ in range(self.num_kv_layers)]
 
     def count_block_bytes(self, block_size: int, tp: TensorParallel = ALONE) -> int:
         """The bytes of a block in all caches: 2 for K and V, per layer, head and dimension."""
         num_kv_heads, _ = tp.divide(self.num_kv_heads)
-        token_bytes = 2 * self.num_layers * num_kv_heads * self.head_dim * self.dtype.itemsize
+        token_bytes = 2 * self.num_kv_layers * num_kv_heads * self.head_dim * self.dtype.itemsize
         return block_size * token_bytes
+
+    def count_slot_bytes(self, tp: TensorParallel = ALONE) -> int:
+        """The bytes of a sequence's recurrent states in all layers. 0: there are none."""
+        return 0

@@ -26,6 +26,7 @@ class TensorFiles:
     """Maps the names of tensors to their files.
 
     A model that was saved without its head has names without the prefix "model.". They get it here.
+    The text part of a model for images has the prefix "model.language_model.", which is shortened.
 
     Raises ValueError if there are no files, if the index is damaged or does not match, or if two
     files have the same tensor.
@@ -42,8 +43,9 @@ class TensorFiles:
                 self._files[path] = safe_open(path, framework="pt")
                 stored_names = _select(self._files[path].keys(), listed)
             for stored_name in stored_names:
-                has_prefix = stored_name.startswith(("model.", "lm_head."))
+                has_prefix = stored_name.startswith(("model.", "lm_head.", "mtp."))
                 name = stored_name if has_prefix else f"model.{stored_name}"
+                name = name.replace("model.language_model.", "model.", 1)
                 if name in self._stored:
                     repeated.append(f"{self.locate(name)} and {stored_name} in {path.name}")
                 self._stored[name] = (path, stored_name)
@@ -61,8 +63,12 @@ class TensorFiles:
         return f"{stored_name} in {path.name}"
 
     def find_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the first tensor that stores floats of 16 or 32 bits."""
-        for path, stored_name in self._stored.values():
+        """Return the dtype of the first tensor that stores floats of 16 or 32 bits.
+
+        Embeddings come first, because Qwen3.5 has small tensors of float32 among 16 bits.
+        """
+        names = sorted(self._stored, key=lambda name: not name.endswith("embed_tokens.weight"))
+        for path, stored_name in [self._stored[name] for name in names]:
             with naming(path, *_DAMAGED):
                 dtype = self._files[path].get_slice(stored_name).get_dtype()
             if dtype in FLOATS:
@@ -81,7 +87,7 @@ class TensorFiles:
         Raises ValueError if it is missing, or has another shape than `shape` or another dtype.
         """
         if name not in self:
-            raise ValueError(f"tensor {name} is missing")
+            raise ValueError(f"the checkpoint in {self.directory} has no tensor {name}")
         path, stored_name = self._stored[name]
         self.unread.pop(name, None)
         with naming(path, *_DAMAGED, ValueError):

@@ -1,12 +1,13 @@
 """Makes a model and fills its parameters from a checkpoint, or with random numbers.
 
-Loading is strict. Every tensor of the checkpoint is used, and every parameter is written exactly
-once. A missing, unexpected or repeated tensor is an error that names up to five. RoPE buffers of
-old checkpoints are skipped, because the model computes them from config.json. A tied output head
-can be stored in place of the embedding. If both are stored, they are compared.
+Loading is strict. Every parameter is written exactly once, and every tensor of the checkpoint is
+used. A missing, unexpected or repeated tensor is an error that names up to five. RoPE buffers of
+old checkpoints are skipped, because the model computes them from config.json. Vision towers and
+draft heads (MTP) are skipped, because they are not run. A tied output head can be stored in place
+of the embedding. If both are stored, they are compared.
 """
 
-from dataclasses import replace
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from transformers import PretrainedConfig
 
 from nanovllm.checks import naming
 from nanovllm.config import Config
-from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear, Target
@@ -41,9 +41,11 @@ QUANTIZED: dict[type[nn.Module], type[nn.Module]] = {
     Embedding: QuantizedEmbedding,
     Experts: QuantizedExperts,
 }
-# A router is small, and its errors choose other experts. OPT's positions are only looked up, so
-# fewer bytes would not make them faster.
-_NEVER_QUANTIZED = ("gate", "embed_positions")
+# What `quantization` keeps. A router is small, and its errors choose other experts. OPT's positions
+# are only looked up, so fewer bytes would not make them faster. The decay of a recurrent state acts
+# on all later tokens.
+_KEPT = ("gate", "embed_positions", "in_proj_ba")
+_OTHER_PARTS = ("model.visual.", "mtp.")
 _ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
@@ -73,9 +75,14 @@ def make_model(
     """Make a model whose parameters are allocated on `device`, but not filled.
 
     Its layers are quantized before they are allocated, because the float weights of all layers may
-    not fit into memory.
+    not fit into memory. Raises ValueError, and allocates nothing, if the quantized ones do not fit.
     """
-    with torch.device("meta"):
+    sizes = (
+        f"config.json has vocab_size={spec.vocab_size}, hidden_size={spec.hidden_size},"
+        f" intermediate_size={spec.intermediate_size}, num_hidden_layers={spec.num_layers}"
+    )
+    # torch raises RuntimeError where a tensor's size overflows.
+    with torch.device("meta"), naming(sizes, RuntimeError):
         model = spec.make_model(backend, tp)
     for name, layer in list(model.named_modules()):
         if type(layer) in QUANTIZED:
@@ -83,6 +90,7 @@ def make_model(
             if scheme is not None:
                 quantize_layer(layer, scheme)
                 _check_shards(layer, name, scheme, tp)
+    _check_size(model, sizes, device)
     # Tensors with values, such as RoPE's frequencies, are not on `meta`.
     return model._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device))
 
@@ -91,12 +99,12 @@ def _find_scheme(
     quantization: Quantization, name: str, layer: Any, files: TensorFiles | None
 ) -> Scheme | None:
     """Return the scheme of a layer's weights. None: they are not quantized."""
-    if name.rpartition(".")[2] in _NEVER_QUANTIZED:
-        return None
     format = quantization.format
     # The parts of a layer are checked for every format, also if their weights are read as floats.
     if format is not None and _is_stored(format, name, layer, files) and format.scheme is not None:
         return format.scheme
+    if name.rpartition(".")[2] in _KEPT:
+        return None
     return quantization.head if isinstance(layer, Embedding) else quantization.linear
 
 
@@ -108,70 +116,45 @@ def _is_stored(format: Format, name: str, layer: Any, files: TensorFiles | None)
     """
     if files is None:
         return not isinstance(layer, Embedding)
-    weights = [key for key, _ in layer.targets(name) if key.endswith(".weight")]
-    are_stored = [format.is_stored(files, key.removesuffix(".weight")) for key in weights]
-    if any(are_stored) and not all(are_stored):
-        raise ValueError(f"{name}: only some of {', '.join(weights)} are quantized")
-    return any(are_stored)
+    layers = {key.rpartition(".")[0]: None for key, _ in layer.targets(name)}
+    others = [part for part in layers if not format.is_stored(files, part)]
+    if 0 < len(others) < len(layers):
+        problem = f"{name} is only partly quantized, since {format.marker} is missing of these"
+        raise ValueError(summarize(problem, others))
+    return not others
 
 
+@torch.no_grad()
 def quantize_layer(layer: nn.Module, scheme: Scheme) -> None:
-    """Replace the matrices of a layer by quantized ones, which are not filled."""
+    """Quantize the matrices of a layer. On `meta` this allocates nothing."""
     layer.__class__ = QUANTIZED[type(layer)]
     for name, parameter in list(layer.named_parameters(recurse=False)):
         if parameter.dim() > 1:
             delattr(layer, name)
-            setattr(layer, name, QuantizedWeight.empty_like(parameter, scheme))
+            setattr(layer, name, QuantizedWeight.quantize(parameter, scheme))
 
 
 def _check_shards(layer: Any, name: str, scheme: Scheme, tp: TensorParallel) -> None:
     """Raise ValueError if ranks would share a group of inputs."""
     for key, target in layer.targets(name):
-        if target.dim == 1 and target.full_size is not None and tp.size > 1:
-            num_groups, rest = divmod(target.full_size, scheme.group_size)
+        if target.dim == 1 and tp.size > 1:
+            num_groups, rest = divmod(target.full_shape[1], scheme.group_size)
             if rest or num_groups % tp.size:
                 raise ValueError(
                     f"tensor_parallel_size={tp.size} divides groups of {scheme.group_size} inputs"
-                    f" of {key}, which has {target.full_size}: use a divisor of {num_groups}"
+                    f" of {key}, which has {target.full_shape[1]}: use a divisor of"
+                    f" {1 if rest else num_groups}"
                 )
 
 
-def check_sizes(
-    spec: ModelSpec,
-    directory: Path,
-    files: TensorFiles | None,
-    device: torch.device,
-    num_ranks: int,
-) -> None:
-    """Reject impossible sizes in config.json before anything of that size is allocated.
-
-    Raises ValueError for weights that exceed the memory of all ranks. Layers can differ, so each
-    one after the fourth counts as the smallest of the first four.
-    """
-    sizes = {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_layers,
-    }
-    given = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    what = f"{directory / 'config.json'} has {given}"
+def _check_size(model: nn.Module, sizes: str, device: torch.device) -> None:
     memory = psutil.virtual_memory().total + psutil.swap_memory().total
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-    shorter = replace(spec, num_layers=min(spec.num_layers, 4))
-    # torch raises RuntimeError where a tensor's size overflows.
-    with naming(f"{what}: the weights exceed all memory", RuntimeError):
-        model = make_model(shorter, attention, torch.device("meta"), files)
-    layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
-    smallest = min(count_bytes(layer) for layer in layers)
-    num_bytes = count_bytes(model) + (spec.num_layers - len(layers)) * smallest
-    if num_bytes > memory * num_ranks:
+    num_bytes = count_bytes(model)
+    if num_bytes > memory:
         needed, present = (f"{number / 1e9:.0f} GB" for number in (num_bytes, memory))
-        raise ValueError(
-            f"{what}: the weights need at least {needed}, but {num_ranks} x {device} has"
-            f" {present} each"
-        )
+        raise ValueError(f"{sizes}: a rank's weights need {needed}, but {device} has {present}")
 
 
 def count_bytes(model: nn.Module) -> int:
@@ -188,18 +171,21 @@ def load_checkpoint(model: nn.Module, files: TensorFiles, format: Format | None 
     embedding = next(name for name in targets if name.endswith("embed_tokens.weight"))
     is_tied = _HEAD not in targets
     missing: list[str] = []
-    for name, target in targets.items():
+    for name, parts in targets.items():
         layer = name.removesuffix(".weight")
+        full_shape = parts[0].full_shape
         source = _HEAD if is_tied and name == embedding and name not in files else name
         if format is not None and format.is_stored(files, layer):
-            weight: Any = format.read(files, layer, target.full_shape)
-            target.destination.copy_(weight[target.shard])
+            weight: Any = format.read(files, layer, full_shape)
+            for target in parts:
+                target.destination.copy_(weight[target.shard])
         elif source in files:
-            target.destination.copy_(files.read(source, target.full_shape, index=target.shard))
+            for target in parts:
+                target.destination.copy_(files.read(source, full_shape, index=target.shard))
         else:
             missing.append(name)
     if is_tied and _HEAD in files.unread and embedding in files:
-        target = targets[embedding]
+        (target,) = targets[embedding]
         head, other = [
             files.read(name, target.full_shape, index=target.shard) for name in (_HEAD, embedding)
         ]
@@ -210,8 +196,10 @@ def load_checkpoint(model: nn.Module, files: TensorFiles, format: Format | None 
             )
     unexpected: list[str] = []
     for name in list(files.unread):
-        is_padding = format is not None and format.is_empty_bias(files, name)
-        if not name.endswith(_ROPE_BUFFERS) and not is_padding:
+        # AutoGPTQ adds biases of zeros where there are none.
+        is_padding = format is not None and name.endswith(".bias") and not files.read(name).any()
+        is_skipped = name.endswith(_ROPE_BUFFERS) or name.startswith(_OTHER_PARTS)
+        if not is_skipped and not is_padding:
             unexpected.append(files.locate(name))
     problems = {"unexpected tensors": unexpected, "missing tensors": missing}
     found = [summarize(title, names) for title, names in problems.items() if names]
@@ -227,27 +215,29 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
 
     The weights are identical on any number of ranks.
     """
-    for name, target in _find_targets(model).items():
-        full = target.destination.new_empty(target.full_shape)
+    for name, parts in _find_targets(model).items():
+        full = parts[0].destination.new_empty(parts[0].full_shape)
         if full.dim() > 1:
             generator = torch.Generator(full.device).manual_seed(seed % 2**64)
             full.normal_(0.0, 0.02, generator=generator)
             seed += 1
         else:
             full.fill_(1.0 if name.endswith("norm.weight") else 0.0)
-        target.destination.copy_(full[target.shard])
+        for target in parts:
+            target.destination.copy_(full[target.shard])
 
 
-def _find_targets(model: nn.Module) -> dict[str, Target]:
-    """Map the names of checkpoint tensors to where they go.
+def _find_targets(model: nn.Module) -> dict[str, list[Target]]:
+    """Map the names of checkpoint tensors to where they go, or where their parts go.
 
     A layer without `targets` receives its parameters whole, by their own names.
     """
-    targets: dict[str, Target] = {}
+    targets: defaultdict[str, list[Target]] = defaultdict(list)
     for name, module in model.named_modules():
         if hasattr(module, "targets"):
-            targets.update(module.targets(name))
+            for key, target in module.targets(name):
+                targets[key].append(target)
         else:
             for key, parameter in module.named_parameters(name, recurse=False):
-                targets[key] = Target(parameter)
+                targets[key].append(Target(parameter))
     return targets

@@ -7,6 +7,7 @@ import torch
 from conftest import VOCAB_SIZE
 
 from nanovllm.config import MAX_DRAFT_STEP, Config
+from nanovllm.engine import memory
 from nanovllm.engine.memory import count_blocks, find_available_memory
 from nanovllm.engine.profiling import sample_dummies
 
@@ -66,7 +67,7 @@ class FakeGPU:
 def count_tokens_on_gpu(free, utilization, max_model_len):
     """Count the tokens that fit into a KV cache where a token takes 1000 bytes."""
     config = Config("", gpu_memory_utilization=utilization)
-    num_blocks, line = count_blocks(config, 10_000, 10, max_model_len, FakeGPU(free))
+    num_blocks, _, line = count_blocks(config, 10_000, 0, 10, max_model_len, FakeGPU(free))
     assert f"{num_blocks} blocks of 10" in line
     return num_blocks * 10
 
@@ -112,3 +113,42 @@ def test_the_profile_run_ends_with_the_costliest_sampling(make_llm):
         assert seq.params.logprobs
         assert len(seq.token_ids) < seq.min_num_tokens
         assert seq.stop_token_ids
+
+
+@pytest.mark.parametrize("num_drafts, num_lanes, num_blocks", [(0, 24, 5), (3, 16, 5)])
+def test_states_have_at_most_half_of_the_memory(num_drafts, num_lanes, num_blocks):
+    """A lane has a state and a snapshot, and another state with drafts. 2 slots have no lane."""
+    config = Config("", kvcache_memory_bytes=10_000, num_speculative_tokens=num_drafts)
+    found = count_blocks(config, 1000, 100, 10, 1000, FakeGPU(0))
+    assert found[:2] == (num_blocks, min(num_lanes, num_blocks))
+    assert f"max_num_seqs is lowered from 256 to {num_lanes}" in found[2]
+
+
+def test_states_of_requested_lanes_come_on_top_of_requested_blocks():
+    config = Config("", num_kvcache_blocks=50, max_num_seqs=7)
+    num_blocks, num_lanes, line = count_blocks(config, 1000, 10**9, 10, 1000, FakeGPU(0))
+    assert (num_blocks, num_lanes) == (50, 7)
+    assert "lowered" not in line
+
+
+def test_a_laptop_serves_16_sequences_with_states(monkeypatch):
+    """With 12 of 16 GB free, and the states and K/V of Qwen3.5-0.8B."""
+    monkeypatch.setattr(memory, "find_available_memory", lambda: 12_000_000_000)
+    meter = Mock(device=torch.device("cpu"))
+    num_blocks, num_lanes, line = count_blocks(Config(""), 16 * 12_288, 20_201_472, 16, 4096, meter)
+    assert num_lanes >= 16
+    assert num_blocks * 16 >= 16 * 4096
+    assert "(0.25 * 12.00 GB available / 1 ranks - 1.49 GB for states of 36 lanes" in line
+
+
+def test_no_memory_for_one_state_is_an_error():
+    config = Config("", kvcache_memory_bytes=10_000)
+    with pytest.raises(ValueError, match="no memory for a KV cache: .* for states of 0 lanes"):
+        count_blocks(config, 1000, 2000, 10, 1000, FakeGPU(0))
+
+
+def test_ranks_agree_on_the_smallest_numbers():
+    tp = Mock(size=2, minimum=lambda numbers: [numbers[0] - 1, numbers[1] - 2, *numbers[2:]])
+    config = Config("", kvcache_memory_bytes=100_000)
+    num_blocks, num_lanes, _ = count_blocks(config, 1000, 1000, 10, 1000, FakeGPU(0), tp)
+    assert (num_blocks, num_lanes) == (49, 22)

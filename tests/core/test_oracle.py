@@ -126,7 +126,8 @@ def test_a_batch_looks_as_drawn_in_batch_py():
     tables.rows[1, :2] = [2, 6]  # copied when an earlier step entered the block
     runner = SimpleNamespace(block_tables=tables, block_size=4)
     seqs = []
-    for num_computed, num_scheduled, block_table in [(0, 3, [5]), (7, 1, [2, 6]), (4, 2, [1, 9])]:
+    plans = [(0, 3, [5], 1, 2), (7, 1, [2, 6], 4, 4), (4, 2, [1, 9], 3, 3)]
+    for num_computed, num_scheduled, block_table, read_slot, write_slot in plans:
         seqs.append(
             SimpleNamespace(
                 lane=len(seqs),
@@ -135,6 +136,8 @@ def test_a_batch_looks_as_drawn_in_batch_py():
                 num_computed_tokens=num_computed,
                 num_scheduled_tokens=num_scheduled,
                 num_logits=1,
+                read_slot=read_slot,
+                write_slot=write_slot,
             )
         )
     batch = ModelRunner.prepare_batch(runner, seqs)
@@ -146,6 +149,8 @@ def test_a_batch_looks_as_drawn_in_batch_py():
         context_lens=[3, 8, 6],
         block_tables=[[5, 0], [2, 6], [1, 9]],
         logits_indices=[2, 3, 5],
+        read_slots=[1, 4, 3],
+        write_slots=[2, 4, 3],
         min_seqlen_q=1,
         max_seqlen_q=3,
         max_seqlen_k=8,

@@ -124,7 +124,7 @@ def test_text_parts_of_a_message_are_joined(demo):
         (ask(["text"]), "messages[0].content[0] must be a dict"),
         (ask([{"type": "text"}]), "messages[0].content[0].text must be a str, not None"),
         (ask([{"type": "text", "text": None}]), "messages[0].content[0].text"),
-        (ask([{"type": "text", "text": HALF_EMOJI}]), "a prompt contains a lone surrogate"),
+        (ask([{"type": "text", "text": HALF_EMOJI}]), "surrogates not allowed"),
         ([{"role": "assistant", "tool_calls": 0}], "messages[0].tool_calls must be a list of"),
         ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].type must be"),
         (call_tool(name=None), "messages[0].tool_calls[0].function.name"),
@@ -252,7 +252,7 @@ def test_a_tokenizer_that_raises_is_a_value_error(demo, monkeypatch):
 
 def test_a_lone_surrogate_is_rejected(demo):
     for call in (demo.generate, demo.add_request):
-        with pytest.raises(ValueError, match="lone surrogate"):
+        with pytest.raises(ValueError, match="surrogates not allowed"):
             call(HALF_EMOJI)
 
 

@@ -168,6 +168,8 @@ COUNTERS = ("num_prefill_tokens", "num_decode_tokens", "num_draft_tokens", "num_
         (QWEN3, {"enable_chunked_prefill": False, "kvcache_block_size": 5}),
         (QWEN3, {"tensor_parallel_size": 2}),
         pytest.param(QWEN3, {"dtype": "bfloat16"}, marks=needs_cpp),
+        pytest.param(QWEN3, {"dtype": "bfloat16", "quantization": "int4"}, marks=needs_cpp),
+        pytest.param(MOE, {"dtype": "bfloat16", "quantization": "int4"}, marks=needs_cpp),
     ],
     ids=str,
 )

@@ -250,18 +250,6 @@ def test_a_warning_that_raises_interrupts_no_step(tiny, make_llm):
     check_invariants(llm)
 
 
-def test_a_warning_names_the_callers_line(make_llm):
-    llm = make_llm()
-    sample = llm.model_runner.sample
-    llm.model_runner.sample = lambda logits, seqs: ([[-1]], sample(logits, seqs)[1])
-    for call in (llm.generate, lambda prompt: list(llm.stream(prompt))):
-        with pytest.warns(RuntimeWarning, match="NaN") as caught:
-            call([1])
-        assert [warning.filename for warning in caught] == [__file__]
-    with pytest.warns(RuntimeWarning, match="NaN"):
-        exec("llm.generate([1])", {"llm": llm})  # a frame without a module
-
-
 def test_scores_of_a_prompt_survive_an_interrupt(tiny, make_llm):
     """Only rows that sample are sampled, also for a sequence that has generated tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=6, prompt_logprobs=1)

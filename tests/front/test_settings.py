@@ -55,16 +55,16 @@ def read_settings():
 
 
 @pytest.mark.parametrize(
-    "backend, names", [*(("auto", [name]) for name in SETTINGS), ("torch", list(SETTINGS))], ids=str
+    "has_kernels, names", [*((True, [name]) for name in SETTINGS), (False, list(SETTINGS))], ids=str
 )
-def test_the_callers_settings_change_no_token_and_stay(make_llm, backend, names):
-    llm = make_llm(attention_backend=backend)
-    expected = generate_ids(make_llm(attention_backend=backend), PROMPTS, PARAMS)
+def test_the_callers_settings_change_no_token_and_stay(make_llm, has_kernels, names):
+    llm = make_llm(enable_kernels=has_kernels)
+    expected = generate_ids(make_llm(enable_kernels=has_kernels), PROMPTS, PARAMS)
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(SETTINGS[name]())
         before = read_settings()
-        made_within = make_llm(attention_backend=backend)
+        made_within = make_llm(enable_kernels=has_kernels)
         for engine in (llm, made_within):
             assert generate_ids(engine, PROMPTS, PARAMS) == expected
         assert read_settings() == before

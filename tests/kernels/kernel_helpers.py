@@ -104,14 +104,7 @@ def quantize(module, scheme):
     """Quantize all matrices of `module`."""
     for layer in list(module.modules()):
         if type(layer) in QUANTIZED:
-            matrices = {
-                name: parameter.data
-                for name, parameter in layer.named_parameters(recurse=False)
-                if parameter.dim() >= 2
-            }
             quantize_layer(layer, scheme)
-            for name, matrix in matrices.items():
-                getattr(layer, name).copy_(matrix)
     return module
 
 

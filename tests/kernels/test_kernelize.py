@@ -56,29 +56,8 @@ def double_in_subclass(module, method="forward"):
     module.__class__ = type("Subclass", (kind,), {method: lambda *args: 2 * original(*args)})
 
 
-def double_on_instance(module):
-    original = module.forward
-    module.forward = lambda *args: 2 * original(*args)
-
-
-def double_in_hook(module):
-    module.register_forward_hook(lambda module, args, output: 2 * output)
-
-
-def double_in_pre_hook(module):
-    module.register_forward_pre_hook(lambda module, args: 2 * args[0])
-
-
 def change_scale(attention):
     attention.scale = 0.5
-
-
-def change_eps(norm):
-    norm.eps = 3.0
-
-
-def remove_query_norm(attention):
-    attention.q_norm = None
 
 
 def add_bias(linear):
@@ -87,23 +66,9 @@ def add_bias(linear):
 
 double_heads = partial(double_in_subclass, method="norm_and_rotate")
 CHANGES = {
-    double_in_subclass: [
-        "",
-        "self_attn",
-        "mlp",
-        "input_layernorm",
-        "post_attention_layernorm",
-        "self_attn.q_norm",
-        "self_attn.qkv_proj",
-        "mlp.down_proj",
-    ],
+    double_in_subclass: ["", "self_attn", "mlp", "input_layernorm"],
     double_heads: ["self_attn"],
-    double_on_instance: ["self_attn.o_proj", "input_layernorm"],
-    double_in_hook: ["", "self_attn.k_norm"],
-    double_in_pre_hook: ["mlp.down_proj"],
     change_scale: ["self_attn"],
-    change_eps: ["post_attention_layernorm", "self_attn.k_norm"],
-    remove_query_norm: ["self_attn"],
     add_bias: ["mlp.gate_up_proj"],
 }
 
@@ -113,7 +78,7 @@ CHANGES = {
     "change, part", [(change, part) for change, parts in CHANGES.items() for part in parts]
 )
 def test_a_changed_layer_keeps_its_effect(change, part, language, device):
-    """Subclasses, hooks, assigned methods and other settings are never silently replaced."""
+    """Subclasses and other settings are never silently replaced."""
     slots = torch.tensor([*range(9), 51], dtype=torch.int32, device=device)
     tables = torch.arange(4, dtype=torch.int32).view(2, 2)
     batch = replace(make_batch([9, 1], [9, 20], tables, device), slot_mapping=slots)

@@ -110,10 +110,10 @@ def test_inputs_of_any_size_are_multiplied(factor):
 
 def test_groups_that_kernels_do_not_know_are_not_prepacked():
     for group_size, is_known in ((32, True), (96, True), (128, True), (16, False), (256, False)):
-        weight = QuantizedWeight.empty_like(torch.empty(4, 256), Scheme(8, group_size))
+        weight = QuantizedWeight.quantize(torch.ones(4, 256), Scheme(8, group_size))
         assert PrepackedWeight.can_prepack(weight) == is_known
     for dtype in DTYPES:
-        weight = QuantizedWeight.empty_like(torch.empty(4, 31, dtype=dtype), INT8)
+        weight = QuantizedWeight.quantize(torch.ones(4, 31, dtype=dtype), INT8)
         assert PrepackedWeight.can_prepack(weight) == (dtype == torch.float32)
 
 

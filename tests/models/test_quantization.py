@@ -4,6 +4,7 @@ The test packs each format itself, from the same codes, scales and zeros.
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,12 +24,13 @@ from conftest import (
 from safetensors.torch import load_file, save_file
 from test_families import make_family
 
-from nanovllm import DEMO_MODEL, LLM
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.layers.quantized import QuantizedWeight, Scheme
 
 PROMPTS = [random_prompt(0, 9), random_prompt(1, 14)]
 SIZES = dict(hidden_size=64, intermediate_size=128, head_dim=16)
 UP = "model.layers.1.mlp.up_proj"
+PROJECTIONS = ("_proj.weight", "fc1.weight", "fc2.weight", "mlp.gate.weight")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of 8 outputs the nibbles of an int32 have
 
 
@@ -93,12 +95,20 @@ def compressed(bits=4, **others):
     return dict(**method, config_groups=dict(group_0=group))
 
 
+FP8 = dict(quant_method="fp8", weight_block_size=[128, 128])
+GROUP_0 = compressed()["config_groups"]["group_0"]
+QUANTIZED_INPUTS = compressed()
+QUANTIZED_INPUTS["config_groups"] = dict(group_0=dict(GROUP_0, input_activations=dict(num_bits=8)))
+MIXED_BITS = compressed()
+MIXED_BITS["config_groups"] = dict(group_0=GROUP_0, group_1=GROUP_0)
+
+
 def convert(directory, settings, make_parts, scheme, is_projection=None, **options):
     """Store the projections of a checkpoint in a format. Return their dequantized weights."""
     dequantized = {}
 
     def edit(weights):
-        for name in [name for name in weights if name.endswith("_proj.weight")]:
+        for name in [name for name in weights if name.endswith(PROJECTIONS)]:
             if is_projection is not None and not is_projection(name):
                 continue
             weight = quantize(weights.pop(name).float(), scheme, **options)
@@ -144,6 +154,13 @@ FORMATS = {
         INT4_32,
         {},
     ),
+    "gptq v2, as transformers names it": (
+        gptq(format="gptq_v2"),
+        lambda weight: pack_gptq(weight, offset=0),
+        INT4_32,
+        {},
+    ),
+    "gptq groups of 96": (gptq(group_size=96), pack_gptq, Scheme(4, 96), {}),
     "gptq symmetric": (gptq() | dict(sym=True), pack_gptq, INT4_32, dict(is_symmetric=True)),
     "gptq symmetric, in fact v2": (
         gptq() | dict(sym=True),
@@ -209,8 +226,8 @@ def test_inputs_of_scattered_groups_become_floats(checkpoint, tmp_path, option):
             assert len(generate_ids(llm, PROMPTS, greedy(4))) == 2
 
 
-def test_fp8_blocks_become_floats(tmp_path):
-    model = make_checkpoint(tmp_path, hidden_size=160, intermediate_size=144)
+def convert_to_fp8(directory):
+    """Store the projections in blocks of 128 x 128. Return their dequantized weights."""
     dequantized = {}
 
     def edit(weights):
@@ -224,10 +241,41 @@ def test_fp8_blocks_become_floats(tmp_path):
             weights[f"{name}_scale_inv"] = factors
             dequantized[name] = weights[name].float() * spread
 
-    edit_weights(tmp_path, edit)
-    settings = dict(quant_method="fp8", weight_block_size=[128, 128])
-    edit_config(tmp_path, quantization_config=settings)
-    assert tokens_of(tmp_path) == oracle_tokens(model, dequantized)
+    edit_weights(directory, edit)
+    edit_config(directory, quantization_config=FP8)
+    return dequantized
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_fp8_blocks_become_floats(tmp_path, size):
+    """Ranks may share a block."""
+    model = make_checkpoint(tmp_path, hidden_size=160, intermediate_size=144)
+    dequantized = convert_to_fp8(tmp_path)
+    assert tokens_of(tmp_path, tensor_parallel_size=size) == oracle_tokens(model, dequantized)
+
+
+@pytest.mark.parametrize("enable_kernels", [True, False])
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+@pytest.mark.parametrize("family", ["opt", "opt-350m", "qwen3-moe"])
+def test_codes_of_other_families_are_kept(tmp_path, family, name, enable_kernels):
+    """Among them are experts, a router, and layers with biases."""
+    stored, floats = tmp_path / "stored", tmp_path / "floats"
+    make_family(stored, family)
+    shutil.copytree(stored, floats)
+    settings, make_parts, scheme, _ = FORMATS[name]
+    dequantized = convert(stored, settings, make_parts, scheme)
+    edit_weights(floats, lambda weights: weights.update(dequantized))
+    expected = tokens_of(floats, enable_kernels=enable_kernels)
+    assert tokens_of(stored, enable_kernels=enable_kernels) == expected
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_ranks_read_their_shards(tmp_path, name):
+    """Also those of experts."""
+    make_family(tmp_path, "qwen3-moe", **SIZES, moe_intermediate_size=64)
+    settings, make_parts, scheme, options = FORMATS[name]
+    convert(tmp_path, settings, make_parts, scheme, **options)
+    assert tokens_of(tmp_path, tensor_parallel_size=2) == tokens_of(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "opt", "opt-350m", "qwen3-moe"])
@@ -265,9 +313,56 @@ def test_ranks_quantize_their_shards_alike(option):
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("option", ["int8", "int4"])
+def test_beams_have_the_logprobs_of_their_texts(option):
+    with LLM(DEMO_MODEL, dtype="float32", quantization=option) as llm:
+        (beams,) = llm.beam_search("the largest number is", 3, 8)
+        texts = [beam["prompt_token_ids"] + beam["token_ids"] for beam in beams]
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        for beam, output in zip(beams, llm.generate(texts, params, use_tqdm=False)):
+            chosen = output["prompt_logprobs"][-len(beam["token_ids"]) :]
+            total = sum(value for entry in chosen for value in entry.values())
+            assert total == pytest.approx(beam["cumulative_logprob"], abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int8_chooses_the_tokens_of_unquantized_weights(dtype):
+    """At 98 of 100 positions at least."""
+    questions = [f"What is {number} + {97 - number}?" for number in range(20, 60)]
+    questions += ["Spell planet backwards.", "Count from 3 to 20.", "Which day follows Monday?"]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    chosen = []
+    for option in (None, "int8"):
+        with LLM(DEMO_MODEL, dtype=dtype, quantization=option) as llm:
+            if option is None:
+                params = SamplingParams(seed=0)
+                sampled = llm.chat(chats, params, use_tqdm=False)
+                texts = [output["prompt_token_ids"] + output["token_ids"] for output in sampled]
+            params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+            outputs = llm.generate(texts, params, use_tqdm=False)
+        entries = [entry for output in outputs for entry in output["prompt_logprobs"][1:]]
+        chosen.append([max(entry, key=entry.get) for entry in entries])
+    assert len(chosen[0]) > 1000
+    num_equal = sum(a == b for a, b in zip(*chosen, strict=True))
+    assert num_equal >= 0.98 * len(chosen[0])
+
+
 def test_ranks_do_not_share_groups(checkpoint, tmp_path):
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 divides groups of 128 inputs"):
-        load(tmp_path, tensor_parallel_size=2, quantization="int8")
+    def check(message, **options):
+        with pytest.raises(ValueError, match=f"tensor_parallel_size=2 divides groups of {message}"):
+            load(tmp_path, tensor_parallel_size=2, **options)
+
+    o_proj = "model.layers.0.self_attn.o_proj.weight"
+    check(f"128 inputs of {o_proj}, which has 64: use a divisor of 1", quantization="int8")
+    down_proj = "model.layers.0.mlp.down_proj.weight"
+    convert(
+        tmp_path,
+        gptq(group_size=128),
+        pack_gptq,
+        Scheme(4, 128),
+        is_projection=lambda name: name.endswith("down_proj.weight"),
+    )
+    check(f"128 inputs of {down_proj}, which has 128: use a divisor of 1")
 
 
 @pytest.mark.parametrize(
@@ -276,7 +371,7 @@ def test_ranks_do_not_share_groups(checkpoint, tmp_path):
         (dict(quant_method="bitsandbytes"), "quantization_config: quant_method .*'bitsandbytes'"),
         (dict(quant_method="exl2"), "quant_method"),
         (dict(bits=4), "quant_method"),
-        (gptq(bits=3), "bits must be one of '4', '8', not '3'"),
+        (gptq(bits=3), "bits must be one of 4, 8, not 3"),
         (gptq(group_size=16), "group_size=16"),
         (gptq(checkpoint_format="marlin"), "checkpoint_format .*'marlin'"),
         (gptq(dynamic={"+:.*up_proj": {"bits": 8}}), "dynamic"),
@@ -284,9 +379,16 @@ def test_ranks_do_not_share_groups(checkpoint, tmp_path):
         (dict(quant_method="fp8"), "weight_block_size"),
         (compressed() | dict(format="nvfp4-pack-quantized"), "format .*'nvfp4-pack-quantized'"),
         (compressed(type="float"), "type .*'float'"),
-        (compressed(actorder="group"), "actorder='group'"),
-        (compressed(num_bits=2), "bits must be one of '4', '8', not '2'"),
+        (compressed(actorder="group"), "actorder .*'group'"),
+        (compressed(num_bits=2), "bits must be one of 4, 8, not 2"),
         (gptq() | dict(bits=None), "bits"),
+        (gptq(format="marlin"), "format .*'marlin'"),
+        (dict(quant_method="gguf"), "quant_method .*'gguf'"),
+        (dict(quant_method="awq", bits=8, group_size=32), "bits must be one of 4, not 8"),
+        (dict(quant_method="fp8", weight_block_size=[64, 128]), r"weight_block_size .*\[64, 128\]"),
+        (FP8 | dict(activation_scheme="static"), "activation_scheme .*'static'"),
+        (QUANTIZED_INPUTS, "input_activations must be one of None, not {'num_bits': 8}"),
+        (MIXED_BITS, "several config_groups are not supported: group_0, group_1"),
         ("awq", "config.json: "),
     ],
 )
@@ -296,29 +398,92 @@ def test_unsupported_formats_are_named(checkpoint, tmp_path, settings, complaint
         load(tmp_path)
 
 
+def shorten(part):
+    return part[:-1].contiguous()
+
+
+def widen(part):
+    return part.to(torch.float32)
+
+
+DAMAGES = [
+    ("gptq", "scales", shorten, r"has shape \[1, 128\], the model needs \[2, 128\]"),
+    ("gptq", "qzeros", lambda x: x.T.contiguous(), r"has shape \[16, 2\]"),
+    ("gptq", "qweight", shorten, r"has shape \[7, 128\]"),
+    ("gptq", "qweight", widen, "is stored as F32"),
+    ("gptq", "g_idx", shorten, r"has shape \[63\]"),
+    ("gptq", "g_idx", lambda x: x.flip(0), "reorders inputs, but config.json has no desc_act"),
+    ("gptq scattered", "g_idx", lambda x: x + 1, "has groups that do not exist"),
+    ("gptq scattered", "g_idx", lambda x: x - 1, "has groups that do not exist"),
+    ("gptq symmetric", "qzeros", lambda x: x + 2, "has zeros that do not fit symmetric codes"),
+    ("gptq 8 bits", "qweight", lambda x: x[::2].contiguous(), r"needs \[16, 128\]"),
+    ("awq", "qweight", lambda x: x.short(), "is stored as I16"),
+    ("awq", "qzeros", lambda x: x[:, :-1].contiguous(), r"has shape \[2, 15\]"),
+    ("awq", "scales", shorten, r"has shape \[1, 128\]"),
+    ("compressed", "weight_packed", shorten, r"has shape \[127, 8\]"),
+    ("compressed", "weight_scale", shorten, r"has shape \[127, 2\]"),
+    ("compressed", "weight_zero_point", shorten, r"has shape \[15, 2\]"),
+    ("compressed", "weight_shape", lambda x: x + 1, r"is not \[128, 64\], which the model needs"),
+    ("fp8", "weight_scale_inv", lambda x: x[0], r"has shape \[1\], the model needs \[1, 1\]"),
+    ("fp8", "weight", widen, "is stored as F32: supported dtypes are F8_E4M3"),
+]
+
+
+def store(directory, name):
+    if name == "fp8":
+        convert_to_fp8(directory)
+    elif name == "gptq scattered":
+        convert(directory, gptq(desc_act=True), pack_gptq, INT4_32)
+    else:
+        settings, make_parts, scheme, options = FORMATS[name]
+        convert(directory, settings, make_parts, scheme, **options)
+
+
+@pytest.mark.parametrize("name, part, damage, complaint", DAMAGES)
+def test_damaged_parts_are_named(checkpoint, tmp_path, name, part, damage, complaint):
+    """So is the file of each."""
+    store(tmp_path, name)
+    key = f"{UP}.{part}"
+    edit_weights(tmp_path, lambda weights: weights.update({key: damage(weights[key])}))
+    with pytest.raises(ValueError, match=complaint) as error:
+        load(tmp_path)
+    assert key in str(error.value)
+    assert "model.safetensors" in str(error.value)
+
+
 @pytest.mark.parametrize(
-    "part, edit, complaint",
+    "name, part, complaint",
     [
-        ("scales", lambda x: x[:-1].contiguous(), r"up_proj.scales has shape \[1, 128\]"),
-        ("qzeros", lambda x: x[:, :-1].contiguous(), "up_proj.qzeros has shape"),
-        ("qweight", lambda x: x[:, :-1].contiguous(), "up_proj.qweight has shape"),
-        ("qweight", lambda x: x.float(), "up_proj.qweight is stored as F32"),
-        ("scales", None, "tensor .*up_proj.scales is missing"),
-        ("qweight", None, "only some of .*gate_proj.*, .*up_proj.* are quantized"),
-        ("g_idx", lambda x: x.flip(0), "up_proj.g_idx reorders"),
-        ("extra", lambda x: torch.ones(2), "unexpected tensors: .*up_proj.extra"),
+        ("gptq", "scales", f"has no tensor {UP}.scales"),
+        ("gptq", "qzeros", f"has no tensor {UP}.qzeros"),
+        ("gptq", "qweight", f"gate_up_proj is only partly quantized, since qweight .*: {UP}"),
+        ("awq", "qzeros", f"has no tensor {UP}.qzeros"),
+        ("compressed", "weight_zero_point", f"has no tensor {UP}.weight_zero_point"),
+        ("compressed", "weight_scale", f"has no tensor {UP}.weight_scale"),
+        ("fp8", "weight_scale_inv", f"since weight_scale_inv is missing of these: {UP}"),
+        ("fp8", "weight", f"has no tensor {UP}.weight"),
     ],
 )
-def test_contradictory_parts_are_named(checkpoint, tmp_path, part, edit, complaint):
-    convert(tmp_path, gptq(), pack_gptq, INT4_32)
-
-    def change(weights):
-        old = weights.pop(f"{UP}.{part}", None)
-        if edit is not None:
-            weights[f"{UP}.{part}"] = edit(old)
-
-    edit_weights(tmp_path, change)
+def test_missing_parts_are_named(checkpoint, tmp_path, name, part, complaint):
+    store(tmp_path, name)
+    edit_weights(tmp_path, lambda weights: weights.pop(f"{UP}.{part}"))
     with pytest.raises(ValueError, match=complaint):
+        load(tmp_path)
+
+
+def test_unknown_parts_are_named(checkpoint, tmp_path):
+    store(tmp_path, "gptq")
+    edit_weights(tmp_path, lambda weights: weights.update({f"{UP}.extra": torch.ones(2)}))
+    with pytest.raises(ValueError, match=f"unexpected tensors: {UP}.extra"):
+        load(tmp_path)
+
+
+def test_bits_that_contradict_the_codes_are_named(checkpoint, tmp_path):
+    store(tmp_path, "gptq")
+    edit_config(tmp_path, quantization_config=gptq(bits=8))
+    with pytest.raises(
+        ValueError, match=r"qweight has shape \[8, 64\], the model needs \[16, 64\]"
+    ):
         load(tmp_path)
 
 
@@ -375,7 +540,7 @@ def test_a_part_of_a_weight_is_indexed_as_a_tensor():
     full = weight.dequantize()
     assert torch.equal(weight[1].dequantize(), full[1])
     assert torch.equal(weight[2][2:5, 32:64].dequantize(), full[2][2:5, 32:64])
-    assert torch.equal(weight[0].chunk(2)[1].dequantize(), full[0].chunk(2)[1])
+    assert torch.equal(weight[0].split([2, 6])[1].dequantize(), full[0][2:])
     assert torch.equal(weight[0][torch.tensor([3, 3, 0])].dequantize(), full[0][[3, 3, 0]])
     with pytest.raises(ValueError, match="whole groups of 32"):
         weight[0][:, 16:48]

@@ -245,7 +245,7 @@ def test_the_dtype_is_that_of_the_weights_if_the_config_has_none(tmp_path):
         {"vocab_size": 2**31 - 1},
         {"hidden_size": 2**31 - 1},
         {"intermediate_size": 2**31 - 1},
-        {"num_hidden_layers": 50_000, "layer_types": None},
+        {"num_hidden_layers": 200, "layer_types": None, "intermediate_size": 50_000},
     ],
     ids=str,
 )

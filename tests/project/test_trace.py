@@ -234,9 +234,7 @@ def test_text_shows_what_each_lane_computes(recorded, capsys, monkeypatch):
         "  tokens |16  6  1  1  1  1  1  16  16  15  4  4  4  4  4  4  6  3  3  3  2  13  3  2  1"
         "  1  1",
     ]
-    legend = "\n".join(lines)
-    assert "B: 22 prompt tokens (20 reused), 14 generated tokens, 13 decodes" in legend
-    assert "27 steps, 5 requests, 82 prefill and 54 decode tokens, 3 preemptions" in legend
+    assert any(line.startswith("A22: prefill of 22 tokens of A") for line in lines)
 
 
 def test_steps_that_do_not_fit_are_counted(recorded):
@@ -246,9 +244,7 @@ def test_steps_that_do_not_fit_are_counted(recorded):
         "  lane 0 |A16 A6 a  a  a  a  a  B+2 b   b   b  b",
         "  lane 1 |                      C14 C15 C1  c  c",
     ]
-    legend = " ".join(lines)
-    assert "15 more steps do not fit: -o timeline.html" in legend
-    assert "27 steps, 5 requests" in legend
+    assert "15 more steps do not fit: -o timeline.html" in " ".join(lines)
 
 
 def test_text_is_ascii_and_fits(recorded):

@@ -21,7 +21,7 @@ from conftest import generate_ids, greedy, make_checkpoint, random_prompt
 from rank_helpers import check_nothing_is_left, find_ranks, serve_and_fail
 
 from nanovllm.engine import executor as executor_module
-from nanovllm.engine.executor import Failure, MultiRankExecutor, Task
+from nanovllm.engine.executor import Failure, MultiRankExecutor
 from nanovllm.engine.worker import Worker
 from nanovllm.layers.tensor_parallel import TensorParallel
 
@@ -188,7 +188,7 @@ def test_a_stuck_step_ends_when_the_group_is_aborted():
     aborted = threading.Event()
     executor = make_executor(MagicMock(disconnect=aborted.set))
     step = Future()
-    executor.tasks.put(Task(step, aborted.wait, (10,)))
+    executor.tasks.put((step, aborted.wait, (10,)))
     executor.stop("of the test")
     assert step.result(10)
 

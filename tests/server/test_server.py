@@ -252,7 +252,7 @@ def test_64_clients_share_steps(url):
         ({"prompt": "x", "skip_special_tokens": False}, 400, "'skip_special_tokens'"),
         ({"prompt": ["x", 3]}, 400, "a prompt must be"),
         ({"prompt": [99999]}, 400, "each token id"),
-        ({"prompt": "\ud800"}, 400, "lone surrogate"),
+        ({"prompt": "\ud800"}, 400, "surrogates not allowed"),
         ({}, 400, "prompts must be"),
         ([], 400, "JSON object"),
         (b"[" * 100_000, 400, "not JSON"),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Filters, Noise
-from nanovllm.kernels import OptimizedLayer, has_known_code, require_known_fields
+from nanovllm.kernels import OptimizedLayer, require_known_fields
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
 from nanovllm.kernels.cpu.library import call, load, reason_unavailable
 from nanovllm.kernels.cpu.prepacked import (
@@ -55,10 +55,6 @@ class FastRotaryEmbedding(OptimizedLayer, RotaryEmbedding):
 
 class FastAttention(OptimizedLayer, Attention):
     replaces = Attention
-
-    def convert(self) -> bool:
-        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
-        return all([has_known_code(norm, RMSNorm) for norm in norms])
 
     def norm_and_rotate(
         self, heads: Tensor, norm: RMSNorm | None, cos_sin: tuple[Tensor, Tensor]

@@ -169,19 +169,21 @@ private:
         constexpr int V = M == 1   ? ALL_VECTORS
                           : M == 2 ? std::min(2 * VECTORS, ALL_VECTORS)
                                    : VECTORS;
+        // One or two rows wait for memory, and bursts of prefetches would wait for each other.
+        constexpr int64_t STEP = M <= 2 ? PAIR : LINE;
         // Prefetches that are due, in units of 1 / (ALL_VECTORS * num_tiles) lines.
         int64_t due = 0;
         for (int64_t first = 0; first < ALL_VECTORS; first += V) {
             const Number* from = weights + first * PER_VECTOR * (IS_PANEL ? 1 : size / PAIR);
             Vector tile[M][V] = {};
-            for (int64_t start = 0; start < size; start += LINE) {
-                due += WIDTH * V;
+            for (int64_t start = 0; start < size; start += STEP) {
+                due += WIDTH * V * STEP / LINE;
                 while (due > 0) {
                     __builtin_prefetch(next, 0, IS_PANEL ? 3 : 2);
                     due -= ALL_VECTORS * num_tiles;
                     next += LINE;
                 }
-                for (int64_t i = start; i < std::min(start + LINE, size); i += PAIR) {
+                for (int64_t i = start; i < std::min(start + STEP, size); i += PAIR) {
                     Vector columns[V];
                     for (int column = 0; column < V; column++)
                         columns[column] = load_factors(from + column * PER_VECTOR);

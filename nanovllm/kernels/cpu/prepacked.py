@@ -76,7 +76,7 @@ class PrepackedWeight(nn.Module):
 
     def _prepack_numbers(self, weight: Tensor) -> Tensor:
         padding = -self.in_features % (_CACHE_LINE // weight.itemsize)
-        rows = self._divide(F.pad(weight, (0, padding)), 0, cdiv(self.out_features, self._width))
+        rows = self._divide(_pad(weight, padding), 0, cdiv(self.out_features, self._width))
         panels = rows.unflatten(2, (-1, _inputs_per_pair(weight.dtype)))
         return panels.transpose(1, 2).contiguous()  # [num_panels, depth / pair, 32, pair]
 
@@ -96,7 +96,7 @@ class PrepackedWeight(nn.Module):
             blocks = panels[first:end]
             scales = self._divide(weight.scales, first, end).transpose(1, 2)
             zeros = self._divide(weight.zeros, first, end).transpose(1, 2)
-            codes = F.pad(self._divide(weight.codes, first, end), (0, padding))
+            codes = _pad(self._divide(weight.codes, first, end), padding)
             if self.bits == 8:
                 zeros = zeros - 128
                 words = (codes ^ 128).view(torch.int16)
@@ -118,7 +118,7 @@ class PrepackedWeight(nn.Module):
         """Return the rows of panels `first` to `end`, padded with zeros: [num_panels, 32, n]."""
         parts = rows.unflatten(0, (_PANEL_WIDTH // self._width, -1))
         parts = parts[:, first * self._width : end * self._width]
-        parts = F.pad(parts, (0, 0, 0, -parts.shape[1] % self._width))
+        parts = _pad(parts, 0, -parts.shape[1] % self._width)
         return parts.unflatten(1, (-1, self._width)).transpose(0, 1).flatten(1, 2)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -142,6 +142,11 @@ class PrepackedWeight(nn.Module):
         weight = ctypes.byref(self.struct)
         call(load(self.dtype).gather_rows, weight, ids, output, *output.shape)
         return output
+
+
+def _pad(x: Tensor, columns: int, rows: int = 0) -> Tensor:
+    """Append zeros. F.pad copies the tensor also if there is nothing to append."""
+    return F.pad(x, (0, columns, 0, rows)) if columns or rows else x
 
 
 def _interleave(codes: Tensor) -> Tensor:

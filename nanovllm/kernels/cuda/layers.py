@@ -10,10 +10,10 @@ from typing import cast
 
 import torch
 import triton
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kernels import OptimizedLayer, has_known_code
+from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.cuda.attention import store_kvcache
 from nanovllm.kernels.cuda.launch import is_aligned, prepare
 from nanovllm.kernels.cuda.layer_kernels import (
@@ -50,15 +50,10 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
     replaces = DecoderLayers
 
     def convert(self) -> bool:
-        return all([self._can_replace(layer) for layer in self])
-
-    @staticmethod
-    def _can_replace(layer: nn.Module) -> bool:
-        """The code of the layer and its norms must be known. Attention and MLP are called."""
-        if not isinstance(layer, DecoderLayer) or not has_known_code(layer, DecoderLayer):
-            return False
-        norms = (layer.input_layernorm, layer.post_attention_layernorm)
-        return all([has_known_code(norm, RMSNorm) for norm in norms])
+        """The code of the layer and its norms is replaced. Attention and MLP are called."""
+        layers = cast(Iterable[DecoderLayer], self)
+        kinds = {(type(layer), type(layer.input_layernorm)) for layer in layers}
+        return kinds == {(DecoderLayer, RMSNorm)}
 
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_caches: list[Tensor], batch: Batch
@@ -102,13 +97,8 @@ class FusedAttention(OptimizedLayer, Attention):
     replaces = Attention
 
     def convert(self) -> bool:
-        """The kernel stores K/V like the triton backend and has one eps for both norms."""
-        if self.backend.store_kvcache is not store_kvcache:
-            return False
-        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
-        if not all([has_known_code(norm, RMSNorm) for norm in norms]):
-            return False
-        return len(norms) == 0 or (len(norms) == 2 and norms[0].eps == norms[1].eps)
+        """The kernel stores K/V like the triton backend."""
+        return self.backend.store_kvcache is store_kvcache
 
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor, batch: Batch

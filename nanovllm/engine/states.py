@@ -1,0 +1,145 @@
+"""Recurrent states: what some layers keep of a sequence instead of K/V (Qwen3.5).
+
+    slot   | 0         1       2 3 4 ...           ...                     ...
+           | padding   zeros   one for each lane   a second one (drafts)   snapshots
+
+A state has a fixed size, and each token changes all of it. A sequence reads its state from one slot
+and writes it to another one, mostly to its own, 2 + lane. It starts from the zeros of slot 1. The
+slots are data in the batch, so nothing is zeroed, copied, or decided by the shape of a batch.
+
+K/V of a prefix serve any sequence that begins alike, but the state after a prefix is gone when the
+next token is computed. A snapshot is a state that is kept. It belongs to the hash of the last block
+before it, and a sequence can reuse a prefix only up to a snapshot. A snapshot takes as much memory
+as the K/V of many tokens, so it is left only where it has proved useful: where the K/V of an
+earlier sequence stop to match, such as at the end of a system prompt. The first sequence with this
+prefix computes it, the second one computes it again and leaves the snapshot, and all others reuse
+it.
+
+    first    | system prompt | question         |
+    second   | system prompt * other question   |    * a chunk ends here, its state is kept
+    third      system prompt | another question |    starts from the snapshot
+
+A step writes a snapshot directly, and the next step of the sequence reads it. A slot is in use as
+long as a running sequence reads it, or a snapshot that can be hit is in it. Nothing counts
+references. No slot is written by one sequence and read by another one in the same step.
+"""
+
+from collections import OrderedDict
+
+from nanovllm.batch import FIRST_LANE, ZEROS
+from nanovllm.engine.block_manager import Block
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.outputs import FinishReason
+
+
+class StatefulScheduler(Scheduler):
+    """Chooses the slots of a step. The chunk of a prompt ends where a snapshot is wanted.
+
+    LLM uses a subclass of this class, of SpeculativeScheduler for drafts, and of the policy.
+    """
+
+    snapshot_slots = range(0)
+
+    def reset(self, seqs: list[Sequence]) -> None:
+        super().reset(seqs)
+        self.snapshots = OrderedDict[int, int]()  # hash -> slot, least recently used first
+        self.new_snapshots: dict[int, int] = {}  # those that the current step writes
+
+    def _find_prefix(self, seq: Sequence) -> list[Block]:
+        """Find the longest chain of cached blocks that ends at a snapshot."""
+        prefix = super()._find_prefix(seq)
+        seq.snapshot_position = len(prefix) * self.block_size
+        while prefix and prefix[-1].hash not in self.snapshots:
+            prefix.pop()
+        return prefix
+
+    def _may_start(self, seq: Sequence, num_new_tokens: int, budget: int) -> bool:
+        """Let a sequence wait for a snapshot that the current step writes."""
+        if self._find_snapshot_hash(seq) in self.new_snapshots:
+            return False
+        return super()._may_start(seq, num_new_tokens, budget)
+
+    def _admit(self, seq: Sequence, budget: int) -> bool:
+        if not super()._admit(seq, budget):
+            return False
+        seq.read_slot = ZEROS
+        if seq.num_computed_tokens > 0:
+            last_block = seq.num_computed_tokens // self.block_size - 1
+            block_hash = seq.block_hashes[last_block]
+            seq.read_slot = self.snapshots[block_hash]
+            self.snapshots.move_to_end(block_hash)
+        return True
+
+    def _schedule_tokens(self, seq: Sequence, budget: int, scheduled: list[Sequence]) -> int:
+        seq.write_slot = FIRST_LANE + seq.lane
+        num_tokens = budget
+        distance = seq.snapshot_position - seq.num_computed_tokens
+        if 0 < distance <= budget and self._begin_snapshot(seq):
+            num_tokens = distance
+        super()._schedule_tokens(seq, num_tokens, scheduled)
+        return budget - seq.num_scheduled_tokens
+
+    def _begin_snapshot(self, seq: Sequence) -> bool:
+        """Let the current step of `seq` write a snapshot, unless there is one or no slot is free.
+
+        The slot of the least recently used snapshot is free if no running sequence reads it.
+        """
+        block_hash = self._find_snapshot_hash(seq)
+        if block_hash in self.snapshots or block_hash in self.new_snapshots:
+            return False
+        in_use = {each.read_slot for each in self.running}
+        in_use.update(self.new_snapshots.values())
+        for slot in self.snapshot_slots:
+            if slot not in in_use and slot not in self.snapshots.values():
+                break
+        else:
+            unread = [each for each, slot in self.snapshots.items() if slot not in in_use]
+            if not unread:
+                return False
+            # Those whose K/V were evicted come first.
+            unread.sort(key=lambda each: each in self.block_manager.hash_to_block_id)
+            slot = self.snapshots.pop(unread[0])
+        seq.write_slot = slot
+        self.new_snapshots[block_hash] = slot
+        return True
+
+    def _find_snapshot_hash(self, seq: Sequence) -> int:
+        """The hash of the last block before snapshot_position, or -1 if no snapshot is wanted."""
+        num_blocks = seq.snapshot_position // self.block_size
+        return seq.block_hashes[num_blocks - 1] if num_blocks > 0 else -1
+
+    def schedule(self) -> list[Sequence]:
+        seqs = super().schedule()
+        for seq in seqs:
+            has_draft = seq.num_logits > 1
+            if has_draft and seq.write_slot == seq.read_slot:
+                seq.write_slot += self.max_num_seqs  # the second slot of its lane
+        return seqs
+
+    def postprocess(self, seqs: list[Sequence], samples: list[list[int]]) -> None:
+        """Advance to the new states, and let other sequences find the new snapshots.
+
+        If a draft token was rejected, the new state has seen a wrong token. The old one is still
+        there, and the next step computes the accepted tokens again.
+        """
+        starts = [seq.num_computed_tokens for seq in seqs]
+        ends = [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs]
+        super().postprocess(seqs, samples)
+        for seq, start, end in zip(seqs, starts, ends):
+            if seq.status is not SequenceStatus.RUNNING:
+                continue
+            if seq.num_computed_tokens == end:
+                seq.read_slot = seq.write_slot
+            else:
+                seq.num_computed_tokens = start
+        for block_hash, slot in self.new_snapshots.items():
+            self.snapshots[block_hash] = slot
+        self.new_snapshots = {}
+
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        super().finish(seq, reason)
+        if reason == "error":  # the states that it has left may be NaN, too
+            for block_hash in seq.block_hashes:
+                self.snapshots.pop(block_hash, None)
+                self.new_snapshots.pop(block_hash, None)

@@ -1,0 +1,212 @@
+"""The gated delta rule (Gated DeltaNet, Yang et al. 2024): a recurrent state in place of K/V.
+
+Each head has a matrix S that maps keys to values. A token lets S decay, corrects the value that S
+has for the token's key, and reads the value for its query:
+
+    S = decay * S
+    S = S + k (beta * (v - S^T k))^T
+    output = S^T q
+
+q, k and v come from a short causal convolution, so its last inputs belong to the state, too. A
+state is one row of `states`, whose layout is
+
+    S of each value head [key_dim, value_dim] | last inputs of the convolution [conv_size - 1, size]
+
+in float32 whatever the dtype of the model, because thousands of tokens add to it. A step reads the
+state of a sequence from row `batch.read_slots` and writes it to row `batch.write_slots`. No slot is
+written by one sequence and read by another one in the same step.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.batch import Batch
+from nanovllm.layers.linear import Target, shard_rows
+from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
+
+CHUNK = 64  # tokens that are computed together: their cost is quadratic, a chunk's is fixed
+
+
+class GatedDeltaRule(nn.Module):
+    """Everything between the projections of a Gated DeltaNet: convolution, delta rule, gated norm.
+
+    Sizes are those of all ranks. A rank has a share of the key heads, and the value heads that
+    belong to them. `num_value_heads` is a multiple of `num_key_heads`.
+    """
+
+    def __init__(
+        self,
+        num_key_heads: int,
+        num_value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        conv_size: int,
+        norm_eps: float,
+        dtype: torch.dtype,
+        tp: TensorParallel = ALONE,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.key_dim = key_dim
+        self.value_dim = value_dim
+        self.num_key_heads = num_key_heads // tp.size
+        self.num_value_heads = num_value_heads // tp.size
+        self.norm_eps = norm_eps
+        key_size = self.num_key_heads * key_dim
+        self.sizes = [key_size, key_size, self.num_value_heads * value_dim]  # of q, k and v
+        self.matrices_size = self.num_value_heads * key_dim * value_dim
+        self.conv_weight = nn.Parameter(torch.empty(sum(self.sizes), 1, conv_size, dtype=dtype))
+        # These three are float32 in some checkpoints and 16 bits in others.
+        self.A_log = nn.Parameter(torch.empty(self.num_value_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(self.num_value_heads, dtype=torch.float32))
+        self.norm_weight = nn.Parameter(torch.empty(value_dim, dtype=torch.float32))
+
+    def targets(self, name: str) -> Iterator[tuple[str, Target]]:
+        """Checkpoints name these tensors as parts of the parent."""
+        parent = name.rpartition(".")[0]
+        tensors = {"conv1d.weight": self.conv_weight, "A_log": self.A_log, "dt_bias": self.dt_bias}
+        for key, tensor in tensors.items():
+            sizes = self.sizes if key == "conv1d.weight" else [self.num_value_heads]
+            full_sizes = [size * self.tp.size for size in sizes]
+            for target in shard_rows(tensor, full_sizes, self.tp):
+                yield f"{parent}.{key}", target
+        yield f"{parent}.norm.weight", Target(self.norm_weight)
+
+    def forward(
+        self,
+        qkv: Tensor,
+        gate: Tensor,
+        beta: Tensor,
+        decay: Tensor,
+        states: Tensor,
+        batch: Batch,
+    ) -> Tensor:
+        """Compute the tokens of a step, from their projections.
+
+        qkv is [num_tokens, sum(sizes)], gate [num_tokens, sizes[2]], beta and decay [num_tokens,
+        num_value_heads], states [num_slots, state size]. Return [num_tokens, sizes[2]].
+        """
+        beta = beta.float().sigmoid()
+        log_decay = -self.A_log.exp() * F.softplus(decay.float() + self.dt_bias)
+        old_states = states[batch.read_slots]
+        new_states = torch.empty_like(old_states)
+        output = torch.empty_like(gate, dtype=torch.float32)
+        for seqs, tokens in group_sequences(batch):
+            rows = old_states[seqs]
+            shape = (len(rows), -1)
+            computed, new_states[seqs] = self.advance(
+                qkv[tokens].unflatten(0, shape),
+                beta[tokens].unflatten(0, shape),
+                log_decay[tokens].unflatten(0, shape),
+                rows,
+            )
+            output[tokens] = computed.flatten(2).flatten(0, 1)
+        states[batch.write_slots] = new_states
+        return self.norm_and_gate(output, gate)
+
+    def advance(
+        self, qkv: Tensor, beta: Tensor, log_decay: Tensor, states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute n tokens of each sequence: qkv is [num_seqs, n, sum(sizes)], and so on.
+
+        Return the outputs [num_seqs, n, num_value_heads, value_dim] and the next states.
+        """
+        matrices = states[:, : self.matrices_size]
+        matrices = matrices.unflatten(-1, (-1, self.key_dim, self.value_dim))
+        window = states[:, self.matrices_size :].unflatten(-1, (-1, qkv.shape[-1]))
+        qkv, window = convolve(qkv.float(), window, self.conv_weight.float())
+        query, key, value = qkv.split(self.sizes, dim=-1)
+        query = self.normalize(query) * self.key_dim**-0.5
+        key = self.normalize(key)
+        value = value.unflatten(-1, (-1, self.value_dim)).transpose(1, 2)
+        beta, log_decay = beta.mT, log_decay.mT  # [num_seqs, num_value_heads, n]
+        outputs: list[Tensor] = []
+        for start in range(0, query.shape[2], CHUNK):
+            chunk = slice(start, start + CHUNK)
+            output, matrices = apply_delta_rule(
+                query[:, :, chunk],
+                key[:, :, chunk],
+                value[:, :, chunk],
+                beta[:, :, chunk],
+                log_decay[:, :, chunk],
+                matrices,
+            )
+            outputs.append(output)
+        states = torch.cat((matrices.flatten(1), window.flatten(1)), dim=-1)
+        return torch.cat(outputs, dim=2).transpose(1, 2), states
+
+    def normalize(self, heads: Tensor) -> Tensor:
+        """Turn queries or keys [num_seqs, n, size] into unit vectors, one per value head.
+
+        Return [num_seqs, num_value_heads, n, key_dim].
+        """
+        heads = heads.unflatten(-1, (-1, self.key_dim)).transpose(1, 2)
+        heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + 1e-6)
+        return heads.repeat_interleave(self.num_value_heads // self.num_key_heads, dim=1)
+
+    def norm_and_gate(self, output: Tensor, gate: Tensor) -> Tensor:
+        """RMSNorm of each head of `output`, times silu(gate). Rounded once, to the gate's dtype."""
+        heads = output.unflatten(-1, (-1, self.value_dim))
+        heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + self.norm_eps)
+        return ((heads * self.norm_weight).flatten(1) * F.silu(gate.float())).to(gate.dtype)
+
+
+def group_sequences(batch: Batch) -> Iterator[tuple[slice | Tensor, slice | Tensor]]:
+    """Yield indices of sequences that are computed together, and of their tokens.
+
+    All sequences with one token are a group, and each of the others is one.
+    """
+    if batch.max_seqlen_q == 1:  # reads no values, so CUDA graphs can capture it
+        yield slice(None), slice(None)
+        return
+    query_lens = batch.cu_seqlens_q.diff()
+    decodes = (query_lens == 1).nonzero()[:, 0]
+    if len(decodes) > 0:
+        yield decodes, batch.cu_seqlens_q[decodes]
+    bounds = batch.cu_seqlens_q.tolist()
+    for seq, (start, end) in enumerate(pairwise(bounds)):
+        if end - start > 1:
+            yield slice(seq, seq + 1), slice(start, end)
+
+
+def convolve(x: Tensor, window: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal convolution of x [num_seqs, n, size] along n, then SiLU.
+
+    `window` has the inputs before x, [num_seqs, conv_size - 1, size]. `weight` is [size, 1,
+    conv_size]. Return the outputs, and the window of the next step.
+    """
+    inputs = torch.cat((window, x), dim=1)
+    output = F.conv1d(inputs.mT, weight, groups=len(weight)).mT
+    return F.silu(output), inputs[:, x.shape[1] :]
+
+
+def apply_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute n tokens of the gated delta rule, with one head per leading index.
+
+    query and key are [..., n, key_dim], value [..., n, value_dim], beta and log_decay [..., n], and
+    state is S [..., key_dim, value_dim]. Return the outputs [..., n, value_dim] and the next S.
+
+    Token t adds k_t u_t^T to S, and all earlier parts of S decay:
+
+        S_t = exp(c_t) S_0 + sum over s <= t of exp(c_t - c_s) k_s u_s^T       c = cumsum(log_decay)
+        u_t = beta_t (v_t - k_t^T (decayed S_{t-1}))
+
+    Each u depends linearly on the earlier ones, so one triangular system has them all.
+    """
+    since_start = log_decay.cumsum(-1)
+    between = (since_start[..., :, None] - since_start[..., None, :]).exp().tril()  # [..., n, n]
+    decay = since_start.exp()[..., None]
+    beta = beta[..., None]
+    u = beta * (value - (key * decay) @ state)
+    if key.shape[-2] > 1:
+        system = beta * (key @ key.mT) * between
+        u = torch.linalg.solve_triangular(system, u, upper=False, unitriangular=True)
+    output = (query * decay) @ state + ((query @ key.mT) * between) @ u
+    to_end = between[..., -1, :, None]
+    return output, decay[..., -1:, :] * state + (key * to_end).mT @ u

@@ -1,0 +1,616 @@
+"""Qwen3.5 gives the tokens of transformers, whatever the chunks, preemptions and snapshots."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import (
+    VOCAB_SIZE,
+    Oracle,
+    check_invariants,
+    cover_pairs,
+    edit_config,
+    edit_weights,
+    generate_ids,
+    greedy,
+    make_checkpoint,
+    random_prompt,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import Qwen3_5Config, Qwen3_5TextConfig
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.batch import FIRST_LANE, ZEROS
+from nanovllm.engine.draft_costs import StepCosts
+from nanovllm.engine.speculation import Speculator
+from nanovllm.layers.quantized import QuantizedWeight
+from nanovllm.models.quantization import INT8
+
+SETTINGS = dict(
+    family=Qwen3_5TextConfig,
+    num_hidden_layers=4,
+    layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_conv_kernel_dim=4,
+    rope_parameters={
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],  # has no effect on text
+        "mrope_interleaved": True,
+    },
+)
+POOL = {"num_kvcache_blocks": 200, "kvcache_block_size": 4}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """The path of a checkpoint, and its oracle."""
+    directory = tmp_path_factory.mktemp("qwen3_5")
+    return str(directory), Oracle(make_checkpoint(directory, **SETTINGS))
+
+
+def make_llm(path, **options) -> LLM:
+    """Make an engine that checks the slots of each step."""
+    llm = LLM(path, **{**POOL, **options})
+    forward = llm.model_runner.forward
+
+    def check_and_forward(seqs):
+        check_slots(llm, seqs)
+        return forward(seqs)
+
+    llm.model_runner.forward = check_and_forward
+    return llm
+
+
+def check_slots(llm, seqs):
+    """Check what a step reads and writes, before it runs."""
+    scheduler = llm.scheduler
+    num_lanes = scheduler.max_num_seqs
+    kept = set(scheduler.snapshots.values())
+    new = set(scheduler.new_snapshots.values())
+    written = [seq.write_slot for seq in seqs]
+    assert len(set(written)) == len(written)
+    for seq in seqs:
+        own = {FIRST_LANE + seq.lane}
+        if llm.config.num_speculative_tokens:
+            own.add(FIRST_LANE + num_lanes + seq.lane)
+        assert seq.write_slot in own | new
+        assert (seq.read_slot == ZEROS) == (seq.num_computed_tokens == 0)
+        assert seq.read_slot in own | {ZEROS, *scheduler.snapshot_slots}
+        others = [other.read_slot for other in seqs if other is not seq]
+        assert seq.write_slot not in others
+    assert kept.isdisjoint(written)
+    assert new <= set(written)
+
+
+def check_engine(llm):
+    """Check an engine between two steps."""
+    check_invariants(llm)
+    scheduler = llm.scheduler
+    assert not scheduler.new_snapshots
+    slots = list(scheduler.snapshots.values())
+    assert len(set(slots)) == len(slots)
+    assert set(slots) <= set(scheduler.snapshot_slots)
+    worker = llm.executor.worker
+    num_slots = {len(cache) for cache in worker.kv_caches if cache.dim() == 2}
+    last = worker.list_snapshot_slots().stop
+    assert num_slots == {last}
+    for cache in worker.kv_caches:
+        assert cache.dim() > 2 or not cache[ZEROS].any()
+
+
+# A chunk of 1, 2 or 3 tokens is shorter than the window of the convolution.
+@pytest.mark.parametrize(
+    "budget, num_blocks, is_chunked, is_caching, with_kernels, size",
+    cover_pairs(
+        [2, 3, 5, 24, 200],
+        [33, 200],
+        [True, False],
+        [True, False],
+        [True, False],
+        [1, 2],
+        allowed=lambda budget, _, is_chunked, *__: is_chunked or budget == 200,
+    ),
+)
+def test_grid(hybrid, budget, num_blocks, is_chunked, is_caching, with_kernels, size):
+    path, oracle = hybrid
+    prompts = [random_prompt(length, length) for length in (1, 2, 3, 4, 5, 33, 100)]
+    prompts += [prompts[-1][:50] + random_prompt(seed, 7 + seed) for seed in range(3)]
+    prompts.append(prompts[-1])
+    params = [greedy(6 + index) for index in range(len(prompts))]
+    expected = [oracle(prompt, each.max_tokens) for prompt, each in zip(prompts, params)]
+    with make_llm(
+        path,
+        max_num_batched_tokens=budget,
+        num_kvcache_blocks=num_blocks,
+        enable_chunked_prefill=is_chunked,
+        enable_prefix_caching=is_caching,
+        enable_kernels=with_kernels,
+        tensor_parallel_size=size,
+    ) as llm:
+        for _ in range(2):
+            assert generate_ids(llm, prompts, params) == expected
+            check_engine(llm)
+        assert num_blocks == 200 or budget < 24 or llm.stats["num_preemptions"] > 0
+        assert is_caching or llm.stats["num_cached_tokens"] == 0
+        assert not is_caching or num_blocks < 200 or llm.stats["num_cached_tokens"] > 0
+
+
+def test_a_shared_prefix_is_computed_twice(hybrid):
+    """The second request leaves a snapshot at the end of the shared prefix. Others reuse it."""
+    path, oracle = hybrid
+    shared = random_prompt(0, 42)  # 10 blocks and 2 tokens
+    prompts = [shared + [index] * 5 for index in range(6)]
+    expected = [oracle(prompt, 4) for prompt in prompts]
+    one_by_one = make_llm(path)
+    outputs = [one_by_one.generate(prompt, greedy(4), use_tqdm=False)[0] for prompt in prompts]
+    at_once = make_llm(path).generate(prompts, greedy(4), use_tqdm=False)
+    for each in (outputs, at_once):
+        assert [output["token_ids"] for output in each] == expected
+        assert [output["num_cached_tokens"] for output in each] == [0, 0, 40, 40, 40, 40]
+
+
+def test_a_conversation_reuses_its_earlier_turns(hybrid):
+    path, oracle = hybrid
+    llm = make_llm(path)
+    prompt = random_prompt(0, 30)
+    cached = []
+    for turn in range(5):
+        (output,) = llm.generate(prompt, greedy(6), use_tqdm=False)
+        assert output["token_ids"] == oracle(prompt, 6)
+        cached.append(output["num_cached_tokens"])
+        prompt = prompt + output["token_ids"] + random_prompt(turn, 15)
+    assert cached == [0, 0, 32, 56, 76]  # up to the end of the turn before the last one
+
+
+def test_snapshots_are_evicted(hybrid):
+    """More shared prefixes than slots, and requests that read a snapshot while it is evicted."""
+    path, oracle = hybrid
+    llm = make_llm(path, max_num_seqs=3, max_num_batched_tokens=16)
+    scheduler = llm.scheduler
+    assert len(scheduler.snapshot_slots) == 3
+    prompts = []
+    for seed in range(36):
+        shared = random_prompt(seed % 5, 13 + seed % 5)
+        prompts.append(shared + random_prompt(seed, 1 + seed % 7))
+    expected = [oracle(prompt, 3) for prompt in prompts]
+    for _ in range(2):
+        assert generate_ids(llm, prompts, greedy(3)) == expected
+        check_engine(llm)
+        assert len(scheduler.snapshots) == 3
+    assert llm.stats["num_cached_tokens"] > 0
+
+
+def test_no_slot_leaks(hybrid):
+    """Aborts and preemptions at any moment: afterwards every slot can still get a snapshot."""
+    path, _ = hybrid
+    llm = make_llm(path, max_num_seqs=3, max_num_batched_tokens=9, num_kvcache_blocks=24)
+    for seed in range(40):
+        shared = random_prompt(seed % 3, 21)
+        request_id = llm.add_request(shared + random_prompt(seed, 8), greedy(9))
+        for _ in range(seed % 7):
+            llm.step()
+        if seed % 2:
+            llm.abort(request_id)
+    while not llm.is_finished():
+        llm.step()
+    assert llm.stats["num_preemptions"] > 0
+    llm.scheduler.snapshots.clear()
+    for seed in range(3):
+        for _ in range(2):
+            generate_ids(llm, random_prompt(100 + seed, 22), greedy(1))
+    assert len(llm.scheduler.snapshots) == 3
+    check_engine(llm)
+
+
+@pytest.mark.parametrize("is_caching", [True, False])
+def test_a_lane_starts_from_zeros(hybrid, is_caching):
+    """Prompts of one token and aborted prefills leave nothing behind in a lane."""
+    path, oracle = hybrid
+    options = dict(max_num_seqs=2, max_num_batched_tokens=7, enable_prefix_caching=is_caching)
+    llm = make_llm(path, **options)
+    for token_id in range(6):
+        request_id = llm.add_request(random_prompt(token_id, 40), greedy(4))
+        llm.step()
+        llm.step()
+        llm.abort(request_id)
+        assert generate_ids(llm, [[token_id]], greedy(5)) == [oracle([token_id], 5)]
+
+
+def test_an_interrupted_step_publishes_no_snapshot(hybrid, monkeypatch):
+    """The step that would write the snapshot is interrupted. Others must not read its slot."""
+    path, oracle = hybrid
+    llm = make_llm(path, max_num_batched_tokens=64)
+    shared = random_prompt(1, 20)
+    prompts = [shared + [index] * 3 for index in range(4)]
+    expected = [oracle(prompt, 6) for prompt in prompts]
+    assert generate_ids(llm, prompts[:1], greedy(6)) == expected[:1]
+    for prompt in prompts:
+        llm.add_request(prompt, greedy(6))
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model_runner, "forward", None)
+        with pytest.raises(TypeError):
+            llm.step()
+    assert llm.scheduler.new_snapshots
+    outputs = {}
+    while not llm.is_finished():
+        outputs.update((output["request_id"], output["token_ids"]) for output in llm.step())
+    assert [outputs[request_id] for request_id in sorted(outputs)] == expected
+    check_engine(llm)
+
+
+@pytest.mark.parametrize("is_caching", [True, False])
+def test_nan_does_not_outlive_its_request(tmp_path, is_caching):
+    """Neither in a lane nor in a snapshot."""
+    oracle = Oracle(make_checkpoint(tmp_path, **SETTINGS))
+    prompts = [[3] * 20 + [index] * 4 for index in range(4)]
+    expected = [oracle(prompt, 4) for prompt in prompts]
+    options = dict(max_num_seqs=2, enable_kernels=False, enable_prefix_caching=is_caching)
+    llm = make_llm(str(tmp_path), **options)
+    weight = llm.executor.worker.model.model.embed_tokens.weight
+    row = weight[3].clone()
+    with torch.inference_mode():
+        weight[3] = float("nan")
+    with pytest.warns(RuntimeWarning, match="NaN"):
+        outputs = llm.generate(prompts, greedy(4), use_tqdm=False)
+    assert {output["finish_reason"] for output in outputs} == {"error"}
+    assert not llm.scheduler.snapshots
+    with torch.inference_mode():
+        weight[3] = row
+    assert generate_ids(llm, prompts, greedy(4)) == expected
+
+
+def test_prefill_first_steps_are_all_prefill_or_all_decode(hybrid):
+    """A prompt that is cut for a snapshot finishes before decodes go on."""
+    path, oracle = hybrid
+    llm = make_llm(path, enable_chunked_prefill=False)
+    kinds = []
+    forward = llm.model_runner.forward
+
+    def record(seqs):
+        kinds.append({seq.is_decode for seq in seqs})
+        return forward(seqs)
+
+    llm.model_runner.forward = record
+    shared = random_prompt(5, 30)
+    prompts = [shared + random_prompt(seed, 5) for seed in range(3)]
+    outputs = {}
+    for index in range(3):  # the next one arrives while the others decode
+        llm.add_request(prompts[index], greedy(12))
+        for _ in range(4):
+            outputs.update((output["request_id"], output) for output in llm.step())
+    while not llm.is_finished():
+        outputs.update((output["request_id"], output) for output in llm.step())
+    for prompt, request_id in zip(prompts, sorted(outputs)):
+        assert outputs[request_id]["token_ids"] == oracle(prompt, 12)
+    assert [outputs[each]["num_cached_tokens"] for each in sorted(outputs)] == [0, 0, 28]
+    assert all(len(kind) == 1 for kind in kinds)
+
+
+def let_draft(llm, answers, is_right):
+    """Let an engine draft the tokens of `answers` (prompt and completion), right or wrong."""
+
+    def make_proposer(token_ids):
+        def propose(num_tokens):
+            start = len(token_ids)
+            answer = next(each for each in answers if each[:start] == token_ids)
+            draft = answer[start : start + num_tokens]
+            wrong = {"always": [], "never": [0], "sometimes": [(5 - start) % 7]}[is_right]
+            return [(each + (i in wrong)) % VOCAB_SIZE for i, each in enumerate(draft)]
+
+        return SimpleNamespace(propose=propose)
+
+    free = [0.0, *[1.0] * 256]  # drafts cost nothing
+    llm.scheduler.speculator = Speculator(7, StepCosts(free, free))
+    llm.scheduler.speculator.make_proposer = make_proposer
+
+
+@pytest.mark.parametrize("is_right", ["always", "never", "sometimes"])
+@pytest.mark.parametrize("is_chunked", [True, False])
+@pytest.mark.parametrize("num_blocks", [200, 30])
+def test_drafts_change_no_token(hybrid, is_right, is_chunked, num_blocks):
+    """After a rejected draft the state before it is read again."""
+    path, oracle = hybrid
+    prompts = [random_prompt(9, 30) + random_prompt(index, 9 + index) for index in range(4)]
+    expected = [oracle(prompt, 30) for prompt in prompts]
+    answers = [prompt + answer for prompt, answer in zip(prompts, expected)]
+    llm = make_llm(
+        path,
+        num_kvcache_blocks=num_blocks,
+        num_speculative_tokens=7,
+        enable_chunked_prefill=is_chunked,
+    )
+    let_draft(llm, answers, is_right)
+    for _ in range(2):
+        assert generate_ids(llm, prompts, greedy(30)) == expected
+        check_engine(llm)
+    assert (llm.stats["num_preemptions"] > 0) == (num_blocks == 30)
+    assert llm.stats["num_draft_tokens"] > 0
+    num_accepted = llm.stats["num_accepted_tokens"]
+    assert (num_accepted > 0) == (is_right != "never")
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "model.", "language_model.", ""])
+def test_published_checkpoints(tmp_path, prefix):
+    """A config with a text_config, names with a prefix, a vision tower and a draft head."""
+    oracle = Oracle(make_checkpoint(tmp_path, **SETTINGS))
+    prompt = random_prompt(1, 20)
+    if prefix == "model.language_model.":
+        text_config = json.loads((tmp_path / "config.json").read_text())
+        config = Qwen3_5Config(text_config=text_config, tie_word_embeddings=True)
+        config.architectures = ["Qwen3_5ForConditionalGeneration"]
+        config.save_pretrained(tmp_path)
+        assert "text_config" in json.loads((tmp_path / "config.json").read_text())
+
+    def rename(weights):
+        for name in list(weights):
+            weights[name.replace("model.", prefix, 1)] = weights.pop(name)
+        weights["mtp.fc.weight"] = torch.ones(2, 2)
+        weights["model.visual.blocks.0.norm1.bias"] = torch.ones(2)
+
+    edit_weights(tmp_path, rename)
+    assert generate_ids(LLM(tmp_path, **POOL), [prompt], greedy(8)) == [oracle(prompt, 8)]
+    edit_weights(tmp_path, lambda weights: weights.update({"model.other": torch.ones(2)}))
+    with pytest.raises(ValueError, match="unexpected tensors: model.other"):
+        LLM(tmp_path, **POOL)
+
+
+def test_two_names_of_one_tensor_are_ambiguous(tmp_path):
+    make_checkpoint(tmp_path, **SETTINGS)
+
+    def copy(weights):
+        norm = weights["model.norm.weight"].clone()
+        weights["model.language_model.norm.weight"] = norm
+
+    edit_weights(tmp_path, copy)
+    with pytest.raises(ValueError, match=r"repeated tensors.*norm\.weight"):
+        LLM(tmp_path, **POOL)
+
+
+@pytest.mark.parametrize("key", ["in_proj_qkv.weight", "conv1d.weight", "A_log", "norm.weight"])
+def test_every_parameter_is_needed(tmp_path, key):
+    make_checkpoint(tmp_path, **SETTINGS)
+    name = f"model.layers.1.linear_attn.{key}"
+    edit_weights(tmp_path, lambda weights: weights.pop(name))
+    with pytest.raises(ValueError, match=f"missing tensors: {name}$"):
+        LLM(tmp_path, **POOL)
+
+
+@pytest.mark.parametrize("where", ["text_config", "config", "embedding"])
+def test_dtype_and_eos_ids_are_found(tmp_path, where):
+    """Some tensors are float32 in a model of bfloat16, and one of these can come first."""
+    make_checkpoint(tmp_path, dtype=torch.bfloat16, **SETTINGS)
+    edit_weights(
+        tmp_path,
+        lambda weights: weights.update(
+            {name: each.float() for name, each in weights.items() if name.endswith("A_log")}
+        ),
+    )
+    text_config = json.loads((tmp_path / "config.json").read_text())
+    text_config["eos_token_id"] = 7
+    dtype = text_config.pop("dtype")
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text_config,
+        "tie_word_embeddings": True,
+        "eos_token_id": [8, 9],
+    }
+    if where != "embedding":
+        {"text_config": text_config, "config": config}[where]["dtype"] = dtype
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 10}')
+    llm = LLM(tmp_path, **POOL, enable_kernels=False)
+    assert llm.eos_token_ids == {7, 8, 9, 10}
+    model = llm.executor.worker.model.model
+    assert model.embed_tokens.weight.dtype == torch.bfloat16
+    assert model.layers[0].linear_attn.delta_rule.A_log.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_as_exact_as_transformers(tmp_path, dtype):
+    model = make_checkpoint(tmp_path, dtype=dtype, **SETTINGS)
+    prompt = random_prompt(3, 40)
+    llm = LLM(str(tmp_path), num_kvcache_blocks=64, max_num_batched_tokens=7)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=VOCAB_SIZE)
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    items = [sorted(entry.items()) for entry in output["prompt_logprobs"][1:]]
+    ours = torch.tensor(items)[..., 1]
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        theirs = model(ids).logits[0, :-1].float().log_softmax(-1)
+        exact = model.float()(ids).logits[0, :-1].log_softmax(-1)
+    assert (ours - exact).norm() < 1.5 * (theirs - exact).norm()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(layer_types=["sliding_attention"] * 4), r"layer_types\[0\]"),
+        (dict(layer_types=["linear_attention"] * 4), "layer_types without full_attention"),
+        (dict(linear_num_value_heads=3), "must be a multiple of"),
+        (dict(architectures=["Qwen3_5MoeForCausalLM"]), "Qwen3_5MoeForCausalLM"),
+        (dict(linear_conv_kernel_dim=0), "linear_conv_kernel_dim"),
+    ],
+)
+def test_unsupported_configs_are_rejected(tmp_path, changes, message):
+    make_checkpoint(tmp_path, **SETTINGS)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        LLM(tmp_path, **POOL)
+
+
+def test_ranks_must_divide_the_key_heads(hybrid):
+    with pytest.raises(ValueError, match="=4 does not divide linear_num_key_heads=2"):
+        LLM(hybrid[0], **POOL, tensor_parallel_size=4)
+
+
+class InterruptError(Exception):
+    pass
+
+
+def interrupt(*_):
+    raise InterruptError
+
+
+ACTIONS = ["add", "add", "step", "step", "step", "abort", "interrupt"]
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_random_engines(hybrid, data):
+    """Pools are small, so that requests are preempted and snapshots are evicted."""
+    path, oracle = hybrid
+    draw = data.draw
+    block_size = draw(st.sampled_from([2, 3, 4, 8]))
+    is_chunked = draw(st.booleans())
+    is_drafting = draw(st.booleans())
+    llm = make_llm(
+        path,
+        kvcache_block_size=block_size,
+        num_kvcache_blocks=draw(st.sampled_from([48, 64, 200])) // block_size,
+        max_num_batched_tokens=draw(st.integers(1, 40)) if is_chunked else 48,
+        max_num_seqs=draw(st.integers(1, 5)),
+        enable_chunked_prefill=is_chunked,
+        enable_prefix_caching=draw(st.integers(0, 3)) > 0,
+        num_speculative_tokens=3 if is_drafting else 0,
+    )
+    shared = random_prompt(0, 24)
+    prompts = [[1]]
+    for cut in (9, 16, 24):
+        prompts += [shared[:cut] + random_prompt(cut + tail, tail) for tail in (1, 5, 8)]
+    if is_drafting:
+        answers = [prompt + oracle(prompt, 14) for prompt in prompts]
+        let_draft(llm, answers, draw(st.sampled_from(["always", "never", "sometimes"])))
+    given_prompts = {}
+    outputs = {}
+    places = [(llm.model_runner, "forward"), (llm.model_runner, "sample")]
+    places.append((llm.scheduler, "postprocess"))
+
+    def step():
+        outputs.update((output["request_id"], output) for output in llm.step())
+        check_engine(llm)
+
+    for action in draw(st.lists(st.sampled_from(ACTIONS), min_size=15, max_size=50)):
+        if action == "add":
+            prompt = draw(st.sampled_from(prompts))
+            request_id = llm.add_request(prompt, greedy(draw(st.integers(1, 14))))
+            given_prompts[request_id] = prompt
+        elif action == "step":
+            step()
+        elif action == "abort":
+            llm.abort(draw(st.integers(0, 12)))
+        elif llm.requests:
+            place, name = draw(st.sampled_from(places))
+            original = getattr(place, name)
+            setattr(place, name, interrupt)
+            with pytest.raises(InterruptError):
+                llm.step()
+            setattr(place, name, original)
+    for _ in range(1000):
+        step()
+        if llm.is_finished():
+            break
+    assert outputs.keys() == given_prompts.keys()
+    for request_id, output in outputs.items():
+        token_ids = output["token_ids"]
+        assert output["finish_reason"] in ("length", "abort")
+        assert token_ids == oracle(given_prompts[request_id], 14)[: len(token_ids)]
+
+
+def test_prompts_without_a_shared_prefix_leave_no_snapshot(hybrid):
+    """A snapshot of each prompt would evict those that are hit."""
+    path, _ = hybrid
+    llm = make_llm(path, max_num_seqs=2)
+    shared = random_prompt(0, 20)
+    generate_ids(llm, [[*shared, 1], [*shared, 2]], greedy(1))
+    generate_ids(llm, [random_prompt(seed, 20) for seed in range(1, 9)], greedy(1))
+    assert len(llm.scheduler.snapshots) == 1
+    (output,) = llm.generate([*shared, 3], greedy(1), use_tqdm=False)
+    assert output["num_cached_tokens"] == 20
+
+
+@torch.inference_mode()
+def test_logprobs_and_prompt_logprobs(hybrid):
+    """Also of requests that could reuse a snapshot, in chunks and after preemptions."""
+    path, oracle = hybrid
+    llm = make_llm(path, max_num_batched_tokens=9, num_kvcache_blocks=20)
+    shared = random_prompt(2, 30)
+    prompts = [shared + [index] * 4 for index in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=3, prompt_logprobs=3)
+    for scoring in (greedy(8), params, params):
+        outputs = llm.generate(prompts, scoring, use_tqdm=False)
+        assert [o["token_ids"] for o in outputs] == [oracle(prompt, 8) for prompt in prompts]
+    assert llm.stats["num_preemptions"] > 0
+    for output in outputs:
+        token_ids = output["prompt_token_ids"] + output["token_ids"]
+        expected = oracle.model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
+        entries = [*output["prompt_logprobs"][1:], *output["logprobs"]]
+        for entry, row in zip(entries, expected, strict=True):
+            assert list(entry.values()) == pytest.approx(row[list(entry)].tolist(), abs=1e-4)
+
+
+@torch.inference_mode()
+def search_beams(model, prompt, width, num_tokens):
+    """Beam search without a cache and without an end."""
+    beams = [([], 0.0)]
+    for _ in range(num_tokens):
+        longer = []
+        for token_ids, total in beams:
+            logits = model(torch.tensor([prompt + token_ids])).logits[0, -1]
+            logprobs = (total + logits.log_softmax(-1)).tolist()
+            longer += [([*token_ids, i], each) for i, each in enumerate(logprobs)]
+        beams = sorted(longer, key=lambda beam: -beam[1])[:width]
+    return [token_ids for token_ids, _ in beams]
+
+
+def test_samples_streams_and_beams(hybrid):
+    """A seed gives the same samples from a cold cache, from snapshots, and after preemptions."""
+    path, oracle = hybrid
+    prompts = [[*random_prompt(3, 26), index] for index in range(3)]
+    params = SamplingParams(n=3, temperature=1.0, max_tokens=12, seed=1, top_k=20)
+    engines = [
+        make_llm(path, enable_prefix_caching=False),
+        make_llm(path),
+        make_llm(path, num_kvcache_blocks=20, max_num_batched_tokens=7),
+        make_llm(path, num_speculative_tokens=3),
+    ]
+    expected = generate_ids(engines[0], prompts, params)
+    assert len(expected) == 9
+    best = search_beams(oracle.model, prompts[0], 3, 7)
+    for llm in engines:
+        for _ in range(2):
+            assert generate_ids(llm, prompts, params) == expected
+            check_engine(llm)
+        *_, last = llm.stream(prompts[0], greedy(9))
+        assert last["token_ids"] == oracle(prompts[0], 9)
+        # transformers does not reorder recurrent states with the beams, so it is no reference.
+        beams = llm.beam_search(prompts[0], 3, 7)[0]
+        assert [beam["token_ids"] for beam in beams] == best
+    assert engines[2].stats["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("with_kernels", [True, False])
+def test_quantized_projections(tmp_path, with_kernels):
+    """All but those of beta and decay."""
+    model = make_checkpoint(tmp_path, **SETTINGS)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and not name.endswith(("in_proj_a.weight", "in_proj_b.weight")):
+            parameter.data = QuantizedWeight.quantize(parameter.data, INT8).dequantize()
+    prompts = [random_prompt(seed, 20) for seed in range(3)]
+    expected = [Oracle(model)(prompt, 8) for prompt in prompts]
+    llm = LLM(str(tmp_path), **POOL, quantization="int8", enable_kernels=with_kernels)
+    assert generate_ids(llm, prompts, greedy(8)) == expected
+
+
+def test_dummy_weights_are_finite(tmp_path):
+    make_checkpoint(tmp_path, **SETTINGS)
+    llm = LLM(str(tmp_path), **POOL, load_format="dummy")
+    (output,) = llm.generate([1, 2, 3], greedy(5), use_tqdm=False)
+    assert output["finish_reason"] == "length"
