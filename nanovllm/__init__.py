@@ -10,6 +10,7 @@ from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 
+__version__ = "0.1.0"
 DEMO_MODEL = str(Path(__file__).parent / "demo_model")
 
 __all__ = ["DEMO_MODEL", "LLM", "RequestOutput", "SamplingParams", "StructuredOutputs"]

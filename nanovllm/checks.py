@@ -38,6 +38,15 @@ def show(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
+def invalid(
+    name: str, problem: str, kind: type[Exception] = ValueError, separator: str = " "
+) -> Exception:
+    """Make an error whose attribute `name` is the option or field at fault."""
+    error = kind(f"{name}{separator}{problem}")
+    error.name = name  # type: ignore[attr-defined]
+    return error
+
+
 def checked(default: T, check: Callable[..., object], **limits: object) -> T:
     """Define a field of a `Checked` dataclass.
 
@@ -60,7 +69,7 @@ class Checked:
 def check_int(name: str, value: object, minimum: int, maximum: float = math.inf) -> int:
     """Require an int in [minimum, maximum]."""
     if not isinstance(value, (int, Integral)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, not {show(value)}")
+        raise invalid(name, f"must be an int, not {show(value)}", TypeError)
     return int(check_number(name, int(value), minimum, maximum))
 
 
@@ -69,9 +78,9 @@ def check_ints(
 ) -> list[int]:
     """Require ints >= `minimum` in a list, a tuple, a set or an array, and at most `max_num`."""
     given = list(check_type(name, values, (Iterable,), "a list of ints"))
-    if max_num is not None:
-        check_int(f"the number of {name}", len(given), 0, max_num)
-    return [check_int(f"each of {name}", value, minimum) for value in given]
+    if max_num is not None and len(given) > max_num:
+        raise invalid(name, f"must have at most {max_num} values, not {len(given)}")
+    return [check_int(f"{name}[{index}]", value, minimum) for index, value in enumerate(given)]
 
 
 def check_number(
@@ -79,7 +88,7 @@ def check_number(
 ) -> float:
     """Require a finite number in [low, high], or in (low, high] if `open_low`. Keeps an int."""
     if not isinstance(value, (int, float, Real)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, not {show(value)}")
+        raise invalid(name, f"must be a number, not {show(value)}", TypeError)
     # float16 cannot be compared with a large `high`.
     number = value if isinstance(value, int) else float(value)
     is_above = low < number if open_low else low <= number
@@ -87,14 +96,14 @@ def check_number(
         limits = f"above {low}" if open_low else f"at least {low}"
         if high < math.inf:
             limits += f" and at most {high}"
-        raise ValueError(f"{name} must be {limits}, not {show(number)}")
+        raise invalid(name, f"must be {limits}, not {show(number)}")
     return number
 
 
 def check_type(name: str, value: T, types: tuple[type, ...], meaning: str) -> T:
     """Require one of `types`. `meaning` names them in the error."""
     if not isinstance(value, types):
-        raise TypeError(f"{name} must be {meaning}, not {show(value)}")
+        raise invalid(name, f"must be {meaning}, not {show(value)}", TypeError)
     return value
 
 
@@ -105,9 +114,8 @@ check_str = partial(check_type, types=(str,), meaning="a str")
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """Require one of `choices`."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(
-            f"{name} must be one of {', '.join(map(repr, choices))}, not {show(value)}"
-        )
+        meaning = ", ".join(map(repr, choices))
+        raise invalid(name, f"must be one of {meaning}, not {show(value)}")
     return value
 
 
@@ -125,4 +133,4 @@ def naming(source: object, *errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        raise ValueError(f"{source}: {error}") from error
+        raise invalid(str(source), str(error), separator=": ") from error

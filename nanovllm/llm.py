@@ -1,6 +1,7 @@
 """`LLM`, what most callers use: it runs the engine until the given prompts have finished."""
 
 from collections.abc import Iterator, Sequence
+from inspect import signature
 from typing import Any
 
 from tqdm import tqdm
@@ -10,6 +11,7 @@ from nanovllm.checks import (
     check_int,
     check_number,
     check_type,
+    invalid,
     naming,
 )
 from nanovllm.config import Config, takes
@@ -23,7 +25,7 @@ from nanovllm.engine.speculation import SpeculativeScheduler, enable_speculation
 from nanovllm.engine.states import StatefulScheduler
 from nanovllm.engine.structured import Grammars, StructuredModelRunner
 from nanovllm.engine.thread_safety import ThreadSafeEngine
-from nanovllm.messages import Message, prepare_messages
+from nanovllm.messages import Message, Tool, check_tools, prepare_messages
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -117,34 +119,78 @@ class LLM(ThreadSafeEngine):
         messages: list[Message] | list[list[Message]],
         sampling_params: Params = None,
         use_tqdm: bool = True,
+        tools: list[Tool] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation or of a list of them.
 
-        The checkpoint's chat template turns a conversation into a prompt. The content of a message
-        is a str, or a list of parts as in OpenAI's API, of which only type "text" is supported.
+        The checkpoint's chat template turns a conversation into a prompt. Messages and tools are
+        those of OpenAI's API. The content of a message is a str, or a list of parts, of which only
+        type "text" is supported. Tool calls are in the text of the reply, as the model writes them.
+
+        Args:
+            tools: The functions that the model may call.
+            chat_template_kwargs: Variables of the template, such as enable_thinking of Qwen3.
+            add_generation_prompt: Let the prompt end with the start of an assistant's message.
+            continue_final_message: Continue the last message instead, which needs
+                add_generation_prompt=False.
         """
         expected = "a list of dicts, or a list of such lists"
         check_type("messages", messages, (list, tuple), expected)
         conversations: list[Any] = list(messages)
         if conversations and isinstance(conversations[0], dict):
             conversations = [conversations]
-        return self.generate(self.encode_chats(conversations), sampling_params, use_tqdm)
+        prompts = self.encode_chats(
+            conversations,
+            tools,
+            chat_template_kwargs,
+            add_generation_prompt,
+            continue_final_message,
+        )
+        return self.generate(prompts, sampling_params, use_tqdm)
 
-    def encode_chats(self, conversations: list[list[Message]]) -> list[Prompt]:
-        """Return the token ids of conversations, by the checkpoint's chat template."""
-        return [self._apply_chat_template(conversation) for conversation in conversations]
-
-    def _apply_chat_template(self, conversation: list[Message]) -> list[int]:
+    def encode_chats(
+        self,
+        conversations: list[list[Message]],
+        tools: list[Tool] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[Prompt]:
+        """Return the token ids of conversations, by the checkpoint's chat template, see `chat`."""
         if self.tokenizer is None:
             raise ValueError(
                 "the checkpoint has no tokenizer: pass token ids to generate instead of chat"
             )
-        messages = prepare_messages(conversation)
+        if tools and not self.template_uses_tools:
+            raise invalid("tools", "need a chat template that uses them: this model's does not")
+        variables = chat_template_kwargs or {}
+        check_type("chat_template_kwargs", variables, (dict,), "a dict")
+        # Parameters of apply_chat_template, such as chat_template, are not for clients of a server.
+        reserved = signature(self.tokenizer.apply_chat_template).parameters.keys() - {"documents"}
+        for name in reserved & variables.keys():
+            raise invalid(f"chat_template_kwargs.{name}", "is no variable of the chat template")
+        options: dict[str, Any] = {
+            **variables,
+            "tools": check_tools(tools) if tools else None,
+            "add_generation_prompt": check_bool("add_generation_prompt", add_generation_prompt),
+            "continue_final_message": check_bool("continue_final_message", continue_final_message),
+        }
+        return [self._apply_chat_template(chat, options) for chat in conversations]
+
+    @property
+    def template_uses_tools(self) -> bool:
+        """Whether the chat template shows tools to the model."""
+        return "tools" in str(getattr(self.tokenizer, "chat_template", ""))
+
+    def _apply_chat_template(self, chat: list[Message], options: dict[str, Any]) -> list[int]:
+        assert self.tokenizer is not None
+        messages = prepare_messages(chat)
         # The template is code from the checkpoint and can raise any exception.
         with naming("the checkpoint's chat template cannot format these messages", Exception):
-            text = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False
-            )
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         return self.input_processor.tokenize(str(text), add_special_tokens=False)
 
     def beam_search(

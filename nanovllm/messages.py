@@ -1,67 +1,122 @@
-"""Checks the messages of a chat and prepares them for the checkpoint's chat template.
+"""Checks the messages and tools of a chat and prepares them for the checkpoint's chat template.
 
 A template prints whatever it gets, such as a dict as its Python repr. Messages must therefore be
 what OpenAI's API allows: https://platform.openai.com/docs/api-reference/chat/create
 """
 
+import json
+import re
+from collections.abc import Iterator
 from typing import Any
 
-from nanovllm.checks import show
+from nanovllm.checks import invalid, show
 
 # {"role": one of ROLES, "content": text}, where the text is a str or a list of parts
-# {"type": "text", "text": str}. An assistant's content may be None.
+# {"type": "text", "text": str}. An assistant's content may be None. Its "tool_calls" are a list of
+# {"type": "function", "id": str, "function": {"name": str, "arguments": JSON of an object}}.
 Message = dict[str, Any]
+# {"type": "function", "function": {"name": str, "parameters": JSON schema, ...}}
+Tool = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-UNSUPPORTED = ("tool_calls", "function_call", "audio")
-TEXTS = ("name", "tool_call_id", "refusal", "reasoning_content")  # a str, or None
+UNSUPPORTED = ("function_call", "audio")
+# Fields that are a str or None.
+TEXTS = ("name", "tool_call_id", "refusal", "reasoning", "reasoning_content")
 
 
 def prepare_messages(conversation: Any) -> list[Message]:
-    """Return the messages with their content as one str. Other fields are left to the template.
+    """Return the messages with their content as one str, and arguments of tool calls as dicts.
 
-    Raises ValueError that names the field at fault.
+    Other fields are left to the template. Raises ValueError that names the field at fault.
     """
-    if not isinstance(conversation, (list, tuple)) or not conversation:
-        raise ValueError(f"messages must be a list of dicts, not {show(conversation)}")
     prepared: list[Message] = []
-    for index, message in enumerate(conversation):
-        name = f"messages[{index}]"
-        _require(isinstance(message, dict), name, "a dict with role and content", message)
+    for name, message in _list_dicts("messages", conversation):
         role = message.get("role")
         is_known = isinstance(role, str) and role in ROLES
         _require(is_known, f"{name}.role", f"one of {', '.join(map(repr, ROLES))}", role)
         for field in UNSUPPORTED:
             if message.get(field) not in (None, []):
-                raise ValueError(f"{name}.{field} is not supported: leave it out")
+                raise invalid(f"{name}.{field}", "is not supported: leave it out")
         for field in TEXTS:
             text = message.get(field)
             _require(text is None or isinstance(text, str), f"{name}.{field}", "a str", text)
         content = message.get("content")
         if content is None and role == "assistant":
             content = ""
-        prepared.append({**message, "content": _join_parts(f"{name}.content", content)})
+        message = {**message, "content": _join_parts(f"{name}.content", content)}
+        calls = message.pop("tool_calls", None)
+        if calls not in (None, []):
+            is_assistant = role == "assistant"
+            _require(
+                is_assistant, f"{name}.role", "'assistant' for a message with tool_calls", role
+            )
+            named_calls = _list_dicts(f"{name}.tool_calls", calls)
+            message["tool_calls"] = [_prepare_call(*named_call) for named_call in named_calls]
+        prepared.append(message)
     return prepared
+
+
+def check_tools(tools: Any) -> list[Tool]:
+    """Require tools with the names that OpenAI allows, and objects as parameters."""
+    for name, tool in _list_dicts("tools", tools):
+        parameters = _read_function(name, tool).get("parameters", {})
+        is_object = isinstance(parameters, dict)
+        _require(is_object, f"{name}.function.parameters", "a JSON schema", parameters)
+    return list(tools)
+
+
+def _read_function(name: str, call: dict[str, Any]) -> dict[str, Any]:
+    """Return the function of a tool, or of a call."""
+    kind = call.get("type")
+    _require(kind == "function", f"{name}.type", "'function', the only one supported", kind)
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise invalid(f"{name}.function", f"must be a dict with a name, not {show(function)}")
+    text = function.get("name")
+    is_valid = isinstance(text, str) and re.fullmatch(r"[\w.-]{1,64}", text, re.ASCII) is not None
+    meaning = "a str of up to 64 letters, digits and _.-"
+    _require(is_valid, f"{name}.function.name", meaning, text)
+    return function
+
+
+def _prepare_call(name: str, call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as a dict. Templates write JSON, and would quote a str."""
+    function = _read_function(name, call)
+    name = f"{name}.function.arguments"
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise invalid(name, f"must be JSON: {error}") from error
+    _require(isinstance(arguments, dict), name, "JSON of an object", arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _join_parts(name: str, content: Any) -> str:
     """Return the content of a message as one str. Parts are joined by newlines, as in vLLM."""
     if isinstance(content, str):
         return content
-    is_list = isinstance(content, (list, tuple)) and len(content) > 0
-    _require(is_list, name, "a str or a list of parts", content)
     texts: list[str] = []
-    for index, part in enumerate(content):
-        part_name = f"{name}[{index}]"
-        _require(isinstance(part, dict), part_name, "a dict with type and text", part)
+    for part_name, part in _list_dicts(name, content, "a str or a list of parts"):
         kind = part.get("type")
         _require(kind == "text", f"{part_name}.type", "'text', the only one supported", kind)
-        text = part.get("text")
+        text: Any = part.get("text")
         _require(isinstance(text, str), f"{part_name}.text", "a str", text)
         texts.append(text)
     return "\n".join(texts)
 
 
+def _list_dicts(
+    name: str, values: Any, meaning: str = "a list of dicts"
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Require dicts in a list or a tuple, at least one. Yield each with its name."""
+    _require(isinstance(values, (list, tuple)) and len(values) > 0, name, meaning, values)
+    for index, value in enumerate(values):
+        _require(isinstance(value, dict), f"{name}[{index}]", "a dict", value)
+        yield f"{name}[{index}]", value
+
+
 def _require(condition: bool, name: str, meaning: str, value: object) -> None:
     if not condition:
-        raise ValueError(f"{name} must be {meaning}, not {show(value)}")
+        raise invalid(name, f"must be {meaning}, not {show(value)}")

@@ -1,7 +1,13 @@
-"""Runs the main functions of programs that print tables and timelines."""
+"""What programs print: reports to stderr, tables and timelines to stdout."""
 
 import os
+import sys
 from collections.abc import Callable
+
+
+def report(message: str) -> None:
+    """Print a line about the engine or the server to stderr."""
+    print(f"nanovllm: {message}", file=sys.stderr, flush=True)
 
 
 def run_program(main: Callable[[], None]) -> None:

@@ -77,7 +77,7 @@ class InputProcessor:
         check_int("each token id of a prompt", min(token_ids), 0, self.vocab_size - 1)
         check_int("each token id of a prompt", max(token_ids), 0, self.vocab_size - 1)
         for token_id in params.logit_bias or ():
-            check_int("each token id of logit_bias", token_id, 0, self.vocab_size - 1)
+            check_int("logit_bias", token_id, 0, self.vocab_size - 1)
         if params.structured_outputs is not None:
             params = self.grammars.compile(params)
         return token_ids, params

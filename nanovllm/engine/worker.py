@@ -8,7 +8,6 @@ The worker also decides what depends on both the checkpoint and the machine: the
 the block size, the number of blocks and max_model_len.
 """
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from nanovllm.models.weights import (
     open_checkpoint,
 )
 from nanovllm.packing import pack, unpack
+from nanovllm.terminal import report
 from nanovllm.transfers import copy_to
 
 _DEFAULT_MAX_MODEL_LEN = 4096
@@ -95,14 +95,13 @@ class Worker:
             else:
                 load_checkpoint(self.model, files, spec.quantization.format)
         if self.tp.rank == 0:
-            print(f"nanovllm: weights: {show_gb(count_bytes(self.model))}", file=sys.stderr)
+            report(f"weights: {show_gb(count_bytes(self.model))}")
         if config.enable_kernels:
             run = self._compute_block if self.device.type == "cuda" else None
             names = kernels.kernelize(self.model, self.device, spec.dtype, run)
             if names and self.tp.rank == 0:
                 advice = "enable_kernels=False runs layers/ and models/ as written"
-                message = f"nanovllm: optimized layers: {', '.join(names)}; {advice}"
-                print(message, file=sys.stderr)
+                report(f"optimized layers: {', '.join(names)}; {advice}")
 
     def _compute_block(self) -> None:
         """Compute a prompt of one block in a KV cache of its own, for the self-test of layers."""
@@ -154,8 +153,7 @@ class Worker:
         self._allocate(self.num_blocks, FIRST_LANE + self.num_lanes * count_slots(self.config))
         if self.tp.rank == 0:
             backend = f"{self.backend.NAME} attention"
-            message = f"nanovllm: {self.device}, {self.spec.dtype}, {backend}; {arithmetic}"
-            print(message, file=sys.stderr)
+            report(f"{self.device}, {self.spec.dtype}, {backend}; {arithmetic}")
 
     def list_snapshot_slots(self) -> range:
         """The slots of recurrent states that belong to no lane, the last ones."""

@@ -11,7 +11,6 @@ the result. With prepacked weights on a CPU, bias, residual and gate are applied
 rounding. Each difference is about one unit in the last place.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache, partial
@@ -32,7 +31,10 @@ from nanovllm.kernels.self_test import (
     record_calls,
 )
 from nanovllm.layers.attention import Backend
+from nanovllm.terminal import report
 from nanovllm.transfers import copy_to
+
+report_once = cache(report)  # for messages that are the same for all engines of this process
 
 
 def select_backend(
@@ -64,12 +66,6 @@ def select_backend(
             return backend, size
         reasons.append(f"attention_backend={candidate!r} cannot run here: {reason}")
     raise ValueError("; ".join(reasons))
-
-
-@cache
-def report_once(message: str) -> None:
-    """Print a message that is the same for all engines of this process."""
-    print(f"nanovllm: {message}", file=sys.stderr)
 
 
 class OptimizedLayer(nn.Module):
@@ -132,7 +128,7 @@ def is_right(name: str, plain: str, call: Call) -> bool:
     reason = find_failure(partial(check_output, call))
     if reason is not None:
         message = f"{name} is replaced by {plain}, which is slower; please report this: {reason}"
-        print(f"nanovllm: {message}", file=sys.stderr)
+        report(message)
     return reason is None
 
 
@@ -153,7 +149,7 @@ def find_optimized_layers(device_type: str, dtype: torch.dtype) -> list[type[Opt
         module = import_module(f"nanovllm.kernels.{device_type}.layers")
         return module.find_optimized_layers(dtype)
     except (ImportError, RuntimeError) as error:  # no Triton, or the kernels do not work here
-        print(f"nanovllm: using plain torch layers, which are slow: {error}", file=sys.stderr)
+        report(f"using plain torch layers, which are slow: {error}")
         return []
 
 

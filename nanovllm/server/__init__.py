@@ -2,12 +2,15 @@
 
 __main__.py        options, signals, the web server
 connections.py     limits on connections
-web.py             the log of requests, rejection of foreign web pages
+middleware.py      the log of requests, rejection of foreign web pages
 openai_api.py      endpoints
 bodies.py          reads the JSON of requests
 metrics.py         Prometheus' metrics
 parameters.py      what each endpoint does with the parameters of a request
-protocol.py        OpenAI's objects: replies, errors
+tools.py           tool calls: which ones are allowed, how they are parsed
+protocol.py        OpenAI's objects: replies
+message_parser.py  content, reasoning and tool calls in the text of a reply
+errors.py          OpenAI's objects: errors
 logprobs.py        log probabilities as text
 engine_thread.py   the thread that owns the engine
 playground.py      the live page: a recorded engine that can be held and stepped

@@ -6,7 +6,6 @@ engine are options here, such as --max-model-len 2048.
 
 import argparse
 import asyncio
-import ipaddress
 import os
 import signal
 import socket
@@ -22,8 +21,10 @@ from nanovllm.checks import check_int, naming, parse_value
 from nanovllm.config import Config
 from nanovllm.server.connections import KEEP_ALIVE_SECONDS, Connection, choose_limits
 from nanovllm.server.engine_thread import EngineThread
+from nanovllm.server.middleware import is_loopback
 from nanovllm.server.openai_api import Api
-from nanovllm.server.playground import HOSTS, Playground
+from nanovllm.server.playground import Playground
+from nanovllm.terminal import report
 
 SHUTDOWN = "the server is shutting down"
 GRACE = 5  # seconds for clients that do not read
@@ -55,13 +56,10 @@ class Server(uvicorn.Server):
             each.listen(BACKLOG)
         self.engine.start_on(loop)
         defaults = describe_defaults(self.engine.llm.get_default_sampling_params())
-        message = f"sampling defaults of generation_config.json: {defaults}"
-        print(f"nanovllm: {message}", file=sys.stderr, flush=True)
+        report(f"sampling defaults of generation_config.json: {defaults}")
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         port = self.sockets[0].getsockname()[1]
-        print(
-            f"nanovllm: serving {self.model} on http://{host}:{port}", file=sys.stderr, flush=True
-        )
+        report(f"serving {self.model} on http://{host}:{port}")
         await asyncio.to_thread(self.engine.join)
 
 
@@ -79,13 +77,30 @@ def make_parser() -> argparse.ArgumentParser:
         "--api-key",
         metavar="KEY",
         default=os.environ.get("NANOVLLM_API_KEY"),
-        help="clients of /v1 must send it as a bearer token (default: NANOVLLM_API_KEY of the"
+        help="clients must send it as a bearer token (default: NANOVLLM_API_KEY of the"
         " environment, which other users of this machine cannot see)",
     )
     add(
         "--playground",
         action="store_true",
         help="serve a page that shows and controls every step",
+    )
+    add(
+        "--served-model-name",
+        metavar="NAME",
+        help="name of the model for clients (default: MODEL, or demo_model)",
+    )
+    add(
+        "--allowed-origins",
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="web pages that may send requests, such as http://localhost:3000, or * for all",
+    )
+    add(
+        "--reasoning-parser",
+        choices=["qwen3"],
+        help="return what a chat's reply has between <think> and </think> as `reasoning`",
     )
     group = parser.add_argument_group("engine options, see help(nanovllm.config.Config)")
     for field in fields(Config)[1:]:
@@ -104,15 +119,6 @@ def describe_defaults(params: SamplingParams) -> str:
     return ", ".join(changed) or "none"
 
 
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 async def bind(host: str, port: int) -> list[socket.socket]:
     """Reserve the addresses of `host`. Connections are rejected until the sockets listen."""
     loop = asyncio.get_running_loop()
@@ -128,14 +134,17 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         args.api_key = args.api_key.strip()  # a file that it comes from ends with a newline
     if args.api_key == "":
         parser.error("--api-key, or NANOVLLM_API_KEY, is empty: give a key, or leave it out")
-    if args.playground and (args.host not in HOSTS or args.api_key or hasattr(args, "trace")):
+    is_local = is_loopback(args.host)
+    is_open = not is_local or args.allowed_origins
+    if args.playground and (is_open or args.api_key or hasattr(args, "trace")):
         parser.error(
             "--playground shows every prompt to everyone who opens the page, and records every"
-            f" step: use a --host of {', '.join(HOSTS)}, and neither --api-key nor --trace"
+            " step: use a loopback --host such as 127.0.0.1, and none of --api-key,"
+            " --allowed-origins and --trace"
         )
-    if not is_loopback(args.host) and args.api_key is None:
-        message = f"warning: --host {args.host} lets everyone on the network use this server"
-        print(f"nanovllm: {message}: set --api-key", file=sys.stderr)
+    if not is_local and args.api_key is None:
+        message = f"--host {args.host} lets everyone on the network use this server"
+        report(f"warning: {message}: set --api-key")
 
 
 def start(args: argparse.Namespace) -> tuple[list[socket.socket], EngineThread]:
@@ -167,10 +176,19 @@ def main(argv: list[str] | None = None) -> None:
         sockets, engine = start(args)
     except (ValueError, TypeError) as error:
         parser.error(str(error))
-    name = "demo_model" if args.model == DEMO_MODEL else args.model
-    api = Api(engine, name, str(args.model), args.api_key)
+    name = args.served_model_name
+    if name is None:
+        name = "demo_model" if args.model == DEMO_MODEL else args.model
+    api = Api(
+        engine,
+        name,
+        args.model,
+        api_key=args.api_key,
+        allowed_origins=args.allowed_origins,
+        parses_reasoning=args.reasoning_parser is not None,
+    )
     if isinstance(engine, Playground):
-        app = api.make_app(engine.routes(), HOSTS)
+        app = api.make_app(engine.routes(), is_local=True)
     else:
         app = api.make_app()
     max_connections, batch_size = choose_limits()

@@ -10,8 +10,8 @@ from typing import TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from nanovllm.checks import check_type
-from nanovllm.server.parameters import Object
+from nanovllm.checks import show
+from nanovllm.server.errors import InvalidRequest, JsonObject
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class Bodies:
         self.total_bytes = 0  # bodies that are being received or parsed
         self.turn = asyncio.Lock()
 
-    async def read(self, request: Request, parse: Callable[[Object], T]) -> T:
+    async def read(self, request: Request, parse: Callable[[JsonObject], T]) -> T:
         """Return parse(body), called in a thread.
 
         Browsers send the content type application/json to another origin only after a preflight
@@ -61,7 +61,7 @@ class Bodies:
             raise HTTPException(503, "too many large bodies arrive at once: try again later")
 
 
-def _parse(data: bytearray, parse: Callable[[Object], T], is_large: bool) -> T:
+def _parse(data: bytearray, parse: Callable[[JsonObject], T], is_large: bool) -> T:
     """Parse a body, a large one without garbage collection.
 
     The event loop waits for json.loads, because it does not release the GIL, and garbage collection
@@ -73,13 +73,15 @@ def _parse(data: bytearray, parse: Callable[[Object], T], is_large: bool) -> T:
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the body is not JSON: {error}") from error
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
     finally:
         if pauses_collection:
             gc.enable()
-    return parse(check_type("the body", body, (dict,), "a JSON object"))
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"the body must be a JSON object, not {show(body)}")
+    return parse(body)
 
 
-async def read_json(request: Request) -> Object:
+async def read_json(request: Request) -> JsonObject:
     bodies: Bodies = request.app.state.bodies
     return await bodies.read(request, dict)

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from nanovllm.server.protocol import describe_error
-from nanovllm.server.web import log
+from nanovllm.server.errors import describe_error
+from nanovllm.server.middleware import log
 
 REQUEST_SECONDS = 30  # for a client to connect and to send a request
 KEEP_ALIVE_SECONDS = 75  # between requests, longer than proxies reuse an idle connection

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 
 from nanovllm import LLM
 from nanovllm.engine.input_processor import PreparedPrompt
@@ -23,8 +24,12 @@ from nanovllm.outputs import RequestOutput
 Outputs = dict[int, RequestOutput]  # index of a choice -> its newest output
 
 
+@dataclass(eq=False)
 class Unavailable(Exception):
     """The engine is lost or shutting down."""
+
+    message: str
+    status = 503
 
 
 class Stream:

@@ -10,7 +10,7 @@ A special token adds no text, and has its name instead. So have candidates that 
 
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.outputs import PromptLogprobs
-from nanovllm.server.parameters import Object
+from nanovllm.server.errors import JsonObject
 from nanovllm.vocabulary import Vocabulary
 
 LEAST_LOGPROB = -9999.0  # stands for -inf, as in vLLM, because JSON has no infinity
@@ -29,9 +29,14 @@ class LogprobsWriter:
 
     def write_completion(
         self, token_ids: list[int], entries: PromptLogprobs, is_last: bool
-    ) -> Object:
+    ) -> JsonObject:
         """Describe more tokens as a completion does. `is_last` if none follow."""
-        found: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        found: JsonObject = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
         for index, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True), 1):
             found["text_offset"].append(self.offset)
             token = self._take(token_id, is_last and index == len(token_ids))
@@ -43,9 +48,9 @@ class LogprobsWriter:
 
     def write_chat(
         self, token_ids: list[int], entries: PromptLogprobs, is_last: bool, num_top: int
-    ) -> Object:
+    ) -> JsonObject:
         """Describe more tokens as a chat does, each with its `num_top` best candidates."""
-        content: list[Object] = []
+        content: list[JsonObject] = []
         for index, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True), 1):
             token = self._take(token_id, is_last and index == len(token_ids))
             names = self._name_candidates(entry, token_id, token)
@@ -86,6 +91,6 @@ class LogprobsWriter:
             names[name] = max(logprob, LEAST_LOGPROB)
         return names
 
-    def _describe(self, token_id: int, name: str, logprob: float) -> Object:
+    def _describe(self, token_id: int, name: str, logprob: float) -> JsonObject:
         token_bytes = list(self.vocabulary.read_bytes(token_id))
         return {"token": name, "logprob": logprob, "bytes": token_bytes}

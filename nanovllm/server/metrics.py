@@ -8,7 +8,7 @@ import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from nanovllm.server.engine_thread import EngineThread, Outputs, Stream
-from nanovllm.server.parameters import Object
+from nanovllm.server.errors import JsonObject
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 GAUGES = {
@@ -50,7 +50,7 @@ class Metrics:
     def collect(self) -> list[Metric]:
         """Return the engine's statistics. Prometheus calls this for each scrape."""
         metrics: list[Metric] = []
-        stats: Object = {**self.engine.llm.stats}
+        stats: JsonObject = {**self.engine.llm.stats}
         for name, text in GAUGES.items():
             metrics.append(GaugeMetricFamily(f"nanovllm_{name}", text, value=stats[name]))
         for name, text in COUNTERS.items():

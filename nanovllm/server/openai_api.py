@@ -7,7 +7,8 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -19,19 +20,20 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from nanovllm import __version__
 from nanovllm.checks import show
 from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.server.bodies import Bodies
 from nanovllm.server.engine_thread import EngineThread, Outputs, Unavailable
+from nanovllm.server.errors import InvalidRequest, JsonObject, describe_error
 from nanovllm.server.metrics import Metrics
-from nanovllm.server.parameters import InvalidRequest, Object, parse_request
+from nanovllm.server.middleware import Middleware, respond, show_path
+from nanovllm.server.parameters import detokenize, parse_request, tokenize
 from nanovllm.server.protocol import (
     END,
     Reply,
-    describe_error,
     write_event,
 )
-from nanovllm.server.web import Front, respond, show_path
 
 BASE_BODY_BYTES = 2**20  # room for everything that is not a prompt
 MAX_BODY_BYTES = 2**25
@@ -46,37 +48,45 @@ and open this page.
 """
 
 
+@dataclass
 class Api:
     """The endpoints for one model."""
 
-    def __init__(self, engine: EngineThread, model: str, root: str, api_key: str | None) -> None:
-        """Serve `engine` under the name `model`. `root` is the checkpoint, another valid name."""
-        self.engine = engine
-        self.model = model
-        self.root = root
-        self.api_key = api_key
+    engine: EngineThread
+    model: str  # its name
+    root: str  # the checkpoint, another valid name
+    _: KW_ONLY
+    api_key: str | None = None
+    allowed_origins: Sequence[str] = ()  # of web pages
+    parses_reasoning: bool = False
+
+    def __post_init__(self) -> None:
         self.created = int(time.time())
-        self.metrics = Metrics(engine)
-        num_bytes = BASE_BODY_BYTES + BODY_BYTES_PER_TOKEN * engine.llm.max_model_len
+        self.metrics = Metrics(self.engine)
+        num_bytes = BASE_BODY_BYTES + BODY_BYTES_PER_TOKEN * self.engine.llm.max_model_len
         self.bodies = Bodies(min(num_bytes, MAX_BODY_BYTES))
 
-    def make_app(self, routes: Sequence[Route] = (), hosts: Sequence[str] = ()) -> ASGIApp:
-        """Make the app. `routes` come before the API's. `hosts`, if given, are the valid Hosts."""
+    def make_app(self, routes: Sequence[Route] = (), is_local: bool = False) -> ASGIApp:
+        """Make the app. `routes` come before the API's. `is_local`: see Middleware."""
         routes = [
             *routes,
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.complete, methods=["POST"]),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{id:path}", self.show_model),
+            Route("/tokenize", self.use_tokenizer, methods=["POST"]),
+            Route("/detokenize", self.use_tokenizer, methods=["POST"]),
+            Route("/version", self.show_version),
+            Route("/ping", self.check_health, methods=["GET", "POST"]),
             Route("/health", self.check_health),
             Route("/metrics", self.write_metrics),
             Route("/", self.welcome),
         ]
-        errors = (HTTPException, ClientDisconnect, Unavailable, ValueError, TypeError, Exception)
+        errors = (HTTPException, ClientDisconnect, Unavailable, InvalidRequest, Exception)
         handlers: Any = dict.fromkeys(errors, handle_error)
         app = Starlette(routes=routes, exception_handlers=handlers)
         app.state.bodies = self.bodies
-        return Front(app, hosts, self.metrics)
+        return Middleware(app, self.metrics, self.allowed_origins, is_local)
 
     async def complete(self, request: Request) -> Response:
         self._authorize(request)
@@ -90,16 +100,17 @@ class Api:
             return StreamingResponse(events, 200, headers, "text/event-stream")
         return await until_disconnect(request, self._answer(prompts, reply))
 
-    def _parse(self, is_chat: bool, body: Object) -> tuple[Reply, list[PreparedPrompt]]:
+    def _parse(self, is_chat: bool, body: JsonObject) -> tuple[Reply, list[PreparedPrompt]]:
         """Called in a thread, because tokenizing a long prompt would delay other requests."""
         llm = self.engine.llm
-        model = body.get("model")
-        self._check_model(self.model if model in (None, "") else model)
+        self._check_model(body.get("model"))
         given, prompts = parse_request(body, is_chat, llm)
-        return Reply(given, self.model, is_chat, llm), prompts
+        # A constraint holds from the first token, so it leaves no room for reasoning.
+        may_reason = self.parses_reasoning and prompts[0][1].structured_outputs is None
+        return Reply(given, self.model, is_chat, llm, may_reason), prompts
 
     def _check_model(self, name: object) -> None:
-        if name not in (self.model, self.root):
+        if name not in (None, "", self.model, self.root):
             message = f"the model {show(name)} does not exist: this server has {self.model!r}"
             raise InvalidRequest(message, "model", "model_not_found", status=404)
 
@@ -113,14 +124,27 @@ class Api:
             async for outputs in self._serve(prompts):
                 yield reply.write_chunk(outputs)
         except Unavailable as error:
-            yield write_event(json.dumps(describe_error(503, str(error)))) + END
+            yield write_event(json.dumps(describe_error(error.status, error.message))) + END
         else:
             yield reply.write_end()
 
     async def _answer(self, prompts: list[PreparedPrompt], reply: Reply) -> Response:
         async for outputs in self._serve(prompts):
-            reply.newest.update(outputs)
+            reply.take(outputs)
         return respond(reply.write_whole())
+
+    async def use_tokenizer(self, request: Request) -> Response:
+        self._authorize(request)
+        use = tokenize if request.url.path == "/tokenize" else detokenize
+
+        def check_and_use(body: JsonObject) -> JsonObject:
+            self._check_model(body.get("model"))
+            return use(body, self.engine.llm)
+
+        return respond(await self.bodies.read(request, check_and_use))
+
+    async def show_version(self, request: Request) -> Response:
+        return respond({"version": __version__})
 
     async def list_models(self, request: Request) -> Response:
         self._authorize(request)
@@ -131,7 +155,7 @@ class Api:
         self._check_model(request.path_params["id"])
         return respond(self._describe_model())
 
-    def _describe_model(self) -> Object:
+    def _describe_model(self) -> JsonObject:
         return {
             "id": self.model,
             "object": "model",
@@ -181,32 +205,24 @@ async def handle_error(request: Request, error: Exception) -> Response:
     """Turn an exception into an error object. uvicorn logs the traceback of unexpected ones."""
     status = 500
     message = "internal error"
-    code: str | None = None
-    param: str | None = None
-    headers = None
+    headers: Mapping[str, str] = {}
     if isinstance(error, HTTPException):
         status = error.status_code
         message = error.detail
-        headers = error.headers
+        headers = error.headers or {}
         path = show_path(request.scope)
         if status == 404:
             endpoints = ", ".join(route.path_format for route in request.app.routes)
             message = f"Not Found: {path} is none of the endpoints {endpoints}"
-        elif status == 405 and headers is not None:
+        elif status == 405:
             message = f"{path} does not support {request.method}: use {headers['Allow']}"
-    elif isinstance(error, Unavailable):
-        status = 503
-        message = str(error)
+    elif isinstance(error, (InvalidRequest, Unavailable)):
+        status = error.status
+        message = error.message
     elif isinstance(error, ClientDisconnect):
         status = 499  # the client has disconnected
-    elif isinstance(error, InvalidRequest):
-        status = error.status
-        message = str(error)
-        code = error.code
-        param = error.param
-    elif isinstance(error, (ValueError, TypeError)):
-        status = 400
-        message = str(error)
+    code = getattr(error, "code", None)
+    param = getattr(error, "param", None)
     response = respond(describe_error(status, message, code, param), status)
-    response.headers.update(headers or {})
+    response.headers.update(headers)
     return response

@@ -5,129 +5,114 @@ the table of its endpoint is an error, because it could change the result. null 
 parameter is not given.
 """
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checks import check_bool, check_int, check_type, show
-from nanovllm.engine.input_processor import PreparedPrompt, PromptTooLong
-
-Object = dict[str, Any]  # a JSON object
+from nanovllm.checks import (
+    check_bool,
+    check_int,
+    check_ints,
+    check_type,
+    invalid,
+    show,
+)
+from nanovllm.engine.input_processor import PreparedPrompt, Prompt
+from nanovllm.messages import Tool
+from nanovllm.server.errors import InvalidRequest, JsonObject, blaming
+from nanovllm.server.tools import choose_tools, write_grammar
 
 DEFAULT_MAX_TOKENS = 16  # for completions; a chat can use the rest of max_model_len
 MAX_SAMPLES = 4096  # prompts times n of one request
 MAX_LOGPROBS = 20  # OpenAI's limit
 
-SAMPLING = "is a field of SamplingParams"
 READ = "is read here or by Reply"
 IGNORED = "does not change the result"
-# A tuple has the accepted values of a parameter that is not supported: they change nothing.
-Table = dict[str, str | tuple[Any, ...]]
+# A list has the accepted values of a parameter that is not supported: they change nothing.
+Table = dict[str, str | list[Any]]
+
+
+def make_table(*uses: tuple[str | list[Any], str]) -> Table:
+    """Map names to uses. Each of `uses` is followed by its names. Later ones come first."""
+    return {name: use for use, names in uses for name in names.split()}
+
 
 _SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"prompt_logprobs"}
+_TEMPLATE = "messages tools chat_template_kwargs reasoning_effort"
+_TEMPLATE += " add_generation_prompt continue_final_message"
 _COMMON: Table = {
-    **dict.fromkeys(_SAMPLING_FIELDS, SAMPLING),
-    "model": READ,
-    "stream": READ,
-    "stream_options": READ,
-    "metadata": IGNORED,
-    "prompt_cache_key": IGNORED,
-    "request_id": IGNORED,
-    "safety_identifier": IGNORED,
-    "service_tier": IGNORED,
-    "store": IGNORED,
-    "user": IGNORED,
-    "add_generation_prompt": (True,),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "detokenize": (True,),
-    "documents": ([],),
-    "early_stopping": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1, 1.0),
-    "logit_bias": ({},),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "priority": (0,),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
+    **dict.fromkeys(_SAMPLING_FIELDS, READ),
+    **make_table(
+        (READ, "model response_format stream stream_options"),
+        (IGNORED, "metadata prediction prompt_cache_key prompt_cache_retention request_id"),
+        (IGNORED, "safety_identifier service_tier store user verbosity"),
+        ([True], "add_generation_prompt detokenize skip_special_tokens"),
+        ([True], "spaces_between_special_tokens"),
+        ([False], "continue_final_message early_stopping include_stop_str_in_output"),
+        ([False], "return_token_ids return_tokens_as_token_ids use_beam_search"),
+        ([True, False], "include_reasoning parallel_tool_calls"),
+        ([0], "priority"),
+        ([1], "best_of length_penalty"),
+        ([[]], "bad_words documents functions logits_processors tools"),
+        ([{}], "chat_template_kwargs mm_processor_kwargs vllm_xargs"),
+        ([""], "suffix"),
+        ([["text"]], "modalities"),
+        (["none"], "function_call"),
+        (["none", "auto"], "tool_choice"),
+    ),
 }
 COMPLETION: Table = {
     **_COMMON,
-    "echo": READ,
-    "prompt": READ,
-    "add_special_tokens": (True,),
-    "top_logprobs": (0,),
+    **make_table((READ, "echo prompt"), ([True], "add_special_tokens"), ([0], "top_logprobs")),
 }
 CHAT: Table = {
     **_COMMON,
-    "logprobs": READ,  # a bool
-    "max_completion_tokens": READ,
-    "messages": READ,
-    "top_logprobs": READ,
-    "add_special_tokens": (False,),
-    "echo": (False,),
+    **make_table(
+        (READ, _TEMPLATE),
+        (READ, "include_reasoning max_completion_tokens parallel_tool_calls tool_choice"),
+        (READ, "logprobs top_logprobs"),  # in a chat, logprobs is a bool
+        ([False], "add_special_tokens echo"),
+    ),
 }
+TOKENIZE_PROMPT = make_table((READ, "model prompt add_special_tokens"))
+TOKENIZE_CHAT = make_table((READ, "model"), (READ, _TEMPLATE))
+DETOKENIZE = make_table((READ, "model tokens"))
 
 
-class InvalidRequest(ValueError):
-    """An error of the client, with the fields of OpenAI's error object."""
-
-    def __init__(
-        self, message: str, param: str | None, code: str | None = None, status: int = 400
-    ) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
-        self.status = status
-
-
-def parse_request(body: Object, is_chat: bool, llm: LLM) -> tuple[Object, list[PreparedPrompt]]:
+def parse_request(
+    body: JsonObject, is_chat: bool, llm: LLM
+) -> tuple[JsonObject, list[PreparedPrompt]]:
     """Return the parameters that are given and not ignored, and the prompts, which are checked.
 
     Raises InvalidRequest, mostly with the engine's message.
     """
     prompt_name = "messages" if is_chat else "prompt"
     given = _select(body, CHAT if is_chat else COMPLETION)
-    with _blaming(given):
+    with blaming(given):
         _check_stream(given)
+        _read_format(given)
+        tools = _read_tools(given, llm) if is_chat else []
         params = _parse_params(given, is_chat, llm)
-    with _blaming(given, default=prompt_name):
+    with blaming(given, default=prompt_name):
         prompts: Any = given.get(prompt_name)
         if is_chat:
-            prompts = llm.encode_chats([prompts])
+            prompts = [encode_chat(given, tools, llm)]
         checked = llm.prepare_prompts(prompts, params)
         check_int("the number of prompts", len(checked), 1, MAX_SAMPLES)
-    with _blaming(given, default="n"):
+    with blaming(given, default="n"):
         check_int("the number of prompts times n", len(checked) * params.n, 1, MAX_SAMPLES)
     return given, checked
 
 
-def _select(body: Object, table: Table) -> Object:
+def _select(body: JsonObject, table: Table) -> JsonObject:
     """Return the parameters that are given and not ignored. Raises InvalidRequest for others."""
-    given: Object = {}
+    given: JsonObject = {}
     for name, value in body.items():
-        use = table.get(name, ())
+        use = table.get(name, [])
         if value is None or use == IGNORED:
             continue
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # JavaScript and Go can write 16 as 16.0
         if isinstance(use, str):
             given[name] = value
         elif (type(value), value) not in [(type(neutral), neutral) for neutral in use]:
@@ -136,42 +121,102 @@ def _select(body: Object, table: Table) -> Object:
     return given
 
 
-@contextmanager
-def _blaming(given: Object, default: str | None = None) -> Iterator[None]:
-    """Add to errors the parameter at fault, which is the first one that the message names."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        message = str(error)
-        # What follows is the value, which can contain any word.
-        words = re.findall(r"\w+", message.partition(", not ")[0])
-        param = next((word for word in words if word in given), default)
-        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-        raise InvalidRequest(message, param, code) from error
-
-
-def _check_stream(given: Object) -> None:
+def _check_stream(given: JsonObject) -> None:
     is_stream = check_bool("stream", given.get("stream", False))
-    if check_bool("echo", given.get("echo", False)) and is_stream:
-        raise ValueError("'echo' does not support 'stream': leave one of them out")
+    check_bool("echo", given.get("echo", False))
     if "stream_options" not in given:
         return
     if not is_stream:
-        raise ValueError("stream_options needs stream=true: set it, or leave stream_options out")
+        raise invalid("stream_options", "needs stream=true: set it, or leave it out")
     options = check_type("stream_options", given["stream_options"], (dict,), "an object")
     for name, value in options.items():
         if name in ("include_usage", "include_obfuscation"):
             check_bool(f"stream_options.{name}", False if value is None else value)
         elif (name, value) != ("continuous_usage_stats", False) and value is not None:
-            raise ValueError(f"stream_options.{show(name)} is not supported: leave it out")
+            raise invalid(f"stream_options.{show(name)}", "is not supported: leave it out")
 
 
-def _parse_params(given: Object, is_chat: bool, llm: LLM) -> SamplingParams:
+def _read_format(given: JsonObject) -> None:
+    """Turn response_format into structured_outputs."""
+    match given.get("response_format", {"type": "text"}):
+        case {"type": "text"}:
+            pass
+        case {"type": "json_object"}:
+            _constrain(given, "response_format", {"json_object": True})
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            _constrain(given, "response_format", {"json": schema})
+        case other:
+            meaning = "of type text, json_object, or json_schema with json_schema.schema"
+            raise invalid("response_format", f"must be {meaning}, not {show(other)}")
+
+
+def _read_tools(given: JsonObject, llm: LLM) -> list[Tool]:
+    """Return the tools for the template. Keep in `given` those that the reply may call."""
+    given["tools"], required = choose_tools(given)
+    is_parallel = check_bool("parallel_tool_calls", given.get("parallel_tool_calls", True))
+    check_bool("include_reasoning", given.get("include_reasoning", True))
+    if required:
+        _constrain(given, "tool_choice", {"grammar": write_grammar(required, is_parallel)})
+        if not llm.template_uses_tools:
+            return []
+    return given["tools"]
+
+
+def _constrain(given: JsonObject, name: str, structured_outputs: JsonObject) -> None:
+    if "structured_outputs" in given:
+        raise invalid(name, "and structured_outputs or response_format exclude each other")
+    given["structured_outputs"] = structured_outputs
+
+
+def encode_chat(given: JsonObject, tools: list[Tool], llm: LLM) -> Prompt:
+    """Return the token ids of `messages`."""
+    variables = given.get("chat_template_kwargs", {})
+    check_type("chat_template_kwargs", variables, (dict,), "an object")
+    if "reasoning_effort" in given:
+        variables = {"reasoning_effort": given["reasoning_effort"], **variables}
+    messages: Any = given.get("messages")
+    is_open = given.get("add_generation_prompt", True)
+    is_continued = given.get("continue_final_message", False)
+    return llm.encode_chats([messages], tools, variables, is_open, is_continued)[0]
+
+
+def tokenize(body: JsonObject, llm: LLM) -> JsonObject:
+    """Return the reply for `messages` or for a `prompt`."""
+    is_chat = "messages" in body
+    given = _select(body, TOKENIZE_CHAT if is_chat else TOKENIZE_PROMPT)
+    with blaming(given, default="messages" if is_chat else "prompt"):
+        if is_chat:
+            ids = encode_chat(given, given.get("tools", []), llm)
+        else:
+            prompt: Any = given.get("prompt")
+            check_type("prompt", prompt, (str,), "a str")
+            adds_special = given.get("add_special_tokens", True)
+            check_bool("add_special_tokens", adds_special)
+            ids = llm.input_processor.tokenize(prompt, adds_special)
+    return {"tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len}
+
+
+def detokenize(body: JsonObject, llm: LLM) -> JsonObject:
+    """Return the reply for `tokens`: their text, with special tokens."""
+    given = _select(body, DETOKENIZE)
+    with blaming(given, default="tokens"):
+        tokens: Any = given.get("tokens")
+        ids = check_ints("tokens", tokens, 0)
+        check_int("tokens", max(ids, default=0), 0, llm.vocab_size - 1)
+        if llm.tokenizer is None:
+            raise invalid("tokens", "need a tokenizer, which the checkpoint does not have")
+    return {"prompt": llm.tokenizer.decode(ids, clean_up_tokenization_spaces=False)}
+
+
+def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:
     options = {name: given[name] for name in _SAMPLING_FIELDS & given.keys()}
     options.setdefault("max_tokens", llm.max_model_len if is_chat else DEFAULT_MAX_TOKENS)
     if "max_completion_tokens" in given:
         max_tokens = check_int("max_completion_tokens", given["max_completion_tokens"], 1)
         options["max_tokens"] = max_tokens
+    if "logit_bias" in options:
+        biases = check_type("logit_bias", options["logit_bias"], (dict,), "an object")
+        options["logit_bias"] = {int(i) if i.isdecimal() else i: biases[i] for i in biases}
     seed = options.get("seed")
     if isinstance(seed, int) and seed == -1:  # none, as in vLLM
         del options["seed"]
@@ -180,7 +225,7 @@ def _parse_params(given: Object, is_chat: bool, llm: LLM) -> SamplingParams:
         if wants_logprobs:
             options["logprobs"] = given.get("top_logprobs", 0)
         elif given.get("top_logprobs"):
-            raise ValueError("top_logprobs needs logprobs=true: set it, or leave top_logprobs out")
+            raise invalid("top_logprobs", "needs logprobs=true: set it, or leave it out")
     if "logprobs" in options:
         name = "top_logprobs" if is_chat else "logprobs"
         check_int(name, options["logprobs"], 0, MAX_LOGPROBS)

@@ -8,8 +8,9 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from nanovllm.config import Config
 from nanovllm.outputs import RequestOutput
 from nanovllm.server.bodies import read_json
 from nanovllm.server.engine_thread import EngineThread, Stream
-from nanovllm.server.parameters import Object
-from nanovllm.server.web import respond
+from nanovllm.server.errors import JsonObject, blaming
+from nanovllm.server.middleware import respond
 from nanovllm.trace.page import read_template, shorten
 from nanovllm.trace.reader import Reader
 from nanovllm.trace.timeline import Event, Timeline
@@ -39,7 +40,6 @@ DEFAULTS: dict[str, Any] = {
     "enable_prefix_caching": True,
     "num_speculative_tokens": 0,
 }
-HOSTS = ("127.0.0.1", "localhost", "::1")
 MAX_STEPS = 10_000  # longest recording; after it, the engine is replaced once it is idle
 STEPS_PER_MESSAGE = 500
 MESSAGE_INTERVAL = 0.05  # seconds, because a page need not be drawn more often
@@ -178,14 +178,17 @@ class Playground(EngineThread):
         await asyncio.wrap_future(future)
 
     def routes(self) -> list[Route]:
-        return [
-            Route("/", self.show_page),
-            Route("/playground/events", self.follow),
-            Route("/playground/prompts", self.take_prompts, methods=["POST"]),
-            Route("/playground/abort", self.take_abort, methods=["POST"]),
-            Route("/playground/pace", self.take_pace, methods=["POST"]),
-            Route("/playground/engine", self.take_options, methods=["POST"]),
-        ]
+        routes = [Route("/", self.show_page), Route("/playground/events", self.follow)]
+        commands = {
+            "prompts": self.take_prompts,
+            "abort": self.take_abort,
+            "pace": self.take_pace,
+            "engine": self.take_options,
+        }
+        for name, command in commands.items():
+            path = f"/playground/{name}"
+            routes.append(Route(path, partial(self.take, command), methods=["POST"]))
+        return routes
 
     async def show_page(self, request: Request) -> Response:
         live = Path(__file__).with_name("live.html").read_text("utf-8")
@@ -202,7 +205,8 @@ class Playground(EngineThread):
         """
         last_id = request.headers.get("Last-Event-ID", "0:0")
         run_number, _, position = last_id.partition(":")
-        messages = self._messages(int(run_number), max(0, int(position)))
+        with blaming({}):
+            messages = self._messages(int(run_number), max(0, int(position)))
         return StreamingResponse(messages, media_type="text/event-stream")
 
     async def _messages(self, run_number: int, position: int) -> AsyncIterator[str]:
@@ -221,7 +225,7 @@ class Playground(EngineThread):
                 await changed.wait()
             await asyncio.sleep(MESSAGE_INTERVAL)
 
-    def _describe(self) -> Object:
+    def _describe(self) -> JsonObject:
         waiting = list(self.llm.scheduler.waiting)[:20]
         return {
             "run": self.run_number,
@@ -232,9 +236,16 @@ class Playground(EngineThread):
             "arrivals": [(seq.seq_id, len(seq.token_ids)) for seq in waiting],
         }
 
-    async def take_prompts(self, request: Request) -> Response:
-        """Queue prompts: {"chats": [text], "params": {...}}, or "prompts" without a template."""
+    async def take(
+        self, command: Callable[[JsonObject], Awaitable[None]], request: Request
+    ) -> Response:
         body = await read_json(request)
+        with blaming(body):
+            await command(body)
+        return respond({})
+
+    async def take_prompts(self, body: JsonObject) -> None:
+        """Queue prompts: {"chats": [text], "params": {...}}, or "prompts" without a template."""
         llm = self.llm
         options: Any = check_type("params", body.get("params", {}), (dict,), "an object")
         params = SamplingParams(**options)
@@ -244,27 +255,20 @@ class Playground(EngineThread):
             check_type("chats", texts, (list,), "a list of str")
             prompts = llm.encode_chats([[{"role": "user", "content": text}] for text in texts])
         await self._call(self.add, Stream(llm.prepare_prompts(prompts, params)))
-        return respond({})
 
-    async def take_abort(self, request: Request) -> Response:
-        body = await read_json(request)
+    async def take_abort(self, body: JsonObject) -> None:
         await self._call(self.abort, check_int("request_id", body.get("request_id"), 0))
-        return respond({})
 
-    async def take_pace(self, request: Request) -> Response:
-        body = await read_json(request)
+    async def take_pace(self, body: JsonObject) -> None:
         pause = body.get("pause")
         if pause is not None:
             pause = check_number("pause", pause, 0.0, 60.0)
         num_steps = check_int("steps", body.get("steps", 0), 0)
         await self._call(self.set_pace, pause, num_steps)
-        return respond({})
 
-    async def take_options(self, request: Request) -> Response:
-        body = await read_json(request)
+    async def take_options(self, body: JsonObject) -> None:
         unknown = body.keys() - DEFAULTS.keys()
         if unknown:
             valid = ", ".join(DEFAULTS)
             raise ValueError(f"unknown option {min(unknown)!r}: valid options are {valid}")
         await self._call(self.replace, body)
-        return respond({})

@@ -11,29 +11,37 @@ from nanovllm import LLM
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.outputs import PromptLogprobs, RequestOutput
 from nanovllm.server.engine_thread import Outputs
+from nanovllm.server.errors import JsonObject
 from nanovllm.server.logprobs import LogprobsWriter
-from nanovllm.server.parameters import Object
-
-MAX_MESSAGE = 500  # characters of an error, because a client's input can be part of it
+from nanovllm.server.message_parser import THINK, MessageParser
+from nanovllm.server.tools import OPENING
 
 
 class Reply:
     """Writes the outputs of one request."""
 
-    def __init__(self, given: Object, model: str, is_chat: bool, llm: LLM) -> None:
+    def __init__(
+        self, given: JsonObject, model: str, is_chat: bool, llm: LLM, parses_reasoning: bool = False
+    ) -> None:
         """`given` has the parameters of the request, from `parse_request`."""
         self.is_stream: bool = given.get("stream", False)
-        self.has_usage: bool = given.get("stream_options", {}).get("include_usage") or False
-        self.has_prompt: bool = given.get("echo", False)
-        self.has_completion = not (self.has_prompt and given.get("max_tokens") == 0)
+        self.wants_usage: bool = given.get("stream_options", {}).get("include_usage") or False
+        self.echoes_prompt: bool = given.get("echo", False)
+        self.wants_completion = not (self.echoes_prompt and given.get("max_tokens") == 0)
         self.num_top: int = given.get("top_logprobs", 0)
         self.prompts: list[str | list[int]] = []  # one per choice, as they were sent
-        if self.has_prompt:
+        if self.echoes_prompt:
             sent = given["prompt"]
             is_one = isinstance(sent, str) or isinstance(sent[0], int)
             for prompt in [sent] if is_one else sent:
                 self.prompts += [prompt] * given.get("n", 1)
         self.is_chat = is_chat
+        self.tags = [THINK] if parses_reasoning else []
+        if given.get("tools"):
+            self.tags.append(OPENING)
+        self.is_parallel: bool = given.get("parallel_tool_calls", True)
+        self.shows_reasoning: bool = given.get("include_reasoning", True)
+        self.parsers: dict[int, MessageParser] = {}  # one per choice of a chat
         self.vocabulary = llm.vocabulary
         self.writers: dict[int, LogprobsWriter] = {}  # one per choice, if logprobs are requested
         kind = "text_completion"
@@ -47,13 +55,22 @@ class Reply:
         }
         # What all chunks have in common is encoded once.
         self.prefix = json.dumps(self.head).removesuffix("}")
-        self.suffix = ', "usage": null' if self.has_usage else ""
+        self.suffix = ', "usage": null' if self.wants_usage else ""
         self.sent: dict[int, tuple[int, int]] = {}  # choice -> characters and tokens sent
         self.newest: Outputs = {}
 
+    def take(self, outputs: Outputs) -> Outputs:
+        """Keep and return new `outputs`, without a token that was not requested."""
+        if not self.wants_completion:
+            for index, output in outputs.items():
+                logprobs: list[dict[int, float]] | None = None if output["logprobs"] is None else []
+                outputs[index] = {**output, "text": "", "token_ids": [], "logprobs": logprobs}
+        self.newest.update(outputs)
+        return outputs
+
     def write_chunk(self, outputs: Outputs) -> str:
         """Return the events for new `outputs`. A token without text has an event, too."""
-        self.newest.update(outputs)
+        outputs = self.take(outputs)
         events: list[str] = []
         for index, output in outputs.items():
             num_chars, num_tokens = self.sent.get(index, (0, 0))
@@ -64,28 +81,24 @@ class Reply:
 
     def write_end(self) -> str:
         """Return the events after the last token."""
-        if not self.has_usage:
+        if not self.wants_usage:
             return END
         usage = {**self.head, "choices": [], "usage": self._usage()}
         return write_event(json.dumps(usage)) + END
 
-    def write_whole(self) -> Object:
+    def write_whole(self) -> JsonObject:
         """Return the reply to a request that does not stream."""
-        if not self.has_completion:  # the engine has generated a token that was not requested
-            for index, output in self.newest.items():
-                nothing: Object = {"text": "", "token_ids": []}
-                if output["logprobs"] is not None:
-                    nothing["logprobs"] = []
-                self.newest[index] = {**output, **nothing}  # type: ignore[typeddict-item]
         choices = [self._choice(index, self.newest[index], 0, 0) for index in sorted(self.newest)]
         return {**self.head, "choices": choices, "usage": self._usage()}
 
-    def _choice(self, index: int, output: RequestOutput, num_chars: int, num_tokens: int) -> Object:
+    def _choice(
+        self, index: int, output: RequestOutput, num_chars: int, num_tokens: int
+    ) -> JsonObject:
         """Return a choice without the characters and tokens that were already sent."""
         text = output["text"][num_chars:]
-        if self.has_prompt:
+        if self.echoes_prompt and num_tokens == 0:
             text = self._prompt_text(index) + text
-        choice: Object = {
+        choice: JsonObject = {
             "index": index,
             "finish_reason": output["finish_reason"],
             "logprobs": None,
@@ -94,13 +107,28 @@ class Reply:
             choice["logprobs"] = self._logprobs(index, output, num_tokens)
         if not self.is_chat:
             choice["text"] = text
-        elif self.is_stream:
-            choice["delta"] = {"content": text}
-            if num_tokens == 0:
-                choice["delta"]["role"] = "assistant"
+            return choice
+        delta = self._parse(index, output, text)
+        if self.parsers[index].calls and output["finish_reason"] == "stop":
+            choice["finish_reason"] = "tool_calls"
+        if self.is_stream:
+            choice["delta"] = delta if num_tokens else {"role": "assistant", **delta}
         else:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            for call in delta.get("tool_calls", []):
+                del call["index"]
+            choice["message"] = {"role": "assistant", "content": None, "refusal": None, **delta}
         return choice
+
+    def _parse(self, index: int, output: RequestOutput, text: str) -> JsonObject:
+        """Return the delta of a chat for more text."""
+        if index not in self.parsers:
+            prompt_end = "".join(map(self.vocabulary.name, output["prompt_token_ids"][-8:]))
+            self.parsers[index] = MessageParser(self.tags, self.is_parallel, prompt_end)
+        delta = self.parsers[index].feed(text, output["finish_reason"] is not None)
+        reasoning = delta.pop("reasoning", "")
+        if reasoning and self.shows_reasoning:
+            delta |= {"reasoning": reasoning, "reasoning_content": reasoning}  # both, as vLLM
+        return delta or ({} if self.tags else {"content": ""})
 
     def _prompt_text(self, index: int) -> str:
         """The prompt of a choice as it was sent. A prompt of token ids is decoded.
@@ -113,13 +141,13 @@ class Reply:
         if self.vocabulary.tokenizer is None:
             return ""
         detokenizer = Detokenizer(self.vocabulary.tokenizer, [])
-        return detokenizer.read(prompt, is_last=not self.has_completion)
+        return detokenizer.read(prompt, is_last=not self.wants_completion)
 
-    def _logprobs(self, index: int, output: RequestOutput, num_tokens: int) -> Object:
+    def _logprobs(self, index: int, output: RequestOutput, num_tokens: int) -> JsonObject:
         """Describe the tokens of a choice after the first `num_tokens`, which were already sent."""
         prompt_token_ids = output["prompt_token_ids"]
         if index not in self.writers:
-            context = [] if self.has_prompt else prompt_token_ids
+            context = [] if self.echoes_prompt else prompt_token_ids
             self.writers[index] = LogprobsWriter(self.vocabulary, context)
         writer = self.writers[index]
         token_ids = output["token_ids"][num_tokens:]
@@ -127,16 +155,16 @@ class Reply:
         is_last = output["finish_reason"] is not None
         if self.is_chat:
             return writer.write_chat(token_ids, entries, is_last, self.num_top)
-        if not self.has_prompt:
+        if not (self.echoes_prompt and num_tokens == 0):
             return writer.write_completion(token_ids, entries, is_last)
         of_prompt = output["prompt_logprobs"] or []
-        found = writer.write_completion(prompt_token_ids, of_prompt, not self.has_completion)
+        found = writer.write_completion(prompt_token_ids, of_prompt, not self.wants_completion)
         writer.offset = len(self._prompt_text(index))
         for name, values in writer.write_completion(token_ids, entries, is_last).items():
             found[name] += values
         return found
 
-    def _usage(self) -> Object:
+    def _usage(self) -> JsonObject:
         num_prompt = num_cached = num_generated = 0
         for output in self.newest.values():
             num_generated += len(output["token_ids"])
@@ -157,15 +185,3 @@ def write_event(data: str) -> str:
 
 
 END = write_event("[DONE]")
-
-
-def describe_error(
-    status: int, message: str, code: str | None = None, param: str | None = None
-) -> Object:
-    """Return OpenAI's error object. `param` names the parameter at fault."""
-    if len(message) > MAX_MESSAGE:
-        message = f"{message[: MAX_MESSAGE - 3]}..."
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    if param is not None:
-        param = param[:MAX_MESSAGE]
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

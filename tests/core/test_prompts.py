@@ -25,6 +25,13 @@ def ask(content):
     return [{"role": "user", "content": content}]
 
 
+def call_tool(**changes):
+    """A conversation of one message, which calls a tool."""
+    function = {"name": "add", "arguments": '{"a": 12, "b": [30]}', **changes}
+    calls = [{"type": "function", "id": "call_0", "function": function}]
+    return [{"role": "assistant", "content": None, "tool_calls": calls}]
+
+
 def test_a_prompt_is_a_text_or_token_ids(demo):
     ids = demo.tokenizer.encode(TEXT)
     (expected,) = generate_ids(demo, ids, GREEDY)
@@ -100,7 +107,7 @@ def test_text_parts_of_a_message_are_joined(demo):
     [
         ("hi", "messages must be"),
         ([[]], "messages must be a list of dicts, not []"),
-        ([["a"]], "messages[0] must be a dict with role and content, not 'a'"),
+        ([["a"]], "messages[0] must be a dict, not 'a'"),
         ([3], "messages must be"),
         ([*ask(TEXT), "x"], "messages[1] must be"),
         ([{"content": TEXT}], "messages[0].role must be one of"),
@@ -118,8 +125,18 @@ def test_text_parts_of_a_message_are_joined(demo):
         (ask([{"type": "text"}]), "messages[0].content[0].text must be a str, not None"),
         (ask([{"type": "text", "text": None}]), "messages[0].content[0].text"),
         (ask([{"type": "text", "text": HALF_EMOJI}]), "surrogates not allowed"),
-        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls is not supported"),
-        ([{"role": "assistant", "tool_calls": 0}], "messages[0].tool_calls is not supported"),
+        ([{"role": "assistant", "tool_calls": 0}], "messages[0].tool_calls must be a list of"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].type must be"),
+        (call_tool(name=None), "messages[0].tool_calls[0].function.name"),
+        (call_tool(name="two words"), "messages[0].tool_calls[0].function.name"),
+        (call_tool(arguments="{"), "messages[0].tool_calls[0].function.arguments must be JSON"),
+        (call_tool(arguments="[" * 10**5), "messages[0].tool_calls[0].function.arguments"),
+        (call_tool(arguments="[3]"), "function.arguments must be JSON of an object, not [3]"),
+        (
+            [{**call_tool()[0], "role": "user", "content": ""}],
+            "messages[0].role must be 'assistant' for",
+        ),
+        ([{"role": "assistant", "function_call": {}}], "messages[0].function_call is not"),
         ([{"role": "user", "content": TEXT, "name": {"a": 1}}], "messages[0].name must be a str"),
         ([{"role": "tool", "content": TEXT, "tool_call_id": 3}], "messages[0].tool_call_id"),
     ],
@@ -136,6 +153,77 @@ def test_an_assistants_content_may_be_missing(demo):
     for assistant in ({"content": None}, {}, {"content": None, "tool_calls": [], "audio": None}):
         messages = [*ask(TEXT), {"role": "assistant", **assistant}, *ask(TEXT)]
         assert demo.encode_chats([messages]) == demo.encode_chats([empty])
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+# As Qwen's: the arguments of a call are written as JSON.
+TOOL_TEMPLATE = """
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- for message in messages %}
+{{- message.role }}: {{ message.content }}
+{%- for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %};
+{%- endfor %}
+{%- if add_generation_prompt %}assistant:{{ thought }}{% endif %}"""
+
+
+def test_tools_and_variables_are_passed_to_the_template(demo, monkeypatch):
+    monkeypatch.setattr(demo.tokenizer, "chat_template", TOOL_TEMPLATE)
+
+    def render(messages, **options):
+        return demo.tokenizer.decode(demo.encode_chats([messages], **options)[0])
+
+    messages = [*call_tool(), {"role": "tool", "content": "42", "tool_call_id": "call_0"}]
+    history = 'assistant: {"name": "add", "arguments": {"a": 12, "b": [30]}};tool: 42;'
+    assert render(messages) == f"{history}assistant:"
+    assert messages[0]["content"] is None, "the caller's messages stay as they are"
+    assert render(call_tool(arguments={"a": 1}), add_generation_prompt=False) == (
+        'assistant: {"name": "add", "arguments": {"a": 1}};'
+    )
+    for arguments in ("", None):
+        assert '"arguments": {}' in render(call_tool(arguments=arguments))
+    with_tools = render(messages, tools=[TOOL], chat_template_kwargs={"thought": "<think>"})
+    assert with_tools.startswith('[{"type": "function"')
+    assert with_tools.endswith(f"{history}assistant:<think>")
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    assert render(messages, **options) == history.removesuffix(";")
+    (output,) = demo.chat(messages, GREEDY, use_tqdm=False, tools=[TOOL])
+    assert output["prompt_token_ids"] == demo.encode_chats([messages], [TOOL])[0]
+
+
+@pytest.mark.parametrize(
+    "options, complaint",
+    [
+        ({"tools": [TOOL]}, "tools need a chat template"),
+        ({"chat_template_kwargs": 3}, "chat_template_kwargs must be a dict"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat template"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt"),
+        ({"continue_final_message": True}, "continue_final_message"),
+    ],
+)
+def test_invalid_options_of_a_chat_are_named(demo, options, complaint):
+    with pytest.raises((ValueError, TypeError), match=complaint):
+        demo.chat(ask(TEXT), **options)
+
+
+@pytest.mark.parametrize(
+    "tools, complaint",
+    [
+        ("add", "tools must be a list of dicts"),
+        (["add"], r"tools\[0\] must be a dict"),
+        ([TOOL, {}], r"tools\[1\].type must be 'function'"),
+        ([{"type": "function"}], r"tools\[0\].function must be a dict"),
+        ([{"type": "function", "function": {"name": "two words"}}], r"tools\[0\].function.name"),
+        (
+            [{**TOOL, "function": {"name": "a", "parameters": []}}],
+            r"tools\[0\].function.parameters",
+        ),
+    ],
+)
+def test_an_invalid_tool_is_named(demo, monkeypatch, tools, complaint):
+    monkeypatch.setattr(demo.tokenizer, "chat_template", TOOL_TEMPLATE)
+    with pytest.raises(ValueError, match=complaint):
+        demo.chat(ask(TEXT), tools=tools)
 
 
 def test_a_text_that_cannot_fit_is_not_tokenized(demo, monkeypatch):

@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from nanovllm.server import bodies, openai_api
+from nanovllm.server.errors import InvalidRequest
 
 # Clients have little time, and there are few file descriptors.
 PROGRAM = """
@@ -166,11 +167,11 @@ def test_the_memory_of_all_bodies_is_limited(monkeypatch):
         await asyncio.sleep(0)
         with pytest.raises(HTTPException, match="503"):
             await read(100_000, True)
-        with pytest.raises(ValueError, match="not JSON"):  # a small one
+        with pytest.raises(InvalidRequest, match="not JSON"):  # a small one
             await read(10, True)
         slow.cancel()
         await asyncio.wait([slow])
-        with pytest.raises(ValueError, match="not JSON"):
+        with pytest.raises(InvalidRequest, match="not JSON"):
             await read(100_000, True)
 
     asyncio.run(read_several())

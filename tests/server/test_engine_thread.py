@@ -4,7 +4,7 @@ import asyncio
 import warnings
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.server import web
+from nanovllm.server import middleware
 from nanovllm.server.engine_thread import EngineThread
 
 
@@ -42,5 +42,5 @@ def test_a_line_of_the_log_without_a_reader_is_dropped(monkeypatch):
     def fail(*args, **options):
         raise BrokenPipeError
 
-    monkeypatch.setattr(web, "print", fail, raising=False)
-    web.log("x")
+    monkeypatch.setattr(middleware, "report", fail)
+    middleware.log("x")

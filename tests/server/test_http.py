@@ -6,21 +6,34 @@ import signal
 import socket
 import sys
 
+import httpx
 import pytest
 from server_helpers import CLIENT, HEADERS, KEY, OPTIONS, post, start, wait_for_line
+from starlette.requests import Request
 
+import nanovllm
 from nanovllm import DEMO_MODEL
 from nanovllm.outputs import Stats
 from nanovllm.server import __main__, metrics
-from nanovllm.server.web import log
+from nanovllm.server.middleware import is_foreign, log
+
+PAGE = "http://page.example:3000"
+# GET / fails.
+PROGRAM = f"""
+import os, sys
+from nanovllm.server.__main__ import Api, main
+
+os.environ["NANOVLLM_API_KEY"] = {KEY!r}
+Api.welcome = lambda self, request: int("invalid")
+main(sys.argv[1:])
+"""
 
 
 @pytest.fixture(scope="module")
 def server():
     """A server whose key is in the environment."""
-    program = "import os, sys; from nanovllm.server.__main__ import main;"
-    program += f" os.environ['NANOVLLM_API_KEY'] = {KEY!r}; main(sys.argv[1:])"
-    with start(*OPTIONS[:-2], program=("-c", program)) as address_and_process:
+    options = [*OPTIONS[:-2], "--served-model-name", "served", "--allowed-origins", PAGE]
+    with start(*options, program=("-c", PROGRAM)) as address_and_process:
         yield address_and_process
 
 
@@ -95,6 +108,37 @@ def test_a_page_behind_a_proxy_is_accepted(url, headers, status):
     assert post(url, {"prompt": "x"}, **headers).status_code == status
 
 
+def test_pages_of_allowed_origins_may_send_requests(url):
+    preflight = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    for origin, status in ((PAGE, 200), ("http://page.example", 403), ("null", 403)):
+        headers = {"Origin": origin, "Sec-Fetch-Site": "cross-site"}
+        asked = CLIENT.options(f"{url}/v1/completions", headers={**headers, **preflight})
+        sent = post(url, {"prompt": "x"}, **headers)
+        rejected = post(url, {"prompt": "x"}, **headers, Authorization="")
+        assert [asked.status_code, sent.status_code] == [status, status]
+        allowed = PAGE if status == 200 else None
+        for reply in (asked, sent, rejected):
+            assert reply.headers.get("Access-Control-Allow-Origin") == allowed
+        if status == 200:
+            assert "authorization" in asked.headers["Access-Control-Allow-Headers"]
+
+
+def test_a_star_allows_all_origins():
+    headers = [(b"origin", b"http://any.example")]
+    request = Request({"type": "http", "method": "POST", "path": "/", "headers": headers})
+    assert is_foreign(request, [PAGE])
+    assert not is_foreign(request, ["*"])
+
+
+def test_the_version_and_pings_need_no_key(url):
+    assert CLIENT.get(f"{url}/version").json() == {"version": nanovllm.__version__}
+    for method in ("GET", "POST"):
+        assert CLIENT.request(method, f"{url}/ping").status_code == 200
+
+
 def test_unknown_paths_and_methods_are_named(url):
     response = CLIENT.get(f"{url}/v1/embeddings")
     assert response.status_code == 404
@@ -109,7 +153,19 @@ def test_unknown_paths_and_methods_are_named(url):
     assert len(CLIENT.get(f"{url}/{'x' * 10_000}").text) < 1000
 
 
-@pytest.mark.parametrize("name", ["demo_model", str(DEMO_MODEL)])
+def test_an_unexpected_error_is_logged_and_not_shown(server):
+    """Also a ValueError, which is not always about the client's input."""
+    url, process = server
+    response = httpx.get(url)  # uvicorn closes the connection
+    assert response.status_code == 500
+    error = response.json()["error"]
+    assert error["type"] == "server_error"
+    assert error["message"] == "internal error"
+    lines = wait_for_line(process, "ValueError: invalid literal")
+    assert any("Traceback" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["served", str(DEMO_MODEL)])
 def test_a_model_is_described(url, name):
     cards = CLIENT.get(f"{url}/v1/models", headers=HEADERS).json()["data"]
     assert CLIENT.get(f"{url}/v1/models/{name}", headers=HEADERS).json() == cards[0]
@@ -123,7 +179,7 @@ def test_an_unknown_model_is_an_error_with_a_code(url):
         error = reply.json()["error"]
         assert error["code"] == "model_not_found"
         assert len(error["message"]) < 500
-    assert CLIENT.get(f"{url}/v1/models/demo_model").status_code == 401
+    assert CLIENT.get(f"{url}/v1/models/served").status_code == 401
 
 
 def test_metrics_are_described_in_words(url):

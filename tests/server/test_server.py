@@ -8,10 +8,13 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain
+from typing import Literal
 
 import httpx
 import openai
 import psutil
+import pydantic
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -133,6 +136,85 @@ def test_echo_scores_the_prompt(client, llm, num_tokens):
     assert found.text_offset[:2] == [0, len(found.tokens[0])]
 
 
+class Sum(pydantic.BaseModel):
+    number: Literal[1, 2]
+    sign: Literal["+", "-"]
+
+
+def test_formats_and_required_calls_are_valid_json(client):
+    """Also for a template that does not know tools. The client parses what it gets."""
+    chat = {"model": "", "messages": QUESTION}
+    reply = client.chat.completions.parse(**chat, response_format=Sum)
+    assert isinstance(reply.choices[0].message.parsed, Sum)
+    tools = {"tools": [openai.pydantic_function_tool(Sum)], "parallel_tool_calls": False}
+    reply = client.chat.completions.parse(**chat, **tools, tool_choice="required")
+    (choice,) = reply.choices
+    assert choice.finish_reason == "tool_calls"
+    message = choice.message
+    assert isinstance(message.tool_calls[0].function.parsed_arguments, Sum)
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "42"}
+    history = [*QUESTION, message.model_dump(exclude_none=True), result]
+    client.chat.completions.create(model="", messages=history, max_tokens=1)
+    named = {"type": "function", "function": {"name": "Sum"}}
+    with client.chat.completions.stream(**chat, **tools, tool_choice=named) as events:
+        kinds = [event.type for event in events]
+        (choice,) = events.get_final_completion().choices
+    assert kinds.count("tool_calls.function.arguments.delta") > 5
+    assert isinstance(choice.message.tool_calls[0].function.parsed_arguments, Sum)
+    with pytest.raises(openai.BadRequestError, match="tools need a chat template"):
+        client.chat.completions.create(**chat, **tools)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 0])
+def test_an_echo_can_be_streamed(url, num_tokens):
+    body = {"prompt": "one two", "echo": True, "max_tokens": num_tokens, "temperature": 0}
+    body["logprobs"] = 1
+    (expected,) = post(url, body).json()["choices"]
+    *events, _, _ = post(url, {**body, "stream": True}).text.split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert "".join(chunk["text"] for chunk in chunks) == expected["text"]
+    for name, values in expected["logprobs"].items():
+        assert list(chain(*[chunk["logprobs"][name] for chunk in chunks])) == values
+    assert chunks[-1]["finish_reason"] == "length"
+
+
+def test_texts_are_tokenized_and_tokens_detokenized(url, llm):
+    prompt = "What is 12 + 30?"
+    options = {"add_generation_prompt": False}
+    for body, expected in (
+        ({"prompt": prompt}, llm.tokenizer.encode(prompt)),
+        ({"prompt": ""}, []),
+        ({"messages": QUESTION}, llm.encode_chats([QUESTION])[0]),
+        ({"messages": QUESTION, **options}, llm.encode_chats([QUESTION], **options)[0]),
+    ):
+        reply = post(url, body, "/tokenize").json()
+        assert reply == {"tokens": expected, "count": len(expected), "max_model_len": 1024}
+        text = post(url, {"tokens": expected}, "/detokenize").json()["prompt"]
+        assert text == llm.tokenizer.decode(expected)
+
+
+@pytest.mark.parametrize(
+    "path, body, param",
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 3}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": QUESTION}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": "x", "model": "gpt-4"}, "model"),
+        ("/tokenize", {"prompt": "x" * 10**6}, "prompt"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": ["x"]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+    ],
+)
+def test_what_cannot_be_tokenized_is_named(url, path, body, param):
+    response = post(url, body, path)
+    assert response.status_code in (400, 404)
+    assert response.json()["error"]["param"] == param
+    assert post(url, body, path, Authorization="").status_code == 401
+
+
 # --- many clients
 
 
@@ -166,7 +248,6 @@ def test_64_clients_share_steps(url):
         ({"prompt": "x", "n": 10**9}, 400, "prompts times n"),
         ({"prompt": "x", "logprobs": 21}, 400, "logprobs must be"),
         ({"prompt": "x", "prompt_logprobs": 1}, 400, "'prompt_logprobs'"),
-        ({"prompt": "x", "echo": True, "stream": True}, 400, "'echo'"),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens must be at least 1"),
         ({"prompt": "x", "skip_special_tokens": False}, 400, "'skip_special_tokens'"),
         ({"prompt": ["x", 3]}, 400, "a prompt must be"),
@@ -303,8 +384,9 @@ def test_a_failed_engine_ends_the_server():
     "arguments, message",
     [
         (["--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
-        (["--playground", "--host", "0.0.0.0"], "use a --host of 127.0.0.1"),
-        (["--playground", "--api-key", "secret"], "neither --api-key nor --trace"),
+        (["--playground", "--host", "0.0.0.0"], "use a loopback --host"),
+        (["--playground", "--api-key", "secret"], "none of --api-key, --allowed-origins"),
+        (["--playground", "--allowed-origins", "*"], "none of --api-key, --allowed-origins"),
     ],
 )
 def test_invalid_options_are_named(monkeypatch, capsys, arguments, message):

@@ -69,7 +69,8 @@ def ask(llm, is_chat=False, **body):
     for output in llm.stream([prompt], params):
         if reply.is_stream:
             yield from reply.write_chunk({0: output}).split("\n\n")[:-1]
-        reply.newest = {0: output}
+        else:
+            reply.take({0: output})
     if not reply.is_stream:
         yield reply.write_whole()["choices"][0]
 

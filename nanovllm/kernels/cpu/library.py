@@ -23,6 +23,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from nanovllm.terminal import report
+
 KINDS = {"P": ctypes.c_void_p, "I": ctypes.c_int64, "F": ctypes.c_float}
 SIGNATURES = {  # parameters of the functions in kernels.cpp: pointer, int64_t or float
     "store_kvcache": "PPIIPIIPP",
@@ -135,8 +137,7 @@ def _build(compiler: list[str], dtype: torch.dtype, path: Path) -> ctypes.CDLL:
                 linked = Path(shutil.copy(linked, beside)).replace(path)
         except OSError as error:  # no home, no permission, no space
             advice = "set XDG_CACHE_HOME to a writable directory"
-            message = f"cannot cache the compiled CPU kernels ({error}): {advice}"
-            print(f"nanovllm: {message}", file=sys.stderr)
+            report(f"cannot cache the compiled CPU kernels ({error}): {advice}")
         return ctypes.CDLL(str(linked))
 
 

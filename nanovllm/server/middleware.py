@@ -1,36 +1,43 @@
 """Middleware: request ids, the origin check, the log."""
 
+import ipaddress
 import json
 import re
 import select
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from urllib.parse import quote
 from uuid import uuid4
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanovllm.server.errors import JsonObject, describe_error
 from nanovllm.server.metrics import Metrics
-from nanovllm.server.parameters import Object
-from nanovllm.server.protocol import describe_error
+from nanovllm.terminal import report
 
-QUIET = ("/health", "/metrics")  # polled every few seconds, so neither logged nor counted
+QUIET = ("/health", "/metrics", "/ping")  # polled every few seconds, so neither logged nor counted
 
 
-class Front:
+class Middleware:
     """Gives each request an id, rejects those of foreign web pages, and logs and counts requests.
 
-    A client or a proxy can choose the id by the header X-Request-Id. `hosts`, if given, are the
-    only ones that are served: a page can let its own host name point to 127.0.0.1 (DNS rebinding).
+    A client or a proxy can choose the id by the header X-Request-Id. Pages of `allowed_origins` are
+    not foreign, and "*" stands for all. If `is_local`, the Host must be a loopback address: a page
+    can let its own host name point to 127.0.0.1 (DNS rebinding).
     """
 
-    def __init__(self, app: ASGIApp, hosts: Sequence[str], metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, allowed_origins: Sequence[str], is_local: bool
+    ) -> None:
         self.app = app
-        self.hosts = hosts
+        if allowed_origins:  # browsers ask what such pages may do
+            self.app = CORSMiddleware(app, allowed_origins, ["*"], ["*"])
+        self.allowed_origins = allowed_origins
+        self.is_local = is_local
         self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,7 +58,8 @@ class Front:
             await send(message)
 
         app = self.app
-        if is_foreign(request) or (self.hosts and read_host(request) not in self.hosts):
+        is_rebound = self.is_local and not is_loopback(read_host(request))
+        if is_rebound or is_foreign(request, self.allowed_origins):
             message = "requests from other web pages, or to another host name, are rejected"
             app = respond(describe_error(403, message), 403)
         try:
@@ -63,27 +71,37 @@ class Front:
                 log(f"{request.method} {show_path(scope)} {status} {duration:.1f} ms {request_id}")
 
 
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def read_host(request: Request) -> str:
     """Return the Host header without a port. request.url would replace an invalid one."""
     name = re.sub(r":\d*$", "", request.headers.get("Host", ""))
     return name.removeprefix("[").removesuffix("]")
 
 
-def is_foreign(request: Request) -> bool:
+def is_foreign(request: Request, allowed_origins: Sequence[str]) -> bool:
     """Return whether a browser sends the request for a page of another origin.
 
-    There are no CORS headers, so such a page cannot read a reply. This keeps it from sending
-    requests, too. Following a link to `GET /` is allowed.
+    Without CORS headers such a page cannot read a reply. This keeps it from sending requests, too.
+    Following a link to `GET /` is allowed.
 
     Pages cannot set Sec-Fetch-Site. Browsers send it to https addresses and to this machine. Only
     without it, Origin is compared with Host, which proxies replace by the name of their upstream.
     """
-    if request.method == "GET" and request.scope["path"] == "/":
+    origin = request.headers.get("Origin")
+    is_welcome = origin in allowed_origins or "*" in allowed_origins
+    if is_welcome or (request.method == "GET" and request.scope["path"] == "/"):
         return False
     site = request.headers.get("Sec-Fetch-Site")
     if site is not None:
         return site not in ("none", "same-origin")
-    origin = request.headers.get("Origin")
     return origin is not None and origin.partition("://")[2] != request.headers.get("Host", "")
 
 
@@ -92,7 +110,7 @@ def show_path(scope: Scope) -> str:
     return quote(scope["path"][:200])
 
 
-def respond(content: Object, status: int = 200) -> Response:
+def respond(content: JsonObject, status: int = 200) -> Response:
     """Return JSON in ASCII, which can hold any str, also lone surrogates."""
     return Response(json.dumps(content), status, media_type="application/json")
 
@@ -106,4 +124,4 @@ def log(line: str) -> None:
     _, writable, _ = select.select([], [2], [], 0)
     if writable:
         with suppress(BrokenPipeError):
-            print(f"nanovllm: {line}", file=sys.stderr, flush=True)
+            report(line)

@@ -1,0 +1,50 @@
+"""OpenAI's error objects, and errors of clients."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.engine.input_processor import PromptTooLong
+
+JsonObject = dict[str, Any]
+
+MAX_MESSAGE = 500  # characters of an error, because a client's input can be part of it
+
+
+@dataclass(eq=False)
+class InvalidRequest(Exception):
+    """An error of the client, with the fields of OpenAI's error object."""
+
+    message: str
+    param: str | None = None
+    code: str | None = None
+    status: int = 400
+
+
+@contextmanager
+def blaming(given: JsonObject, default: str | None = None) -> Iterator[None]:
+    """Turn errors about the client's input into InvalidRequest.
+
+    Its parameter is the one that the error names, such as messages[1].content, if it is `given`.
+    """
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        name = getattr(error, "name", "")
+        is_given = re.split(r"[.\[]", name)[0] in given
+        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+        raise InvalidRequest(str(error), name if is_given else default, code) from error
+
+
+def describe_error(
+    status: int, message: str, code: str | None = None, param: str | None = None
+) -> JsonObject:
+    """Return OpenAI's error object. `param` names the parameter at fault."""
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[: MAX_MESSAGE - 3]}..."
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    if param is not None:
+        param = param[:MAX_MESSAGE]
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

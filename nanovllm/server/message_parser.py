@@ -1,0 +1,80 @@
+"""Divides the text of a reply at its tags.
+
+    <think>Look it up.</think> Wait. <tool_call>{"name": "find", "arguments": {}}</tool_call>
+           reasoning           content                  tool_calls
+
+Text that may be the start of a tag is held back, so no delta contains a part of one.
+"""
+
+from nanovllm.server.errors import JsonObject
+from nanovllm.server.tools import CLOSING, OPENING, CallParser
+
+THINK = "<think>"
+SECTIONS = {THINK: "reasoning", OPENING: "tool_calls"}  # within content
+CLOSINGS = {"reasoning": "</think>", "tool_calls": CLOSING}  # content follows
+
+
+class MessageParser:
+    """Parses the text of one choice, which arrives in pieces."""
+
+    def __init__(self, tags: list[str], is_parallel: bool, prompt: str) -> None:
+        """Tags other than `tags` are content. A prompt that ends with <think> begins reasoning."""
+        self.sections = {tag: SECTIONS[tag] for tag in tags}
+        is_reasoning = THINK in tags and prompt.rstrip().endswith(THINK)
+        self.section = "reasoning" if is_reasoning else "content"
+        self.is_parallel = is_parallel
+        self.calls: list[CallParser] = []
+        self.is_blank = bool(tags)  # content begins with its first word
+        self.held_back = ""  # may be the start of a tag
+
+    def feed(self, text: str, is_last: bool) -> JsonObject:
+        """Return OpenAI's delta for more text. `is_last` if none follows."""
+        self.held_back += text
+        delta: JsonObject = {}
+        while True:
+            section = self.section
+            part, tag = self._split(is_last)
+            if section == "tool_calls":
+                self._add_call(delta, part, tag, is_last)
+            else:
+                self._add_text(delta, part, section)
+            if not tag:
+                return delta
+            self.is_blank = True
+            if tag == OPENING:
+                self.calls.append(CallParser(len(self.calls)))
+
+    def _split(self, is_last: bool) -> tuple[str, str]:
+        """Take the text before the next tag, and the tag, which begins another section."""
+        text = self.held_back
+        sections = self.sections
+        if self.section != "content":
+            sections = {CLOSINGS[self.section]: "content"}
+        elif not THINK.startswith(text.lstrip()[: len(THINK)]):
+            sections.pop(THINK, None)  # reasoning comes first
+        starts = [(text.find(tag), tag) for tag in sections if tag in text]
+        end, next_tag = min(starts, default=(len(text), ""))
+        if not starts and not is_last:
+            heads = [tag[:size] for tag in sections for size in range(len(tag))]
+            end -= max((len(head) for head in heads if text.endswith(head)), default=0)
+        self.held_back = text[end + len(next_tag) :]
+        self.section = sections.get(next_tag, self.section)
+        return text[:end], next_tag
+
+    def _add_text(self, delta: JsonObject, text: str, section: str) -> None:
+        if section == "content" and self.is_blank:
+            text = text.lstrip()
+        if not text:
+            return
+        self.is_blank = False
+        delta[section] = delta.get(section, "") + text
+
+    def _add_call(self, delta: JsonObject, text: str, tag: str, is_last: bool) -> None:
+        call = self.calls[-1]
+        is_complete = tag != "" or is_last
+        entry = call.feed(text, is_complete)
+        if entry is not None and (self.is_parallel or call.index == 0):
+            delta.setdefault("tool_calls", []).append(entry)
+        if is_complete and call.num_sent is None:  # not a call
+            self.calls.pop()
+            self._add_text(delta, OPENING + call.text + tag, "content")

@@ -1,0 +1,97 @@
+"""Tool calls: which ones a request allows, and how the text of a reply is parsed.
+
+A call is written as in the chat templates of Qwen and Hermes:
+
+    <tool_call>
+    {"name": "get_weather", "arguments": {"city": "Paris"}}
+    </tool_call>
+
+Where a call is required, a grammar makes any model write this.
+"""
+
+import json
+import re
+from contextlib import suppress
+from uuid import uuid4
+
+from nanovllm.checks import invalid, show
+from nanovllm.messages import Tool, check_tools
+from nanovllm.server.errors import JsonObject
+
+OPENING = "<tool_call>"
+CLOSING = "</tool_call>"
+# Everything before the arguments, whose text can then be sent as it arrives.
+HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*')
+MAX_HEAD = 1000  # characters
+# As json.dumps and templates write JSON. Small models can repeat optional spaces forever.
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+NO_PARAMETERS = {"type": "object", "additionalProperties": False}
+
+
+def choose_tools(given: JsonObject) -> tuple[list[Tool], list[Tool]]:
+    """Return the tools of a request that the model is shown, and those of which it must call one.
+
+    Raises ValueError that names the parameter at fault.
+    """
+    choice = given.get("tool_choice", "auto")
+    tools = given.get("tools", [])
+    if tools != []:
+        check_tools(tools)
+    required: list[Tool] = []
+    for tool in tools:
+        named = {"type": "function", "function": {"name": tool["function"]["name"]}}
+        if choice in ("required", named):
+            required.append(tool)
+    if choice not in ("none", "auto") and not required:
+        meaning = "'none' or 'auto', or with tools 'required' or the name of one"
+        raise invalid("tool_choice", f"must be {meaning}, not {show(choice)}")
+    return [] if choice == "none" else tools, required
+
+
+def write_grammar(tools: list[Tool], is_parallel: bool) -> str:
+    """Write a grammar, in llguidance's variant of Lark, of a call of one of `tools`, or of more."""
+    calls: list[str] = []
+    for tool in tools:
+        function = tool["function"]
+        head = f'{OPENING}\n{{"name": "{function["name"]}", "arguments": '
+        schema = {**function.get("parameters", NO_PARAMETERS), "x-guidance": JSON_STYLE}
+        tail = f"}}\n{CLOSING}"
+        calls.append(f"{json.dumps(head)} %json {json.dumps(schema)} {json.dumps(tail)}")
+    more = ' ("\\n" call)*' if is_parallel else ""
+    return f"start: call{more}\ncall: {' | '.join(calls)}"
+
+
+class CallParser:
+    """Parses the text of one call, which arrives in pieces."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index  # among the calls of the reply
+        self.text = ""
+        self.num_sent: int | None = None  # characters of the arguments; None: not even the name
+
+    def feed(self, text: str, is_complete: bool) -> JsonObject | None:
+        """Return OpenAI's delta for more text, or None if there is nothing to send."""
+        self.text += text
+        parsed = self._parse(is_complete)
+        if parsed is None or self.num_sent == len(parsed[1]):
+            return None
+        name, arguments = parsed
+        function = {"arguments": arguments[self.num_sent :]}
+        delta: JsonObject = {"index": self.index, "function": function}
+        if self.num_sent is None:
+            function["name"] = name
+            delta |= {"id": f"call_{uuid4().hex}", "type": "function"}
+        self.num_sent = len(arguments)
+        return delta
+
+    def _parse(self, is_complete: bool) -> tuple[str, str] | None:
+        """Return the name and the arguments as far as they are known."""
+        head = HEAD.match(self.text, 0, MAX_HEAD)
+        if head is not None:
+            # The last brace may be the one that ends the call.
+            return head[1], self.text[head.end() :].rstrip().removesuffix("}").rstrip()
+        if is_complete:  # perhaps in another order
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
+                call = json.loads(self.text)
+                return str(call["name"]), json.dumps(call["arguments"])
+        return None
