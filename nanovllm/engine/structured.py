@@ -37,6 +37,9 @@ from nanovllm.transfers import to_device
 CHECK = str(Path(__file__).with_name("grammar_check.py"))
 # Between two tokens of JSON. Small models would repeat spaces until max_tokens.
 JSON_DEFAULTS: Any = {"whitespace_pattern": " "}
+# Otherwise text that must come next may come only in tokens of llguidance's choice. The model would
+# then not write what it writes without a grammar, even if that is allowed.
+NO_FORCING = '%llguidance {"no_forcing": true}\n'
 LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_lexer_states": 50_000}
 
 
@@ -147,7 +150,7 @@ class Grammars:
         if isinstance(outputs, Grammar):
             return params
         advice = "pip install 'nanovllm[structured]'"
-        with naming("structured_outputs", ValueError), naming(advice, ImportError):
+        with naming("structured_outputs", ValueError, RecursionError), naming(advice, ImportError):
             matcher = self._compile(make_grammar(outputs))
         return replace(params, structured_outputs=Grammar(**vars(outputs), matcher=matcher))
 
@@ -187,14 +190,20 @@ def check_in_process(grammar: str) -> None:
 
 
 def make_grammar(outputs: StructuredOutputs) -> str:
-    """Write `outputs` in llguidance's format."""
+    """Write `outputs` in llguidance's variant of Lark."""
     from llguidance import LLMatcher
 
-    if outputs.regex is not None:
-        return LLMatcher.grammar_from_regex(outputs.regex)
     if outputs.grammar is not None:
-        return LLMatcher.grammar_from_lark(outputs.grammar)
-    if outputs.choice is not None:
-        return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, outputs.choice))}")
-    schema = {"type": "object"} if outputs.json is None else outputs.json
-    return LLMatcher.grammar_from_json_schema(schema, JSON_DEFAULTS)
+        rules = outputs.grammar
+    elif outputs.regex is not None:
+        grammar = LLMatcher.grammar_from_regex(outputs.regex)
+        rules = json.loads(grammar)["grammars"][0]["lark_grammar"]
+    elif outputs.choice is not None:
+        texts = [json.dumps(text, ensure_ascii=False) for text in outputs.choice]
+        rules = f"start: {' | '.join(texts)}"
+    else:
+        schema = {"type": "object"} if outputs.json is None else outputs.json
+        grammar = LLMatcher.grammar_from_json_schema(schema, JSON_DEFAULTS)
+        completed = json.loads(grammar)["grammars"][0]["json_schema"]
+        rules = f"start: %json {json.dumps(completed)}"
+    return NO_FORCING + rules

@@ -82,9 +82,12 @@ def test_second_command_is_what_ci_runs():
 
 
 def test_readme_code_runs(capsys):
-    code, with_ray = find_code("python")
-    exec(code, {})
+    code, structured, with_ray = find_code("python")
+    names = {}
+    exec(code, names)
     assert "42" in capsys.readouterr().out
+    exec(structured, names)
+    assert capsys.readouterr().out.strip() == structured.split("# ")[1].strip()
     assert with_ray.startswith("import ray\n")  # test_ray.py runs it
 
 
