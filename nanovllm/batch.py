@@ -6,28 +6,31 @@ model and its attention read it. Three sequences that compute 3, 1 and 2 tokens 
 
     input_ids      | p0 p1 p2 | g7 | p4 p5 |
     positions      |  0  1  2 |  7 |  4  5 |
-    slot_mapping   | block id * block size + offset of each token's K/V
-    cu_seqlens_q   | 0        3    4       6
-    context_lens   |     3      8      6
-    block_tables   | physical blocks of each context
-    logits_indices |        2   3       5
-    read_slots     |     1      4      3
-    write_slots    |     2      4      3
+    slot_mapping   | 20 21 22 | 27 | 36 37 |
+    cu_seqlens_q   | 0          3    4       6
+    context_lens   |    3     |  8 |   6   |
+    block_tables   |    5     | 2 6|  1 9  |
+    logits_indices |        2    3       5
+    read_slots     |    1     |  4 |   3   |
+    write_slots    |    2     |  4 |   3   |
     prefills       | 0, 2
 
-`context_lens` counts the tokens that the last query token attends to, itself included. A slot of -1
-means that K/V are not stored. Entries of `block_tables` past the end of a context are not read.
-`logits_indices` selects the tokens whose logits are wanted. Layers with a recurrent state read that
-of a sequence from slot `read_slots` and write it to slot `write_slots`. Slot 0 is for padding
-(engine/states.py). `prefills` are the sequences with more than one query token, because kernels
-compute the others differently. All tensors of a Batch are int32, so that it can be sent as one
-concatenated tensor.
+`slot_mapping` has the slot of each token's K/V: block id * block size + offset. A slot of -1 means
+that K/V are not stored. `context_lens` counts the tokens that the last query token attends to,
+itself included. `block_tables` has the physical blocks of each context, and entries past its end
+are not read. `logits_indices` selects the tokens whose logits are wanted. Layers with a recurrent
+state read that of a sequence from slot `read_slots` and write it to slot `write_slots`. Slot 0 is
+for padding (engine/states.py). `prefills` are the sequences with more than one query token, because
+kernels compute the others differently. All tensors of a Batch are int32, so that it can be sent as
+one concatenated tensor.
 
 packing.py iterates over the fields to send a batch to other ranks and to copy it into CUDA graphs.
 A new field therefore needs one line below, and one wherever a Batch is made. (A number, or a tensor
-of a new shape, also needs an entry in the layouts of graphs.py.) A tensor is declared
-with its shape, and with `padding` for the rows that a graph has beyond those of the batch, if that
-is not 0. Numbers are fixed when a graph is captured, see graphs.py.
+of a new shape, also needs an entry in the layouts of graphs.py.) A tensor is declared with its
+shape. `padding` is for the rows that a graph has beyond those of the batch, and 0 if not given.
+Numbers are fixed when a graph is captured, see graphs.py.
+
+Noise and Filters say how to sample. They go to the sampler only, on rank 0.
 """
 
 from dataclasses import dataclass

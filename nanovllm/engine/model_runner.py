@@ -124,64 +124,25 @@ class ModelRunner:
         block 4 // 4 = 1, which is block 2. Its slot_mapping is [2 * 4, 2 * 4 + 1, 2 * 4 + 2].
         """
         size = self.block_size
-        starts = [seq.num_computed_tokens for seq in seqs]
-        query_lens = [seq.num_scheduled_tokens for seq in seqs]
-        steps = list(zip(seqs, starts, query_lens))
-        for seq, start, length in steps:
-            if length > 1 or start % size == 0:
+        for seq in seqs:
+            # A decode copies its block table only when it enters a block.
+            if seq.num_scheduled_tokens > 1 or seq.num_computed_tokens % size == 0:
                 self.block_tables[seq.lane, : len(seq.block_table)] = seq.block_table
-        max_seqlen_q = max(query_lens)
-        max_seqlen_k = max([start + length for _, start, length in steps])
+        max_seqlen_q = max([seq.num_scheduled_tokens for seq in seqs])
+        max_seqlen_k = max([seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs])
         lanes = [seq.lane for seq in seqs]
         block_tables = self.block_tables[lanes, : cdiv(max_seqlen_k, size)]
         state_slots = ([seq.read_slot for seq in seqs], [seq.write_slot for seq in seqs])
         read_slots, write_slots = np.array(state_slots, np.int32)
-        if max_seqlen_q == 1 and has_one_row_each(seqs):
-            # Fast path of decodes, with the results of the other one, which needs more arrays.
-            ids = [seq.token_ids[start] for seq, start, _ in steps]
-            slots = [
-                seq.block_table[start // size] * size + start % size for seq, start, _ in steps
-            ]
-            input_ids, positions, slot_mapping = np.array((ids, starts, slots), np.int32)
-            context_lens = positions + 1
-            cu_seqlens_q = np.arange(len(seqs) + 1, dtype=np.int32)
-            logits_indices = cu_seqlens_q[:-1]
-            prefills = cu_seqlens_q[:0]
-        else:
-            ids = []
-            for seq, start, length in steps:
-                ids += seq.token_ids[start : start + length]
-            lists = (starts, query_lens, [seq.num_logits for seq in seqs])
-            first_positions, lengths, num_logits = np.array(lists, np.int32)
-            input_ids = np.array(ids, np.int32)
-            cu_seqlens_q = np.concatenate(([0], lengths.cumsum()), dtype=np.int32)
-            context_lens = first_positions + lengths
-            # For each token: its sequence, and its offset in the query.
-            # In the example of batch.py: 0 0 0 1 2 2, and 0 1 2 0 0 1.
-            seq_index = np.repeat(np.arange(len(seqs)), lengths)
-            offset_in_query = np.arange(len(ids), dtype=np.int32) - cu_seqlens_q[seq_index]
-            positions = first_positions[seq_index] + offset_in_query
-            blocks, offsets = np.divmod(positions, size)
-            slot_mapping = block_tables[seq_index, blocks] * size + offsets
-            first_logits = lengths - num_logits  # offset of a query's first token with logits
-            has_logits = offset_in_query >= first_logits[seq_index]
-            logits_indices = np.flatnonzero(has_logits).astype(np.int32)
-            prefills = np.flatnonzero(lengths > 1).astype(np.int32)
-        from_numpy = torch.from_numpy
-        return Batch(
-            input_ids=from_numpy(input_ids),
-            positions=from_numpy(positions),
-            slot_mapping=from_numpy(slot_mapping),
-            cu_seqlens_q=from_numpy(cu_seqlens_q),
-            context_lens=from_numpy(context_lens),
-            block_tables=from_numpy(block_tables),
-            logits_indices=from_numpy(logits_indices),
-            read_slots=from_numpy(read_slots),
-            write_slots=from_numpy(write_slots),
-            prefills=from_numpy(prefills),
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-        )
+        only_decodes = max_seqlen_q == 1 and has_one_row_each(seqs)
+        arrays = {
+            "block_tables": block_tables,
+            "read_slots": read_slots,
+            "write_slots": write_slots,
+            **(flatten_decodes(seqs, size) if only_decodes else flatten(seqs, block_tables, size)),
+        }
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return Batch(**tensors, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
 
     def prepare_sampling(self, rows: list[Sequence], positions: list[int]) -> SamplingBatch:
         """The sampling parameters of each row. `positions` are those of the sampled tokens."""
@@ -216,6 +177,52 @@ class ModelRunner:
             max_top_k=max(top_ks),
         )
         return SamplingBatch(noise, filters)
+
+
+def flatten(seqs: list[Sequence], block_tables: np.ndarray, size: int) -> dict[str, np.ndarray]:
+    """Return the arrays of a Batch that depend on the scheduled tokens. `size` is a block's."""
+    input_ids: list[int] = []
+    for seq in seqs:
+        start = seq.num_computed_tokens
+        input_ids += seq.token_ids[start : start + seq.num_scheduled_tokens]
+    numbers = [(seq.num_computed_tokens, seq.num_scheduled_tokens, seq.num_logits) for seq in seqs]
+    starts, query_lens, num_logits = np.array(numbers, np.int32).T
+    cu_seqlens_q = np.concatenate(([0], query_lens.cumsum()), dtype=np.int32)
+    # For each token: its sequence, and its offset in the query.
+    # In the example of batch.py: 0 0 0 1 2 2, and 0 1 2 0 0 1.
+    seq_index = np.repeat(np.arange(len(seqs)), query_lens)
+    offset_in_query = np.arange(len(input_ids), dtype=np.int32) - cu_seqlens_q[seq_index]
+    positions = starts[seq_index] + offset_in_query
+    blocks, offsets = np.divmod(positions, size)
+    first_logits = query_lens - num_logits  # offset of a query's first token with logits
+    has_logits = offset_in_query >= first_logits[seq_index]
+    return {
+        "input_ids": np.array(input_ids, np.int32),
+        "positions": positions,
+        "slot_mapping": block_tables[seq_index, blocks] * size + offsets,
+        "cu_seqlens_q": cu_seqlens_q,
+        "context_lens": starts + query_lens,
+        "logits_indices": np.flatnonzero(has_logits).astype(np.int32),
+        "prefills": np.flatnonzero(query_lens > 1).astype(np.int32),
+    }
+
+
+def flatten_decodes(seqs: list[Sequence], size: int) -> dict[str, np.ndarray]:
+    """As `flatten`, for a step of decodes only. This takes half as long for 256 of them."""
+    starts = [seq.num_computed_tokens for seq in seqs]
+    ids = [seq.token_ids[start] for seq, start in zip(seqs, starts)]
+    blocks = [seq.block_table[start // size] for seq, start in zip(seqs, starts)]
+    input_ids, positions, block_ids = np.array((ids, starts, blocks), np.int32)
+    cu_seqlens_q = np.arange(len(seqs) + 1, dtype=np.int32)
+    return {
+        "input_ids": input_ids,
+        "positions": positions,
+        "slot_mapping": block_ids * size + positions % size,
+        "cu_seqlens_q": cu_seqlens_q,
+        "context_lens": positions + 1,
+        "logits_indices": cu_seqlens_q[:-1],
+        "prefills": cu_seqlens_q[:0],
+    }
 
 
 def has_one_row_each(seqs: list[Sequence]) -> bool:
