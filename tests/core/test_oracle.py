@@ -178,6 +178,8 @@ def test_decodes_alone_are_flattened_as_beside_a_chunk():
                     num_computed_tokens=num_computed,
                     num_scheduled_tokens=num_scheduled,
                     num_logits=1,
+                    read_slot=10 + lane,
+                    write_slot=20 + lane,
                 )
             )
         return ModelRunner.prepare_batch(runner, seqs)
