@@ -101,6 +101,7 @@ class ModelSizes(NamedTuple):
     head: int  # weights of the output head
     attention: int  # FLOPs for each pair of a query token and a context token
     key_value: int  # numbers of K/V for each token
+    state: int  # numbers of the recurrent states of a sequence, in float32
 
 
 def find_sizes(config: PretrainedConfig) -> ModelSizes:
@@ -109,10 +110,13 @@ def find_sizes(config: PretrainedConfig) -> ModelSizes:
     head = model.get_output_embeddings().weight.numel()
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     matrices = sum(linear.weight.numel() for linear in linears) - head
-    experts = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 3)
-    if experts:
-        matrices += experts * config.num_experts_per_tok // config.num_experts
-    num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
+    if hasattr(config, "num_experts_per_tok"):
+        experts = [parameter for parameter in model.parameters() if parameter.dim() == 3]
+        num_weights = sum(expert.numel() for expert in experts)
+        matrices += num_weights * config.num_experts_per_tok // config.num_experts
+    num_state_layers = (getattr(config, "layer_types", None) or []).count("linear_attention")
+    num_layers = config.num_hidden_layers - num_state_layers  # with attention
+    num_heads = config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     return ModelSizes(
@@ -120,7 +124,16 @@ def find_sizes(config: PretrainedConfig) -> ModelSizes:
         head=head,
         attention=2 * 2 * num_layers * num_heads * head_dim,  # query * key, weight * value
         key_value=2 * num_layers * num_kv_heads * head_dim,
+        state=num_state_layers * _count_state(config) if num_state_layers else 0,
     )
+
+
+def _count_state(config: PretrainedConfig) -> int:
+    """Count the numbers in the state of a layer, see layers/gated_delta.py."""
+    key_dim = config.linear_key_head_dim
+    value_size = config.linear_num_value_heads * config.linear_value_head_dim
+    num_channels = 2 * config.linear_num_key_heads * key_dim + value_size
+    return key_dim * value_size + (config.linear_conv_kernel_dim - 1) * num_channels
 
 
 def compute_roofline_seconds(
@@ -140,9 +153,10 @@ def compute_roofline_seconds(
                        2 * (matrices + head) * sequences + attention * context tokens, in FLOPs
                        matrices + head + key_value * context tokens, in numbers to read, of
                        which quantized weights take fewer bytes
+                       2 * state * sequences, in float32 numbers to read and to write
 
     A prefill is bound by FLOPs, a decode step by FLOPs or by bandwidth, whichever takes longer. A
-    shared prefix counts once.
+    shared prefix counts once. The FLOPs of a recurrent state are few and are not counted.
     """
     sizes = find_sizes(config)
     num_repeats = len(requests) - 1
@@ -162,6 +176,7 @@ def compute_roofline_seconds(
         flops = 2 * num_weights * len(running) + sizes.attention * num_context_tokens
         num_read_tokens = num_context_tokens - shared_prefix * (len(running) - 1)
         num_bytes = weight_bytes + sizes.key_value * num_read_tokens * dtype.itemsize
+        num_bytes += 2 * sizes.state * len(running) * torch.float32.itemsize
         seconds += max(flops / peak.flops_per_second, num_bytes / peak.bytes_per_second)
     return seconds
 

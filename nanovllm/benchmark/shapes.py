@@ -3,7 +3,14 @@
 from functools import partial
 from typing import Any
 
-from transformers import LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    LlamaConfig,
+    OPTConfig,
+    PretrainedConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 _qwen3 = partial(
     Qwen3Config, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True, dtype="bfloat16"
@@ -65,6 +72,30 @@ SHAPES: dict[str, PretrainedConfig] = {
         num_experts=64,
         num_experts_per_tok=8,
         norm_topk_prob=True,
+    ),
+    # By default, every fourth layer has attention, and the others a recurrent state.
+    "qwen3.5-0.8b": Qwen3_5TextConfig(
+        architectures=["Qwen3_5ForCausalLM"],
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        vocab_size=248320,
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        max_position_embeddings=262144,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+        },
     ),
 }
 ON_GPU: dict[str, Any] = {  # nano-vLLM's workload

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from project_helpers import ROOT, reject, start
-from transformers import Qwen3Config
+from transformers import Qwen3_5TextConfig, Qwen3Config
 
 from bench import main
 from nanovllm import DEMO_MODEL
@@ -157,6 +157,35 @@ def test_roofline_counts_necessary_flops_and_bytes(shared_prefix, dtype, peak, s
     requests = [Request([1, 2, 3, 4], 3), Request([1, 2], 2)]
     least = roofline.compute_roofline_seconds(config, dtype, requests, shared_prefix, peak)
     assert least == pytest.approx(seconds)
+
+
+def test_roofline_counts_recurrent_states():
+    """A decode step reads and writes the states of a sequence, and reads K/V of one layer.
+
+    Weights: 2 layers with states * (8 * (2 * 4 + 12) qkv, 8 * 12 gate, 2 * 8 * 2 beta and decay,
+    12 * 8 out) = 768; attention: q with gate 8 * 16, k, v 2 * 8 * 4, o 8 * 8 = 256; MLPs:
+    3 layers * 3 * 8 * 16 = 1152; head: 80.
+    K/V of a token: 2 * 4 = 8 numbers. State: 2 layers * (2 * 12 + (4 - 1) * (2 * 4 + 12)) = 168.
+    Prefill: 2 * (2176 * 6 + 80 * 2) + 2 * 2 * 2 heads * 4 * (16 + 4) / 2 = 26,752 FLOPs.
+    Decode: 2 bytes * (2256 + 8 * 8) + 2 * 168 * 2 sequences * 4 bytes = 7328.
+    """
+    config = Qwen3_5TextConfig(
+        vocab_size=10,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        hidden_size=8,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=2,
+        linear_value_head_dim=6,
+    )
+    requests = [Request([1, 2, 3, 4], 2), Request([1, 2], 2)]
+    least = roofline.compute_roofline_seconds(config, BFLOAT16, requests, 0, SLOW_MEMORY)
+    assert least == pytest.approx(0.026752 + 7.328)
 
 
 def test_fraction_of_the_roofline_is_at_most_one():
