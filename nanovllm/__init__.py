@@ -8,9 +8,9 @@ from pathlib import Path
 
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams, StructuredOutputs
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 DEMO_MODEL = str(Path(__file__).parent / "demo_model")
 
-__all__ = ["DEMO_MODEL", "LLM", "RequestOutput", "SamplingParams", "StructuredOutputs"]
+__all__ = ["DEMO_MODEL", "LLM", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]

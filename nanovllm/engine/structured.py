@@ -31,7 +31,7 @@ from nanovllm.engine.prompt_logprobs import ScoringModelRunner
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import FinishReason
-from nanovllm.sampling_params import SamplingParams, StructuredOutputs
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.transfers import to_device
 
 CHECK = str(Path(__file__).with_name("grammar_check.py"))
@@ -44,8 +44,8 @@ LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_lexer_s
 
 
 @dataclass(frozen=True)
-class Grammar(StructuredOutputs):
-    """StructuredOutputs that an engine has compiled."""
+class Grammar(StructuredOutputsParams):
+    """StructuredOutputsParams that an engine has compiled."""
 
     matcher: Any = None  # llguidance's LLMatcher, before the first token
 
@@ -189,7 +189,7 @@ def check_in_process(grammar: str) -> None:
         raise ValueError(f"too complex to compile ({reason}): simplify it")
 
 
-def make_grammar(outputs: StructuredOutputs) -> str:
+def make_grammar(outputs: StructuredOutputsParams) -> str:
     """Write `outputs` in llguidance's variant of Lark."""
     from llguidance import LLMatcher
 

@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 from conftest import check_invariants, generate_ids, make_checkpoint
 
-from nanovllm import DEMO_MODEL, LLM, SamplingParams, StructuredOutputs
+from nanovllm import DEMO_MODEL, LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.engine import structured
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.structured import StructuredModelRunner, StructuredRequest
@@ -154,7 +154,9 @@ def test_json_validates(make, monkeypatch, model):
     done = SimpleNamespace(returncode=0)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)  # saves its time
     params = [
-        SamplingParams(max_tokens=120, structured_outputs=StructuredOutputs(json=schema), seed=i)
+        SamplingParams(
+            max_tokens=120, structured_outputs=StructuredOutputsParams(json=schema), seed=i
+        )
         for i, schema in enumerate(SCHEMAS)
     ]
     outputs = llm.generate(["a b"] * len(SCHEMAS), params, use_tqdm=False)
