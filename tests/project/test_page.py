@@ -17,6 +17,7 @@ from example import show_scheduling
 from nanovllm import LLM
 from nanovllm.engine.draft_costs import StepCosts
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.server.playground import QWEN3_5
 from nanovllm.trace.__main__ import main as trace_main
 
 
@@ -43,6 +44,10 @@ def describe(scheduler, seqs):
         "free": free[:40],
         "used": num_used,
         "reusable": num_reusable,
+        "held": [seq.read_slot for seq in running],
+        "snapshots": [
+            [slot, f"{hash_:032x}"] for hash_, slot in getattr(scheduler, "snapshots", {}).items()
+        ],
         "counts": [24, 4, num_used, num_reusable, len(free) - num_reusable],
     }
 
@@ -59,6 +64,8 @@ DUMP = r"""
         refs: now.users.map((users) => users.length),
         cached: Object.fromEntries([...now.cached].map((id) => [id, now.blocks[id].hash])),
         free: now.free,
+        held: now.running.map((id) => now.seqs.get(id).held ?? 0),
+        snapshots: now.snapshots,
         ...currentRun().pool[view.step],
         counts: text("count").match(/\d+/g).map(Number),
     });
@@ -137,6 +144,15 @@ def serve_drafts(llm):
     llm.generate(prompt, greedy(20), use_tqdm=False)
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """The path of the config of a model with recurrent states."""
+    path = tmp_path_factory.mktemp("hybrid")
+    QWEN3_5.save_pretrained(path)
+    return str(path)
+
+
+WITH_STATES = {"load_format": "dummy", "dtype": "float32"}
 schedule = Scheduler.schedule
 odd_calls = count()
 
@@ -168,16 +184,24 @@ def schedule_oddly(self):
         ),
         (serve_busily, {}, schedule_oddly, "oldest.*preempted"),
         (serve_drafts, {"num_speculative_tokens": 3}, schedule, "3 draft.*1.*2 tokens"),
+        (serve_busily, WITH_STATES, schedule, "snapshot is kept here.*waits for the snapshot"),
+        (
+            serve_drafts,
+            {**WITH_STATES, "num_speculative_tokens": 3},
+            schedule,
+            "state before the last draft",
+        ),
     ],
 )
 def test_it_shows_the_state_of_the_engine(
-    tiny, tmp_path, monkeypatch, serve, options, policy, narrative
+    tiny, hybrid, tmp_path, monkeypatch, serve, options, policy, narrative
 ):
     """In every step, forwards and backwards, also under policies that the page does not know."""
     monkeypatch.setattr(Scheduler, "schedule", policy)
     path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
     states = []
-    with LLM(tiny[0], trace=path, **{**SMALL, **options}) as llm:
+    model = hybrid if options.get("load_format") == "dummy" else tiny[0]
+    with LLM(model, trace=path, **{**SMALL, **options}) as llm:
         postprocess = llm.scheduler.postprocess
 
         def keep_state(seqs, samples):
