@@ -12,14 +12,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from shutil import copytree, ignore_patterns
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
+from transformers import Qwen3_5TextConfig
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.checks import check_int, check_number, check_type
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.checks import check_bool, check_int, check_number, check_type
 from nanovllm.config import Config
 from nanovllm.outputs import RequestOutput
 from nanovllm.server.bodies import read_json
@@ -39,7 +42,25 @@ DEFAULTS: dict[str, Any] = {
     "enable_chunked_prefill": True,
     "enable_prefix_caching": True,
     "num_speculative_tokens": 0,
+    "recurrent_states": False,
 }
+# The model with recurrent states. Its weights are random, so its answers make no sense.
+QWEN3_5 = Qwen3_5TextConfig(
+    architectures=["Qwen3_5ForCausalLM"],
+    vocab_size=768,
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    max_position_embeddings=2048,
+    dtype="bfloat16",
+)
 MAX_STEPS = 10_000  # longest recording; after it, the engine is replaced once it is idle
 STEPS_PER_MESSAGE = 500
 MESSAGE_INTERVAL = 0.05  # seconds, because a page need not be drawn more often
@@ -94,14 +115,24 @@ class Playground(EngineThread):
         self.num_single_steps = 0  # to be taken while the engine holds
         self.next_time = 0.0
         self.changed = asyncio.Event()  # set and replaced when there is something to show
-        super().__init__(WatchedLLM(model, **self.options))
+        super().__init__(self.make_llm(**self.options))
+
+    def make_llm(self, recurrent_states: bool, **options: Any) -> WatchedLLM:
+        """Start an engine of the given model, or of a tiny one with recurrent states."""
+        if not check_bool("recurrent_states", recurrent_states):
+            return WatchedLLM(self.model, **options)
+        with TemporaryDirectory() as directory:
+            without_weights = ignore_patterns("*.safetensors")
+            copytree(DEMO_MODEL, directory, ignore=without_weights, dirs_exist_ok=True)
+            QWEN3_5.save_pretrained(directory)
+            return WatchedLLM(directory, **{**options, "load_format": "dummy"})
 
     # In the engine thread.
 
     def replace(self, changes: dict[str, Any]) -> None:
         """Start another engine. For invalid options, raise an error and keep this one."""
         options = {**self.options, **changes}
-        llm = WatchedLLM(self.model, **options)
+        llm = self.make_llm(**options)
         self._end_streams("the engine was replaced")
         self.llm.exit()
         self.llm = llm
@@ -230,7 +261,7 @@ class Playground(EngineThread):
         return {
             "run": self.run_number,
             "settings": self.llm.timeline.reader.settings,
-            "options": {name: getattr(self.llm.config, name) for name in DEFAULTS},
+            "options": {name: self.options[name] for name in DEFAULTS},
             "pause": self.pause,
             "is_idle": self.llm.is_finished(),
             "arrivals": [(seq.seq_id, len(seq.token_ids)) for seq in waiting],
@@ -254,7 +285,9 @@ class Playground(EngineThread):
             texts: Any = body.get("chats")
             check_type("chats", texts, (list,), "a list of str")
             prompts = llm.encode_chats([[{"role": "user", "content": text}] for text in texts])
-        await self._call(self.add, Stream(llm.prepare_prompts(prompts, params)))
+        # In a thread, because the grammar of structured outputs takes a while to compile.
+        prepared = await asyncio.to_thread(llm.prepare_prompts, prompts, params)
+        await self._call(self.add, Stream(prepared))
 
     async def take_abort(self, body: JsonObject) -> None:
         await self._call(self.abort, check_int("request_id", body.get("request_id"), 0))

@@ -5,6 +5,7 @@ share the Timeline. The engine therefore does not import this module. In a step:
 
     schedule             collects admissions and preemptions
     prepare_batch, forward   end their phases
+    process_logits       describes the choice that a grammar leaves to the model
     postprocess          makes a Work for each sequence, lets the scheduler record the result,
                          completes each Work with the result, and writes the step
 
@@ -16,12 +17,14 @@ step has collected.
 from dataclasses import dataclass
 from itertools import islice
 
-from torch import Tensor, cuda
+import torch
+from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.engine.prompt_logprobs import ScoringModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.states import StatefulScheduler
+from nanovllm.engine.structured import StructuredModelRunner
 from nanovllm.trace.timeline import Args, Event, Timeline, make_event
 
 _COUNTERS = (
@@ -32,6 +35,7 @@ _COUNTERS = (
 )
 _NUM_WAITING = 10  # requests of the queue that a step records
 _NUM_FREE = 40  # free blocks that a step records
+_NUM_CHOICES = 12  # tokens that a step records of those that a grammar allows
 
 
 @dataclass
@@ -95,11 +99,15 @@ class TracedScheduler(Scheduler):
     def _describe_queues(self) -> Args:
         waiting = islice(self.waiting, _NUM_WAITING)
         free = islice(self.block_manager.free_block_ids, _NUM_FREE)
-        return {
+        queues: Args = {
             "waiting_requests": [(seq.seq_id, len(seq.token_ids)) for seq in waiting],
             "running_requests": [seq.seq_id for seq in self.running],
             "next_free_blocks": list(free),
         }
+        if isinstance(self, StatefulScheduler):
+            snapshots = self.snapshots.items()
+            queues["snapshots"] = [(slot, format_hash(each)) for each, slot in snapshots]
+        return queues
 
     def _count(self) -> dict[str, dict[str, int]]:
         manager = self.block_manager
@@ -137,6 +145,11 @@ class TracedScheduler(Scheduler):
         if is_new:
             args["num_prompt_tokens"] = seq.num_prompt_tokens
             args["token_ids"] = seq.token_ids[:length]
+        if isinstance(self, StatefulScheduler):
+            hashes = {slot: format_hash(each) for each, slot in self.new_snapshots.items()}
+            args["slots"] = [seq.read_slot, seq.write_slot]
+            args["snapshot"] = hashes.get(seq.write_slot, "")
+        args |= self.timeline.choices.get(seq.seq_id, {})
         name = f"{_name_kind(seq)} {seq.seq_id}"
         event = make_event("X", seq.lane + 1, name, args, **self.timeline.span)
         return Work(seq, length, block_table, event)
@@ -166,8 +179,8 @@ class TracedScheduler(Scheduler):
         described = []
         for index in range(start // self.block_size, end // self.block_size):
             block = self.block_manager.blocks[block_table[index]]
-            block_hash = f"{seq.block_hashes[index]:032x}"
-            parent = f"{seq.block_hashes[index - 1]:032x}" if index > 0 else ""
+            block_hash = format_hash(seq.block_hashes[index])
+            parent = format_hash(seq.block_hashes[index - 1]) if index > 0 else ""
             described.append((block.block_id, block.hash != -1, block_hash, parent))
         return described
 
@@ -176,8 +189,12 @@ def _name_kind(seq: Sequence) -> str:
     return "decode" if seq.is_decode else "prefill"
 
 
-class TracedModelRunner(ScoringModelRunner):
-    """Records when the phases of a step end."""
+def format_hash(block_hash: int) -> str:
+    return f"{block_hash:032x}"
+
+
+class TracedModelRunner(StructuredModelRunner):
+    """Records when the phases of a step end, and what grammars do to the logits."""
 
     timeline: Timeline
 
@@ -190,6 +207,25 @@ class TracedModelRunner(ScoringModelRunner):
         logits = super().forward(seqs)
         if logits.is_cuda:
             # Otherwise the forward pass would be measured as sampling.
-            cuda.synchronize(logits.device)
+            torch.cuda.synchronize(logits.device)
         self.timeline.end_phase()
         return logits
+
+    def process_logits(self, logits: Tensor, rows: list[Sequence]) -> Tensor:
+        processed = super().process_logits(logits, rows)
+        for row, seq in enumerate(rows):
+            is_first = seq.seq_id not in self.timeline.choices  # other rows follow draft tokens
+            if seq.params.structured_outputs is not None and is_first:
+                self.timeline.choices[seq.seq_id] = describe_choice(logits[row], processed[row])
+        return processed
+
+
+def describe_choice(logits: Tensor, processed: Tensor) -> Args:
+    """Describe a row of logits: what the model prefers, and what may be sampled."""
+    num_allowed = int((processed > -torch.inf).sum())
+    num_choices = min(_NUM_CHOICES, len(logits))
+    return {
+        "preferred_token_ids": logits.topk(num_choices).indices.tolist(),
+        "num_allowed_tokens": num_allowed,
+        "allowed_token_ids": processed.topk(min(num_choices, num_allowed)).indices.tolist(),
+    }

@@ -11,6 +11,7 @@ _LEGEND = (
     " a+2: decode with 2 accepted draft tokens; !A: preemption",
     "after the step: waiting requests; used, reusable (free, in the prefix cache), empty blocks",
 )
+_SNAPSHOTS = "A16*: the state after this chunk is kept as a snapshot"
 
 
 def render(steps: list[Step], width: int = 100) -> str:
@@ -31,7 +32,8 @@ def render(steps: list[Step], width: int = 100) -> str:
     num_more = len(steps) - num_shown
     if num_more:
         lines += wrap(f"{num_more} more steps do not fit: -o timeline.html shows all", width)
-    for sentence in _LEGEND:
+    has_states = "snapshot_slots" in steps[0].settings
+    for sentence in (*_LEGEND, _SNAPSHOTS) if has_states else _LEGEND:
         lines += wrap(sentence, width)
     return "\n".join(lines)
 
@@ -50,7 +52,8 @@ def _cell(step: Step, lane: int) -> str:
     letter = _letter(work["request_id"])
     if work["kind"] == "prefill":
         hit = "+" if work["num_reused_tokens"] else ""
-        return f"{letter}{hit}{work['num_tokens']}"
+        cut = "*" if work.get("snapshot") else ""
+        return f"{letter}{hit}{work['num_tokens']}{cut}"
     if work.get("draft_token_ids"):
         return f"{letter.lower()}+{work['num_accepted_tokens']}"
     return letter.lower()

@@ -7,8 +7,10 @@
 
 ui.perfetto.dev opens the file. The events' args also hold what the page of `python -m
 nanovllm.trace` needs to draw the pool of blocks: token ids and texts, blocks, hashes of full
-blocks, queues and the next free blocks. To keep the file small, a step has only the queues that
-have changed and the texts that are new. A trace contains the prompts and the outputs.
+blocks, queues and the next free blocks. For a model with recurrent states they hold slots and
+snapshots, and for structured outputs the tokens that may come next and those that the model
+prefers. To keep the file small, a step has only the queues that have changed and the texts that are
+new. A trace contains the prompts and the outputs.
 
 A step is written when it ends. The file is a complete JSON array after every step, because each
 write replaces the closing bracket. What happens in the engine is described by recorder.py.
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
+from nanovllm.engine.states import StatefulScheduler
 from nanovllm.trace.reader import PHASES
 from nanovllm.vocabulary import Vocabulary
 
@@ -28,7 +31,13 @@ Args = dict[str, Any]
 Event = dict[str, Any]
 
 _END = b"\n]\n"
-_TOKEN_LISTS = ("token_ids", "draft_token_ids", "new_token_ids")
+_TOKEN_LISTS = (
+    "token_ids",
+    "draft_token_ids",
+    "new_token_ids",
+    "preferred_token_ids",
+    "allowed_token_ids",
+)
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -43,6 +52,7 @@ class Timeline:
         self.origin = time.perf_counter_ns()
         self.num_steps = 0
         self.times: list[int] = []  # starts of the phases of this step, then the end of the last
+        self.choices: dict[int, Args] = {}  # seq_id -> the choice that its grammar leaves
         self.reset()
 
     def reset(self) -> None:
@@ -68,7 +78,7 @@ class Timeline:
         self.warn = warn
         self.vocabulary = vocabulary
         manager = scheduler.block_manager
-        process = {
+        process: Args = {
             "name": "nanovllm",
             "num_blocks": manager.num_blocks,
             "block_size": manager.block_size,
@@ -76,6 +86,9 @@ class Timeline:
             "max_num_batched_tokens": scheduler.max_num_batched_tokens,
             "enable_chunked_prefill": not isinstance(scheduler, PrefillFirstScheduler),
         }
+        if isinstance(scheduler, StatefulScheduler):
+            slots = scheduler.snapshot_slots
+            process["snapshot_slots"] = [slots.start, slots.stop]
         events = [make_event("M", 0, "process_name", process)]
         for lane in range(scheduler.max_num_seqs):
             events.append(make_event("M", lane + 1, "thread_name", {"name": f"lane {lane}"}))
@@ -83,6 +96,7 @@ class Timeline:
 
     def start_step(self) -> None:
         self.times = []
+        self.choices = {}
         self.end_phase()
 
     def end_phase(self) -> None:

@@ -14,9 +14,10 @@ from conftest import greedy, random_prompt
 from project_helpers import SMALL
 
 from example import show_scheduling
-from nanovllm import LLM
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.engine.draft_costs import StepCosts
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.server.playground import QWEN3_5
 from nanovllm.trace.__main__ import main as trace_main
 
 
@@ -43,6 +44,10 @@ def describe(scheduler, seqs):
         "free": free[:40],
         "used": num_used,
         "reusable": num_reusable,
+        "held": [seq.read_slot for seq in running],
+        "snapshots": [
+            [slot, f"{hash_:032x}"] for hash_, slot in getattr(scheduler, "snapshots", {}).items()
+        ],
         "counts": [24, 4, num_used, num_reusable, len(free) - num_reusable],
     }
 
@@ -59,6 +64,8 @@ DUMP = r"""
         refs: now.users.map((users) => users.length),
         cached: Object.fromEntries([...now.cached].map((id) => [id, now.blocks[id].hash])),
         free: now.free,
+        held: now.running.map((id) => now.seqs.get(id).held ?? 0),
+        snapshots: now.snapshots,
         ...currentRun().pool[view.step],
         counts: text("count").match(/\d+/g).map(Number),
     });
@@ -137,6 +144,15 @@ def serve_drafts(llm):
     llm.generate(prompt, greedy(20), use_tqdm=False)
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """The path of the config of a model with recurrent states."""
+    path = tmp_path_factory.mktemp("hybrid")
+    QWEN3_5.save_pretrained(path)
+    return str(path)
+
+
+WITH_STATES = {"load_format": "dummy", "dtype": "float32"}
 schedule = Scheduler.schedule
 odd_calls = count()
 
@@ -168,16 +184,24 @@ def schedule_oddly(self):
         ),
         (serve_busily, {}, schedule_oddly, "oldest.*preempted"),
         (serve_drafts, {"num_speculative_tokens": 3}, schedule, "3 draft.*1.*2 tokens"),
+        (serve_busily, WITH_STATES, schedule, "K/V of the first 12 tokens of B, but not the state"),
+        (
+            serve_drafts,
+            {**WITH_STATES, "num_speculative_tokens": 3},
+            schedule,
+            "a snapshot is kept here.*from the state before the last draft",
+        ),
     ],
 )
 def test_it_shows_the_state_of_the_engine(
-    tiny, tmp_path, monkeypatch, serve, options, policy, narrative
+    tiny, hybrid, tmp_path, monkeypatch, serve, options, policy, narrative
 ):
     """In every step, forwards and backwards, also under policies that the page does not know."""
     monkeypatch.setattr(Scheduler, "schedule", policy)
     path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
     states = []
-    with LLM(tiny[0], trace=path, **{**SMALL, **options}) as llm:
+    model = hybrid if options.get("load_format") == "dummy" else tiny[0]
+    with LLM(model, trace=path, **{**SMALL, **options}) as llm:
         postprocess = llm.scheduler.postprocess
 
         def keep_state(seqs, samples):
@@ -322,3 +346,69 @@ def test_a_large_pool_is_shown_as_far_as_it_was_used(tiny, tmp_path):
     )
     assert ids == [str(block_id) for block_id in range(8)]
     assert "Blocks 8 to 999" in note
+
+
+# --- Recurrent states and structured outputs
+
+
+@needs_browser
+def test_slots_and_snapshots(hybrid, tmp_path, capsys):
+    """A snapshot is written, awaited, read and evicted."""
+    path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
+    shared = [random_prompt(seed, 8) for seed in range(3)]
+    with LLM(hybrid, trace=path, **{**SMALL, **WITH_STATES, "max_num_seqs": 2}) as llm:
+        for prefix in shared:
+            for endings in ([[1, 2, 3]], [[4, 5, 6], [7, 8, 9]]):
+                prompts = [prefix + ending for ending in endings]
+                llm.generate(prompts, greedy(1), use_tqdm=False)
+    trace_main([str(path)])
+    assert {"B8*", "B3", "C+3", "H8*"} <= set(capsys.readouterr().out.split())
+    trace_main([str(path), "-o", str(page)])
+    seen = run_script(
+        page,
+        r"""
+        const text = (element) => element.textContent.replace(/\s+/g, " ").trim();
+        return runs[0].steps.map((_, step) => {
+            go({ step });
+            return [text($("words")), ...[...$("slots").children].map(text)];
+        });
+        """,
+    )
+    patterns = {
+        0: "A is admitted.*1 zerosA↑, 2 lane 0A↓, 3 lane 1, 4 snapshot, 5 snapshot",
+        1: "Slot 4 keeps this state.*C waits for.*zerosB↑, 2 lane 0, 3 lane 1, 4 # .{6}B↓",
+        2: "hit.*snapshot in slot 4.*zeros, 2 lane 0B↓, 3 lane 1C↓, 4 # .{6}B↑C↑, 5 snapshot",
+        4: "Slot 5 keeps this state.*, 4 # .{6}, 5 # .{6}E↓",
+        7: "Slot 4 keeps this state.*older snapshot.*is evicted.*, 4 # .{6}H↓, 5 # .{6}$",
+    }
+    for step, pattern in patterns.items():
+        assert re.search(pattern, ", ".join(seen[step])), f"step {step}: {seen[step]}"
+    assert seen[3][5] == seen[6][5] != seen[8][5]  # the snapshot in slot 4
+
+
+@needs_browser
+def test_the_choice_of_a_grammar(tmp_path):
+    path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
+    with LLM(DEMO_MODEL, trace=path, **SMALL) as llm:
+        params = SamplingParams(temperature=0.0, structured_outputs={"regex": "[0-9]{9}"})
+        llm.generate("What is 12 + 30?", params, use_tqdm=False)
+    trace_main([str(path), "-o", str(page)])
+    prefers, allows, words = run_script(
+        page,
+        """
+        go({ step: 1 });
+        const read = (list) => [...list.children].map((token) => [
+            token.textContent, token.className.replace("mini", "").trim(),
+        ]);
+        const [prefers, allows] = document.querySelectorAll(".choice");
+        return [read(prefers), read(allows), $("words").textContent];
+        """,
+    )
+    assert "does not allow" in words
+    assert "It allows 10 tokens." in words
+    assert sorted(text for text, _ in allows) == list("0123456789")
+    assert [kind for _, kind in allows] == ["sampled"] + [""] * 9
+    allowed = {text for text, _ in allows}
+    kinds = [(text, "" if text in allowed else "rejected") for text, _ in prefers]
+    assert [(text, kind.replace("sampled", "").strip()) for text, kind in prefers] == kinds
+    assert len(prefers) == 12

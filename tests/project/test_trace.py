@@ -15,7 +15,9 @@ import pytest
 from conftest import check_invariants, generate_ids, greedy, random_prompt
 from project_helpers import SMALL, reject
 
-from nanovllm import DEMO_MODEL, LLM, trace
+from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
+from nanovllm.engine.draft_costs import StepCosts
+from nanovllm.engine.model_runner import list_rows
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.trace.__main__ import main as trace_main
 
@@ -206,6 +208,42 @@ def test_each_text_is_recorded_once_and_cannot_end_the_page(path):
     assert "<" in "".join(recorded.values())
     _, _, data = trace.make_page([steps]).partition('<script id="data"')
     assert "<" not in data.partition("</script>")[0]
+
+
+def test_the_choice_of_a_grammar_is_recorded(path):
+    """Also in steps with drafts, where it concerns the first of several tokens."""
+    text = "a b " * 4 + "a"
+    params = SamplingParams(temperature=0.0, structured_outputs={"regex": "( [a-c])+"})
+    allowed = []
+    preferred = []
+    with LLM(DEMO_MODEL, trace=path, num_speculative_tokens=2, **SMALL) as llm:
+        llm.scheduler.speculator.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
+        sample = llm.model_runner.sample
+
+        def sample_and_keep(logits, seqs):
+            rows, _ = list_rows(seqs)
+            row = rows.index(constrained)
+            allowed.append(constrained.list_allowed_tokens())
+            preferred.append(logits[row].topk(12).indices.tolist())
+            return sample(logits, seqs)
+
+        llm.model_runner.sample = sample_and_keep
+        free = llm.add_request(text, greedy(30))
+        constrained = llm.requests[llm.add_request(text, params)]
+        while not llm.is_finished():
+            llm.step()
+        assert llm.stats["num_accepted_tokens"]
+    works = {free: [], constrained.seq_id: []}
+    for step in trace.read(path):
+        for work in step.lanes.values():
+            works[work["request_id"]].append(work)
+    assert not any("allowed_token_ids" in work for work in works[free])
+    recorded = works[constrained.seq_id]
+    assert [work["preferred_token_ids"] for work in recorded] == preferred
+    assert [sorted(work["allowed_token_ids"]) for work in recorded] == allowed
+    for work in recorded:
+        assert work["num_allowed_tokens"] == len(work["allowed_token_ids"])
+        assert work["allowed_token_ids"][0] == work["new_token_ids"][0]
 
 
 # --- Text and plot

@@ -49,16 +49,19 @@ def read_messages(url, num_steps=0, **headers):
     raise AssertionError("the stream has ended")
 
 
+def list_steps(messages):
+    return [step for message in messages for step in message["steps"]]
+
+
 def test_steps_and_texts_are_sent(url):
     command(url, "prompts", QUESTION)
     messages = read_messages(url, 6)
     assert messages[0]["settings"]["num_blocks"] == 40
     texts = {}
     answer = ""
-    for message in messages:
-        for step in message["steps"]:
-            texts |= step.get("texts", {})
-            answer += "".join(texts[str(token_id)] for token_id in step["rows"][0][1])
+    for step in list_steps(messages):
+        texts |= step.get("texts", {})
+        answer += "".join(texts[str(token_id)] for token_id in step["rows"][0][1])
     assert answer == "12 + 30 = "
     # A browser that reconnects goes on where it was.
     last_id = f"{messages[0]['run']}:4"
@@ -92,6 +95,31 @@ def test_the_engine_is_replaced(url):
         assert response.status_code == 400
         assert name in response.json()["error"]["message"]
     assert read_messages(url)[0]["run"] == before + 1
+
+
+def test_recurrent_states(url):
+    """The scene: computed, computed again up to the snapshot, reused."""
+    command(url, "engine", {"recurrent_states": True})
+    params = {"temperature": 0, "max_tokens": 2, "ignore_eos": True}
+    system = "You are a helpful assistant. Answer each question in one sentence.\n"
+    command(url, "prompts", {"prompts": [f"{system}What is 12 + 30?"], "params": params})
+    read_messages(url, 2)
+    questions = [f"{system}introduce yourself", f"{system}count to 9"]
+    command(url, "prompts", {"prompts": questions, "params": params})
+    messages = read_messages(url, 5)
+    assert messages[0]["options"]["recurrent_states"] is True
+    assert messages[0]["settings"]["snapshot_slots"] == [8, 14]
+    rows = [row for step in list_steps(messages) for row in step["rows"]]
+    works = [row[2] for row in rows if "token_ids" in row[2]]
+    assert [work.get("num_reused_tokens", 0) for work in works] == [0, 0, 20]
+    assert ["snapshot" in work for work in works] == [False, True, False]
+
+
+def test_structured_outputs(url):
+    params = {**GREEDY, "structured_outputs": {"regex": "[0-9]{3}"}}
+    command(url, "prompts", {**QUESTION, "params": params})
+    rows = [row for step in list_steps(read_messages(url, 3)) for row in step["rows"]]
+    assert [row[2]["num_allowed_tokens"] for row in rows] == [10, 10, 10]
 
 
 @pytest.mark.parametrize(
