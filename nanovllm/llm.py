@@ -53,7 +53,8 @@ class LLM(ThreadSafeEngine):
             self._close_timeline()
             raise
         self.vocabulary = Vocabulary(self.tokenizer)
-        self.input_processor.grammars = Grammars(self)
+        grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
+        self.input_processor.grammars = grammars
         if isinstance(self.scheduler, StatefulScheduler):
             self.scheduler.snapshot_slots = self.executor.worker.list_snapshot_slots()
         if config.num_speculative_tokens:

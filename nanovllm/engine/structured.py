@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.checks import naming
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prompt_logprobs import ScoringModelRunner
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
@@ -138,8 +137,11 @@ class Grammars:
 
     make_request = StructuredRequest
 
-    def __init__(self, engine: LLMEngine) -> None:
-        self.engine = engine
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        # Not the engine, because it would then refer to itself and outlive its last reference.
+        self.hf_tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
 
     def compile(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with a Grammar.
@@ -171,12 +173,10 @@ class Grammars:
     def tokenizer(self) -> Any:
         from llguidance.hf import from_tokenizer
 
-        engine = self.engine
-        tokenizer: Any = engine.tokenizer
-        if tokenizer is None:
+        if self.hf_tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer")
-        vocab_size = max(engine.vocab_size, len(tokenizer))
-        return from_tokenizer(tokenizer, vocab_size, sorted(engine.eos_token_ids) or None)
+        vocab_size = max(self.vocab_size, len(self.hf_tokenizer))
+        return from_tokenizer(self.hf_tokenizer, vocab_size, sorted(self.eos_token_ids) or None)
 
 
 @lru_cache(maxsize=64)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanovllm import kernels
 from nanovllm.arithmetic import cdiv
-from nanovllm.batch import FIRST_LANE, Batch
+from nanovllm.batch import FIRST_LANE, ZEROS, Batch
 from nanovllm.checks import naming
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.engine.memory import ENLARGE, MemoryMeter, count_blocks, count_slots, show_gb
@@ -109,8 +109,8 @@ class Worker:
         order = torch.arange(num_tokens, dtype=torch.int32, device="cpu")
         batch = self._make_dummy_batch([num_tokens])
         batch = replace(batch, input_ids=order, positions=order, slot_mapping=order)
-        # One block, and one slot of states, which a dummy batch reads and writes.
-        sizes = (1, self.block_size, 1)
+        # One block, and the slots of states that a dummy batch reads and writes.
+        sizes = (1, self.block_size, FIRST_LANE)
         caches = self.spec.make_caches(self.backend, *sizes, self.device, self.tp)
         self.model(copy_to(batch, self.device), caches)
 
@@ -287,7 +287,7 @@ class Worker:
             context_lens=context_lens,
             block_tables=block_tables,
             logits_indices=cu_seqlens_q[1:] - 1,
-            read_slots=slots,
+            read_slots=slots + ZEROS,  # a step that is repeated reads the same
             write_slots=slots,
             prefills=(context_lens > 1).nonzero().flatten().int(),
             max_seqlen_q=max(query_lens),

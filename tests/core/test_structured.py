@@ -226,6 +226,7 @@ def test_every_eos_of_the_checkpoint_ends_the_text(make):
     llm = make()
     (token,) = llm.tokenizer.encode("q", add_special_tokens=False)
     llm.eos_token_ids |= {token}
+    llm.input_processor.grammars.eos_token_ids = llm.eos_token_ids
     output = run(llm, {"regex": "[ab]{3}[QZ]*"}, logit_bias={token: 100}, ignore_eos=True)
     assert re.fullmatch("[ab]{3}", output["text"])
     assert output["token_ids"][-1] == token

@@ -160,3 +160,16 @@ def test_exit_leaves_no_memory_to_the_garbage_collector(make_llm):
         assert all(reference() is None for reference in references)
     finally:
         gc.enable()
+
+
+def test_an_engine_is_freed_with_its_last_reference(make_llm):
+    """Without a garbage collection, which the next engine's memory would have to wait for."""
+    llm = make_llm(device="cpu")
+    reference = weakref.ref(llm.scheduler)
+    gc.collect()
+    gc.disable()
+    try:
+        del llm
+        assert reference() is None
+    finally:
+        gc.enable()
