@@ -11,7 +11,7 @@ from torch import Tensor
 from nanovllm.batch import Filters, Noise
 from nanovllm.kernels import OptimizedLayer, require_known_fields
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
-from nanovllm.kernels.cpu.gated_delta import FastGatedDeltaRule
+from nanovllm.kernels.cpu.gated_delta import FastDeltaLayer, FastGatedDeltaRule
 from nanovllm.kernels.cpu.library import call, load, reason_unavailable
 from nanovllm.kernels.cpu.prepacked import (
     PrepackedColumnParallelLinear,
@@ -22,6 +22,7 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedQuantizedExperts,
     PrepackedQuantizedRowParallelLinear,
     PrepackedRowParallelLinear,
+    PrepackedWeight,
 )
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
@@ -85,11 +86,18 @@ class FastAttention(OptimizedLayer, Attention):
 class FastMLP(OptimizedLayer, MLP):
     replaces = MLP
 
+    gate_up: PrepackedWeight
+
+    def convert(self) -> bool:
+        linear = self.gate_up_proj
+        if linear.bias is not None or not PrepackedWeight.can_prepack(linear.weight):
+            return False
+        self.gate_up = PrepackedWeight(linear.weight, gated=True)
+        del self.gate_up_proj
+        return True
+
     def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up_proj(x)
-        output = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        call(load(gate_up.dtype).silu_and_mul, gate_up, output, *output.shape)
-        return self.down_proj(output)
+        return self.down_proj(self.gate_up.multiply(x))
 
 
 class FastSampler(OptimizedLayer, Sampler):
@@ -155,6 +163,7 @@ OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     FastMLP,
     FastSampler,
     FastGatedDeltaRule,
+    FastDeltaLayer,
     FusedLayers,
     PrepackedColumnParallelLinear,
     PrepackedRowParallelLinear,
