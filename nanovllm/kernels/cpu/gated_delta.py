@@ -107,17 +107,23 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
 
     replaces = DeltaLayer
 
+    gate_up: PrepackedWeight  # replaces the layer's own
+
     def convert(self) -> bool:
         if type(self.mlp) is not MLP or self.mlp.gate_up_proj.bias is not None:
             return False
         linears = [part for part in self.modules() if isinstance(part, Linear)]
         can_prepack = all([PrepackedWeight.can_prepack(linear.weight) for linear in linears])
         is_alone = self.mlp.down_proj.tp.size == 1
-        return can_prepack and is_alone and self.linear_attn.delta_rule.key_dim % 2 == 0
+        if not (can_prepack and is_alone and self.linear_attn.delta_rule.key_dim % 2 == 0):
+            return False
+        self.gate_up = PrepackedWeight(self.mlp.gate_up_proj.weight, gated=True)
+        del self.mlp.gate_up_proj
+        return True
 
     @cached_property
     def struct(self) -> _DeltaLayer:
-        net, mlp = cast(Any, self.linear_attn), cast(Any, self.mlp)
+        net, down_proj = cast(Any, self.linear_attn), cast(Any, self.mlp).down_proj
         return _DeltaLayer(
             input_norm=self.input_layernorm.weight.data_ptr(),
             post_attention_norm=self.post_attention_layernorm.weight.data_ptr(),
@@ -125,10 +131,10 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
             qkvz=net.in_proj_qkvz.prepacked.struct,
             ba=net.in_proj_ba.prepacked.struct,
             out=net.out_proj.prepacked.struct,
-            gate_up=mlp.gate_up.struct,
-            down=mlp.down_proj.prepacked.struct,
-            hidden_size=mlp.gate_up.in_features,
-            intermediate_size=mlp.gate_up.out_features,
+            gate_up=self.gate_up.struct,
+            down=down_proj.prepacked.struct,
+            hidden_size=self.gate_up.in_features,
+            intermediate_size=self.gate_up.out_features,
             eps=self.input_layernorm.eps,
         )
 

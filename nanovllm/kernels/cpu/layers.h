@@ -1,4 +1,4 @@
-// RMSNorm and RoPE. A task computes one token.
+// RMSNorm, RoPE and SwiGLU. A task computes one token.
 #pragma once
 #include "team.h"
 
@@ -80,5 +80,15 @@ extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* 
         for (int64_t head = 0; head < num_heads; head++)
             rotate(in + head * 2 * half, cos + token * half, sin + token * half, norm_weight,
                    factors[head], out + head * 2 * half, half);
+    });
+}
+
+extern "C" void silu_and_mul(const T* gate_up, T* output, int64_t num_tokens, int64_t size) {
+    parallel_for(num_tokens, size, [=](int64_t token) {
+        const T* gate = gate_up + token * 2 * size;
+        const T* up = gate + size;
+        for (int64_t i = 0; i < size; i += LANES)
+            narrow(silu(widen(gate + i, size - i)) * widen(up + i, size - i),
+                   output + token * size + i, size - i);
     });
 }

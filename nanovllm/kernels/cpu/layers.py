@@ -22,7 +22,6 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedQuantizedExperts,
     PrepackedQuantizedRowParallelLinear,
     PrepackedRowParallelLinear,
-    PrepackedWeight,
 )
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
@@ -86,18 +85,11 @@ class FastAttention(OptimizedLayer, Attention):
 class FastMLP(OptimizedLayer, MLP):
     replaces = MLP
 
-    gate_up: PrepackedWeight
-
-    def convert(self) -> bool:
-        linear = self.gate_up_proj
-        if linear.bias is not None or not PrepackedWeight.can_prepack(linear.weight):
-            return False
-        self.gate_up = PrepackedWeight(linear.weight, gated=True)
-        del self.gate_up_proj
-        return True
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gate_up.multiply(x))
+        gate_up = self.gate_up_proj(x)
+        output = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        call(load(gate_up.dtype).silu_and_mul, gate_up, output, *output.shape)
+        return self.down_proj(output)
 
 
 class FastSampler(OptimizedLayer, Sampler):

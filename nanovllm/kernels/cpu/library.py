@@ -36,6 +36,7 @@ SIGNATURES = {  # parameters of the functions in kernels.cpp: pointer, int64_t o
     "rms_norm": "PPPIIFI",
     "cos_and_sin": "PPFPPII",
     "rotary": "PPPPPIIIIIF",
+    "silu_and_mul": "PPII",
     "gated_delta_rule": "PPPPPIIIIPPPPIP",
     "delta_layer": "PPPPPPII",
     "filter_logits": "PIPPPPPPIII",
