@@ -9,12 +9,19 @@ from kernel_helpers import (
     compare_delta_rules,
     make_delta_rule,
     make_delta_step,
+    make_spec,
     needs_compiler,
     optimize,
+    quantize,
+    randomize,
 )
 
-from nanovllm.kernels.cpu.gated_delta import FastGatedDeltaRule
+from nanovllm.kernels.cpu.gated_delta import FastDeltaLayer, FastGatedDeltaRule
+from nanovllm.kernels.cpu.prepacked import PrepackedColumnParallelLinear
 from nanovllm.layers.gated_delta import GatedDeltaRule
+from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
+from nanovllm.models.quantization import INT8
+from nanovllm.models.qwen3_5 import DeltaLayer, Qwen35Spec
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("inference_mode")]
 
@@ -117,3 +124,42 @@ def test_tokens_of_inputs_need_not_be_adjacent(fast):
     output = fast(*torch.cat(inputs, dim=-1).split(sizes, dim=-1), states, batch)
     assert output.is_contiguous() and torch.equal(output, expected)
     assert type(fast) is FastGatedDeltaRule
+
+
+def make_delta_layer(dtype=torch.float32, tp=ALONE, key_dim=16):
+    """Make a plain layer, always with the same weights."""
+    sizes = dict(num_key_heads=2, num_value_heads=4, key_dim=key_dim, value_dim=24, conv_size=4)
+    spec = Qwen35Spec(**vars(make_spec(dtype)), attention_layers=frozenset(), **sizes)
+    return randomize(DeltaLayer(spec, 0, tp))
+
+
+@all_dtypes
+@pytest.mark.parametrize("scheme", [None, INT8], ids=str)
+@pytest.mark.parametrize("lengths", [[1], [1, 200, 2, 65]], ids=str)
+def test_a_layer_in_one_call_matches_the_plain_layer(lengths, scheme, dtype):
+    layers = [make_delta_layer(dtype), make_delta_layer(dtype)]
+    if scheme is not None:
+        layers = [quantize(layer, scheme) for layer in layers]
+    plain, fast = layers[0], optimize(layers[1], "cpp", dtype)
+    assert type(fast) is FastDeltaLayer
+    _, states, batch = make_delta_step(plain.linear_attn.delta_rule, lengths)
+    x = torch.randn(sum(lengths), 32).to(dtype)
+    expected_states = states.clone()
+    expected = plain(x, None, expected_states, batch)
+    before = torch.get_num_threads()
+    for num_threads in (1, 2):
+        new_states = states.clone()
+        torch.set_num_threads(num_threads)
+        output = fast(x.clone(), None, new_states, batch)
+        torch.set_num_threads(before)
+        limit = 1e-5 if dtype == torch.float32 and scheme is None else 0.02
+        for each, wanted in ((output, expected), (new_states, expected_states)):
+            assert (each - wanted).float().norm() < limit * wanted.float().norm()
+
+
+@pytest.mark.parametrize("changes", [dict(tp=TensorParallel(0, 2)), dict(key_dim=15)], ids=str)
+def test_other_layers_are_left_to_the_plain_layer(changes):
+    """Ranks reduce the outputs of projections, and the kernel needs an even key_dim."""
+    layer = optimize(make_delta_layer(**changes), "cpp")
+    assert type(layer) is DeltaLayer
+    assert type(layer.mlp.gate_up_proj) is PrepackedColumnParallelLinear

@@ -46,9 +46,6 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
     int64_t chunk = is_shared ? std::min(TOKENS_PER_CHUNK, num_tokens)
                               : (num_tokens - 1) / (num_turns * num_threads) + 1;
 
-    // Rows are an odd number of cache lines apart. With a power of two, they would compete for few
-    // sets of the caches.
-    auto find_stride = [](int64_t size) { return round_up(size, 2 * LINE) + LINE; };
     // Memory of a chunk (normed, qkv, gated), and of every token (query, attended).
     int64_t chunk_size = 0;
     int64_t token_size = 0;

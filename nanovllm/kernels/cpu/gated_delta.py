@@ -1,13 +1,19 @@
-"""The gated delta rule in one C++ call per layer and step (gated_delta.h)."""
+"""The gated delta rule (gated_delta.h), and a layer with it (delta_layer.h), in one C++ call."""
 
 import ctypes
+from functools import cached_property
+from typing import Any, cast
 
 from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.cpu.library import call, load
+from nanovllm.kernels.cpu.prepacked import PrepackedWeight, Weight
 from nanovllm.layers.gated_delta import GatedDeltaRule
+from nanovllm.layers.linear import Linear
+from nanovllm.models.decoder import MLP, CosSin
+from nanovllm.models.qwen3_5 import DeltaLayer
 
 
 class _DeltaRule(ctypes.Structure):
@@ -76,3 +82,73 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
             output,
         )
         return output
+
+
+class _DeltaLayer(ctypes.Structure):
+    """Mirrors struct DeltaLayer of delta_layer.h."""
+
+    _fields_ = [
+        ("input_norm", ctypes.c_void_p),
+        ("post_attention_norm", ctypes.c_void_p),
+        ("rule", ctypes.POINTER(_DeltaRule)),
+        ("qkvz", Weight),
+        ("ba", Weight),
+        ("out", Weight),
+        ("gate_up", Weight),
+        ("down", Weight),
+        ("hidden_size", ctypes.c_int64),
+        ("intermediate_size", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class FastDeltaLayer(OptimizedLayer, DeltaLayer):
+    """Calls no part. The parts are optimized as well, and have what the C++ code reads."""
+
+    replaces = DeltaLayer
+
+    gate_up: PrepackedWeight  # replaces the layer's own
+
+    def convert(self) -> bool:
+        if type(self.mlp) is not MLP or self.mlp.gate_up_proj.bias is not None:
+            return False
+        linears = [part for part in self.modules() if isinstance(part, Linear)]
+        can_prepack = all([PrepackedWeight.can_prepack(linear.weight) for linear in linears])
+        is_alone = self.mlp.down_proj.tp.size == 1
+        if not (can_prepack and is_alone and self.linear_attn.delta_rule.key_dim % 2 == 0):
+            return False
+        self.gate_up = PrepackedWeight(self.mlp.gate_up_proj.weight, gated=True)
+        del self.mlp.gate_up_proj
+        return True
+
+    @cached_property
+    def struct(self) -> _DeltaLayer:
+        net, down_proj = cast(Any, self.linear_attn), cast(Any, self.mlp).down_proj
+        return _DeltaLayer(
+            input_norm=self.input_layernorm.weight.data_ptr(),
+            post_attention_norm=self.post_attention_layernorm.weight.data_ptr(),
+            rule=ctypes.pointer(net.delta_rule.struct),
+            qkvz=net.in_proj_qkvz.prepacked.struct,
+            ba=net.in_proj_ba.prepacked.struct,
+            out=net.out_proj.prepacked.struct,
+            gate_up=self.gate_up.struct,
+            down=down_proj.prepacked.struct,
+            hidden_size=self.gate_up.in_features,
+            intermediate_size=self.gate_up.out_features,
+            eps=self.input_layernorm.eps,
+        )
+
+    def forward(self, x: Tensor, cos_sin: CosSin, states: Tensor, batch: Batch) -> Tensor:
+        """Run the layer on x [num_tokens, hidden_size], in place."""
+        call(
+            load(x.dtype).delta_layer,
+            ctypes.byref(self.struct),
+            x,
+            states,
+            batch.read_slots,
+            batch.write_slots,
+            batch.cu_seqlens_q,
+            len(x),
+            len(batch.read_slots),
+        )
+        return x

@@ -13,6 +13,10 @@ constexpr int64_t WIDTH = 32;
 constexpr int64_t LINE = 64 / sizeof(T);  // numbers in a cache line
 constexpr int64_t TASKS_PER_THREAD = 4;
 
+// Rows are an odd number of cache lines apart. With a power of two, they would compete for few sets
+// of the caches.
+static int64_t find_stride(int64_t size) { return round_up(size, 2 * LINE) + LINE; }
+
 struct Weight {  // mirrored by prepacked.py
     const void* panels;
     int64_t bits;        // of a code, or 0 if the panels have numbers of type T

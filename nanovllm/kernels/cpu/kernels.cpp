@@ -9,7 +9,7 @@
 // and arrays whose length is known at run time. Reading order:
 //
 //     common.h  team.h  layers.h  decode.h  gemm.h (amx.h or plain.h, quantized.h)  prefill.h
-//     fused_layers.h  gated_delta.h  sampler.h
+//     fused_layers.h  gated_delta.h  delta_layer.h  sampler.h
+#include "delta_layer.h"
 #include "fused_layers.h"
-#include "gated_delta.h"
 #include "sampler.h"

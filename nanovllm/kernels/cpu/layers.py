@@ -11,7 +11,7 @@ from torch import Tensor
 from nanovllm.batch import Filters, Noise
 from nanovllm.kernels import OptimizedLayer, require_known_fields
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
-from nanovllm.kernels.cpu.gated_delta import FastGatedDeltaRule
+from nanovllm.kernels.cpu.gated_delta import FastDeltaLayer, FastGatedDeltaRule
 from nanovllm.kernels.cpu.library import call, load, reason_unavailable
 from nanovllm.kernels.cpu.prepacked import (
     PrepackedColumnParallelLinear,
@@ -155,6 +155,7 @@ OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     FastMLP,
     FastSampler,
     FastGatedDeltaRule,
+    FastDeltaLayer,
     FusedLayers,
     PrepackedColumnParallelLinear,
     PrepackedRowParallelLinear,

@@ -38,6 +38,7 @@ SIGNATURES = {  # parameters of the functions in kernels.cpp: pointer, int64_t o
     "rotary": "PPPPPIIIIIF",
     "silu_and_mul": "PPII",
     "gated_delta_rule": "PPPPPIIIIPPPPIP",
+    "delta_layer": "PPPPPPII",
     "filter_logits": "PIPPPPPPIII",
     "sample": "PIPPPPII",
 }
