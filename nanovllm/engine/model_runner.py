@@ -221,7 +221,7 @@ def flatten_decodes(seqs: list[Sequence], size: int) -> dict[str, np.ndarray]:
         "cu_seqlens_q": cu_seqlens_q,
         "context_lens": positions + 1,
         "logits_indices": cu_seqlens_q[:-1],
-        "prefills": cu_seqlens_q[:0],
+        "prefills": np.empty(0, np.int32),
     }
 
 

@@ -97,10 +97,10 @@ def make_layers(dtype, device):
     layers = nn.ModuleDict(
         {
             "norm": RMSNorm(300, 1e-3, dtype),
-            "zero_centered": ZeroCenteredRMSNorm(300, 1e-3, dtype),
             "rotary": RotaryEmbedding(RopeSpec(spec.rope.inv_freq, attention_factor=1.5)),
             "attention": Attention(spec, torch_backend, ALONE),
             "mlp": mlp,
+            "zero_centered": ZeroCenteredRMSNorm(300, 1e-3, dtype),
         }
     )
     return randomize(layers).to(device)
