@@ -201,6 +201,7 @@ def make_grammar(outputs: StructuredOutputsParams) -> str:
     elif outputs.choice is not None:
         texts = [json.dumps(text, ensure_ascii=False) for text in outputs.choice]
         rules = f"start: {' | '.join(texts)}"
+        rules = rules.replace("\x7f", r"\x7f")  # llguidance rejects DEL, which JSON does not escape
     else:
         schema = {"type": "object"} if outputs.json is None else outputs.json
         grammar = LLMatcher.grammar_from_json_schema(schema, JSON_DEFAULTS)

@@ -190,7 +190,7 @@ def test_json_object(llm):
 
 
 def test_regex_choice_and_grammar(llm):
-    choice = ["red", 'a "b"', "line\nbreak", "é日😀"]
+    choice = ["red", 'a "b"', "line\nbreak", "é日😀", "\x7f"]
     for seed in range(8):
         output = run(llm, {"regex": REGEX}, seed=seed)
         assert re.fullmatch(REGEX, output["text"]) and output["finish_reason"] == "stop"
