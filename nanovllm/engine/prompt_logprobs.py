@@ -13,6 +13,7 @@ the rows of a part that score the prompt are reduced to a few numbers before the
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,15 +24,24 @@ from nanovllm.engine.logprobs import find_logprobs
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import PromptLogprobs
 from nanovllm.transfers import to_device
+
+
+class PromptRow(NamedTuple):
+    """A row of logits that scores a token of a prompt."""
+
+    entries: PromptLogprobs  # of the request. The row adds one
+    token_id: int
+    num_logprobs: int | None
 
 
 class ScoringModelRunner(ModelRunner):
     """Also scores prompts. The sequences that ask for this are Requests."""
 
-    # The request and the prompt's token that each row of logits of the current step predicts. None:
-    # the row samples a token. Empty if no prompt is scored.
-    rows: list[tuple[Request, int] | None]
+    # For the rows of logits of the current step. None: the row samples a token. Empty if no prompt
+    # is scored.
+    rows: list[PromptRow | None]
 
     def prepare_batch(self, seqs: list[Sequence]) -> Batch:
         batch = super().prepare_batch(seqs)
@@ -47,33 +57,40 @@ class ScoringModelRunner(ModelRunner):
                 # The first position whose next token has no entry yet.
                 first = max(seq.num_computed_tokens, len(seq.prompt_logprobs) - 1)
                 for position in range(first, min(end, seq.num_prompt_tokens - 1)):
-                    self.rows.append((seq, seq.token_ids[position + 1]))
+                    token_id = seq.token_ids[position + 1]
+                    num_logprobs = seq.params.prompt_logprobs
+                    self.rows.append(PromptRow(seq.prompt_logprobs, token_id, num_logprobs))
                     indices.append(offset + position)
             self.rows += [None] * seq.num_logits
             indices += range(offset + end - seq.num_logits, offset + end)
         return replace(batch, logits_indices=torch.from_numpy(np.array(indices, np.int32)))
 
-    def _execute(self, batch: Batch) -> Tensor:
-        if not self.rows:
-            return super()._execute(batch)
+    def forward(self, seqs: list[Sequence]) -> Tensor:
+        batch = self.prepare_batch(seqs)
+        # As an argument, because an interrupted step of several ranks can still run when the next
+        # one has been prepared. It must neither use the rows of that one nor add to its entries.
+        return self.executor.call(self._execute_rows, batch, self.rows)
+
+    def _execute_rows(self, batch: Batch, rows: list[PromptRow | None]) -> Tensor:
+        if not rows:
+            return self._execute(batch)
         worker = self.executor.worker
         sampled: list[Tensor] = []
         start = 0
         for hidden in worker.split_rows(worker.execute(batch)):
             end = start + len(hidden)
-            sampled.append(score(worker.compute_logits(hidden), self.rows[start:end]))
+            sampled.append(score(worker.compute_logits(hidden), rows[start:end]))
             start = end
         return torch.cat(sampled)
 
 
-def score(logits: Tensor, rows: list[tuple[Request, int] | None]) -> Tensor:
+def score(logits: Tensor, rows: list[PromptRow | None]) -> Tensor:
     """Record the log probabilities of prompt tokens. Return the rows that sample."""
-    token_ids = np.array([row[1] if row else 0 for row in rows], np.int64)
-    nums = [row[0].params.prompt_logprobs if row else None for row in rows]
+    token_ids = np.array([row.token_id if row else 0 for row in rows], np.int64)
+    nums = [row.num_logprobs if row else None for row in rows]
     entries = find_logprobs(logits, to_device(token_ids, logits.device), nums)
     for row, entry in zip(rows, entries):
         if row is not None:
-            request, _ = row
-            request.prompt_logprobs.append(entry)
+            row.entries.append(entry)
     sampled = np.flatnonzero([row is None for row in rows])
     return logits[to_device(sampled, logits.device)]

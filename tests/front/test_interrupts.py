@@ -13,7 +13,6 @@ from front_helpers import GREEDY, PROMPTS, finish, interrupt_in
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Request
 
 NUM_BLOCKS = 26  # few enough that the requests below are preempted
@@ -194,7 +193,7 @@ def test_a_prefix_hit_of_an_interrupted_step_is_recomputed(tiny, make_llm):
     llm = make_llm()
     generate_ids(llm, PROMPTS[3], GREEDY)
     llm.add_request(PROMPTS[3], GREEDY)
-    interrupt_in(ModelRunner, "forward", llm.step)
+    interrupt_in(llm.model_runner, "forward", llm.step)
     before = llm.stats["num_prefill_tokens"]
     (output,) = finish(llm).values()
     assert llm.stats["num_prefill_tokens"] - before == len(PROMPTS[3])
@@ -267,3 +266,35 @@ def test_scores_of_a_prompt_survive_an_interrupt(tiny, make_llm):
         assert last[scored]["prompt_logprobs"] == expected["prompt_logprobs"]
         tokens = [last[request_id]["token_ids"] for request_id in (scored, *others)]
         assert tokens == [tiny[1](prompt, 6) for prompt in prompts]
+
+
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_an_interrupted_step_scores_no_later_prompt(make_llm, is_aborted):
+    """With several ranks it ends when the next step has already been prepared."""
+    llm = make_llm(max_num_batched_tokens=8)
+    params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1)
+    prompts = [random_prompt(length, length) for length in (12, 13)]
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    executor = llm.model_runner.executor
+    call = executor.call
+    late = []
+
+    def call_too_late(*task):
+        late.append(task)
+        raise KeyboardInterrupt
+
+    def call_in_order(*task):
+        while late:
+            call(*late.pop())
+        return call(*task)
+
+    request_ids = [llm.add_request(prompt, params) for prompt in prompts]
+    with patch.object(executor, "call", call_too_late), pytest.raises(KeyboardInterrupt):
+        llm.step()
+    if is_aborted:
+        llm.abort(request_ids[0])
+    with patch.object(executor, "call", call_in_order):
+        last = finish(llm)
+    for request_id, output in list(zip(request_ids, expected))[is_aborted:]:
+        for name in ("token_ids", "prompt_logprobs"):
+            assert last[request_id][name] == output[name]
