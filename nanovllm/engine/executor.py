@@ -20,7 +20,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
-from concurrent import futures
+from contextlib import suppress
 from functools import partial
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection, wait
@@ -29,7 +29,7 @@ from multiprocessing.process import (  # type: ignore[attr-defined]  # not in ty
     _children,
 )
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,8 +44,9 @@ from nanovllm.models.spec import ModelSpec
 
 Result = TypeVar("Result")
 MakeWorker = Callable[[Place], Worker]
-# A call for the thread of rank 0, and where its result goes.
-Task = tuple[futures.Future[Any], Callable[..., Any], tuple[Any, ...]]
+Outcome = tuple[Any, BaseException | None]  # a result, or an error
+# A call for the thread of rank 0, and where its outcome goes.
+Task = tuple[SimpleQueue[Outcome], Callable[..., Any], tuple[Any, ...]]
 _GRACE = 0.5  # seconds
 _EXIT_TIMEOUT = 5.0  # seconds
 
@@ -145,23 +146,29 @@ class MultiRankExecutor(Executor):
         """
         if current_thread() is self.thread:
             return function(*args)
-        result: futures.Future[Result] = futures.Future()
-        self.tasks.put((result, function, args))
-        while not futures.wait([result], _GRACE).done:
+        # Not a Future, whose locks are written in Python. An interrupt can leave such a lock held,
+        # for which rank 0's thread would then wait forever.
+        outcomes = SimpleQueue[Outcome]()
+        self.tasks.put((outcomes, function, args))
+        while True:
+            with suppress(Empty):
+                result, error = outcomes.get(timeout=_GRACE)
+                break
             self.raise_if_stopped()
-        if result.exception() is not None:
+        if error is not None:
             self.raise_if_stopped(_GRACE)  # the cause may be the death of another rank
-            self.stop(f"rank 0 has failed: {result.exception()!r}")
-        return result.result()
+            self.stop(f"rank 0 has failed: {error!r}")
+            raise error
+        return result
 
     def _run_tasks(self) -> None:
         for task in iter(self.tasks.get, None):
-            result, function, args = task
+            outcomes, function, args = task
             try:
-                result.set_result(function(*args))
+                outcomes.put((function(*args), None))
             except BaseException as error:
-                result.set_exception(error)
-            del task, result, function, args  # they can hold the last reference to an engine
+                outcomes.put((None, error))
+            del task, outcomes, function, args  # they can hold the last reference to an engine
 
     def _start_processes(self, size: int, make_worker: MakeWorker) -> dist.Store:
         num_threads = torch.get_num_threads()

@@ -1,8 +1,11 @@
 """Several ranks compute what one rank computes."""
 
+import itertools
 import signal
+import sys
 import threading
 import time
+from queue import SimpleQueue
 from unittest.mock import MagicMock
 
 import pytest
@@ -19,6 +22,8 @@ from conftest import (
 from rank_helpers import check_nothing_is_left, find_ranks
 
 from nanovllm import SamplingParams
+from nanovllm.engine import executor as executor_module
+from nanovllm.engine.executor import MultiRankExecutor
 from nanovllm.engine.placement import Place, connect
 from nanovllm.layers.tensor_parallel import FIRST_PART
 
@@ -107,6 +112,46 @@ def test_ranks_stay_in_step_after_interrupts(tiny, make_llm):
             assert generate_ids(llm, [PROMPT], greedy(4)) == [tiny[1](PROMPT, 4)]
             check_invariants(llm)
     assert num_interrupts > 5
+
+
+def test_an_interrupt_anywhere_in_a_call_does_not_block_the_next_one(monkeypatch):
+    """Not even between the steps of a lock that is written in Python, such as Condition."""
+    executor = object.__new__(MultiRankExecutor)
+    executor.tasks = SimpleQueue()
+    threading.Thread(target=executor._run_tasks, daemon=True).start()
+    executor.thread = None
+    num_checks = itertools.count()
+
+    def give_up():
+        assert next(num_checks) < 40
+
+    executor.raise_if_stopped = give_up
+    monkeypatch.setattr(executor_module, "_GRACE", 0.05)
+    num_left = 0
+
+    def interrupt(*_):
+        nonlocal num_left
+        num_left -= 1
+        if num_left == 0:
+            raise KeyboardInterrupt
+        return interrupt
+
+    before = sys.gettrace()
+    for place in itertools.count(1):
+        num_left = place
+        num_checks = itertools.count()
+        try:
+            sys.settrace(interrupt)
+            executor.call(time.sleep, 0.003)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert executor.call(abs, -place) == place
+        if num_left > 0:
+            break
+    executor.tasks.put(None)
+    assert place > 5
 
 
 def test_long_messages_arrive(monkeypatch):
