@@ -68,6 +68,7 @@ class LLMEngine:
             default_params = SamplingParams(**defaults)
         scheduler_class, model_runner_class = self.choose_classes(spec)
         self.model_runner = model_runner_class(config, spec, directory)
+        self.device = self.model_runner.device
         self.executor = self.model_runner.executor
         worker = self.executor.worker
         self.vocab_size = spec.vocab_size
@@ -144,7 +145,7 @@ class LLMEngine:
         return call(*args)
 
     def _run_step(self) -> None:
-        with undisturbed(self.model_runner.device):
+        with undisturbed(self.device):
             self._take_turn(self._step)
         # After the step, because a warning can be an error (-W error).
         while self._warnings:

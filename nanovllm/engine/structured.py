@@ -32,6 +32,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.transfers import to_device
+from nanovllm.vocabulary import Vocabulary
 
 CHECK = str(Path(__file__).with_name("grammar_check.py"))
 # Between two tokens of JSON. Small models would repeat spaces until max_tokens.
@@ -171,12 +172,35 @@ class Grammars:
 
     @cached_property
     def tokenizer(self) -> Any:
-        from llguidance.hf import from_tokenizer
+        from llguidance import LLTokenizer, TokenizerWrapper
 
         if self.hf_tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer")
-        vocab_size = max(self.vocab_size, len(self.hf_tokenizer))
-        return from_tokenizer(self.hf_tokenizer, vocab_size, sorted(self.eos_token_ids) or None)
+        texts = TokenTexts(self.hf_tokenizer, self.vocab_size, self.eos_token_ids)
+        return LLTokenizer(TokenizerWrapper(texts), eos_token=sorted(self.eos_token_ids) or None)
+
+
+class TokenTexts:
+    """The bytes of all tokens, in the form that llguidance takes.
+
+    llguidance's own reader of tokenizers does not let added tokens be text, such as Qwen's
+    <tool_call>, and reads only some kinds of tokenizers.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        vocabulary = Vocabulary(tokenizer)
+        token_ids = range(max(vocab_size, len(tokenizer)))
+        self.eos_token_id = min(eos_token_ids, default=0)
+        self.tokens = [vocabulary.read_bytes(token_id) for token_id in token_ids]
+        added = tokenizer.added_tokens_decoder
+        self.special_token_ids = [token_id for token_id in added if added[token_id].special]
+        self.special_token_ids += range(len(tokenizer), len(token_ids))  # padding
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Not needed, see NO_FORCING."""
+        return []
 
 
 @lru_cache(maxsize=64)

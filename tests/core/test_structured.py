@@ -222,6 +222,17 @@ def test_eos_comes_only_where_the_text_may_end(llm):
     assert run(llm, {"regex": ""}, min_tokens=2)["token_ids"] == [eos]
 
 
+def test_added_tokens_are_text_unless_they_are_special(make):
+    llm = make()
+    llm.tokenizer.add_tokens(["<tag>"])
+    token = len(llm.tokenizer) - 1
+    output = run(llm, {"choice": ["<tag>"]}, logit_bias={token: 100})
+    assert output["token_ids"] == [token]
+    output = run(llm, {"choice": ["<|im_end|>."]}, logit_bias=dict.fromkeys(llm.eos_token_ids, 100))
+    assert output["text"] == "<|im_end|>."
+    assert not llm.eos_token_ids & {*output["token_ids"]}
+
+
 def test_every_eos_of_the_checkpoint_ends_the_text(make):
     llm = make()
     (token,) = llm.tokenizer.encode("q", add_special_tokens=False)
