@@ -25,7 +25,9 @@ HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*')
 MAX_HEAD = 1000  # characters
 # As json.dumps and templates write JSON. Small models can repeat optional spaces forever.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-NO_PARAMETERS = {"type": "object", "additionalProperties": False}
+# A function takes only the arguments that its schema names. Parts of a combination can name more.
+OBJECT = {"type": "object", "additionalProperties": False}
+COMBINATIONS = {"$ref", "allOf", "anyOf", "oneOf"}
 
 
 def choose_tools(given: JsonObject) -> tuple[list[Tool], list[Tool]]:
@@ -54,7 +56,9 @@ def write_grammar(tools: list[Tool], is_parallel: bool) -> str:
     for tool in tools:
         function = tool["function"]
         head = f'{OPENING}\n{{"name": "{function["name"]}", "arguments": '
-        schema = {**function.get("parameters", NO_PARAMETERS), "x-guidance": JSON_STYLE}
+        parameters = function.get("parameters") or {}
+        defaults = {} if COMBINATIONS & parameters.keys() else OBJECT
+        schema = {**defaults, **parameters, "x-guidance": JSON_STYLE}
         tail = f"}}\n{CLOSING}"
         calls.append(f"{json.dumps(head)} %json {json.dumps(schema)} {json.dumps(tail)}")
     more = ' ("\\n" call)*' if is_parallel else ""

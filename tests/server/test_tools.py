@@ -132,6 +132,14 @@ def test_a_constraint_leaves_no_room_for_reasoning(llm):
         assert reply.tags == tags
 
 
+def make_tool(**parameters):
+    return {"type": "function", "function": {"name": "add", "parameters": parameters}}
+
+
+OPEN = make_tool(properties={"a": {}})
+FREE = make_tool(additionalProperties=True)
+PARTS = make_tool(allOf=[{"properties": {"a": {}}}, {"properties": {"b": {}}}])
+WITHOUT = {"type": "function", "function": {"name": "add", "parameters": None}}
 STOP_CALL = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
 
 
@@ -147,6 +155,12 @@ STOP_CALL = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
         (CALL.replace("1", '"1"'), [ADD], True, False),
         (CALL.replace('{"a": 1}', "{}"), [ADD], True, False),
         (STOP_CALL.replace("{}", '{"a": 1}'), [STOP], True, False),
+        (CALL, [OPEN], True, True),
+        (CALL.replace('{"a"', '{"b"'), [OPEN], True, False),
+        (CALL.replace('{"a": 1}', "1"), [make_tool()], True, False),
+        (CALL, [FREE], True, True),
+        (CALL.replace("1}", '1, "b": 2}'), [PARTS], True, True),
+        (CALL.replace('{"a": 1}', "{}"), [WITHOUT], True, True),
     ],
 )
 def test_a_grammar_allows_only_calls_of_the_tools(text, tools, is_parallel, is_valid):
