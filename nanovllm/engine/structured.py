@@ -224,7 +224,8 @@ def make_grammar(outputs: StructuredOutputsParams) -> str:
         rules = json.loads(grammar)["grammars"][0]["lark_grammar"]
     elif outputs.choice is not None:
         texts = [json.dumps(text, ensure_ascii=False) for text in outputs.choice]
-        rules = f"start: {' | '.join(texts)}"
+        # A terminal, because the parser's limits would allow only some thousand rules.
+        rules = f"start: TEXT\nTEXT: {' | '.join(texts)}"
         rules = rules.replace("\x7f", r"\x7f")  # llguidance rejects DEL, which JSON does not escape
     else:
         schema = {"type": "object"} if outputs.json is None else outputs.json

@@ -199,6 +199,9 @@ def test_regex_choice_and_grammar(llm):
         output = run(llm, {"grammar": GRAMMAR}, seed=seed)
         depth = output["text"].count("(")
         assert re.fullmatch(rf"\({{{depth}}}\d{{1,3}}\){{{depth}}}", output["text"])
+    many = [f"{number} x" for number in range(9999)]
+    output = run(llm, {"choice": many})
+    assert output["text"] in many and output["finish_reason"] == "stop"
     texts = {run(llm, {"choice": choice}, seed=seed)["text"] for seed in range(40)}
     assert len(texts) > 1
 
