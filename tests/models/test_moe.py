@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -89,9 +90,13 @@ def test_bfloat16_is_closer_to_float32_than_transformers():
 
 def test_steps_with_experts_run_eager(monkeypatch):
     """Shapes depend on the routing. A model with dense layers only is captured."""
-    monkeypatch.setattr("nanovllm.kernels.CudaGraphs", lambda *arguments: "captured")
+    monkeypatch.setattr("nanovllm.kernels.CudaGraphs", lambda *arguments: MagicMock())
+    monkeypatch.setattr("nanovllm.kernels.copy_to", lambda batch, device: batch)
+    monkeypatch.setattr("nanovllm.kernels.is_right", lambda *arguments: True)
     backend = SimpleNamespace(SUPPORTS_CUDA_GRAPHS=True)
     kv_caches = [SimpleNamespace(device=torch.device("cuda"))]
-    for dense_layers, expected in (({0}, None), ({0, 1}, "captured")):
+    for dense_layers, is_captured in (({0}, False), ({0, 1}, True)):
         model = replace(SPEC, dense_layers=frozenset(dense_layers)).make_model(attention)
-        assert capture_decode_steps(model, backend, kv_caches, 8, 4, 64) == expected
+        model.forward = lambda *arguments: None
+        graphs = capture_decode_steps(model, backend, kv_caches, None, 8, 4, 64)
+        assert (graphs is not None) == is_captured
