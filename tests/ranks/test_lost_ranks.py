@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 import weakref
-from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing import Pipe
 from queue import SimpleQueue
@@ -187,10 +186,10 @@ def test_cuda_graphs_end_before_their_group():
 def test_a_stuck_step_ends_when_the_group_is_aborted():
     aborted = threading.Event()
     executor = make_executor(MagicMock(disconnect=aborted.set))
-    step = Future()
-    executor.tasks.put((step, aborted.wait, (10,)))
+    outcomes = SimpleQueue()
+    executor.tasks.put((outcomes, aborted.wait, (10,)))
     executor.stop("of the test")
-    assert step.result(10)
+    assert outcomes.get(timeout=10) == (True, None)
 
 
 def test_the_end_does_not_wait_for_a_stuck_abort(monkeypatch):
