@@ -50,9 +50,11 @@ class RotaryEmbedding(nn.Module):
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [num_tokens, num_heads, head_dim] by cos and sin [num_tokens, 1, head_dim / 2].
 
-    A pair is dimension i and i + head_dim / 2, as in Hugging Face models. The result is computed in
-    float32 and rounded once.
+    A pair is dimension i and i + head_dim / 2, as in Hugging Face models. If cos and sin are
+    shorter than head_dim / 2, only the first dimensions are rotated, as a head of their own. The
+    result is computed in float32 and rounded once.
     """
-    first, second = x.float().chunk(2, dim=-1)
-    rotated = (first * cos - second * sin, second * cos + first * sin)
+    half = cos.shape[-1]
+    first, second, rest = x.float().tensor_split((half, 2 * half), dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin, rest)
     return torch.cat(rotated, dim=-1).to(x.dtype)

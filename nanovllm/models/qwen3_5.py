@@ -12,7 +12,6 @@ References: Yang et al. 2024 (Gated DeltaNet); the model cards of Qwen3-Next and
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from nanovllm.batch import Batch
@@ -20,8 +19,7 @@ from nanovllm.layers.attention import Backend
 from nanovllm.layers.gated_delta import GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
-from nanovllm.layers.rotary import apply_rotary
-from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
+from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import Attention, CosSin, DecoderLayer, DecoderSpec
 
 
@@ -40,9 +38,8 @@ class Qwen35Spec(DecoderSpec):
     def divided_sizes(self) -> dict[str, int]:
         return {**super().divided_sizes, "linear_num_key_heads": self.num_key_heads}
 
-    @property
-    def num_kv_layers(self) -> int:
-        return len(self.attention_layers)
+    def has_attention(self, layer: int) -> bool:
+        return layer in self.attention_layers
 
     @property
     def qkv_sizes(self) -> list[int]:
@@ -52,35 +49,12 @@ class Qwen35Spec(DecoderSpec):
 
     @property
     def state_size(self) -> int:
-        """The numbers in the state of a layer, see layers/gated_delta.py."""
+        """See layers/gated_delta.py."""
         matrices_size = self.num_value_heads * self.key_dim * self.value_dim
         return matrices_size + (self.conv_size - 1) * sum(self.qkv_sizes)
 
-    def make_caches(
-        self,
-        backend: Backend,
-        num_blocks: int,
-        block_size: int,
-        num_slots: int,
-        device: torch.device,
-        tp: TensorParallel = ALONE,
-    ) -> list[Tensor]:
-        of_attention = super().make_caches(backend, num_blocks, block_size, num_slots, device, tp)
-        shape = (num_slots, self.state_size // tp.size)
-        caches: list[Tensor] = []
-        for layer in range(self.num_layers):
-            if layer in self.attention_layers:
-                caches.append(of_attention.pop())
-            else:
-                caches.append(torch.zeros(shape, dtype=torch.float32, device=device))
-        return caches
-
-    def count_slot_bytes(self, tp: TensorParallel = ALONE) -> int:
-        num_layers = self.num_layers - self.num_kv_layers
-        return num_layers * self.state_size // tp.size * torch.float32.itemsize
-
     def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
-        if layer in self.attention_layers:
+        if self.has_attention(layer):
             return DecoderLayer(self, layer, backend, tp)
         return DeltaLayer(self, layer, tp)
 
@@ -108,13 +82,6 @@ class GatedAttention(Attention):
         self.backend.store_kvcache(key, value, kv_cache, batch.slot_mapping)
         attended = self.backend.attend(query, kv_cache, batch, self.scale)
         return self.o_proj((attended * gate.sigmoid()).flatten(1))
-
-    def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: CosSin) -> Tensor:
-        assert norm is not None
-        heads = norm(heads)
-        rotary_dim = 2 * cos_sin[0].shape[-1]
-        rotated = apply_rotary(heads[..., :rotary_dim], *cos_sin)
-        return torch.cat((rotated, heads[..., rotary_dim:]), dim=-1)
 
 
 class DeltaLayer(nn.Module):

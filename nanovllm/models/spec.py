@@ -59,9 +59,17 @@ class ModelSpec:
         }
 
     @property
+    def state_size(self) -> int:
+        """The numbers in the recurrent state of a layer, on all ranks together."""
+        return 0
+
+    def has_attention(self, layer: int) -> bool:
+        """Return whether a layer keeps K/V. The others keep a recurrent state."""
+        return True
+
+    @property
     def num_kv_layers(self) -> int:
-        """The layers that keep K/V."""
-        return self.num_layers
+        return sum(map(self.has_attention, range(self.num_layers)))
 
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
         raise NotImplementedError
@@ -75,13 +83,18 @@ class ModelSpec:
         device: torch.device,
         tp: TensorParallel = ALONE,
     ) -> list[Tensor]:
-        """Make what each layer keeps between steps: here, the K/V of one rank's heads.
-
-        Layers with a recurrent state have `num_slots` states, which are 0.
-        """
+        """Make what each layer keeps between steps: K/V of one rank's heads, or states of 0."""
         num_kv_heads, _ = tp.divide(self.num_kv_heads)
         shape = (num_blocks, block_size, num_kv_heads, self.head_dim)
-        return [backend.make_cache(*shape, self.dtype, device) for _ in range(self.num_kv_layers)]
+        caches: list[Tensor] = []
+        for layer in range(self.num_layers):
+            if self.has_attention(layer):
+                cache = backend.make_cache(*shape, self.dtype, device)
+            else:
+                size = self.state_size // tp.size
+                cache = torch.zeros(num_slots, size, dtype=torch.float32, device=device)
+            caches.append(cache)
+        return caches
 
     def count_block_bytes(self, block_size: int, tp: TensorParallel = ALONE) -> int:
         """The bytes of a block in all caches: 2 for K and V, per layer, head and dimension."""
@@ -91,4 +104,5 @@ class ModelSpec:
 
     def count_slot_bytes(self, tp: TensorParallel = ALONE) -> int:
         """The bytes of a sequence's recurrent states in all layers. 0: there are none."""
-        return 0
+        num_states = self.num_layers - self.num_kv_layers
+        return num_states * self.state_size // tp.size * torch.float32.itemsize
