@@ -186,22 +186,8 @@ def load_checkpoint(model: nn.Module, files: TensorFiles, format: Format | None 
             missing.append(name)
     if is_tied and _HEAD in files.unread and embedding in files:
         (target,) = targets[embedding]
-        head, other = [
-            files.read(name, target.full_shape, index=target.shard) for name in (_HEAD, embedding)
-        ]
-        if not torch.equal(head, other.to(head)):
-            raise ValueError(
-                f"{_HEAD} differs from {embedding}, but config.json has tie_word_embeddings set:"
-                " set it to false"
-            )
-    unexpected: list[str] = []
-    for name in list(files.unread):
-        # AutoGPTQ adds biases of zeros where there are none.
-        is_padding = format is not None and name.endswith(".bias") and not files.read(name).any()
-        is_skipped = name.endswith(_ROPE_BUFFERS) or name.startswith(_OTHER_PARTS)
-        if not is_skipped and not is_padding:
-            unexpected.append(files.locate(name))
-    problems = {"unexpected tensors": unexpected, "missing tensors": missing}
+        _check_tied_head(files, embedding, target)
+    problems = {"unexpected tensors": _find_unexpected(files, format), "missing tensors": missing}
     found = [summarize(title, names) for title, names in problems.items() if names]
     if found:
         raise ValueError(
@@ -209,9 +195,32 @@ def load_checkpoint(model: nn.Module, files: TensorFiles, format: Format | None 
         )
 
 
+def _check_tied_head(files: TensorFiles, embedding: str, target: Target) -> None:
+    """Raise ValueError if an output head that should be the embedding is another matrix."""
+    head = files.read(_HEAD, target.full_shape, index=target.shard)
+    if not torch.equal(head, files.read(embedding, target.full_shape, index=target.shard).to(head)):
+        raise ValueError(
+            f"{_HEAD} differs from {embedding}, but config.json has tie_word_embeddings set:"
+            " set it to false"
+        )
+
+
+def _find_unexpected(files: TensorFiles, format: Format | None) -> list[str]:
+    """Return the tensors that nothing has read, except those that are skipped on purpose."""
+    unexpected: list[str] = []
+    for name in list(files.unread):
+        if name.endswith(_ROPE_BUFFERS) or name.startswith(_OTHER_PARTS):
+            continue
+        # AutoGPTQ adds biases of zeros where there are none.
+        is_padding = format is not None and name.endswith(".bias") and not files.read(name).any()
+        if not is_padding:
+            unexpected.append(files.locate(name))
+    return unexpected
+
+
 @torch.no_grad()
 def init_dummy_weights(model: nn.Module, seed: int) -> None:
-    """Initialize as for training: normal with standard deviation 0.02, norms 1, biases 0.
+    """Fill matrices with normal numbers of standard deviation 0.02, norms with 1, the rest with 0.
 
     The weights are identical on any number of ranks.
     """
