@@ -101,13 +101,13 @@ class ColumnParallelLinear(Linear):
         unit: int = 1,
     ) -> None:
         full_sizes: dict[str, list[int]] = {}
-        sizes: dict[str, int] = {}
+        shard_sizes: dict[str, int] = {}  # this rank's
         for name, size in parts.items():
             full_sizes[name] = [size] if isinstance(size, int) else size
-            sizes[name] = sum(tp.divide(each // unit)[0] * unit for each in full_sizes[name])
-        super().__init__(in_features, sum(sizes.values()), bias, dtype, tp)
-        self.parts = sizes  # this rank's output size of each part
+            shard_sizes[name] = sum(tp.divide(each // unit)[0] * unit for each in full_sizes[name])
+        super().__init__(in_features, sum(shard_sizes.values()), bias, dtype, tp)
         self.full_sizes = full_sizes
+        self.shard_sizes = shard_sizes
         self.unit = unit
 
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
@@ -116,7 +116,7 @@ class ColumnParallelLinear(Linear):
         if self.bias is not None:
             parameters["bias"] = self.bias
         for key, parameter in parameters.items():
-            shards = parameter.split(list(self.parts.values()))
+            shards = parameter.split(list(self.shard_sizes.values()))
             for (part, full_sizes), rows in zip(self.full_sizes.items(), shards):
                 for target in shard_rows(rows, full_sizes, self.tp, self.unit):
                     yield f"{parent}.{part}.{key}", target

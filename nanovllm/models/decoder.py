@@ -79,8 +79,8 @@ class Attention(nn.Module):
             unit=spec.head_dim,
         )
         self.o_proj = RowParallelLinear(total_q_size, spec.hidden_size, spec.o_bias, spec.dtype, tp)
-        self.q_size = self.qkv_proj.parts["q_proj"] // self.NUM_QUERY_PARTS  # on this rank
-        self.kv_size = self.qkv_proj.parts["k_proj"]
+        self.q_size = self.qkv_proj.shard_sizes["q_proj"] // self.NUM_QUERY_PARTS  # on this rank
+        self.kv_size = self.qkv_proj.shard_sizes["k_proj"]
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if spec.qk_norm:

@@ -122,6 +122,7 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = RowParallelLinear(value_size, spec.hidden_size, False, spec.dtype, tp)
 
     def forward(self, x: Tensor, states: Tensor, batch: Batch) -> Tensor:
-        qkv, gate = self.in_proj_qkvz(x).split([*self.in_proj_qkvz.parts.values()], dim=-1)
+        sizes = list(self.in_proj_qkvz.shard_sizes.values())
+        qkv, gate = self.in_proj_qkvz(x).split(sizes, dim=-1)
         beta, decay = self.in_proj_ba(x).chunk(2, dim=-1)
         return self.out_proj(self.delta_rule(qkv, gate, beta, decay, states, batch))

@@ -71,7 +71,7 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
     def _convert_layer(self, layer: DecoderLayer) -> _Layer:
         attn, mlp = layer.self_attn, layer.mlp
         assert isinstance(mlp, MLP)
-        q_size, kv_size, _ = attn.qkv_proj.parts.values()
+        q_size, kv_size, _ = attn.qkv_proj.shard_sizes.values()
         hidden_size, intermediate_size = mlp.down_proj.weight.shape
         return _Layer(
             input_norm=self._point_to(layer.input_layernorm.weight),
