@@ -47,7 +47,7 @@ LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_lexer_s
 class Grammar(StructuredOutputsParams):
     """StructuredOutputsParams that an engine has compiled."""
 
-    matcher: Any = None  # llguidance's LLMatcher, before the first token
+    matchers: Any = None  # llguidance's LLMatcher of each sample, before the first token
 
     def __post_init__(self) -> None:
         """All fields are valid."""
@@ -59,7 +59,8 @@ class StructuredRequest(Request):
 
     def __post_init__(self) -> None:
         grammar: Any = self.params.structured_outputs
-        self.matcher = grammar.matcher.deep_copy()
+        # A copy, because a prepared prompt can be queued twice.
+        self.matcher = grammar.matchers[self.sample_index].deep_copy()
         super().__post_init__()
 
     def restart(self) -> None:
@@ -154,17 +155,19 @@ class Grammars:
             return params
         advice = "pip install 'nanovllm[structured]'"
         with naming("structured_outputs", ValueError, RecursionError), naming(advice, ImportError):
-            matcher = self._compile(make_grammar(outputs))
-        return replace(params, structured_outputs=Grammar(**vars(outputs), matcher=matcher))
+            matchers = self._compile(make_grammar(outputs), params.n)
+        return replace(params, structured_outputs=Grammar(**vars(outputs), matchers=matchers))
 
-    def _compile(self, grammar: str) -> Any:
-        """Compile for one request, because copies of a matcher share what LIMITS count."""
+    def _compile(self, grammar: str, num_samples: int) -> list[Any]:
+        """Compile once per sample, because copies of a matcher share what LIMITS count."""
+        check_in_process(grammar)
+        return [self._make_matcher(grammar) for _ in range(num_samples)]
+
+    def _make_matcher(self, grammar: str) -> Any:
         from llguidance import LLMatcher, LLParserLimits
 
-        tokenizer = self.tokenizer
-        check_in_process(grammar)
         limits = LLParserLimits(**LIMITS, verbose_errors=False)
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()
         if matcher.is_error():
             raise ValueError(f"invalid, unsupported, or no text matches: {matcher.get_error()}")

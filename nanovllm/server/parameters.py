@@ -97,11 +97,13 @@ def parse_request(
         prompts: Any = given.get(prompt_name)
         if is_chat:
             prompts = [encode_chat(given, tools, llm)]
-        checked = llm.prepare_prompts(prompts, params)
-        check_int("the number of prompts", len(checked), 1, MAX_SAMPLES)
-    with blaming(given, default="n"):
-        check_int("the number of prompts times n", len(checked) * params.n, 1, MAX_SAMPLES)
-    return given, checked
+    with blaming(given, default="n" if "n" in given else prompt_name):
+        is_list = isinstance(prompts, list) and not isinstance(next(iter(prompts), ""), int)
+        num_samples = params.n * (len(prompts) if is_list else 1)
+        # Before they are prepared, because the grammar of each sample is compiled.
+        check_int("the number of prompts times n", num_samples, 1, MAX_SAMPLES)
+    with blaming(given, default=prompt_name):
+        return given, llm.prepare_prompts(prompts, params)
 
 
 def _select(body: JsonObject, table: Table) -> JsonObject:

@@ -490,10 +490,11 @@ def test_prepared_prompts_are_not_compiled_again(llm, monkeypatch):
     prepared = llm.prepare_prompts(["a"] * 3, params)
     assert len(calls) == 1, "prompts share a grammar"
     monkeypatch.setattr(structured, "make_grammar", None)
-    for token_ids, each in prepared:
+    for token_ids, each in prepared * 2:
         llm.add_request(token_ids, each)
     while not llm.is_finished():
-        llm.step()
+        for output in llm.step():
+            assert output["finish_reason"] in (None, "stop")
 
 
 def test_requests_with_equal_grammars_share_no_limits(llm, monkeypatch):
@@ -503,6 +504,10 @@ def test_requests_with_equal_grammars_share_no_limits(llm, monkeypatch):
     outputs = [run(llm, kind, logit_bias=bias(llm, text)) for text in "abc"]
     assert [output["text"][0] for output in outputs] == ["a", "b", "c"]
     assert {output["finish_reason"] for output in outputs} == {"stop"}
+    params = SamplingParams(n=6, max_tokens=200, structured_outputs=kind, seed=1)
+    samples = llm.generate("a b", params, use_tqdm=False)
+    assert len({output["text"][0] for output in samples}) > 1
+    assert {output["finish_reason"] for output in samples} == {"stop"}
 
 
 def bias(llm, text):

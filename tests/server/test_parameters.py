@@ -3,6 +3,7 @@
 import pytest
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.engine.structured import Grammars
 from nanovllm.server import parameters
 from nanovllm.server.errors import InvalidRequest
 from nanovllm.server.parameters import CHAT, COMPLETION, parse_request
@@ -142,6 +143,14 @@ def test_an_error_names_the_parameter(llm, is_chat, body, param):
     assert error.param.startswith(param)
     assert error.code is None
     assert len(error.message) < 400
+
+
+@pytest.mark.parametrize("prompts, n", [("x", 10**9), (["x"] * 4097, 1), ([[1], [2]], 4096)])
+def test_samples_are_counted_before_their_grammar_is_compiled(llm, monkeypatch, prompts, n):
+    monkeypatch.setattr(Grammars, "compile", None)
+    error = reject(llm, {"prompt": prompts, "n": n, "structured_outputs": {"regex": "a"}}, False)
+    assert error.param == "n"
+    assert "the number of prompts times n must be" in error.message
 
 
 # What clients send in place of the documented values. An expected str is the parameter at fault.
