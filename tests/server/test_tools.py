@@ -85,7 +85,7 @@ def test_a_stream_with_calls(llm):
     assert deltas[0] == {"role": "assistant"}
     entries = [entry for delta in deltas for entry in delta.get("tool_calls", [])]
     assert entries[0].keys() == {"index", "id", "type", "function"}
-    assert entries[0]["function"] == {"name": "add", "arguments": ""}
+    assert entries[0]["function"] == {"name": "add", "arguments": "{"}
     assert len(entries) > 5
     assert "".join(entry["function"]["arguments"] for entry in entries) == '{"a": 1}'
     assert [chunk["finish_reason"] for chunk in chunks[-2:]] == [None, "tool_calls"]
