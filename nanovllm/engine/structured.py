@@ -14,6 +14,7 @@ grammar_check.py. LIMITS bound what a step takes. A request that exceeds them en
 """
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -37,9 +38,9 @@ from nanovllm.vocabulary import Vocabulary
 CHECK = str(Path(__file__).with_name("grammar_check.py"))
 # Between two tokens of JSON. Small models would repeat spaces until max_tokens.
 JSON_DEFAULTS: Any = {"whitespace_pattern": " "}
-# Otherwise text that must come next may come only in tokens of llguidance's choice. The model would
-# then not write what it writes without a grammar, even if that is allowed.
-NO_FORCING = '%llguidance {"no_forcing": true}\n'
+# The end of a grammar. Otherwise text that must come next may come only in tokens of llguidance's
+# choice. The model would then not write what it writes without a grammar, even if that is allowed.
+NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_lexer_states": 50_000}
 
 
@@ -170,7 +171,10 @@ class Grammars:
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()
         if matcher.is_error():
-            raise ValueError(f"invalid, unsupported, or no text matches: {matcher.get_error()}")
+            # Without the lines of the grammar that follow, such as "  1 | start: a".
+            error = re.split(r"\n *\d+ \| ", matcher.get_error())[0]
+            reason = " ".join(error.split())
+            raise ValueError(f"invalid, unsupported, or no text matches: {reason}")
         return matcher
 
     @cached_property
@@ -235,4 +239,4 @@ def make_grammar(outputs: StructuredOutputsParams) -> str:
         grammar = LLMatcher.grammar_from_json_schema(schema, JSON_DEFAULTS)
         completed = json.loads(grammar)["grammars"][0]["json_schema"]
         rules = f"start: %json {json.dumps(completed)}"
-    return NO_FORCING + rules
+    return rules + NO_FORCING

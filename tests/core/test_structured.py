@@ -447,9 +447,17 @@ def test_token_that_the_grammar_forbids_is_an_error(llm, monkeypatch):
     ids=ascii,
 )
 def test_invalid_grammar_is_rejected(llm, kind):
-    with pytest.raises(ValueError, match="structured_outputs: "):
+    with pytest.raises(ValueError, match="structured_outputs: ") as caught:
         run(llm, kind)
+    assert "\n" not in str(caught.value)
     assert not llm.requests
+
+
+def test_an_error_names_the_line_of_the_grammar(llm):
+    with pytest.raises(ValueError, match=r'at 2\(4\): unknown name: "c"$'):
+        run(llm, {"grammar": 'start: "a" b\nb: c'})
+    with pytest.raises(ValueError, match="unclosed group$"):
+        run(llm, {"regex": "("})
 
 
 def test_missing_package_and_missing_tokenizer(tiny, make, llm, monkeypatch):

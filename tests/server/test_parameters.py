@@ -1,5 +1,9 @@
 """What each endpoint does with the parameters of a request."""
 
+import re
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
@@ -126,6 +130,7 @@ def test_other_values_are_rejected_by_name(llm, is_chat, table):
         (True, {"logit_bias": {"x": 3}}, "logit_bias"),
         (True, {"logit_bias": {"5": 101}}, "logit_bias"),
         (True, {"logit_bias": {"99999": 1}}, "logit_bias"),
+        (True, {"logit_bias": {"5" * 5000: 1}}, "logit_bias"),
         (False, {"response_format": "json"}, "response_format"),
         (False, {"response_format": {"type": "xml"}}, "response_format"),
         (False, {"response_format": {"type": "json_schema"}}, "response_format"),
@@ -151,6 +156,49 @@ def test_samples_are_counted_before_their_grammar_is_compiled(llm, monkeypatch, 
     error = reject(llm, {"prompt": prompts, "n": n, "structured_outputs": {"regex": "a"}}, False)
     assert error.param == "n"
     assert "the number of prompts times n must be" in error.message
+
+
+def make_tool(**parameters):
+    return {"type": "function", "function": {"name": "add", "parameters": parameters}}
+
+
+def make_format(**schema):
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+@pytest.mark.parametrize(
+    "param, body",
+    [
+        ("response_format", {"response_format": make_format(type="foo")}),
+        ("tools", {"tools": [TOOL, make_tool(type="foo")], **CALL}),
+        ("structured_outputs", {"structured_outputs": {"json": {"type": "foo"}}, "tools": []}),
+    ],
+)
+def test_an_invalid_schema_is_an_error_of_what_the_client_wrote(llm, param, body):
+    error = reject(llm, body, True)
+    assert error.param == param
+    assert re.fullmatch(rf"{param}: invalid.*Invalid type: foo", error.message)
+
+
+@pytest.mark.parametrize("body", [JSON, {"structured_outputs": {"regex": "a"}}])
+def test_two_constraints_are_rejected_with_advice(llm, body):
+    error = reject(llm, {**body, "tools": [TOOL], **CALL}, True)
+    (name,) = body
+    expected = f"tool_choice and {name} both constrain the reply: leave one of them out"
+    assert error.message == expected
+
+
+def test_the_package_for_constraints_is_named_if_it_is_missing(llm, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    for body in (JSON, {"tools": [TOOL], **CALL}):
+        assert "pip install 'nanovllm[structured]'" in reject(llm, body, True).message
+
+
+def test_an_error_of_the_tokenizer_is_an_error_of_the_tokens(llm, monkeypatch):
+    monkeypatch.setattr(llm, "tokenizer", SimpleNamespace(decode=lambda *_, **__: 1 // 0))
+    with pytest.raises(InvalidRequest, match="cannot decode") as caught:
+        parameters.detokenize({"tokens": [1]}, llm)
+    assert caught.value.param == "tokens"
 
 
 # What clients send in place of the documented values. An expected str is the parameter at fault.
