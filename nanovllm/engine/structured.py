@@ -15,10 +15,13 @@ grammar_check.py. LIMITS bound what a step takes. A request that exceeds them en
 
 import json
 import re
+import signal
 import subprocess
 import sys
+from collections import deque
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,8 @@ JSON_DEFAULTS: Any = {"whitespace_pattern": " "}
 # The end of a grammar. Otherwise text that must come next may come only in tokens of llguidance's
 # choice. The model would then not write what it writes without a grammar, even if that is allowed.
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+CPU_SECONDS = 2  # for the compilation of a grammar
+CHECK_SECONDS = 30  # for the process that compiles it, which waits for the cores of the engine
 LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_lexer_states": 50_000}
 
 
@@ -154,7 +159,7 @@ class Grammars:
         outputs: Any = params.structured_outputs
         if isinstance(outputs, Grammar):
             return params
-        advice = "pip install 'nanovllm[structured]'"
+        advice = "needs pip install 'nanovllm[structured]'"
         with naming("structured_outputs", ValueError, RecursionError), naming(advice, ImportError):
             matchers = self._compile(make_grammar(outputs), params.n)
         return replace(params, structured_outputs=Grammar(**vars(outputs), matchers=matchers))
@@ -210,14 +215,30 @@ class TokenTexts:
         return []
 
 
-@lru_cache(maxsize=64)
+# Digests of grammars that passed the check. Clients could prepare collisions of other hashes.
+checked_digests = deque[bytes](maxlen=1024)
+
+
 def check_in_process(grammar: str) -> None:
     """Raises ValueError for a grammar whose compilation could harm the engine."""
-    command = [sys.executable, CHECK]
-    done = subprocess.run(command, input=grammar.encode(), capture_output=True)
+    text = grammar.encode()
+    digest = sha256(text).digest()
+    if digest in checked_digests:
+        return
+    command = [sys.executable, CHECK, str(CPU_SECONDS)]
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, timeout=CHECK_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        problem = f"not compiled within {CHECK_SECONDS} seconds, because this machine is busy"
+        raise ValueError(f"{problem}: try again later, or simplify it") from error
     if done.returncode != 0:
-        reason = done.stderr.decode() or f"exit code {done.returncode}"
+        reason = done.stderr.decode().strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        if done.returncode == -signal.SIGKILL:
+            reason = f"more than {CPU_SECONDS} seconds of CPU time"
+        elif done.returncode == -signal.SIGSEGV:
+            reason = "rules that nest too deeply"
         raise ValueError(f"too complex to compile ({reason}): simplify it")
+    checked_digests.append(digest)
 
 
 def make_grammar(outputs: StructuredOutputsParams) -> str:

@@ -206,6 +206,12 @@ def test_regex_choice_and_grammar(llm):
     assert len(texts) > 1
 
 
+def test_a_choice_can_be_empty(llm):
+    assert run(llm, {"choice": [""]})["text"] == ""
+    texts = {run(llm, {"choice": ["q", ""]}, seed=seed)["text"] for seed in range(20)}
+    assert texts == {"", "q"}
+
+
 def test_end_of_the_grammar_ends_the_text_without_eos(llm):
     output = run(llm, {"regex": "ab"}, ignore_eos=True, min_tokens=50)
     assert (output["text"], output["finish_reason"]) == ("ab", "stop")
@@ -390,10 +396,30 @@ HOSTILE = {
 }
 
 
-def test_compilation_needs_less_stack_than_a_thread_has(llm):
+def test_what_a_compilation_exceeds_is_named(llm, monkeypatch):
     rules = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(1000))
-    with pytest.raises(ValueError, match="structured_outputs: too complex"):
+    with pytest.raises(ValueError, match="structured_outputs: too complex .*too deeply"):
         run(llm, {"grammar": f'start: r0\n{rules}\nr1000: "a"'})
+    with pytest.raises(ValueError, match="more than 2 seconds of CPU time.*: simplify it"):
+        run(llm, HOSTILE["endless compilation"])
+    monkeypatch.setattr(structured, "CHECK_SECONDS", 0)
+    with pytest.raises(ValueError, match="not compiled within 0 seconds.*: try again"):
+        run(llm, {"regex": "waits"})
+
+
+def test_a_grammar_is_checked_once_but_not_kept(llm, monkeypatch):
+    run(llm, {"regex": "a" * 10**5}, max_tokens=1)
+    assert sum(map(len, structured.checked_digests)) < 10**5
+    monkeypatch.setattr(subprocess, "run", None)
+    run(llm, {"regex": "a" * 10**5}, max_tokens=1)
+
+
+def test_modules_beside_the_check_hide_no_others(tmp_path, monkeypatch):
+    check = shutil.copy(structured.CHECK, tmp_path)
+    (tmp_path / "resource.py").write_text("1 / 0")
+    (tmp_path / "llguidance.py").write_text("1 / 0")
+    monkeypatch.setattr(structured, "CHECK", check)
+    structured.check_in_process("start: /hidden/")
 
 
 @pytest.mark.parametrize("name", HOSTILE)
