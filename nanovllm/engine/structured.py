@@ -233,7 +233,7 @@ def check_in_process(grammar: str) -> None:
         raise ValueError(f"{problem}: try again later, or simplify it") from error
     if done.returncode != 0:
         reason = done.stderr.decode().strip().rpartition("\n")[2] or f"exit code {done.returncode}"
-        if done.returncode == -signal.SIGKILL:
+        if done.returncode in (-signal.SIGKILL, -signal.SIGXCPU):  # which one depends on the system
             reason = f"more than {CPU_SECONDS} seconds of CPU time"
         elif done.returncode == -signal.SIGSEGV:
             reason = "rules that nest too deeply"

@@ -125,6 +125,7 @@ def test_other_values_are_rejected_by_name(llm, is_chat, table):
         (True, {"include_reasoning": 0}, "include_reasoning"),
         (True, {"chat_template_kwargs": 3}, "chat_template_kwargs"),
         (True, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+        (True, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         (True, {"continue_final_message": True}, "messages"),
         (True, {"logit_bias": [3]}, "logit_bias"),
         (True, {"logit_bias": {"x": 3}}, "logit_bias"),

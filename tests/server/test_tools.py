@@ -91,6 +91,15 @@ def test_a_stream_with_calls(llm):
     assert [chunk["finish_reason"] for chunk in chunks[-2:]] == [None, "tool_calls"]
 
 
+def test_a_message_with_calls_needs_no_content(llm):
+    call = {"type": "function", "id": "call_0", "function": FUNCTION}
+    for content in (None, "", []):
+        message = {"role": "assistant", "content": content, "tool_calls": [call]}
+        messages = [message, *BODY["messages"]]
+        given, _ = parse_request({"messages": messages}, True, llm)
+        assert given["messages"] == messages
+
+
 @pytest.mark.parametrize("choice", ["auto", "required", "none", None])
 def test_tools_are_shown_to_the_model_unless_it_must_not_call_them(llm, choice):
     _, [(prompt, params)] = parse_request({**BODY, "tool_choice": choice}, True, llm)
