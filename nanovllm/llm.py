@@ -184,7 +184,9 @@ class LLM(ThreadSafeEngine):
     @property
     def template_uses_tools(self) -> bool:
         """Whether the chat template shows tools to the model."""
-        return "tools" in str(getattr(self.tokenizer, "chat_template", ""))
+        template = str(getattr(self.tokenizer, "chat_template", ""))
+        # Phi-4-mini's has message['tools'], which is not the variable.
+        return "tools" in template.replace("'tools'", "")
 
     def _apply_chat_template(self, chat: list[Message], options: dict[str, Any]) -> list[int]:
         assert self.tokenizer is not None
