@@ -10,7 +10,7 @@ A matcher has consumed the generated tokens of its sequence. After an interrupte
 again with the committed ones. EOS may come when the text may end.
 
 Grammars come from clients. A process of its own therefore compiles each grammar first, see
-grammar_check.py. LIMITS bound what a step takes. A request that exceeds them ends with an error.
+grammar_check.py. LIMITS bound what a step takes. A sample that exceeds them ends with an error.
 """
 
 import json

@@ -99,9 +99,9 @@ def parse_request(
         if is_chat:
             prompts = [encode_chat(given, tools, llm)]
     with blaming(given, default="n" if "n" in given else prompt_name):
-        is_list = isinstance(prompts, list) and not isinstance(next(iter(prompts), ""), int)
-        num_samples = params.n * (len(prompts) if is_list else 1)
-        # Before they are prepared, because the grammar of each sample is compiled.
+        # Before prompts are prepared, because that compiles a grammar for each sample.
+        are_many = isinstance(prompts, list) and not isinstance(next(iter(prompts), None), int)
+        num_samples = params.n * (len(prompts) if are_many else 1)
         check_int("the number of prompts times n", num_samples, 1, MAX_SAMPLES)
     with blaming(given, default=prompt_name):
         return given, llm.prepare_prompts(prompts, params)

@@ -124,6 +124,30 @@ def test_any_pieces_give_the_same_message(name, data):
     assert parse(pieces)[0] == expected
 
 
+FRAGMENTS = [THINK, "</think>", CALL, "</tool_call>", write_call(), write_call()[:-14], " ", "\n"]
+FRAGMENTS += [
+    '"',
+    "\\",
+    "{",
+    "}",
+    '{"name": "add", "arguments": ',
+    '{"a": "',
+    "x",
+    "<",
+    "</tool",
+    "1",
+]
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=12).map("".join))
+def test_a_stream_adds_up_to_the_whole_reply(text):
+    whole, (delta,) = parse([text])
+    assert parse(text)[0] == whole
+    indices = [entry["index"] for entry in delta.get("tool_calls", [])]
+    assert indices == list(range(len(indices))), "one entry for each call"
+
+
 def test_text_is_sent_as_soon_as_it_cannot_begin_a_tag():
     _, deltas = parse(["<think>So <", "/b> ", "</think", "> A", " < B"])
     assert [delta.get("reasoning") for delta in deltas] == ["So ", "</b> ", None, None, None]
