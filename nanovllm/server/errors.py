@@ -32,7 +32,7 @@ def blaming(given: JsonObject, default: str | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError) as error:
         message = str(error)
         name = getattr(error, "name", "")
         if name == "structured_outputs":

@@ -159,7 +159,8 @@ def _read_tools(given: JsonObject, llm: LLM) -> list[Tool]:
     is_parallel = check_bool("parallel_tool_calls", given.get("parallel_tool_calls", True))
     check_bool("include_reasoning", given.get("include_reasoning", True))
     if required:
-        grammar = write_grammar(required, is_parallel)
+        with naming("tools", RecursionError):
+            grammar = write_grammar(required, is_parallel)
         _constrain(given, "tool_choice", "tools", {"grammar": grammar})
         if not llm.template_uses_tools:
             return []

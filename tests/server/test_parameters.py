@@ -181,6 +181,14 @@ def test_an_invalid_schema_is_an_error_of_what_the_client_wrote(llm, param, body
     assert re.fullmatch(rf"{param}: invalid.*Invalid type: foo", error.message)
 
 
+def test_a_schema_that_nests_too_deeply_is_an_error_of_the_tools(llm):
+    schema = {}
+    for _ in range(5000):
+        schema = {"items": schema}
+    error = reject(llm, {"tools": [make_tool(**schema)], **CALL}, True)
+    assert error.param == "tools"
+
+
 @pytest.mark.parametrize("body", [JSON, {"structured_outputs": {"regex": "a"}}])
 def test_two_constraints_are_rejected_with_advice(llm, body):
     error = reject(llm, {**body, "tools": [TOOL], **CALL}, True)
