@@ -170,8 +170,8 @@ class LLM(ThreadSafeEngine):
         variables = chat_template_kwargs or {}
         check_type("chat_template_kwargs", variables, (dict,), "a dict")
         # Parameters of apply_chat_template, such as chat_template, are not for clients of a server.
-        reserved = signature(self.tokenizer.apply_chat_template).parameters.keys() - {"documents"}
-        for name in reserved & variables.keys():
+        reserved = {"messages", *signature(self.tokenizer.apply_chat_template).parameters}
+        for name in reserved & variables.keys() - {"documents"}:
             raise invalid(f"chat_template_kwargs.{name}", "is no variable of the chat template")
         options: dict[str, Any] = {
             **variables,
@@ -184,7 +184,9 @@ class LLM(ThreadSafeEngine):
     @property
     def template_uses_tools(self) -> bool:
         """Whether the chat template shows tools to the model."""
-        return "tools" in str(getattr(self.tokenizer, "chat_template", ""))
+        template = str(getattr(self.tokenizer, "chat_template", ""))
+        # Phi-4-mini's has message['tools'], which is not the variable.
+        return "tools" in template.replace("'tools'", "")
 
     def _apply_chat_template(self, chat: list[Message], options: dict[str, Any]) -> list[int]:
         assert self.tokenizer is not None

@@ -12,8 +12,8 @@ from typing import Any
 from nanovllm.checks import invalid, show
 
 # {"role": one of ROLES, "content": text}, where the text is a str or a list of parts
-# {"type": "text", "text": str}. An assistant's content may be None. Its "tool_calls" are a list of
-# {"type": "function", "id": str, "function": {"name": str, "arguments": JSON of an object}}.
+# {"type": "text", "text": str}. An assistant's content may be None or []. Its "tool_calls" are a
+# list of {"type": "function", "id": str, "function": {"name": str, "arguments": JSON of a dict}}.
 Message = dict[str, Any]
 # {"type": "function", "function": {"name": str, "parameters": JSON schema, ...}}
 Tool = dict[str, Any]
@@ -41,7 +41,7 @@ def prepare_messages(conversation: Any) -> list[Message]:
             text = message.get(field)
             _require(text is None or isinstance(text, str), f"{name}.{field}", "a str", text)
         content = message.get("content")
-        if content is None and role == "assistant":
+        if role == "assistant" and content in (None, []):
             content = ""
         message = {**message, "content": _join_parts(f"{name}.content", content)}
         calls = message.pop("tool_calls", None)

@@ -1,17 +1,18 @@
 """Compiles the grammar on stdin for tokens of one byte, as a program in a process of its own.
 
 A short grammar can take minutes to compile, and thousands of nested rules overflow the stack. The
-process of the engine could stop neither.
+process of the engine could stop neither. The argument limits the CPU time, in seconds.
 """
 
+import sys
+
+sys.path.pop(0)  # this folder, whose modules could hide others
 import os
 import resource
-import sys
 import threading
 
 from llguidance import LLMatcher, LLTokenizer
 
-CPU_SECONDS = 2
 STACK_BYTES = 2**20  # less than any thread of the engine has
 
 
@@ -22,7 +23,8 @@ def compile_stdin() -> None:
 
 if __name__ == "__main__":
     os.nice(10)  # the engine goes first
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    cpu_seconds = int(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=compile_stdin)
     thread.start()

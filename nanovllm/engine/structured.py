@@ -10,14 +10,18 @@ A matcher has consumed the generated tokens of its sequence. After an interrupte
 again with the committed ones. EOS may come when the text may end.
 
 Grammars come from clients. A process of its own therefore compiles each grammar first, see
-grammar_check.py. LIMITS bound what a step takes. A request that exceeds them ends with an error.
+grammar_check.py. LIMITS bound what a step takes. A sample that exceeds them ends with an error.
 """
 
 import json
+import re
+import signal
 import subprocess
 import sys
+from collections import deque
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +41,11 @@ from nanovllm.vocabulary import Vocabulary
 CHECK = str(Path(__file__).with_name("grammar_check.py"))
 # Between two tokens of JSON. Small models would repeat spaces until max_tokens.
 JSON_DEFAULTS: Any = {"whitespace_pattern": " "}
-# Otherwise text that must come next may come only in tokens of llguidance's choice. The model would
-# then not write what it writes without a grammar, even if that is allowed.
-NO_FORCING = '%llguidance {"no_forcing": true}\n'
+# The end of a grammar. Otherwise text that must come next may come only in tokens of llguidance's
+# choice. The model would then not write what it writes without a grammar, even if that is allowed.
+NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+CPU_SECONDS = 2  # for the compilation of a grammar
+CHECK_SECONDS = 30  # for the process that compiles it, which waits for the cores of the engine
 LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_lexer_states": 50_000}
 
 
@@ -47,7 +53,7 @@ LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_lexer_s
 class Grammar(StructuredOutputsParams):
     """StructuredOutputsParams that an engine has compiled."""
 
-    matcher: Any = None  # llguidance's LLMatcher, before the first token
+    matchers: Any = None  # llguidance's LLMatcher of each sample, before the first token
 
     def __post_init__(self) -> None:
         """All fields are valid."""
@@ -59,7 +65,8 @@ class StructuredRequest(Request):
 
     def __post_init__(self) -> None:
         grammar: Any = self.params.structured_outputs
-        self.matcher = grammar.matcher.deep_copy()
+        # A copy, because a prepared prompt can be queued twice.
+        self.matcher = grammar.matchers[self.sample_index].deep_copy()
         super().__post_init__()
 
     def restart(self) -> None:
@@ -152,22 +159,27 @@ class Grammars:
         outputs: Any = params.structured_outputs
         if isinstance(outputs, Grammar):
             return params
-        advice = "pip install 'nanovllm[structured]'"
+        advice = "needs pip install 'nanovllm[structured]'"
         with naming("structured_outputs", ValueError, RecursionError), naming(advice, ImportError):
-            matcher = self._compile(make_grammar(outputs))
-        return replace(params, structured_outputs=Grammar(**vars(outputs), matcher=matcher))
+            matchers = self._compile(make_grammar(outputs), params.n)
+        return replace(params, structured_outputs=Grammar(**vars(outputs), matchers=matchers))
 
-    def _compile(self, grammar: str) -> Any:
-        """Compile for one request, because copies of a matcher share what LIMITS count."""
+    def _compile(self, grammar: str, num_samples: int) -> list[Any]:
+        """Compile once per sample, because copies of a matcher share what LIMITS count."""
+        check_in_process(grammar)
+        return [self._make_matcher(grammar) for _ in range(num_samples)]
+
+    def _make_matcher(self, grammar: str) -> Any:
         from llguidance import LLMatcher, LLParserLimits
 
-        tokenizer = self.tokenizer
-        check_in_process(grammar)
         limits = LLParserLimits(**LIMITS, verbose_errors=False)
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()
         if matcher.is_error():
-            raise ValueError(f"invalid, unsupported, or no text matches: {matcher.get_error()}")
+            # Without the lines of the grammar that follow, such as "  1 | start: a".
+            error = re.split(r"\n *\d+ \| ", matcher.get_error())[0]
+            reason = " ".join(error.split())
+            raise ValueError(f"invalid, unsupported, or no text matches: {reason}")
         return matcher
 
     @cached_property
@@ -203,14 +215,30 @@ class TokenTexts:
         return []
 
 
-@lru_cache(maxsize=64)
+# Digests of grammars that passed the check. Clients could prepare collisions of other hashes.
+checked_digests = deque[bytes](maxlen=1024)
+
+
 def check_in_process(grammar: str) -> None:
     """Raises ValueError for a grammar whose compilation could harm the engine."""
-    command = [sys.executable, CHECK]
-    done = subprocess.run(command, input=grammar.encode(), capture_output=True)
+    text = grammar.encode()
+    digest = sha256(text).digest()
+    if digest in checked_digests:
+        return
+    command = [sys.executable, CHECK, str(CPU_SECONDS)]
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, timeout=CHECK_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        problem = f"not compiled within {CHECK_SECONDS} seconds, because this machine is busy"
+        raise ValueError(f"{problem}: try again later, or simplify it") from error
     if done.returncode != 0:
-        reason = done.stderr.decode() or f"exit code {done.returncode}"
+        reason = done.stderr.decode().strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        if done.returncode in (-signal.SIGKILL, -signal.SIGXCPU):  # which one depends on the system
+            reason = f"more than {CPU_SECONDS} seconds of CPU time"
+        elif done.returncode == -signal.SIGSEGV:
+            reason = "rules that nest too deeply"
         raise ValueError(f"too complex to compile ({reason}): simplify it")
+    checked_digests.append(digest)
 
 
 def make_grammar(outputs: StructuredOutputsParams) -> str:
@@ -232,4 +260,4 @@ def make_grammar(outputs: StructuredOutputsParams) -> str:
         grammar = LLMatcher.grammar_from_json_schema(schema, JSON_DEFAULTS)
         completed = json.loads(grammar)["grammars"][0]["json_schema"]
         rules = f"start: %json {json.dumps(completed)}"
-    return NO_FORCING + rules
+    return rules + NO_FORCING

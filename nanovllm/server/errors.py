@@ -28,14 +28,19 @@ def blaming(given: JsonObject, default: str | None = None) -> Iterator[None]:
     """Turn errors about the client's input into InvalidRequest.
 
     Its parameter is the one that the error names, such as messages[1].content, if it is `given`.
+    An error of structured_outputs names the parameter that they were made from.
     """
     try:
         yield
     except (ValueError, TypeError) as error:
+        message = str(error)
         name = getattr(error, "name", "")
+        if name == "structured_outputs":
+            name = given.get("constrained_by", name)
+            message = message.replace("structured_outputs", name, 1)
         is_given = re.split(r"[.\[]", name)[0] in given
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-        raise InvalidRequest(str(error), name if is_given else default, code) from error
+        raise InvalidRequest(message, name if is_given else default, code) from error
 
 
 def describe_error(

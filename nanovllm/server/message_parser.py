@@ -24,7 +24,9 @@ class MessageParser:
         self.section = "reasoning" if is_reasoning else "content"
         self.is_parallel = is_parallel
         self.calls: list[CallParser] = []
-        self.is_blank = bool(tags)  # content begins with its first word
+        self.has_content = False
+        # Spaces after a tag. They are content if words come before and after them.
+        self.spaces: str | None = "" if tags else None
         self.held_back = ""  # may be the start of a tag
 
     def feed(self, text: str, is_last: bool) -> JsonObject:
@@ -40,7 +42,7 @@ class MessageParser:
                 self._add_text(delta, part, section)
             if not tag:
                 return delta
-            self.is_blank = True
+            self.spaces = self.spaces or ""
             if tag == OPENING:
                 self.calls.append(CallParser(len(self.calls)))
 
@@ -62,17 +64,26 @@ class MessageParser:
         return text[:end], next_tag
 
     def _add_text(self, delta: JsonObject, text: str, section: str) -> None:
-        if section == "content" and self.is_blank:
-            text = text.lstrip()
+        if section == "content" and self.spaces is not None:
+            text = self.spaces + text if self.has_content else text.lstrip()
+            if not text.strip():
+                self.spaces = text
+                return
         if not text:
             return
-        self.is_blank = False
+        self.spaces = None
+        self.has_content |= section == "content"
         delta[section] = delta.get(section, "") + text
 
     def _add_call(self, delta: JsonObject, text: str, tag: str, is_last: bool) -> None:
         call = self.calls[-1]
+        call.add(text)
+        if tag and call.is_string:  # the tag is text of an argument
+            call.add(tag)
+            self.section = "tool_calls"
+            return
         is_complete = tag != "" or is_last
-        entry = call.feed(text, is_complete)
+        entry = call.take_delta(is_complete)
         if entry is not None and (self.is_parallel or call.index == 0):
             delta.setdefault("tool_calls", []).append(entry)
         if is_complete and call.num_sent is None:  # not a call

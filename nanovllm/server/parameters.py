@@ -15,6 +15,7 @@ from nanovllm.checks import (
     check_ints,
     check_type,
     invalid,
+    naming,
     show,
 )
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt
@@ -97,11 +98,13 @@ def parse_request(
         prompts: Any = given.get(prompt_name)
         if is_chat:
             prompts = [encode_chat(given, tools, llm)]
-        checked = llm.prepare_prompts(prompts, params)
-        check_int("the number of prompts", len(checked), 1, MAX_SAMPLES)
-    with blaming(given, default="n"):
-        check_int("the number of prompts times n", len(checked) * params.n, 1, MAX_SAMPLES)
-    return given, checked
+    with blaming(given, default="n" if "n" in given else prompt_name):
+        # Before prompts are prepared, because that compiles a grammar for each sample.
+        are_many = isinstance(prompts, list) and not isinstance(next(iter(prompts), None), int)
+        num_samples = params.n * (len(prompts) if are_many else 1)
+        check_int("the number of prompts times n", num_samples, 1, MAX_SAMPLES)
+    with blaming(given, default=prompt_name):
+        return given, llm.prepare_prompts(prompts, params)
 
 
 def _select(body: JsonObject, table: Table) -> JsonObject:
@@ -142,9 +145,9 @@ def _read_format(given: JsonObject) -> None:
         case {"type": "text"}:
             pass
         case {"type": "json_object"}:
-            _constrain(given, "response_format", {"json_object": True})
+            _constrain(given, "response_format", "response_format", {"json_object": True})
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            _constrain(given, "response_format", {"json": schema})
+            _constrain(given, "response_format", "response_format", {"json": schema})
         case other:
             meaning = "of type text, json_object, or json_schema with json_schema.schema"
             raise invalid("response_format", f"must be {meaning}, not {show(other)}")
@@ -156,16 +159,20 @@ def _read_tools(given: JsonObject, llm: LLM) -> list[Tool]:
     is_parallel = check_bool("parallel_tool_calls", given.get("parallel_tool_calls", True))
     check_bool("include_reasoning", given.get("include_reasoning", True))
     if required:
-        _constrain(given, "tool_choice", {"grammar": write_grammar(required, is_parallel)})
+        with naming("tools", RecursionError):
+            grammar = write_grammar(required, is_parallel)
+        _constrain(given, "tool_choice", "tools", {"grammar": grammar})
         if not llm.template_uses_tools:
             return []
     return given["tools"]
 
 
-def _constrain(given: JsonObject, name: str, structured_outputs: JsonObject) -> None:
+def _constrain(given: JsonObject, name: str, source: str, structured_outputs: JsonObject) -> None:
+    """Let the parameter `name` constrain the reply, with schemas of the parameter `source`."""
     if "structured_outputs" in given:
-        raise invalid(name, "and structured_outputs or response_format exclude each other")
-    given["structured_outputs"] = structured_outputs
+        other = given.get("constrained_by", "structured_outputs")
+        raise invalid(name, f"and {other} both constrain the reply: leave one of them out")
+    given |= {"structured_outputs": structured_outputs, "constrained_by": source}
 
 
 def encode_chat(given: JsonObject, tools: list[Tool], llm: LLM) -> Prompt:
@@ -205,7 +212,8 @@ def detokenize(body: JsonObject, llm: LLM) -> JsonObject:
         check_int("tokens", max(ids, default=0), 0, llm.vocab_size - 1)
         if llm.tokenizer is None:
             raise invalid("tokens", "need a tokenizer, which the checkpoint does not have")
-    return {"prompt": llm.tokenizer.decode(ids, clean_up_tokenization_spaces=False)}
+        with naming("the tokenizer cannot decode the tokens", Exception):
+            return {"prompt": llm.tokenizer.decode(ids, clean_up_tokenization_spaces=False)}
 
 
 def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:
@@ -216,7 +224,10 @@ def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:
         options["max_tokens"] = max_tokens
     if "logit_bias" in options:
         biases = check_type("logit_bias", options["logit_bias"], (dict,), "an object")
-        options["logit_bias"] = {int(i) if i.isdecimal() else i: biases[i] for i in biases}
+        # int() raises an error of its own above some thousand digits.
+        options["logit_bias"] = {
+            int(i) if i.isdecimal() and len(i) < 20 else i: bias for i, bias in biases.items()
+        }
     seed = options.get("seed")
     if isinstance(seed, int) and seed == -1:  # none, as in vLLM
         del options["seed"]

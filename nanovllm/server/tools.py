@@ -21,8 +21,11 @@ from nanovllm.server.errors import JsonObject
 OPENING = "<tool_call>"
 CLOSING = "</tool_call>"
 # Everything before the arguments, whose text can then be sent as it arrives.
-HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*')
+HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
 MAX_HEAD = 1000  # characters
+# What ends strings and objects, and the text between. A newline ends a string, because JSON does
+# not allow it there.
+TOKEN = re.compile(r'\\.|["\n{}]|[^"\n{}\\]+', re.DOTALL)
 # As json.dumps and templates write JSON. Small models can repeat optional spaces forever.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # A function takes only the arguments that its schema names. Parts of a combination can name more.
@@ -71,11 +74,27 @@ class CallParser:
     def __init__(self, index: int) -> None:
         self.index = index  # among the calls of the reply
         self.text = ""
+        self.num_scanned = 0  # characters
+        self.is_string = False  # whether the text ends within a string
+        self.depth = 0  # of nested objects
+        self.end: int | None = None  # where the first nested object ends, which is the arguments
         self.num_sent: int | None = None  # characters of the arguments; None: not even the name
 
-    def feed(self, text: str, is_complete: bool) -> JsonObject | None:
-        """Return OpenAI's delta for more text, or None if there is nothing to send."""
+    def add(self, text: str) -> None:
+        """Add more text."""
         self.text += text
+        for match in TOKEN.finditer(self.text, self.num_scanned):
+            self.num_scanned = match.end()
+            token = match[0]
+            if token in '"\n':
+                self.is_string = token == '"' and not self.is_string
+            elif token in "{}" and not self.is_string:
+                self.depth += 1 if token == "{" else -1
+                if token == "}" and self.depth == 1:
+                    self.end = self.end or match.end()
+
+    def take_delta(self, is_complete: bool) -> JsonObject | None:
+        """Return OpenAI's delta for new text, or None if there is nothing to send."""
         parsed = self._parse(is_complete)
         if parsed is None or self.num_sent == len(parsed[1]):
             return None
@@ -92,10 +111,13 @@ class CallParser:
         """Return the name and the arguments as far as they are known."""
         head = HEAD.match(self.text, 0, MAX_HEAD)
         if head is not None:
-            # The last brace may be the one that ends the call.
-            return head[1], self.text[head.end() :].rstrip().removesuffix("}").rstrip()
+            return head[1], self.text[head.end() : self.end]
         if is_complete:  # perhaps in another order
             with suppress(ValueError, TypeError, KeyError, RecursionError):
-                call = json.loads(self.text)
-                return str(call["name"]), json.dumps(call["arguments"])
+                call, _ = json.JSONDecoder().raw_decode(self.text.lstrip())
+                arguments = call["arguments"] or {}
+                if not isinstance(arguments, str):  # some models write a str of JSON
+                    arguments = json.dumps(arguments)
+                if isinstance(call["name"], str):
+                    return call["name"], arguments
         return None

@@ -206,6 +206,12 @@ def test_regex_choice_and_grammar(llm):
     assert len(texts) > 1
 
 
+def test_a_choice_can_be_empty(llm):
+    assert run(llm, {"choice": [""]})["text"] == ""
+    texts = {run(llm, {"choice": ["q", ""]}, seed=seed)["text"] for seed in range(20)}
+    assert texts == {"", "q"}
+
+
 def test_end_of_the_grammar_ends_the_text_without_eos(llm):
     output = run(llm, {"regex": "ab"}, ignore_eos=True, min_tokens=50)
     assert (output["text"], output["finish_reason"]) == ("ab", "stop")
@@ -390,10 +396,30 @@ HOSTILE = {
 }
 
 
-def test_compilation_needs_less_stack_than_a_thread_has(llm):
+def test_what_a_compilation_exceeds_is_named(llm, monkeypatch):
     rules = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(1000))
-    with pytest.raises(ValueError, match="structured_outputs: too complex"):
+    with pytest.raises(ValueError, match="structured_outputs: too complex .*too deeply"):
         run(llm, {"grammar": f'start: r0\n{rules}\nr1000: "a"'})
+    with pytest.raises(ValueError, match="more than 2 seconds of CPU time.*: simplify it"):
+        run(llm, HOSTILE["endless compilation"])
+    monkeypatch.setattr(structured, "CHECK_SECONDS", 0)
+    with pytest.raises(ValueError, match="not compiled within 0 seconds.*: try again"):
+        run(llm, {"regex": "waits"})
+
+
+def test_a_grammar_is_checked_once_but_not_kept(llm, monkeypatch):
+    run(llm, {"regex": "a" * 10**5}, max_tokens=1)
+    assert sum(map(len, structured.checked_digests)) < 10**5
+    monkeypatch.setattr(subprocess, "run", None)
+    run(llm, {"regex": "a" * 10**5}, max_tokens=1)
+
+
+def test_modules_beside_the_check_hide_no_others(tmp_path, monkeypatch):
+    check = shutil.copy(structured.CHECK, tmp_path)
+    (tmp_path / "resource.py").write_text("1 / 0")
+    (tmp_path / "llguidance.py").write_text("1 / 0")
+    monkeypatch.setattr(structured, "CHECK", check)
+    structured.check_in_process("start: /hidden/")
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -447,9 +473,17 @@ def test_token_that_the_grammar_forbids_is_an_error(llm, monkeypatch):
     ids=ascii,
 )
 def test_invalid_grammar_is_rejected(llm, kind):
-    with pytest.raises(ValueError, match="structured_outputs: "):
+    with pytest.raises(ValueError, match="structured_outputs: ") as caught:
         run(llm, kind)
+    assert "\n" not in str(caught.value)
     assert not llm.requests
+
+
+def test_an_error_names_the_line_of_the_grammar(llm):
+    with pytest.raises(ValueError, match=r'at 2\(4\): unknown name: "c"$'):
+        run(llm, {"grammar": 'start: "a" b\nb: c'})
+    with pytest.raises(ValueError, match="unclosed group$"):
+        run(llm, {"regex": "("})
 
 
 def test_missing_package_and_missing_tokenizer(tiny, make, llm, monkeypatch):
@@ -490,10 +524,11 @@ def test_prepared_prompts_are_not_compiled_again(llm, monkeypatch):
     prepared = llm.prepare_prompts(["a"] * 3, params)
     assert len(calls) == 1, "prompts share a grammar"
     monkeypatch.setattr(structured, "make_grammar", None)
-    for token_ids, each in prepared:
+    for token_ids, each in prepared * 2:
         llm.add_request(token_ids, each)
     while not llm.is_finished():
-        llm.step()
+        for output in llm.step():
+            assert output["finish_reason"] in (None, "stop")
 
 
 def test_requests_with_equal_grammars_share_no_limits(llm, monkeypatch):
@@ -503,6 +538,10 @@ def test_requests_with_equal_grammars_share_no_limits(llm, monkeypatch):
     outputs = [run(llm, kind, logit_bias=bias(llm, text)) for text in "abc"]
     assert [output["text"][0] for output in outputs] == ["a", "b", "c"]
     assert {output["finish_reason"] for output in outputs} == {"stop"}
+    params = SamplingParams(n=6, max_tokens=200, structured_outputs=kind, seed=1)
+    samples = llm.generate("a b", params, use_tqdm=False)
+    assert len({output["text"][0] for output in samples}) > 1
+    assert {output["finish_reason"] for output in samples} == {"stop"}
 
 
 def bias(llm, text):

@@ -38,7 +38,9 @@ def write_call(name="add", arguments='{"a": 1}'):
 
 
 ADD = ["add", '{"a": 1}']
+FIND = ["find", "{}"]
 NESTED = '{"a": {"b": [{}]}, "c": "}} \\"</tool_call", "d": {}}'
+TAGS = r'{"a": "<tool_call>\"</tool_call>\\", "</tool_call>": [{}]}'
 CASES = {
     "plain": ("  1 < 2 ", {"content": "1 < 2 "}),
     "reasoning": ("<think>\nSo.\n</think>\n\nYes.", {"reasoning": "\nSo.\n", "content": "Yes."}),
@@ -58,6 +60,39 @@ CASES = {
     "other order": (
         '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>',
         {"tool_calls": [ADD]},
+    ),
+    "more keys": (
+        '<tool_call>{"name": "add", "arguments": {"a": 1}, "id": {"b": 2}}</tool_call>',
+        {"tool_calls": [ADD]},
+    ),
+    "more before": (
+        '<tool_call>{"id": 3, "name": "add", "arguments": {"a": 1}}}</tool_call>',
+        {"tool_calls": [ADD]},
+    ),
+    "tags in strings": (
+        write_call(arguments=TAGS) + write_call(),
+        {"tool_calls": [["add", TAGS], ADD]},
+    ),
+    "open string": (
+        write_call(arguments='{"a": "') + write_call(),
+        {"tool_calls": [["add", '{"a": "}\n'], ADD]},
+    ),
+    "JSON in a string": (
+        r'<tool_call>{"name": "add", "arguments": "{\"a\": 1}"}</tool_call>',
+        {"tool_calls": [ADD]},
+    ),
+    "no arguments": (write_call("find", "null"), {"tool_calls": [FIND]}),
+    "words around calls": (
+        f"\nHi{write_call()}\n{write_call('find', '{}')} \n bye ",
+        {"content": "Hi\n \n bye ", "tool_calls": [ADD, FIND]},
+    ),
+    "words after a call": (
+        f"{write_call()}\n Done. {write_call()}\n",
+        {"content": "Done. ", "tool_calls": [ADD, ADD]},
+    ),
+    "null": (
+        '<tool_call>{"name": null, "arguments": {}}</tool_call>',
+        {"content": '<tool_call>{"name": null, "arguments": {}}</tool_call>'},
     ),
     "cut off": (write_call()[:-15], {"tool_calls": [["add", '{"a": 1']]}),
     "no call": ("<tool_call>add(1)</tool_call>!", {"content": "<tool_call>add(1)</tool_call>!"}),
@@ -89,6 +124,30 @@ def test_any_pieces_give_the_same_message(name, data):
     assert parse(pieces)[0] == expected
 
 
+FRAGMENTS = [THINK, "</think>", CALL, "</tool_call>", write_call(), write_call()[:-14], " ", "\n"]
+FRAGMENTS += [
+    '"',
+    "\\",
+    "{",
+    "}",
+    '{"name": "add", "arguments": ',
+    '{"a": "',
+    "x",
+    "<",
+    "</tool",
+    "1",
+]
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=12).map("".join))
+def test_a_stream_adds_up_to_the_whole_reply(text):
+    whole, (delta,) = parse([text])
+    assert parse(text)[0] == whole
+    indices = [entry["index"] for entry in delta.get("tool_calls", [])]
+    assert indices == list(range(len(indices))), "one entry for each call"
+
+
 def test_text_is_sent_as_soon_as_it_cannot_begin_a_tag():
     _, deltas = parse(["<think>So <", "/b> ", "</think", "> A", " < B"])
     assert [delta.get("reasoning") for delta in deltas] == ["So ", "</b> ", None, None, None]
@@ -102,7 +161,7 @@ def test_arguments_are_sent_as_they_arrive():
     functions = [delta["tool_calls"][0]["function"] for delta in deltas[1:]]
     assert deltas[0] == {}
     assert functions[0] == {"name": "add", "arguments": '{"a"'}
-    assert functions[1:] == [{"arguments": ": {"}, {"arguments": "}}"}]
+    assert functions[1:] == [{"arguments": ": {}"}, {"arguments": "}"}]
     assert json.loads("".join(function["arguments"] for function in functions)) == {"a": {}}
 
 

@@ -1,8 +1,13 @@
 """What each endpoint does with the parameters of a request."""
 
+import re
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.engine.structured import Grammars
 from nanovllm.server import parameters
 from nanovllm.server.errors import InvalidRequest
 from nanovllm.server.parameters import CHAT, COMPLETION, parse_request
@@ -120,11 +125,13 @@ def test_other_values_are_rejected_by_name(llm, is_chat, table):
         (True, {"include_reasoning": 0}, "include_reasoning"),
         (True, {"chat_template_kwargs": 3}, "chat_template_kwargs"),
         (True, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+        (True, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         (True, {"continue_final_message": True}, "messages"),
         (True, {"logit_bias": [3]}, "logit_bias"),
         (True, {"logit_bias": {"x": 3}}, "logit_bias"),
         (True, {"logit_bias": {"5": 101}}, "logit_bias"),
         (True, {"logit_bias": {"99999": 1}}, "logit_bias"),
+        (True, {"logit_bias": {"5" * 5000: 1}}, "logit_bias"),
         (False, {"response_format": "json"}, "response_format"),
         (False, {"response_format": {"type": "xml"}}, "response_format"),
         (False, {"response_format": {"type": "json_schema"}}, "response_format"),
@@ -142,6 +149,65 @@ def test_an_error_names_the_parameter(llm, is_chat, body, param):
     assert error.param.startswith(param)
     assert error.code is None
     assert len(error.message) < 400
+
+
+@pytest.mark.parametrize("prompts, n", [("x", 10**9), (["x"] * 4097, 1), ([[1], [2]], 4096)])
+def test_samples_are_counted_before_their_grammar_is_compiled(llm, monkeypatch, prompts, n):
+    monkeypatch.setattr(Grammars, "compile", None)
+    error = reject(llm, {"prompt": prompts, "n": n, "structured_outputs": {"regex": "a"}}, False)
+    assert error.param == "n"
+    assert "the number of prompts times n must be" in error.message
+
+
+def make_tool(**parameters):
+    return {"type": "function", "function": {"name": "add", "parameters": parameters}}
+
+
+def make_format(**schema):
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+@pytest.mark.parametrize(
+    "param, body",
+    [
+        ("response_format", {"response_format": make_format(type="foo")}),
+        ("tools", {"tools": [TOOL, make_tool(type="foo")], **CALL}),
+        ("structured_outputs", {"structured_outputs": {"json": {"type": "foo"}}, "tools": []}),
+    ],
+)
+def test_an_invalid_schema_is_an_error_of_what_the_client_wrote(llm, param, body):
+    error = reject(llm, body, True)
+    assert error.param == param
+    assert re.fullmatch(rf"{param}: invalid.*Invalid type: foo", error.message)
+
+
+def test_a_schema_that_nests_too_deeply_is_an_error_of_the_tools(llm):
+    schema = {}
+    for _ in range(5000):
+        schema = {"items": schema}
+    error = reject(llm, {"tools": [make_tool(**schema)], **CALL}, True)
+    assert error.param == "tools"
+
+
+@pytest.mark.parametrize("body", [JSON, {"structured_outputs": {"regex": "a"}}])
+def test_two_constraints_are_rejected_with_advice(llm, body):
+    error = reject(llm, {**body, "tools": [TOOL], **CALL}, True)
+    (name,) = body
+    expected = f"tool_choice and {name} both constrain the reply: leave one of them out"
+    assert error.message == expected
+
+
+def test_the_package_for_constraints_is_named_if_it_is_missing(llm, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    for body in (JSON, {"tools": [TOOL], **CALL}):
+        assert "pip install 'nanovllm[structured]'" in reject(llm, body, True).message
+
+
+def test_an_error_of_the_tokenizer_is_an_error_of_the_tokens(llm, monkeypatch):
+    monkeypatch.setattr(llm, "tokenizer", SimpleNamespace(decode=lambda *_, **__: 1 // 0))
+    with pytest.raises(InvalidRequest, match="cannot decode") as caught:
+        parameters.detokenize({"tokens": [1]}, llm)
+    assert caught.value.param == "tokens"
 
 
 # What clients send in place of the documented values. An expected str is the parameter at fault.

@@ -159,7 +159,7 @@ def test_formats_and_required_calls_are_valid_json(client):
     with client.chat.completions.stream(**chat, **tools, tool_choice=named) as events:
         kinds = [event.type for event in events]
         (choice,) = events.get_final_completion().choices
-    assert kinds.count("tool_calls.function.arguments.delta") > 5
+    assert "tool_calls.function.arguments.delta" in kinds
     assert isinstance(choice.message.tool_calls[0].function.parsed_arguments, Sum)
     with pytest.raises(openai.BadRequestError, match="tools need a chat template"):
         client.chat.completions.create(**chat, **tools)

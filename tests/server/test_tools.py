@@ -7,6 +7,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from nanovllm import DEMO_MODEL, LLM
 from nanovllm.server.engine_thread import EngineThread
+from nanovllm.server.errors import InvalidRequest
 from nanovllm.server.openai_api import Api
 from nanovllm.server.parameters import parse_request
 from nanovllm.server.protocol import Reply
@@ -85,10 +86,28 @@ def test_a_stream_with_calls(llm):
     assert deltas[0] == {"role": "assistant"}
     entries = [entry for delta in deltas for entry in delta.get("tool_calls", [])]
     assert entries[0].keys() == {"index", "id", "type", "function"}
-    assert entries[0]["function"] == {"name": "add", "arguments": ""}
+    assert entries[0]["function"] == {"name": "add", "arguments": "{"}
     assert len(entries) > 5
     assert "".join(entry["function"]["arguments"] for entry in entries) == '{"a": 1}'
     assert [chunk["finish_reason"] for chunk in chunks[-2:]] == [None, "tool_calls"]
+
+
+def test_a_message_with_calls_needs_no_content(llm):
+    call = {"type": "function", "id": "call_0", "function": FUNCTION}
+    for content in (None, "", []):
+        message = {"role": "assistant", "content": content, "tool_calls": [call]}
+        messages = [message, *BODY["messages"]]
+        given, _ = parse_request({"messages": messages}, True, llm)
+        assert given["messages"] == messages
+
+
+def test_a_template_can_read_tools_of_a_message_only(llm, monkeypatch):
+    """Such as that of Phi-4-mini."""
+    template = "{% for m in messages %}{{ m.content }}{{ m['tools'] }}{% endfor %}"
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    with pytest.raises(InvalidRequest, match="tools need a chat template that uses them"):
+        parse_request(BODY, True, llm)
+    parse_request({**BODY, "tool_choice": "required"}, True, llm)
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", "none", None])
