@@ -151,7 +151,7 @@ def test_an_error_names_the_parameter(llm, is_chat, body, param):
     assert len(error.message) < 400
 
 
-@pytest.mark.parametrize("prompts, n", [("x", 10**9), (["x"] * 4097, 1), ([[1], [2]], 4096)])
+@pytest.mark.parametrize("prompts, n", [("x", 10**9), (["x"] * 257, 1), ([[1], [2]], 129)])
 def test_samples_are_counted_before_their_grammar_is_compiled(llm, monkeypatch, prompts, n):
     monkeypatch.setattr(Grammars, "compile", None)
     error = reject(llm, {"prompt": prompts, "n": n, "structured_outputs": {"regex": "a"}}, False)
