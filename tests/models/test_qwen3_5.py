@@ -266,7 +266,8 @@ def test_nan_does_not_outlive_its_request(tmp_path, is_caching):
     assert generate_ids(llm, prompts, greedy(4)) == expected
 
 
-def test_prefill_first_steps_are_all_prefill_or_all_decode(hybrid):
+@pytest.mark.parametrize("rest", [1, 7])
+def test_prefill_first_steps_are_all_prefill_or_all_decode(hybrid, rest):
     """Prompts that are cut for snapshots, two in one step, finish before decodes go on."""
     path, oracle = hybrid
     llm = make_llm(path, enable_chunked_prefill=False)
@@ -278,8 +279,8 @@ def test_prefill_first_steps_are_all_prefill_or_all_decode(hybrid):
         return forward(seqs)
 
     llm.model_runner.forward = record
-    families = [random_prompt(5, 30), random_prompt(6, 30)]
-    prompts = [families[index % 2] + random_prompt(index, 5) for index in range(6)]
+    families = [random_prompt(5, 28), random_prompt(6, 28)]
+    prompts = [families[index % 2] + random_prompt(index, rest) for index in range(6)]
     outputs = {}
     for index in range(0, 6, 2):  # the next two arrive while the others decode
         for prompt in prompts[index : index + 2]:
