@@ -540,6 +540,21 @@ def test_prompts_without_a_shared_prefix_leave_no_snapshot(hybrid):
     assert output["num_cached_tokens"] == 20
 
 
+def test_a_preempted_sequence_leaves_no_snapshot_of_its_own(hybrid):
+    """It finds its own blocks again, which no other sequence shares."""
+    path, oracle = hybrid
+    llm = make_llm(path)
+    prompt = random_prompt(0, 21)
+    llm.add_request(prompt, greedy(9))
+    for _ in range(4):
+        llm.step()
+    llm.scheduler.preempt(llm.scheduler.running[0])
+    while not llm.is_finished():
+        outputs = llm.step()
+    assert outputs[0]["token_ids"] == oracle(prompt, 9)
+    assert not llm.scheduler.snapshots
+
+
 @torch.inference_mode()
 def test_logprobs_and_prompt_logprobs(hybrid):
     """Also of requests that could reuse a snapshot, in chunks and after preemptions."""
