@@ -136,12 +136,12 @@ class Worker:
         """Choose the size of the KV cache and allocate it. `profile` comes before, if needed."""
         self.num_blocks, self.num_lanes, arithmetic = count_blocks(
             self.config,
-            self.spec.count_block_bytes(self.block_size, self.tp),
-            self.spec.count_slot_bytes(self.tp),
-            self.block_size,
-            self.max_model_len,
             self.meter,
             self.tp,
+            block_bytes=self.spec.count_block_bytes(self.block_size, self.tp),
+            slot_bytes=self.spec.count_slot_bytes(self.tp),
+            block_size=self.block_size,
+            max_model_len=self.max_model_len,
         )
         capacity = self.num_blocks * self.block_size
         self.max_model_len = min(self.max_model_len, capacity)
