@@ -91,12 +91,11 @@ def kernelize(
     """Replace the layers of `model` by optimized subclasses, where there are any.
 
     `run` calls the model for a self-test. An optimized layer that fails it is not used.
-    Return the names of the replaced classes, in the order of the model.
+    Return the names of the classes that are replaced in the end, in the order of the model.
     """
     calls: list[Call] = []
     if run is not None and find_optimized_layers(device.type, dtype):
         calls = record_calls(model, run)
-    names: list[str] = []
     # A layer comes before its parts, so that its optimized class can still convert these.
     for layer in model.modules():
         original = type(layer)
@@ -107,7 +106,6 @@ def kernelize(
             converted = cast(OptimizedLayer, layer)
             converted.dtype = dtype
             if converted.convert():
-                names.append(original.__name__)
                 break
             layer.__class__ = original
     for call in calls:
@@ -116,14 +114,15 @@ def kernelize(
             continue
         kind: type[nn.Module] = type(optimized)
         plain = optimized.replaces
-        if not is_right(kind.__name__, plain.__name__, call):
+        if not passes_self_test(kind.__name__, plain.__name__, call):
             for each in model.modules():
                 if type(each) is kind:
                     each.__class__ = plain
-    return list(dict.fromkeys(names))
+    replaced = [each.replaces for each in model.modules() if isinstance(each, OptimizedLayer)]
+    return [each.__name__ for each in dict.fromkeys(replaced)]
 
 
-def is_right(name: str, plain: str, call: Call) -> bool:
+def passes_self_test(name: str, plain: str, call: Call) -> bool:
     """Return whether a call has the expected output. If not, print what replaces it, and why."""
     reason = find_failure(partial(check_output, call))
     if reason is not None:
@@ -181,4 +180,4 @@ def capture_decode_steps(
     graphs = CudaGraphs(decoder, kv_caches, sizes, block_table_width, max_seqlen_k)
     eager = decoder(copy_to(batch, kv_caches[0].device), kv_caches)
     replay = Call(graphs.run, (batch,), eager)
-    return graphs if is_right("a CUDA graph", "eager steps", replay) else None
+    return graphs if passes_self_test("a CUDA graph", "eager steps", replay) else None

@@ -65,7 +65,8 @@ def test_a_wrong_layer_is_replaced(stand_ins, capfd, layer, wrong):
     model, run = make_model(torch_backend)
     expected = run()
     stand_ins[layer].forward = wrong
-    kernelize(model, CPU, torch.float32, run)
+    names = kernelize(model, CPU, torch.float32, run)
+    assert set(names) == {other.__name__ for other in LAYERS - {layer}}
     classes = {type(each) for each in model.modules()}
     assert classes & LAYERS == {layer}
     assert classes >= {stand_ins[other] for other in LAYERS - {layer}}
@@ -136,5 +137,5 @@ def test_wrong_graphs_are_not_used(monkeypatch, capfd, is_wrong):
     batch = make_batch([1], [1], torch.zeros(1, 1, dtype=torch.int32))
     batch.input_ids.fill_(1)
     call = Call(captured.run, (batch,), decoder(batch, []))
-    assert kernels.is_right("a CUDA graph", "eager steps", call) != is_wrong
+    assert kernels.passes_self_test("a CUDA graph", "eager steps", call) != is_wrong
     assert ("replaced by eager steps" in capfd.readouterr().err) == is_wrong
