@@ -1,6 +1,5 @@
 """What is wrong on a GPU is found at the start of an engine, and plain torch takes its place."""
 
-from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -143,7 +142,8 @@ def forget_states(layer, *args):
 
 def start_from_zeros(layer, *args):
     *_, states, batch = args
-    states[batch.read_slots] = 0.0
+    if batch.max_seqlen_q > 1:
+        states[batch.read_slots] = 0.0
     return layer.replaces.forward(layer, *args)
 
 
@@ -154,10 +154,15 @@ def write_elsewhere(layer, *args):
     return output
 
 
-def fail_from_token(first, layer, *args):
+def fail_in_second_chunk(layer, *args):
     output = layer.replaces.forward(layer, *args)
-    output[first:] = 0.0
+    output[32:] = 0.0
     return output
+
+
+def fail_in_large_tiles(layer, x):
+    output = layer.replaces.forward(layer, x)
+    return output if len(x) <= 16 else 2 * output
 
 
 def fail_in_decodes(layer, *args):
@@ -172,8 +177,8 @@ def fail_in_decodes(layer, *args):
         (GatedDeltaRule, start_from_zeros),
         (GatedDeltaRule, write_elsewhere),
         (GatedDeltaRule, fail_in_decodes),
-        (GatedDeltaRule, partial(fail_from_token, 32)),
-        (RowParallelLinear, partial(fail_from_token, 17)),
+        (GatedDeltaRule, fail_in_second_chunk),
+        (RowParallelLinear, fail_in_large_tiles),
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"kvcache_block_size": 2, "max_num_batched_tokens": 1}])
