@@ -2,11 +2,13 @@
 
 bytes of a token  = 2 (K and V) * layers * KV heads of this rank * head_dim * bytes of a number
 bytes of a block  = block size * bytes of a token
-GPU               = min(gpu_memory_utilization * total, GPU_SHARE_OF_FREE * free before loading)
+budget            = kvcache_memory_bytes, or that of the device
+budget of a GPU   = min(gpu_memory_utilization * total, GPU_SHARE_OF_FREE * free before loading)
                     - weights - CUDA graphs - peak of the largest step
-CPU               = CPU_SHARE * available after loading the weights / ranks
-upper limit       = what max_num_seqs sequences of max_model_len can use
-recurrent states  = at most half of that, for as many lanes as fit. Blocks have the rest
+budget of a CPU   = CPU_SHARE * available after loading the weights / ranks
+recurrent states  = those of max_num_seqs lanes, or of as many as half of the budget has room for
+blocks            = num_kvcache_blocks, or what the rest of the budget has room for
+upper limit       = what so many lanes of max_model_len can use, for the budget of the device
 several ranks     = the smallest of all ranks, because they share block tables
 available         = the least of what the machine and the cgroups (version 2) of this process have
 """
@@ -77,50 +79,69 @@ def find_available_memory(root: Path = Path("/")) -> int:
 
 def count_blocks(
     config: Config,
+    meter: MemoryMeter,
+    tp: TensorParallel = ALONE,
+    *,
     block_bytes: int,
     slot_bytes: int,
     block_size: int,
     max_model_len: int,
-    meter: MemoryMeter,
-    tp: TensorParallel = ALONE,
 ) -> tuple[int, int, str]:
     """The number of blocks, the number of lanes, and a line that shows the arithmetic.
 
     Raises ValueError if there is no memory for a single block, or for the states of a lane.
     """
-    num_lanes = config.max_num_seqs
-    num_slots = count_slots(config)
-    origin = "as requested"
-    if config.num_kvcache_blocks is not None:  # states come on top
+    budget, origin = find_budget(config, meter, tp.size)
+    num_lanes, state_bytes = count_lanes(config, budget, slot_bytes)
+    states = f"{show_gb(state_bytes)} for states of {num_lanes} lanes"
+    if config.num_kvcache_blocks is not None:
         budget = config.num_kvcache_blocks * block_bytes
+        origin = f"as requested, beside {states}" if state_bytes > 0 else "as requested"
     else:
-        if config.kvcache_memory_bytes is not None:
-            budget = config.kvcache_memory_bytes
-        elif meter.device.type == "cuda":
-            budget, origin = gpu_budget(config.gpu_memory_utilization, meter)
-        else:
-            budget, origin = cpu_budget(tp.size)
-        if slot_bytes > 0:
-            num_lanes = min(num_lanes, (budget // 2 // slot_bytes - FIRST_LANE) // num_slots)
-            state_bytes = (FIRST_LANE + num_lanes * num_slots) * slot_bytes
+        if state_bytes > 0:
             budget -= state_bytes
-            origin += f" - {show_gb(state_bytes)} for states of {num_lanes} lanes"
+            origin += f" - {states}"
         useful = num_lanes * cdiv(max_model_len, block_size) * block_bytes
         if config.kvcache_memory_bytes is None and useful <= budget:
             budget = useful
             origin = f"min({origin}, {show_gb(useful)} for max_num_seqs)"
     num_blocks, num_lanes = agree_on_sizes(budget // block_bytes, num_lanes, block_size, tp)
+    num_lanes = min(num_lanes, num_blocks)  # a running sequence holds at least one block
     arithmetic = f"({origin} = {show_gb(budget)}) / {block_bytes} B"
     if tp.size > 1:
         arithmetic += f", the smallest of {tp.size} ranks"
-    if min(num_blocks, num_lanes) < 1:
+    if num_lanes < 1:
         raise ValueError(f"no memory for a KV cache: {arithmetic}; {ENLARGE}")
     num_tokens = num_blocks * block_size
     result = f"{num_blocks} blocks of {block_size} = {num_tokens} tokens"
     if num_lanes < config.max_num_seqs:
         result += f"; max_num_seqs is lowered from {config.max_num_seqs} to {num_lanes}"
-    # A running sequence holds at least one block.
-    return num_blocks, min(num_lanes, num_blocks), f"KV cache: {arithmetic} = {result}"
+    return num_blocks, num_lanes, f"KV cache: {arithmetic} = {result}"
+
+
+def find_budget(config: Config, meter: MemoryMeter, num_ranks: int) -> tuple[int, str]:
+    """Bytes for blocks and states of one rank, and how they were computed."""
+    if config.kvcache_memory_bytes is not None:
+        return config.kvcache_memory_bytes, "as requested"
+    if meter.device.type == "cuda":
+        return gpu_budget(config.gpu_memory_utilization, meter)
+    return cpu_budget(num_ranks)
+
+
+def count_lanes(config: Config, budget: int, slot_bytes: int) -> tuple[int, int]:
+    """The number of lanes whose states fit into half of `budget`, and the bytes of these states.
+
+    If num_kvcache_blocks is given, there was no profile run. The other half has room for a step.
+    """
+    num_lanes = config.max_num_seqs
+    if config.num_kvcache_blocks is not None:
+        num_lanes = min(num_lanes, config.num_kvcache_blocks)
+    if slot_bytes == 0:
+        return num_lanes, 0
+    num_slots = count_slots(config)
+    most = (budget // 2 // slot_bytes - FIRST_LANE) // num_slots
+    num_lanes = max(0, min(num_lanes, most))
+    return num_lanes, (FIRST_LANE + num_lanes * num_slots) * slot_bytes
 
 
 def count_slots(config: Config) -> int:

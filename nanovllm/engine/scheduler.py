@@ -66,20 +66,20 @@ class Scheduler:
         return scheduled
 
     def _schedule_running(
-        self, budget: int, scheduled: list[Sequence], min_missing: int = 1
+        self, budget: int, scheduled: list[Sequence], only_partial: bool = False
     ) -> int:
         """Schedule running sequences, oldest first. Return the rest of the budget.
 
-        Sequences that miss less than `min_missing` tokens are left out.
+        With `only_partial`, only those that their previous step left partially prefilled.
         """
         index = -1
         while index + 1 < len(self.running) and budget > 0:  # preemption shortens the list
             index += 1
             seq = self.running[index]
+            if only_partial and seq.num_logits > 0:
+                continue
             num_tokens = len(seq.token_ids)
             num_missing = num_tokens - seq.num_computed_tokens
-            if num_missing < min_missing:
-                continue
             if num_missing == 1 and seq.is_decode and num_tokens % self.block_size > 1:
                 # Fast path: most decodes neither enter a block nor fill one.
                 seq.num_scheduled_tokens = 1
@@ -211,9 +211,10 @@ class PrefillFirstScheduler(Scheduler):
     def schedule(self) -> list[Sequence]:
         scheduled: list[Sequence] = []
         # A sequence is partially prefilled by a recomputation that is longer than one step, or if
-        # its prompt was cut (states.py). Its next chunk goes first.
+        # its prompt was cut (states.py). Its next chunk goes first. The number of missing tokens
+        # does not show this, because a decode can miss several after a rejected draft (states.py).
         budget = self.max_num_batched_tokens
-        budget = self._schedule_running(budget, scheduled, min_missing=2)
+        budget = self._schedule_running(budget, scheduled, only_partial=True)
         self._schedule_waiting(budget, scheduled)
         if not scheduled:
             self._schedule_running(budget, scheduled)

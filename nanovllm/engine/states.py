@@ -19,9 +19,10 @@ it.
     second   | system prompt * other question   |    * a chunk ends here, its state is kept
     third      system prompt | another question |    starts from the snapshot
 
-A step writes a snapshot directly, and the next step of the sequence reads it. A slot is in use as
-long as a running sequence reads it, or a snapshot that can be hit is in it. Nothing counts
-references. No slot is written by one sequence and read by another one in the same step.
+A step writes a snapshot directly, and the next step of the sequence reads it. A slot can be taken
+for a new snapshot unless a running sequence reads it or the current step writes it. Empty slots go
+first, then that of the least recently used snapshot. Nothing counts references. No slot is written
+by one sequence and read by another one in the same step.
 """
 
 from collections import OrderedDict
@@ -49,13 +50,17 @@ class StatefulScheduler(Scheduler):
     def _find_prefix(self, seq: Sequence) -> list[Block]:
         """Find the longest chain of cached blocks that ends at a snapshot."""
         prefix = super()._find_prefix(seq)
-        seq.snapshot_position = len(prefix) * self.block_size
+        if seq.num_cached_tokens is None:  # after a preemption, the prefix is the sequence's own
+            seq.snapshot_position = len(prefix) * self.block_size
         while prefix and prefix[-1].hash not in self.snapshots:
             prefix.pop()
         return prefix
 
     def _may_start(self, seq: Sequence, num_new_tokens: int, budget: int) -> bool:
-        """Let a sequence wait for a snapshot that the current step writes."""
+        """Let a sequence wait for a snapshot that the current step writes.
+
+        Those behind it wait for this step, too, because admission is first come, first served.
+        """
         if self._find_snapshot_hash(seq) in self.new_snapshots:
             return False
         return super()._may_start(seq, num_new_tokens, budget)
@@ -81,23 +86,24 @@ class StatefulScheduler(Scheduler):
         return budget - seq.num_scheduled_tokens
 
     def _begin_snapshot(self, seq: Sequence) -> bool:
-        """Let the current step of `seq` write a snapshot, unless there is one or no slot is free.
+        """Let the current step of `seq` write a snapshot.
 
-        The slot of the least recently used snapshot is free if no running sequence reads it.
+        Return False if there is such a snapshot already, or if all slots are in use.
         """
         block_hash = self._find_snapshot_hash(seq)
         if block_hash in self.snapshots or block_hash in self.new_snapshots:
             return False
         in_use = {each.read_slot for each in self.running}
         in_use.update(self.new_snapshots.values())
-        for slot in self.snapshot_slots:
-            if slot not in in_use and slot not in self.snapshots.values():
-                break
+        unused = set(self.snapshot_slots) - in_use
+        if not unused:
+            return False
+        empty = unused.difference(self.snapshots.values())
+        if empty:
+            slot = min(empty)
         else:
-            unread = [each for each, slot in self.snapshots.items() if slot not in in_use]
-            if not unread:
-                return False
-            slot = self.snapshots.pop(unread[0])
+            oldest = next(each for each, slot in self.snapshots.items() if slot in unused)
+            slot = self.snapshots.pop(oldest)
         seq.write_slot = slot
         self.new_snapshots[block_hash] = slot
         return True
@@ -132,8 +138,7 @@ class StatefulScheduler(Scheduler):
             else:
                 seq.num_computed_tokens = start
             seq.write_slot = FIRST_LANE + seq.lane
-        for block_hash, slot in self.new_snapshots.items():
-            self.snapshots[block_hash] = slot
+        self.snapshots.update(self.new_snapshots)
         self.new_snapshots = {}
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:

@@ -37,6 +37,7 @@ from nanovllm.terminal import report
 from nanovllm.transfers import copy_to
 
 _DEFAULT_MAX_MODEL_LEN = 4096
+_TEST_LEN = 33  # tokens of the self-test: two chunks of recurrent states, and a large tile of GEMMs
 
 
 class Worker:
@@ -97,22 +98,42 @@ class Worker:
         if self.tp.rank == 0:
             report(f"weights: {show_gb(count_bytes(self.model))}")
         if config.enable_kernels:
-            run = self._compute_block if self.device.type == "cuda" else None
+            run = self._run_test_steps if self.device.type == "cuda" else None
             names = kernels.kernelize(self.model, self.device, spec.dtype, run)
             if names and self.tp.rank == 0:
                 advice = "enable_kernels=False runs layers/ and models/ as written"
                 report(f"optimized layers: {', '.join(names)}; {advice}")
 
-    def _compute_block(self) -> None:
-        """Compute a prompt of one block in a KV cache of its own, for the self-test of layers."""
-        num_tokens = min(self.block_size, self.max_model_len, self.spec.vocab_size)
-        order = torch.arange(num_tokens, dtype=torch.int32, device="cpu")
-        batch = self._make_dummy_batch([num_tokens])
-        batch = replace(batch, input_ids=order, positions=order, slot_mapping=order)
-        # One block, and the slots of states that a dummy batch reads and writes.
-        sizes = (1, self.block_size, FIRST_LANE)
+    def _run_test_steps(self) -> None:
+        """Compute a prompt beside a decode, and then two decodes, for the self-test of layers.
+
+        Their K/V and states are random, in caches of their own.
+        """
+        length = min(_TEST_LEN, self.max_model_len)  # of all contexts
+        num_blocks = cdiv(length, self.block_size)  # of each sequence
+        sizes = (2 * num_blocks, self.block_size, 2)
         caches = self.spec.make_caches(self.backend, *sizes, self.device, self.tp)
-        self.model(copy_to(batch, self.device), caches)
+        random = torch.Generator(self.device).manual_seed(0)
+        for cache in caches:
+            cache.normal_(generator=random)
+        with torch.device("cpu"):
+            order = torch.arange(max(length, 2 * num_blocks), dtype=torch.int32)
+        seqs = order[:2]
+        for query_len in (length, 1):
+            positions = torch.cat((order[length - query_len : length], order[length - 1 : length]))
+            slots = positions.clone()
+            slots[-1] += num_blocks * self.block_size
+            batch = replace(
+                self._make_dummy_batch([query_len, 1]),
+                input_ids=positions % self.spec.vocab_size,
+                positions=positions,
+                slot_mapping=slots,
+                context_lens=torch.full_like(seqs, length),
+                block_tables=order[: 2 * num_blocks].view(2, -1),
+                read_slots=seqs,
+                write_slots=seqs,
+            )
+            self.model(copy_to(batch, self.device), caches)
 
     @property
     def block_table_width(self) -> int:
@@ -136,12 +157,12 @@ class Worker:
         """Choose the size of the KV cache and allocate it. `profile` comes before, if needed."""
         self.num_blocks, self.num_lanes, arithmetic = count_blocks(
             self.config,
-            self.spec.count_block_bytes(self.block_size, self.tp),
-            self.spec.count_slot_bytes(self.tp),
-            self.block_size,
-            self.max_model_len,
             self.meter,
             self.tp,
+            block_bytes=self.spec.count_block_bytes(self.block_size, self.tp),
+            slot_bytes=self.spec.count_slot_bytes(self.tp),
+            block_size=self.block_size,
+            max_model_len=self.max_model_len,
         )
         capacity = self.num_blocks * self.block_size
         self.max_model_len = min(self.max_model_len, capacity)

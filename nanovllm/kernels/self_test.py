@@ -4,11 +4,11 @@ They run when an engine starts on a GPU, because no machine can test the kernels
 What differs or fails is not used. `python -m nanovllm.kernels.bench` checks attention, too.
 
 For attention, K/V are random, their blocks are in random order, and the rest of the KV cache is
-NaN, so that a read out of bounds shows in the output. Layers get the inputs that they have in a
-step of the plain model.
+NaN, so that a read out of bounds shows in the output. Layers get the inputs that they have in some
+steps of the plain model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -71,25 +71,32 @@ def check_backend(
 
 class Call(NamedTuple):
     run: Callable[..., Tensor]
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # before the call
     expected: Tensor
+    expected_args: tuple[Any, ...]  # after the call, which can write to them
 
 
 @torch.inference_mode()
-def record_calls(model: nn.Module, run: Callable[[], object]) -> list[Call]:
-    """Return the first call of each class of layers in `run()`, those of parts before the whole.
+def record_calls(model: nn.Module, run: Callable[[], object], kinds: set[type]) -> list[Call]:
+    """Return the first call of each of these classes of layers in each step of `run()`.
 
-    Arguments are copied before the call, which can write to them.
+    A step is a call of `model`. In a step, calls of parts come before those of the whole.
     """
     inputs: dict[type, tuple[Any, ...]] = {}
-    calls: dict[type, Call] = {}
+    steps: list[dict[type, Call]] = []
 
     def begin(layer: nn.Module, args: tuple[Any, ...]) -> None:
-        if type(layer) not in inputs:
-            inputs[type(layer)] = deepcopy(args)
+        if layer is model:
+            inputs.clear()
+            steps.append({})
+        kind = type(layer)
+        if kind in kinds and kind not in inputs:
+            inputs[kind] = deepcopy(args)
 
-    def end(layer: nn.Module, _: tuple[Any, ...], output: Tensor) -> None:
-        calls.setdefault(type(layer), Call(layer, inputs[type(layer)], output))
+    def end(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        kind = type(layer)
+        if kind in kinds and kind not in steps[-1]:
+            steps[-1][kind] = Call(layer, inputs[kind], output, deepcopy(args))
 
     handles = []
     for layer in model.modules():
@@ -97,24 +104,46 @@ def record_calls(model: nn.Module, run: Callable[[], object]) -> list[Call]:
     run()
     for handle in handles:
         handle.remove()
-    return list(calls.values())
+    return [call for step in steps for call in step.values()]
 
 
 @torch.inference_mode()
-def check_output(call: Call) -> None:
-    """Raise RuntimeError if a call has another output, up to what rounding explains.
+def check_call(call: Call) -> None:
+    """Raise RuntimeError if a call returns or writes other numbers, up to what rounding explains.
 
-    Rounding can change a few token ids.
+    Rounding can change a few token ids. The error of what is written is relative to the change.
     """
+    args = deepcopy(call.args)
+    output = call.run(*args)
     expected = call.expected
-    output = call.run(*call.args)
     if expected.is_floating_point():
-        error = (output.float() - expected.float()).norm() / expected.float().norm()
+        errors = [find_distance(output, expected) / expected.float().norm()]
     else:
-        error = (output != expected).float().mean()
+        errors = [(output != expected).float().mean()]
+    tensors = map(list_tensors, (call.args, args, call.expected_args))
+    for before, after, expected_after in zip(*tensors, strict=True):
+        if not torch.equal(after, expected_after):
+            change = find_distance(before, expected_after)
+            errors.append(find_distance(after, expected_after) / change)
     tolerance = 0.01 if expected.dtype == torch.float32 else 0.1
-    if not error.item() <= tolerance:  # also if it is NaN
-        raise RuntimeError(f"the error is {error.item():.2g} (tolerance {tolerance})")
+    for error in errors:
+        if not error.item() <= tolerance:  # also if it is NaN
+            raise RuntimeError(f"the error is {error.item():.2g} (tolerance {tolerance})")
+
+
+def find_distance(one: Tensor, other: Tensor) -> Tensor:
+    return (one.float() - other.float()).norm()
+
+
+def list_tensors(args: Iterable[Any]) -> list[Tensor]:
+    """List the tensors among arguments, and those in lists and tuples."""
+    tensors: list[Tensor] = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            tensors.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            tensors += list_tensors(arg)
+    return tensors
 
 
 def make_batch(shape: Shape, random: torch.Generator) -> Batch:

@@ -10,6 +10,7 @@ from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.engine import memory
 from nanovllm.engine.memory import count_blocks, find_available_memory
 from nanovllm.engine.profiling import sample_dummies
+from nanovllm.layers.tensor_parallel import ALONE
 
 BLOCK_BYTES = 4 * 2 * 2 * 2 * 16 * 4  # block size, K and V, layers, KV heads, head_dim, float32
 
@@ -67,7 +68,14 @@ class FakeGPU:
 def count_tokens_on_gpu(free, utilization, max_model_len):
     """Count the tokens that fit into a KV cache where a token takes 1000 bytes."""
     config = Config("", gpu_memory_utilization=utilization)
-    num_blocks, _, line = count_blocks(config, 10_000, 0, 10, max_model_len, FakeGPU(free))
+    num_blocks, _, line = count_blocks(
+        config,
+        FakeGPU(free),
+        block_bytes=10_000,
+        slot_bytes=0,
+        block_size=10,
+        max_model_len=max_model_len,
+    )
     assert f"{num_blocks} blocks of 10" in line
     return num_blocks * 10
 
@@ -115,40 +123,60 @@ def test_the_profile_run_ends_with_the_costliest_sampling(make_llm):
         assert seq.stop_token_ids
 
 
-@pytest.mark.parametrize("num_drafts, num_lanes, num_blocks", [(0, 24, 5), (3, 16, 5)])
-def test_states_have_at_most_half_of_the_memory(num_drafts, num_lanes, num_blocks):
+def count_with_states(meter, slot_bytes, tp=ALONE, **options):
+    """Count blocks and lanes, where a block of 10 tokens takes 1000 bytes."""
+    config = Config("", **options)
+    sizes = dict(block_bytes=1000, slot_bytes=slot_bytes, block_size=10, max_model_len=1000)
+    return count_blocks(config, meter, tp, **sizes)
+
+
+@pytest.mark.parametrize("num_drafts, num_lanes", [(0, 24), (3, 16)])
+def test_states_have_at_most_half_of_the_memory(num_drafts, num_lanes):
     """A lane has a state and a snapshot, and another state with drafts. 2 slots have no lane."""
-    config = Config("", kvcache_memory_bytes=10_000, num_speculative_tokens=num_drafts)
-    found = count_blocks(config, 1000, 100, 10, 1000, FakeGPU(0))
-    assert found[:2] == (num_blocks, min(num_lanes, num_blocks))
-    assert f"max_num_seqs is lowered from 256 to {num_lanes}" in found[2]
+    options = dict(kvcache_memory_bytes=100_000, num_speculative_tokens=num_drafts)
+    *found, line = count_with_states(FakeGPU(0), 1000, **options)
+    assert found == [50, num_lanes]
+    assert f"0.00 GB for states of {num_lanes} lanes" in line
+    assert f"max_num_seqs is lowered from 256 to {num_lanes}" in line
 
 
-def test_states_of_requested_lanes_come_on_top_of_requested_blocks():
-    config = Config("", num_kvcache_blocks=50, max_num_seqs=7)
-    num_blocks, num_lanes, line = count_blocks(config, 1000, 10**9, 10, 1000, FakeGPU(0))
-    assert (num_blocks, num_lanes) == (50, 7)
-    assert "lowered" not in line
+@pytest.mark.parametrize(
+    "options, num_lanes",
+    [({}, 19), ({"max_num_seqs": 7}, 7), ({"kvcache_memory_bytes": 12_000_000}, 2)],
+)
+def test_a_given_number_of_blocks_does_not_unbound_the_states(options, num_lanes):
+    """The GPU has 80 MB for blocks and states. A state takes 1 MB."""
+    meter = FakeGPU(100_000_000)
+    *found, line = count_with_states(meter, 1_000_000, num_kvcache_blocks=50, **options)
+    assert found == [50, num_lanes]
+    shown = f"{(2 + 2 * num_lanes) / 1000:.2f} GB for states of {num_lanes} lanes"
+    assert f"(as requested, beside {shown} = 0.00 GB)" in line
+
+
+def test_states_of_lanes_without_a_block_are_not_allocated():
+    *found, line = count_with_states(FakeGPU(100_000_000), 1_000_000, num_kvcache_blocks=3)
+    assert found == [3, 3]
+    assert "0.01 GB for states of 3 lanes" in line
 
 
 def test_a_laptop_serves_16_sequences_with_states(monkeypatch):
     """With 12 of 16 GB free, and the states and K/V of Qwen3.5-0.8B."""
     monkeypatch.setattr(memory, "find_available_memory", lambda: 12_000_000_000)
+    sizes = dict(block_bytes=16 * 12_288, slot_bytes=20_201_472, block_size=16, max_model_len=4096)
     meter = Mock(device=torch.device("cpu"))
-    num_blocks, num_lanes, line = count_blocks(Config(""), 16 * 12_288, 20_201_472, 16, 4096, meter)
+    num_blocks, num_lanes, line = count_blocks(Config(""), meter, **sizes)
     assert num_lanes >= 16
     assert num_blocks * 16 >= 16 * 4096
     assert "(0.25 * 12.00 GB available / 1 ranks - 1.49 GB for states of 36 lanes" in line
 
 
-def test_no_memory_for_one_state_is_an_error():
-    config = Config("", kvcache_memory_bytes=10_000)
+@pytest.mark.parametrize("slot_bytes", [2000, 6000])
+def test_no_memory_for_one_state_is_an_error(slot_bytes):
     with pytest.raises(ValueError, match="no memory for a KV cache: .* for states of 0 lanes"):
-        count_blocks(config, 1000, 2000, 10, 1000, FakeGPU(0))
+        count_with_states(FakeGPU(0), slot_bytes, kvcache_memory_bytes=10_000)
 
 
 def test_ranks_agree_on_the_smallest_numbers():
     tp = Mock(size=2, minimum=lambda numbers: [numbers[0] - 1, numbers[1] - 2, *numbers[2:]])
-    config = Config("", kvcache_memory_bytes=100_000)
-    num_blocks, num_lanes, _ = count_blocks(config, 1000, 1000, 10, 1000, FakeGPU(0), tp)
+    num_blocks, num_lanes, _ = count_with_states(FakeGPU(0), 1000, tp, kvcache_memory_bytes=100_000)
     assert (num_blocks, num_lanes) == (49, 22)

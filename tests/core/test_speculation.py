@@ -23,6 +23,7 @@ from nanovllm.engine.speculation import (
     SpeculativeScheduler,
     Speculator,
 )
+from nanovllm.engine.states import StatefulScheduler
 from nanovllm.kernels.cpu import attention as cpp
 from nanovllm.layers import attention as torch_backend
 
@@ -31,6 +32,14 @@ FREE = [0.0, *[1.0] * 256]  # costs of steps in which drafts cost nothing
 
 class SpeculativePrefillFirstScheduler(SpeculativeScheduler, PrefillFirstScheduler):
     """Drafts for another policy, as LLM derives it."""
+
+
+class StatefulSpeculativeScheduler(StatefulScheduler, SpeculativeScheduler):
+    """Drafts for a model with recurrent states."""
+
+
+class StatefulPrefillFirstScheduler(StatefulScheduler, SpeculativePrefillFirstScheduler):
+    """Drafts for a model with recurrent states and for another policy."""
 
 
 def make_speculator(propose):
@@ -115,6 +124,20 @@ def test_nan_logits_with_a_draft_are_recomputed_without_it():
         assert run_step(scheduler, [samples]) == {0: num_tokens}
         assert len(manager.hash_to_block_id) == num_listed
     assert seq.token_ids == [1, 2, 7, 7, 7]
+
+
+@pytest.mark.parametrize("policy", [StatefulSpeculativeScheduler, StatefulPrefillFirstScheduler])
+def test_a_rejected_draft_stalls_no_other_decode(policy):
+    """With recurrent states, the next step of its sequence recomputes a token and has no draft."""
+    scheduler = policy(BlockManager(9, 4), max_num_seqs=2, max_num_batched_tokens=6)
+    scheduler.speculator = make_speculator(lambda _, num_tokens: [7] * num_tokens)
+    scheduler.add(Sequence(0, [1, 2, 3], SamplingParams()))
+    scheduler.add(Sequence(1, [1, 2, 3], SamplingParams(presence_penalty=1.0)))
+    assert run_step(scheduler) == {0: 3, 1: 3}
+    for _ in range(3):
+        assert run_step(scheduler) == {0: 5, 1: 1}
+        assert run_step(scheduler) == {0: 2, 1: 1}
+    assert scheduler.num_accepted_tokens == 0
 
 
 @given(

@@ -5,14 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import generate_ids, greedy, make_batch, random_prompt
+from conftest import generate_ids, greedy, make_batch, make_checkpoint, random_prompt
 from kernel_helpers import CPU, make_spec, needs_triton, quantize, randomize, triton_layers
+from transformers import Qwen3_5TextConfig
 
-from nanovllm import kernels
+from nanovllm import LLM, kernels
 from nanovllm.kernels import OptimizedLayer, kernelize
 from nanovllm.kernels.cuda import graphs
-from nanovllm.kernels.self_test import Call
 from nanovllm.layers import attention as torch_backend
+from nanovllm.layers.gated_delta import GatedDeltaRule
+from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.quantized import QuantizedColumnParallelLinear, QuantizedRowParallelLinear
 from nanovllm.layers.sampler import Sampler
@@ -65,7 +67,8 @@ def test_a_wrong_layer_is_replaced(stand_ins, capfd, layer, wrong):
     model, run = make_model(torch_backend)
     expected = run()
     stand_ins[layer].forward = wrong
-    kernelize(model, CPU, torch.float32, run)
+    names = kernelize(model, CPU, torch.float32, run)
+    assert set(names) == {other.__name__ for other in LAYERS - {layer}}
     classes = {type(each) for each in model.modules()}
     assert classes & LAYERS == {layer}
     assert classes >= {stand_ins[other] for other in LAYERS - {layer}}
@@ -104,7 +107,7 @@ def test_an_engine_replaces_a_wrong_sampler(make_llm, stand_ins, capfd, wrong):
     worker = runner.executor.worker
     expected = generate_ids(llm, random_prompt(0, 9), greedy(5))
     capfd.readouterr()
-    kernelize(worker.model, CPU, torch.float32, worker._compute_block)
+    kernelize(worker.model, CPU, torch.float32, worker._run_test_steps)
     kernelize(runner.sampler, CPU, torch.float32, runner._sample_dummies)
     assert isinstance(runner.sampler, stand_ins[Sampler])
     assert not capfd.readouterr().err
@@ -116,25 +119,113 @@ def test_an_engine_replaces_a_wrong_sampler(make_llm, stand_ins, capfd, wrong):
     assert generate_ids(llm, random_prompt(0, 9), greedy(5)) == expected
 
 
-@pytest.mark.parametrize("is_wrong", [False, True])
-def test_wrong_graphs_are_not_used(monkeypatch, capfd, is_wrong):
-    """A stand-in for a graph computes again, or leaves what the capture computed."""
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """The path of a checkpoint with recurrent states."""
+    directory = tmp_path_factory.mktemp("hybrid")
+    make_checkpoint(
+        directory,
+        family=Qwen3_5TextConfig,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+    )
+    return str(directory)
+
+
+def forget_states(layer, *args):
+    *inputs, states, batch = args
+    return layer.replaces.forward(layer, *inputs, states.clone(), batch)
+
+
+def start_from_zeros(layer, *args):
+    *_, states, batch = args
+    if batch.max_seqlen_q > 1:
+        states[batch.read_slots] = 0.0
+    return layer.replaces.forward(layer, *args)
+
+
+def write_elsewhere(layer, *args):
+    *_, states, batch = args
+    output = layer.replaces.forward(layer, *args)
+    states[batch.write_slots] = states[batch.write_slots.flip(0)]
+    return output
+
+
+def fail_in_second_chunk(layer, *args):
+    output = layer.replaces.forward(layer, *args)
+    output[32:] = 0.0
+    return output
+
+
+def fail_in_large_tiles(layer, x):
+    output = layer.replaces.forward(layer, x)
+    return output if len(x) <= 16 else 2 * output
+
+
+def fail_in_decodes(layer, *args):
+    output = layer.replaces.forward(layer, *args)
+    return output if args[-1].max_seqlen_q > 1 else 2 * output
+
+
+@pytest.mark.parametrize(
+    "layer, wrong",
+    [
+        (GatedDeltaRule, forget_states),
+        (GatedDeltaRule, start_from_zeros),
+        (GatedDeltaRule, write_elsewhere),
+        (GatedDeltaRule, fail_in_decodes),
+        (GatedDeltaRule, fail_in_second_chunk),
+        (RowParallelLinear, fail_in_large_tiles),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"kvcache_block_size": 2, "max_num_batched_tokens": 1}])
+def test_states_and_several_chunks_are_tested(hybrid, stand_ins, capfd, options, layer, wrong):
+    """With the steps that an engine computes for its self-tests on a GPU."""
+    llm = LLM(hybrid, device="cpu", enable_kernels=False, num_kvcache_blocks=64, **options)
+    worker = llm.executor.worker
+    for each in (GatedDeltaRule, RowParallelLinear):
+        members = {"replaces": each, "forward": each.forward}
+        stand_ins[each] = type(f"Fast{each.__name__}", (OptimizedLayer, each), members)
+    stand_ins[layer].forward = wrong
+    capfd.readouterr()
+    names = kernelize(worker.model, CPU, torch.float32, worker._run_test_steps)
+    (message,) = capfd.readouterr().err.splitlines()
+    assert f"Fast{layer.__name__} is replaced by {layer.__name__}" in message
+    assert {"GatedDeltaRule", "RowParallelLinear"} - set(names) == {layer.__name__}
+
+
+@pytest.mark.parametrize("fault", ["", "output", "K/V", "states"])
+def test_wrong_graphs_are_not_used(hybrid, monkeypatch, capfd, fault):
+    """A stand-in for a graph computes again, but does not write what `fault` says."""
     kernels.report_once.cache_clear()
+    llm = LLM(hybrid, device="cpu", enable_kernels=False, num_kvcache_blocks=64)
+    worker = llm.executor.worker
+    decoder, caches = worker.model, worker.kv_caches
 
     def capture(step, *_):
         output = step()
-        replay = (lambda: None) if is_wrong else (lambda: output.copy_(step()))
+        unwritten = [cache for cache in caches if cache.dim() == 2] if fault == "states" else []
+
+        def replay():
+            before = [cache.clone() for cache in unwritten]
+            with monkeypatch.context() as patch:
+                if fault == "K/V":
+                    patch.setattr(torch_backend, "store_kvcache", lambda *_: None)
+                result = step()
+            if fault != "output":
+                output.copy_(result)
+            for cache, old in zip(unwritten, before):
+                cache.copy_(old)
+
         return SimpleNamespace(replay=replay), output
 
     monkeypatch.setattr(graphs, "capture", capture)
-    embedding = torch.nn.Embedding(2, 8).requires_grad_(False)
-
-    def decoder(batch, kv_caches):
-        return embedding(batch.input_ids)
-
-    captured = graphs.CudaGraphs(decoder, [torch.zeros(1)], [1, 2], 1, 16)
-    batch = make_batch([1], [1], torch.zeros(1, 1, dtype=torch.int32))
-    batch.input_ids.fill_(1)
-    call = Call(captured.run, (batch,), decoder(batch, []))
-    assert kernels.is_right("a CUDA graph", "eager steps", call) != is_wrong
-    assert ("replaced by eager steps" in capfd.readouterr().err) == is_wrong
+    with torch.inference_mode():
+        sizes = ([1, 2], worker.block_table_width, worker.max_model_len)
+        captured = graphs.CudaGraphs(decoder, caches, *sizes)
+        batch = worker._make_dummy_batch([1])
+        assert kernels.can_replay(captured, decoder, caches, batch) == (not fault)
+    assert ("replaced by eager steps" in capfd.readouterr().err) == bool(fault)

@@ -92,7 +92,7 @@ def test_steps_with_experts_run_eager(monkeypatch):
     """Shapes depend on the routing. A model with dense layers only is captured."""
     monkeypatch.setattr("nanovllm.kernels.CudaGraphs", lambda *arguments: MagicMock())
     monkeypatch.setattr("nanovllm.kernels.copy_to", lambda batch, device: batch)
-    monkeypatch.setattr("nanovllm.kernels.is_right", lambda *arguments: True)
+    monkeypatch.setattr("nanovllm.kernels.can_replay", lambda *arguments: True)
     backend = SimpleNamespace(SUPPORTS_CUDA_GRAPHS=True)
     kv_caches = [SimpleNamespace(device=torch.device("cuda"))]
     for dense_layers, is_captured in (({0}, False), ({0, 1}, True)):

@@ -266,7 +266,8 @@ def test_nan_does_not_outlive_its_request(tmp_path, is_caching):
     assert generate_ids(llm, prompts, greedy(4)) == expected
 
 
-def test_prefill_first_steps_are_all_prefill_or_all_decode(hybrid):
+@pytest.mark.parametrize("rest", [1, 7])
+def test_prefill_first_steps_are_all_prefill_or_all_decode(hybrid, rest):
     """Prompts that are cut for snapshots, two in one step, finish before decodes go on."""
     path, oracle = hybrid
     llm = make_llm(path, enable_chunked_prefill=False)
@@ -278,8 +279,8 @@ def test_prefill_first_steps_are_all_prefill_or_all_decode(hybrid):
         return forward(seqs)
 
     llm.model_runner.forward = record
-    families = [random_prompt(5, 30), random_prompt(6, 30)]
-    prompts = [families[index % 2] + random_prompt(index, 5) for index in range(6)]
+    families = [random_prompt(5, 28), random_prompt(6, 28)]
+    prompts = [families[index % 2] + random_prompt(index, rest) for index in range(6)]
     outputs = {}
     for index in range(0, 6, 2):  # the next two arrive while the others decode
         for prompt in prompts[index : index + 2]:
@@ -537,6 +538,21 @@ def test_prompts_without_a_shared_prefix_leave_no_snapshot(hybrid):
     assert len(llm.scheduler.snapshots) == 1
     (output,) = llm.generate([*shared, 3], greedy(1), use_tqdm=False)
     assert output["num_cached_tokens"] == 20
+
+
+def test_a_preempted_sequence_leaves_no_snapshot_of_its_own(hybrid):
+    """It finds its own blocks again, which no other sequence shares."""
+    path, oracle = hybrid
+    llm = make_llm(path)
+    prompt = random_prompt(0, 21)
+    llm.add_request(prompt, greedy(9))
+    for _ in range(4):
+        llm.step()
+    llm.scheduler.preempt(llm.scheduler.running[0])
+    while not llm.is_finished():
+        outputs = llm.step()
+    assert outputs[0]["token_ids"] == oracle(prompt, 9)
+    assert not llm.scheduler.snapshots
 
 
 @torch.inference_mode()
