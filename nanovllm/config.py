@@ -52,9 +52,10 @@ class Config(Checked):
         num_kvcache_blocks: Blocks in the KV cache. None: computed from the available memory. The
             computation is printed at start.
         gpu_memory_utilization: Fraction of the GPU's memory that this engine may use, in (0, 1].
-        kvcache_memory_bytes: Size of the KV cache per rank. None: on a GPU, what
-            gpu_memory_utilization leaves. On a CPU, a quarter of the available memory, divided by
-            the ranks. This default is limited to what max_num_seqs sequences of max_model_len use.
+        kvcache_memory_bytes: Size of the KV cache per rank, of which recurrent states take at most
+            half. None: on a GPU, what gpu_memory_utilization leaves. On a CPU, a quarter of the
+            available memory, divided by the ranks. This default is limited to what max_num_seqs
+            sequences of max_model_len use.
         enable_prefix_caching: Reuse full blocks of identical prefixes.
         enable_chunked_prefill: True: decodes and chunks of prompts share a step. False: prefill
             first, where a step has whole prompts or decodes, as in the vLLM V0 engine.

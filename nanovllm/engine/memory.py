@@ -114,7 +114,7 @@ def count_blocks(
         raise ValueError(f"no memory for a KV cache: {arithmetic}; {ENLARGE}")
     num_tokens = num_blocks * block_size
     result = f"{num_blocks} blocks of {block_size} = {num_tokens} tokens"
-    if num_lanes < config.max_num_seqs:
+    if num_lanes < min(config.max_num_seqs, num_blocks):
         result += f"; max_num_seqs is lowered from {config.max_num_seqs} to {num_lanes}"
     return num_blocks, num_lanes, f"KV cache: {arithmetic} = {result}"
 

@@ -50,7 +50,6 @@ def check_close(output, expected):
     "make, scheme",
     [(make_column, Scheme(bits, size)) for bits in (4, 8) for size in (32, 64, 128)]
     + [(make_row, Scheme(4, 64))],
-    ids=str,
 )
 def test_linear_layers_match_plain_ones(make, scheme, dtype):
     plain = make(scheme, dtype)
