@@ -10,6 +10,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # each process has a core
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads this when it is imported
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
