@@ -76,7 +76,7 @@ def test_programs_end_if_their_reader_stops(path, monkeypatch):
 
 
 def test_second_command_is_what_ci_runs():
-    assert COMMANDS[1].endswith("python -m pytest")
+    assert COMMANDS[1].endswith("python -m pytest -n 2")
     assert "pip install -q -e '.[test]'" in COMMANDS[1]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
