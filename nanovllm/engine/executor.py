@@ -47,7 +47,7 @@ MakeWorker = Callable[[Place], Worker]
 Outcome = tuple[Any, BaseException | None]  # a result, or an error
 # A call for the thread of rank 0, and where its outcome goes.
 Task = tuple[SimpleQueue[Outcome], Callable[..., Any], tuple[Any, ...]]
-_GRACE = 0.5  # seconds for a rank to end, or to say why it has failed
+_GRACE = 0.5  # seconds between checks for lost ranks, and for a rank to report or end
 _EXIT_TIMEOUT = 5.0  # seconds
 
 

@@ -215,7 +215,7 @@ class LLMEngine:
         return [] if request is None else [request]
 
     def _cancel(self, requests: list[Request]) -> None:
-        """End those of `requests` that are unfinished."""
+        """Cancel the unfinished ones among `requests`."""
         for request in requests:
             if request.seq_id in self.requests:
                 self.scheduler.finish(request, "abort")
@@ -223,7 +223,7 @@ class LLMEngine:
                 self._remove(request)
 
     def _remove(self, request: Request) -> None:
-        """Remove a finished request. An interrupted `_queue` may have added only a part of it."""
+        """Remove a finished request. An interrupted `_queue` may have added it to one dict only."""
         self.requests.pop(request.seq_id, None)
         samples = self.samples.get(request.request_id, [])
         if request in samples:

@@ -131,7 +131,8 @@ def find_budget(config: Config, meter: MemoryMeter, num_ranks: int) -> tuple[int
 def count_lanes(config: Config, budget: int, slot_bytes: int) -> tuple[int, int]:
     """The number of lanes whose states fit into half of `budget`, and the bytes of these states.
 
-    If num_kvcache_blocks is given, there was no profile run. The other half has room for a step.
+    If num_kvcache_blocks is given, there was no profile run. The other half then also has to hold
+    what a step allocates.
     """
     num_lanes = config.max_num_seqs
     if config.num_kvcache_blocks is not None:

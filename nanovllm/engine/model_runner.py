@@ -39,14 +39,17 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     Also make `device` the current GPU, which Triton and CUDA graphs use. A CPU's index is None,
     which has no effect.
     """
-    is_on = torch.is_autocast_enabled(device.type)  # if not, nothing is entered, which takes longer
+    is_on = torch.is_autocast_enabled(device.type)  # this check is faster than entering it
     autocast = torch.autocast(device.type, enabled=False) if is_on else nullcontext()
     with torch.inference_mode(), torch.accelerator.device_index(device.index), autocast:
         yield
 
 
 class ModelRunner:
-    """Raises ValueError as Worker does, and RuntimeError as Executor does."""
+    """Turns scheduled sequences into sampled tokens, through the workers of all ranks.
+
+    Raises ValueError as Worker does, and RuntimeError as MultiRankExecutor does.
+    """
 
     def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
         executor_class = Executor if config.tensor_parallel_size == 1 else MultiRankExecutor
@@ -64,7 +67,7 @@ class ModelRunner:
                 kernels.kernelize(self.sampler, self.device, spec.dtype, run)
             self.executor.call(self._start_worker)
         self.num_lanes = worker.num_lanes
-        # The block tables of all lanes. A decode copies its list only when it enters a block.
+        # The block tables of all lanes, so that a decode need not copy its whole table.
         self.block_tables = np.zeros((self.num_lanes, worker.block_table_width), np.int32)
 
     def _sample_dummies(self) -> None:
@@ -77,7 +80,7 @@ class ModelRunner:
         self.sampler(logits.to(self.device, self.dtype), batch)
 
     def _start_worker(self) -> None:
-        """Allocate the KV cache. What steps take of the memory of a GPU is measured before."""
+        """Profile a step if the size of the KV cache depends on it, allocate the cache, warm up."""
         worker = self.executor.worker
         if worker.needs_profile:
             sample_dummies(self.sample, worker.profile(), worker.max_model_len)
@@ -101,13 +104,13 @@ class ModelRunner:
         """
         rows, positions = list_rows(seqs)
         assert len(logits) == len(rows), "one row of logits for each token that is sampled"
-        needs_processing = any([seq.needs_logits_processing for seq in seqs])
-        wants_logprobs = any([seq.wants_logprobs for seq in seqs])
-        logprobs: Logprobs = None
-        processed = self.process_logits(logits, rows) if needs_processing else logits
+        processed = logits
+        if any([seq.needs_logits_processing for seq in seqs]):
+            processed = self.process_logits(logits, rows)
         tokens = self.sampler(processed, self.prepare_sampling(rows, positions))
         token_ids = self.executor.call(tokens.tolist)  # the host waits for the device here
-        if wants_logprobs:
+        logprobs: Logprobs = None
+        if any([seq.wants_logprobs for seq in seqs]):
             requested = [seq.params.logprobs for seq in rows]
             logprobs = split_rows(find_logprobs(logits, tokens, requested), seqs)
         return split_rows(token_ids, seqs), logprobs
@@ -227,6 +230,7 @@ def flatten_decodes(seqs: list[Sequence], size: int) -> dict[str, np.ndarray]:
 
 def has_one_row_each(seqs: list[Sequence]) -> bool:
     """Whether the step has neither partial prefills nor drafts."""
+    # A list here and elsewhere, because a generator takes longer.
     return all([seq.num_logits == 1 for seq in seqs])
 
 

@@ -72,16 +72,17 @@ class Scheduler:
 
         With `only_partial`, only those that their previous step left partially prefilled.
         """
-        index = -1
-        while index + 1 < len(self.running) and budget > 0:  # preemption shortens the list
-            index += 1
+        index = 0
+        while index < len(self.running) and budget > 0:  # preemption shortens the list
             seq = self.running[index]
+            index += 1
             if only_partial and seq.num_logits > 0:
                 continue
             num_tokens = len(seq.token_ids)
             num_missing = num_tokens - seq.num_computed_tokens
             if num_missing == 1 and seq.is_decode and num_tokens % self.block_size > 1:
-                # Fast path: most decodes neither enter a block nor fill one.
+                # Fast path: most decodes neither enter a block nor fill one. is_decode is that of
+                # the previous step.
                 seq.num_scheduled_tokens = 1
                 seq.num_logits = 1
                 scheduled.append(seq)
@@ -210,11 +211,10 @@ class PrefillFirstScheduler(Scheduler):
 
     def schedule(self) -> list[Sequence]:
         scheduled: list[Sequence] = []
-        # A sequence is partially prefilled by a recomputation that is longer than one step, or if
-        # its prompt was cut (states.py). Its next chunk goes first. The number of missing tokens
-        # does not show this, because a decode can miss several after a rejected draft (states.py).
-        budget = self.max_num_batched_tokens
-        budget = self._schedule_running(budget, scheduled, only_partial=True)
+        # A sequence is partially prefilled if its recomputation is longer than one step, or if its
+        # chunk ended at a snapshot (states.py). Its next chunk goes first. The number of missing
+        # tokens does not show this, because after a rejected draft several can be missing.
+        budget = self._schedule_running(self.max_num_batched_tokens, scheduled, only_partial=True)
         self._schedule_waiting(budget, scheduled)
         if not scheduled:
             self._schedule_running(budget, scheduled)

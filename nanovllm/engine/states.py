@@ -124,8 +124,8 @@ class StatefulScheduler(Scheduler):
     def postprocess(self, seqs: list[Sequence], samples: list[list[int]]) -> None:
         """Advance to the new states, and let other sequences find the new snapshots.
 
-        If a draft token was rejected, the new state has seen a wrong token. The old one is still
-        there, and the next step computes the accepted tokens again.
+        If a draft token was rejected, the new state includes it. The old state is still in its
+        slot, and the next step recomputes the accepted tokens.
         """
         starts = [seq.num_computed_tokens for seq in seqs]
         ends = [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs]

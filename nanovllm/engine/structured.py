@@ -56,7 +56,7 @@ class Grammar(StructuredOutputsParams):
     matchers: Any = None  # llguidance's LLMatcher of each sample, before the first token
 
     def __post_init__(self) -> None:
-        """All fields are valid."""
+        """Skip validation. All fields were validated before."""
 
 
 @dataclass(eq=False)

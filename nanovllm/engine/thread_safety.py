@@ -13,7 +13,7 @@ rollback could be interrupted, too. The reset of the next call returns unfinishe
 waiting queue with their committed tokens, and empties the KV cache.
 
 `abort` may be called at any moment, also within a step or a signal handler. A running call cancels
-the request after its step. Without one, `abort` does so at once.
+the request after its step. Otherwise `abort` cancels it immediately.
 """
 
 import os
@@ -65,7 +65,8 @@ class ThreadSafeEngine(LLMEngine):
         if thread in self._callers:
             raise RuntimeError("reentrant call: only abort() is allowed within a step")
         if self._callers:
-            # Locks are not fair. Without a pause, a thread that asks again at once would win.
+            # Locks are not fair. Without a pause, the thread that released it would acquire it
+            # again.
             time.sleep(1e-5)
         try:
             self._callers.add(thread)

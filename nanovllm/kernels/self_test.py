@@ -1,7 +1,8 @@
 """Self-tests: compare attention backends, optimized layers and CUDA graphs with plain torch.
 
-They run when an engine starts on a GPU, because no machine can test the kernels for all others.
-What differs or fails is not used. `python -m nanovllm.kernels.bench` checks attention, too.
+They run when an engine starts on a GPU, because a kernel that works on one GPU can fail on another
+one. A kernel that fails or differs is not used. `python -m nanovllm.kernels.bench` checks
+attention, too.
 
 For attention, K/V are random, their blocks are in random order, and the rest of the KV cache is
 NaN, so that a read out of bounds shows in the output. Layers get the inputs that they have in some

@@ -28,7 +28,7 @@ from nanovllm.batch import Batch
 from nanovllm.layers.linear import Target, shard_rows
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
-CHUNK = 64  # tokens that are computed together: their cost is quadratic, a chunk's is fixed
+CHUNK = 64  # tokens per matrix product. More cost quadratic work, fewer cost more iterations
 
 
 class GatedDeltaRule(nn.Module):
@@ -68,9 +68,13 @@ class GatedDeltaRule(nn.Module):
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
         """Checkpoints name these tensors as parts of the parent."""
         parent = name.rpartition(".")[0]
-        tensors = {"conv1d.weight": self.conv_weight, "A_log": self.A_log, "dt_bias": self.dt_bias}
-        for key, tensor in tensors.items():
-            sizes = self.sizes if key == "conv1d.weight" else [self.num_value_heads]
+        heads = [self.num_value_heads]
+        parts = {
+            "conv1d.weight": (self.conv_weight, self.sizes),
+            "A_log": (self.A_log, heads),
+            "dt_bias": (self.dt_bias, heads),
+        }
+        for key, (tensor, sizes) in parts.items():
             full_sizes = [size * self.tp.size for size in sizes]
             for target in shard_rows(tensor, full_sizes, self.tp):
                 yield f"{parent}.{key}", target

@@ -25,7 +25,8 @@ class Target:
     """Where a checkpoint tensor goes.
 
     `destination` receives the shard of the tensor that begins at index `start` of dimension `dim`.
-    `full_size` is the tensor's size in that dimension. None: `destination` receives all of it.
+    `full_size` is the size of the tensor in that dimension. None: `destination` receives the whole
+    tensor.
     """
 
     destination: Any  # a Tensor or a QuantizedWeight
@@ -80,7 +81,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """An optimized subclass overrides this."""
+        """Compute x W^T + bias. Optimized and quantized subclasses override it."""
         return F.linear(x, self.weight, bias)
 
 

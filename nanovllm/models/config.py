@@ -8,7 +8,6 @@ that names it, never ignored.
 import math
 from collections.abc import Callable
 from functools import partial
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +155,8 @@ def _read_qwen3_moe(config: PretrainedConfig, common: Fields) -> DecoderSpec:
 def _read_qwen3_5(config: PretrainedConfig, common: Fields) -> DecoderSpec:
     for kind in config.layer_types:
         check_choice("layer_types", kind, ("linear_attention", "full_attention"))
-    is_attention = [kind == "full_attention" for kind in config.layer_types]
-    if not any(is_attention):
+    attention_layers = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    if not attention_layers:
         raise ValueError("layer_types without full_attention are not supported")
     num_key_heads = _read_size(config, "linear_num_key_heads")
     num_value_heads = _read_size(config, "linear_num_value_heads")
@@ -173,7 +172,7 @@ def _read_qwen3_5(config: PretrainedConfig, common: Fields) -> DecoderSpec:
         is_hybrid=True,
         qk_norm=True,
         mlp_bias=False,
-        attention_layers=frozenset(compress(range(len(is_attention)), is_attention)),
+        attention_layers=frozenset(attention_layers),
         num_key_heads=num_key_heads,
         num_value_heads=num_value_heads,
         key_dim=_read_size(config, "linear_key_head_dim"),

@@ -57,7 +57,7 @@ class DecoderSpec(ModelSpec):
 
 
 class Attention(nn.Module):
-    NUM_QUERY_PARTS = 1  # what q_proj has of each head
+    NUM_QUERY_PARTS = 1  # vectors per query head in q_proj. Qwen3.5 adds a gate
 
     def __init__(self, spec: DecoderSpec, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()

@@ -83,7 +83,7 @@ class ModelSpec:
         device: torch.device,
         tp: TensorParallel = ALONE,
     ) -> list[Tensor]:
-        """Make what each layer keeps between steps: K/V of one rank's heads, or states of 0."""
+        """Make what each layer keeps between steps: K/V of one rank's heads, or states of zeros."""
         num_kv_heads, _ = tp.divide(self.num_kv_heads)
         shape = (num_blocks, block_size, num_kv_heads, self.head_dim)
         caches: list[Tensor] = []
@@ -103,6 +103,6 @@ class ModelSpec:
         return block_size * token_bytes
 
     def count_slot_bytes(self, tp: TensorParallel = ALONE) -> int:
-        """The bytes of a sequence's recurrent states in all layers. 0: there are none."""
+        """The bytes of a sequence's recurrent states in all layers. 0 if there are none."""
         num_states = self.num_layers - self.num_kv_layers
         return num_states * self.state_size // tp.size * torch.float32.itemsize

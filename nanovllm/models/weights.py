@@ -200,7 +200,7 @@ def _check_tied_head(files: TensorFiles, embedding: str, target: Target) -> None
     head = files.read(_HEAD, target.full_shape, index=target.shard)
     if not torch.equal(head, files.read(embedding, target.full_shape, index=target.shard).to(head)):
         raise ValueError(
-            f"{_HEAD} differs from {embedding}, but config.json has tie_word_embeddings set:"
+            f"{_HEAD} differs from {embedding}, but config.json has tie_word_embeddings=true:"
             " set it to false"
         )
 

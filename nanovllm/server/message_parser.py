@@ -6,8 +6,9 @@
 Text that may be the start of a tag is held back, so no delta contains a part of one.
 """
 
+from nanovllm.messages import Tool
 from nanovllm.server.errors import JsonObject
-from nanovllm.server.tools import CLOSING, OPENING, CallParser
+from nanovllm.server.tools import CLOSING, OPENING, CallParser, list_strings
 
 THINK = "<think>"
 SECTIONS = {THINK: "reasoning", OPENING: "tool_calls"}  # within content
@@ -15,11 +16,17 @@ CLOSINGS = {"reasoning": "</think>", "tool_calls": CLOSING}  # content follows
 
 
 class MessageParser:
-    """Parses the text of one choice, which arrives in pieces."""
+    """Parses the text of one choice, which arrives in parts."""
 
-    def __init__(self, tags: list[str], is_parallel: bool, prompt: str) -> None:
-        """Tags other than `tags` are content. A prompt that ends with <think> begins reasoning."""
+    def __init__(
+        self, parses_reasoning: bool, tools: list[Tool], is_parallel: bool, prompt: str
+    ) -> None:
+        """Without tools, calls are content. A prompt that ends with <think> begins reasoning."""
+        tags = [THINK] if parses_reasoning else []
+        if tools:
+            tags.append(OPENING)
         self.sections = {tag: SECTIONS[tag] for tag in tags}
+        self.strings = list_strings(tools)
         is_reasoning = THINK in tags and prompt.rstrip().endswith(THINK)
         self.section = "reasoning" if is_reasoning else "content"
         self.is_parallel = is_parallel
@@ -44,7 +51,7 @@ class MessageParser:
                 return delta
             self.spaces = self.spaces or ""
             if tag == OPENING:
-                self.calls.append(CallParser(len(self.calls)))
+                self.calls.append(CallParser(len(self.calls), self.strings))
 
     def _split(self, is_last: bool) -> tuple[str, str]:
         """Take the text before the next tag, and the tag, which begins another section."""
@@ -52,6 +59,8 @@ class MessageParser:
         sections = self.sections
         if self.section != "content":
             sections = {CLOSINGS[self.section]: "content"}
+            if self.section == "reasoning" and OPENING in self.sections:
+                sections[OPENING] = "tool_calls"  # Qwen3.5 can leave out </think>
         elif not THINK.startswith(text.lstrip()[: len(THINK)]):
             sections.pop(THINK, None)  # reasoning comes first
         starts = [(text.find(tag), tag) for tag in sections if tag in text]
@@ -78,7 +87,7 @@ class MessageParser:
     def _add_call(self, delta: JsonObject, text: str, tag: str, is_last: bool) -> None:
         call = self.calls[-1]
         call.add(text)
-        if tag and call.is_string:  # the tag is text of an argument
+        if tag and call.in_string:  # the tag is text of an argument
             call.add(tag)
             self.section = "tool_calls"
             return

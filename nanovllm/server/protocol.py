@@ -13,8 +13,7 @@ from nanovllm.outputs import PromptLogprobs, RequestOutput
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject
 from nanovllm.server.logprobs import LogprobsWriter
-from nanovllm.server.message_parser import THINK, MessageParser
-from nanovllm.server.tools import OPENING
+from nanovllm.server.message_parser import MessageParser
 
 
 class Reply:
@@ -36,9 +35,8 @@ class Reply:
             for prompt in [sent] if is_one else sent:
                 self.prompts += [prompt] * given.get("n", 1)
         self.is_chat = is_chat
-        self.tags = [THINK] if parses_reasoning else []
-        if given.get("tools"):
-            self.tags.append(OPENING)
+        self.parses_reasoning = parses_reasoning
+        self.tools = given.get("tools") or []
         self.is_parallel: bool = given.get("parallel_tool_calls", True)
         self.shows_reasoning: bool = given.get("include_reasoning", True)
         self.parsers: dict[int, MessageParser] = {}  # one per choice of a chat
@@ -123,12 +121,15 @@ class Reply:
         """Return the delta of a chat for more text."""
         if index not in self.parsers:
             prompt_end = "".join(map(self.vocabulary.name, output["prompt_token_ids"][-8:]))
-            self.parsers[index] = MessageParser(self.tags, self.is_parallel, prompt_end)
+            self.parsers[index] = MessageParser(
+                self.parses_reasoning, self.tools, self.is_parallel, prompt_end
+            )
         delta = self.parsers[index].feed(text, output["finish_reason"] is not None)
         reasoning = delta.pop("reasoning", "")
         if reasoning and self.shows_reasoning:
             delta |= {"reasoning": reasoning, "reasoning_content": reasoning}  # both, as vLLM
-        return delta or ({} if self.tags else {"content": ""})
+        has_tags = self.parses_reasoning or self.tools
+        return delta or ({} if has_tags else {"content": ""})
 
     def _prompt_text(self, index: int) -> str:
         """The prompt of a choice as it was sent. A prompt of token ids is decoded.

@@ -1,12 +1,16 @@
 """Tool calls: which ones a request allows, and how the text of a reply is parsed.
 
-A call is written as in the chat templates of Qwen and Hermes:
+A call is written as in the chat templates of Qwen3 and Hermes, or as in that of Qwen3.5:
 
-    <tool_call>
-    {"name": "get_weather", "arguments": {"city": "Paris"}}
-    </tool_call>
+    <tool_call>                                                <tool_call>
+    {"name": "get_weather", "arguments": {"city": "Paris"}}    <function=get_weather>
+    </tool_call>                                               <parameter=city>
+                                                               Paris
+                                                               </parameter>
+                                                               </function>
+                                                               </tool_call>
 
-Where a call is required, a grammar makes any model write this.
+Where a call is required, a grammar makes any model write the first form.
 """
 
 import json
@@ -68,17 +72,34 @@ def write_grammar(tools: list[Tool], is_parallel: bool) -> str:
     return f"start: call{more}\ncall: {' | '.join(calls)}"
 
 
-class CallParser:
-    """Parses the text of one call, which arrives in pieces."""
+def list_strings(tools: list[Tool]) -> set[tuple[str, str]]:
+    """List the functions and parameters whose values are of type string."""
+    strings: set[tuple[str, str]] = set()
+    for tool in tools:
+        function = tool["function"]
+        properties = (function.get("parameters") or {}).get("properties")
+        for name, schema in properties.items() if isinstance(properties, dict) else ():
+            if isinstance(schema, dict) and schema.get("type") == "string":
+                strings.add((function["name"], name))
+    return strings
 
-    def __init__(self, index: int) -> None:
+
+class CallParser:
+    """Parses the text of one call, which arrives in parts.
+
+    `strings` are the parameters of type string. Qwen3.5 writes these without quotes.
+    """
+
+    def __init__(self, index: int, strings: set[tuple[str, str]]) -> None:
         self.index = index  # among the calls of the reply
+        self.strings = strings
         self.text = ""
         self.num_scanned = 0  # characters
-        self.is_string = False  # whether the text ends within a string
-        self.depth = 0  # of nested objects
+        self.in_string = False  # whether the text ends within a string of an object
+        self.depth = 0  # nesting depth of objects
         self.end: int | None = None  # where the first nested object ends, which is the arguments
-        self.num_sent: int | None = None  # characters of the arguments; None: not even the name
+        # Characters of the arguments that were sent. None: the name was not sent either.
+        self.num_sent: int | None = None
 
     def add(self, text: str) -> None:
         """Add more text."""
@@ -87,8 +108,8 @@ class CallParser:
             self.num_scanned = match.end()
             token = match[0]
             if token in '"\n':
-                self.is_string = token == '"' and not self.is_string
-            elif token in "{}" and not self.is_string:
+                self.in_string = token == '"' and not self.in_string and self.depth > 0
+            elif token in "{}" and not self.in_string:
                 self.depth += 1 if token == "{" else -1
                 if token == "}" and self.depth == 1:
                     self.end = self.end or match.end()
@@ -120,4 +141,21 @@ class CallParser:
                     arguments = json.dumps(arguments)
                 if isinstance(call["name"], str):
                     return call["name"], arguments
+            return self._parse_tags()
         return None
+
+    def _parse_tags(self) -> tuple[str, str] | None:
+        """Parse a call as Qwen3.5 writes it."""
+        head, _, body = self.text.strip().partition(">")
+        if not head.startswith("<function=") or not body.endswith("</function>"):
+            return None
+        function = head.removeprefix("<function=")
+        arguments: JsonObject = {}
+        for part in body.split("<parameter=")[1:]:
+            name, _, rest = part.partition(">")
+            text = rest.rpartition("</parameter>")[0].removeprefix("\n").removesuffix("\n")
+            arguments[name] = text
+            if (function, name) not in self.strings:
+                with suppress(ValueError, RecursionError):  # a str, if it is not JSON
+                    arguments[name] = json.loads(text)
+        return function, json.dumps(arguments)

@@ -11,9 +11,13 @@ from nanovllm.server.message_parser import MessageParser
 THINK, CALL = "<think>", "<tool_call>"
 
 
-def parse(pieces, tags=(THINK, CALL), is_parallel=True, prompt=""):
+PROPERTIES = {"text": {"type": "string"}, "number": {"type": "integer"}}
+TOOL = {"function": {"name": "add", "parameters": {"properties": PROPERTIES}}}
+
+
+def parse(pieces, parses_reasoning=True, tools=(TOOL,), is_parallel=True, prompt=""):
     """Return the message that the deltas of a stream add up to, and the deltas."""
-    parser = MessageParser(list(tags), is_parallel, prompt)
+    parser = MessageParser(parses_reasoning, list(tools), is_parallel, prompt)
     message = {}
     deltas = []
     for index, piece in enumerate(pieces, 1):
@@ -89,6 +93,32 @@ CASES = {
     "words after a call": (
         f"{write_call()}\n Done. {write_call()}\n",
         {"content": "Done. ", "tool_calls": [ADD, ADD]},
+    ),
+    "tags instead of JSON": (
+        '<tool_call>\n<function=add>\n<parameter=text>\n1\n"2\n</parameter>\n'
+        "<parameter=number>\n1\n</parameter>\n<parameter=other>[2, {}]</parameter>"
+        '<parameter=word>\n{"\n</parameter></function></tool_call>\n' + write_call(),
+        {
+            "tool_calls": [
+                [
+                    "add",
+                    r'{"text": "1\n\"2", "number": 1, "other": [2, {}], "word": "{\""}',
+                ],
+                ADD,
+            ]
+        },
+    ),
+    "no parameters": (
+        "<tool_call><function=find></function></tool_call>",
+        {"tool_calls": [FIND]},
+    ),
+    "no end of tags": (
+        "<tool_call><function=find></tool_call>",
+        {"content": "<tool_call><function=find></tool_call>"},
+    ),
+    "a call ends reasoning": (
+        f"<think>So {write_call()} Yes.",
+        {"reasoning": "So ", "tool_calls": [ADD], "content": "Yes."},
     ),
     "null": (
         '<tool_call>{"name": null, "arguments": {}}</tool_call>',
@@ -173,17 +203,17 @@ def test_the_prompt_can_begin_the_reasoning(prompt):
         assert parse([text[:cut], text[cut:]], prompt=prompt)[0] == expected
     assert parse(["So."], prompt=prompt)[0] == {"reasoning": "So."}
     assert parse(["So."], prompt=f"{prompt}</think>\n\n")[0] == {"content": "So."}
-    assert parse(["So."], tags=[], prompt=prompt)[0] == {"content": "So."}
+    assert parse(["So."], False, [], prompt=prompt)[0] == {"content": "So."}
 
 
 def test_only_requested_tags_are_parsed():
     text = f" <think>So.</think>{write_call()}"
-    assert parse(text, tags=[])[0] == {"content": text}
-    assert parse(text, tags=[CALL])[0] == {
+    assert parse(text, False, [])[0] == {"content": text}
+    assert parse(text, False)[0] == {
         "content": "<think>So.</think>",
         "tool_calls": [ADD],
     }
-    assert parse(text, tags=[THINK])[0] == {"reasoning": "So.", "content": write_call()}
+    assert parse(text, tools=[])[0] == {"reasoning": "So.", "content": write_call()}
 
 
 def test_without_parallel_calls_only_the_first_one_is_sent():
