@@ -100,49 +100,35 @@ class LLMEngine:
         with self._queued([prepared], self._inbox) as requests:
             return requests[0].seq_id
 
-    def step(self) -> list[RequestOutput]:
-        """Run one step. Return the requests that gained tokens or finished since the last call."""
-        self._run_step()
-        return self._take_turn(self._report, self._inbox)
+    @contextmanager
+    def _queued(self, prompts: list[PreparedPrompt], inbox: Inbox) -> Iterator[list[Request]]:
+        """Queue all prompts, or none. An exception inside the block cancels their requests."""
+        make_requests = self.input_processor.make_requests
+        requests = self._take_turn(make_requests, prompts, self.eos_token_ids, inbox)
+        try:
+            self._take_turn(self._queue, requests)
+            yield requests
+        except BaseException:
+            for request in requests:
+                request.inbox = {}  # the call has failed, so its cancellation is not reported
+            self._cancel(requests)
+            raise
 
-    def abort(self, request_id: int) -> None:
-        """Abort a request with all its samples. No effect if it is unknown or finished."""
-        self._cancel(self._find_samples(request_id))
-
-    def is_finished(self) -> bool:
-        """Return whether all requests have finished and been reported. Aborts need no report."""
-        reasons = [request.finish_reason for request in list(self._inbox)]
-        return not self.requests and all(reason == "abort" for reason in reasons)
-
-    @property
-    def stats(self) -> Stats:
-        scheduler = self.scheduler
-        return Stats(
-            num_prefill_tokens=scheduler.num_prefill_tokens,
-            num_decode_tokens=scheduler.num_decode_tokens,
-            num_cached_tokens=scheduler.num_cached_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            num_waiting=len(scheduler.waiting),
-            num_running=len(scheduler.running),
-            num_free_blocks=len(scheduler.block_manager.free_block_ids),
-            num_blocks=scheduler.block_manager.num_blocks,
-            num_draft_tokens=getattr(scheduler, "num_draft_tokens", 0),
-            num_accepted_tokens=getattr(scheduler, "num_accepted_tokens", 0),
-        )
-
-    def exit(self) -> None:
-        """Release memory and stop the other ranks. A second call has no effect."""
-        self._take_turn(self._shut_down)
-
-    def __enter__(self: Engine) -> Engine:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.exit()
+    def _queue(self, requests: list[Request]) -> None:
+        self.executor.raise_if_stopped()
+        for request in requests:
+            self.scheduler.add(request)
+            self.requests[request.seq_id] = request
+            self.samples.setdefault(request.request_id, []).append(request)
 
     def _take_turn(self, call: Callable[..., Result], *args: Any) -> Result:
         """Run call(*args), a part of a public call that must not overlap with others."""
         return call(*args)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step. Return the requests that gained tokens or finished since the last call."""
+        self._run_step()
+        return self._take_turn(self._report, self._inbox)
 
     def _run_step(self) -> None:
         with undisturbed(self.device):
@@ -159,8 +145,8 @@ class LLMEngine:
         seqs = self.scheduler.schedule()
         if seqs:
             logits = self.model_runner.forward(seqs)
-            samples, logprobs = self.model_runner.sample(logits, seqs)
-            self.scheduler.postprocess(seqs, samples)
+            sampled, logprobs = self.model_runner.sample(logits, seqs)
+            self.scheduler.postprocess(seqs, sampled)
             self._commit(seqs, logprobs)
 
     def _commit(self, seqs: list[Sequence], logprobs: Logprobs) -> None:
@@ -185,26 +171,9 @@ class LLMEngine:
         inbox.clear()
         return outputs
 
-    @contextmanager
-    def _queued(self, prompts: list[PreparedPrompt], inbox: Inbox) -> Iterator[list[Request]]:
-        """Queue all prompts, or none. An exception inside the block cancels their requests."""
-        make_requests = self.input_processor.make_requests
-        requests = self._take_turn(make_requests, prompts, self.eos_token_ids, inbox)
-        try:
-            self._take_turn(self._queue, requests)
-            yield requests
-        except BaseException:
-            for request in requests:
-                request.inbox = {}  # the call has failed, so its cancellation is not reported
-            self._cancel(requests)
-            raise
-
-    def _queue(self, requests: list[Request]) -> None:
-        self.executor.raise_if_stopped()
-        for request in requests:
-            self.scheduler.add(request)
-            self.requests[request.seq_id] = request
-            self.samples.setdefault(request.request_id, []).append(request)
+    def abort(self, request_id: int) -> None:
+        """Abort a request with all its samples. No effect if it is unknown or finished."""
+        self._cancel(self._find_samples(request_id))
 
     def _find_samples(self, request_id: int) -> list[Request]:
         """The unfinished samples of a request. The id of a later sample selects only that one."""
@@ -231,8 +200,39 @@ class LLMEngine:
         if not samples:
             self.samples.pop(request.request_id, None)
 
+    def is_finished(self) -> bool:
+        """Return whether all requests have finished and been reported. Aborts need no report."""
+        reasons = [request.finish_reason for request in list(self._inbox)]
+        return not self.requests and all(reason == "abort" for reason in reasons)
+
+    @property
+    def stats(self) -> Stats:
+        scheduler = self.scheduler
+        return Stats(
+            num_prefill_tokens=scheduler.num_prefill_tokens,
+            num_decode_tokens=scheduler.num_decode_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running),
+            num_free_blocks=len(scheduler.block_manager.free_block_ids),
+            num_blocks=scheduler.block_manager.num_blocks,
+            num_draft_tokens=getattr(scheduler, "num_draft_tokens", 0),
+            num_accepted_tokens=getattr(scheduler, "num_accepted_tokens", 0),
+        )
+
+    def exit(self) -> None:
+        """Release memory and stop the other ranks. A second call has no effect."""
+        self._take_turn(self._shut_down)
+
     def _shut_down(self) -> None:
         self.executor.stop("this engine has been shut down by exit()")
         vars(self).pop("model_runner", None)
         vars(self.executor).pop("worker", None)  # both refer to the model
         torch.cuda.empty_cache()  # no effect without a GPU
+
+    def __enter__(self: Engine) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.exit()

@@ -50,9 +50,9 @@ class MemoryMeter:
         """
         free, _ = torch.cuda.mem_get_info(self.device)
         reserved = torch.cuda.memory_reserved(self.device) - self.reserved_before
-        of_driver = self.free_before - free - reserved
+        driver_bytes = self.free_before - free - reserved
         peak_reserved = torch.cuda.max_memory_reserved(self.device) - self.reserved_before
-        return peak_reserved + max(0, of_driver)
+        return peak_reserved + max(0, driver_bytes)
 
 
 def find_available_memory(root: Path = Path("/")) -> int:

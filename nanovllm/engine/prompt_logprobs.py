@@ -77,7 +77,7 @@ class ScoringModelRunner(ModelRunner):
         worker = self.executor.worker
         sampled: list[Tensor] = []
         start = 0
-        for hidden in worker.split_rows(worker.execute(batch)):
+        for hidden in worker.split_hidden(worker.execute(batch)):
             end = start + len(hidden)
             sampled.append(score(worker.compute_logits(hidden), rows[start:end]))
             start = end

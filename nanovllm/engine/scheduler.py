@@ -166,13 +166,13 @@ class Scheduler:
         self.waiting.move_to_end(seq, last=False)
         self.num_preemptions += 1
 
-    def postprocess(self, seqs: list[Sequence], samples: list[list[int]]) -> None:
+    def postprocess(self, seqs: list[Sequence], sampled: list[list[int]]) -> None:
         """Record a computed step: append the sampled tokens and finish sequences.
 
-        `samples` has the sampled tokens of each sequence, none for a partially prefilled one.
+        `sampled` has the new tokens of each sequence, none for a partially prefilled one.
         Token -1 stands for logits that are NaN.
         """
-        for seq, token_ids in zip(seqs, samples, strict=True):
+        for seq, token_ids in zip(seqs, sampled, strict=True):
             if seq.is_decode:
                 self.num_decode_tokens += seq.num_scheduled_tokens
             else:

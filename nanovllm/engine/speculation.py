@@ -63,13 +63,13 @@ class SpeculativeScheduler(Scheduler):
             seq.num_logits += len(draft)
         return seqs
 
-    def postprocess(self, seqs: list[Sequence], samples: list[list[int]]) -> None:
+    def postprocess(self, seqs: list[Sequence], sampled: list[list[int]]) -> None:
         """Verify the drafts, then record the step as if only accepted tokens had been scheduled."""
         verified: list[list[int]] = []
-        for seq, sampled in zip(seqs, samples, strict=True):
+        for seq, token_ids in zip(seqs, sampled, strict=True):
             if self.drafts.get(seq):
-                sampled = self._verify(seq, self.drafts[seq], sampled)
-            verified.append(sampled)
+                token_ids = self._verify(seq, self.drafts[seq], token_ids)
+            verified.append(token_ids)
         super().postprocess(seqs, verified)
         for seq in self.drafts:
             if seq.status is SequenceStatus.RUNNING:  # release the blocks of rejected tokens
@@ -97,7 +97,7 @@ class SpeculativeScheduler(Scheduler):
         # The blocks that accepted tokens fill can be cached now, while token_ids has them.
         end = start + seq.num_scheduled_tokens
         self.block_manager.cache_full_blocks(seq, start, end)
-        del seq.token_ids[len(seq.token_ids) - len(draft) :]
+        del seq.token_ids[-len(draft) :]
         return sampled[: seq.num_logits]
 
     def _discard_step(self, seq: Sequence) -> None:
@@ -185,8 +185,8 @@ class Proposal:
     def learn(self, token_ids: list[int]) -> None:
         """Compare the proposal with the tokens that were sampled, computed as a draft or not."""
         for proposed, token_id in zip(self.token_ids, token_ids[self.position :]):
-            is_right = 1.0 if proposed == token_id else 0.0
-            self.acceptance_rate += LEARNING_RATE * (is_right - self.acceptance_rate)
+            outcome = 1.0 if proposed == token_id else 0.0
+            self.acceptance_rate += LEARNING_RATE * (outcome - self.acceptance_rate)
             if proposed != token_id:
                 break
 

@@ -121,7 +121,7 @@ class StatefulScheduler(Scheduler):
                 seq.write_slot += self.max_num_seqs  # the second slot of its lane
         return seqs
 
-    def postprocess(self, seqs: list[Sequence], samples: list[list[int]]) -> None:
+    def postprocess(self, seqs: list[Sequence], sampled: list[list[int]]) -> None:
         """Advance to the new states, and let other sequences find the new snapshots.
 
         If a draft token was rejected, the new state includes it. The old state is still in its
@@ -129,7 +129,7 @@ class StatefulScheduler(Scheduler):
         """
         starts = [seq.num_computed_tokens for seq in seqs]
         ends = [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs]
-        super().postprocess(seqs, samples)
+        super().postprocess(seqs, sampled)
         for seq, start, end in zip(seqs, starts, ends):
             if seq.status is not SequenceStatus.RUNNING:
                 continue

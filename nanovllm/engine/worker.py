@@ -109,8 +109,8 @@ class Worker:
 
         Their K/V and states are random, in caches of their own.
         """
-        length = min(_TEST_LEN, self.max_model_len)  # of all contexts
-        num_blocks = cdiv(length, self.block_size)  # of each sequence
+        length = min(_TEST_LEN, self.max_model_len)  # length of each context
+        num_blocks = cdiv(length, self.block_size)  # blocks of each sequence
         sizes = (2 * num_blocks, self.block_size, 2)
         caches = self.spec.make_caches(self.backend, *sizes, self.device, self.tp)
         random = torch.Generator(self.device).manual_seed(0)
@@ -187,12 +187,10 @@ class Worker:
 
         Return the logits of each of these steps.
         """
-        all_logits: list[Tensor] = []
-        if self.device.type == "cuda":
-            for query_lens in ([2, 1], [1]):
-                hidden = self.compute(self._make_dummy_batch(query_lens))
-                all_logits.append(self.compute_logits(hidden))
-        return all_logits
+        if self.device.type != "cuda":
+            return []
+        batches = [self._make_dummy_batch(query_lens) for query_lens in ([2, 1], [1])]
+        return [self.compute_logits(self.compute(batch)) for batch in batches]
 
     def _allocate(self, num_blocks: int, num_slots: int, is_profile: bool = False) -> None:
         config = self.config
@@ -239,7 +237,7 @@ class Worker:
                 message = self.tp.receive()
             except RuntimeError:  # the connection has ended
                 return
-            for rows in self.split_rows(self.compute(unpack(message))):
+            for rows in self.split_hidden(self.compute(unpack(message))):
                 self.compute_logits(rows)
 
     @torch.inference_mode()
@@ -252,7 +250,7 @@ class Worker:
             return self.graphs.run(batch)
         return self.model(copy_to(batch, self.device), self.kv_caches)
 
-    def split_rows(self, hidden: Tensor) -> tuple[Tensor, ...]:
+    def split_hidden(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Divide hidden states into parts of as many rows as the profile run had.
 
         There is one part, unless a step scores prompts. All ranks have the same parts.

@@ -57,9 +57,9 @@ class GatedDeltaRule(nn.Module):
         self.num_value_heads = num_value_heads // tp.size
         self.norm_eps = norm_eps
         key_size = self.num_key_heads * key_dim
-        self.sizes = [key_size, key_size, self.num_value_heads * value_dim]  # of q, k and v
+        self.qkv_sizes = [key_size, key_size, self.num_value_heads * value_dim]  # of q, k and v
         self.matrices_size = self.num_value_heads * key_dim * value_dim
-        self.conv_weight = nn.Parameter(torch.empty(sum(self.sizes), 1, conv_size, dtype=dtype))
+        self.conv_weight = nn.Parameter(torch.empty(sum(self.qkv_sizes), 1, conv_size, dtype=dtype))
         # These three are float32 in some checkpoints and 16 bits in others.
         self.A_log = nn.Parameter(torch.empty(self.num_value_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(self.num_value_heads, dtype=torch.float32))
@@ -70,7 +70,7 @@ class GatedDeltaRule(nn.Module):
         parent = name.rpartition(".")[0]
         heads = [self.num_value_heads]
         parts = {
-            "conv1d.weight": (self.conv_weight, self.sizes),
+            "conv1d.weight": (self.conv_weight, self.qkv_sizes),
             "A_log": (self.A_log, heads),
             "dt_bias": (self.dt_bias, heads),
         }
@@ -91,8 +91,9 @@ class GatedDeltaRule(nn.Module):
     ) -> Tensor:
         """Compute the tokens of a step, from their projections.
 
-        qkv is [num_tokens, sum(sizes)], gate [num_tokens, sizes[2]], beta and decay [num_tokens,
-        num_value_heads], states [num_slots, state size]. Return [num_tokens, sizes[2]].
+        qkv is [num_tokens, sum(qkv_sizes)], gate [num_tokens, qkv_sizes[2]], beta and decay
+        [num_tokens, num_value_heads], states [num_slots, state size]. Return [num_tokens,
+        qkv_sizes[2]].
         """
         beta = beta.float().sigmoid()
         log_decay = -self.A_log.exp() * F.softplus(decay.float() + self.dt_bias)
@@ -115,7 +116,7 @@ class GatedDeltaRule(nn.Module):
     def advance(
         self, qkv: Tensor, beta: Tensor, log_decay: Tensor, states: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute n tokens of each sequence: qkv is [num_seqs, n, sum(sizes)], and so on.
+        """Compute n tokens of each sequence: qkv is [num_seqs, n, sum(qkv_sizes)], and so on.
 
         Return the outputs [num_seqs, n, num_value_heads, value_dim] and the next states.
         """
@@ -123,7 +124,7 @@ class GatedDeltaRule(nn.Module):
         matrices = matrices.unflatten(-1, (-1, self.key_dim, self.value_dim))
         window = states[:, self.matrices_size :].unflatten(-1, (-1, qkv.shape[-1]))
         qkv, window = convolve(qkv.float(), window, self.conv_weight.float())
-        query, key, value = qkv.split(self.sizes, dim=-1)
+        query, key, value = qkv.split(self.qkv_sizes, dim=-1)
         query = self.normalize(query) * self.key_dim**-0.5
         key = self.normalize(key)
         value = value.unflatten(-1, (-1, self.value_dim)).transpose(1, 2)

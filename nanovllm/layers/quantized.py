@@ -37,7 +37,7 @@ _CHUNK = 1 << 18  # weights that are quantized at once, which bounds temporary f
 
 @dataclass(frozen=True)
 class Scheme:
-    bits: int  # of a code: 4 or 8
+    bits: int  # bits of a code: 4 or 8
     group_size: int  # inputs that share a scale and a zero
 
     @property
@@ -116,8 +116,8 @@ class QuantizedWeight(nn.Module):
         centered = self.unpack().float() - self._for_each_input(self.zeros)
         return (centered * self._for_each_input(self.scales)).to(self.dtype)
 
-    def _for_each_input(self, of_groups: Tensor) -> Tensor:
-        repeated = of_groups.repeat_interleave(self.scheme.group_size, dim=-1)
+    def _for_each_input(self, per_group: Tensor) -> Tensor:
+        repeated = per_group.repeat_interleave(self.scheme.group_size, dim=-1)
         return repeated[..., : self.in_features]
 
     # What models/weights.py needs of the destination of a tensor.

@@ -181,8 +181,7 @@ class FP8(Format):
         num_blocks = [cdiv(size, _FP8_BLOCK) for size in shape]
         factors = files.read(f"{layer}.{self.marker}", num_blocks).float()
         for dim, size in enumerate(shape):
-            spread = factors.repeat_interleave(_FP8_BLOCK, dim)
-            factors = spread.narrow(dim, 0, size)
+            factors = factors.repeat_interleave(_FP8_BLOCK, dim).narrow(dim, 0, size)
         return weight * factors
 
 
@@ -190,9 +189,9 @@ class FP8(Format):
 class Quantization:
     """How the weights of a model are quantized."""
 
-    linear: Scheme | None = None  # of projections that are read as floats
-    head: Scheme | None = None  # of embeddings and output head, if they are read as floats
-    format: Format | None = None  # of the checkpoint
+    linear: Scheme | None = None  # for projections that are read as floats
+    head: Scheme | None = None  # for embeddings and output head that are read as floats
+    format: Format | None = None  # how the checkpoint stores codes
 
 
 NOT_QUANTIZED = Quantization()

@@ -45,7 +45,7 @@ QUANTIZED: dict[type[nn.Module], type[nn.Module]] = {
 # are only looked up, so fewer bytes would not make them faster. The decay of a recurrent state acts
 # on all later tokens.
 _KEPT = ("gate", "embed_positions", "in_proj_ba")
-_OTHER_PARTS = ("model.visual.", "mtp.")
+_SKIPPED_PARTS = ("model.visual.", "mtp.")
 _ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
@@ -209,11 +209,11 @@ def _find_unexpected(files: TensorFiles, format: Format | None) -> list[str]:
     """Return the tensors that nothing has read, except those that are skipped on purpose."""
     unexpected: list[str] = []
     for name in list(files.unread):
-        if name.endswith(_ROPE_BUFFERS) or name.startswith(_OTHER_PARTS):
+        if name.endswith(_ROPE_BUFFERS) or name.startswith(_SKIPPED_PARTS):
             continue
         # AutoGPTQ adds biases of zeros where there are none.
-        is_padding = format is not None and name.endswith(".bias") and not files.read(name).any()
-        if not is_padding:
+        is_zero_bias = format is not None and name.endswith(".bias") and not files.read(name).any()
+        if not is_zero_bias:
             unexpected.append(files.locate(name))
     return unexpected
 

@@ -57,7 +57,7 @@ class Api:
     root: str  # the checkpoint, another valid name
     _: KW_ONLY
     api_key: str | None = None
-    allowed_origins: Sequence[str] = ()  # of web pages
+    allowed_origins: Sequence[str] = ()  # origins of web pages
     parses_reasoning: bool = False
 
     def __post_init__(self) -> None:

@@ -78,7 +78,7 @@ class TracedScheduler(Scheduler):
         self.preemptions.append(event)
         super().preempt(seq)
 
-    def postprocess(self, seqs: list[Sequence], samples: list[list[int]]) -> None:
+    def postprocess(self, seqs: list[Sequence], sampled: list[list[int]]) -> None:
         self.timeline.end_phase()
         kinds = {_name_kind(seq) for seq in seqs}
         args: Args = {
@@ -88,7 +88,7 @@ class TracedScheduler(Scheduler):
         queues = self._describe_queues()
         works = [self._make_work(seq) for seq in seqs]
         before = {name: getattr(self, name, 0) for name in _COUNTERS}
-        super().postprocess(seqs, samples)
+        super().postprocess(seqs, sampled)
         for name in _COUNTERS:
             args[name] = getattr(self, name, 0) - before[name]
         for work in works:

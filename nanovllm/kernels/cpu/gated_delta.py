@@ -36,7 +36,7 @@ class _DeltaRule(ctypes.Structure):
 class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
     replaces = GatedDeltaRule
 
-    taps: Tensor  # conv_weight as float32 [conv_size, sum(sizes)]
+    taps: Tensor  # conv_weight as float32 [conv_size, sum(qkv_sizes)]
     struct: _DeltaRule  # points to `taps` and to parameters
 
     def convert(self) -> bool:

@@ -52,7 +52,7 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
             "GROUP": num_heads // self.num_key_heads,
             "KEY_DIM": self.key_dim,
             "VALUE_DIM": self.value_dim,
-            "SIZE": sum(self.sizes),
+            "SIZE": sum(self.qkv_sizes),
             "STATE": states.shape[1],
             "TAPS": self.conv_weight.shape[2],
             "K": k,
