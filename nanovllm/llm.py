@@ -170,7 +170,7 @@ class LLM(ThreadSafeEngine):
         variables = chat_template_kwargs or {}
         check_type("chat_template_kwargs", variables, (dict,), "a dict")
         # Parameters of apply_chat_template, such as chat_template, are not for clients of a server.
-        reserved = {"messages", *signature(self.tokenizer.apply_chat_template).parameters}
+        reserved = {"self", "messages", *signature(self.tokenizer.apply_chat_template).parameters}
         for name in reserved & variables.keys() - {"documents"}:
             raise invalid(f"chat_template_kwargs.{name}", "is no variable of the chat template")
         options: dict[str, Any] = {

@@ -14,6 +14,7 @@ grammar_check.py. LIMITS bound what a step takes. A sample that exceeds them end
 """
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -46,14 +47,15 @@ JSON_DEFAULTS: Any = {"whitespace_pattern": " "}
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 CPU_SECONDS = 2  # for the compilation of a grammar
 CHECK_SECONDS = 30  # for the process that compiles it, which waits for the cores of the engine
-LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_lexer_states": 50_000}
+LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_items_in_row": 10_000}
+MAX_LEXER_STATES = 50_000  # per sample
 
 
 @dataclass(frozen=True)
 class Grammar(StructuredOutputsParams):
     """StructuredOutputsParams that an engine has compiled."""
 
-    matchers: Any = None  # llguidance's LLMatcher of each sample, before the first token
+    matcher: Any = None  # llguidance's LLMatcher, before the first token
 
     def __post_init__(self) -> None:
         """Skip validation. All fields were validated before."""
@@ -65,8 +67,7 @@ class StructuredRequest(Request):
 
     def __post_init__(self) -> None:
         grammar: Any = self.params.structured_outputs
-        # A copy, because a prepared prompt can be queued twice.
-        self.matcher = grammar.matchers[self.sample_index].deep_copy()
+        self.matcher = grammar.matcher.deep_copy()
         super().__post_init__()
 
     def restart(self) -> None:
@@ -84,28 +85,31 @@ class StructuredRequest(Request):
             return "error"
         return "stop" if self.matcher.is_stopped() else reason
 
-    def compute_mask(self) -> np.ndarray:
-        """The tokens that may come next, one bit for each. None of them after an error."""
-        mask = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
-        return np.zeros_like(mask) if self.matcher.is_error() else mask
-
     def list_allowed_tokens(self) -> list[int]:
         """The tokens that may come next."""
-        return np.flatnonzero(np.unpackbits(self.compute_mask(), bitorder="little")).tolist()
+        mask = compute_mask(self.matcher)
+        return np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
 
     def compute_masks(self) -> list[np.ndarray]:
         """The mask of each row of logits. All rows but the first follow a draft token."""
         is_short = len(self.token_ids) < self.min_num_tokens
         if is_short and self.stop_token_ids.issuperset(self.list_allowed_tokens()):
             self.min_num_tokens = 0  # otherwise the text could neither go on nor end
-        masks = [self.compute_mask()]
-        num_consumed = 0
-        for token_id in self.token_ids[len(self.token_ids) - self.num_logits + 1 :]:
+        masks = [compute_mask(self.matcher)]
+        draft = self.token_ids[len(self.token_ids) - self.num_logits + 1 :]
+        # A copy, because a draft token can exceed limits, and an error of a matcher is final.
+        matcher = self.matcher.deep_copy() if draft else self.matcher
+        for token_id in draft:
             # A draft token that must not come is rejected. Masks after it have no effect.
-            num_consumed += self.matcher.try_consume_tokens([token_id])
-            masks.append(self.compute_mask())
-        self.matcher.rollback(num_consumed)
+            matcher.try_consume_tokens([token_id])
+            masks.append(compute_mask(matcher))
         return masks
+
+
+def compute_mask(matcher: Any) -> np.ndarray:
+    """The tokens that may come next, one bit for each. None of them after an error."""
+    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return np.zeros_like(mask) if matcher.is_error() else mask
 
 
 class StructuredModelRunner(ScoringModelRunner):
@@ -161,18 +165,16 @@ class Grammars:
             return params
         advice = "needs pip install 'nanovllm[structured]'"
         with naming("structured_outputs", ValueError, RecursionError), naming(advice, ImportError):
-            matchers = self._compile(make_grammar(outputs), params.n)
-        return replace(params, structured_outputs=Grammar(**vars(outputs), matchers=matchers))
+            matcher = self._compile(make_grammar(outputs), params.n)
+        return replace(params, structured_outputs=Grammar(**vars(outputs), matcher=matcher))
 
-    def _compile(self, grammar: str, num_samples: int) -> list[Any]:
-        """Compile once per sample, because copies of a matcher share what LIMITS count."""
-        check_in_process(grammar)
-        return [self._make_matcher(grammar) for _ in range(num_samples)]
-
-    def _make_matcher(self, grammar: str) -> Any:
+    def _compile(self, grammar: str, num_samples: int) -> Any:
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(**LIMITS, verbose_errors=False)
+        check_in_process(grammar)
+        # Copies share the states of the lexer.
+        max_lexer_states = MAX_LEXER_STATES * num_samples
+        limits = LLParserLimits(**LIMITS, max_lexer_states=max_lexer_states, verbose_errors=False)
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()
         if matcher.is_error():
@@ -203,8 +205,10 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         vocabulary = Vocabulary(tokenizer)
-        token_ids = range(max(vocab_size, len(tokenizer)))
-        self.eos_token_id = min(eos_token_ids, default=0)
+        vocab_size = max(vocab_size, len(tokenizer))
+        # llguidance needs an EOS token. If there is none, it is one that no logit belongs to.
+        token_ids = range(vocab_size if eos_token_ids else vocab_size + 1)
+        self.eos_token_id = min(eos_token_ids, default=vocab_size)
         self.tokens = [vocabulary.read_bytes(token_id) for token_id in token_ids]
         added = tokenizer.added_tokens_decoder
         self.special_token_ids = [token_id for token_id in added if added[token_id].special]
@@ -226,8 +230,11 @@ def check_in_process(grammar: str) -> None:
     if digest in checked_digests:
         return
     command = [sys.executable, CHECK, str(CPU_SECONDS)]
+    options: Any = {"input": text, "capture_output": True, "timeout": CHECK_SECONDS}
     try:
-        done = subprocess.run(command, input=text, capture_output=True, timeout=CHECK_SECONDS)
+        # The process finds packages where this one does, and its own folder comes first.
+        path = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": ""}
+        done = subprocess.run(command, env={**os.environ, **path}, **options)
     except subprocess.TimeoutExpired as error:
         problem = f"not compiled within {CHECK_SECONDS} seconds, because this machine is busy"
         raise ValueError(f"{problem}: try again later, or simplify it") from error

@@ -25,7 +25,7 @@ from nanovllm.server.tools import choose_tools, write_grammar
 
 DEFAULT_MAX_TOKENS = 16  # for completions; a chat can use the rest of max_model_len
 MAX_SAMPLES = 4096  # prompts times n of one request
-MAX_CONSTRAINED_SAMPLES = 256  # each of them has a matcher, which can take 2 MB
+MAX_CONSTRAINED_PROMPTS = 16  # a constraint is compiled for each prompt
 MAX_LOGPROBS = 20  # OpenAI's limit
 
 READ = "is read here or by Reply"
@@ -103,8 +103,10 @@ def parse_request(
         # Before prompts are prepared, because that compiles a grammar for each sample.
         are_many = isinstance(prompts, list) and not isinstance(next(iter(prompts), None), int)
         num_samples = params.n * (len(prompts) if are_many else 1)
-        limit = MAX_CONSTRAINED_SAMPLES if "structured_outputs" in given else MAX_SAMPLES
-        check_int("the number of prompts times n", num_samples, 1, limit)
+        check_int("the number of prompts times n", num_samples, 1, MAX_SAMPLES)
+        if "structured_outputs" in given:
+            limit = MAX_CONSTRAINED_PROMPTS * params.n
+            check_int("the number of constrained prompts times n", num_samples, 1, limit)
     with blaming(given, default=prompt_name):
         return given, llm.prepare_prompts(prompts, params)
 

@@ -25,7 +25,7 @@ from nanovllm.server.errors import JsonObject
 OPENING = "<tool_call>"
 CLOSING = "</tool_call>"
 # Everything before the arguments, whose text can then be sent as it arrives.
-HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
+HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)')
 MAX_HEAD = 1000  # characters
 # What ends strings and objects, and the text between. A newline ends a string, because JSON does
 # not allow it there.
@@ -73,15 +73,27 @@ def write_grammar(tools: list[Tool], is_parallel: bool) -> str:
 
 
 def list_strings(tools: list[Tool]) -> set[tuple[str, str]]:
-    """List the functions and parameters whose values are of type string."""
+    """List the functions and parameters whose values can be of type string."""
     strings: set[tuple[str, str]] = set()
     for tool in tools:
         function = tool["function"]
         properties = (function.get("parameters") or {}).get("properties")
         for name, schema in properties.items() if isinstance(properties, dict) else ():
-            if isinstance(schema, dict) and schema.get("type") == "string":
-                strings.add((function["name"], name))
+            with suppress(TypeError, AttributeError):  # for an invalid schema
+                if allows_string(schema):
+                    strings.add((function["name"], name))
     return strings
+
+
+def allows_string(schema: JsonObject) -> bool:
+    types = schema.get("type", ())
+    parts = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    return (
+        types == "string"
+        or "string" in list(types)
+        or any(isinstance(value, str) for value in schema.get("enum", ()))
+        or any(allows_string(part) for part in parts)
+    )
 
 
 class CallParser:
@@ -138,7 +150,7 @@ class CallParser:
                 call, _ = json.JSONDecoder().raw_decode(self.text.lstrip())
                 arguments = call["arguments"] or {}
                 if not isinstance(arguments, str):  # some models write a str of JSON
-                    arguments = json.dumps(arguments)
+                    arguments = json.dumps(arguments, allow_nan=False)
                 if isinstance(call["name"], str):
                     return call["name"], arguments
             return self._parse_tags()
@@ -157,5 +169,7 @@ class CallParser:
             arguments[name] = text
             if (function, name) not in self.strings:
                 with suppress(ValueError, RecursionError):  # a str, if it is not JSON
-                    arguments[name] = json.loads(text)
+                    value = json.loads(text)
+                    json.dumps(value, allow_nan=False)
+                    arguments[name] = value
         return function, json.dumps(arguments)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jsonschema
+import numpy as np
 import pytest
 from conftest import check_invariants, generate_ids, make_checkpoint
 
@@ -448,6 +449,43 @@ def test_exceeded_limits_end_the_request_with_an_error(llm, expected):
     assert 0 not in outputs[1]["token_ids"], "an empty mask samples nothing"
 
 
+def make_object(num_properties):
+    return {"type": "object", "properties": {f"p{i}": {} for i in range(num_properties)}}
+
+
+def test_large_objects_do_not_exceed_limits(llm):
+    assert run(llm, {"json": make_object(500)}, max_tokens=9)["finish_reason"] == "length"
+
+
+def test_a_draft_token_that_exceeds_limits_leaves_the_request_as_it_was(llm, monkeypatch):
+    monkeypatch.setitem(structured.LIMITS, "max_items_in_row", 200)
+    schema = {"properties": {"a": make_object(100), "b": {}}, "additionalProperties": False}
+    params = SamplingParams(structured_outputs={"json": schema})
+    with llm._queued(llm.prepare_prompts("x", params), {}) as [request]:
+        expected = request.compute_masks()
+        draft = llm.tokenizer.encode('{"a": {', add_special_tokens=False)
+        request.token_ids += draft
+        request.num_logits = len(draft) + 1
+        masks = request.compute_masks()
+        assert not masks[-1].any(), "a limit is exceeded"
+        assert (masks[0] == expected[0]).all()
+        del request.token_ids[-len(draft) :]
+        request.num_logits = 1
+        assert (request.compute_masks()[0] == expected[0]).all()
+        llm.abort(request.request_id)
+
+
+def test_without_eos_no_token_ends_a_text(llm):
+    grammars = structured.Grammars(llm.tokenizer, llm.vocab_size, frozenset())
+    params = grammars.compile(SamplingParams(structured_outputs={"regex": "a*"}))
+    mask = structured.compute_mask(params.structured_outputs.matcher)
+    allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+    assert llm.vocab_size in allowed
+    texts = [llm.vocabulary.read_bytes(token_id) for token_id in allowed[:-1]]
+    assert texts
+    assert all(set(text) == {ord("a")} for text in texts)
+
+
 def test_token_that_the_grammar_forbids_is_an_error(llm, monkeypatch):
     monkeypatch.setattr(StructuredModelRunner, "process_logits", ModelRunner.process_logits)
     with pytest.warns(RuntimeWarning, match="structured_outputs are too complex"):
@@ -533,7 +571,7 @@ def test_prepared_prompts_are_not_compiled_again(llm, monkeypatch):
 
 def test_requests_with_equal_grammars_share_no_limits(llm, monkeypatch):
     """Each text takes about 90 states of the lexer, and each request may take 100."""
-    monkeypatch.setitem(structured.LIMITS, "max_lexer_states", 100)
+    monkeypatch.setattr(structured, "MAX_LEXER_STATES", 100)
     kind = {"regex": "a[xy]{60}|b[uv]{60}|c[mn]{60}"}
     outputs = [run(llm, kind, logit_bias=bias(llm, text)) for text in "abc"]
     assert [output["text"][0] for output in outputs] == ["a", "b", "c"]

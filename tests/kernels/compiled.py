@@ -129,7 +129,7 @@ def launch_gated_delta(dtype, heads):
         *heads, key_dim=128, value_dim=128, conv_size=4, norm_eps=1e-6, dtype=dtype
     )
     kernels.kernelize(layer, torch.device("cuda"), dtype)
-    sizes = [sum(layer.sizes), layer.sizes[2], layer.num_value_heads, layer.num_value_heads]
+    sizes = [sum(layer.qkv_sizes), layer.qkv_sizes[2], layer.num_value_heads, layer.num_value_heads]
     states = torch.empty(1, layer.matrices_size + 3 * sizes[0])
     for query_lens in ([1, 33], [1, 1]):
         inputs = torch.empty(sum(query_lens), sum(sizes), dtype=dtype).split(sizes, dim=1)

@@ -174,9 +174,14 @@ def make_delta_step(layer, lengths, read_slots=None, write_slots=None):
     num_seqs = len(lengths)
     num_tokens = sum(lengths)
     dtype = layer.conv_weight.dtype
-    widths = [sum(layer.sizes), layer.sizes[2], layer.num_value_heads, layer.num_value_heads]
+    widths = [
+        sum(layer.qkv_sizes),
+        layer.qkv_sizes[2],
+        layer.num_value_heads,
+        layer.num_value_heads,
+    ]
     inputs = torch.randn(num_tokens, sum(widths)).to(dtype).split(widths, dim=1)
-    window_size = (layer.conv_weight.shape[2] - 1) * sum(layer.sizes)
+    window_size = (layer.conv_weight.shape[2] - 1) * sum(layer.qkv_sizes)
     states = torch.randn(max(2 * num_seqs, 9), layer.matrices_size + window_size)
     read_slots = range(num_seqs) if read_slots is None else read_slots
     write_slots = range(num_seqs, 2 * num_seqs) if write_slots is None else write_slots

@@ -11,7 +11,14 @@ from nanovllm.server.message_parser import MessageParser
 THINK, CALL = "<think>", "<tool_call>"
 
 
-PROPERTIES = {"text": {"type": "string"}, "number": {"type": "integer"}}
+PROPERTIES = {
+    "text": {"type": "string"},
+    "optional": {"anyOf": [{"type": "null"}, {"type": "string"}]},
+    "list": {"type": ["string", "array"]},
+    "choice": {"enum": ["1", 2]},
+    "number": {"type": "integer"},
+    "invalid": {"type": 5},
+}
 TOOL = {"function": {"name": "add", "parameters": {"properties": PROPERTIES}}}
 
 
@@ -107,6 +114,33 @@ CASES = {
                 ADD,
             ]
         },
+    ),
+    "texts that are JSON": (
+        "<tool_call><function=add>"
+        + "".join(
+            f"<parameter={name}>\n{text}\n</parameter>\n"
+            for name, text in [
+                ("optional", "true"),
+                ("list", "[]"),
+                ("choice", "1"),
+                ("number", "NaN"),
+                ("invalid", "null"),
+            ]
+        )
+        + "</function></tool_call>",
+        {
+            "tool_calls": [
+                [
+                    "add",
+                    '{"optional": "true", "list": "[]", "choice": "1", "number": "NaN",'
+                    ' "invalid": null}',
+                ]
+            ]
+        },
+    ),
+    "NaN": (
+        '<tool_call>{"arguments": {"a": NaN}, "name": "add"}</tool_call>',
+        {"content": '<tool_call>{"arguments": {"a": NaN}, "name": "add"}</tool_call>'},
     ),
     "no parameters": (
         "<tool_call><function=find></function></tool_call>",

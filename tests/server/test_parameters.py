@@ -151,12 +151,22 @@ def test_an_error_names_the_parameter(llm, is_chat, body, param):
     assert len(error.message) < 400
 
 
-@pytest.mark.parametrize("prompts, n", [("x", 10**9), (["x"] * 257, 1), ([[1], [2]], 129)])
+@pytest.mark.parametrize("prompts, n", [("x", 10**9), (["x"] * 4097, 1), ([[1], [2]], 4096)])
 def test_samples_are_counted_before_their_grammar_is_compiled(llm, monkeypatch, prompts, n):
     monkeypatch.setattr(Grammars, "compile", None)
     error = reject(llm, {"prompt": prompts, "n": n, "structured_outputs": {"regex": "a"}}, False)
     assert error.param == "n"
     assert "the number of prompts times n must be" in error.message
+
+
+def test_few_prompts_can_be_constrained_because_each_compiles_its_grammar(llm):
+    body = {"prompt": ["x"] * 17, "n": 2, "structured_outputs": {"regex": "a"}}
+    assert "constrained prompts times n must be" in reject(llm, body, False).message
+
+
+def test_parameters_of_a_tool_are_an_object(llm):
+    body = {"tools": [TOOL, make_tool(type="array")], **CALL}
+    assert reject(llm, body, True).param == "tools[1].function.parameters"
 
 
 def make_tool(**parameters):
@@ -171,7 +181,7 @@ def make_format(**schema):
     "param, body",
     [
         ("response_format", {"response_format": make_format(type="foo")}),
-        ("tools", {"tools": [TOOL, make_tool(type="foo")], **CALL}),
+        ("tools", {"tools": [TOOL, make_tool(properties={"a": {"type": "foo"}})], **CALL}),
         ("structured_outputs", {"structured_outputs": {"json": {"type": "foo"}}, "tools": []}),
     ],
 )
