@@ -106,12 +106,18 @@ def count_blocks(
             budget = useful
             origin = f"min({origin}, {show_gb(useful)} for max_num_seqs)"
     num_blocks, num_lanes = agree_on_sizes(budget // block_bytes, num_lanes, block_size, tp)
-    num_lanes = min(num_lanes, num_blocks)  # a running sequence holds at least one block
     arithmetic = f"({origin} = {show_gb(budget)}) / {block_bytes} B"
     if tp.size > 1:
         arithmetic += f", the smallest of {tp.size} ranks"
     if num_lanes < 1:
+        state_bytes = (FIRST_LANE + count_slots(config)) * slot_bytes
+        raise ValueError(
+            f"the recurrent states of one sequence take {show_gb(state_bytes)}, more than half of"
+            " the cache: raise kvcache_memory_bytes or gpu_memory_utilization"
+        )
+    if num_blocks < 1:
         raise ValueError(f"no memory for a KV cache: {arithmetic}; {ENLARGE}")
+    num_lanes = min(num_lanes, num_blocks)  # a running sequence holds at least one block
     num_tokens = num_blocks * block_size
     result = f"{num_blocks} blocks of {block_size} = {num_tokens} tokens"
     if num_lanes < min(config.max_num_seqs, num_blocks):

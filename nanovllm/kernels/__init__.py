@@ -114,7 +114,7 @@ def kernelize(
         if isinstance(call.run, OptimizedLayer):
             tested.append((call, type(call.run), call.run.replaces))
     for call, kind, plain in tested:
-        # A class that has failed is called again, because all ranks must make the same calls.
+        # Calls of a class that was replaced are still made, because all ranks must make the same.
         if not passes_self_test(kind.__name__, plain.__name__, call):
             for each in model.modules():
                 if type(each) is kind:

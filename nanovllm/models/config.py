@@ -62,7 +62,8 @@ def read_spec(
 def _check_ranks(spec: ModelSpec, num_ranks: int) -> None:
     for name, size in spec.divided_sizes.items():
         if size % num_ranks != 0:
-            raise ValueError(f"tensor_parallel_size={num_ranks} does not divide {name}={size}")
+            problem = f"tensor_parallel_size={num_ranks} does not divide {name}={size}"
+            raise ValueError(f"{problem}: use a divisor of it")
     num_kv_heads = spec.num_kv_heads
     if num_kv_heads % num_ranks != 0 and num_ranks % num_kv_heads != 0:
         raise ValueError(

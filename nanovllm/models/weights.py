@@ -154,7 +154,10 @@ def _check_size(model: nn.Module, sizes: str, device: torch.device) -> None:
     num_bytes = count_bytes(model)
     if num_bytes > memory:
         needed, present = (f"{number / 1e9:.0f} GB" for number in (num_bytes, memory))
-        raise ValueError(f"{sizes}: a rank's weights need {needed}, but {device} has {present}")
+        raise ValueError(
+            f"{sizes}: a rank's weights need {needed}, but {device} has {present}:"
+            " use quantization, or raise tensor_parallel_size"
+        )
 
 
 def count_bytes(model: nn.Module) -> int:
