@@ -37,7 +37,7 @@ from nanovllm.models.tensor_files import FLOATS, TensorFiles
 
 INT8 = Scheme(bits=8, group_size=128)
 INT4 = Scheme(bits=4, group_size=64)
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where an int32 has the codes of 8 outputs
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # output i has this place in an int32, low bits first
 _FP8_BLOCK = 128
 Settings = dict[str, Any]
 
@@ -140,7 +140,7 @@ class PackedFormat(Format):
         sizes[packed_dim] = cdiv(shape[packed_dim] * self.bits, 32)
         words = self._read_matrix(files, name, sizes, ["I32"]).movedim(packed_dim, 1)
         codes = unpack(words.contiguous().view(torch.uint8), self.bits)
-        if self.packed_dim == 0:
+        if self.packed_dim == 0:  # only AWQ packs along the outputs, and interleaves them
             codes = codes.unflatten(1, (-1, 8))[:, :, _AWQ_ORDER].flatten(1)
         return codes[:, : shape[packed_dim]].movedim(1, packed_dim)
 
@@ -281,7 +281,7 @@ def _make_packed(
     if size % 32 != 0:
         raise ValueError(f"group_size={size} must be -1 or a multiple of 32")
     return make(
-        scheme=Scheme(bits, gcd(size, 128)),  # kernels know groups of up to 128
+        scheme=Scheme(bits, gcd(size, 128)),  # groups of up to 128, as kernels take them
         bits=bits,
         group_size=size,
         is_symmetric=is_symmetric,
