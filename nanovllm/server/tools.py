@@ -79,13 +79,14 @@ def list_strings(tools: list[Tool]) -> set[tuple[str, str]]:
         function = tool["function"]
         properties = (function.get("parameters") or {}).get("properties")
         for name, schema in properties.items() if isinstance(properties, dict) else ():
-            with suppress(TypeError, AttributeError):  # for an invalid schema
+            with suppress(TypeError, AttributeError, RecursionError):  # for an invalid schema
                 if allows_string(schema):
                     strings.add((function["name"], name))
     return strings
 
 
 def allows_string(schema: JsonObject) -> bool:
+    """Return whether a value can be a string."""
     types = schema.get("type", ())
     parts = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
     return (
@@ -153,7 +154,8 @@ class CallParser:
                     arguments = json.dumps(arguments, allow_nan=False)
                 if isinstance(call["name"], str):
                     return call["name"], arguments
-            return self._parse_tags()
+            with suppress(RecursionError):
+                return self._parse_tags()
         return None
 
     def _parse_tags(self) -> tuple[str, str] | None:

@@ -11,7 +11,11 @@ from nanovllm.server.message_parser import MessageParser
 THINK, CALL = "<think>", "<tool_call>"
 
 
+DEEP = {"type": "string"}
+for _ in range(2000):
+    DEEP = {"anyOf": [DEEP]}
 PROPERTIES = {
+    "deep": DEEP,
     "text": {"type": "string"},
     "optional": {"anyOf": [{"type": "null"}, {"type": "string"}]},
     "list": {"type": ["string", "array"]},
@@ -177,6 +181,12 @@ def test_every_cut_gives_the_same_message(name):
         assert parse([text[:cut], text[cut:]])[0] == expected, text[:cut]
     if len(text) < 1000:
         assert parse(text)[0] == expected
+
+
+def test_no_depth_of_values_raises():
+    for depth in range(800, 1100, 3):
+        value = "[" * depth + "]" * depth
+        parse([f"<tool_call><function=add><parameter=a>{value}</parameter></function></tool_call>"])
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
