@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import TypeVar
 
@@ -17,19 +18,22 @@ T = TypeVar("T")
 
 SMALL_BODY_BYTES = 2**16
 MAX_TOTAL_BYTES = 2**28
+CONSTRAINTS = (b'"response_format"', b'"structured_outputs"', b'"tool_choice"')
 
 
 class Bodies:
     """Reads and parses bodies of up to `max_bytes`.
 
     Parsed JSON takes up to 30 times as much memory as its text, so large bodies are parsed one at a
-    time. The text that waits for that is limited to MAX_TOTAL_BYTES.
+    time. The text that waits for that is limited to MAX_TOTAL_BYTES. Bodies with a constraint have
+    two threads of their own, because a grammar can take seconds to compile.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.total_bytes = 0  # bodies that are being received or parsed
         self.turn = asyncio.Lock()
+        self.compilers = ThreadPoolExecutor(2)
 
     async def read(self, request: Request, parse: Callable[[JsonObject], T]) -> T:
         """Return parse(body), called in a thread.
@@ -48,6 +52,9 @@ class Bodies:
                 self.total_bytes += len(chunk)
                 self._check(len(data))
             is_large = len(data) > SMALL_BODY_BYTES
+            if any(name in data for name in CONSTRAINTS):
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self.compilers, _parse, data, parse, is_large)
             async with self.turn if is_large else nullcontext():
                 return await asyncio.to_thread(_parse, data, parse, is_large)
         finally:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import socket
+import threading
 import time
 
 import pytest
@@ -145,6 +146,38 @@ def test_a_valid_body_fits(url):
     body = {"prompt": "\U0001f600" * 250, "max_tokens": 1}
     assert post(url, body).status_code == 200
     assert len(json.dumps("\u2500" * 128)) < openai_api.BODY_BYTES_PER_TOKEN
+
+
+def test_compiling_grammars_delays_no_other_body():
+    reader = bodies.Bodies(10**6)
+    released = threading.Event()
+
+    async def read(body):
+        data = json.dumps(body).encode()
+        scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+        message = {"type": "http.request", "body": data, "more_body": False}
+
+        async def receive():
+            return message
+
+        def parse(parsed):
+            if "response_format" in parsed:
+                released.wait()
+            return parsed
+
+        return await reader.read(Request(scope, receive), parse)
+
+    async def read_many():
+        large = "x" * bodies.SMALL_BODY_BYTES
+        slow = [asyncio.create_task(read({"response_format": large})) for _ in range(50)]
+        await asyncio.sleep(0.1)
+        try:
+            assert await asyncio.wait_for(read({"prompt": large}), 10) == {"prompt": large}
+        finally:
+            released.set()
+        await asyncio.gather(*slow)
+
+    asyncio.run(read_many())
 
 
 def test_the_memory_of_all_bodies_is_limited(monkeypatch):
