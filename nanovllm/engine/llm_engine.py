@@ -83,7 +83,7 @@ class LLMEngine:
             config, self.tokenizer, default_params, self.vocab_size, self.max_model_len
         )
         self.requests: dict[int, Request] = {}  # unfinished samples by seq_id, oldest first
-        self.samples: dict[int, list[Request]] = {}  # request id -> its unfinished samples
+        self.samples: dict[int, list[Request]] = {}  # by first_seq_id, unfinished
         self._inbox: Inbox = {}  # for requests of add_request
         self._warnings = deque[str]()  # to be issued after the step
 
@@ -119,7 +119,7 @@ class LLMEngine:
         for request in requests:
             self.scheduler.add(request)
             self.requests[request.seq_id] = request
-            self.samples.setdefault(request.request_id, []).append(request)
+            self.samples.setdefault(request.first_seq_id, []).append(request)
 
     def _take_turn(self, call: Callable[..., Result], *args: Any) -> Result:
         """Run call(*args), a part of a public call that must not overlap with others."""
@@ -194,11 +194,11 @@ class LLMEngine:
     def _remove(self, request: Request) -> None:
         """Remove a finished request. An interrupted `_queue` may have added it to one dict only."""
         self.requests.pop(request.seq_id, None)
-        samples = self.samples.get(request.request_id, [])
+        samples = self.samples.get(request.first_seq_id, [])
         if request in samples:
             samples.remove(request)
         if not samples:
-            self.samples.pop(request.request_id, None)
+            self.samples.pop(request.first_seq_id, None)
 
     def is_finished(self) -> bool:
         """Return whether all requests have finished and been reported. Aborts need no report."""

@@ -472,7 +472,7 @@ def test_a_draft_token_that_exceeds_limits_leaves_the_request_as_it_was(llm, mon
         del request.token_ids[-len(draft) :]
         request.num_logits = 1
         assert (request.compute_masks()[0] == expected[0]).all()
-        llm.abort(request.request_id)
+        llm.abort(request.first_seq_id)
 
 
 def test_without_eos_no_token_ends_a_text(llm):
