@@ -17,7 +17,7 @@ from nanovllm.checks import (
 from nanovllm.config import Config, takes
 from nanovllm.engine.beam_search import Beam, BeamSearch, search_together
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.input_processor import PreparedPrompt, Prompt
+from nanovllm.engine.input_processor import PreparedPrompt, Prompt, list_prompts
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Inbox
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
@@ -270,11 +270,7 @@ class LLM(ThreadSafeEngine):
         """Tokenize and check prompts and their sampling_params, as given to `generate`."""
         expected = "a str, a list of token ids, or a list of these"
         check_type("prompts", prompts, (str, list, tuple), expected)
-        is_one = isinstance(prompts, str) or not all(
-            isinstance(prompt, (str, list, tuple)) for prompt in prompts[:1]
-        )
-        if is_one:
-            prompts = [prompts]
+        prompts = list_prompts(prompts)
         if not isinstance(sampling_params, (list, tuple)):
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):

@@ -2,6 +2,7 @@
 
 import operator
 import struct
+from collections.abc import Sequence
 from copy import copy
 from itertools import count
 from typing import Any
@@ -26,6 +27,13 @@ _CHARS_PER_SIGN = 4
 
 class PromptTooLong(ValueError):
     """A prompt has more tokens than this engine can serve."""
+
+
+def list_prompts(prompts: Any) -> Sequence[Any]:
+    """Return the prompts of a call, which has been given one prompt or a list of them."""
+    is_list = isinstance(prompts, (list, tuple))
+    are_many = is_list and all(isinstance(prompt, (str, list, tuple)) for prompt in prompts[:1])
+    return prompts if are_many else [prompts]
 
 
 class InputProcessor:

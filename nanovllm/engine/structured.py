@@ -85,17 +85,12 @@ class StructuredRequest(Request):
             return "error"
         return "stop" if self.matcher.is_stopped() else reason
 
-    def list_allowed_tokens(self) -> list[int]:
-        """The tokens that may come next."""
-        mask = compute_mask(self.matcher)
-        return np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
-
     def compute_masks(self) -> list[np.ndarray]:
         """The mask of each row of logits. All rows but the first follow a draft token."""
-        is_short = len(self.token_ids) < self.min_num_tokens
-        if is_short and self.stop_token_ids.issuperset(self.list_allowed_tokens()):
-            self.min_num_tokens = 0  # otherwise the text could neither go on nor end
         masks = [compute_mask(self.matcher)]
+        if len(self.token_ids) < self.min_num_tokens:
+            if self.stop_token_ids.issuperset(list_tokens(masks[0])):
+                self.min_num_tokens = 0  # otherwise the text could neither go on nor end
         draft = self.token_ids[len(self.token_ids) - self.num_logits + 1 :]
         # A copy, because a draft token can exceed limits, and an error of a matcher is final.
         matcher = self.matcher.deep_copy() if draft else self.matcher
@@ -110,6 +105,11 @@ def compute_mask(matcher: Any) -> np.ndarray:
     """The tokens that may come next, one bit for each. None of them after an error."""
     mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     return np.zeros_like(mask) if matcher.is_error() else mask
+
+
+def list_tokens(mask: np.ndarray) -> list[int]:
+    """The tokens that a mask allows."""
+    return np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
 
 
 class StructuredModelRunner(ScoringModelRunner):
@@ -224,7 +224,7 @@ checked_digests = deque[bytes](maxlen=1024)
 
 
 def check_in_process(grammar: str) -> None:
-    """Raises ValueError for a grammar whose compilation could harm the engine."""
+    """Raise ValueError for a grammar whose compilation could harm the engine."""
     text = grammar.encode()
     digest = sha256(text).digest()
     if digest in checked_digests:

@@ -18,7 +18,7 @@ from nanovllm.checks import (
     naming,
     show,
 )
-from nanovllm.engine.input_processor import PreparedPrompt, Prompt
+from nanovllm.engine.input_processor import PreparedPrompt, Prompt, list_prompts
 from nanovllm.messages import Tool
 from nanovllm.server.errors import InvalidRequest, JsonObject, blaming
 from nanovllm.server.tools import choose_tools, write_grammar
@@ -100,9 +100,8 @@ def parse_request(
         if is_chat:
             prompts = [encode_chat(given, tools, llm)]
     with blaming(given, default="n" if "n" in given else prompt_name):
-        # Before prompts are prepared, because that compiles a grammar for each sample.
-        are_many = isinstance(prompts, list) and not isinstance(next(iter(prompts), None), int)
-        num_samples = params.n * (len(prompts) if are_many else 1)
+        # Before prompts are prepared, because that compiles a grammar for each of them.
+        num_samples = params.n * len(list_prompts(prompts))
         check_int("the number of prompts times n", num_samples, 1, MAX_SAMPLES)
         if "structured_outputs" in given:
             limit = MAX_CONSTRAINED_PROMPTS * params.n

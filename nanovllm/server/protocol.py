@@ -9,6 +9,7 @@ from uuid import uuid4
 
 from nanovllm import LLM
 from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.input_processor import list_prompts
 from nanovllm.outputs import PromptLogprobs, RequestOutput
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject
@@ -30,9 +31,7 @@ class Reply:
         self.num_top: int = given.get("top_logprobs", 0)
         self.prompts: list[str | list[int]] = []  # one per choice, as they were sent
         if self.echoes_prompt:
-            sent = given["prompt"]
-            is_one = isinstance(sent, str) or isinstance(sent[0], int)
-            for prompt in [sent] if is_one else sent:
+            for prompt in list_prompts(given["prompt"]):
                 self.prompts += [prompt] * given.get("n", 1)
         self.is_chat = is_chat
         self.parses_reasoning = parses_reasoning

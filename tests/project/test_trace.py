@@ -19,6 +19,7 @@ from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
 from nanovllm.engine.draft_costs import StepCosts
 from nanovllm.engine.model_runner import list_rows
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.structured import compute_mask, list_tokens
 from nanovllm.trace.__main__ import main as trace_main
 
 PROMPTS = [
@@ -223,7 +224,7 @@ def test_the_choice_of_a_grammar_is_recorded(path):
         def sample_and_keep(logits, seqs):
             rows, _ = list_rows(seqs)
             row = rows.index(constrained)
-            allowed.append(constrained.list_allowed_tokens())
+            allowed.append(list_tokens(compute_mask(constrained.matcher)))
             preferred.append(logits[row].topk(12).indices.tolist())
             return sample(logits, seqs)
 
