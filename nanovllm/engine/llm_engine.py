@@ -83,7 +83,7 @@ class LLMEngine:
             config, self.tokenizer, default_params, self.vocab_size, self.max_model_len
         )
         self.requests: dict[int, Request] = {}  # unfinished samples by seq_id, oldest first
-        self.samples: dict[int, list[Request]] = {}  # by first_seq_id, unfinished
+        self.samples: dict[int, list[Request]] = {}  # the same by first_seq_id
         self._inbox: Inbox = {}  # for requests of add_request
         self._warnings = deque[str]()  # to be issued after the step
 

@@ -8,7 +8,7 @@ budget of a GPU   = min(gpu_memory_utilization * total, GPU_SHARE_OF_FREE * free
 budget of a CPU   = CPU_SHARE * available after loading the weights / ranks
 recurrent states  = those of max_num_seqs lanes, or of as many as half of the budget has room for
 blocks            = num_kvcache_blocks, or what the rest of the budget has room for
-upper limit       = what so many lanes of max_model_len can use, for the budget of the device
+upper limit       = what these lanes use with max_model_len tokens each, for a device's budget
 several ranks     = the smallest of all ranks, because they share block tables
 available         = the least of what the machine and the cgroups (version 2) of this process have
 """

@@ -31,7 +31,7 @@ from nanovllm.transfers import to_device
 class PromptRow(NamedTuple):
     """A row of logits that scores a token of a prompt."""
 
-    entries: PromptLogprobs  # of the request. The row adds one
+    entries: PromptLogprobs  # the list of the request, to which the row adds one
     token_id: int
     num_logprobs: int | None
 

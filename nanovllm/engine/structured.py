@@ -219,7 +219,7 @@ class TokenTexts:
         return []
 
 
-# Digests of grammars that passed the check. Clients could prepare collisions of other hashes.
+# Digests of grammars that passed the check. Clients could prepare collisions of weaker hashes.
 checked_digests = deque[bytes](maxlen=1024)
 
 

@@ -109,8 +109,8 @@ class Worker:
 
         Their K/V and states are random, in caches of their own.
         """
-        length = min(_TEST_LEN, self.max_model_len)  # length of each context
-        num_blocks = cdiv(length, self.block_size)  # blocks of each sequence
+        length = min(_TEST_LEN, self.max_model_len)  # tokens of each context
+        num_blocks = cdiv(length, self.block_size)  # for each sequence
         sizes = (2 * num_blocks, self.block_size, 2)
         caches = self.spec.make_caches(self.backend, *sizes, self.device, self.tp)
         random = torch.Generator(self.device).manual_seed(0)

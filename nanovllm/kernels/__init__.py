@@ -114,7 +114,8 @@ def kernelize(
         if isinstance(call.run, OptimizedLayer):
             tested.append((call, type(call.run), call.run.replaces))
     for call, kind, plain in tested:
-        # Calls of a class that was replaced are still made, because all ranks must make the same.
+        # Later calls of a replaced layer are still made, because all ranks must make the same
+        # collective calls.
         if not passes_self_test(kind.__name__, plain.__name__, call):
             for each in model.modules():
                 if type(each) is kind:
@@ -187,8 +188,8 @@ def can_replay(
 ) -> bool:
     """Return whether replays match eager steps of `batch` and of a second decode.
 
-    The second decode reads the state that the first one has written, and overwrites its K/V. If a
-    replay does not write its state or its K/V, it meets those of the second eager step.
+    The second decode reads the state that the first one has written, and overwrites its K/V. If
+    the replays do not write K/V or states, they read what the second eager step has left there.
     """
     other_ids = torch.zeros_like(batch.input_ids)
     second = replace(batch, input_ids=other_ids, read_slots=batch.write_slots)
