@@ -8,7 +8,7 @@ because it is slow for abstract base classes.
 import ast
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -16,6 +16,7 @@ from numbers import Integral, Real
 from typing import TypeVar
 
 T = TypeVar("T")
+C = TypeVar("C", bound="Checked")
 MAX_SHOWN = 200  # characters of a value in a message
 
 
@@ -64,6 +65,19 @@ class Checked:
             value = getattr(self, each.name)
             if "check" in each.metadata and value is not each.default:
                 object.__setattr__(self, each.name, each.metadata["check"](each.name, value))
+
+    @classmethod
+    def from_options(cls: type[C], *args: object, **options: object) -> C:
+        """cls(*args, **options). The error for an unknown option lists the valid ones."""
+        check_names(options, [each.name for each in fields(cls)])
+        return cls(*args, **options)
+
+
+def check_names(options: Collection[str], valid: Collection[str]) -> None:
+    """Require that the names of all options are valid."""
+    unknown = sorted(set(options).difference(valid))
+    if unknown:
+        raise TypeError(f"unknown option {unknown[0]!r}: valid options are {', '.join(valid)}")
 
 
 def check_int(name: str, value: object, minimum: int, maximum: float = math.inf) -> int:

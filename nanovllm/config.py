@@ -6,7 +6,7 @@ machine (block size, number of blocks, max_model_len) are resolved in engine/wor
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, Literal, ParamSpec
 
@@ -105,17 +105,6 @@ class Config(Checked):
     trace: str | os.PathLike[str] | None = checked(
         None, check_type, types=(str, os.PathLike), meaning="a file's path"
     )
-
-    @classmethod
-    def from_options(cls, *args: Any, **options: Any) -> "Config":
-        """Config(*args, **options). The error for an unknown option lists the valid ones."""
-        model, *names = [each.name for each in fields(cls)]
-        unknown = options.keys() - {model, *names}
-        if unknown:
-            raise TypeError(
-                f"unknown option {min(unknown)!r}: valid options are {', '.join(names)}"
-            )
-        return cls(*args, **options)
 
     def __post_init__(self) -> None:
         check_type("model", self.model, (str, os.PathLike), "a checkpoint directory or a Hub id")

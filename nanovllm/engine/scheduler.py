@@ -76,7 +76,7 @@ class Scheduler:
         while index < len(self.running) and budget > 0:  # preemption shortens the list
             seq = self.running[index]
             index += 1
-            if only_partial and seq.num_logits > 0:
+            if only_partial and (seq.is_decode or seq.num_logits > 0):
                 continue
             num_tokens = len(seq.token_ids)
             num_missing = num_tokens - seq.num_computed_tokens

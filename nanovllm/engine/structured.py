@@ -164,7 +164,8 @@ class Grammars:
         if isinstance(outputs, Grammar):
             return params
         advice = "needs pip install 'nanovllm[structured]'"
-        with naming("structured_outputs", ValueError, RecursionError), naming(advice, ImportError):
+        errors = (ValueError, TypeError, RecursionError)
+        with naming("structured_outputs", *errors), naming(advice, ImportError):
             matcher = self._compile(make_grammar(outputs), params.n)
         return replace(params, structured_outputs=Grammar(**vars(outputs), matcher=matcher))
 
@@ -264,6 +265,8 @@ def make_grammar(outputs: StructuredOutputsParams) -> str:
         rules = rules.replace("\x7f", r"\x7f")  # llguidance rejects DEL, which JSON does not escape
     else:
         schema = {"type": "object"} if outputs.json is None else outputs.json
+        if isinstance(schema, dict):
+            schema = json.dumps(schema, allow_nan=False)  # llguidance would turn NaN into null
         grammar = LLMatcher.grammar_from_json_schema(schema, JSON_DEFAULTS)
         completed = json.loads(grammar)["grammars"][0]["json_schema"]
         rules = f"start: %json {json.dumps(completed)}"

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from transformers import Qwen3_5TextConfig
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.checks import check_bool, check_int, check_number, check_type
+from nanovllm.checks import check_bool, check_int, check_names, check_number, check_type
 from nanovllm.config import Config
 from nanovllm.outputs import RequestOutput
 from nanovllm.server.bodies import read_json
@@ -300,8 +300,5 @@ class Playground(EngineThread):
         await self._call(self.set_pace, pause, num_steps)
 
     async def take_options(self, body: JsonObject) -> None:
-        unknown = body.keys() - DEFAULTS.keys()
-        if unknown:
-            valid = ", ".join(DEFAULTS)
-            raise ValueError(f"unknown option {min(unknown)!r}: valid options are {valid}")
+        check_names(body, DEFAULTS)
         await self._call(self.replace, body)

@@ -501,6 +501,7 @@ def test_token_that_the_grammar_forbids_is_an_error(llm, monkeypatch):
         {"json": {"not": {}}},
         {"json": {**PAIR, "maxProperties": 1}},  # not supported
         {"json": {"x": {1, 2}}},
+        {"json": {"enum": [float("nan")]}},
         {"json": "\ud800"},
         {"regex": "("},
         {"regex": r"[^\s\S]"},
@@ -543,7 +544,7 @@ def test_missing_package_and_missing_tokenizer(tiny, make, llm, monkeypatch):
         ({"choice": [1]}, "choice must be a str"),
         ({"choice": "a"}, "choice must be a list"),
         ({"json": 3}, "json must be"),
-        ({"regexp": "a"}, "regexp"),
+        ({"regexp": "a"}, "'regexp': valid options are json, json_object, regex, choice, grammar"),
     ],
 )
 def test_invalid_parameters_are_named(value, complaint):
