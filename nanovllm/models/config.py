@@ -118,13 +118,12 @@ def _read_decoder(
 
 def _check_full_attention(config: PretrainedConfig, max_len: int) -> None:
     """Raise ValueError for sliding windows, unless the window covers every context."""
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types:
-        is_full = set(layer_types) == {"full_attention"}
-    else:
-        window = getattr(config, "sliding_window", None) or max_len
-        is_full = window >= max_len
-    if not is_full:
+    # Without layer_types, a window is that of all layers.
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    window = getattr(config, "sliding_window", None) or max_len
+    if window >= max_len:
+        kinds.discard("sliding_attention")
+    if not kinds <= {"full_attention"}:
         raise ValueError(
             "sliding-window attention (sliding_window, layer_types, use_sliding_window)"
             " is not supported"

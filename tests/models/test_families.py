@@ -56,6 +56,7 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "mistral": (MistralConfig, dict(sliding_window=None)),
     "mistral-wide-window": (MistralConfig, dict(sliding_window=4096)),
     "ministral": (MinistralConfig, dict(layer_types=["full_attention"] * 2)),
+    "ministral-wide-window": (MinistralConfig, dict(sliding_window=4096)),
     "opt": (OPTConfig, OPT),
     "opt-350m": (OPTConfig, dict(OPT, do_layer_norm_before=False, word_embed_proj_dim=24)),
     "opt-untied-narrow": (OPTConfig, dict(OPT, tie_word_embeddings=False, word_embed_proj_dim=24)),
