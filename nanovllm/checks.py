@@ -8,7 +8,7 @@ because it is slow for abstract base classes.
 import ast
 import math
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -91,7 +91,9 @@ def check_ints(
     name: str, values: Iterable[object], minimum: int, max_num: int | None = None
 ) -> list[int]:
     """Require ints >= `minimum` in a list, a tuple, a set or an array, and at most `max_num`."""
-    given = list(check_type(name, values, (Iterable,), "a list of ints"))
+    if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping)):
+        raise invalid(name, f"must be a list of ints, not {show(values)}", TypeError)
+    given = list(values)
     if max_num is not None and len(given) > max_num:
         raise invalid(name, f"must have at most {max_num} values, not {len(given)}")
     return [check_int(f"{name}[{index}]", value, minimum) for index, value in enumerate(given)]

@@ -100,7 +100,7 @@ class Config(Checked):
     quantization: Literal["int8", "int4"] | None = checked(
         None, check_choice, choices=QUANTIZATIONS
     )
-    seed: int = checked(0, check_int, minimum=0)
+    seed: int = checked(0, check_int, minimum=0, maximum=2**64 - 1)
     num_speculative_tokens: int = checked(0, check_int, minimum=0, maximum=MAX_SIZE)
     trace: str | os.PathLike[str] | None = checked(
         None, check_type, types=(str, os.PathLike), meaning="a file's path"

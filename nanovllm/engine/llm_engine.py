@@ -177,7 +177,8 @@ class LLMEngine:
 
     def _find_samples(self, request_id: int) -> list[Request]:
         """The unfinished samples of a request. The id of a later sample selects only that one."""
-        request_id = operator.index(request_id)
+        with naming("request_id", TypeError):
+            request_id = operator.index(request_id)
         if request_id in self.samples:
             return list(self.samples[request_id])
         request = self.requests.get(request_id)

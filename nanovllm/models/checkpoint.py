@@ -17,7 +17,7 @@ _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 # The same weights for other programs, in repositories of Mistral and Meta.
 _COPIES = ["consolidated*", "original/*", "*/*.safetensors"]
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
 
 def find_checkpoint(model: str) -> Path:
@@ -47,7 +47,10 @@ def read_config(directory: Path) -> PretrainedConfig:
 
     Raises ValueError for a config that transformers rejects.
     """
-    with naming(directory / "config.json", Exception):
+    path = directory / "config.json"
+    if not path.exists():
+        raise ValueError(f"{path} is missing: model must be a checkpoint directory or a Hub id")
+    with naming(path, Exception):
         config = AutoConfig.from_pretrained(directory, **LOCAL)
         text_config = config.get_text_config()
         if text_config is config:
@@ -121,7 +124,7 @@ def _list_ids(value: Any) -> list[Any]:
 
 
 def read_generation_defaults(directory: Path) -> dict[str, Any]:
-    """Return the sampling parameters that generation_config.json sets, as they are there.
+    """Return the sampling parameters that generation_config.json sets, by their names here.
 
     As in vLLM, null means unset and do_sample is ignored. In transformers a missing do_sample means
     greedy, so obeying it would make most base models greedy, which users of vLLM do not expect.
@@ -129,5 +132,6 @@ def read_generation_defaults(directory: Path) -> dict[str, Any]:
     The values are not checked. Raises ValueError if the file contains no JSON object.
     """
     content = _read_generation_config(directory)
+    content["max_tokens"] = content.get("max_new_tokens")
     given = {name: content.get(name) for name in _SAMPLING_FIELDS}
     return {name: value for name, value in given.items() if value is not None}

@@ -76,8 +76,12 @@ CHAT: Table = {
         ([False], "add_special_tokens echo"),
     ),
 }
-TOKENIZE_PROMPT = make_table((READ, "model prompt add_special_tokens"))
-TOKENIZE_CHAT = make_table((READ, "model"), (READ, _TEMPLATE))
+TOKENIZE_PROMPT = make_table(
+    (READ, "model prompt add_special_tokens"), ([False], "return_token_strs")
+)
+TOKENIZE_CHAT = make_table(
+    (READ, "model"), (READ, _TEMPLATE), ([False], "add_special_tokens return_token_strs")
+)
 DETOKENIZE = make_table((READ, "model tokens"))
 
 
@@ -236,15 +240,15 @@ def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:
         del options["seed"]
     if is_chat:  # `logprobs` is a bool, and `top_logprobs` their number
         wants_logprobs = check_bool("logprobs", options.pop("logprobs", False))
+        num_logprobs = check_int("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
         if wants_logprobs:
-            options["logprobs"] = given.get("top_logprobs", 0)
-        elif given.get("top_logprobs"):
+            options["logprobs"] = num_logprobs
+        elif num_logprobs > 0:
             raise invalid("top_logprobs", "needs logprobs=true: set it, or leave it out")
-    if "logprobs" in options:
-        name = "top_logprobs" if is_chat else "logprobs"
-        check_int(name, options["logprobs"], 0, MAX_LOGPROBS)
+    elif "logprobs" in options:
+        check_int("logprobs", options["logprobs"], 0, MAX_LOGPROBS)
     if given.get("echo"):
         options["prompt_logprobs"] = options.get("logprobs")
-        if options["max_tokens"] == 0:  # the prompt alone, see Reply
-            options["max_tokens"] = 1
+        max_tokens = check_int("max_tokens", options["max_tokens"], 0)
+        options["max_tokens"] = max(max_tokens, 1)  # 0 asks for the prompt alone, see Reply
     return replace(llm.get_default_sampling_params(), **options)

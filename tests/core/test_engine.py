@@ -80,6 +80,8 @@ def test_abort_ends_one_sample_or_a_whole_request(make_llm):
     for aborted, num_left in (unknown, 3), (request_id + 1, 2), (request_id, 0), (request_id, 0):
         llm.abort(aborted)
         assert llm.stats["num_running"] + llm.stats["num_waiting"] == num_left
+    with pytest.raises(ValueError, match="request_id: "):
+        llm.abort("0")
     assert llm.is_finished()
     check_invariants(llm)
     outputs = llm.step()

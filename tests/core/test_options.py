@@ -27,7 +27,7 @@ INVALID_OPTIONS = {
     "enable_prefix_caching": ["yes"],
     "enable_kernels": [1],
     "load_format": ["gguf"],
-    "seed": [-1],
+    "seed": [-1, 2**64],
     "num_speculative_tokens": [-1, HUGE],
     "trace": [3],
 }
@@ -43,7 +43,7 @@ INVALID_PARAMS = {
     "max_tokens": [0, None, np.float64(3.0)],
     "min_tokens": [-1, 65],
     "stop": ["", ["a", 3], 5, ["a"] * 65],
-    "stop_token_ids": [[-1], 3, ["x"], range(1025)],
+    "stop_token_ids": [[-1], 3, ["x"], range(1025), "", {}, b"a"],
     "ignore_eos": [1],
     "seed": ["x", 2**64, -(2**63) - 1],
     "logprobs": [-1, True],

@@ -213,10 +213,10 @@ def test_generation_defaults_are_those_that_are_set(tmp_path):
     """do_sample and fields that are no sampling parameters do not count."""
     assert read_generation_defaults(tmp_path) == {}
     given = {"temperature": 0.6, "top_k": 0, "min_p": 0.1, "repetition_penalty": 1.1}
-    others = {"top_p": None, "do_sample": False, "max_new_tokens": 5, "eos_token_id": 2}
+    others = {"top_p": None, "do_sample": False, "num_beams": 1, "eos_token_id": 2}
     path = tmp_path / "generation_config.json"
-    write_json(path, {**given, **others})
-    assert read_generation_defaults(tmp_path) == given
+    write_json(path, {**given, **others, "max_new_tokens": 5})
+    assert read_generation_defaults(tmp_path) == {**given, "max_tokens": 5}
     path.write_text("[]")
     with pytest.raises(ValueError, match=f"^{path}: expected a JSON object"):
         read_generation_defaults(tmp_path)
@@ -228,7 +228,7 @@ def test_generation_defaults_are_those_that_are_set(tmp_path):
         ("/nothing", ValueError, "no such directory"),
         (__file__, ValueError, "no such directory"),
         ("nowhere/at-all", ValueError, "cannot be downloaded"),
-        (Path(__file__).parent, ValueError, "config.json"),
+        (Path(__file__).parent, ValueError, "config.json is missing: model must be"),
         (None, TypeError, "model"),
     ],
 )

@@ -181,10 +181,11 @@ def test_an_echo_can_be_streamed(url, num_tokens):
 def test_texts_are_tokenized_and_tokens_detokenized(url, llm):
     prompt = "What is 12 + 30?"
     options = {"add_generation_prompt": False}
+    neutral = {"add_special_tokens": False, "return_token_strs": False}
     for body, expected in (
         ({"prompt": prompt}, llm.tokenizer.encode(prompt)),
         ({"prompt": ""}, []),
-        ({"messages": QUESTION}, llm.encode_chats([QUESTION])[0]),
+        ({"messages": QUESTION, **neutral}, llm.encode_chats([QUESTION])[0]),
         ({"messages": QUESTION, **options}, llm.encode_chats([QUESTION], **options)[0]),
     ):
         reply = post(url, body, "/tokenize").json()
@@ -204,6 +205,7 @@ def test_texts_are_tokenized_and_tokens_detokenized(url, llm):
         ("/tokenize", {"prompt": "x" * 10**6}, "prompt"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": ["x"]}, "tokens[0]"),
+        ("/detokenize", {"tokens": {}}, "tokens"),
         ("/detokenize", {"tokens": [10**6]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
     ],
