@@ -215,7 +215,7 @@ class LLM(ThreadSafeEngine):
         check_bool("ignore_eos", ignore_eos)
         eos_token_ids = frozenset() if ignore_eos else self.eos_token_ids
         searches: list[BeamSearch] = []
-        for prompt, _ in self.prepare_prompts(prompts, None):
+        for prompt, *_ in self.prepare_prompts(prompts, None):
             max_num_tokens = min(max_tokens, self.max_model_len - len(prompt))
             searches.append(
                 BeamSearch(prompt, beam_width, max_num_tokens, length_penalty, eos_token_ids)
@@ -253,7 +253,7 @@ class LLM(ThreadSafeEngine):
             for request in tqdm(requests, unit="seq", disable=not use_tqdm):
                 while request.seq_id in self.requests:
                     self._run_step()
-            return self._take_turn(lambda: [request.output() for request in requests])
+            return [request.output() for request in requests]
 
     def _stream(self, prompts: list[PreparedPrompt]) -> Iterator[RequestOutput]:
         inbox: Inbox = {}

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from operator import itemgetter
 
+from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.outputs import FinishReason, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
-Generate = Callable[[list[tuple[list[int], SamplingParams]]], list[RequestOutput]]
+Generate = Callable[[list[PreparedPrompt]], list[RequestOutput]]
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,10 @@ def search_together(searches: list[BeamSearch], generate: Generate) -> list[Requ
         params = SamplingParams(
             temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=active[0].num_candidates
         )
-        prompts: list[tuple[list[int], SamplingParams]] = []
+        prompts: list[PreparedPrompt] = []
         for search in active:
-            prompts += [(search.prompt + beam.token_ids, params) for beam in search.running]
+            for beam in search.running:
+                prompts.append(PreparedPrompt(search.prompt + beam.token_ids, params))
         outputs = generate(prompts)
         if not first_outputs:
             first_outputs = outputs  # each search begins with one beam

@@ -141,26 +141,15 @@ class Detokenizer:
         return self.end is not None
 
     def push_new(self, token_ids: list[int]) -> None:
-        """Push the tokens that are new."""
+        """Decode the tokens that are new."""
         for token_id in token_ids[self.num_decoded_tokens :]:
-            self.push(token_id)
-
-    def push(self, token_id: int) -> str:
-        """Add one token. Return the text that it releases."""
-        new_text, window = self._extend_window(token_id, *self.window)
-        is_first = not self.text
-        # No call and no loop falls between these stores, so no KeyboardInterrupt does, either.
-        self.num_decoded_tokens, self.text, self.window = (
-            self.num_decoded_tokens + 1,
-            self.text + new_text,
-            window,
-        )
-        return self._without_tail(new_text) if is_first else new_text
-
-    def flush(self) -> str:
-        """Return the text that is left after the last token."""
-        new_text = self._find_new_text(*self.window)
-        return new_text if self.text else self._without_tail(new_text)
+            new_text, window = self._extend_window(token_id, *self.window)
+            # No call and no loop falls between these stores, so no KeyboardInterrupt does, either.
+            self.num_decoded_tokens, self.text, self.window = (
+                self.num_decoded_tokens + 1,
+                self.text + new_text,
+                window,
+            )
 
     def _extend_window(
         self, token_id: int, context: Tokens, context_text: str, pending: Tokens

@@ -2,10 +2,10 @@
 
 import operator
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 from transformers import PreTrainedTokenizerBase
@@ -17,7 +17,15 @@ from nanovllm.engine.request import Inbox, Request
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | list[int]
-PreparedPrompt = tuple[list[int], SamplingParams]  # validated for this engine
+
+
+class PreparedPrompt(NamedTuple):
+    """A prompt that is validated for this engine."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    make_request: Callable[..., Request] = Request  # a StructuredRequest has its grammar from here
+
 
 # A token stands for at most as many characters as its entry in the vocabulary has, or for four
 # times as many if the text is normalized, because Unicode composes up to four characters. (A
@@ -86,9 +94,9 @@ class InputProcessor:
         check_int("each token id of a prompt", max(token_ids), 0, self.vocab_size - 1)
         for token_id in params.logit_bias or ():
             check_int("logit_bias", token_id, 0, self.vocab_size - 1)
-        if params.structured_outputs is not None:
-            params = self.grammars.compile(params)
-        return token_ids, params
+        if params.structured_outputs is None:
+            return PreparedPrompt(token_ids, params)
+        return PreparedPrompt(token_ids, params, self.grammars.compile(params))
 
     def _check_len(self, num_tokens: int) -> None:
         if num_tokens >= self.max_model_len:
@@ -126,17 +134,15 @@ class InputProcessor:
     ) -> list[Request]:
         """Make the samples of all prompts. `inbox` receives those with progress to report."""
         requests: list[Request] = []
-        for token_ids, params in prompts:
+        for token_ids, params, make_request in prompts:
             stop_token_ids = set(params.stop_token_ids or ())
-            is_structured = params.structured_outputs is not None
-            if is_structured or not params.ignore_eos:
+            if params.structured_outputs is not None or not params.ignore_eos:
                 stop_token_ids |= eos_token_ids
             # Checkpoints with a reduced vocabulary can name ids above it.
             valid_ids = frozenset(i for i in stop_token_ids if i < self.vocab_size)
             detokenizer: Detokenizer | None = None
             if self.tokenizer is not None:
                 detokenizer = Detokenizer(self.tokenizer, token_ids, params.stop_strings)
-            make_request = self.grammars.make_request if is_structured else Request
             for index in range(params.n):
                 seq_id = next(self.ids)
                 # Without a seed of its own, a request has the engine's seed.

@@ -14,7 +14,7 @@ overrides it with a lock and the recovery of interrupted calls.
 import operator
 import os
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -83,7 +83,7 @@ class LLMEngine:
             config, self.tokenizer, default_params, self.vocab_size, self.max_model_len
         )
         self.requests: dict[int, Request] = {}  # unfinished samples by seq_id, oldest first
-        self.samples: dict[int, list[Request]] = {}  # the same by first_seq_id
+        self.samples = defaultdict[int, dict[Request, None]](dict)  # the same by first_seq_id
         self._inbox: Inbox = {}  # for requests of add_request
         self._warnings = deque[str]()  # to be issued after the step
 
@@ -96,7 +96,10 @@ class LLMEngine:
 
         Raises ValueError or TypeError for a prompt that can never be served.
         """
-        prepared = self.input_processor.prepare(prompt, sampling_params)
+        return self.add_prepared(self.input_processor.prepare(prompt, sampling_params))
+
+    def add_prepared(self, prepared: PreparedPrompt) -> int:
+        """As add_request, for a prompt that was prepared before."""
         with self._queued([prepared], self._inbox) as requests:
             return requests[0].seq_id
 
@@ -119,7 +122,7 @@ class LLMEngine:
         for request in requests:
             self.scheduler.add(request)
             self.requests[request.seq_id] = request
-            self.samples.setdefault(request.first_seq_id, []).append(request)
+            self.samples[request.first_seq_id][request] = None
 
     def _take_turn(self, call: Callable[..., Result], *args: Any) -> Result:
         """Run call(*args), a part of a public call that must not overlap with others."""
@@ -195,11 +198,10 @@ class LLMEngine:
     def _remove(self, request: Request) -> None:
         """Remove a finished request. An interrupted `_queue` may have added it to one dict only."""
         self.requests.pop(request.seq_id, None)
-        samples = self.samples.get(request.first_seq_id, [])
-        if request in samples:
-            samples.remove(request)
+        samples = self.samples[request.first_seq_id]
+        samples.pop(request, None)
         if not samples:
-            self.samples.pop(request.first_seq_id, None)
+            del self.samples[request.first_seq_id]
 
     def is_finished(self) -> bool:
         """Return whether all requests have finished and been reported. Aborts need no report."""

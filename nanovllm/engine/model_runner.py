@@ -65,7 +65,7 @@ class ModelRunner:
             if config.enable_kernels:
                 run = self._sample_dummies if self.device.type == "cuda" else None
                 kernels.kernelize(self.sampler, self.device, spec.dtype, run)
-            self.executor.call(self._start_worker)
+            self.executor.call(worker.start, self._sample_profiling_logits)
         self.num_lanes = worker.num_lanes
         # The block tables of all lanes, so that a decode need not copy its whole table.
         self.block_tables = np.zeros((self.num_lanes, worker.block_table_width), np.int32)
@@ -79,14 +79,8 @@ class ModelRunner:
         batch = self.prepare_sampling(rows, [1] * len(rows))
         self.sampler(logits.to(self.device, self.dtype), batch)
 
-    def _start_worker(self) -> None:
-        """Profile a step if the size of the KV cache depends on it, allocate the cache, warm up."""
-        worker = self.executor.worker
-        if worker.needs_profile:
-            sample_dummies(self.sample, worker.profile(), worker.max_model_len)
-        worker.allocate_kv_cache()
-        for logits in worker.warm_up():
-            sample_dummies(self.sample, logits, worker.max_model_len)
+    def _sample_profiling_logits(self, logits: Tensor) -> None:
+        sample_dummies(self.sample, logits, self.executor.worker.max_model_len)
 
     def forward(self, seqs: list[Sequence]) -> Tensor:
         """Compute the scheduled tokens. Return logits [num_logits of all seqs, vocab_size]."""
@@ -110,7 +104,7 @@ class ModelRunner:
         tokens = self.sampler(processed, self.prepare_sampling(rows, positions))
         token_ids = self.executor.call(tokens.tolist)  # the host waits for the device here
         logprobs: Logprobs = None
-        if any([seq.wants_logprobs for seq in seqs]):
+        if any([seq.params.logprobs is not None for seq in seqs]):
             requested = [seq.params.logprobs for seq in rows]
             logprobs = split_rows(find_logprobs(logits, tokens, requested), seqs)
         return split_rows(token_ids, seqs), logprobs
@@ -138,11 +132,14 @@ class ModelRunner:
         state_slots = ([seq.read_slot for seq in seqs], [seq.write_slot for seq in seqs])
         read_slots, write_slots = np.array(state_slots, np.int32)
         only_decodes = max_seqlen_q == 1 and has_one_row_each(seqs)
-        arrays = {
+        if only_decodes:
+            arrays = flatten_decodes(seqs, size)
+        else:
+            arrays = flatten(seqs, block_tables, size)
+        arrays |= {
             "block_tables": block_tables,
             "read_slots": read_slots,
             "write_slots": write_slots,
-            **(flatten_decodes(seqs, size) if only_decodes else flatten(seqs, block_tables, size)),
         }
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return Batch(**tensors, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanovllm.layers.tensor_parallel import FIRST_PART, TensorParallel
+from nanovllm.layers.tensor_parallel import TensorParallel
 
 _FOREVER = timedelta(days=365)  # an idle engine must not run into a timeout
 
@@ -32,8 +32,7 @@ def connect(device: torch.device, size: int, place: Place) -> TensorParallel:
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
         group = dist.ProcessGroupNCCL(place.store, place.rank, size, options)
-    first = torch.empty(FIRST_PART, dtype=torch.int32, device="cpu")
-    return TensorParallel(place.rank, size, group, host_group, first)
+    return TensorParallel(place.rank, size, group, host_group)
 
 
 def find_device(name: str, local_rank: int | None = None) -> torch.device:

@@ -39,15 +39,18 @@ class PromptRow(NamedTuple):
 class ScoringModelRunner(ModelRunner):
     """Also scores prompts. The sequences that ask for this are Requests."""
 
-    # For the rows of logits of the current step. None: the row samples a token. Empty if no prompt
-    # is scored.
-    rows: list[PromptRow | None]
-
-    def prepare_batch(self, seqs: list[Sequence]) -> Batch:
-        batch = super().prepare_batch(seqs)
-        self.rows = []
+    def forward(self, seqs: list[Sequence]) -> Tensor:
         if all([seq.params.prompt_logprobs is None for seq in seqs]):
-            return batch
+            return super().forward(seqs)
+        batch, rows = self.add_rows(self.prepare_batch(seqs), seqs)
+        return self.executor.call(self._execute_rows, batch, rows)
+
+    def add_rows(self, batch: Batch, seqs: list[Sequence]) -> tuple[Batch, list[PromptRow | None]]:
+        """Add the rows of logits that score prompts.
+
+        Return what each row does. None: it samples a token.
+        """
+        rows: list[PromptRow | None] = []
         indices: list[int] = []
         for seq, start in zip(seqs, batch.cu_seqlens_q.tolist()):
             offset = start - seq.num_computed_tokens  # index in the batch minus position
@@ -59,21 +62,14 @@ class ScoringModelRunner(ModelRunner):
                 for position in range(first, min(end, seq.num_prompt_tokens - 1)):
                     token_id = seq.token_ids[position + 1]
                     num_logprobs = seq.params.prompt_logprobs
-                    self.rows.append(PromptRow(seq.prompt_logprobs, token_id, num_logprobs))
+                    rows.append(PromptRow(seq.prompt_logprobs, token_id, num_logprobs))
                     indices.append(offset + position)
-            self.rows += [None] * seq.num_logits
+            rows += [None] * seq.num_logits
             indices += range(offset + end - seq.num_logits, offset + end)
-        return replace(batch, logits_indices=torch.from_numpy(np.array(indices, np.int32)))
-
-    def forward(self, seqs: list[Sequence]) -> Tensor:
-        batch = self.prepare_batch(seqs)
-        # As an argument, because an interrupted step of several ranks can still run when the next
-        # one has been prepared. It must neither use the rows of that one nor add to its entries.
-        return self.executor.call(self._execute_rows, batch, self.rows)
+        logits_indices = torch.from_numpy(np.array(indices, np.int32))
+        return replace(batch, logits_indices=logits_indices), rows
 
     def _execute_rows(self, batch: Batch, rows: list[PromptRow | None]) -> Tensor:
-        if not rows:
-            return self._execute(batch)
         worker = self.executor.worker
         sampled: list[Tensor] = []
         start = 0

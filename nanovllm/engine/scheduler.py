@@ -88,8 +88,7 @@ class Scheduler:
                 scheduled.append(seq)
                 budget -= 1
                 continue
-            needs_block = num_tokens > len(seq.block_table) * self.block_size
-            if needs_block and not self._grow(seq):
+            if not self._grow(seq):
                 break
             budget = self._schedule_tokens(seq, budget, scheduled)
         return budget

@@ -50,7 +50,6 @@ class Sequence:
         self.needs_logits_processing = bool(
             params.penalizes or params.min_tokens or params.structured_outputs or params.logit_bias
         )
-        self.wants_logprobs = params.logprobs is not None
         self.restart()
 
     def restart(self) -> None:

@@ -13,10 +13,8 @@ whether a step computed them or not. Drafts take the tokens and blocks that a st
 and can evict cached blocks. No sequence waits or is preempted for a draft.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Protocol
 
 from nanovllm.engine.draft_costs import Candidate, StepCosts, measure_costs
 from nanovllm.engine.llm_engine import LLMEngine
@@ -136,11 +134,6 @@ def enable_speculation(engine: LLMEngine) -> None:
     scheduler.speculator = Speculator(max_draft_len, costs)
 
 
-class Proposer(Protocol):
-    def propose(self, num_tokens: int) -> list[int]:
-        """Up to `num_tokens` token ids that may follow a sequence. Empty without a proposal."""
-
-
 class PromptLookup:
     """Proposes what followed the latest occurrence of the newest tokens (Saxena 2023).
 
@@ -177,7 +170,7 @@ class PromptLookup:
 class Proposal:
     """A sequence's newest proposal, for the tokens from `position` on, and its acceptance rate."""
 
-    proposer: Proposer
+    proposer: PromptLookup
     token_ids: list[int] = field(default_factory=list)
     position: int = 0
     acceptance_rate: float = 0.5
@@ -197,7 +190,7 @@ class Speculator:
     def __init__(self, max_draft_len: int, costs: StepCosts) -> None:
         self.max_draft_len = max_draft_len
         self.costs = costs
-        self.make_proposer: Callable[[list[int]], Proposer] = PromptLookup
+        self.make_proposer = PromptLookup
 
     def choose(
         self, seqs: list[Sequence], proposals: dict[Sequence, Proposal], budget: int

@@ -20,8 +20,9 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -51,23 +52,14 @@ LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_items_i
 MAX_LEXER_STATES = 50_000  # per sample
 
 
-@dataclass(frozen=True)
-class Grammar(StructuredOutputsParams):
-    """StructuredOutputsParams that an engine has compiled."""
+@dataclass(eq=False)
+class StructuredRequest(Request):
+    """A request with structured_outputs."""
 
     matcher: Any = None  # llguidance's LLMatcher, before the first token
 
     def __post_init__(self) -> None:
-        """Skip validation. All fields were validated before."""
-
-
-@dataclass(eq=False)
-class StructuredRequest(Request):
-    """A request with a Grammar."""
-
-    def __post_init__(self) -> None:
-        grammar: Any = self.params.structured_outputs
-        self.matcher = grammar.matcher.deep_copy()
+        self.matcher = self.matcher.deep_copy()
         super().__post_init__()
 
     def restart(self) -> None:
@@ -147,27 +139,23 @@ def mask_rows(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
 class Grammars:
     """Compiles the grammars of the requests of one engine."""
 
-    make_request = StructuredRequest
-
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         # Not the engine, because it would then refer to itself and outlive its last reference.
         self.hf_tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
 
-    def compile(self, params: SamplingParams) -> SamplingParams:
-        """Return `params` with a Grammar.
+    def compile(self, params: SamplingParams) -> Callable[..., Request]:
+        """Return what makes requests with the grammar of `params`.
 
         Raises ValueError for a grammar that is invalid, too complex, or that no text matches.
         """
         outputs: Any = params.structured_outputs
-        if isinstance(outputs, Grammar):
-            return params
         advice = "needs pip install 'nanovllm[structured]'"
         errors = (ValueError, TypeError, RecursionError)
         with naming("structured_outputs", *errors), naming(advice, ImportError):
             matcher = self._compile(make_grammar(outputs), params.n)
-        return replace(params, structured_outputs=Grammar(**vars(outputs), matcher=matcher))
+        return partial(StructuredRequest, matcher=matcher)
 
     def _compile(self, grammar: str, num_samples: int) -> Any:
         from llguidance import LLMatcher, LLParserLimits

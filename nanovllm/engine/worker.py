@@ -8,6 +8,7 @@ The worker also decides what depends on both the checkpoint and the machine: the
 the block size, the number of blocks and max_model_len.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from nanovllm.engine.memory import ENLARGE, MemoryMeter, count_blocks, count_slo
 from nanovllm.engine.placement import Place, connect, find_device
 from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
-from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.spec import ModelSpec
 from nanovllm.models.weights import (
     count_bytes,
@@ -60,12 +61,8 @@ class Worker:
         if config.num_speculative_tokens:
             num_rows = max(num_rows, MAX_DRAFT_STEP)
         self.max_num_logits = min(num_rows, config.max_num_batched_tokens)
-        self.tp = TensorParallel()
-        if place is None:
-            self.device = find_device(config.device)
-        else:
-            self.device = find_device(config.device, place.local_rank)
-            self.tp = connect(self.device, config.tensor_parallel_size, place)
+        self.device = find_device(config.device, place.local_rank if place else None)
+        self.tp = connect(self.device, config.tensor_parallel_size, place) if place else ALONE
         # Triton uses the current GPU. On a CPU the index is None, which has no effect.
         no_autocast = torch.autocast(self.device.type, enabled=False)
         with torch.accelerator.device_index(self.device.index), no_autocast:
@@ -140,12 +137,22 @@ class Worker:
         """The blocks of the longest sequence."""
         return cdiv(self.max_model_len, self.block_size)
 
-    @property
-    def needs_profile(self) -> bool:
-        """Whether the size of the KV cache depends on how much of a GPU's memory a step takes."""
+    def start(self, use: Callable[[Tensor], object]) -> None:
+        """Allocate the KV cache, and compile the kernels of a GPU.
+
+        If the size of the cache depends on how much of a GPU's memory a step takes, a profile run
+        comes first. `use` receives the logits of each dummy step, from which rank 0 samples. All
+        ranks make the same steps, because these have collective operations.
+        """
         config = self.config
+        on_gpu = self.device.type == "cuda"
         is_given = config.num_kvcache_blocks is not None or config.kvcache_memory_bytes is not None
-        return self.device.type == "cuda" and not is_given
+        if on_gpu and not is_given:
+            use(self.profile())
+        self.allocate_kv_cache()
+        for query_lens in ([2, 1], [1]) if on_gpu else ():  # a chunk beside a decode, a decode
+            batch = self._make_dummy_batch(query_lens)
+            use(self.compute_logits(self.compute(batch)))
 
     def profile(self) -> Tensor:
         """Run the largest step, with a KV cache of one block. Return its logits."""
@@ -181,16 +188,6 @@ class Worker:
         end = FIRST_LANE + self.num_lanes * count_slots(self.config)
         num_slots = self.num_lanes if self.config.enable_prefix_caching else 0
         return range(end - num_slots, end)
-
-    def warm_up(self) -> list[Tensor]:
-        """Compile the kernels of a GPU: for a chunk beside a decode, and for a decode alone.
-
-        Return the logits of each of these steps.
-        """
-        if self.device.type != "cuda":
-            return []
-        batches = [self._make_dummy_batch(query_lens) for query_lens in ([2, 1], [1])]
-        return [self.compute_logits(self.compute(batch)) for batch in batches]
 
     def _allocate(self, num_blocks: int, num_slots: int, is_profile: bool = False) -> None:
         config = self.config
@@ -228,10 +225,7 @@ class Worker:
 
     def serve(self) -> None:
         """Compute this rank's share of the batches that rank 0 runs, until rank 0 disconnects."""
-        if self.needs_profile:
-            self.profile()
-        self.allocate_kv_cache()
-        self.warm_up()
+        self.start(use=lambda logits: None)
         while True:
             try:
                 message = self.tp.receive()

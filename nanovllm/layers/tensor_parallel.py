@@ -27,7 +27,9 @@ class TensorParallel:
     # and no GPU is involved. On a CPU it is the same as `group`.
     host_group: Any = None
     # The length and the first part of a message: int32 [FIRST_PART] on the host.
-    first: Tensor = field(default_factory=partial(torch.empty, 0))
+    first: Tensor = field(
+        default_factory=partial(torch.empty, FIRST_PART, dtype=torch.int32, device="cpu")
+    )
 
     def divide(self, num: int) -> tuple[int, int]:
         """Return how many of `num` heads or columns this rank has, and the index of its first one.

@@ -54,7 +54,7 @@ class Stream:
 
     async def __aiter__(self) -> AsyncIterator[Outputs]:
         """Yield new outputs until all choices have finished. Raises Unavailable."""
-        num_unfinished = sum(params.n for _, params in self.prompts)
+        num_unfinished = sum(prompt.params.n for prompt in self.prompts)
         while num_unfinished > 0:
             await self.has_news.wait()
             self.has_news.clear()
@@ -151,9 +151,9 @@ class EngineThread(threading.Thread):
         return None
 
     def _add(self, stream: Stream) -> None:
-        for token_ids, params in stream.prompts:
-            first_id = self.llm.add_request(token_ids, params)
-            for request_id in range(first_id, first_id + params.n):
+        for prompt in stream.prompts:
+            first_id = self.llm.add_prepared(prompt)
+            for request_id in range(first_id, first_id + prompt.params.n):
                 self._choices[request_id] = (stream, len(stream.request_ids))
                 stream.request_ids.append(request_id)
 

@@ -25,6 +25,8 @@ class LogprobsWriter:
         self.detokenizer: Detokenizer | None = None
         if vocabulary.tokenizer is not None:
             self.detokenizer = Detokenizer(vocabulary.tokenizer, prompt_token_ids)
+        self.token_ids = list(prompt_token_ids)
+        self.text = ""  # of the tokens after the prompt
         self.offset = 0  # where the next token begins in the text
 
     def write_completion(
@@ -66,9 +68,10 @@ class LogprobsWriter:
         """Return the text that a token adds, or its name if it is special."""
         text = ""
         if self.detokenizer is not None:
-            text = self.detokenizer.push(token_id)
-            if is_last:
-                text += self.detokenizer.flush()
+            self.token_ids.append(token_id)
+            whole = self.detokenizer.read(self.token_ids, is_last)
+            text = whole[len(self.text) :]
+            self.text = whole
         self.offset += len(text)
         if not text and (self.detokenizer is None or token_id in self.vocabulary.added):
             return self.vocabulary.name(token_id)

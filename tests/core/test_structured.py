@@ -478,8 +478,8 @@ def test_a_draft_token_that_exceeds_limits_leaves_the_request_as_it_was(llm, mon
 
 def test_without_eos_no_token_ends_a_text(llm):
     grammars = structured.Grammars(llm.tokenizer, llm.vocab_size, frozenset())
-    params = grammars.compile(SamplingParams(structured_outputs={"regex": "a*"}))
-    mask = structured.compute_mask(params.structured_outputs.matcher)
+    make_request = grammars.compile(SamplingParams(structured_outputs={"regex": "a*"}))
+    mask = structured.compute_mask(make_request.keywords["matcher"])
     allowed = structured.list_tokens(mask)
     assert llm.vocab_size in allowed
     texts = [llm.vocabulary.read_bytes(token_id) for token_id in allowed[:-1]]
@@ -564,8 +564,8 @@ def test_prepared_prompts_are_not_compiled_again(llm, monkeypatch):
     prepared = llm.prepare_prompts(["a"] * 3, params)
     assert len(calls) == 1, "prompts share a grammar"
     monkeypatch.setattr(structured, "make_grammar", None)
-    for token_ids, each in prepared * 2:
-        llm.add_request(token_ids, each)
+    for each in prepared * 2:
+        llm.add_prepared(each)
     while not llm.is_finished():
         for output in llm.step():
             assert output["finish_reason"] in (None, "stop")

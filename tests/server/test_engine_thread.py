@@ -4,6 +4,7 @@ import asyncio
 import warnings
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.server import middleware
 from nanovllm.server.engine_thread import EngineThread
 
@@ -26,7 +27,9 @@ def test_a_warning_that_is_an_error_ends_one_request_only(monkeypatch):
     async def serve():
         engine = EngineThread(llm)
         engine.start_on(asyncio.get_running_loop())
-        async with engine.submit([([5], params), ([6], params)]) as stream:
+        async with engine.submit(
+            [PreparedPrompt([5], params), PreparedPrompt([6], params)]
+        ) as stream:
             async for outputs in stream:
                 reasons.update((i, output["finish_reason"]) for i, output in outputs.items())
         engine.stop("done")

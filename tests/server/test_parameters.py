@@ -266,7 +266,7 @@ def test_what_clients_stumble_over_is_decided(llm, body, expected):
     if isinstance(expected, str):
         assert reject(llm, body, is_chat=True).param == expected
         return
-    _, [(_, params)] = parse_request({**VALID[True], **body}, True, llm)
+    _, [(_, params, _)] = parse_request({**VALID[True], **body}, True, llm)
     assert params == SamplingParams(**{"max_tokens": llm.max_model_len, **expected})
 
 
@@ -290,10 +290,10 @@ def test_defaults_come_from_the_checkpoint(llm, monkeypatch):
     defaults = SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
     monkeypatch.setattr(llm.input_processor, "default_params", defaults)
     body = {"prompt": "x", "temperature": None, "top_p": 1, "top_k": 0, "seed": -1}
-    _, [(_, params)] = parse_request(body, False, llm)
+    _, [(_, params, _)] = parse_request(body, False, llm)
     assert params == SamplingParams(temperature=0.6, top_k=0, top_p=1, max_tokens=16)
-    _, [(_, params)] = parse_request({**VALID[True], "temperature": 0}, True, llm)
+    _, [(_, params, _)] = parse_request({**VALID[True], "temperature": 0}, True, llm)
     assert params == SamplingParams(temperature=0, top_k=20, top_p=0.95, max_tokens=1024)
     for seed in (-2, -(2**63), 2**64 - 1):
-        _, [(_, params)] = parse_request({"prompt": "x", "seed": seed}, False, llm)
+        _, [(_, params, _)] = parse_request({"prompt": "x", "seed": seed}, False, llm)
         assert params.seed == seed

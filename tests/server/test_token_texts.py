@@ -63,7 +63,7 @@ def ask(llm, is_chat=False, **body):
         llm.tokenizer.chat_template = "{{ messages[0].content }}"
         body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
         body |= {"logprobs": True, "top_logprobs": 3}
-    given, [(prompt, params)] = parse_request(body, is_chat, llm)
+    given, [(prompt, params, _)] = parse_request(body, is_chat, llm)
     reply = Reply(given, "model", is_chat, llm)
     llm.eos_token_ids = frozenset()
     for output in llm.stream([prompt], params):

@@ -43,7 +43,7 @@ def llm():
 
 def answer(llm, text, reason="stop", parses_reasoning=False, **body):
     """The choices of a reply, or of its chunks, if the model writes `text`."""
-    given, [(prompt, _)] = parse_request({**BODY, **body}, True, llm)
+    given, [(prompt, _, _)] = parse_request({**BODY, **body}, True, llm)
     reply = Reply(given, "model", True, llm, parses_reasoning)
     is_stream = body.get("stream", False)
     choices = []
@@ -112,7 +112,7 @@ def test_a_template_can_read_tools_of_a_message_only(llm, monkeypatch):
 
 @pytest.mark.parametrize("choice", ["auto", "required", "none", None])
 def test_tools_are_shown_to_the_model_unless_it_must_not_call_them(llm, choice):
-    _, [(prompt, params)] = parse_request({**BODY, "tool_choice": choice}, True, llm)
+    _, [(prompt, params, _)] = parse_request({**BODY, "tool_choice": choice}, True, llm)
     assert ("add" in llm.tokenizer.decode(prompt)) == (choice != "none")
     assert (params.structured_outputs is not None) == (choice == "required")
     (reply,) = answer(llm, CALL, tool_choice=choice)
