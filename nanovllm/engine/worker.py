@@ -27,10 +27,10 @@ from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.spec import ModelSpec
 from nanovllm.models.weights import (
+    allocate_model,
     count_bytes,
     init_dummy_weights,
     load_checkpoint,
-    make_model,
     open_checkpoint,
 )
 from nanovllm.packing import pack, unpack
@@ -87,7 +87,7 @@ class Worker:
         config, spec = self.config, self.spec
         with torch.device("cpu"):  # safetensors reads there, whatever the caller's default is
             files = open_checkpoint(config, directory)
-            self.model = make_model(spec, self.backend, self.device, files, self.tp)
+            self.model = allocate_model(spec, self.backend, self.device, files, self.tp)
             if files is None:
                 init_dummy_weights(self.model, config.seed)
             else:

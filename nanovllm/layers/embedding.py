@@ -1,13 +1,14 @@
 """Token embedding and output head, which often share one matrix."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.arithmetic import cdiv
 from nanovllm.layers.linear import Target
+from nanovllm.layers.quantized import multiply
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
 
@@ -17,6 +18,8 @@ class Embedding(nn.Module):
     The vocabulary is sharded over the ranks. If the ranks do not divide it, the last rows are
     padding, and their logits are cut off.
     """
+
+    weight: Any  # a Parameter, or a QuantizedWeight in its place
 
     def __init__(
         self, vocab_size: int, hidden_size: int, dtype: torch.dtype, tp: TensorParallel = ALONE
@@ -37,10 +40,11 @@ class Embedding(nn.Module):
     # Optimized subclasses override these two.
 
     def look_up(self, rows: Tensor) -> Tensor:
-        return F.embedding(rows, self.weight)
+        found = self.weight[rows]
+        return found if isinstance(found, Tensor) else found.dequantize()
 
     def multiply(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight)
+        return multiply(hidden, self.weight)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings [num_tokens, hidden_size]."""

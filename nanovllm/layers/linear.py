@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.layers.quantized import multiply
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
 
@@ -56,16 +56,18 @@ def shard_rows(
 
     `destination` has a rank's shard of each part, in whole units. The parts have `full_sizes`.
     """
-    shards = [(full_size, *tp.divide(full_size // unit)) for full_size in full_sizes]
-    rows = destination.split([num_units * unit for _, num_units, _ in shards])
-    start = 0
-    for part, (full_size, _, first_unit) in zip(rows, shards):
-        yield Target(part, 0, start + first_unit * unit, sum(full_sizes))
-        start += full_size
+    shards = [tp.divide(full_size, unit) for full_size in full_sizes]
+    rows = destination.split([size for size, _ in shards])
+    before = 0  # rows of earlier parts
+    for part, (_, start), full_size in zip(rows, shards, full_sizes):
+        yield Target(part, 0, before + start, sum(full_sizes))
+        before += full_size
 
 
 class Linear(nn.Module):
     """y = x W^T + b, with one rank's shard of W."""
+
+    weight: Any  # a Parameter, or a QuantizedWeight in its place
 
     def __init__(
         self,
@@ -81,8 +83,8 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute x W^T + bias. Optimized and quantized subclasses override it."""
-        return F.linear(x, self.weight, bias)
+        """Compute x W^T + bias. Optimized subclasses override it."""
+        return multiply(x, self.weight, bias)
 
 
 class ColumnParallelLinear(Linear):
@@ -105,7 +107,7 @@ class ColumnParallelLinear(Linear):
         shard_sizes: dict[str, int] = {}  # this rank's
         for name, size in parts.items():
             full_sizes[name] = [size] if isinstance(size, int) else size
-            shard_sizes[name] = sum(tp.divide(each // unit)[0] * unit for each in full_sizes[name])
+            shard_sizes[name] = sum(tp.divide(each, unit)[0] for each in full_sizes[name])
         super().__init__(in_features, sum(shard_sizes.values()), bias, dtype, tp)
         self.full_sizes = full_sizes
         self.shard_sizes = shard_sizes

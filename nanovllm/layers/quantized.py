@@ -29,8 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.arithmetic import cdiv
-from nanovllm.layers.embedding import Embedding
-from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 _CHUNK = 1 << 18  # weights that are quantized at once, which bounds temporary float32 copies
 
@@ -160,23 +158,8 @@ class QuantizedWeight(nn.Module):
             self[rows].copy_(QuantizedWeight.quantize(part, self.scheme))
 
 
-class QuantizedLayer(nn.Module):
-    """Mixin for a layer with a QuantizedWeight. models/weights.py installs it in `__class__`."""
-
-    weight: Any  # a QuantizedWeight, which takes the place of the original's parameter
-
-    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, self.weight.dequantize(), bias)
-
-
-class QuantizedColumnParallelLinear(QuantizedLayer, ColumnParallelLinear):
-    """Computes this rank's shard of the outputs."""
-
-
-class QuantizedRowParallelLinear(QuantizedLayer, RowParallelLinear):
-    """Takes this rank's shard of the inputs."""
-
-
-class QuantizedEmbedding(QuantizedLayer, Embedding):
-    def look_up(self, rows: Tensor) -> Tensor:
-        return self.weight[rows].dequantize()
+def multiply(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """Compute x W^T + bias. W can be quantized."""
+    if isinstance(weight, QuantizedWeight):
+        weight = weight.dequantize()
+    return F.linear(x, weight, bias)

@@ -31,14 +31,14 @@ class TensorParallel:
         default_factory=partial(torch.empty, FIRST_PART, dtype=torch.int32, device="cpu")
     )
 
-    def divide(self, num: int) -> tuple[int, int]:
-        """Return how many of `num` heads or columns this rank has, and the index of its first one.
+    def divide(self, size: int, unit: int = 1) -> tuple[int, int]:
+        """Return how many of `size` features this rank has, and the index of its first one.
 
-        If there are fewer heads than ranks, each rank has one head, and neighboring ranks have the
-        same.
+        A rank has whole units, such as heads. If there are fewer units than ranks, each rank has
+        one, and neighboring ranks have the same.
         """
-        num_shards = min(num, self.size)
-        shard_size = num // num_shards
+        num_shards = min(size // unit, self.size)
+        shard_size = size // num_shards
         shard = self.rank * num_shards // self.size
         return shard_size, shard * shard_size
 

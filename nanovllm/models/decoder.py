@@ -35,13 +35,9 @@ class DecoderSpec(ModelSpec):
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    tie_embeddings: bool
 
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
-        head = None
-        if not self.tie_embeddings:
-            head = Embedding(self.vocab_size, self.hidden_size, self.dtype, tp)
-        return CausalLM(Decoder(self, backend, tp), head)
+        return self.add_head(Decoder(self, backend, tp), self.hidden_size, tp)
 
     def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
         return DecoderLayer(self, layer, backend, tp)

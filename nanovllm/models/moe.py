@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.layers.linear import ColumnParallelLinear, Target
+from nanovllm.layers.quantized import multiply
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import MLP, DecoderSpec
 
@@ -52,6 +53,9 @@ class Experts(nn.Module):
     # The numbers of tokens per expert are needed on the host, which a CUDA graph does not allow.
     SUPPORTS_CUDA_GRAPHS = False
 
+    gate_up_proj: Any  # Parameters, or QuantizedWeights in their place
+    down_proj: Any
+
     def __init__(self, spec: MoESpec, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
@@ -73,12 +77,8 @@ class Experts(nn.Module):
 
     def compute(self, expert: int, x: Tensor) -> Tensor:
         """Compute this rank's share of an expert's output for x [num_rows, hidden_size]."""
-        gate_up_proj, down_proj = self.find_weights(expert)
-        gate, up = F.linear(x, gate_up_proj).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, down_proj)
-
-    def find_weights(self, expert: int) -> tuple[Tensor, Tensor]:
-        return self.gate_up_proj[expert], self.down_proj[expert]
+        gate, up = multiply(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
+        return multiply(F.silu(gate) * up, self.down_proj[expert])
 
     def forward(self, x: Tensor, experts: Tensor) -> Tensor:
         """Apply to each token of x [num_tokens, hidden_size] its `experts` [num_tokens, k].
@@ -93,16 +93,6 @@ class Experts(nn.Module):
         outputs = x.new_empty(len(order), x.shape[1])
         outputs[order] = torch.cat(parts)
         return outputs.unflatten(0, experts.shape)
-
-
-class QuantizedExperts(Experts):
-    """The same with a QuantizedWeight in place of each parameter."""
-
-    gate_up_proj: Any
-    down_proj: Any
-
-    def find_weights(self, expert: int) -> tuple[Tensor, Tensor]:
-        return self.gate_up_proj[expert].dequantize(), self.down_proj[expert].dequantize()
 
 
 class MoE(nn.Module):

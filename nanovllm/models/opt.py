@@ -5,8 +5,8 @@
     pre-norm:           x + attention(norm(x)), then x + mlp(norm(x))
     post-norm (350m):   norm(x + attention(x)), then norm(x + mlp(x))
 
-Modules are named as in Hugging Face checkpoints. Shapes are those of one rank. Position embeddings,
-norms, project_in and project_out are replicated on every rank.
+Modules are named as in Hugging Face checkpoints, without "decoder.". Shapes are those of one rank.
+Position embeddings, norms, project_in and project_out are replicated on every rank.
 """
 
 from dataclasses import dataclass
@@ -33,17 +33,13 @@ class OPTSpec(ModelSpec):
     final_norm: bool
     norm_has_weights: bool
     bias: bool  # for the projections in layers; project_in and project_out have none
-    tie_embeddings: bool
 
     @property
     def divided_sizes(self) -> dict[str, int]:
         return {"num_attention_heads": self.num_heads, "ffn_dim": self.intermediate_size}
 
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
-        head: Embedding | None = None
-        if not self.tie_embeddings:
-            head = Embedding(self.vocab_size, self.embedding_size, self.dtype, tp)
-        return CausalLM(OPTModel(self, backend, tp), head)
+        return self.add_head(OPTDecoder(self, backend, tp), self.embedding_size, tp)
 
     def make_norm(self) -> nn.LayerNorm:
         has_weights = self.norm_has_weights
@@ -100,7 +96,7 @@ class OPTDecoder(nn.Module):
         hidden_size, embedding_size = spec.hidden_size, spec.embedding_size
         num_positions = spec.max_len + _FIRST_POSITION
         self.embed_tokens = Embedding(spec.vocab_size, embedding_size, spec.dtype, tp)
-        self.embed_positions = Embedding(num_positions, hidden_size, spec.dtype)
+        self.embed_positions = nn.Embedding(num_positions, hidden_size, dtype=spec.dtype)
         self.project_in: nn.Module = nn.Identity()
         self.project_out: nn.Module = nn.Identity()
         if embedding_size != hidden_size:
@@ -116,18 +112,3 @@ class OPTDecoder(nn.Module):
             x = layer(x, kv_cache, batch)
         x = x.index_select(0, batch.logits_indices)  # [num_logits, hidden_size]
         return self.project_out(self.final_layer_norm(x))  # [num_logits, embedding_size]
-
-
-class OPTModel(nn.Module):
-    """Wraps the decoder, because checkpoints name its tensors model.decoder.*."""
-
-    def __init__(self, spec: OPTSpec, backend: Backend, tp: TensorParallel) -> None:
-        super().__init__()
-        self.decoder = OPTDecoder(spec, backend, tp)
-
-    @property
-    def embed_tokens(self) -> Embedding:
-        return self.decoder.embed_tokens
-
-    def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
-        return self.decoder(batch, kv_caches)

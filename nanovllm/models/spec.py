@@ -46,6 +46,7 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int  # width of the MLPs
+    tie_embeddings: bool  # the embedding is the output head, too
     max_len: int  # maximum number of positions, with RoPE scaling
     dtype: torch.dtype
     quantization: Quantization = NOT_QUANTIZED
@@ -73,6 +74,11 @@ class ModelSpec:
 
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
         raise NotImplementedError
+
+    def add_head(self, model: nn.Module, size: int, tp: TensorParallel) -> CausalLM:
+        """Add an output head for hidden states of `size`, unless the embedding is the head."""
+        head = None if self.tie_embeddings else Embedding(self.vocab_size, size, self.dtype, tp)
+        return CausalLM(model, head)
 
     def make_caches(
         self,

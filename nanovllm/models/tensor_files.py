@@ -5,10 +5,11 @@ memory, so a tensor takes memory only while it is read, and a rank reads only it
 """
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from types import EllipsisType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +27,8 @@ class TensorFiles:
     """Maps the names of tensors to their files.
 
     A model that was saved without its head has names without the prefix "model.". They get it here.
-    The text part of a model for images has the prefix "model.language_model.", which is shortened.
+    The text part of a model for images has the prefix "model.language_model.", and OPT has
+    "model.decoder.". These are shortened to "model.".
 
     Raises ValueError if there are no files, if the index is damaged or does not match, or if two
     files have the same tensor.
@@ -34,9 +36,9 @@ class TensorFiles:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.unread: dict[str, None] = {}  # names of tensors that were not read, in their order
         self._files: dict[Path, safe_open] = {}
         self._stored: dict[str, tuple[Path, str]] = {}  # file, and the name in it
+        self._opened: set[str] = set()
         repeated: list[str] = []
         for path, listed in _find_weight_files(directory).items():
             with naming(path, *_DAMAGED, ValueError):
@@ -45,17 +47,23 @@ class TensorFiles:
             for stored_name in stored_names:
                 has_prefix = stored_name.startswith(("model.", "lm_head.", "mtp."))
                 name = stored_name if has_prefix else f"model.{stored_name}"
-                name = name.replace("model.language_model.", "model.", 1)
+                name = re.sub(r"^model\.(language_model|decoder)\.", "model.", name)
                 if name in self._stored:
                     repeated.append(f"{self.locate(name)} and {stored_name} in {path.name}")
                 self._stored[name] = (path, stored_name)
         if repeated:
             problem = summarize("repeated tensors", repeated)
             raise ValueError(f"the checkpoint in {directory} is ambiguous: {problem}")
-        self.unread.update(dict.fromkeys(self._stored))
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
+
+    def list_unread(self) -> list[str]:
+        """Return the names of tensors that were not opened, in their order."""
+        return [name for name in self._stored if name not in self._opened]
+
+    def rename(self, name: str, new_name: str) -> None:
+        self._stored[new_name] = self._stored.pop(name)
 
     def locate(self, name: str) -> str:
         """Return the stored name of a tensor and its file, for a message."""
@@ -76,20 +84,22 @@ class TensorFiles:
         return None
 
     def read(
-        self,
-        name: str,
-        shape: list[int] | None = None,
-        dtypes: Iterable[str] = FLOATS,
-        index: tuple[slice, ...] | EllipsisType = ...,
+        self, name: str, shape: list[int] | None = None, dtypes: Iterable[str] = FLOATS
     ) -> Tensor:
-        """Read a tensor, or the part at `index`.
+        """As `open`, for a whole tensor."""
+        return self.open(name, shape, dtypes)[...]
+
+    def open(
+        self, name: str, shape: list[int] | None = None, dtypes: Iterable[str] = FLOATS
+    ) -> Any:
+        """Check a tensor without reading it. Index the result by slices to read a part.
 
         Raises ValueError if it is missing, or has another shape than `shape` or another dtype.
         """
         if name not in self:
             raise ValueError(f"the checkpoint in {self.directory} has no tensor {name}")
         path, stored_name = self._stored[name]
-        self.unread.pop(name, None)
+        self._opened.add(name)
         with naming(path, *_DAMAGED, ValueError):
             stored = self._files[path].get_slice(stored_name)
             if shape not in (None, stored.get_shape()):
@@ -101,7 +111,7 @@ class TensorFiles:
                     f"tensor {stored_name} is stored as {stored.get_dtype()}: supported dtypes are"
                     f" {', '.join(dtypes)}"
                 )
-            return stored[index]
+        return stored
 
 
 def summarize(title: str, names: list[str]) -> str:

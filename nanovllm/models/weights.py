@@ -20,31 +20,20 @@ from nanovllm.checks import naming
 from nanovllm.config import Config
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.embedding import Embedding
-from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear, Target
-from nanovllm.layers.quantized import (
-    QuantizedColumnParallelLinear,
-    QuantizedEmbedding,
-    QuantizedRowParallelLinear,
-    QuantizedWeight,
-    Scheme,
-)
+from nanovllm.layers.linear import Linear, Target
+from nanovllm.layers.quantized import QuantizedWeight, Scheme
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
-from nanovllm.models.moe import Experts, QuantizedExperts
-from nanovllm.models.quantization import Format, Quantization
+from nanovllm.models.formats import Format
+from nanovllm.models.moe import Experts
+from nanovllm.models.quantization import Quantization
 from nanovllm.models.spec import CausalLM, ModelSpec
 from nanovllm.models.tensor_files import TensorFiles, summarize
 
 _HEAD = "lm_head.weight"
-QUANTIZED: dict[type[nn.Module], type[nn.Module]] = {
-    ColumnParallelLinear: QuantizedColumnParallelLinear,
-    RowParallelLinear: QuantizedRowParallelLinear,
-    Embedding: QuantizedEmbedding,
-    Experts: QuantizedExperts,
-}
-# What `quantization` keeps. A router is small, and its errors choose other experts. OPT's positions
-# are only looked up, so fewer bytes would not make them faster. The decay of a recurrent state acts
-# on all later tokens.
-_KEPT = ("gate", "embed_positions", "in_proj_ba")
+QUANTIZABLE = (Linear, Embedding, Experts)  # layers whose matrices can be quantized
+# What `quantization` keeps. A router is small, and its errors choose other experts. The decay of a
+# recurrent state acts on all later tokens.
+_KEPT = ("gate", "in_proj_ba")
 _SKIPPED_PARTS = ("model.visual.", "mtp.")
 _ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
@@ -65,7 +54,7 @@ def find_dtype(config: Config, hf_config: PretrainedConfig, directory: Path) -> 
     return stored or torch.float32
 
 
-def make_model(
+def allocate_model(
     spec: ModelSpec,
     backend: Backend,
     device: torch.device,
@@ -85,40 +74,43 @@ def make_model(
     with torch.device("meta"), naming(sizes, RuntimeError):
         model = spec.make_model(backend, tp)
     for name, layer in list(model.named_modules()):
-        if type(layer) in QUANTIZED:
+        if isinstance(layer, QUANTIZABLE):
             scheme = _find_scheme(spec.quantization, name, layer, files)
             if scheme is not None:
                 quantize_layer(layer, scheme)
                 _check_shards(layer, name, scheme, tp)
     _check_size(model, sizes, device)
-    # Tensors with values, such as RoPE's frequencies, are not on `meta`.
+    # Module.to_empty would also drop the tensors that have values, such as RoPE's frequencies.
     return model._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device))
 
 
 def _find_scheme(
     quantization: Quantization, name: str, layer: Any, files: TensorFiles | None
 ) -> Scheme | None:
-    """Return the scheme of a layer's weights. None: they are not quantized."""
+    """Return the scheme of a layer's weights. None: they are floats."""
     format = quantization.format
-    # The parts of a layer are checked for every format, also if their weights are read as floats.
-    if format is not None and _is_stored(format, name, layer, files) and format.scheme is not None:
+    if format is not None and format.scheme is not None and _has_codes(format, name, layer, files):
         return format.scheme
-    if name.rpartition(".")[2] in _KEPT:
+    if _is_kept(name):
         return None
     return quantization.head if isinstance(layer, Embedding) else quantization.linear
 
 
-def _is_stored(format: Format, name: str, layer: Any, files: TensorFiles | None) -> bool:
-    """Return whether a checkpoint has the weights of `layer` in its format.
+def _is_kept(name: str) -> bool:
+    return name.rpartition(".")[2] in _KEPT
 
-    For dummy weights, all projections count as stored. Raises ValueError if only some parts of a
-    merged projection are in the format.
+
+def _has_codes(format: Format, name: str, layer: Any, files: TensorFiles | None) -> bool:
+    """Return whether a checkpoint has codes for `layer`.
+
+    For dummy weights, all projections have codes, except those that no checkpoint quantizes.
+    Raises ValueError if only some parts of a merged projection have them.
     """
     if files is None:
-        return not isinstance(layer, Embedding)
-    layers = {key.rpartition(".")[0]: None for key, _ in layer.targets(name)}
-    others = [part for part in layers if not format.is_stored(files, part)]
-    if 0 < len(others) < len(layers):
+        return not isinstance(layer, Embedding) and not _is_kept(name)
+    parts = dict.fromkeys(key.rpartition(".")[0] for key, _ in layer.targets(name))
+    others = [part for part in parts if not format.is_stored(files, part)]
+    if 0 < len(others) < len(parts):
         problem = f"{name} is only partly quantized, since {format.marker} is missing of these"
         raise ValueError(summarize(problem, others))
     return not others
@@ -127,7 +119,6 @@ def _is_stored(format: Format, name: str, layer: Any, files: TensorFiles | None)
 @torch.no_grad()
 def quantize_layer(layer: nn.Module, scheme: Scheme) -> None:
     """Quantize the matrices of a layer. On `meta` this allocates nothing."""
-    layer.__class__ = QUANTIZED[type(layer)]
     for name, parameter in list(layer.named_parameters(recurse=False)):
         if parameter.dim() > 1:
             delattr(layer, name)
@@ -171,25 +162,22 @@ def load_checkpoint(model: nn.Module, files: TensorFiles, format: Format | None 
     Raises ValueError if the two do not match or a file is damaged.
     """
     targets = _find_targets(model)
-    embedding = next(name for name in targets if name.endswith("embed_tokens.weight"))
-    is_tied = _HEAD not in targets
+    if _HEAD in files and _HEAD not in targets:
+        _resolve_tied_head(files, targets)
     missing: list[str] = []
     for name, parts in targets.items():
         layer = name.removesuffix(".weight")
-        full_shape = parts[0].full_shape
-        source = _HEAD if is_tied and name == embedding and name not in files else name
+        shape = parts[0].full_shape
+        weight: Any  # can be indexed as a tensor
         if format is not None and format.is_stored(files, layer):
-            weight: Any = format.read(files, layer, full_shape)
-            for target in parts:
-                target.destination.copy_(weight[target.shard])
-        elif source in files:
-            for target in parts:
-                target.destination.copy_(files.read(source, full_shape, index=target.shard))
+            weight = format.read(files, layer, shape)
+        elif name in files:
+            weight = files.open(name, shape)
         else:
             missing.append(name)
-    if is_tied and _HEAD in files.unread and embedding in files:
-        (target,) = targets[embedding]
-        _check_tied_head(files, embedding, target)
+            continue
+        for target in parts:
+            target.destination.copy_(weight[target.shard])
     problems = {"unexpected tensors": _find_unexpected(files, format), "missing tensors": missing}
     found = [summarize(title, names) for title, names in problems.items() if names]
     if found:
@@ -198,10 +186,19 @@ def load_checkpoint(model: nn.Module, files: TensorFiles, format: Format | None 
         )
 
 
-def _check_tied_head(files: TensorFiles, embedding: str, target: Target) -> None:
-    """Raise ValueError if an output head that should be the embedding is another matrix."""
-    head = files.read(_HEAD, target.full_shape, index=target.shard)
-    if not torch.equal(head, files.read(embedding, target.full_shape, index=target.shard).to(head)):
+def _resolve_tied_head(files: TensorFiles, targets: dict[str, list[Target]]) -> None:
+    """Let a stored output head fill the embedding, or require that both are the same matrix.
+
+    The model has no head of its own, because config.json has tie_word_embeddings=true.
+    """
+    embedding = next(name for name in targets if name.endswith("embed_tokens.weight"))
+    if embedding not in files:
+        files.rename(_HEAD, embedding)
+        return
+    (target,) = targets[embedding]
+    head, other = (files.open(name, target.full_shape) for name in (_HEAD, embedding))
+    ours = head[target.shard]
+    if not torch.equal(ours, other[target.shard].to(ours)):  # their dtypes can differ
         raise ValueError(
             f"{_HEAD} differs from {embedding}, but config.json has tie_word_embeddings=true:"
             " set it to false"
@@ -211,7 +208,7 @@ def _check_tied_head(files: TensorFiles, embedding: str, target: Target) -> None
 def _find_unexpected(files: TensorFiles, format: Format | None) -> list[str]:
     """Return the tensors that nothing has read, except those that are skipped on purpose."""
     unexpected: list[str] = []
-    for name in list(files.unread):
+    for name in files.list_unread():
         if name.endswith(_ROPE_BUFFERS) or name.startswith(_SKIPPED_PARTS):
             continue
         # AutoGPTQ adds biases of zeros where there are none.

@@ -22,7 +22,7 @@ from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec
-from nanovllm.models.weights import QUANTIZED, quantize_layer
+from nanovllm.models.weights import QUANTIZABLE, quantize_layer
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -117,7 +117,7 @@ def randomize(module):
 def quantize(module, scheme):
     """Quantize all matrices of `module`."""
     for layer in list(module.modules()):
-        if type(layer) in QUANTIZED:
+        if isinstance(layer, QUANTIZABLE):
             quantize_layer(layer, scheme)
     return module
 

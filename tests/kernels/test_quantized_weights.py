@@ -14,8 +14,8 @@ from nanovllm.kernels import kernelize
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
 from nanovllm.kernels.cpu.prepacked import (
-    PrepackedQuantizedEmbedding,
-    PrepackedQuantizedExperts,
+    PrepackedEmbedding,
+    PrepackedExperts,
     PrepackedWeight,
 )
 from nanovllm.layers import attention as torch_backend
@@ -126,7 +126,7 @@ def test_a_quantized_model_matches_plain_layers(scheme, dtype):
     fused = quantize(randomize(spec.make_model(cpp_backend)), scheme)
     kernelize(fused, CPU, dtype)
     assert type(fused.model.layers) is FusedLayers
-    assert type(fused.model.embed_tokens) is PrepackedQuantizedEmbedding
+    assert type(fused.model.embed_tokens) is PrepackedEmbedding
     num_tokens = 50
     tokens = torch.arange(num_tokens, dtype=torch.int32)
     batch = make_batch([num_tokens], [num_tokens], torch.arange(4, dtype=torch.int32)[None])
@@ -149,7 +149,7 @@ def test_quantized_experts_match_plain_ones(dtype):
     x = torch.randn(5, 40).to(dtype)
     expected = [experts.compute(expert, x) for expert in range(3)]
     kernelize(experts, CPU, dtype)
-    assert type(experts) is PrepackedQuantizedExperts
+    assert type(experts) is PrepackedExperts
     for expert in range(3):
         limit = 1e-6 if dtype == torch.float32 else 0.01
         assert relative_error(experts.compute(expert, x), expected[expert]) < limit

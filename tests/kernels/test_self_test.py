@@ -14,14 +14,13 @@ from nanovllm.kernels import OptimizedLayer, kernelize
 from nanovllm.kernels.cuda import graphs
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.gated_delta import GatedDeltaRule
-from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.quantized import QuantizedColumnParallelLinear, QuantizedRowParallelLinear
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import MLP, Attention, DecoderLayers
 from nanovllm.models.quantization import INT8
 
-LINEAR = {QuantizedColumnParallelLinear, QuantizedRowParallelLinear}
+LINEAR = {ColumnParallelLinear, RowParallelLinear}
 LAYERS = {RMSNorm, MLP, Attention, DecoderLayers, *LINEAR}
 
 

@@ -460,7 +460,7 @@ def test_damaged_parts_are_named(checkpoint, tmp_path, name, part, damage, compl
         ("awq", "qzeros", f"has no tensor {UP}.qzeros"),
         ("compressed", "weight_zero_point", f"has no tensor {UP}.weight_zero_point"),
         ("compressed", "weight_scale", f"has no tensor {UP}.weight_scale"),
-        ("fp8", "weight_scale_inv", f"since weight_scale_inv is missing of these: {UP}"),
+        ("fp8", "weight_scale_inv", f"{UP}.weight is stored as F8_E4M3"),
         ("fp8", "weight", f"has no tensor {UP}.weight"),
     ],
 )

@@ -17,10 +17,6 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedColumnParallelLinear,
     PrepackedEmbedding,
     PrepackedExperts,
-    PrepackedQuantizedColumnParallelLinear,
-    PrepackedQuantizedEmbedding,
-    PrepackedQuantizedExperts,
-    PrepackedQuantizedRowParallelLinear,
     PrepackedRowParallelLinear,
 )
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
@@ -161,10 +157,6 @@ OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     PrepackedRowParallelLinear,
     PrepackedEmbedding,
     PrepackedExperts,
-    PrepackedQuantizedColumnParallelLinear,
-    PrepackedQuantizedRowParallelLinear,
-    PrepackedQuantizedEmbedding,
-    PrepackedQuantizedExperts,
 ]
 
 

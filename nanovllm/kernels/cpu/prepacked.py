@@ -12,13 +12,8 @@ from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.cpu.library import call, load
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.quantized import (
-    QuantizedColumnParallelLinear,
-    QuantizedEmbedding,
-    QuantizedRowParallelLinear,
-    QuantizedWeight,
-)
-from nanovllm.models.moe import Experts, QuantizedExperts
+from nanovllm.layers.quantized import QuantizedWeight
+from nanovllm.models.moe import Experts
 
 _PANEL_WIDTH = 32  # WIDTH of gemm.h
 _CACHE_LINE = 64  # bytes
@@ -225,19 +220,3 @@ class PrepackedExperts(OptimizedLayer, Experts):
 
     def compute(self, expert: int, x: Tensor) -> Tensor:
         return self.down[expert].multiply(self.gate_up[expert].multiply(x))
-
-
-class PrepackedQuantizedColumnParallelLinear(PrepackedLayer, QuantizedColumnParallelLinear):
-    replaces = QuantizedColumnParallelLinear
-
-
-class PrepackedQuantizedRowParallelLinear(PrepackedLayer, QuantizedRowParallelLinear):
-    replaces = QuantizedRowParallelLinear
-
-
-class PrepackedQuantizedEmbedding(PrepackedEmbedding, QuantizedEmbedding):
-    replaces = QuantizedEmbedding
-
-
-class PrepackedQuantizedExperts(PrepackedExperts, QuantizedExperts):
-    replaces = QuantizedExperts

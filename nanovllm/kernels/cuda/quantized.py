@@ -14,6 +14,8 @@ Rows of codes whose size is not a multiple of 4 bytes are read byte by byte, whi
 The experts of an MoE and the look-up of embeddings keep the code of layers/ and models/.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -23,13 +25,9 @@ from triton.language import constexpr
 from nanovllm.arithmetic import cdiv
 from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.cuda.launch import describe_gpu, is_aligned, prepare
-from nanovllm.layers.quantized import (
-    QuantizedColumnParallelLinear,
-    QuantizedEmbedding,
-    QuantizedLayer,
-    QuantizedRowParallelLinear,
-    QuantizedWeight,
-)
+from nanovllm.layers.embedding import Embedding
+from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.quantized import QuantizedWeight
 
 # These constants and the tiles of `multiply` are not tuned on a GPU.
 _K = 128  # the largest group, so that a tile has whole groups
@@ -143,9 +141,13 @@ def _multiply_kernel(
         tl.store(sums_ptr + rows * out_features + outputs, acc, mask=mask)
 
 
-class FastQuantizedLayer(OptimizedLayer, QuantizedLayer):
+class FastQuantizedLayer(OptimizedLayer):
+    weight: Any
+
     def convert(self) -> bool:
         """Compile the kernels for few and for many rows, so that serving compiles none."""
+        if not isinstance(self.weight, QuantizedWeight):
+            return False
         for num_rows in (1, _FEW_ROWS + 1):
             x = self.weight.new_empty([num_rows, self.weight.in_features]).zero_()
             self.multiply(x, getattr(self, "bias", None))  # an embedding has no bias
@@ -155,13 +157,13 @@ class FastQuantizedLayer(OptimizedLayer, QuantizedLayer):
         return multiply(x, self.weight, bias)
 
 
-class FastQuantizedColumnParallelLinear(FastQuantizedLayer, QuantizedColumnParallelLinear):
-    replaces = QuantizedColumnParallelLinear
+class FastQuantizedColumnParallelLinear(FastQuantizedLayer, ColumnParallelLinear):
+    replaces = ColumnParallelLinear
 
 
-class FastQuantizedRowParallelLinear(FastQuantizedLayer, QuantizedRowParallelLinear):
-    replaces = QuantizedRowParallelLinear
+class FastQuantizedRowParallelLinear(FastQuantizedLayer, RowParallelLinear):
+    replaces = RowParallelLinear
 
 
-class FastQuantizedEmbedding(FastQuantizedLayer, QuantizedEmbedding):
-    replaces = QuantizedEmbedding
+class FastQuantizedEmbedding(FastQuantizedLayer, Embedding):
+    replaces = Embedding
