@@ -28,7 +28,8 @@ class TensorParallel:
     host_group: Any = None
     # The length and the first part of a message: int32 [FIRST_PART] on the host.
     first: Tensor = field(
-        default_factory=partial(torch.empty, FIRST_PART, dtype=torch.int32, device="cpu")
+        default_factory=partial(torch.empty, FIRST_PART, dtype=torch.int32, device="cpu"),
+        repr=False,
     )
 
     def divide(self, size: int, unit: int = 1) -> tuple[int, int]:
