@@ -60,7 +60,9 @@ class LLM(ThreadSafeEngine):
         if config.num_speculative_tokens:
             enable_speculation(self)
         if self.timeline is not None:
-            self.timeline.begin(self.scheduler, self.vocabulary, self._warnings.append)
+            assert isinstance(self.scheduler, TracedScheduler)
+            settings = self.scheduler.describe_settings()
+            self.timeline.begin(settings, self.vocabulary, self._warnings.append)
 
     def choose_classes(self, spec: ModelSpec) -> tuple[type[Scheduler], type[ModelRunner]]:
         config = self.config
@@ -271,12 +273,15 @@ class LLM(ThreadSafeEngine):
         expected = "a str, a list of token ids, or a list of these"
         check_type("prompts", prompts, (str, list, tuple), expected)
         prompts = list_prompts(prompts)
+        prepare = self.input_processor.prepare
         if not isinstance(sampling_params, (list, tuple)):
-            sampling_params = [sampling_params] * len(prompts)
+            return prepare(prompts, sampling_params)
         if len(sampling_params) != len(prompts):
             raise ValueError(
                 f"{len(prompts)} prompts but {len(sampling_params)} sampling_params:"
                 " pass one for all prompts, or one for each"
             )
-        check = self.input_processor.prepare
-        return [check(prompt, params) for prompt, params in zip(prompts, sampling_params)]
+        prepared: list[PreparedPrompt] = []
+        for prompt, params in zip(prompts, sampling_params):
+            prepared += prepare([prompt], params)
+        return prepared

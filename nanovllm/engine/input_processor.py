@@ -68,8 +68,10 @@ class InputProcessor:
             longest = max(map(len, tokenizer.get_vocab()))
             self.max_chars = _CHARS_PER_SIGN * longest * max_model_len
 
-    def prepare(self, prompt: Prompt, params: SamplingParams | None) -> PreparedPrompt:
-        """Return the prompt as token ids, and its parameters.
+    def prepare(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None
+    ) -> list[PreparedPrompt]:
+        """Check prompts and the parameters that they share.
 
         Raises ValueError or TypeError for what this engine can never serve.
         """
@@ -78,6 +80,16 @@ class InputProcessor:
         check_type("sampling_params", params, (SamplingParams,), "SamplingParams")
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer: pass stop_token_ids instead of stop")
+        for token_id in params.logit_bias or ():
+            check_int("logit_bias", token_id, 0, self.vocab_size - 1)
+        token_ids = [self._read_prompt(prompt) for prompt in prompts]
+        make_request: Callable[..., Request] = Request
+        if prompts and params.structured_outputs is not None:
+            # Once for all prompts, because this can take seconds.
+            make_request = self.grammars.compile(params, len(prompts) * params.n)
+        return [PreparedPrompt(ids, params, make_request) for ids in token_ids]
+
+    def _read_prompt(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             token_ids = self.tokenize(prompt)
             self._check_len(len(token_ids))
@@ -92,11 +104,7 @@ class InputProcessor:
             raise ValueError("a prompt must have at least one token")
         check_int("each token id of a prompt", min(token_ids), 0, self.vocab_size - 1)
         check_int("each token id of a prompt", max(token_ids), 0, self.vocab_size - 1)
-        for token_id in params.logit_bias or ():
-            check_int("logit_bias", token_id, 0, self.vocab_size - 1)
-        if params.structured_outputs is None:
-            return PreparedPrompt(token_ids, params)
-        return PreparedPrompt(token_ids, params, self.grammars.compile(params))
+        return token_ids
 
     def _check_len(self, num_tokens: int) -> None:
         if num_tokens >= self.max_model_len:

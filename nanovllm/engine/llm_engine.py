@@ -96,7 +96,8 @@ class LLMEngine:
 
         Raises ValueError or TypeError for a prompt that can never be served.
         """
-        return self.add_prepared(self.input_processor.prepare(prompt, sampling_params))
+        (prepared,) = self.input_processor.prepare([prompt], sampling_params)
+        return self.add_prepared(prepared)
 
     def add_prepared(self, prepared: PreparedPrompt) -> int:
         """As add_request, for a prompt that was prepared before."""

@@ -145,8 +145,8 @@ class Grammars:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
 
-    def compile(self, params: SamplingParams) -> Callable[..., Request]:
-        """Return what makes requests with the grammar of `params`.
+    def compile(self, params: SamplingParams, num_samples: int) -> Callable[..., Request]:
+        """Return what makes `num_samples` requests with the grammar of `params`.
 
         Raises ValueError for a grammar that is invalid, too complex, or that no text matches.
         """
@@ -154,7 +154,7 @@ class Grammars:
         advice = "needs pip install 'nanovllm[structured]'"
         errors = (ValueError, TypeError, RecursionError)
         with naming("structured_outputs", *errors), naming(advice, ImportError):
-            matcher = self._compile(make_grammar(outputs), params.n)
+            matcher = self._compile(make_grammar(outputs), num_samples)
         return partial(StructuredRequest, matcher=matcher)
 
     def _compile(self, grammar: str, num_samples: int) -> Any:

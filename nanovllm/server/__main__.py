@@ -19,7 +19,7 @@ import uvicorn
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.checks import check_int, naming, parse_value
 from nanovllm.config import Config
-from nanovllm.server.connections import KEEP_ALIVE_SECONDS, Connection, choose_limits
+from nanovllm.server.connections import KEEP_ALIVE_SECONDS, Connection, choose_max_connections
 from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.middleware import is_loopback
 from nanovllm.server.openai_api import Api
@@ -29,6 +29,7 @@ from nanovllm.terminal import report
 SHUTDOWN = "the server is shutting down"
 GRACE = 5  # seconds for clients that do not read
 BACKLOG = 2048  # clients that wait until they are accepted
+ACCEPTED_AT_ONCE = 8
 
 
 class Server(uvicorn.Server):
@@ -188,18 +189,17 @@ def main(argv: list[str] | None = None) -> None:
         parses_reasoning=args.reasoning_parser is not None,
     )
     if isinstance(engine, Playground):
-        app = api.make_app(engine.routes(), is_local=True)
+        app = api.make_app(engine.routes(api.bodies), is_local=True)
     else:
         app = api.make_app()
-    max_connections, batch_size = choose_limits()
-    protocol: Any = partial(Connection, max_connections=max_connections)
+    protocol: Any = partial(Connection, max_connections=choose_max_connections())
     config = uvicorn.Config(
         app,
         args.host,
         http=protocol,
         log_level="error",  # a warning for each invalid request would fill the log
         access_log=False,
-        backlog=batch_size,
+        backlog=ACCEPTED_AT_ONCE,
         date_header=False,  # main_loop does not update it
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=GRACE,

@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import TypeVar
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from nanovllm.checks import show
-from nanovllm.server.errors import InvalidRequest, JsonObject
+from nanovllm.server.errors import ApiError, JsonObject
 
 T = TypeVar("T")
 
@@ -43,7 +42,9 @@ class Bodies:
         """
         content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
-            raise HTTPException(415, "the request needs the header Content-Type: application/json")
+            raise ApiError(
+                "the request needs the header Content-Type: application/json", status=415
+            )
         self._check(int(request.headers.get("Content-Length", 0)))
         data = bytearray()
         try:
@@ -63,9 +64,9 @@ class Bodies:
     def _check(self, num_bytes: int) -> None:
         if num_bytes > self.max_bytes:
             message = f"the body exceeds {self.max_bytes} bytes: send fewer or shorter prompts"
-            raise HTTPException(413, message)
+            raise ApiError(message, status=413)
         if num_bytes > SMALL_BODY_BYTES and self.total_bytes > MAX_TOTAL_BYTES:
-            raise HTTPException(503, "too many large bodies arrive at once: try again later")
+            raise ApiError("too many large bodies arrive at once: try again later", status=503)
 
 
 def _parse(data: bytearray, parse: Callable[[JsonObject], T], is_large: bool) -> T:
@@ -80,15 +81,10 @@ def _parse(data: bytearray, parse: Callable[[JsonObject], T], is_large: bool) ->
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from error
+        raise ApiError(f"the body is not JSON: {error}") from error
     finally:
         if pauses_collection:
             gc.enable()
     if not isinstance(body, dict):
-        raise InvalidRequest(f"the body must be a JSON object, not {show(body)}")
+        raise ApiError(f"the body must be a JSON object, not {show(body)}")
     return parse(body)
-
-
-async def read_json(request: Request) -> JsonObject:
-    bodies: Bodies = request.app.state.bodies
-    return await bodies.read(request, dict)

@@ -11,10 +11,9 @@ from functools import cache
 from http import HTTPStatus
 from typing import Any
 
-import psutil
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from nanovllm.server.errors import describe_error
+from nanovllm.server.errors import ApiError
 from nanovllm.server.middleware import log
 
 REQUEST_SECONDS = 30  # for a client to connect and to send a request
@@ -24,19 +23,16 @@ MAX_HEADER_BYTES = 2**16
 MAX_CONNECTIONS = 4096
 
 
-def choose_limits() -> tuple[int, int]:
-    """Return how many connections to serve, and how many to accept at once.
+def choose_max_connections() -> int:
+    """Return how many connections to serve.
 
-    File descriptors must be left for everything else. A connection above the limit takes four
-    iterations of the event loop until it is accepted, rejected and closed. An iteration accepts a
-    batch of connections at each of up to two addresses (IPv4 and IPv6).
+    Half of the file descriptors are left for everything else, such as connections above the limit
+    until they are rejected.
     """
-    num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if num_files == resource.RLIM_INFINITY:
-        num_files = 2 * MAX_CONNECTIONS
-    num_left = num_files - psutil.Process().num_fds()
-    batch_size = max(1, min(32, num_left // 16))
-    return min(num_left - 8 * batch_size, MAX_CONNECTIONS), batch_size
+        return MAX_CONNECTIONS
+    return min(num_files // 2, MAX_CONNECTIONS)
 
 
 @cache  # because there can be thousands of such connections
@@ -137,7 +133,7 @@ class Connection(HttpToolsProtocol):
 
     def _reject(self, status: int, message: str) -> None:
         """Close the connection, with an error object unless a reply has begun."""
-        body = json.dumps(describe_error(status, message))
+        body = json.dumps(ApiError(message, status=status).describe())
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"

@@ -15,21 +15,13 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 
 from nanovllm import LLM
 from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.outputs import RequestOutput
+from nanovllm.server.errors import ApiError
 
 Outputs = dict[int, RequestOutput]  # index of a choice -> its newest output
-
-
-@dataclass(eq=False)
-class Unavailable(Exception):
-    """The engine is lost or shutting down."""
-
-    message: str
-    status = 503
 
 
 class Stream:
@@ -53,7 +45,7 @@ class Stream:
         self.has_news.set()
 
     async def __aiter__(self) -> AsyncIterator[Outputs]:
-        """Yield new outputs until all choices have finished. Raises Unavailable."""
+        """Yield new outputs until all choices have finished. Raises ApiError."""
         num_unfinished = sum(prompt.params.n for prompt in self.prompts)
         while num_unfinished > 0:
             await self.has_news.wait()
@@ -66,7 +58,7 @@ class Stream:
             if outputs:
                 yield outputs
             if self.error is not None and num_unfinished > 0:
-                raise Unavailable(self.error)
+                raise ApiError(self.error, status=503)
 
 
 class EngineThread(threading.Thread):
@@ -111,9 +103,9 @@ class EngineThread(threading.Thread):
                 self._condition.notify()
 
     def raise_if_stopped(self) -> None:
-        """Raise Unavailable if the engine no longer serves requests."""
+        """Raise ApiError if the engine no longer serves requests."""
         if self.stop_reason is not None:
-            raise Unavailable(self.stop_reason)
+            raise ApiError(self.stop_reason, status=503)
 
     def stop(self, reason: str) -> None:
         """Make the thread end all streams, shut the engine down, and end. `join` waits for that."""

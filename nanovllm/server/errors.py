@@ -14,18 +14,27 @@ MAX_MESSAGE = 500  # characters of an error, because a client's input can be par
 
 
 @dataclass(eq=False)
-class InvalidRequest(Exception):
-    """An error of the client, with the fields of OpenAI's error object."""
+class ApiError(Exception):
+    """An error for the client, with the fields of OpenAI's error object."""
 
     message: str
-    param: str | None = None
+    param: str | None = None  # the parameter at fault
     code: str | None = None
     status: int = 400
+
+    def describe(self) -> JsonObject:
+        """Return OpenAI's error object."""
+        message = self.message
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[: MAX_MESSAGE - 3]}..."
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        param = None if self.param is None else self.param[:MAX_MESSAGE]
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
 
 @contextmanager
 def blaming(given: JsonObject, default: str | None = None) -> Iterator[None]:
-    """Turn errors about the client's input into InvalidRequest.
+    """Turn errors about the client's input into ApiError.
 
     Its parameter is the one that the error names, such as messages[1].content, if it is `given`.
     An error of structured_outputs names the parameter that they were made from.
@@ -40,16 +49,4 @@ def blaming(given: JsonObject, default: str | None = None) -> Iterator[None]:
             message = message.replace("structured_outputs", name, 1)
         is_given = re.split(r"[.\[]", name)[0] in given
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-        raise InvalidRequest(message, name if is_given else default, code) from error
-
-
-def describe_error(
-    status: int, message: str, code: str | None = None, param: str | None = None
-) -> JsonObject:
-    """Return OpenAI's error object. `param` names the parameter at fault."""
-    if len(message) > MAX_MESSAGE:
-        message = f"{message[: MAX_MESSAGE - 3]}..."
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    if param is not None:
-        param = param[:MAX_MESSAGE]
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        raise ApiError(message, name if is_given else default, code) from error

@@ -1,4 +1,4 @@
-"""Divides the text of a reply at its tags.
+"""Divides the text of a reply into the fields of OpenAI's message, at its tags.
 
     <think>Look it up.</think> Wait. <tool_call>{"name": "find", "arguments": {}}</tool_call>
            reasoning           content                  tool_calls
@@ -11,8 +11,9 @@ from nanovllm.server.errors import JsonObject
 from nanovllm.server.tools import CLOSING, OPENING, CallParser, list_strings
 
 THINK = "<think>"
-SECTIONS = {THINK: "reasoning", OPENING: "tool_calls"}  # within content
-CLOSINGS = {"reasoning": "</think>", "tool_calls": CLOSING}  # content follows
+END_THINK = "</think>"
+# The section that each tag begins. <think> is missing, because it counts only at the start.
+SECTION_AFTER = {END_THINK: "content", OPENING: "tool_calls", CLOSING: "content"}
 
 
 class MessageParser:
@@ -22,79 +23,91 @@ class MessageParser:
         self, parses_reasoning: bool, tools: list[Tool], is_parallel: bool, prompt: str
     ) -> None:
         """Without tools, calls are content. A prompt that ends with <think> begins reasoning."""
-        tags = [THINK] if parses_reasoning else []
-        if tools:
-            tags.append(OPENING)
-        self.sections = {tag: SECTIONS[tag] for tag in tags}
+        call_tags = [OPENING] if tools else []
+        self.end_tags = {
+            "reasoning": [END_THINK, *call_tags],  # Qwen3.5 can leave out </think>
+            "content": call_tags,
+            "tool_calls": [CLOSING],
+        }
+        self.section = "content"
+        if parses_reasoning:
+            self.section = "reasoning" if prompt.rstrip().endswith(THINK) else "start"
         self.strings = list_strings(tools)
-        is_reasoning = THINK in tags and prompt.rstrip().endswith(THINK)
-        self.section = "reasoning" if is_reasoning else "content"
         self.is_parallel = is_parallel
         self.calls: list[CallParser] = []
+        self.unread = ""  # may be the start of a tag
         self.has_content = False
-        # Spaces after a tag. They are content if words come before and after them.
-        self.spaces: str | None = "" if tags else None
-        self.held_back = ""  # may be the start of a tag
+        # Spaces that follow a tag are content only if words come before and after them.
+        self.is_after_tag = parses_reasoning or len(tools) > 0
+        self.spaces = ""  # since the tag, until a word comes
 
     def feed(self, text: str, is_last: bool) -> JsonObject:
         """Return OpenAI's delta for more text. `is_last` if none follows."""
-        self.held_back += text
+        self.unread += text
+        if self.section == "start":
+            words = self.unread.lstrip()
+            if words.startswith(THINK):
+                self.section = "reasoning"
+                self.unread = words.removeprefix(THINK)
+            elif THINK.startswith(words) and not is_last:
+                return {}
+            else:
+                self.section = "content"
         delta: JsonObject = {}
         while True:
-            section = self.section
-            part, tag = self._split(is_last)
-            if section == "tool_calls":
-                self._add_call(delta, part, tag, is_last)
-            else:
-                self._add_text(delta, part, section)
+            part, tag, self.unread = split(self.unread, self.end_tags[self.section], is_last)
+            if self.section == "content":
+                self._add_content(delta, part)
+            elif self.section == "reasoning" and part:
+                delta["reasoning"] = part
+            elif self.section == "tool_calls":
+                call = self.calls[-1]
+                call.add(part)
+                if tag and call.in_string:  # the tag is text of an argument
+                    call.add(tag)
+                    continue
+                self._add_call(delta, call, tag, is_last)
             if not tag:
                 return delta
-            self.spaces = self.spaces or ""
+            self.section = SECTION_AFTER[tag]
+            self.is_after_tag = True
             if tag == OPENING:
                 self.calls.append(CallParser(len(self.calls), self.strings))
 
-    def _split(self, is_last: bool) -> tuple[str, str]:
-        """Take the text before the next tag, and the tag, which begins another section."""
-        text = self.held_back
-        sections = self.sections
-        if self.section != "content":
-            sections = {CLOSINGS[self.section]: "content"}
-            if self.section == "reasoning" and OPENING in self.sections:
-                sections[OPENING] = "tool_calls"  # Qwen3.5 can leave out </think>
-        elif not THINK.startswith(text.lstrip()[: len(THINK)]):
-            sections.pop(THINK, None)  # reasoning comes first
-        starts = [(text.find(tag), tag) for tag in sections if tag in text]
-        end, next_tag = min(starts, default=(len(text), ""))
-        if not starts and not is_last:
-            heads = [tag[:size] for tag in sections for size in range(len(tag))]
-            end -= max((len(head) for head in heads if text.endswith(head)), default=0)
-        self.held_back = text[end + len(next_tag) :]
-        self.section = sections.get(next_tag, self.section)
-        return text[:end], next_tag
-
-    def _add_text(self, delta: JsonObject, text: str, section: str) -> None:
-        if section == "content" and self.spaces is not None:
+    def _add_content(self, delta: JsonObject, text: str) -> None:
+        if self.is_after_tag:
             text = self.spaces + text if self.has_content else text.lstrip()
-            if not text.strip():
-                self.spaces = text
+            is_blank = not text.strip()
+            self.spaces = text if is_blank else ""
+            if is_blank:
                 return
-        if not text:
-            return
-        self.spaces = None
-        self.has_content |= section == "content"
-        delta[section] = delta.get(section, "") + text
+            self.is_after_tag = False
+        if text:
+            delta["content"] = delta.get("content", "") + text
+            self.has_content = True
 
-    def _add_call(self, delta: JsonObject, text: str, tag: str, is_last: bool) -> None:
-        call = self.calls[-1]
-        call.add(text)
-        if tag and call.in_string:  # the tag is text of an argument
-            call.add(tag)
-            self.section = "tool_calls"
-            return
+    def _add_call(self, delta: JsonObject, call: CallParser, tag: str, is_last: bool) -> None:
+        """Add what the call has gained. A complete call that cannot be parsed is content."""
         is_complete = tag != "" or is_last
         entry = call.take_delta(is_complete)
         if entry is not None and (self.is_parallel or call.index == 0):
             delta.setdefault("tool_calls", []).append(entry)
-        if is_complete and call.num_sent is None:  # not a call
+        if is_complete and not call.is_sent:
             self.calls.pop()
-            self._add_text(delta, OPENING + call.text + tag, "content")
+            self._add_content(delta, OPENING + call.text + tag)
+
+
+def split(text: str, tags: list[str], is_last: bool) -> tuple[str, str, str]:
+    """Divide text at the first of `tags`: the text before the tag, the tag, the text after it.
+
+    Without a tag, the second part is empty. The third one may then be the start of a tag, unless
+    the text `is_last`.
+    """
+    starts = [(text.index(tag), tag) for tag in tags if tag in text]
+    if starts:
+        start, tag = min(starts)
+        return text[:start], tag, text[start + len(tag) :]
+    start = text.rfind("<")  # only the first character of a tag is one
+    if is_last or start < 0 or not any(tag.startswith(text[start:]) for tag in tags):
+        start = len(text)
+    return text[:start], "", text[start:]

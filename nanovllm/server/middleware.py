@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.server.errors import JsonObject, describe_error
+from nanovllm.server.errors import ApiError, JsonObject
 from nanovllm.server.metrics import Metrics
 from nanovllm.terminal import report
 
@@ -61,7 +61,7 @@ class Middleware:
         is_rebound = self.is_local and not is_loopback(read_host(request))
         if is_rebound or is_foreign(request, self.allowed_origins):
             message = "requests from other web pages, or to another host name, are rejected"
-            app = respond(describe_error(403, message), 403)
+            app = respond_error(ApiError(message, status=403))
         try:
             await app(scope, receive, send_with_id)
         finally:
@@ -113,6 +113,10 @@ def show_path(scope: Scope) -> str:
 def respond(content: JsonObject, status: int = 200) -> Response:
     """Return JSON in ASCII, which can hold any str, also lone surrogates."""
     return Response(json.dumps(content), status, media_type="application/json")
+
+
+def respond_error(error: ApiError) -> Response:
+    return respond(error.describe(), error.status)
 
 
 def log(line: str) -> None:

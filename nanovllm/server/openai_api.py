@@ -7,7 +7,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -20,14 +20,14 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from nanovllm import __version__
+from nanovllm import LLM, __version__
 from nanovllm.checks import show
 from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.server.bodies import Bodies
-from nanovllm.server.engine_thread import EngineThread, Outputs, Unavailable
-from nanovllm.server.errors import InvalidRequest, JsonObject, describe_error
+from nanovllm.server.engine_thread import EngineThread, Outputs
+from nanovllm.server.errors import ApiError, JsonObject
 from nanovllm.server.metrics import Metrics
-from nanovllm.server.middleware import Middleware, respond, show_path
+from nanovllm.server.middleware import Middleware, respond, respond_error, show_path
 from nanovllm.server.parameters import detokenize, parse_request, tokenize
 from nanovllm.server.protocol import (
     END,
@@ -70,28 +70,26 @@ class Api:
         """Make the app. `routes` come before the API's. `is_local`: see Middleware."""
         routes = [
             *routes,
-            Route("/v1/completions", self.complete, methods=["POST"]),
-            Route("/v1/chat/completions", self.complete, methods=["POST"]),
+            Route("/v1/completions", partial(self.complete, False), methods=["POST"]),
+            Route("/v1/chat/completions", partial(self.complete, True), methods=["POST"]),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{id:path}", self.show_model),
-            Route("/tokenize", self.use_tokenizer, methods=["POST"]),
-            Route("/detokenize", self.use_tokenizer, methods=["POST"]),
+            Route("/tokenize", partial(self.use_tokenizer, tokenize), methods=["POST"]),
+            Route("/detokenize", partial(self.use_tokenizer, detokenize), methods=["POST"]),
             Route("/version", self.show_version),
             Route("/ping", self.check_health, methods=["GET", "POST"]),
             Route("/health", self.check_health),
             Route("/metrics", self.write_metrics),
             Route("/", self.welcome),
         ]
-        errors = (HTTPException, ClientDisconnect, Unavailable, InvalidRequest, Exception)
+        errors = (HTTPException, ClientDisconnect, ApiError, Exception)
         handlers: Any = dict.fromkeys(errors, handle_error)
         app = Starlette(routes=routes, exception_handlers=handlers)
-        app.state.bodies = self.bodies
         return Middleware(app, self.metrics, self.allowed_origins, is_local)
 
-    async def complete(self, request: Request) -> Response:
+    async def complete(self, is_chat: bool, request: Request) -> Response:
         self._authorize(request)
-        parse = partial(self._parse, request.url.path == "/v1/chat/completions")
-        reply, prompts = await self.bodies.read(request, parse)
+        reply, prompts = await self.bodies.read(request, partial(self._parse, is_chat))
         self.engine.raise_if_stopped()
         if reply.is_stream:
             # The second header is for nginx.
@@ -106,13 +104,13 @@ class Api:
         self._check_model(body.get("model"))
         given, prompts = parse_request(body, is_chat, llm)
         # A constraint holds from the first token, so it leaves no room for reasoning.
-        may_reason = self.parses_reasoning and prompts[0][1].structured_outputs is None
+        may_reason = self.parses_reasoning and prompts[0].params.structured_outputs is None
         return Reply(given, self.model, is_chat, llm, may_reason), prompts
 
     def _check_model(self, name: object) -> None:
         if name not in (None, "", self.model, self.root):
             message = f"the model {show(name)} does not exist: this server has {self.model!r}"
-            raise InvalidRequest(message, "model", "model_not_found", status=404)
+            raise ApiError(message, "model", "model_not_found", status=404)
 
     async def _serve(self, prompts: list[PreparedPrompt]) -> AsyncIterator[Outputs]:
         async with self.engine.submit(prompts) as stream:
@@ -123,8 +121,8 @@ class Api:
         try:
             async for outputs in self._serve(prompts):
                 yield reply.write_chunk(outputs)
-        except Unavailable as error:
-            yield write_event(json.dumps(describe_error(error.status, error.message))) + END
+        except ApiError as error:
+            yield write_event(json.dumps(error.describe())) + END
         else:
             yield reply.write_end()
 
@@ -133,9 +131,10 @@ class Api:
             reply.take(outputs)
         return respond(reply.write_whole())
 
-    async def use_tokenizer(self, request: Request) -> Response:
+    async def use_tokenizer(
+        self, use: Callable[[JsonObject, LLM], JsonObject], request: Request
+    ) -> Response:
         self._authorize(request)
-        use = tokenize if request.url.path == "/tokenize" else detokenize
 
         def check_and_use(body: JsonObject) -> JsonObject:
             self._check_model(body.get("model"))
@@ -203,26 +202,21 @@ async def until_disconnect(request: Request, answer: Coroutine[Any, Any, Respons
 
 async def handle_error(request: Request, error: Exception) -> Response:
     """Turn an exception into an error object. uvicorn logs the traceback of unexpected ones."""
-    status = 500
-    message = "internal error"
     headers: Mapping[str, str] = {}
     if isinstance(error, HTTPException):
-        status = error.status_code
-        message = error.detail
         headers = error.headers or {}
+        message = error.detail
         path = show_path(request.scope)
-        if status == 404:
+        if error.status_code == 404:
             endpoints = ", ".join(route.path_format for route in request.app.routes)
             message = f"Not Found: {path} is none of the endpoints {endpoints}"
-        elif status == 405:
+        elif error.status_code == 405:
             message = f"{path} does not support {request.method}: use {headers['Allow']}"
-    elif isinstance(error, (InvalidRequest, Unavailable)):
-        status = error.status
-        message = error.message
+        error = ApiError(message, status=error.status_code)
     elif isinstance(error, ClientDisconnect):
-        status = 499  # the client has disconnected
-    code = getattr(error, "code", None)
-    param = getattr(error, "param", None)
-    response = respond(describe_error(status, message, code, param), status)
+        error = ApiError("the client has disconnected", status=499)
+    elif not isinstance(error, ApiError):
+        error = ApiError("internal error", status=500)
+    response = respond_error(error)
     response.headers.update(headers)
     return response

@@ -20,12 +20,11 @@ from nanovllm.checks import (
 )
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt, list_prompts
 from nanovllm.messages import Tool
-from nanovllm.server.errors import InvalidRequest, JsonObject, blaming
+from nanovllm.server.errors import ApiError, JsonObject, blaming
 from nanovllm.server.tools import choose_tools, write_grammar
 
 DEFAULT_MAX_TOKENS = 16  # for completions; a chat can use the rest of max_model_len
 MAX_SAMPLES = 4096  # prompts times n of one request
-MAX_CONSTRAINED_PROMPTS = 16  # a constraint is compiled for each prompt
 MAX_LOGPROBS = 20  # OpenAI's limit
 
 READ = "is read here or by Reply"
@@ -90,7 +89,7 @@ def parse_request(
 ) -> tuple[JsonObject, list[PreparedPrompt]]:
     """Return the parameters that are given and not ignored, and the prompts, which are checked.
 
-    Raises InvalidRequest, mostly with the engine's message.
+    Raises ApiError, mostly with the engine's message.
     """
     prompt_name = "messages" if is_chat else "prompt"
     given = _select(body, CHAT if is_chat else COMPLETION)
@@ -104,18 +103,15 @@ def parse_request(
         if is_chat:
             prompts = [encode_chat(given, tools, llm)]
     with blaming(given, default="n" if "n" in given else prompt_name):
-        # Before prompts are prepared, because that compiles a grammar for each of them.
+        # Before a grammar is compiled, because its limits grow with the number of samples.
         num_samples = params.n * len(list_prompts(prompts))
         check_int("the number of prompts times n", num_samples, 1, MAX_SAMPLES)
-        if "structured_outputs" in given:
-            limit = MAX_CONSTRAINED_PROMPTS * params.n
-            check_int("the number of constrained prompts times n", num_samples, 1, limit)
     with blaming(given, default=prompt_name):
         return given, llm.prepare_prompts(prompts, params)
 
 
 def _select(body: JsonObject, table: Table) -> JsonObject:
-    """Return the parameters that are given and not ignored. Raises InvalidRequest for others."""
+    """Return the parameters that are given and not ignored. Raises ApiError for others."""
     given: JsonObject = {}
     for name, value in body.items():
         use = table.get(name, [])
@@ -127,7 +123,7 @@ def _select(body: JsonObject, table: Table) -> JsonObject:
             given[name] = value
         elif (type(value), value) not in [(type(neutral), neutral) for neutral in use]:
             message = f"{show(name)} with the value {show(value)} is not supported: leave it out"
-            raise InvalidRequest(message, name)
+            raise ApiError(message, name)
     return given
 
 
@@ -235,8 +231,7 @@ def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:
         options["logit_bias"] = {
             int(i) if i.isdecimal() and len(i) < 20 else i: bias for i, bias in biases.items()
         }
-    seed = options.get("seed")
-    if isinstance(seed, int) and seed == -1:  # none, as in vLLM
+    if options.get("seed") == -1:  # none, as in vLLM
         del options["seed"]
     if is_chat:  # `logprobs` is a bool, and `top_logprobs` their number
         wants_logprobs = check_bool("logprobs", options.pop("logprobs", False))

@@ -25,7 +25,7 @@ from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.checks import check_bool, check_int, check_names, check_number, check_type
 from nanovllm.config import Config
 from nanovllm.outputs import RequestOutput
-from nanovllm.server.bodies import read_json
+from nanovllm.server.bodies import Bodies
 from nanovllm.server.engine_thread import EngineThread, Stream
 from nanovllm.server.errors import JsonObject, blaming
 from nanovllm.server.middleware import respond
@@ -208,7 +208,8 @@ class Playground(EngineThread):
             self._condition.notify()
         await asyncio.wrap_future(future)
 
-    def routes(self) -> list[Route]:
+    def routes(self, bodies: Bodies) -> list[Route]:
+        self.bodies = bodies
         routes = [Route("/", self.show_page), Route("/playground/events", self.follow)]
         commands = {
             "prompts": self.take_prompts,
@@ -270,7 +271,7 @@ class Playground(EngineThread):
     async def take(
         self, command: Callable[[JsonObject], Awaitable[None]], request: Request
     ) -> Response:
-        body = await read_json(request)
+        body = await self.bodies.read(request, dict)
         with blaming(body):
             await command(body)
         return respond({})

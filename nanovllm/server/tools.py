@@ -111,34 +111,39 @@ class CallParser:
         self.in_string = False  # whether the text ends within a string of an object
         self.depth = 0  # nesting depth of objects
         self.end: int | None = None  # where the first nested object ends, which is the arguments
-        # Characters of the arguments that were sent. None: the name was not sent either.
-        self.num_sent: int | None = None
+        self.is_sent = False  # whether the name was sent, after which the text is a call
+        self.num_sent = 0  # characters of the arguments
 
     def add(self, text: str) -> None:
         """Add more text."""
         self.text += text
         for match in TOKEN.finditer(self.text, self.num_scanned):
             self.num_scanned = match.end()
-            token = match[0]
-            if token in '"\n':
-                self.in_string = token == '"' and not self.in_string and self.depth > 0
-            elif token in "{}" and not self.in_string:
-                self.depth += 1 if token == "{" else -1
-                if token == "}" and self.depth == 1:
-                    self.end = self.end or match.end()
+            match match[0]:
+                case "\n":
+                    self.in_string = False  # JSON does not allow it there, so a quote is missing
+                case '"':
+                    self.in_string = not self.in_string and self.depth > 0
+                case "{" if not self.in_string:
+                    self.depth += 1
+                case "}" if not self.in_string:
+                    self.depth -= 1
+                    if self.depth == 1 and self.end is None:
+                        self.end = match.end()
 
     def take_delta(self, is_complete: bool) -> JsonObject | None:
         """Return OpenAI's delta for new text, or None if there is nothing to send."""
         parsed = self._parse(is_complete)
-        if parsed is None or self.num_sent == len(parsed[1]):
+        if parsed is None or (self.is_sent and len(parsed[1]) == self.num_sent):
             return None
         name, arguments = parsed
         function = {"arguments": arguments[self.num_sent :]}
+        self.num_sent = len(arguments)
         delta: JsonObject = {"index": self.index, "function": function}
-        if self.num_sent is None:
+        if not self.is_sent:
+            self.is_sent = True
             function["name"] = name
             delta |= {"id": f"call_{uuid4().hex}", "type": "function"}
-        self.num_sent = len(arguments)
         return delta
 
     def _parse(self, is_complete: bool) -> tuple[str, str] | None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 BLOCK_STATES = ("used", "reusable", "empty")
-PHASES = ("schedule", "prepare", "forward", "sample")
 
 
 @dataclass

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.states import StatefulScheduler
 from nanovllm.engine.structured import StructuredModelRunner
@@ -52,6 +52,19 @@ class TracedScheduler(Scheduler):
     """Records what the scheduler plans and what a step results in."""
 
     timeline: Timeline
+
+    def describe_settings(self) -> Args:
+        """Describe what does not change from step to step."""
+        settings: Args = {
+            "num_blocks": self.block_manager.num_blocks,
+            "block_size": self.block_size,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "enable_chunked_prefill": not isinstance(self, PrefillFirstScheduler),
+        }
+        if isinstance(self, StatefulScheduler):
+            settings["snapshot_slots"] = [self.snapshot_slots.start, self.snapshot_slots.stop]
+        return settings
 
     def reset(self, seqs: list[Sequence]) -> None:
         self.timeline.reset()

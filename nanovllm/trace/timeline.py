@@ -22,22 +22,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
-from nanovllm.engine.states import StatefulScheduler
-from nanovllm.trace.reader import PHASES
 from nanovllm.vocabulary import Vocabulary
 
 Args = dict[str, Any]
 Event = dict[str, Any]
 
+PHASES = ("schedule", "prepare", "forward", "sample")
 _END = b"\n]\n"
-_TOKEN_LISTS = (
-    "token_ids",
-    "draft_token_ids",
-    "new_token_ids",
-    "preferred_token_ids",
-    "allowed_token_ids",
-)
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -65,32 +56,15 @@ class Timeline:
         self.queues: Args = {}  # as the last step wrote them
         self.named: set[int] = set()  # tokens whose texts are written
 
-    def begin(
-        self,
-        scheduler: Scheduler,
-        vocabulary: Vocabulary,
-        warn: Callable[[str], None],
-    ) -> None:
+    def begin(self, settings: Args, vocabulary: Vocabulary, warn: Callable[[str], None]) -> None:
         """Write the engine's settings and the names of the lanes.
 
         `warn` is called with what the engine's caller should know.
         """
         self.warn = warn
         self.vocabulary = vocabulary
-        manager = scheduler.block_manager
-        process: Args = {
-            "name": "nanovllm",
-            "num_blocks": manager.num_blocks,
-            "block_size": manager.block_size,
-            "max_num_seqs": scheduler.max_num_seqs,
-            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
-            "enable_chunked_prefill": not isinstance(scheduler, PrefillFirstScheduler),
-        }
-        if isinstance(scheduler, StatefulScheduler):
-            slots = scheduler.snapshot_slots
-            process["snapshot_slots"] = [slots.start, slots.stop]
-        events = [make_event("M", 0, "process_name", process)]
-        for lane in range(scheduler.max_num_seqs):
+        events = [make_event("M", 0, "process_name", {"name": "nanovllm", **settings})]
+        for lane in range(settings["max_num_seqs"]):
             events.append(make_event("M", lane + 1, "thread_name", {"name": f"lane {lane}"}))
         self.write(events)
 
@@ -142,8 +116,9 @@ class Timeline:
             return {}
         shown: list[int] = []
         for event in lane_events:
-            for name in _TOKEN_LISTS:
-                shown += event["args"].get(name, [])
+            for name, value in event["args"].items():
+                if name.endswith("token_ids"):
+                    shown += value
         new = set(shown) - self.named
         self.named |= new
         return {token_id: self.vocabulary.name(token_id) for token_id in sorted(new)}

@@ -478,7 +478,7 @@ def test_a_draft_token_that_exceeds_limits_leaves_the_request_as_it_was(llm, mon
 
 def test_without_eos_no_token_ends_a_text(llm):
     grammars = structured.Grammars(llm.tokenizer, llm.vocab_size, frozenset())
-    make_request = grammars.compile(SamplingParams(structured_outputs={"regex": "a*"}))
+    make_request = grammars.compile(SamplingParams(structured_outputs={"regex": "a*"}), 1)
     mask = structured.compute_mask(make_request.keywords["matcher"])
     allowed = structured.list_tokens(mask)
     assert llm.vocab_size in allowed
@@ -560,9 +560,14 @@ def test_prepared_prompts_are_not_compiled_again(llm, monkeypatch):
     monkeypatch.setattr(
         subprocess, "run", lambda *args, **kw: calls.append(args) or run_process(*args, **kw)
     )
+    compile = structured.Grammars._compile
+    monkeypatch.setattr(
+        structured.Grammars, "_compile", lambda *args: calls.append(args) or compile(*args)
+    )
     params = SamplingParams(structured_outputs={"choice": ["one", "two"]})
     prepared = llm.prepare_prompts(["a"] * 3, params)
-    assert len(calls) == 1, "prompts share a grammar"
+    assert len(calls) == 2, "prompts share a grammar, which is checked and compiled"
+    assert llm.prepare_prompts([], params) == []
     monkeypatch.setattr(structured, "make_grammar", None)
     for each in prepared * 2:
         llm.add_prepared(each)

@@ -20,11 +20,10 @@ from server_helpers import (
     wait_for_line,
     write_request,
 )
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from nanovllm.server import bodies, openai_api
-from nanovllm.server.errors import InvalidRequest
+from nanovllm.server.errors import ApiError
 
 # Clients have little time, and there are few file descriptors.
 PROGRAM = """
@@ -34,7 +33,7 @@ from nanovllm.server.__main__ import main
 
 connections.REQUEST_SECONDS = 0.3
 _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (80, hard_limit))
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard_limit))
 main()
 """
 SHORT = {"prompt": [5], "max_tokens": 3, "ignore_eos": True}
@@ -198,13 +197,13 @@ def test_the_memory_of_all_bodies_is_limited(monkeypatch):
     async def read_several():
         slow = asyncio.create_task(read(150_000, False))
         await asyncio.sleep(0)
-        with pytest.raises(HTTPException, match="503"):
+        with pytest.raises(ApiError, match="too many"):
             await read(100_000, True)
-        with pytest.raises(InvalidRequest, match="not JSON"):  # a small one
+        with pytest.raises(ApiError, match="not JSON"):  # a small one
             await read(10, True)
         slow.cancel()
         await asyncio.wait([slow])
-        with pytest.raises(InvalidRequest, match="not JSON"):
+        with pytest.raises(ApiError, match="not JSON"):
             await read(100_000, True)
 
     asyncio.run(read_several())

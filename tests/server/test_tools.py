@@ -7,7 +7,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from nanovllm import DEMO_MODEL, LLM
 from nanovllm.server.engine_thread import EngineThread
-from nanovllm.server.errors import InvalidRequest
+from nanovllm.server.errors import ApiError
 from nanovllm.server.openai_api import Api
 from nanovllm.server.parameters import parse_request
 from nanovllm.server.protocol import Reply
@@ -105,7 +105,7 @@ def test_a_template_can_read_tools_of_a_message_only(llm, monkeypatch):
     """Such as that of Phi-4-mini."""
     template = "{% for m in messages %}{{ m.content }}{{ m['tools'] }}{% endfor %}"
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
-    with pytest.raises(InvalidRequest, match="tools need a chat template that uses them"):
+    with pytest.raises(ApiError, match="tools need a chat template that uses them"):
         parse_request(BODY, True, llm)
     parse_request({**BODY, "tool_choice": "required"}, True, llm)
 
