@@ -20,7 +20,7 @@ that K/V are not stored. `context_lens` counts the tokens that the last query to
 itself included. `block_tables` has the physical blocks of each context, and entries past its end
 are not read. `logits_indices` selects the tokens whose logits are wanted. Layers with a recurrent
 state read that of a sequence from slot `read_slots` and write it to slot `write_slots`. Slot 0 is
-for padding (engine/states.py). `prefills` are the sequences with more than one query token, because
+for padding (engine/slots.py). `prefills` are the sequences with more than one query token, because
 kernels compute the others differently. All tensors of a Batch are int32, so that it can be sent as
 one concatenated tensor.
 
@@ -37,9 +37,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from torch import Tensor
-
-ZEROS = 1  # the slot of a state of zeros, which is never written
-FIRST_LANE = 2  # the slot of lane 0
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from nanovllm.engine.input_processor import PreparedPrompt, Prompt, list_prompts
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Inbox
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
+from nanovllm.engine.slots import list_snapshot_slots
 from nanovllm.engine.speculation import SpeculativeScheduler, enable_speculation
 from nanovllm.engine.states import StatefulScheduler
 from nanovllm.engine.structured import Grammars, StructuredModelRunner
@@ -56,7 +57,8 @@ class LLM(ThreadSafeEngine):
         grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
         self.input_processor.grammars = grammars
         if isinstance(self.scheduler, StatefulScheduler):
-            self.scheduler.snapshot_slots = self.executor.worker.list_snapshot_slots()
+            num_lanes = self.model_runner.num_lanes
+            self.scheduler.snapshot_slots = list_snapshot_slots(config, num_lanes)
         if config.num_speculative_tokens:
             enable_speculation(self)
         if self.timeline is not None:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanovllm.arithmetic import cdiv
-from nanovllm.batch import FIRST_LANE
 from nanovllm.config import MAX_DRAFT_STEP
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.slots import FIRST_LANE
 from nanovllm.sampling_params import SamplingParams
 
 # Drafts must raise the predicted tokens per second by this factor. Smaller gains vanish, because

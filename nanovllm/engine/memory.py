@@ -19,8 +19,8 @@ import psutil
 import torch
 
 from nanovllm.arithmetic import cdiv
-from nanovllm.batch import FIRST_LANE
 from nanovllm.config import Config
+from nanovllm.engine.slots import FIRST_LANE, count_slots, count_slots_per_lane
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
 GPU_SHARE_OF_FREE = 0.95  # leaves room for what the driver and other processes allocate
@@ -110,7 +110,7 @@ def count_blocks(
     if tp.size > 1:
         arithmetic += f", the smallest of {tp.size} ranks"
     if num_lanes < 1:
-        state_bytes = (FIRST_LANE + count_slots(config)) * slot_bytes
+        state_bytes = count_slots(config, num_lanes=1) * slot_bytes
         raise ValueError(
             f"the recurrent states of one sequence take {show_gb(state_bytes)}, more than half of"
             " the cache: raise kvcache_memory_bytes or gpu_memory_utilization"
@@ -145,20 +145,9 @@ def count_lanes(config: Config, budget: int, slot_bytes: int) -> tuple[int, int]
         num_lanes = min(num_lanes, config.num_kvcache_blocks)
     if slot_bytes == 0:
         return num_lanes, 0
-    num_slots = count_slots(config)
-    most = (budget // 2 // slot_bytes - FIRST_LANE) // num_slots
+    most = (budget // 2 // slot_bytes - FIRST_LANE) // count_slots_per_lane(config)
     num_lanes = max(0, min(num_lanes, most))
-    return num_lanes, (FIRST_LANE + num_lanes * num_slots) * slot_bytes
-
-
-def count_slots(config: Config) -> int:
-    """Slots of recurrent states per lane: its own, a second one for drafts, and a snapshot."""
-    num_slots = 1
-    if config.num_speculative_tokens:
-        num_slots += 1
-    if config.enable_prefix_caching:
-        num_slots += 1
-    return num_slots
+    return num_lanes, count_slots(config, num_lanes) * slot_bytes
 
 
 def gpu_budget(utilization: float, meter: MemoryMeter) -> tuple[int, str]:

@@ -18,10 +18,10 @@ from nanovllm import kernels
 from nanovllm.arithmetic import cdiv
 from nanovllm.batch import Batch, Filters, Noise, SamplingBatch
 from nanovllm.config import Config
+from nanovllm.engine.dummy_steps import KINDS, sample_each_kind
 from nanovllm.engine.executor import Executor, MultiRankExecutor
 from nanovllm.engine.logprobs import find_logprobs
 from nanovllm.engine.penalties import process_logits
-from nanovllm.engine.profiling import KINDS, sample_dummies
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.noise import make_noise_keys
 from nanovllm.layers.sampler import Sampler
@@ -63,14 +63,14 @@ class ModelRunner:
         self.sampler = Sampler(spec.vocab_size).to(self.device)
         with undisturbed(self.device):  # CUDA graphs record these settings
             if config.enable_kernels:
-                run = self._sample_dummies if self.device.type == "cuda" else None
+                run = self._sample_test_rows if self.device.type == "cuda" else None
                 kernels.kernelize(self.sampler, self.device, spec.dtype, run)
-            self.executor.call(worker.start, self._sample_profiling_logits)
+            self.executor.call(worker.start, self._sample_dummy_step)
         self.num_lanes = worker.num_lanes
         # The block tables of all lanes, so that a decode need not copy its whole table.
         self.block_tables = np.zeros((self.num_lanes, worker.block_table_width), np.int32)
 
-    def _sample_dummies(self) -> None:
+    def _sample_test_rows(self) -> None:
         """Sample rows of random logits in each way, for the self-test of the sampler."""
         # Not the greedy kind, because 16-bit logits can be equal.
         rows = [Sequence(i, [0], params, seed=i) for i, params in enumerate(KINDS[1:] * 8)]
@@ -79,8 +79,8 @@ class ModelRunner:
         batch = self.prepare_sampling(rows, [1] * len(rows))
         self.sampler(logits.to(self.device, self.dtype), batch)
 
-    def _sample_profiling_logits(self, logits: Tensor) -> None:
-        sample_dummies(self.sample, logits, self.executor.worker.max_model_len)
+    def _sample_dummy_step(self, logits: Tensor) -> None:
+        sample_each_kind(self.sample, logits, self.executor.worker.max_model_len)
 
     def forward(self, seqs: list[Sequence]) -> Tensor:
         """Compute the scheduled tokens. Return logits [num_logits of all seqs, vocab_size]."""

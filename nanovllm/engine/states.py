@@ -1,11 +1,9 @@
 """Recurrent states: what some layers keep of a sequence instead of K/V (Qwen3.5).
 
-    slot   | 0         1       2 3 4 ...           ...                     ...
-           | padding   zeros   one for each lane   a second one (drafts)   snapshots
-
 A state has a fixed size, and each token changes all of it. A sequence reads its state from one slot
-and writes it to another one, mostly to its own, 2 + lane. It starts from the zeros of slot 1. The
-slots are data in the batch, so nothing is zeroed, copied, or decided by the shape of a batch.
+and writes it to another one, mostly to that of its lane. It starts from a slot of zeros. The slots
+are data in the batch, so nothing is zeroed, copied, or decided by the shape of a batch. slots.py
+draws which slots there are.
 
 K/V of a prefix serve any sequence that begins alike, but the state after a prefix is gone when the
 next token is computed. A snapshot is a state that is kept. It belongs to the hash of the last block
@@ -27,10 +25,10 @@ by one sequence and read by another one in the same step.
 
 from collections import OrderedDict
 
-from nanovllm.batch import FIRST_LANE, ZEROS
 from nanovllm.engine.block_manager import Block
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.slots import FIRST_LANE, ZEROS
 from nanovllm.outputs import FinishReason
 
 

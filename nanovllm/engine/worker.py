@@ -9,7 +9,6 @@ the block size, the number of blocks and max_model_len.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,11 +16,13 @@ from torch import Tensor
 
 from nanovllm import kernels
 from nanovllm.arithmetic import cdiv
-from nanovllm.batch import FIRST_LANE, ZEROS, Batch
+from nanovllm.batch import Batch
 from nanovllm.checks import naming
 from nanovllm.config import MAX_DRAFT_STEP, Config
-from nanovllm.engine.memory import ENLARGE, MemoryMeter, count_blocks, count_slots, show_gb
+from nanovllm.engine.dummy_steps import find_largest_step, make_dummy_batch, make_test_batches
+from nanovllm.engine.memory import ENLARGE, MemoryMeter, count_blocks, show_gb
 from nanovllm.engine.placement import Place, connect, find_device
+from nanovllm.engine.slots import FIRST_LANE, count_slots
 from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import ALONE
@@ -38,7 +39,6 @@ from nanovllm.terminal import report
 from nanovllm.transfers import copy_to
 
 _DEFAULT_MAX_MODEL_LEN = 4096
-_TEST_LEN = 33  # tokens of the self-test: two chunks of recurrent states, and a large tile of GEMMs
 
 
 class Worker:
@@ -69,6 +69,45 @@ class Worker:
             self._select_backend()
             self.meter = MemoryMeter(self.device)
             self._load_model(directory)
+
+    def execute(self, batch: Batch) -> Tensor:
+        """As `compute`, on rank 0. The other ranks compute their shares in `serve`."""
+        if self.tp.size > 1:
+            self.tp.send(pack(batch))
+        return self.compute(batch)
+
+    @torch.inference_mode()
+    def compute(self, batch: Batch) -> Tensor:
+        """Write the K/V of this rank's share of `batch`, whose tensors are on the host.
+
+        Return hidden states [num_logits, hidden_size], which are valid until the next call.
+        """
+        if self.graphs is not None and batch.max_seqlen_q == 1:
+            return self.graphs.run(batch)
+        return self.model(copy_to(batch, self.device), self.kv_caches)
+
+    def split_hidden(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Divide hidden states into parts of as many rows as the profile run had.
+
+        There is one part, unless a step scores prompts. All ranks have the same parts.
+        """
+        return hidden.split(self.max_num_logits)
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [num_rows, vocab_size] for the rows of one part, on rank 0."""
+        return self.model.compute_logits(hidden)
+
+    def serve(self) -> None:
+        """Compute this rank's share of the batches that rank 0 runs, until rank 0 disconnects."""
+        self.start(use=lambda logits: None)
+        while True:
+            try:
+                message = self.tp.receive()
+            except RuntimeError:  # the connection has ended
+                return
+            for rows in self.split_hidden(self.compute(unpack(message))):
+                self.compute_logits(rows)
 
     def _select_backend(self) -> None:
         config, spec = self.config, self.spec
@@ -102,34 +141,17 @@ class Worker:
                 report(f"optimized layers: {', '.join(names)}; {advice}")
 
     def _run_test_steps(self) -> None:
-        """Compute a prompt beside a decode, and then two decodes, for the self-test of layers.
-
-        Their K/V and states are random, in caches of their own.
-        """
-        length = min(_TEST_LEN, self.max_model_len)  # tokens of each context
-        num_blocks = cdiv(length, self.block_size)  # for each sequence
-        sizes = (2 * num_blocks, self.block_size, 2)
-        caches = self.spec.make_caches(self.backend, *sizes, self.device, self.tp)
+        """Compute steps with random K/V and states, in caches of their own, for self-tests."""
+        batches = list(make_test_batches(self.block_size, self.spec.vocab_size, self.max_model_len))
+        num_blocks = batches[0].block_tables.numel()
+        num_slots = batches[0].read_slots.numel()
+        caches = self.spec.make_caches(
+            self.backend, num_blocks, self.block_size, num_slots, self.device, self.tp
+        )
         random = torch.Generator(self.device).manual_seed(0)
         for cache in caches:
             cache.normal_(generator=random)
-        with torch.device("cpu"):
-            order = torch.arange(max(length, 2 * num_blocks), dtype=torch.int32)
-        seqs = order[:2]
-        for query_len in (length, 1):
-            positions = torch.cat((order[length - query_len : length], order[length - 1 : length]))
-            slots = positions.clone()
-            slots[-1] += num_blocks * self.block_size
-            batch = replace(
-                self._make_dummy_batch([query_len, 1]),
-                input_ids=positions % self.spec.vocab_size,
-                positions=positions,
-                slot_mapping=slots,
-                context_lens=torch.full_like(seqs, length),
-                block_tables=order[: 2 * num_blocks].view(2, -1),
-                read_slots=seqs,
-                write_slots=seqs,
-            )
+        for batch in batches:
             self.model(copy_to(batch, self.device), caches)
 
     @property
@@ -148,20 +170,29 @@ class Worker:
         on_gpu = self.device.type == "cuda"
         is_given = config.num_kvcache_blocks is not None or config.kvcache_memory_bytes is not None
         if on_gpu and not is_given:
-            use(self.profile())
-        self.allocate_kv_cache()
-        for query_lens in ([2, 1], [1]) if on_gpu else ():  # a chunk beside a decode, a decode
-            batch = self._make_dummy_batch(query_lens)
-            use(self.compute_logits(self.compute(batch)))
+            use(self._profile())
+        self._allocate_kv_cache()
+        if on_gpu:
+            use(self._run_dummy_step([2, 1]))  # a chunk beside a decode
+            use(self._run_dummy_step([1]))
 
-    def profile(self) -> Tensor:
+    def _profile(self) -> Tensor:
         """Run the largest step, with a KV cache of one block. Return its logits."""
-        self.num_lanes = self.config.max_num_seqs
-        self._allocate(num_blocks=1, num_slots=FIRST_LANE, is_profile=True)
-        return self.compute_logits(self.compute(self.make_largest_batch()))
+        config = self.config
+        self._allocate(1, FIRST_LANE, config.max_num_seqs, is_profile=True)
+        max_num_tokens = config.max_num_batched_tokens
+        return self._run_dummy_step(
+            find_largest_step(self.max_num_logits, max_num_tokens, self.max_model_len)
+        )
 
-    def allocate_kv_cache(self) -> None:
-        """Choose the size of the KV cache and allocate it. `profile` comes before, if needed."""
+    def _run_dummy_step(self, query_lens: list[int]) -> Tensor:
+        return self.compute_logits(self.compute(self._make_dummy_batch(query_lens)))
+
+    def _make_dummy_batch(self, query_lens: list[int]) -> Batch:
+        return make_dummy_batch(query_lens, self.block_table_width, self.max_model_len)
+
+    def _allocate_kv_cache(self) -> None:
+        """Choose the size of the KV cache and allocate it."""
         self.num_blocks, self.num_lanes, arithmetic = count_blocks(
             self.config,
             self.meter,
@@ -178,18 +209,15 @@ class Worker:
                 f"max_model_len={self.config.max_model_len} exceeds the capacity of the KV cache:"
                 f" lower it to {capacity}, or {ENLARGE}"
             )
-        self._allocate(self.num_blocks, FIRST_LANE + self.num_lanes * count_slots(self.config))
+        num_slots = count_slots(self.config, self.num_lanes)
+        self._allocate(self.num_blocks, num_slots, self.num_lanes)
         if self.tp.rank == 0:
             backend = f"{self.backend.NAME} attention"
             report(f"{self.device}, {self.spec.dtype}, {backend}; {arithmetic}")
 
-    def list_snapshot_slots(self) -> range:
-        """The slots of recurrent states that belong to no lane, the last ones."""
-        end = FIRST_LANE + self.num_lanes * count_slots(self.config)
-        num_slots = self.num_lanes if self.config.enable_prefix_caching else 0
-        return range(end - num_slots, end)
-
-    def _allocate(self, num_blocks: int, num_slots: int, is_profile: bool = False) -> None:
+    def _allocate(
+        self, num_blocks: int, num_slots: int, num_lanes: int, is_profile: bool = False
+    ) -> None:
         config = self.config
         # Release the old caches before new ones are allocated.
         self.graphs = None
@@ -211,50 +239,11 @@ class Worker:
                 self.backend,
                 self.kv_caches,
                 self._make_dummy_batch([1]),
-                max_num_seqs=min(self.num_lanes, config.max_num_batched_tokens),
+                max_num_seqs=min(num_lanes, config.max_num_batched_tokens),
                 block_table_width=self.block_table_width,
                 max_seqlen_k=self.max_model_len,
                 only_largest=is_profile,
             )
-
-    def execute(self, batch: Batch) -> Tensor:
-        """As `compute`, on rank 0. The other ranks compute their shares in `serve`."""
-        if self.tp.size > 1:
-            self.tp.send(pack(batch))
-        return self.compute(batch)
-
-    def serve(self) -> None:
-        """Compute this rank's share of the batches that rank 0 runs, until rank 0 disconnects."""
-        self.start(use=lambda logits: None)
-        while True:
-            try:
-                message = self.tp.receive()
-            except RuntimeError:  # the connection has ended
-                return
-            for rows in self.split_hidden(self.compute(unpack(message))):
-                self.compute_logits(rows)
-
-    @torch.inference_mode()
-    def compute(self, batch: Batch) -> Tensor:
-        """Write the K/V of this rank's share of `batch`, whose tensors are on the host.
-
-        Return hidden states [num_logits, hidden_size], which are valid until the next call.
-        """
-        if self.graphs is not None and batch.max_seqlen_q == 1:
-            return self.graphs.run(batch)
-        return self.model(copy_to(batch, self.device), self.kv_caches)
-
-    def split_hidden(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Divide hidden states into parts of as many rows as the profile run had.
-
-        There is one part, unless a step scores prompts. All ranks have the same parts.
-        """
-        return hidden.split(self.max_num_logits)
-
-    @torch.inference_mode()
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [num_rows, vocab_size] for the rows of one part, on rank 0."""
-        return self.model.compute_logits(hidden)
 
     def disconnect(self) -> None:
         """Leave the process groups.
@@ -268,41 +257,3 @@ class Worker:
             self.tp.group.abort()  # ends a collective operation that waits for a lost rank
         # All layers refer to the same `tp`, so this destroys the groups.
         vars(self.tp).update(group=None, host_group=None)
-
-    def make_largest_batch(self) -> Batch:
-        """A dummy batch that needs as much memory as any step can.
-
-        It has max_num_logits sequences, and as many tokens as these can have in one step.
-        """
-        query_lens: list[int] = []
-        num_left = self.config.max_num_batched_tokens
-        for num_others in reversed(range(self.max_num_logits)):  # each gets one token at least
-            query_len = min(self.max_model_len, num_left - num_others)
-            query_lens.append(query_len)
-            num_left -= query_len
-        return self._make_dummy_batch(query_lens)
-
-    def _make_dummy_batch(self, query_lens: list[int]) -> Batch:
-        """A batch of whole prompts in block 0. Kernels are launched for max_model_len."""
-        num_tokens, num_seqs = sum(query_lens), len(query_lens)
-        with torch.device("cpu"):
-            context_lens = torch.tensor(query_lens, dtype=torch.int32)
-            cu_seqlens_q = torch.zeros(num_seqs + 1, dtype=torch.int32)
-            cu_seqlens_q[1:] = context_lens.cumsum(0)
-            zeros = torch.zeros(num_tokens, dtype=torch.int32)
-            block_tables = torch.zeros(num_seqs, self.block_table_width, dtype=torch.int32)
-            slots = torch.zeros(num_seqs, dtype=torch.int32)
-        return Batch(
-            input_ids=torch.ones_like(zeros),  # other ids than those of captured steps
-            positions=zeros,
-            slot_mapping=zeros,
-            cu_seqlens_q=cu_seqlens_q,
-            context_lens=context_lens,
-            block_tables=block_tables,
-            logits_indices=cu_seqlens_q[1:] - 1,
-            read_slots=slots + ZEROS,  # a step that is repeated reads the same
-            write_slots=slots,
-            prefills=(context_lens > 1).nonzero().flatten().int(),
-            max_seqlen_q=max(query_lens),
-            max_seqlen_k=self.max_model_len,
-        )

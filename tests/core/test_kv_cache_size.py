@@ -8,8 +8,8 @@ from conftest import VOCAB_SIZE
 
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.engine import memory
+from nanovllm.engine.dummy_steps import sample_each_kind
 from nanovllm.engine.memory import count_blocks, find_available_memory
-from nanovllm.engine.profiling import sample_dummies
 from nanovllm.layers.tensor_parallel import ALONE
 
 BLOCK_BYTES = 4 * 2 * 2 * 2 * 16 * 4  # block size, K and V, layers, KV heads, head_dim, float32
@@ -103,7 +103,10 @@ def test_too_little_memory_is_an_error():
 def test_the_profile_run_is_a_largest_step(make_llm, draft_len, num_logits):
     """A step with drafts has a row of logits for each draft token."""
     llm = make_llm(max_num_batched_tokens=301, max_num_seqs=7, num_speculative_tokens=draft_len)
-    batch = llm.executor.worker.make_largest_batch()
+    worker = llm.executor.worker
+    worker.compute = Mock(wraps=worker.compute)
+    worker._profile()
+    (batch,) = worker.compute.call_args.args
     assert len(batch.input_ids) == 301
     assert len(batch.logits_indices) == num_logits
     if draft_len == 0:
@@ -112,7 +115,7 @@ def test_the_profile_run_is_a_largest_step(make_llm, draft_len, num_logits):
 
 def test_the_profile_run_ends_with_the_costliest_sampling(make_llm):
     sample = Mock(wraps=make_llm().model_runner.sample)
-    sample_dummies(sample, torch.zeros(7, VOCAB_SIZE), 256)
+    sample_each_kind(sample, torch.zeros(7, VOCAB_SIZE), 256)
     _, seqs = sample.call_args.args
     assert max(len(seq.token_ids) for seq in seqs) == 256
     for seq in seqs:

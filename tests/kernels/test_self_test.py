@@ -107,12 +107,12 @@ def test_an_engine_replaces_a_wrong_sampler(make_llm, stand_ins, capfd, wrong):
     expected = generate_ids(llm, random_prompt(0, 9), greedy(5))
     capfd.readouterr()
     kernelize(worker.model, CPU, torch.float32, worker._run_test_steps)
-    kernelize(runner.sampler, CPU, torch.float32, runner._sample_dummies)
+    kernelize(runner.sampler, CPU, torch.float32, runner._sample_test_rows)
     assert isinstance(runner.sampler, stand_ins[Sampler])
     assert not capfd.readouterr().err
     runner.sampler.__class__ = Sampler
     stand_ins[Sampler].forward = wrong
-    kernelize(runner.sampler, CPU, torch.float32, runner._sample_dummies)
+    kernelize(runner.sampler, CPU, torch.float32, runner._sample_test_rows)
     assert type(runner.sampler) is Sampler
     assert "FastSampler is replaced by Sampler" in capfd.readouterr().err
     assert generate_ids(llm, random_prompt(0, 9), greedy(5)) == expected

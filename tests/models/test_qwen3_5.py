@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from transformers import Qwen3_5Config, Qwen3_5TextConfig
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.batch import FIRST_LANE, ZEROS
 from nanovllm.engine.draft_costs import StepCosts
+from nanovllm.engine.slots import FIRST_LANE, ZEROS
 from nanovllm.engine.speculation import Speculator
 from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.models.quantization import INT8
@@ -99,7 +99,7 @@ def check_engine(llm):
     assert set(slots) <= set(scheduler.snapshot_slots)
     worker = llm.executor.worker
     num_slots = {len(cache) for cache in worker.kv_caches if cache.dim() == 2}
-    last = worker.list_snapshot_slots().stop
+    last = scheduler.snapshot_slots.stop
     assert num_slots == {last}
     for cache in worker.kv_caches:
         assert cache.dim() > 2 or not cache[ZEROS].any()
