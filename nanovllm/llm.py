@@ -1,7 +1,6 @@
 """`LLM`, what most callers use: it runs the engine until the given prompts have finished."""
 
 from collections.abc import Iterator, Sequence
-from inspect import signature
 from typing import Any
 
 from tqdm import tqdm
@@ -11,12 +10,9 @@ from nanovllm.checks import (
     check_int,
     check_number,
     check_type,
-    invalid,
-    naming,
 )
 from nanovllm.config import Config, takes
-from nanovllm.engine.beam_search import Beam, BeamSearch, search_together
-from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.beam_search import BeamSearch, make_output, search_together
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt, list_prompts
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Inbox
@@ -26,7 +22,7 @@ from nanovllm.engine.speculation import SpeculativeScheduler, enable_speculation
 from nanovllm.engine.states import StatefulScheduler
 from nanovllm.engine.structured import Grammars, StructuredModelRunner
 from nanovllm.engine.thread_safety import ThreadSafeEngine
-from nanovllm.messages import Message, Tool, check_tools, prepare_messages
+from nanovllm.messages import ChatTemplate, Message, Tool
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -54,6 +50,7 @@ class LLM(ThreadSafeEngine):
             self._close_timeline()
             raise
         self.vocabulary = Vocabulary(self.tokenizer)
+        self.chat_template = ChatTemplate(self.tokenizer)
         grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
         self.input_processor.grammars = grammars
         if isinstance(self.scheduler, StatefulScheduler):
@@ -149,56 +146,21 @@ class LLM(ThreadSafeEngine):
             conversations = [conversations]
         prompts = self.encode_chats(
             conversations,
-            tools,
-            chat_template_kwargs,
-            add_generation_prompt,
-            continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
         )
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def encode_chats(
-        self,
-        conversations: list[list[Message]],
-        tools: list[Tool] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> list[Prompt]:
-        """Return the token ids of conversations, by the checkpoint's chat template, see `chat`."""
+    def encode_chats(self, conversations: list[list[Message]], **options: Any) -> list[Prompt]:
+        """Return the token ids of conversations. `options` are those of `chat`."""
         if self.tokenizer is None:
             raise ValueError(
                 "the checkpoint has no tokenizer: pass token ids to generate instead of chat"
             )
-        if tools and not self.template_uses_tools:
-            raise invalid("tools", "need a chat template that uses them: this model's does not")
-        variables = chat_template_kwargs or {}
-        check_type("chat_template_kwargs", variables, (dict,), "a dict")
-        # Parameters of apply_chat_template, such as chat_template, are not for clients of a server.
-        reserved = {"self", "messages", *signature(self.tokenizer.apply_chat_template).parameters}
-        for name in reserved & variables.keys() - {"documents"}:
-            raise invalid(f"chat_template_kwargs.{name}", "is no variable of the chat template")
-        options: dict[str, Any] = {
-            **variables,
-            "tools": check_tools(tools) if tools else None,
-            "add_generation_prompt": check_bool("add_generation_prompt", add_generation_prompt),
-            "continue_final_message": check_bool("continue_final_message", continue_final_message),
-        }
-        return [self._apply_chat_template(chat, options) for chat in conversations]
-
-    @property
-    def template_uses_tools(self) -> bool:
-        """Whether the chat template shows tools to the model."""
-        template = str(getattr(self.tokenizer, "chat_template", ""))
-        # Phi-4-mini's has message['tools'], which is not the variable.
-        return "tools" in template.replace("'tools'", "")
-
-    def _apply_chat_template(self, chat: list[Message], options: dict[str, Any]) -> list[int]:
-        assert self.tokenizer is not None
-        messages = prepare_messages(chat)
-        # The template is code from the checkpoint and can raise any exception.
-        with naming("the checkpoint's chat template cannot format these messages", Exception):
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        return self.input_processor.tokenize(str(text), add_special_tokens=False)
+        texts = [self.chat_template.render(chat, **options) for chat in conversations]
+        return [self.input_processor.tokenize(text, add_special_tokens=False) for text in texts]
 
     def beam_search(
         self,
@@ -226,49 +188,14 @@ class LLM(ThreadSafeEngine):
             )
         results: list[list[RequestOutput]] = []
         for search, first in zip(searches, search_together(searches, self._generate)):
-            beams = search.finished
-            results.append([self._make_beam_output(beam, search.prompt, first) for beam in beams])
+            outputs: list[RequestOutput] = []
+            for beam in search.finished:
+                # In turn, because the ids of n samples are consecutive.
+                request_id = self._take_turn(next, self.input_processor.ids)
+                output = make_output(search.prompt, beam, first, self.tokenizer)
+                outputs.append({**output, "request_id": request_id})
+            results.append(outputs)
         return results
-
-    def _make_beam_output(
-        self, beam: Beam, prompt: list[int], first: RequestOutput
-    ) -> RequestOutput:
-        """Return a finished beam as an output. `first` is the output of the search's first step."""
-        text = ""
-        if self.tokenizer is not None:
-            has_stop_token = beam.finish_reason == "stop"
-            text_token_ids = beam.token_ids[:-1] if has_stop_token else beam.token_ids
-            text = Detokenizer(self.tokenizer, prompt).read(prompt + text_token_ids, is_last=True)
-        request_id = self._take_turn(next, self.input_processor.ids)
-        return {
-            **first,
-            "request_id": request_id,
-            "token_ids": beam.token_ids,
-            "text": text,
-            "finish_reason": beam.finish_reason,
-            "logprobs": beam.logprobs,
-            "cumulative_logprob": beam.cumulative_logprob,
-        }
-
-    def _generate(
-        self, prompts: list[PreparedPrompt], use_tqdm: bool = False
-    ) -> list[RequestOutput]:
-        with self._queued(prompts, inbox={}) as requests:
-            for request in tqdm(requests, unit="seq", disable=not use_tqdm):
-                while request.seq_id in self.requests:
-                    self._run_step()
-            return [request.output() for request in requests]
-
-    def _stream(self, prompts: list[PreparedPrompt]) -> Iterator[RequestOutput]:
-        inbox: Inbox = {}
-        with self._queued(prompts, inbox) as requests:
-            num_unfinished = len(requests)
-            while num_unfinished > 0:
-                self._run_step()
-                for output in self._take_turn(self._report, inbox):
-                    if output["finish_reason"] is not None:
-                        num_unfinished -= 1
-                    yield output
 
     def prepare_prompts(self, prompts: Any, sampling_params: Any) -> list[PreparedPrompt]:
         """Tokenize and check prompts and their sampling_params, as given to `generate`."""
@@ -287,3 +214,24 @@ class LLM(ThreadSafeEngine):
         for prompt, params in zip(prompts, sampling_params):
             prepared += prepare([prompt], params)
         return prepared
+
+    def _generate(
+        self, prompts: list[PreparedPrompt], use_tqdm: bool = False
+    ) -> list[RequestOutput]:
+        # The outputs come from the requests, not from an inbox.
+        with self._queued(prompts, inbox={}) as requests:
+            for request in tqdm(requests, unit="seq", disable=not use_tqdm):
+                while request.seq_id in self.requests:
+                    self._run_step()
+            return [request.output() for request in requests]
+
+    def _stream(self, prompts: list[PreparedPrompt]) -> Iterator[RequestOutput]:
+        inbox: Inbox = {}
+        with self._queued(prompts, inbox) as requests:
+            num_unfinished = len(requests)
+            while num_unfinished > 0:
+                self._run_step()
+                for output in self._take_turn(self._report, inbox):
+                    if output["finish_reason"] is not None:
+                        num_unfinished -= 1
+                    yield output

@@ -1,4 +1,4 @@
-"""Checks the messages and tools of a chat and prepares them for the checkpoint's chat template.
+"""Turns the messages and tools of a chat into a prompt, by the checkpoint's chat template.
 
 A template prints whatever it gets, such as a dict as its Python repr. Messages must therefore be
 what OpenAI's API allows: https://platform.openai.com/docs/api-reference/chat/create
@@ -7,9 +7,10 @@ what OpenAI's API allows: https://platform.openai.com/docs/api-reference/chat/cr
 import json
 import re
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
-from nanovllm.checks import invalid, show
+from nanovllm.checks import check_bool, check_type, invalid, naming, show
 
 # {"role": one of ROLES, "content": text}, where the text is a str or a list of parts
 # {"type": "text", "text": str}. An assistant's content may be None or []. Its "tool_calls" are a
@@ -22,6 +23,53 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 UNSUPPORTED = ("function_call", "audio")
 # Fields that are a str or None.
 TEXTS = ("name", "tool_call_id", "refusal", "reasoning", "reasoning_content")
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether the template shows tools to the model."""
+        template = str(getattr(self.tokenizer, "chat_template", ""))
+        # Phi-4-mini's has message['tools'], which is not the variable.
+        return "tools" in template.replace("'tools'", "")
+
+    def render(
+        self,
+        messages: list[Message],
+        tools: list[Tool] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """Return the text of a conversation, see `LLM.chat`. Raises ValueError or TypeError."""
+        if tools and not self.uses_tools:
+            raise invalid("tools", "need a chat template that uses them: this model's does not")
+        variables = chat_template_kwargs or {}
+        check_type("chat_template_kwargs", variables, (dict,), "a dict")
+        # Parameters of apply_chat_template, such as chat_template, are not for clients of a server.
+        reserved = {"self", "messages", *signature(self.tokenizer.apply_chat_template).parameters}
+        for name in reserved & variables.keys() - {"documents"}:
+            raise invalid(f"chat_template_kwargs.{name}", "is no variable of the chat template")
+        check_bool("add_generation_prompt", add_generation_prompt)
+        check_bool("continue_final_message", continue_final_message)
+        prepared = prepare_messages(messages)
+        tools = check_tools(tools) if tools else None
+        # The template is code from the checkpoint and can raise any exception.
+        with naming("the checkpoint's chat template cannot format these messages", Exception):
+            text = self.tokenizer.apply_chat_template(
+                prepared,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **variables,
+            )
+        return str(text)
 
 
 def prepare_messages(conversation: Any) -> list[Message]:

@@ -16,7 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from operator import itemgetter
+from typing import Any
 
+from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.outputs import FinishReason, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -122,6 +124,25 @@ def search_together(searches: list[BeamSearch], generate: Generate) -> list[Requ
             start = end
         active = [search for search in active if search.running]
     return first_outputs
+
+
+def make_output(
+    prompt: list[int], beam: Beam, first: RequestOutput, tokenizer: Any
+) -> RequestOutput:
+    """Return a finished beam as an output. `first` is the output of the search's first step."""
+    text = ""
+    if tokenizer is not None:
+        has_stop_token = beam.finish_reason == "stop"
+        text_token_ids = beam.token_ids[:-1] if has_stop_token else beam.token_ids
+        text = Detokenizer(tokenizer, prompt).read(prompt + text_token_ids, is_last=True)
+    return {
+        **first,
+        "token_ids": beam.token_ids,
+        "text": text,
+        "finish_reason": beam.finish_reason,
+        "logprobs": beam.logprobs,
+        "cumulative_logprob": beam.cumulative_logprob,
+    }
 
 
 def _next_logprobs(output: RequestOutput) -> dict[int, float]:

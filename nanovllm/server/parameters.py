@@ -165,7 +165,7 @@ def _read_tools(given: JsonObject, llm: LLM) -> list[Tool]:
         with naming("tools", RecursionError):
             grammar = write_grammar(required, is_parallel)
         _constrain(given, "tool_choice", "tools", {"grammar": grammar})
-        if not llm.template_uses_tools:
+        if not llm.chat_template.uses_tools:
             return []
     return given["tools"]
 
@@ -185,9 +185,14 @@ def encode_chat(given: JsonObject, tools: list[Tool], llm: LLM) -> Prompt:
     if "reasoning_effort" in given:
         variables = {"reasoning_effort": given["reasoning_effort"], **variables}
     messages: Any = given.get("messages")
-    is_open = given.get("add_generation_prompt", True)
-    is_continued = given.get("continue_final_message", False)
-    return llm.encode_chats([messages], tools, variables, is_open, is_continued)[0]
+    (prompt,) = llm.encode_chats(
+        [messages],
+        tools=tools,
+        chat_template_kwargs=variables,
+        add_generation_prompt=given.get("add_generation_prompt", True),
+        continue_final_message=given.get("continue_final_message", False),
+    )
+    return prompt
 
 
 def tokenize(body: JsonObject, llm: LLM) -> JsonObject:

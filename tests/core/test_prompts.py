@@ -187,7 +187,7 @@ def test_tools_and_variables_are_passed_to_the_template(demo, monkeypatch):
     options = {"add_generation_prompt": False, "continue_final_message": True}
     assert render(messages, **options) == history.removesuffix(";")
     (output,) = demo.chat(messages, GREEDY, use_tqdm=False, tools=[TOOL])
-    assert output["prompt_token_ids"] == demo.encode_chats([messages], [TOOL])[0]
+    assert output["prompt_token_ids"] == demo.encode_chats([messages], tools=[TOOL])[0]
 
 
 @pytest.mark.parametrize(
