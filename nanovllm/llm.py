@@ -1,6 +1,7 @@
 """`LLM`, what most callers use: it runs the engine until the given prompts have finished."""
 
 from collections.abc import Iterator, Sequence
+from threading import RLock
 from typing import Any
 
 from tqdm import tqdm
@@ -32,6 +33,16 @@ from nanovllm.vocabulary import Vocabulary
 
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class ProgressBar(tqdm):
+    """A bar with a lock that is written in C, see `_take_turn`.
+
+    tqdm's own lock is written in Python, so an interrupt can leave it held. All later calls of
+    other threads would then wait for it.
+    """
+
+    _lock = RLock()
 
 
 class LLM(ThreadSafeEngine):
@@ -220,7 +231,7 @@ class LLM(ThreadSafeEngine):
     ) -> list[RequestOutput]:
         # The outputs come from the requests, not from an inbox.
         with self._queued(prompts, inbox={}) as requests:
-            for request in tqdm(requests, unit="seq", disable=not use_tqdm):
+            for request in ProgressBar(requests, unit="seq", disable=not use_tqdm):
                 while request.seq_id in self.requests:
                     self._run_step()
             return [request.output() for request in requests]

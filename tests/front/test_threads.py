@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 from conftest import check_invariants, generate_ids
 from front_helpers import GREEDY, PROMPTS, finish
+from tqdm import tqdm
 
 from nanovllm import SamplingParams
 from nanovllm.engine.model_runner import ModelRunner
@@ -112,6 +113,13 @@ def test_a_signal_handler_may_only_abort(expected, make_llm):
 
 
 # --- other threads
+
+
+def test_a_call_does_not_wait_for_the_lock_of_tqdm(expected, make_llm):
+    """Ctrl-C within tqdm can leave its lock held."""
+    llm = make_llm()
+    with ThreadPoolExecutor(1) as pool, tqdm.get_lock():
+        assert pool.submit(generate_ids, llm, PROMPTS, GREEDY).result(60) == expected
 
 
 def test_threads_share_steps(expected, make_llm):
