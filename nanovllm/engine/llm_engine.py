@@ -25,7 +25,8 @@ from nanovllm.checks import naming
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor, PreparedPrompt, Prompt
-from nanovllm.engine.model_runner import ModelRunner, undisturbed
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.placement import engine_settings
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -135,7 +136,7 @@ class LLMEngine:
         return self._take_turn(self._report, self._inbox)
 
     def _run_step(self) -> None:
-        with undisturbed(self.device):
+        with engine_settings(self.device):
             self._take_turn(self._step)
         # After the step, because a warning can be an error (-W error).
         while self._warnings:

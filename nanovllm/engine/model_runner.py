@@ -4,8 +4,6 @@ It uses sequences, but not the queues.
 """
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -21,7 +19,8 @@ from nanovllm.config import Config
 from nanovllm.engine.dummy_steps import KINDS, sample_each_kind
 from nanovllm.engine.executor import Executor, MultiRankExecutor
 from nanovllm.engine.logprobs import find_logprobs
-from nanovllm.engine.penalties import process_logits
+from nanovllm.engine.penalties import apply_penalties
+from nanovllm.engine.placement import engine_settings
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.noise import make_noise_keys
 from nanovllm.layers.sampler import Sampler
@@ -30,19 +29,6 @@ from nanovllm.outputs import Logprobs
 from nanovllm.transfers import to_device
 
 Value = TypeVar("Value")
-
-
-@contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Run in inference mode and without autocast, whatever the caller's settings are.
-
-    Also make `device` the current GPU, which Triton and CUDA graphs use. A CPU's index is None,
-    which has no effect.
-    """
-    is_on = torch.is_autocast_enabled(device.type)  # this check is faster than entering it
-    autocast = torch.autocast(device.type, enabled=False) if is_on else nullcontext()
-    with torch.inference_mode(), torch.accelerator.device_index(device.index), autocast:
-        yield
 
 
 class ModelRunner:
@@ -61,7 +47,7 @@ class ModelRunner:
         self.device = worker.device
         self.block_size = worker.block_size
         self.sampler = Sampler(spec.vocab_size).to(self.device)
-        with undisturbed(self.device):  # CUDA graphs record these settings
+        with engine_settings(self.device):  # CUDA graphs record these settings
             if config.enable_kernels:
                 run = self._sample_test_rows if self.device.type == "cuda" else None
                 kernels.kernelize(self.sampler, self.device, spec.dtype, run)
@@ -70,18 +56,6 @@ class ModelRunner:
         # The block tables of all lanes, so that a decode need not copy its whole table.
         self.block_tables = np.zeros((self.num_lanes, worker.block_table_width), np.int32)
 
-    def _sample_test_rows(self) -> None:
-        """Sample rows of random logits in each way, for the self-test of the sampler."""
-        # Not the greedy kind, because 16-bit logits can be equal.
-        rows = [Sequence(i, [0], params, seed=i) for i, params in enumerate(KINDS[1:] * 8)]
-        generator = torch.Generator().manual_seed(0)
-        logits = 3 * torch.randn(len(rows), self.vocab_size, device="cpu", generator=generator)
-        batch = self.prepare_sampling(rows, [1] * len(rows))
-        self.sampler(logits.to(self.device, self.dtype), batch)
-
-    def _sample_dummy_step(self, logits: Tensor) -> None:
-        sample_each_kind(self.sample, logits, self.executor.worker.max_model_len)
-
     def forward(self, seqs: list[Sequence]) -> Tensor:
         """Compute the scheduled tokens. Return logits [num_logits of all seqs, vocab_size]."""
         return self.executor.call(self._execute, self.prepare_batch(seqs))
@@ -89,6 +63,38 @@ class ModelRunner:
     def _execute(self, batch: Batch) -> Tensor:
         worker = self.executor.worker
         return worker.compute_logits(worker.execute(batch))
+
+    def prepare_batch(self, seqs: list[Sequence]) -> Batch:
+        """Flatten the scheduled tokens, on the host. batch.py draws the result.
+
+        Example with block size 4: a sequence of 7 tokens has computed 4, and its block table is
+        [5, 2]. Its input_ids are [t4, t5, t6], its positions [4, 5, 6]. Position 4 is in logical
+        block 4 // 4 = 1, which is block 2. Its slot_mapping is [2 * 4, 2 * 4 + 1, 2 * 4 + 2].
+        """
+        size = self.block_size
+        for seq in seqs:
+            # A decode copies its block table only when it enters a block. Earlier steps of its lane
+            # have copied all other entries, because its first step copied the whole table.
+            if seq.num_scheduled_tokens > 1 or seq.num_computed_tokens % size == 0:
+                self.block_tables[seq.lane, : len(seq.block_table)] = seq.block_table
+        max_seqlen_q = max([seq.num_scheduled_tokens for seq in seqs])
+        max_seqlen_k = max([seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs])
+        lanes = [seq.lane for seq in seqs]
+        block_tables = self.block_tables[lanes, : cdiv(max_seqlen_k, size)]
+        state_slots = ([seq.read_slot for seq in seqs], [seq.write_slot for seq in seqs])
+        read_slots, write_slots = np.array(state_slots, np.int32)
+        only_decodes = max_seqlen_q == 1 and has_one_row_each(seqs)
+        if only_decodes:
+            arrays = flatten_decodes(seqs, size)
+        else:
+            arrays = flatten(seqs, block_tables, size)
+        arrays |= {
+            "block_tables": block_tables,
+            "read_slots": read_slots,
+            "write_slots": write_slots,
+        }
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return Batch(**tensors, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
 
     def sample(self, logits: Tensor, seqs: list[Sequence]) -> tuple[list[list[int]], Logprobs]:
         """Sample num_logits tokens for each sequence, -1 where the logits are NaN.
@@ -111,38 +117,7 @@ class ModelRunner:
 
     def process_logits(self, logits: Tensor, rows: list[Sequence]) -> Tensor:
         """Return logits with penalties, biases and bans. Each row has a sequence."""
-        return process_logits(logits, rows)
-
-    def prepare_batch(self, seqs: list[Sequence]) -> Batch:
-        """Flatten the scheduled tokens, on the host. batch.py draws the result.
-
-        Example with block size 4: a sequence of 7 tokens has computed 4, and its block table is
-        [5, 2]. Its input_ids are [t4, t5, t6], its positions [4, 5, 6]. Position 4 is in logical
-        block 4 // 4 = 1, which is block 2. Its slot_mapping is [2 * 4, 2 * 4 + 1, 2 * 4 + 2].
-        """
-        size = self.block_size
-        for seq in seqs:
-            # A decode copies its block table only when it enters a block.
-            if seq.num_scheduled_tokens > 1 or seq.num_computed_tokens % size == 0:
-                self.block_tables[seq.lane, : len(seq.block_table)] = seq.block_table
-        max_seqlen_q = max([seq.num_scheduled_tokens for seq in seqs])
-        max_seqlen_k = max([seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs])
-        lanes = [seq.lane for seq in seqs]
-        block_tables = self.block_tables[lanes, : cdiv(max_seqlen_k, size)]
-        state_slots = ([seq.read_slot for seq in seqs], [seq.write_slot for seq in seqs])
-        read_slots, write_slots = np.array(state_slots, np.int32)
-        only_decodes = max_seqlen_q == 1 and has_one_row_each(seqs)
-        if only_decodes:
-            arrays = flatten_decodes(seqs, size)
-        else:
-            arrays = flatten(seqs, block_tables, size)
-        arrays |= {
-            "block_tables": block_tables,
-            "read_slots": read_slots,
-            "write_slots": write_slots,
-        }
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return Batch(**tensors, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+        return apply_penalties(logits, rows)
 
     def prepare_sampling(self, rows: list[Sequence], positions: list[int]) -> SamplingBatch:
         """The sampling parameters of each row. `positions` are those of the sampled tokens."""
@@ -177,6 +152,18 @@ class ModelRunner:
             max_top_k=max(top_ks),
         )
         return SamplingBatch(noise, filters)
+
+    def _sample_test_rows(self) -> None:
+        """Sample rows of random logits in each way, for the self-test of the sampler."""
+        # Not the greedy kind, because 16-bit logits can be equal.
+        rows = [Sequence(i, [0], params, seed=i) for i, params in enumerate(KINDS[1:] * 8)]
+        generator = torch.Generator().manual_seed(0)
+        logits = 3 * torch.randn(len(rows), self.vocab_size, device="cpu", generator=generator)
+        batch = self.prepare_sampling(rows, [1] * len(rows))
+        self.sampler(logits.to(self.device, self.dtype), batch)
+
+    def _sample_dummy_step(self, logits: Tensor) -> None:
+        sample_each_kind(self.sample, logits, self.executor.worker.max_model_len)
 
 
 def flatten(seqs: list[Sequence], block_tables: np.ndarray, size: int) -> dict[str, np.ndarray]:

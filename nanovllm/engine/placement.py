@@ -1,5 +1,7 @@
 """Where a rank runs: its device, and the process groups in which it meets the other ranks."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,6 +21,19 @@ class Place:
     rank: int
     local_rank: int  # its number on its machine, which selects its GPU
     store: dist.Store  # where all ranks meet
+
+
+@contextmanager
+def engine_settings(device: torch.device) -> Iterator[None]:
+    """Run in inference mode and without autocast, whatever the caller's settings are.
+
+    Also make `device` the current GPU, which Triton and CUDA graphs use. A CPU's index is None,
+    which has no effect.
+    """
+    is_on = torch.is_autocast_enabled(device.type)  # this check is faster than entering it
+    autocast = torch.autocast(device.type, enabled=False) if is_on else nullcontext()
+    with torch.inference_mode(), torch.accelerator.device_index(device.index), autocast:
+        yield
 
 
 def connect(device: torch.device, size: int, place: Place) -> TensorParallel:

@@ -18,7 +18,7 @@ from operator import attrgetter
 
 from nanovllm.engine.draft_costs import Candidate, StepCosts, measure_costs
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.model_runner import undisturbed
+from nanovllm.engine.placement import engine_settings
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import FinishReason
@@ -122,7 +122,7 @@ def enable_speculation(engine: LLMEngine) -> None:
     limit = runner.executor.worker.backend.MAX_DRAFT_LEN
     num_tokens = engine.config.num_speculative_tokens
     max_draft_len = min(num_tokens, limit, engine.max_model_len - 1)
-    with undisturbed(runner.device):
+    with engine_settings(runner.device):
         costs = measure_costs(
             lambda seqs: runner.sample(runner.forward(seqs), seqs),
             max_draft_len,

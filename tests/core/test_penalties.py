@@ -4,7 +4,7 @@ import torch
 from conftest import generate_ids, random_prompt
 
 from nanovllm import SamplingParams
-from nanovllm.engine.penalties import process_logits
+from nanovllm.engine.penalties import apply_penalties
 from nanovllm.engine.sequence import Sequence
 
 KINDS = [
@@ -54,12 +54,12 @@ def test_bounds_of_the_repetition_penalty_keep_logits_finite():
     """SamplingParams promises this for logits up to 1e32."""
     for bound in (1e-6, 1e6):
         seq = Sequence(0, [0, 1], SamplingParams(repetition_penalty=bound))
-        logits = process_logits(torch.tensor([[1e32, -1e32]]), [seq])
+        logits = apply_penalties(torch.tensor([[1e32, -1e32]]), [seq])
         torch.testing.assert_close(logits, torch.tensor([[1e32 / bound, -1e32 * bound]]))
 
 
 def test_a_batch_without_penalties_and_logprobs_does_no_work_for_them(make_llm, monkeypatch):
     llm = make_llm()
-    monkeypatch.setattr("nanovllm.engine.model_runner.process_logits", None)
+    monkeypatch.setattr("nanovllm.engine.model_runner.apply_penalties", None)
     monkeypatch.setattr("nanovllm.engine.model_runner.find_logprobs", None)
     generate_ids(llm, [[1, 2]] * 3, SamplingParams(top_p=0.9, n=2))

@@ -102,7 +102,7 @@ def test_the_engine_computes_on_its_gpu_without_autocast(make_llm, monkeypatch):
         (kernels, "capture_decode_steps"),
         (Worker, "compute"),
         (ModelRunner, "prepare_sampling"),
-        (model_runner, "process_logits"),
+        (model_runner, "apply_penalties"),
     ]
     for owner, name in parts:
         watch(owner, name)
