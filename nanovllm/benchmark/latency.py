@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.benchmark.engines import NanoVLLM, Request
+from nanovllm.checks import naming
 
 PERCENTILES = (50, 90, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -95,9 +96,10 @@ def print_row(rate: float, policy: str, summary: dict[str, float]) -> None:
 def plot(rows: list[dict[str, Any]], path: str) -> None:
     """Draw p50 and p99 of ttft and itl over the request rate, a color for each policy.
 
-    Raises ImportError without matplotlib, ValueError for an unknown suffix.
+    Raises ValueError without matplotlib, or for an unknown suffix.
     """
-    from matplotlib.figure import Figure
+    with naming("a plot needs pip install 'nanovllm[plot]'", ImportError):
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     policies = list(dict.fromkeys(row["policy"] for row in rows))

@@ -48,6 +48,10 @@ class ThreadSafeEngine(LLMEngine):
         self._check_process()
         super().abort(request_id)
 
+    def is_finished(self) -> bool:
+        self._check_process()
+        return super().is_finished()
+
     def exit(self) -> None:
         if self._process == os.getpid():  # a forked process owns nothing that could be released
             super().exit()

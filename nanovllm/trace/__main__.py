@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("only a page can show two traces: pass -o timeline.html")
         elif args.output:
             draw(timelines[0], args.output)
-    except (ImportError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     if not args.output:
         print(render(timelines[0], shutil.get_terminal_size((100, 24)).columns))

@@ -3,6 +3,7 @@
 from typing import Any
 
 from nanovllm.arithmetic import cdiv
+from nanovllm.checks import naming
 from nanovllm.trace.reader import BLOCK_STATES, Step
 
 _COLORS = ("#4c72b0", "#a9bfe0", "#eeeeee")  # in the order of BLOCK_STATES
@@ -16,9 +17,10 @@ _TITLE = (
 def draw(steps: list[Step], path: str) -> None:
     """Plot the timeline to a file.
 
-    Raises ImportError without matplotlib, ValueError for an unknown suffix.
+    Raises ValueError without matplotlib, or for an unknown suffix.
     """
-    from matplotlib.figure import Figure
+    with naming("a plot needs pip install 'nanovllm[plot]'", ImportError):
+        from matplotlib.figure import Figure
 
     num_lanes = 1 + max(lane for step in steps for lane in (*step.lanes, *step.preempted))
     num_rows = min(num_lanes, _MAX_ROWS)

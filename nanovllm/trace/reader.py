@@ -28,7 +28,7 @@ def read(path: str | Path) -> list[Step]:
     try:
         for event in json.loads(Path(path).read_bytes()):
             reader.add(event)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
         problem = f"{path} is not a nanovllm trace, or it is truncated"
         raise ValueError(f"{problem}: {error!r}") from error
     if not reader.steps:

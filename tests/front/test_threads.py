@@ -250,7 +250,7 @@ llm = make()
 generate = lambda: llm.generate([1, 2, 3], use_tqdm=False)
 generate()
 if os.fork() == 0:
-    for call in (generate, llm.step, lambda: llm.abort(0), make):
+    for call in (generate, llm.step, llm.is_finished, lambda: llm.abort(0), make):
         try:
             call()
         except RuntimeError as error:
@@ -265,5 +265,5 @@ def test_a_forked_process_can_neither_use_nor_make_an_engine(tiny):
     """OpenMP's threads are missing there. The parent's engine goes on."""
     command = [sys.executable, "-c", FORK, tiny[0]]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
-    assert done.stdout.count("rejected: this process was forked") == 4
+    assert done.stdout.count("rejected: this process was forked") == 5
     assert done.stdout.endswith("64\n")

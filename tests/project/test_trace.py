@@ -296,6 +296,12 @@ def test_text_is_ascii_and_fits(recorded):
             assert text.count("lane 3") == 1
 
 
+def test_a_plot_without_matplotlib_names_the_extra(recorded, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    arguments = [str(recorded), "-o", str(tmp_path / "timeline.svg")]
+    assert "pip install 'nanovllm[plot]'" in reject(capsys, trace_main, arguments)
+
+
 def test_plot(recorded, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "timeline.svg"
@@ -317,7 +323,7 @@ def test_command_ends_quietly_if_its_reader_stops(recorded):
 def test_files_that_are_no_trace_are_rejected(recorded, path, capsys):
     foreign = '[{"ph": "X", "name": "foreign", "ts": 0, "dur": 1, "tid": 1}]'
     truncated = recorded.read_text()[:3000]
-    for content in ("", "{}", "[]", "[1]", foreign, truncated):
+    for content in ("", "{}", "[]", "[1]", "[" * 10**5, foreign, truncated):
         path.write_text(content)
         assert str(path) in reject(capsys, trace_main, [str(path)])
 
