@@ -14,6 +14,7 @@ from nanovllm.checks import (
 )
 from nanovllm.config import Config, takes
 from nanovllm.engine.beam_search import BeamSearch, make_output, search_together
+from nanovllm.engine.grammars import GrammarCompiler
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt, list_prompts
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Inbox
@@ -21,7 +22,7 @@ from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.slots import list_snapshot_slots
 from nanovllm.engine.speculation import SpeculativeScheduler, enable_speculation
 from nanovllm.engine.states import StatefulScheduler
-from nanovllm.engine.structured import Grammars, StructuredModelRunner
+from nanovllm.engine.structured import StructuredModelRunner
 from nanovllm.engine.thread_safety import ThreadSafeEngine
 from nanovllm.messages import ChatTemplate, Message, Tool
 from nanovllm.models.spec import ModelSpec
@@ -62,8 +63,8 @@ class LLM(ThreadSafeEngine):
             raise
         self.vocabulary = Vocabulary(self.tokenizer)
         self.chat_template = ChatTemplate(self.tokenizer)
-        grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
-        self.input_processor.grammars = grammars
+        compiler = GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
+        self.input_processor.grammar_compiler = compiler
         if isinstance(self.scheduler, StatefulScheduler):
             num_lanes = self.model_runner.num_lanes
             self.scheduler.snapshot_slots = list_snapshot_slots(config, num_lanes)

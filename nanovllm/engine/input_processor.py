@@ -47,7 +47,7 @@ def list_prompts(prompts: Any) -> Sequence[Any]:
 class InputProcessor:
     """Prepares prompts for one engine: its tokenizer, its vocabulary and its limits."""
 
-    grammars: Any  # LLM sets Grammars of engine/structured.py
+    grammar_compiler: Any  # LLM sets that of engine/grammars.py
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class InputProcessor:
         make_request: Callable[..., Request] = Request
         if prompts and params.structured_outputs is not None:
             # Once for all prompts, because this can take seconds.
-            make_request = self.grammars.compile(params, len(prompts) * params.n)
+            make_request = self.grammar_compiler.compile(params, len(prompts) * params.n)
         return [PreparedPrompt(ids, params, make_request) for ids in token_ids]
 
     def _read_prompt(self, prompt: Prompt) -> list[int]:

@@ -1,55 +1,27 @@
 """Constrained decoding: the text of a request follows a JSON schema, a regex or a grammar.
 
-llguidance compiles the grammar into a matcher of tokens. In each step the matcher says which tokens
-may come next, and the logits of all others become -inf:
+A matcher of tokens says in each step which tokens may come next, and the logits of all others
+become -inf:
 
     text so far     {"age": 4
     may come next   2    0}    ,   }        but not: x, EOS
 
 A matcher has consumed the generated tokens of its sequence. After an interrupted step it starts
-again with the committed ones. EOS may come when the text may end.
-
-Grammars come from clients. A process of its own therefore compiles each grammar first, see
-grammar_check.py. LIMITS bound what a step takes. A sample that exceeds them ends with an error.
+again with the committed ones. EOS may come when the text may end. grammars.py makes matchers.
 """
 
-import json
-import os
-import re
-import signal
-import subprocess
-import sys
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.checks import naming
 from nanovllm.engine.prompt_logprobs import ScoringModelRunner
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import FinishReason
-from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.transfers import to_device
-from nanovllm.vocabulary import Vocabulary
-
-CHECK = str(Path(__file__).with_name("grammar_check.py"))
-# Between two tokens of JSON. Small models would repeat spaces until max_tokens.
-JSON_DEFAULTS: Any = {"whitespace_pattern": " "}
-# The end of a grammar. Otherwise text that must come next may come only in tokens of llguidance's
-# choice. The model would then not write what it writes without a grammar, even if that is allowed.
-NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
-CPU_SECONDS = 2  # for the compilation of a grammar
-CHECK_SECONDS = 30  # for the process that compiles it, which waits for the cores of the engine
-LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_items_in_row": 10_000}
-MAX_LEXER_STATES = 50_000  # per sample
 
 
 @dataclass(eq=False)
@@ -80,9 +52,9 @@ class StructuredRequest(Request):
     def compute_masks(self) -> list[np.ndarray]:
         """The mask of each row of logits. All rows but the first follow a draft token."""
         masks = [compute_mask(self.matcher)]
-        if len(self.token_ids) < self.min_num_tokens:
-            if self.stop_token_ids.issuperset(list_tokens(masks[0])):
-                self.min_num_tokens = 0  # otherwise the text could neither go on nor end
+        is_banned = len(self.token_ids) < self.min_num_tokens
+        if is_banned and self.stop_token_ids.issuperset(list_tokens(masks[0])):
+            self.min_num_tokens = 0  # otherwise the text could neither go on nor end
         draft = self.token_ids[len(self.token_ids) - self.num_logits + 1 :]
         # A copy, because a draft token can exceed limits, and an error of a matcher is final.
         matcher = self.matcher.deep_copy() if draft else self.matcher
@@ -134,128 +106,3 @@ def mask_rows(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
     masked = logits[indices].masked_fill(~is_allowed, -torch.inf)
     masked.masked_fill_(~is_allowed.any(-1, keepdim=True), torch.nan)
     return logits.index_copy(0, indices, masked)
-
-
-class Grammars:
-    """Compiles the grammars of the requests of one engine."""
-
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        # Not the engine, because it would then refer to itself and outlive its last reference.
-        self.hf_tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.eos_token_ids = eos_token_ids
-
-    def compile(self, params: SamplingParams, num_samples: int) -> Callable[..., Request]:
-        """Return what makes `num_samples` requests with the grammar of `params`.
-
-        Raises ValueError for a grammar that is invalid, too complex, or that no text matches.
-        """
-        outputs: Any = params.structured_outputs
-        advice = "needs pip install 'nanovllm[structured]'"
-        errors = (ValueError, TypeError, RecursionError)
-        with naming("structured_outputs", *errors), naming(advice, ImportError):
-            matcher = self._compile(make_grammar(outputs), num_samples)
-        return partial(StructuredRequest, matcher=matcher)
-
-    def _compile(self, grammar: str, num_samples: int) -> Any:
-        from llguidance import LLMatcher, LLParserLimits
-
-        check_in_process(grammar)
-        # Copies share the states of the lexer.
-        max_lexer_states = MAX_LEXER_STATES * num_samples
-        limits = LLParserLimits(**LIMITS, max_lexer_states=max_lexer_states, verbose_errors=False)
-        matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            # Without the lines of the grammar that follow, such as "  1 | start: a".
-            error = re.split(r"\n *\d+ \| ", matcher.get_error())[0]
-            reason = " ".join(error.split())
-            raise ValueError(f"invalid, unsupported, or no text matches: {reason}")
-        return matcher
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        from llguidance import LLTokenizer, TokenizerWrapper
-
-        if self.hf_tokenizer is None:
-            raise ValueError("the checkpoint has no tokenizer")
-        texts = TokenTexts(self.hf_tokenizer, self.vocab_size, self.eos_token_ids)
-        return LLTokenizer(TokenizerWrapper(texts), eos_token=sorted(self.eos_token_ids) or None)
-
-
-class TokenTexts:
-    """The bytes of all tokens, in the form that llguidance takes.
-
-    llguidance's own reader of tokenizers does not let added tokens be text, such as Qwen's
-    <tool_call>, and reads only some kinds of tokenizers.
-    """
-
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        vocabulary = Vocabulary(tokenizer)
-        vocab_size = max(vocab_size, len(tokenizer))
-        # llguidance needs an EOS token. If there is none, it is one that no logit belongs to.
-        token_ids = range(vocab_size if eos_token_ids else vocab_size + 1)
-        self.eos_token_id = min(eos_token_ids, default=vocab_size)
-        self.tokens = [vocabulary.read_bytes(token_id) for token_id in token_ids]
-        added = tokenizer.added_tokens_decoder
-        self.special_token_ids = [token_id for token_id in added if added[token_id].special]
-        self.special_token_ids += range(len(tokenizer), len(token_ids))  # padding
-
-    def __call__(self, text: bytes) -> list[int]:
-        """Not needed, see NO_FORCING."""
-        return []
-
-
-# Digests of grammars that passed the check. Clients could prepare collisions of weaker hashes.
-checked_digests = deque[bytes](maxlen=1024)
-
-
-def check_in_process(grammar: str) -> None:
-    """Raise ValueError for a grammar whose compilation could harm the engine."""
-    text = grammar.encode()
-    digest = sha256(text).digest()
-    if digest in checked_digests:
-        return
-    command = [sys.executable, CHECK, str(CPU_SECONDS)]
-    options: Any = {"input": text, "capture_output": True, "timeout": CHECK_SECONDS}
-    try:
-        # The process finds packages where this one does, and its own folder comes first.
-        path = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": ""}
-        done = subprocess.run(command, env={**os.environ, **path}, **options)
-    except subprocess.TimeoutExpired as error:
-        problem = f"not compiled within {CHECK_SECONDS} seconds, because this machine is busy"
-        raise ValueError(f"{problem}: try again later, or simplify it") from error
-    if done.returncode != 0:
-        reason = done.stderr.decode().strip().rpartition("\n")[2] or f"exit code {done.returncode}"
-        if done.returncode in (-signal.SIGKILL, -signal.SIGXCPU):  # which one depends on the system
-            reason = f"more than {CPU_SECONDS} seconds of CPU time"
-        elif done.returncode == -signal.SIGSEGV:
-            reason = "rules that nest too deeply"
-        raise ValueError(f"too complex to compile ({reason}): simplify it")
-    checked_digests.append(digest)
-
-
-def make_grammar(outputs: StructuredOutputsParams) -> str:
-    """Write `outputs` in llguidance's variant of Lark."""
-    from llguidance import LLMatcher
-
-    if outputs.grammar is not None:
-        rules = outputs.grammar
-    elif outputs.regex is not None:
-        grammar = LLMatcher.grammar_from_regex(outputs.regex)
-        rules = json.loads(grammar)["grammars"][0]["lark_grammar"]
-    elif outputs.choice is not None:
-        texts = [json.dumps(text, ensure_ascii=False) for text in outputs.choice]
-        # A terminal, because the parser's limits would allow only some thousand rules.
-        rules = f"start: TEXT\nTEXT: {' | '.join(texts)}"
-        rules = rules.replace("\x7f", r"\x7f")  # llguidance rejects DEL, which JSON does not escape
-    else:
-        schema = {"type": "object"} if outputs.json is None else outputs.json
-        if isinstance(schema, dict):
-            schema = json.dumps(schema, allow_nan=False)  # llguidance would turn NaN into null
-        grammar = LLMatcher.grammar_from_json_schema(schema, JSON_DEFAULTS)
-        completed = json.loads(grammar)["grammars"][0]["json_schema"]
-        rules = f"start: %json {json.dumps(completed)}"
-    return rules + NO_FORCING

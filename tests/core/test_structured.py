@@ -16,7 +16,7 @@ import pytest
 from conftest import check_invariants, generate_ids, make_checkpoint
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.engine import structured
+from nanovllm.engine import grammars, structured
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.structured import StructuredModelRunner, StructuredRequest
 
@@ -246,7 +246,7 @@ def test_every_eos_of_the_checkpoint_ends_the_text(make):
     llm = make()
     (token,) = llm.tokenizer.encode("q", add_special_tokens=False)
     llm.eos_token_ids |= {token}
-    llm.input_processor.grammars.eos_token_ids = llm.eos_token_ids
+    llm.input_processor.grammar_compiler.eos_token_ids = llm.eos_token_ids
     output = run(llm, {"regex": "[ab]{3}[QZ]*"}, logit_bias={token: 100}, ignore_eos=True)
     assert re.fullmatch("[ab]{3}", output["text"])
     assert output["token_ids"][-1] == token
@@ -401,27 +401,27 @@ def test_what_a_compilation_exceeds_is_named(llm, monkeypatch):
     rules = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(1000))
     with pytest.raises(ValueError, match="structured_outputs: too complex .*too deeply"):
         run(llm, {"grammar": f'start: r0\n{rules}\nr1000: "a"'})
-    monkeypatch.setattr(structured, "CHECK_SECONDS", 600)  # other tests may use all cores
+    monkeypatch.setattr(grammars, "CHECK_SECONDS", 600)  # other tests may use all cores
     with pytest.raises(ValueError, match="more than 2 seconds of CPU time.*: simplify it"):
         run(llm, HOSTILE["endless compilation"])
-    monkeypatch.setattr(structured, "CHECK_SECONDS", 0)
+    monkeypatch.setattr(grammars, "CHECK_SECONDS", 0)
     with pytest.raises(ValueError, match="not compiled within 0 seconds.*: try again"):
         run(llm, {"regex": "waits"})
 
 
 def test_a_grammar_is_checked_once_but_not_kept(llm, monkeypatch):
     run(llm, {"regex": "a" * 10**5}, max_tokens=1)
-    assert sum(map(len, structured.checked_digests)) < 10**5
+    assert sum(map(len, grammars.checked_digests)) < 10**5
     monkeypatch.setattr(subprocess, "run", None)
     run(llm, {"regex": "a" * 10**5}, max_tokens=1)
 
 
 def test_modules_beside_the_check_hide_no_others(tmp_path, monkeypatch):
-    check = shutil.copy(structured.CHECK, tmp_path)
+    check = shutil.copy(grammars.CHECK_PROGRAM, tmp_path)
     (tmp_path / "resource.py").write_text("1 / 0")
     (tmp_path / "llguidance.py").write_text("1 / 0")
-    monkeypatch.setattr(structured, "CHECK", check)
-    structured.check_in_process("start: /hidden/")
+    monkeypatch.setattr(grammars, "CHECK_PROGRAM", check)
+    grammars.check_in_process("start: /hidden/")
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -459,7 +459,7 @@ def test_large_objects_do_not_exceed_limits(llm):
 
 
 def test_a_draft_token_that_exceeds_limits_leaves_the_request_as_it_was(llm, monkeypatch):
-    monkeypatch.setitem(structured.LIMITS, "max_items_in_row", 200)
+    monkeypatch.setitem(grammars.LIMITS, "max_items_in_row", 200)
     schema = {"properties": {"a": make_object(100), "b": {}}, "additionalProperties": False}
     params = SamplingParams(structured_outputs={"json": schema})
     with llm._queued(llm.prepare_prompts("x", params), {}) as [request]:
@@ -477,8 +477,8 @@ def test_a_draft_token_that_exceeds_limits_leaves_the_request_as_it_was(llm, mon
 
 
 def test_without_eos_no_token_ends_a_text(llm):
-    grammars = structured.Grammars(llm.tokenizer, llm.vocab_size, frozenset())
-    make_request = grammars.compile(SamplingParams(structured_outputs={"regex": "a*"}), 1)
+    compiler = grammars.GrammarCompiler(llm.tokenizer, llm.vocab_size, frozenset())
+    make_request = compiler.compile(SamplingParams(structured_outputs={"regex": "a*"}), 1)
     mask = structured.compute_mask(make_request.keywords["matcher"])
     allowed = structured.list_tokens(mask)
     assert llm.vocab_size in allowed
@@ -560,15 +560,15 @@ def test_prepared_prompts_are_not_compiled_again(llm, monkeypatch):
     monkeypatch.setattr(
         subprocess, "run", lambda *args, **kw: calls.append(args) or run_process(*args, **kw)
     )
-    compile = structured.Grammars._compile
+    compile = grammars.GrammarCompiler._compile
     monkeypatch.setattr(
-        structured.Grammars, "_compile", lambda *args: calls.append(args) or compile(*args)
+        grammars.GrammarCompiler, "_compile", lambda *args: calls.append(args) or compile(*args)
     )
     params = SamplingParams(structured_outputs={"choice": ["one", "two"]})
     prepared = llm.prepare_prompts(["a"] * 3, params)
     assert len(calls) == 2, "prompts share a grammar, which is checked and compiled"
     assert llm.prepare_prompts([], params) == []
-    monkeypatch.setattr(structured, "make_grammar", None)
+    monkeypatch.setattr(grammars, "make_grammar", None)
     for each in prepared * 2:
         llm.add_prepared(each)
     while not llm.is_finished():
@@ -578,7 +578,7 @@ def test_prepared_prompts_are_not_compiled_again(llm, monkeypatch):
 
 def test_requests_with_equal_grammars_share_no_limits(llm, monkeypatch):
     """Each text takes about 90 states of the lexer, and each request may take 100."""
-    monkeypatch.setattr(structured, "MAX_LEXER_STATES", 100)
+    monkeypatch.setattr(grammars, "MAX_LEXER_STATES", 100)
     kind = {"regex": "a[xy]{60}|b[uv]{60}|c[mn]{60}"}
     outputs = [run(llm, kind, logit_bias=bias(llm, text)) for text in "abc"]
     assert [output["text"][0] for output in outputs] == ["a", "b", "c"]

@@ -48,6 +48,7 @@ MAY_IMPORT = {  # part of the package -> parts
     "trace": {
         "arithmetic",
         "batch",
+        "checks",
         "config",
         "engine",
         "models",
@@ -60,6 +61,7 @@ MAY_IMPORT_KERNELS = {"nanovllm.engine.worker", "nanovllm.engine.model_runner"}
 # Rare mechanisms, which the rest of the engine does not know.
 OUTSIDE_THE_CORE = (
     "nanovllm.engine.speculation",
+    "nanovllm.engine.grammars",
     "nanovllm.engine.structured",
     "nanovllm.engine.thread_safety",
     "nanovllm.trace",

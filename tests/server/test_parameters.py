@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.engine.structured import Grammars
+from nanovllm.engine.grammars import GrammarCompiler
 from nanovllm.server import parameters
 from nanovllm.server.errors import ApiError
 from nanovllm.server.parameters import CHAT, COMPLETION, parse_request
@@ -156,7 +156,7 @@ def test_an_error_names_the_parameter(llm, is_chat, body, param):
 
 @pytest.mark.parametrize("prompts, n", [("x", 10**9), (["x"] * 4097, 1), ([[1], [2]], 4096)])
 def test_samples_are_counted_before_their_grammar_is_compiled(llm, monkeypatch, prompts, n):
-    monkeypatch.setattr(Grammars, "compile", None)
+    monkeypatch.setattr(GrammarCompiler, "compile", None)
     error = reject(llm, {"prompt": prompts, "n": n, "structured_outputs": {"regex": "a"}}, False)
     assert error.param == "n"
     assert "the number of prompts times n must be" in error.message
