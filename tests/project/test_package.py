@@ -170,7 +170,7 @@ def add_line(module, line):
         ("models.decoder", "def load():\n    import nanovllm.kernels.cpu.layers"),
         ("models.decoder", "from nanovllm.engine.sequence import Sequence"),
         ("kernels.cpu.layers", "from nanovllm.config import Config"),
-        ("trace.text", "from nanovllm.checks import naming"),
+        ("trace.text", "from nanovllm.layers.norm import RMSNorm"),
         ("engine.llm_engine", "from nanovllm.kernels import kernelize"),
         ("engine.memory", "import_module('nanovllm.kernels.cpu.library')"),
         ("engine.request", "from nanovllm.llm import LLM"),
