@@ -150,6 +150,8 @@ class BlockManager:
     def free(self, seq: Sequence, num_tokens: int = 0) -> None:
         """Release the blocks of `seq`, except those of its first `num_tokens` tokens.
 
+        Its other tokens no longer count as computed.
+
         block_table | kept | kept | evicted second | evicted first |
                     `- num_tokens -'
         """

@@ -47,8 +47,11 @@ MakeWorker = Callable[[Place], Worker]
 Outcome = tuple[Any, BaseException | None]  # a result, or an error
 # A call for the thread of rank 0, and where its outcome goes.
 Task = tuple[SimpleQueue[Outcome], Callable[..., Any], tuple[Any, ...]]
-_GRACE = 0.5  # seconds between checks for lost ranks, and for a rank to report or end
-_EXIT_TIMEOUT = 5.0  # seconds
+# Seconds:
+_POLL_INTERVAL = 0.5  # between checks for lost ranks
+_REPORT_TIMEOUT = 0.5  # for a rank to report why it has failed
+_STEP_TIMEOUT = 0.5  # for rank 0's thread to end its step
+_EXIT_TIMEOUT = 5.0  # for a process to end
 
 
 class Executor:
@@ -123,7 +126,7 @@ class MultiRankExecutor(Executor):
         """End the other ranks. A second call has no effect, nor has a call in a forked process."""
         is_first = self.stop_reason is None
         super().stop(reason)
-        if not is_first or not self.thread.is_alive():
+        if not is_first or not self.thread.is_alive():  # a forked process has no such thread
             return
         while self.processes:
             _, process = self.processes.popitem()
@@ -132,7 +135,7 @@ class MultiRankExecutor(Executor):
         self.tasks.put(None)
         if self.thread is not current_thread():
             # Not for long: its step may wait for a lost rank, until `disconnect` aborts that.
-            self.thread.join(_GRACE)
+            self.thread.join(_STEP_TIMEOUT)
         if hasattr(self, "worker"):
             # In a thread, because NCCL's abort may be stuck, too.
             disconnecting = Thread(target=self.worker.disconnect, daemon=True)
@@ -152,11 +155,11 @@ class MultiRankExecutor(Executor):
         self.tasks.put((outcomes, function, args))
         while True:
             with suppress(Empty):
-                result, error = outcomes.get(timeout=_GRACE)
+                result, error = outcomes.get(timeout=_POLL_INTERVAL)
                 break
             self.raise_if_stopped()
         if error is not None:
-            self.raise_if_stopped(_GRACE)  # the cause may be the death of another rank
+            self.raise_if_stopped(_REPORT_TIMEOUT)  # the cause may be the death of another rank
             self.stop(f"rank 0 has failed: {error!r}")
             raise error
         return result
@@ -226,6 +229,15 @@ def _join_torchrun(size: int, make_worker: MakeWorker) -> dist.Store | None:
     return store
 
 
+class Failure(NamedTuple):
+    """Why a rank is lost. Of several failures the smallest tuple is reported."""
+
+    is_alive: bool  # its process still runs
+    time: float  # the first failure closes connections, so that other ranks fail as well
+    is_value_error: bool
+    reason: str
+
+
 def _serve(
     make_worker: MakeWorker,
     rank: int,
@@ -254,15 +266,6 @@ def _serve(
     except BaseException as error:
         reason = f"{current_process().name} has failed:\n{traceback.format_exc()}"
         pipe.send(Failure(True, time.monotonic(), isinstance(error, ValueError), reason))
-
-
-class Failure(NamedTuple):
-    """Why a rank is lost. Of several failures the smallest tuple is reported."""
-
-    is_alive: bool  # its process still runs
-    time: float  # the first failure closes connections, so that other ranks fail as well
-    is_value_error: bool
-    reason: str
 
 
 def _read_failure(pipe: Connection, process: BaseProcess) -> Failure:

@@ -76,13 +76,14 @@ class Scheduler:
         while index < len(self.running) and budget > 0:  # preemption shortens the list
             seq = self.running[index]
             index += 1
-            if only_partial and (seq.is_decode or seq.num_logits > 0):
+            was_partial = seq.num_logits == 0 and not seq.is_decode  # in its previous step
+            if only_partial and not was_partial:
                 continue
             num_tokens = len(seq.token_ids)
             num_missing = num_tokens - seq.num_computed_tokens
             if num_missing == 1 and seq.is_decode and num_tokens % self.block_size > 1:
-                # Fast path: most decodes neither enter a block nor fill one. is_decode is that of
-                # the previous step.
+                # Fast path: most decodes neither enter a block nor fill one. is_decode must be True
+                # already, because this path leaves it as it is. After a prefill it is False.
                 seq.num_scheduled_tokens = 1
                 seq.num_logits = 1
                 scheduled.append(seq)

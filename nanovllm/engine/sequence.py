@@ -67,7 +67,8 @@ class Sequence:
 
         # What the current step does with the sequence.
         self.num_scheduled_tokens = 0
-        self.num_logits = 0  # rows for the newest scheduled tokens; 0 in a partial prefill
+        # Rows of logits, one for each of the newest scheduled tokens. 0 in a partial prefill.
+        self.num_logits = 0
         self.is_decode = False  # all that was missing is the newest generated token
 
     @property

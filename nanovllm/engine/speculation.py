@@ -102,9 +102,9 @@ class SpeculativeScheduler(Scheduler):
         """Discard the step of `seq`, because a draft token can be the cause of NaN logits.
 
         Attention multiplies masked values by 0, so NaN of a draft token reaches the tokens before
-        it. The next step has no draft.
+        it. Later steps of this sequence have no drafts.
         """
-        self.proposals[seq].acceptance_rate = 0.0
+        self.proposals[seq].is_disabled = True
         seq.num_scheduled_tokens = 0
         seq.num_logits = 0
         for block_id in seq.block_table[seq.num_computed_tokens // self.block_size :]:
@@ -174,6 +174,7 @@ class Proposal:
     token_ids: list[int] = field(default_factory=list)
     position: int = 0
     acceptance_rate: float = 0.5
+    is_disabled: bool = False  # see _discard_step
 
     def learn(self, token_ids: list[int]) -> None:
         """Compare the proposal with the tokens that were sampled, computed as a draft or not."""
@@ -226,7 +227,7 @@ class Speculator:
             proposal.token_ids = proposal.proposer.propose(self.max_draft_len)
             proposal.position = len(seq.token_ids)
             max_len = seq.max_num_tokens - len(seq.token_ids) - 1
-            if proposal.acceptance_rate == 0.0:  # see _discard_step
+            if proposal.is_disabled:
                 continue
             probability = 1.0
             for token_id in proposal.token_ids[: max(0, max_len)]:

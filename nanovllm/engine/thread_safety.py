@@ -39,7 +39,7 @@ class ThreadSafeEngine(LLMEngine):
         super().__init__(config)
         ThreadSafeEngine._process = os.getpid()
         self._lock = Lock()
-        self._callers: set[int] = set()  # threads that hold the lock or wait for it
+        self._threads_inside: set[int] = set()  # those that hold the lock or wait for it
         self._aborted: deque[list[Request]] = deque()  # to be cancelled at the end of a call
         self._is_under_way = False
 
@@ -66,14 +66,14 @@ class ThreadSafeEngine(LLMEngine):
         """
         self._check_process()
         thread = get_ident()
-        if thread in self._callers:
+        if thread in self._threads_inside:
             raise RuntimeError("reentrant call: only abort() is allowed within a step")
-        if self._callers:
+        if self._threads_inside:
             # Locks are not fair. Without a pause, the thread that released it would acquire it
             # again.
             time.sleep(1e-5)
         try:
-            self._callers.add(thread)
+            self._threads_inside.add(thread)
             with self._lock:
                 if self._is_under_way:
                     self._reset()
@@ -83,7 +83,7 @@ class ThreadSafeEngine(LLMEngine):
                 self._cancel_aborted()
                 self._is_under_way = False
         finally:
-            self._callers.discard(thread)
+            self._threads_inside.discard(thread)
         if call != self._cancel_aborted:
             self._cancel_soon()  # aborts that came while the lock was released
         return result
@@ -106,7 +106,7 @@ class ThreadSafeEngine(LLMEngine):
 
     def _cancel_soon(self) -> None:
         """Cancel aborted requests, unless a call is under way, which cancels them at its end."""
-        while self._aborted and self._process == os.getpid() and not self._callers:
+        while self._aborted and self._process == os.getpid() and not self._threads_inside:
             self._take_turn(self._cancel_aborted)
 
     def _cancel_aborted(self) -> None:

@@ -125,7 +125,7 @@ class TracedScheduler(Scheduler):
     def _count(self) -> dict[str, dict[str, int]]:
         manager = self.block_manager
         num_free = len(manager.free_block_ids)
-        num_reusable = sum(manager.blocks[i].hash != -1 for i in manager.free_block_ids)
+        num_reusable = sum(manager.blocks[i].is_cached for i in manager.free_block_ids)
         return {
             "sequences": {"waiting": len(self.waiting), "running": len(self.running)},
             "blocks": {

@@ -185,7 +185,7 @@ def test_a_signal_handler_aborts_while_its_thread_waits(make_llm):
     def hold():
         if threading.current_thread() is thread:
             is_held.set()
-            while len(llm._callers) < 2:
+            while len(llm._threads_inside) < 2:
                 time.sleep(0.001)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
             time.sleep(0.04)
@@ -215,7 +215,7 @@ def test_an_abort_while_a_call_releases_the_lock_is_not_left_to_a_later_call(mak
                 llm.abort(request_id)
             super().discard(thread)
 
-    llm._callers = Callers()
+    llm._threads_inside = Callers()
     assert [output["finish_reason"] for output in llm.step()] == ["abort"]
     assert was_locked == [False]
     assert not llm.requests

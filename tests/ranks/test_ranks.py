@@ -126,7 +126,7 @@ def test_an_interrupt_anywhere_in_a_call_does_not_block_the_next_one(monkeypatch
         assert next(num_checks) < 40
 
     executor.raise_if_stopped = give_up
-    monkeypatch.setattr(executor_module, "_GRACE", 0.05)
+    monkeypatch.setattr(executor_module, "_POLL_INTERVAL", 0.05)
     num_left = 0
 
     def interrupt(*_):

@@ -183,7 +183,7 @@ def test_an_unknown_model_is_an_error_with_a_code(url):
 
 
 def test_metrics_are_described_in_words(url):
-    post(url, {"prompt": "x", "max_tokens": 5, "ignore_eos": True, "n": 2})
+    post(url, {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "n": 2})
     CLIENT.get(f"{url}/nothing")
     text = CLIENT.get(f"{url}/metrics").text
     assert "stats[" not in text
