@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cache, partial
 from importlib import import_module
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -93,29 +93,27 @@ def kernelize(
     `run` calls the model for a self-test. An optimized layer that fails it is not used.
     Return the names of the classes that are replaced in the end, in the order of the model.
     """
-    candidates = find_optimized_layers(device.type, dtype)
+    optimized = {each.replaces: each for each in find_optimized_layers(device.type, dtype)}
     calls: list[Call] = []
-    if run is not None and candidates:
-        calls = record_calls(model, run, {each.replaces for each in candidates})
+    if run is not None and optimized:
+        calls = record_calls(model, run, set(optimized))
     # A layer comes before its parts, so that its optimized class can still convert these.
     for layer in model.modules():
         original = type(layer)
-        for candidate in candidates:
-            if candidate.replaces is not original:
-                continue
-            layer.__class__ = candidate
-            converted = cast(OptimizedLayer, layer)
-            converted.dtype = dtype
-            if converted.convert():
-                break
+        if original not in optimized:
+            continue
+        layer.__class__ = optimized[original]
+        converted = cast(OptimizedLayer, layer)
+        converted.dtype = dtype
+        if not converted.convert():
             layer.__class__ = original
-    tested: list[tuple[Call, type[nn.Module], type[nn.Module]]] = []
-    for call in calls:
-        if isinstance(call.run, OptimizedLayer):
-            tested.append((call, type(call.run), call.run.replaces))
-    for call, kind, plain in tested:
+    tested: list[tuple[Call, Any]] = [
+        (call, type(call.run)) for call in calls if isinstance(call.run, OptimizedLayer)
+    ]
+    for call, kind in tested:
         # Later calls of a replaced layer are still made, because all ranks must make the same
         # collective calls.
+        plain = kind.replaces
         if not passes_self_test(kind.__name__, plain.__name__, call):
             for each in model.modules():
                 if type(each) is kind:
