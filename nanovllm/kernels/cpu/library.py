@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import TypeVar, get_type_hints
 
 import torch
 import xxhash
@@ -42,6 +43,7 @@ SIGNATURES = {  # parameters of the functions in kernels.cpp: pointer, int64_t o
     "filter_logits": "PIPPPPPPIII",
     "sample": "PIPPPPII",
 }
+S = TypeVar("S", bound=ctypes.Structure)
 SHORT_QUERY = 8  # tokens of a query that decode.h computes as separate decodes
 SOURCE = Path(__file__).with_name("kernels.cpp")
 DEFINES = {
@@ -163,3 +165,9 @@ def call(function: Callable[..., None], *arguments: object) -> None:
         else:
             values.append(argument)
     function(*values)
+
+
+def structure(cls: type[S]) -> type[S]:
+    """Class decorator: give a structure the fields that its annotations declare, as in C."""
+    cls._fields_ = list(get_type_hints(cls).items())
+    return cls

@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from nanovllm.arithmetic import cdiv
 from nanovllm.kernels import OptimizedLayer
-from nanovllm.kernels.cpu.library import call, load
+from nanovllm.kernels.cpu.library import call, load, structure
 from nanovllm.layers.embedding import Embedding
-from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from nanovllm.layers.quantized import QuantizedWeight
+from nanovllm.models.decoder import MLP, DecoderLayer
 from nanovllm.models.moe import Experts
+from nanovllm.models.qwen3_5 import DeltaLayer
 
 _PANEL_WIDTH = 32  # WIDTH of gemm.h
 _CACHE_LINE = 64  # bytes
@@ -21,14 +23,13 @@ _LARGEST_GROUP = 128  # MAX_GROUP_SIZE of quantized.h
 _CHUNK = 1 << 18  # bytes of codes that are prepacked at once, so that temporary copies stay cached
 
 
+@structure
 class Weight(ctypes.Structure):
     """Mirrors struct Weight of gemm.h."""
 
-    _fields_ = [
-        ("panels", ctypes.c_void_p),
-        ("bits", ctypes.c_int64),
-        ("group_size", ctypes.c_int64),
-    ]
+    panels: ctypes.c_void_p
+    bits: ctypes.c_int64
+    group_size: ctypes.c_int64
 
 
 class PrepackedWeight(nn.Module):
@@ -162,6 +163,27 @@ def _interleave(codes: Tensor) -> Tensor:
 def _inputs_per_pair(dtype: torch.dtype) -> int:
     """PAIR of gemm.h: how many inputs of one output are adjacent in a panel."""
     return 2 if dtype.itemsize == 2 else 1
+
+
+def can_fuse(layer: DecoderLayer | DeltaLayer) -> bool:
+    """Return whether C++ functions for a whole layer can compute its MLP and all its projections.
+
+    They read prepacked weights, and support one rank and no biases in an MLP.
+    """
+    mlp = layer.mlp
+    if type(mlp) is not MLP or mlp.gate_up_proj.bias is not None or mlp.down_proj.tp.size > 1:
+        return False
+    linears = [part for part in layer.modules() if isinstance(part, Linear)]
+    return all([PrepackedWeight.can_prepack(linear.weight) for linear in linears])
+
+
+def prepack_gated(layer: Any) -> None:
+    """Replace the gate_up_proj of a layer that can be fused by a weight that computes SwiGLU.
+
+    Its other projections are optimized layers of their own, which have prepacked weights.
+    """
+    layer.gate_up = PrepackedWeight(layer.mlp.gate_up_proj.weight, gated=True)
+    del layer.mlp.gate_up_proj
 
 
 class PrepackedLayer(OptimizedLayer):
