@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
+from nanovllm.kernels.cuda.attention_kernels import find_tile
+
 
 # Slots and bounds can have any alignment in a packed batch.
 @triton.jit(
@@ -51,7 +53,8 @@ def prepare_chunks_kernel(
     CHUNK: constexpr,
 ):
     C: constexpr = CHUNK
-    head, seq, chunk = find_chunk(cu_seqlens_ptr, num_seqs, NUM_HEADS, C)
+    head = tl.program_id(0) % NUM_HEADS
+    seq, chunk = find_tile(tl.program_id(0) // NUM_HEADS, cu_seqlens_ptr, None, num_seqs, C)
     start = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
     num_tokens = tl.load(cu_seqlens_ptr + seq + 1) - start
     if chunk * C < num_tokens:
@@ -282,23 +285,3 @@ def _multiply(x, y):
         return tl.sum(x * tl.trans(y), axis=1, keep_dims=True)
     else:
         return tl.dot(x, y, input_precision="tf32")
-
-
-@triton.jit
-def find_chunk(cu_seqlens_ptr, num_seqs, NUM_HEADS: constexpr, CHUNK: constexpr):
-    """Return this program's value head, its sequence, and the index of its chunk in the sequence.
-
-    As _find_tile of attention_kernels.py, with tiles of all sequences: those of sequence i are
-    counted from cu_seqlens[i] // CHUNK + i.
-    """
-    index = tl.program_id(0) // NUM_HEADS
-    low = 0
-    high = num_seqs - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(cu_seqlens_ptr + middle) // CHUNK + middle <= index:
-            low = middle
-        else:
-            high = middle - 1
-    chunk = index - tl.load(cu_seqlens_ptr + low) // CHUNK - low
-    return tl.program_id(0) % NUM_HEADS, low, chunk
