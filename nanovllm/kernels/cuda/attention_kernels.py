@@ -110,19 +110,15 @@ def attend_kernel(
         tiles_end = end if IS_MASKED else unmasked_end
         for start in range(tiles_start, tiles_end, N):
             positions = start + tl.arange(0, N)
-            exists = positions < end
+            exists = (positions < end) | (not IS_MASKED)
             unsigned = positions.to(tl.uint32)  # divided by a power of two with a shift
-            entries = table_ptr + unsigned // BLOCK_SIZE
-            if IS_MASKED:
-                blocks = tl.load(entries, mask=exists, other=0)
-            else:
-                blocks = tl.load(entries)
+            blocks = tl.load(table_ptr + unsigned // BLOCK_SIZE, mask=exists, other=0)
             slots = blocks * BLOCK_SIZE + (unsigned % BLOCK_SIZE).to(tl.int32)
             rows_of_cache = slots.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM)
             offsets = rows_of_cache[:, None] + dims[None, :]  # [N, D]
             # Slots past the end of a context can be NaN, and NaN * 0 is NaN, so they are not
             # loaded.
-            is_read = (exists[:, None] | (not IS_MASKED)) & (dims < HEAD_DIM)[None, :]
+            is_read = exists[:, None] & (dims < HEAD_DIM)[None, :]
             key = tl.load(key_ptr + offsets, mask=is_read, other=0.0)
             scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # [M, N]
             if IS_MASKED:
