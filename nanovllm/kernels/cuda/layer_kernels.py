@@ -17,14 +17,13 @@ def add_rms_norm_kernel(
     normed_ptr,
     size,
     eps,
-    HAS_BRANCH: constexpr,
     BLOCK: constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < size
     x = tl.load(x_ptr + token * size + offsets, mask=mask, other=0.0)
-    if HAS_BRANCH:
+    if branch_ptr is not None:
         branch = tl.load(branch_ptr + token * size + offsets, mask=mask, other=0.0)
         x = (x.to(tl.float32) + branch.to(tl.float32)).to(x.dtype)
         tl.store(total_ptr + token * size + offsets, x, mask=mask)
@@ -58,7 +57,6 @@ def rotate_and_store_kernel(
     NUM_HEADS: constexpr,
     NUM_KV_HEADS: constexpr,
     HALF: constexpr,
-    HAS_NORM: constexpr,
     HEADS: constexpr,
     BLOCK: constexpr,
 ):
@@ -76,7 +74,7 @@ def rotate_and_store_kernel(
 
     x = first.to(tl.float32)
     y = second.to(tl.float32)
-    if HAS_NORM:
+    if q_weight_ptr is not None:
         squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
         factor = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
         q_weight = tl.load(q_weight_ptr + dims, mask=is_dim)

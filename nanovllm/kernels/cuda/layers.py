@@ -80,14 +80,9 @@ def add_rms_norm(
     total = x if branch is None else torch.empty_like(x)
     normed = torch.empty_like(x)
     block = triton.next_power_of_2(size)
-    key = (x.device, x.dtype, size, is_aligned(x))
-    launch = prepare(
-        add_rms_norm_kernel,
-        *key,
-        HAS_BRANCH=branch is not None,
-        BLOCK=block,
-        num_warps=min(max(4, block // 512), 16),
-    )
+    num_warps = min(max(4, block // 512), 16)
+    key = (x.device, x.dtype, size, is_aligned(x), branch is None)
+    launch = prepare(add_rms_norm_kernel, *key, BLOCK=block, num_warps=num_warps)
     launch((x.numel() // size, 1, 1), x, branch, weight, total, normed, size, eps)
     return total, normed
 
@@ -135,14 +130,13 @@ def rotate_and_store(
     block = triton.next_power_of_2(head_dim // 2)
     max_heads = max(1, _ROTATED_NUMBERS // (2 * block))
     heads = min(triton.next_power_of_2(num_all_heads), max_heads)  # heads per program
-    key = (qkv.device, qkv.dtype, values_offset, is_aligned(qkv))
+    key = (qkv.device, qkv.dtype, values_offset, is_aligned(qkv), q_norm is None)
     launch = prepare(
         rotate_and_store_kernel,
         *key,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
-        HAS_NORM=q_norm is not None,
         HEADS=heads,
         BLOCK=block,
         num_warps=8,  # with 4, heads would spill, or go through shared memory
