@@ -14,7 +14,7 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.cpu import attention
-from nanovllm.kernels.cpu.library import call, load, structure
+from nanovllm.kernels.cpu.library import load, structure
 from nanovllm.kernels.cpu.prepacked import Weight, can_fuse, prepack_gated
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.decoder import Attention, DecoderLayer, DecoderLayers
@@ -107,8 +107,7 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
             return
         pointers = [kv_cache.data_ptr() for kv_cache in kv_caches]
         num_blocks, block_size = kv_caches[0].shape[1:3]
-        call(
-            load(x.dtype).decoder_layers,
+        load(x.dtype).decoder_layers(
             ctypes.byref(self.structs, first * ctypes.sizeof(_Layer)),
             (ctypes.c_void_p * len(pointers))(*pointers),
             len(kv_caches),

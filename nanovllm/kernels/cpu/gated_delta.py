@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.kernels import OptimizedLayer
-from nanovllm.kernels.cpu.library import call, load, structure
+from nanovllm.kernels.cpu.library import load, structure
 from nanovllm.kernels.cpu.prepacked import PrepackedWeight, Weight, can_fuse, prepack_gated
 from nanovllm.layers.gated_delta import GatedDeltaRule
 from nanovllm.models.decoder import CosSin
@@ -67,8 +67,7 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
         output = gate.new_empty(gate.shape)
         inputs = (qkv, gate, beta, decay)
         assert all([each[:1].is_contiguous() for each in inputs])  # tokens need not be adjacent
-        call(
-            load(gate.dtype).gated_delta_rule,
+        load(gate.dtype).gated_delta_rule(
             ctypes.byref(self.struct),
             *[each.data_ptr() for each in inputs],
             *[each.stride(0) for each in inputs],
@@ -131,8 +130,7 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
 
     def forward(self, x: Tensor, cos_sin: CosSin, states: Tensor, batch: Batch) -> Tensor:
         """Run the layer on x [num_tokens, hidden_size], in place."""
-        call(
-            load(x.dtype).delta_layer,
+        load(x.dtype).delta_layer(
             ctypes.byref(self.struct),
             x,
             states,

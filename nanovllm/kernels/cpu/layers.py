@@ -12,7 +12,7 @@ from nanovllm.batch import Filters, Noise
 from nanovllm.kernels import OptimizedLayer, require_known_fields
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
 from nanovllm.kernels.cpu.gated_delta import FastDeltaLayer, FastGatedDeltaRule
-from nanovllm.kernels.cpu.library import call, load, reason_unavailable
+from nanovllm.kernels.cpu.library import load, reason_unavailable
 from nanovllm.kernels.cpu.prepacked import (
     PrepackedColumnParallelLinear,
     PrepackedEmbedding,
@@ -35,7 +35,7 @@ class FastRMSNorm(OptimizedLayer, RMSNorm):
         size = len(self.weight)
         sizes = (x.numel() // size, size)
         compute = load(x.dtype).rms_norm
-        call(compute, x, self.weight, output, *sizes, self.eps, self.IS_ZERO_CENTERED)
+        compute(x, self.weight, output, *sizes, self.eps, self.IS_ZERO_CENTERED)
         return output
 
 
@@ -56,7 +56,7 @@ class FastRotaryEmbedding(OptimizedLayer, RotaryEmbedding):
         # The library of the model's dtype, because that of float32 may not be compiled.
         compute = load(self.dtype).cos_and_sin
         factor = self.attention_factor
-        call(compute, positions, self.inv_freq, factor, cos, sin, num_tokens, half)
+        compute(positions, self.inv_freq, factor, cos, sin, num_tokens, half)
         return cos, sin
 
 
@@ -74,7 +74,7 @@ class FastAttention(OptimizedLayer, Attention):
         strides = (heads.stride(0), output.stride(0))
         sizes = (num_tokens, *strides, num_heads, head_dim // 2)
         rotary = load(heads.dtype).rotary
-        call(rotary, heads.data_ptr(), *cos_sin, weight, output, *sizes, eps)
+        rotary(heads.data_ptr(), *cos_sin, weight, output, *sizes, eps)
         return output
 
 
@@ -84,7 +84,7 @@ class FastMLP(OptimizedLayer, MLP):
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x)
         output = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        call(load(gate_up.dtype).silu_and_mul, gate_up, output, *output.shape)
+        load(gate_up.dtype).silu_and_mul(gate_up, output, *output.shape)
         return self.down_proj(output)
 
 
@@ -107,8 +107,7 @@ class FastSampler(OptimizedLayer, Sampler):
         logits = logits.contiguous()
         output = torch.empty_like(logits, dtype=torch.float32)
         num_rows, vocab_size = logits.shape
-        call(
-            load(self.dtype).filter_logits,
+        load(self.dtype).filter_logits(
             logits,
             self._is_float32(logits),
             output,
@@ -126,8 +125,7 @@ class FastSampler(OptimizedLayer, Sampler):
     def draw(self, logits: Tensor, noise: Noise | None) -> Tensor:
         logits = logits.contiguous()
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        call(
-            load(self.dtype).sample,
+        load(self.dtype).sample(
             logits,
             self._is_float32(logits),
             self.token_hashes,

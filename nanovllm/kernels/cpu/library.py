@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TypeVar, get_type_hints
@@ -26,7 +25,19 @@ from torch import Tensor
 
 from nanovllm.terminal import report
 
-KINDS = {"P": ctypes.c_void_p, "I": ctypes.c_int64, "F": ctypes.c_float}
+
+class Pointer:
+    """A parameter that takes a contiguous tensor, an address, a reference or None."""
+
+    @classmethod
+    def from_param(cls, argument: object) -> object:
+        if isinstance(argument, Tensor):
+            assert argument.is_contiguous()  # pass data_ptr() of a tensor that is not
+            argument = argument.data_ptr()
+        return ctypes.c_void_p.from_param(argument)
+
+
+KINDS = {"P": Pointer, "I": ctypes.c_int64, "F": ctypes.c_float}
 SIGNATURES = {  # parameters of the functions in kernels.cpp: pointer, int64_t or float
     "store_kvcache": "PPIIPIIPP",
     "decode_attention": "PPPPPPPIIIIIIF",
@@ -150,21 +161,6 @@ def _run(*command: str) -> bytes:
         output = done.stderr.decode(errors="replace")
         raise OSError(f"{command[0]} exited with code {done.returncode}: {output}")
     return done.stdout
-
-
-def call(function: Callable[..., None], *arguments: object) -> None:
-    """Call a C++ function. A tensor is passed as a pointer and must be contiguous.
-
-    Pass data_ptr() of a tensor that is not.
-    """
-    values: list[object] = []
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            assert argument.is_contiguous()
-            values.append(argument.data_ptr())
-        else:
-            values.append(argument)
-    function(*values)
 
 
 def structure(cls: type[S]) -> type[S]:

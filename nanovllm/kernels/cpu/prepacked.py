@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nanovllm.arithmetic import cdiv
 from nanovllm.kernels import OptimizedLayer
-from nanovllm.kernels.cpu.library import call, load, structure
+from nanovllm.kernels.cpu.library import load, structure
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from nanovllm.layers.quantized import QuantizedWeight
@@ -128,7 +128,7 @@ class PrepackedWeight(nn.Module):
         x_sizes = (num_rows, self.in_features, self.in_features)
         sizes = (*x_sizes, self.out_features, self.out_features)
         weight = ctypes.byref(self.struct)
-        call(load(x.dtype).linear, x, weight, bias, None, output, *sizes, self.gated)
+        load(x.dtype).linear(x, weight, bias, None, output, *sizes, self.gated)
         return output
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class PrepackedWeight(nn.Module):
         assert ids.dtype == torch.int32 and not self.gated
         output = self.panels.new_empty(len(ids), self.in_features, dtype=self.dtype)
         weight = ctypes.byref(self.struct)
-        call(load(self.dtype).gather_rows, weight, ids, output, *output.shape)
+        load(self.dtype).gather_rows(weight, ids, output, *output.shape)
         return output
 
 
