@@ -79,17 +79,13 @@ class PrepackedWeight(nn.Module):
     def _prepack_codes(self, weight: QuantizedWeight) -> Tensor:
         num_panels = cdiv(self.out_features, self._width)
         num_groups = weight.scales.shape[1]
-        lines_per_group = self.group_size // 2
         bytes_per_group = self.group_size * self.bits // 8  # of codes, in a row
-        end_of_scales = _PANEL_WIDTH * weight.scales.itemsize
-        end_of_zeros = end_of_scales + _PANEL_WIDTH * weight.zeros.itemsize
-        block_size = end_of_zeros + _PANEL_WIDTH * bytes_per_group
-        panels = weight.codes.new_empty(num_panels, num_groups, block_size)
+        bytes_per_row = bytes_per_group + weight.scales.itemsize + weight.zeros.itemsize
+        panels = weight.codes.new_empty(num_panels, num_groups, _PANEL_WIDTH * bytes_per_row)
         padding = num_groups * bytes_per_group - weight.codes.shape[1]
         at_once = max(1, _CHUNK // (_PANEL_WIDTH * num_groups * bytes_per_group))
         for first in range(0, num_panels, at_once):
             end = min(first + at_once, num_panels)
-            blocks = panels[first:end]
             scales = self._divide(weight.scales, first, end).transpose(1, 2)
             zeros = self._divide(weight.zeros, first, end).transpose(1, 2)
             codes = _pad(self._divide(weight.codes, first, end), padding)
@@ -98,11 +94,9 @@ class PrepackedWeight(nn.Module):
                 words = (codes ^ 128).view(torch.int16)
             else:
                 words = _interleave(codes)
-            words = words.unflatten(2, (num_groups, lines_per_group)).permute(0, 2, 3, 1)
-            blocks[..., :end_of_scales].view(scales.dtype).copy_(scales)
-            blocks[..., end_of_scales:end_of_zeros].view(zeros.dtype).copy_(zeros)
-            lines = blocks[..., end_of_zeros:].view(words.dtype)
-            lines.unflatten(2, (lines_per_group, -1)).copy_(words)
+            lines = words.unflatten(2, (num_groups, -1)).permute(0, 2, 3, 1).flatten(2)
+            parts = [part.contiguous().view(torch.uint8) for part in (scales, zeros, lines)]
+            torch.cat(parts, dim=2, out=panels[first:end])
         return panels
 
     @property
