@@ -12,7 +12,7 @@ rounding. Each difference is about one unit in the last place.
 """
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from typing import Any, ClassVar, cast
@@ -131,25 +131,18 @@ def passes_self_test(name: str, plain: str, call: Call) -> bool:
     return reason is None
 
 
-def require_known_fields(layer: nn.Module, kind: type, *known: str) -> None:
-    """Raise NotImplementedError if the dataclass `kind` has fields that `layer` would ignore."""
-    unknown = {field.name for field in fields(kind)} - set(known)
-    if unknown:
-        raise NotImplementedError(
-            f"{type(layer).__module__}.{type(layer).__name__} ignores {sorted(unknown)} of"
-            f" {kind.__name__}: implement them there, or set enable_kernels=False"
-        )
-
-
 @cache
 def find_optimized_layers(device_type: str, dtype: torch.dtype) -> list[type[OptimizedLayer]]:
     """Return the optimized layers that work here. If there are none, print why."""
     try:
         module = import_module(f"nanovllm.kernels.{device_type}.layers")
-        return module.find_optimized_layers(dtype)
-    except (ImportError, RuntimeError) as error:  # no Triton, or the kernels do not work here
-        report(f"using plain torch layers, which are slow: {error}")
+        reason = module.reason_unavailable(dtype)
+    except ImportError as error:  # no Triton
+        reason = str(error)
+    if reason is not None:
+        report(f"using plain torch layers, which are slow: {reason}")
         return []
+    return module.OPTIMIZED_LAYERS
 
 
 @torch.inference_mode()

@@ -9,19 +9,20 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Filters, Noise
-from nanovllm.kernels import OptimizedLayer, require_known_fields
+from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
 from nanovllm.kernels.cpu.gated_delta import FastDeltaLayer, FastGatedDeltaRule
-from nanovllm.kernels.cpu.library import load, reason_unavailable
+from nanovllm.kernels.cpu.library import load
+from nanovllm.kernels.cpu.library import reason_unavailable as reason_unavailable
 from nanovllm.kernels.cpu.prepacked import (
     PrepackedColumnParallelLinear,
     PrepackedEmbedding,
     PrepackedExperts,
     PrepackedRowParallelLinear,
 )
+from nanovllm.kernels.sampler import OptimizedSampler
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
-from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import MLP, Attention
 
 
@@ -88,20 +89,11 @@ class FastMLP(OptimizedLayer, MLP):
         return self.down_proj(output)
 
 
-class FastSampler(OptimizedLayer, Sampler):
+class FastSampler(OptimizedSampler):
     """Filters without sorting, like the Triton kernel.
 
     Penalties and filters return float32. The library of the model's dtype reads these logits too.
     """
-
-    replaces = Sampler
-
-    def convert(self) -> bool:
-        require_known_fields(self, Noise, "temperatures", "keys")
-        require_known_fields(
-            self, Filters, "rows", "temperatures", "top_ks", "top_ps", "min_ps", "max_top_k"
-        )
-        return True
 
     def filter(self, logits: Tensor, filters: Filters) -> Tensor:
         logits = logits.contiguous()
@@ -156,11 +148,3 @@ OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     PrepackedEmbedding,
     PrepackedExperts,
 ]
-
-
-def find_optimized_layers(dtype: torch.dtype) -> list[type[OptimizedLayer]]:
-    """Return the layers that work here. Raises RuntimeError if there are none."""
-    reason = reason_unavailable(dtype)
-    if reason is not None:
-        raise RuntimeError(reason)
-    return OPTIMIZED_LAYERS

@@ -12,28 +12,17 @@ from torch import Tensor
 from triton.language import constexpr
 
 from nanovllm.batch import Filters, Noise
-from nanovllm.kernels import OptimizedLayer, require_known_fields
-from nanovllm.layers.sampler import Sampler, find_best
+from nanovllm.kernels.sampler import OptimizedSampler
+from nanovllm.layers.sampler import find_best
 
 _BLOCK = 4096  # tokens of the vocabulary that a program holds at a time. Not tuned on a GPU.
 
 
-class FastSampler(OptimizedLayer, Sampler):
+class FastSampler(OptimizedSampler):
     """The kernels take contiguous logits, because Triton compiles a variant for other strides.
 
     The logits of several ranks can have padding between their rows.
     """
-
-    replaces = Sampler
-
-    token_hashes: Tensor
-
-    def convert(self) -> bool:
-        require_known_fields(self, Noise, "temperatures", "keys")
-        require_known_fields(
-            self, Filters, "rows", "temperatures", "top_ks", "top_ps", "min_ps", "max_top_k"
-        )
-        return True
 
     def draw(self, logits: Tensor, noise: Noise | None) -> Tensor:
         if noise is None:
