@@ -52,12 +52,13 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
     replaces = DecoderLayers
 
     def convert(self) -> bool:
-        """The C++ code has the cpp backend. Subclasses of a layer compute something else."""
+        """The C++ code attends like the cpp backend. Subclasses of a layer compute otherwise."""
         for layer in self:
             if type(layer) is not DecoderLayer or type(layer.self_attn) is not Attention:
                 return False
-            has_norms = type(layer.input_layernorm) is RMSNorm
-            if not has_norms or layer.self_attn.backend is not attention or not can_fuse(layer):
+            if type(layer.input_layernorm) is not RMSNorm:
+                return False
+            if layer.self_attn.backend is not attention or not can_fuse(layer):
                 return False
         for layer in self:
             prepack_gated(layer)

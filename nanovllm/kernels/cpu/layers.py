@@ -34,9 +34,9 @@ class FastRMSNorm(OptimizedLayer, RMSNorm):
         x = x.contiguous()
         output = torch.empty_like(x)
         size = len(self.weight)
-        sizes = (x.numel() // size, size)
+        num_rows = x.numel() // size
         compute = load(x.dtype).rms_norm
-        compute(x, self.weight, output, *sizes, self.eps, self.IS_ZERO_CENTERED)
+        compute(x, self.weight, output, num_rows, size, self.eps, self.IS_ZERO_CENTERED)
         return output
 
 
@@ -56,8 +56,7 @@ class FastRotaryEmbedding(OptimizedLayer, RotaryEmbedding):
         cos, sin = self.inv_freq.new_empty(2, num_tokens, 1, half)
         # The library of the model's dtype, because that of float32 may not be compiled.
         compute = load(self.dtype).cos_and_sin
-        factor = self.attention_factor
-        compute(positions, self.inv_freq, factor, cos, sin, num_tokens, half)
+        compute(positions, self.inv_freq, self.attention_factor, cos, sin, num_tokens, half)
         return cos, sin
 
 
@@ -70,12 +69,18 @@ class FastAttention(OptimizedLayer, Attention):
         assert heads[:1].is_contiguous()  # the tokens need not be adjacent
         output = heads.new_empty(heads.shape)
         num_tokens, num_heads, head_dim = heads.shape
-        weight = None if norm is None else norm.weight
-        eps = 0.0 if norm is None else norm.eps
-        strides = (heads.stride(0), output.stride(0))
-        sizes = (num_tokens, *strides, num_heads, head_dim // 2)
-        rotary = load(heads.dtype).rotary
-        rotary(heads.data_ptr(), *cos_sin, weight, output, *sizes, eps)
+        load(heads.dtype).rotary(
+            heads.data_ptr(),
+            *cos_sin,
+            norm.weight if norm is not None else None,
+            output,
+            num_tokens,
+            heads.stride(0),
+            output.stride(0),
+            num_heads,
+            head_dim // 2,
+            norm.eps if norm is not None else 0.0,
+        )
         return output
 
 

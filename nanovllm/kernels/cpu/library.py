@@ -87,15 +87,10 @@ def _choose_flags() -> list[str]:
     return flags
 
 
-def _choose_link_flags() -> list[str]:
-    # The linker of a Mac otherwise rejects functions that are found at load time.
-    if sys.platform == "darwin":
-        return ["-shared", "-undefined", "dynamic_lookup"]
-    return ["-shared"]
-
-
 FLAGS = _choose_flags()
-LINK_FLAGS = _choose_link_flags()
+LINK_FLAGS = ["-shared"]
+if sys.platform == "darwin":  # whose linker rejects functions that are found at load time
+    LINK_FLAGS += ["-undefined", "dynamic_lookup"]
 
 
 @cache
@@ -115,9 +110,8 @@ def reason_unavailable(dtype: torch.dtype) -> str | None:
 @cache
 def load(dtype: torch.dtype) -> ctypes.CDLL:
     """Return the kernels of `dtype`. Raises OSError or ValueError if there are none."""
-    compiler = shlex.split(os.environ.get("CXX", ""))  # several words are allowed: "ccache g++"
-    if not compiler:
-        compiler = ["c++"]
+    # Several words are allowed: "ccache g++".
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     # Its predefined macros name the version and the processor's features.
     target = _run(*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
     sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("*.[ch]*")))

@@ -118,19 +118,26 @@ class PrepackedWeight(nn.Module):
         """
         x = x.contiguous()
         output = x.new_empty(*x.shape[:-1], self.out_features)
-        num_rows = x.numel() // self.in_features
-        x_sizes = (num_rows, self.in_features, self.in_features)
-        sizes = (*x_sizes, self.out_features, self.out_features)
-        weight = ctypes.byref(self.struct)
-        load(x.dtype).linear(x, weight, bias, None, output, *sizes, self.gated)
+        load(x.dtype).linear(
+            x,
+            ctypes.byref(self.struct),
+            bias,
+            None,  # no residual
+            output,
+            x.numel() // self.in_features,
+            self.in_features,
+            self.in_features,  # numbers between two rows of x
+            self.out_features,
+            self.out_features,
+            self.gated,
+        )
         return output
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return rows `ids` [num_rows] of the weight, as [num_rows, in_features]."""
         assert ids.dtype == torch.int32 and not self.gated
         output = self.panels.new_empty(len(ids), self.in_features, dtype=self.dtype)
-        weight = ctypes.byref(self.struct)
-        load(self.dtype).gather_rows(weight, ids, output, *output.shape)
+        load(self.dtype).gather_rows(ctypes.byref(self.struct), ids, output, *output.shape)
         return output
 
 
