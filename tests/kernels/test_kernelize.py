@@ -66,7 +66,7 @@ def add_bias(linear):
 
 double_heads = partial(double_in_subclass, method="norm_and_rotate")
 CHANGES = {
-    double_in_subclass: ["", "self_attn", "mlp", "input_layernorm"],
+    double_in_subclass: ["", "self_attn", "mlp", "input_layernorm", "mlp.down_proj"],
     double_heads: ["self_attn"],
     change_scale: ["self_attn"],
     add_bias: ["mlp.gate_up_proj"],

@@ -169,13 +169,17 @@ def _inputs_per_pair(dtype: torch.dtype) -> int:
 def can_fuse(layer: DecoderLayer | DeltaLayer) -> bool:
     """Return whether C++ functions for a whole layer can compute its MLP and all its projections.
 
-    They read prepacked weights, and support one rank and no biases in an MLP.
+    They read prepacked weights, and support one rank and no biases in an MLP. Subclasses of a
+    linear layer compute something else.
     """
     mlp = layer.mlp
     if type(mlp) is not MLP or mlp.gate_up_proj.bias is not None or mlp.down_proj.tp.size > 1:
         return False
+    known = {each.replaces for each in PrepackedLayer.__subclasses__()}
     linears = [part for part in layer.modules() if isinstance(part, Linear)]
-    return all([PrepackedWeight.can_prepack(linear.weight) for linear in linears])
+    return all(
+        [type(each) in known and PrepackedWeight.can_prepack(each.weight) for each in linears]
+    )
 
 
 def prepack_gated(layer: Any) -> None:
