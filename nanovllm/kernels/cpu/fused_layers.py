@@ -17,7 +17,7 @@ from nanovllm.kernels.cpu import attention
 from nanovllm.kernels.cpu.library import load, structure
 from nanovllm.kernels.cpu.prepacked import Weight, can_fuse, prepack_gated
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.models.decoder import Attention, DecoderLayer, DecoderLayers
+from nanovllm.models.decoder import Attention, CosSin, DecoderLayer, DecoderLayers
 
 # A step of more tokens is computed layer by layer, because CPython handles Ctrl-C between calls.
 MAX_TOKENS_PER_CALL = 512
@@ -68,29 +68,26 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
     def structs(self) -> "ctypes.Array[_Layer]":
         return (_Layer * len(self))(*map(_make_struct, self))
 
-    def forward(
-        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_caches: list[Tensor], batch: Batch
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: CosSin, kv_caches: list[Tensor], batch: Batch) -> Tensor:
         """Run the layers on x [num_tokens, hidden_size], in place.
 
         The last layer computes only K/V for tokens without logits.
         """
         rows = batch.logits_indices
         has_other_rows = len(rows) < len(x)
-        num_whole = len(kv_caches) - 1 if has_other_rows else len(kv_caches)
-        layers_per_call = max(num_whole, 1) if len(x) <= MAX_TOKENS_PER_CALL else 1
-        for first in range(0, num_whole, layers_per_call):
-            end = min(first + layers_per_call, num_whole)
-            self._compute(first, kv_caches[first:end], x, cos_sin, batch)
+        whole = kv_caches[:-1] if has_other_rows else kv_caches
+        layers_per_call = len(kv_caches) if len(x) <= MAX_TOKENS_PER_CALL else 1
+        for first in range(0, len(whole), layers_per_call):
+            self._compute(first, whole[first : first + layers_per_call], x, cos_sin, batch)
         if has_other_rows:
             last_cache = kv_caches[-1:]
-            self._compute(num_whole, last_cache, x, cos_sin, batch, only_kv=True)
+            self._compute(len(whole), last_cache, x, cos_sin, batch, only_kv=True)
             cu_seqlens_q = torch.searchsorted(rows, batch.cu_seqlens_q, out_int32=True)
             slot_mapping = batch.slot_mapping[rows]
             shorter = replace(batch, cu_seqlens_q=cu_seqlens_q, slot_mapping=slot_mapping)
             cos, sin = cos_sin
             chosen = x[rows]
-            self._compute(num_whole, last_cache, chosen, (cos[rows], sin[rows]), shorter)
+            self._compute(len(whole), last_cache, chosen, (cos[rows], sin[rows]), shorter)
             x[rows] = chosen
         return x
 
@@ -99,7 +96,7 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         first: int,
         kv_caches: list[Tensor],
         x: Tensor,
-        cos_sin: tuple[Tensor, Tensor],
+        cos_sin: CosSin,
         batch: Batch,
         only_kv: bool = False,
     ) -> None:

@@ -23,7 +23,7 @@ from nanovllm.kernels.cpu.prepacked import (
 from nanovllm.kernels.sampler import OptimizedSampler
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
-from nanovllm.models.decoder import MLP, Attention
+from nanovllm.models.decoder import MLP, Attention, CosSin
 
 
 class FastRMSNorm(OptimizedLayer, RMSNorm):
@@ -50,7 +50,7 @@ class FastRotaryEmbedding(OptimizedLayer, RotaryEmbedding):
 
     inv_freq: Tensor
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor) -> CosSin:
         assert positions.dtype == torch.int32
         num_tokens, half = len(positions), len(self.inv_freq)
         cos, sin = self.inv_freq.new_empty(2, num_tokens, 1, half)
@@ -63,9 +63,7 @@ class FastRotaryEmbedding(OptimizedLayer, RotaryEmbedding):
 class FastAttention(OptimizedLayer, Attention):
     replaces = Attention
 
-    def norm_and_rotate(
-        self, heads: Tensor, norm: RMSNorm | None, cos_sin: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: CosSin) -> Tensor:
         assert heads[:1].is_contiguous()  # the tokens need not be adjacent
         output = heads.new_empty(heads.shape)
         num_tokens, num_heads, head_dim = heads.shape

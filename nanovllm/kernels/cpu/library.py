@@ -17,7 +17,7 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import TypeVar, get_type_hints
+from typing import TypeVar
 
 import torch
 import xxhash
@@ -159,5 +159,5 @@ def _run(*command: str) -> bytes:
 
 def structure(cls: type[S]) -> type[S]:
     """Class decorator: give a structure the fields that its annotations declare, as in C."""
-    cls._fields_ = list(get_type_hints(cls).items())
+    cls._fields_ = list(cls.__annotations__.items())
     return cls

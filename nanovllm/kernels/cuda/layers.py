@@ -29,7 +29,7 @@ from nanovllm.kernels.cuda.quantized import (
 from nanovllm.kernels.cuda.sampler import FastSampler
 from nanovllm.kernels.self_test import find_failure
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.models.decoder import MLP, Attention, DecoderLayer, DecoderLayers
+from nanovllm.models.decoder import MLP, Attention, CosSin, DecoderLayer, DecoderLayers
 
 # Not tuned on a GPU, as the number of warps in add_rms_norm.
 _ROTATED_NUMBERS = 2048  # numbers of a token's heads per program
@@ -55,9 +55,7 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         kinds = {(type(layer), type(layer.input_layernorm)) for layer in layers}
         return kinds == {(DecoderLayer, RMSNorm)}
 
-    def forward(
-        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_caches: list[Tensor], batch: Batch
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: CosSin, kv_caches: list[Tensor], batch: Batch) -> Tensor:
         branch: Tensor | None = None  # the newest output, which is not yet added to x
         for layer, kv_cache in zip(cast(Iterable[DecoderLayer], self), kv_caches):
             norm = layer.input_layernorm
@@ -95,9 +93,7 @@ class FusedAttention(OptimizedLayer, Attention):
         """The kernel stores K/V like the triton backend."""
         return self.backend.store_kvcache is store_kvcache
 
-    def forward(
-        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor, batch: Batch
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: CosSin, kv_cache: Tensor, batch: Batch) -> Tensor:
         qkv = self.qkv_proj(x)
         slots = batch.slot_mapping
         query = rotate_and_store(qkv, self.q_norm, self.k_norm, cos_sin, kv_cache, slots)
@@ -109,7 +105,7 @@ def rotate_and_store(
     qkv: Tensor,
     q_norm: RMSNorm | None,
     k_norm: RMSNorm | None,
-    cos_sin: tuple[Tensor, Tensor],
+    cos_sin: CosSin,
     kv_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
