@@ -49,7 +49,6 @@ def select_backend(
     if name == "auto":
         candidates = [each for each, entry in BACKENDS.items() if device.type in entry.device_types]
     for candidate in candidates:
-        reason: str | None
         try:
             backend = import_module(BACKENDS[candidate].module)
             size = block_size or backend.PREFERRED_BLOCK_SIZE

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from nanovllm.terminal import report
 
+S = TypeVar("S", bound=ctypes.Structure)
+
 
 class Pointer:
     """A parameter that takes a contiguous tensor, an address, a reference or None."""
@@ -54,7 +56,6 @@ SIGNATURES = {  # parameters of the functions in kernels.cpp: pointer, int64_t o
     "filter_logits": "PIPPPPPPIII",
     "sample": "PIPPPPII",
 }
-S = TypeVar("S", bound=ctypes.Structure)
 SHORT_QUERY = 8  # tokens of a query that decode.h computes as separate decodes
 SOURCE = Path(__file__).with_name("kernels.cpp")
 DEFINES = {
