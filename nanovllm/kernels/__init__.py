@@ -31,6 +31,7 @@ from nanovllm.kernels.self_test import (
     record_calls,
 )
 from nanovllm.layers.attention import Backend
+from nanovllm.layers.norm import RMSNorm
 from nanovllm.terminal import report
 from nanovllm.transfers import copy_to
 
@@ -79,6 +80,12 @@ class OptimizedLayer(nn.Module):
         Return False, and change nothing, if this subclass cannot replace the layer.
         """
         return True
+
+
+def has_plain_norms(layer: nn.Module) -> bool:
+    """Return whether all norms of `layer` are RMSNorm itself. Subclasses compute something else."""
+    norms = [part for part in layer.modules() if isinstance(part, RMSNorm)]
+    return all([type(norm) is RMSNorm for norm in norms])
 
 
 def kernelize(

@@ -66,7 +66,16 @@ def add_bias(linear):
 
 double_heads = partial(double_in_subclass, method="norm_and_rotate")
 CHANGES = {
-    double_in_subclass: ["", "self_attn", "mlp", "input_layernorm", "mlp.down_proj"],
+    double_in_subclass: [
+        "",
+        "self_attn",
+        "mlp",
+        "input_layernorm",
+        "post_attention_layernorm",
+        "self_attn.q_norm",
+        "self_attn.k_norm",
+        "mlp.down_proj",
+    ],
     double_heads: ["self_attn"],
     change_scale: ["self_attn"],
     add_bias: ["mlp.gate_up_proj"],

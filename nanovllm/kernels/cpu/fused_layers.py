@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kernels import OptimizedLayer
+from nanovllm.kernels import OptimizedLayer, has_plain_norms
 from nanovllm.kernels.cpu import attention
 from nanovllm.kernels.cpu.library import load, structure
 from nanovllm.kernels.cpu.prepacked import Weight, can_fuse, prepack_gated
-from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.decoder import Attention, CosSin, DecoderLayer, DecoderLayers
 
 # A step of more tokens is computed layer by layer, because CPython handles Ctrl-C between calls.
@@ -56,9 +55,9 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         for layer in self:
             if type(layer) is not DecoderLayer or type(layer.self_attn) is not Attention:
                 return False
-            if type(layer.input_layernorm) is not RMSNorm:
+            if layer.self_attn.backend is not attention:
                 return False
-            if layer.self_attn.backend is not attention or not can_fuse(layer):
+            if not has_plain_norms(layer) or not can_fuse(layer):
                 return False
         for layer in self:
             prepack_gated(layer)

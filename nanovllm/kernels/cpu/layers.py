@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Filters, Noise
-from nanovllm.kernels import OptimizedLayer
+from nanovllm.kernels import OptimizedLayer, has_plain_norms
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
 from nanovllm.kernels.cpu.gated_delta import FastDeltaLayer, FastGatedDeltaRule
 from nanovllm.kernels.cpu.library import load
@@ -62,6 +62,9 @@ class FastRotaryEmbedding(OptimizedLayer, RotaryEmbedding):
 
 class FastAttention(OptimizedLayer, Attention):
     replaces = Attention
+
+    def convert(self) -> bool:
+        return has_plain_norms(self)
 
     def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: CosSin) -> Tensor:
         assert heads[:1].is_contiguous()  # the tokens need not be adjacent

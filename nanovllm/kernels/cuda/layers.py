@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kernels import OptimizedLayer
+from nanovllm.kernels import OptimizedLayer, has_plain_norms
 from nanovllm.kernels.cuda.attention import store_kvcache
 from nanovllm.kernels.cuda.gated_delta import FastGatedDeltaRule
 from nanovllm.kernels.cuda.launch import is_aligned, prepare
@@ -51,9 +51,7 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
 
     def convert(self) -> bool:
         """The code of the layer and its norms is replaced. Attention and MLP are called."""
-        layers = cast(Iterable[DecoderLayer], self)
-        kinds = {(type(layer), type(layer.input_layernorm)) for layer in layers}
-        return kinds == {(DecoderLayer, RMSNorm)}
+        return has_plain_norms(self) and all([type(layer) is DecoderLayer for layer in self])
 
     def forward(self, x: Tensor, cos_sin: CosSin, kv_caches: list[Tensor], batch: Batch) -> Tensor:
         branch: Tensor | None = None  # the newest output, which is not yet added to x
@@ -90,8 +88,8 @@ class FusedAttention(OptimizedLayer, Attention):
     replaces = Attention
 
     def convert(self) -> bool:
-        """The kernel stores K/V like the triton backend."""
-        return self.backend.store_kvcache is store_kvcache
+        """The kernel stores K/V like the triton backend, and normalizes like RMSNorm."""
+        return self.backend.store_kvcache is store_kvcache and has_plain_norms(self)
 
     def forward(self, x: Tensor, cos_sin: CosSin, kv_cache: Tensor, batch: Batch) -> Tensor:
         qkv = self.qkv_proj(x)
