@@ -12,10 +12,10 @@ rounding. Each difference is about one unit in the last place.
 """
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from nanovllm.kernels.self_test import (
     record_calls,
 )
 from nanovllm.layers.attention import Backend
+from nanovllm.layers.norm import RMSNorm
 from nanovllm.terminal import report
 from nanovllm.transfers import copy_to
 
@@ -49,7 +50,6 @@ def select_backend(
     if name == "auto":
         candidates = [each for each, entry in BACKENDS.items() if device.type in entry.device_types]
     for candidate in candidates:
-        reason: str | None
         try:
             backend = import_module(BACKENDS[candidate].module)
             size = block_size or backend.PREFERRED_BLOCK_SIZE
@@ -82,6 +82,12 @@ class OptimizedLayer(nn.Module):
         return True
 
 
+def has_plain_norms(layer: nn.Module) -> bool:
+    """Return whether all norms of `layer` are RMSNorm itself. Subclasses compute something else."""
+    norms = [part for part in layer.modules() if isinstance(part, RMSNorm)]
+    return all([type(norm) is RMSNorm for norm in norms])
+
+
 def kernelize(
     model: nn.Module,
     device: torch.device,
@@ -93,29 +99,27 @@ def kernelize(
     `run` calls the model for a self-test. An optimized layer that fails it is not used.
     Return the names of the classes that are replaced in the end, in the order of the model.
     """
-    candidates = find_optimized_layers(device.type, dtype)
+    optimized = {each.replaces: each for each in find_optimized_layers(device.type, dtype)}
     calls: list[Call] = []
-    if run is not None and candidates:
-        calls = record_calls(model, run, {each.replaces for each in candidates})
+    if run is not None and optimized:
+        calls = record_calls(model, run, set(optimized))
     # A layer comes before its parts, so that its optimized class can still convert these.
     for layer in model.modules():
         original = type(layer)
-        for candidate in candidates:
-            if candidate.replaces is not original:
-                continue
-            layer.__class__ = candidate
-            converted = cast(OptimizedLayer, layer)
-            converted.dtype = dtype
-            if converted.convert():
-                break
+        if original not in optimized:
+            continue
+        layer.__class__ = optimized[original]
+        converted = cast(OptimizedLayer, layer)
+        converted.dtype = dtype
+        if not converted.convert():
             layer.__class__ = original
-    tested: list[tuple[Call, type[nn.Module], type[nn.Module]]] = []
-    for call in calls:
-        if isinstance(call.run, OptimizedLayer):
-            tested.append((call, type(call.run), call.run.replaces))
-    for call, kind, plain in tested:
+    tested: list[tuple[Call, Any]] = [
+        (call, type(call.run)) for call in calls if isinstance(call.run, OptimizedLayer)
+    ]
+    for call, kind in tested:
         # Later calls of a replaced layer are still made, because all ranks must make the same
         # collective calls.
+        plain = kind.replaces
         if not passes_self_test(kind.__name__, plain.__name__, call):
             for each in model.modules():
                 if type(each) is kind:
@@ -133,25 +137,18 @@ def passes_self_test(name: str, plain: str, call: Call) -> bool:
     return reason is None
 
 
-def require_known_fields(layer: nn.Module, kind: type, *known: str) -> None:
-    """Raise NotImplementedError if the dataclass `kind` has fields that `layer` would ignore."""
-    unknown = {field.name for field in fields(kind)} - set(known)
-    if unknown:
-        raise NotImplementedError(
-            f"{type(layer).__module__}.{type(layer).__name__} ignores {sorted(unknown)} of"
-            f" {kind.__name__}: implement them there, or set enable_kernels=False"
-        )
-
-
 @cache
 def find_optimized_layers(device_type: str, dtype: torch.dtype) -> list[type[OptimizedLayer]]:
     """Return the optimized layers that work here. If there are none, print why."""
     try:
         module = import_module(f"nanovllm.kernels.{device_type}.layers")
-        return module.find_optimized_layers(dtype)
-    except (ImportError, RuntimeError) as error:  # no Triton, or the kernels do not work here
-        report(f"using plain torch layers, which are slow: {error}")
+        reason = module.reason_unavailable(dtype)
+    except ImportError as error:  # no Triton
+        reason = str(error)
+    if reason is not None:
+        report(f"using plain torch layers, which are slow: {reason}")
         return []
+    return module.OPTIMIZED_LAYERS
 
 
 @torch.inference_mode()

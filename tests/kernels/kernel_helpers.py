@@ -73,7 +73,7 @@ def optimize(module, language, dtype=torch.float32):
     if language == "triton":
         layers = triton_layers().OPTIMIZED_LAYERS
     else:
-        layers = cpu_layers.find_optimized_layers(dtype)
+        layers = cpu_layers.OPTIMIZED_LAYERS
     with patch.object(kernels, "find_optimized_layers", lambda device_type, dtype: layers):
         kernels.kernelize(module, DEVICE, dtype)
     return module

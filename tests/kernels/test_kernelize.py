@@ -66,7 +66,16 @@ def add_bias(linear):
 
 double_heads = partial(double_in_subclass, method="norm_and_rotate")
 CHANGES = {
-    double_in_subclass: ["", "self_attn", "mlp", "input_layernorm"],
+    double_in_subclass: [
+        "",
+        "self_attn",
+        "mlp",
+        "input_layernorm",
+        "post_attention_layernorm",
+        "self_attn.q_norm",
+        "self_attn.k_norm",
+        "mlp.down_proj",
+    ],
     double_heads: ["self_attn"],
     change_scale: ["self_attn"],
     add_bias: ["mlp.gate_up_proj"],
@@ -203,7 +212,7 @@ def test_an_engine_names_what_is_optimized(make_llm, capfd):
     make_llm(device="cpu", enable_kernels=False)
     assert "optimized layers" not in capfd.readouterr().err
     make_llm(device="cpu")
-    expected = r"nanovllm: optimized layers: .*\bRMSNorm; enable_kernels=False runs layers/"
+    expected = r"nanovllm: optimized layers: .*\bRMSNorm\b.*; enable_kernels=False runs layers/"
     assert re.search(expected, capfd.readouterr().err)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.kernels.cpu import library
-from nanovllm.kernels.cpu.library import SHORT_QUERY, call, load
+from nanovllm.kernels.cpu.library import SHORT_QUERY, load
 from nanovllm.layers.attention import make_cache as make_cache
 
 NAME = "cpp"
@@ -37,8 +37,7 @@ def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Te
     assert key[:1].is_contiguous() and value[:1].is_contiguous()
     assert slot_mapping.dtype == torch.int32
     num_tokens, num_kv_heads, head_dim = key.shape
-    call(
-        load(key.dtype).store_kvcache,
+    load(key.dtype).store_kvcache(
         key.data_ptr(),
         value.data_ptr(),
         key.stride(0),
@@ -72,7 +71,7 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
         head_dim,
         scale,
     ]
-    call(kernels.decode_attention, *arguments)  # writes the rows of short queries
+    kernels.decode_attention(*arguments)  # writes the rows of short queries
     if batch.max_seqlen_q > SHORT_QUERY:
-        call(kernels.prefill_attention, *arguments)  # writes all other rows
+        kernels.prefill_attention(*arguments)  # writes all other rows
     return output

@@ -8,29 +8,27 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.kernels import OptimizedLayer
-from nanovllm.kernels.cpu.library import call, load
-from nanovllm.kernels.cpu.prepacked import PrepackedWeight, Weight
+from nanovllm.kernels.cpu.library import load, structure
+from nanovllm.kernels.cpu.prepacked import PrepackedWeight, Weight, can_fuse, prepack_gated
 from nanovllm.layers.gated_delta import GatedDeltaRule
-from nanovllm.layers.linear import Linear
-from nanovllm.models.decoder import MLP, CosSin
+from nanovllm.models.decoder import CosSin
 from nanovllm.models.qwen3_5 import DeltaLayer
 
 
+@structure
 class _DeltaRule(ctypes.Structure):
     """Mirrors struct DeltaRule of gated_delta.h."""
 
-    _fields_ = [
-        ("conv_weight", ctypes.c_void_p),
-        ("A_log", ctypes.c_void_p),
-        ("dt_bias", ctypes.c_void_p),
-        ("norm_weight", ctypes.c_void_p),
-        ("num_key_heads", ctypes.c_int64),
-        ("num_value_heads", ctypes.c_int64),
-        ("key_dim", ctypes.c_int64),
-        ("value_dim", ctypes.c_int64),
-        ("conv_size", ctypes.c_int64),
-        ("norm_eps", ctypes.c_float),
-    ]
+    conv_weight: ctypes.c_void_p
+    A_log: ctypes.c_void_p
+    dt_bias: ctypes.c_void_p
+    norm_weight: ctypes.c_void_p
+    num_key_heads: ctypes.c_int64
+    num_value_heads: ctypes.c_int64
+    key_dim: ctypes.c_int64
+    value_dim: ctypes.c_int64
+    conv_size: ctypes.c_int64
+    norm_eps: ctypes.c_float
 
 
 class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
@@ -69,8 +67,7 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
         output = gate.new_empty(gate.shape)
         inputs = (qkv, gate, beta, decay)
         assert all([each[:1].is_contiguous() for each in inputs])  # tokens need not be adjacent
-        call(
-            load(gate.dtype).gated_delta_rule,
+        load(gate.dtype).gated_delta_rule(
             ctypes.byref(self.struct),
             *[each.data_ptr() for each in inputs],
             *[each.stride(0) for each in inputs],
@@ -84,22 +81,21 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
         return output
 
 
+@structure
 class _DeltaLayer(ctypes.Structure):
     """Mirrors struct DeltaLayer of delta_layer.h."""
 
-    _fields_ = [
-        ("input_norm", ctypes.c_void_p),
-        ("post_attention_norm", ctypes.c_void_p),
-        ("rule", ctypes.POINTER(_DeltaRule)),
-        ("qkvz", Weight),
-        ("ba", Weight),
-        ("out", Weight),
-        ("gate_up", Weight),
-        ("down", Weight),
-        ("hidden_size", ctypes.c_int64),
-        ("intermediate_size", ctypes.c_int64),
-        ("eps", ctypes.c_float),
-    ]
+    input_norm: ctypes.c_void_p
+    post_attention_norm: ctypes.c_void_p
+    rule: ctypes.c_void_p
+    qkvz: Weight
+    ba: Weight
+    out: Weight
+    gate_up: Weight
+    down: Weight
+    hidden_size: ctypes.c_int64
+    intermediate_size: ctypes.c_int64
+    eps: ctypes.c_float
 
 
 class FastDeltaLayer(OptimizedLayer, DeltaLayer):
@@ -107,18 +103,12 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
 
     replaces = DeltaLayer
 
-    gate_up: PrepackedWeight  # replaces the layer's own
+    gate_up: PrepackedWeight
 
     def convert(self) -> bool:
-        if type(self.mlp) is not MLP or self.mlp.gate_up_proj.bias is not None:
+        if not can_fuse(self) or self.linear_attn.delta_rule.key_dim % 2 != 0:
             return False
-        linears = [part for part in self.modules() if isinstance(part, Linear)]
-        can_prepack = all([PrepackedWeight.can_prepack(linear.weight) for linear in linears])
-        is_alone = self.mlp.down_proj.tp.size == 1
-        if not (can_prepack and is_alone and self.linear_attn.delta_rule.key_dim % 2 == 0):
-            return False
-        self.gate_up = PrepackedWeight(self.mlp.gate_up_proj.weight, gated=True)
-        del self.mlp.gate_up_proj
+        prepack_gated(self)
         return True
 
     @cached_property
@@ -127,7 +117,7 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
         return _DeltaLayer(
             input_norm=self.input_layernorm.weight.data_ptr(),
             post_attention_norm=self.post_attention_layernorm.weight.data_ptr(),
-            rule=ctypes.pointer(net.delta_rule.struct),
+            rule=ctypes.addressof(net.delta_rule.struct),
             qkvz=net.in_proj_qkvz.prepacked.struct,
             ba=net.in_proj_ba.prepacked.struct,
             out=net.out_proj.prepacked.struct,
@@ -140,8 +130,7 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
 
     def forward(self, x: Tensor, cos_sin: CosSin, states: Tensor, batch: Batch) -> Tensor:
         """Run the layer on x [num_tokens, hidden_size], in place."""
-        call(
-            load(x.dtype).delta_layer,
+        load(x.dtype).delta_layer(
             ctypes.byref(self.struct),
             x,
             states,

@@ -9,20 +9,21 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Filters, Noise
-from nanovllm.kernels import OptimizedLayer, require_known_fields
+from nanovllm.kernels import OptimizedLayer, has_plain_norms
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
 from nanovllm.kernels.cpu.gated_delta import FastDeltaLayer, FastGatedDeltaRule
-from nanovllm.kernels.cpu.library import call, load, reason_unavailable
+from nanovllm.kernels.cpu.library import load
+from nanovllm.kernels.cpu.library import reason_unavailable as reason_unavailable
 from nanovllm.kernels.cpu.prepacked import (
     PrepackedColumnParallelLinear,
     PrepackedEmbedding,
     PrepackedExperts,
     PrepackedRowParallelLinear,
 )
+from nanovllm.kernels.sampler import OptimizedSampler
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
-from nanovllm.layers.sampler import Sampler
-from nanovllm.models.decoder import MLP, Attention
+from nanovllm.models.decoder import MLP, Attention, CosSin
 
 
 class FastRMSNorm(OptimizedLayer, RMSNorm):
@@ -33,9 +34,9 @@ class FastRMSNorm(OptimizedLayer, RMSNorm):
         x = x.contiguous()
         output = torch.empty_like(x)
         size = len(self.weight)
-        sizes = (x.numel() // size, size)
+        num_rows = x.numel() // size
         compute = load(x.dtype).rms_norm
-        call(compute, x, self.weight, output, *sizes, self.eps, self.IS_ZERO_CENTERED)
+        compute(x, self.weight, output, num_rows, size, self.eps, self.IS_ZERO_CENTERED)
         return output
 
 
@@ -49,32 +50,38 @@ class FastRotaryEmbedding(OptimizedLayer, RotaryEmbedding):
 
     inv_freq: Tensor
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor) -> CosSin:
         assert positions.dtype == torch.int32
         num_tokens, half = len(positions), len(self.inv_freq)
         cos, sin = self.inv_freq.new_empty(2, num_tokens, 1, half)
         # The library of the model's dtype, because that of float32 may not be compiled.
         compute = load(self.dtype).cos_and_sin
-        factor = self.attention_factor
-        call(compute, positions, self.inv_freq, factor, cos, sin, num_tokens, half)
+        compute(positions, self.inv_freq, self.attention_factor, cos, sin, num_tokens, half)
         return cos, sin
 
 
 class FastAttention(OptimizedLayer, Attention):
     replaces = Attention
 
-    def norm_and_rotate(
-        self, heads: Tensor, norm: RMSNorm | None, cos_sin: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def convert(self) -> bool:
+        return has_plain_norms(self)
+
+    def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: CosSin) -> Tensor:
         assert heads[:1].is_contiguous()  # the tokens need not be adjacent
         output = heads.new_empty(heads.shape)
         num_tokens, num_heads, head_dim = heads.shape
-        weight = None if norm is None else norm.weight
-        eps = 0.0 if norm is None else norm.eps
-        strides = (heads.stride(0), output.stride(0))
-        sizes = (num_tokens, *strides, num_heads, head_dim // 2)
-        rotary = load(heads.dtype).rotary
-        call(rotary, heads.data_ptr(), *cos_sin, weight, output, *sizes, eps)
+        load(heads.dtype).rotary(
+            heads.data_ptr(),
+            *cos_sin,
+            norm.weight if norm is not None else None,
+            output,
+            num_tokens,
+            heads.stride(0),
+            output.stride(0),
+            num_heads,
+            head_dim // 2,
+            norm.eps if norm is not None else 0.0,
+        )
         return output
 
 
@@ -84,31 +91,21 @@ class FastMLP(OptimizedLayer, MLP):
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x)
         output = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        call(load(gate_up.dtype).silu_and_mul, gate_up, output, *output.shape)
+        load(gate_up.dtype).silu_and_mul(gate_up, output, *output.shape)
         return self.down_proj(output)
 
 
-class FastSampler(OptimizedLayer, Sampler):
+class FastSampler(OptimizedSampler):
     """Filters without sorting, like the Triton kernel.
 
     Penalties and filters return float32. The library of the model's dtype reads these logits too.
     """
 
-    replaces = Sampler
-
-    def convert(self) -> bool:
-        require_known_fields(self, Noise, "temperatures", "keys")
-        require_known_fields(
-            self, Filters, "rows", "temperatures", "top_ks", "top_ps", "min_ps", "max_top_k"
-        )
-        return True
-
     def filter(self, logits: Tensor, filters: Filters) -> Tensor:
         logits = logits.contiguous()
         output = torch.empty_like(logits, dtype=torch.float32)
         num_rows, vocab_size = logits.shape
-        call(
-            load(self.dtype).filter_logits,
+        load(self.dtype).filter_logits(
             logits,
             self._is_float32(logits),
             output,
@@ -126,8 +123,7 @@ class FastSampler(OptimizedLayer, Sampler):
     def draw(self, logits: Tensor, noise: Noise | None) -> Tensor:
         logits = logits.contiguous()
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        call(
-            load(self.dtype).sample,
+        load(self.dtype).sample(
             logits,
             self._is_float32(logits),
             self.token_hashes,
@@ -158,11 +154,3 @@ OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     PrepackedEmbedding,
     PrepackedExperts,
 ]
-
-
-def find_optimized_layers(dtype: torch.dtype) -> list[type[OptimizedLayer]]:
-    """Return the layers that work here. Raises RuntimeError if there are none."""
-    reason = reason_unavailable(dtype)
-    if reason is not None:
-        raise RuntimeError(reason)
-    return OPTIMIZED_LAYERS

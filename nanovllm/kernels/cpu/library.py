@@ -15,9 +15,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import xxhash
@@ -25,7 +25,21 @@ from torch import Tensor
 
 from nanovllm.terminal import report
 
-KINDS = {"P": ctypes.c_void_p, "I": ctypes.c_int64, "F": ctypes.c_float}
+S = TypeVar("S", bound=ctypes.Structure)
+
+
+class Pointer:
+    """A parameter that takes a contiguous tensor, an address, a reference or None."""
+
+    @classmethod
+    def from_param(cls, argument: object) -> object:
+        if isinstance(argument, Tensor):
+            assert argument.is_contiguous()  # pass data_ptr() of a tensor that is not
+            argument = argument.data_ptr()
+        return ctypes.c_void_p.from_param(argument)
+
+
+KINDS = {"P": Pointer, "I": ctypes.c_int64, "F": ctypes.c_float}
 SIGNATURES = {  # parameters of the functions in kernels.cpp: pointer, int64_t or float
     "store_kvcache": "PPIIPIIPP",
     "decode_attention": "PPPPPPPIIIIIIF",
@@ -74,15 +88,10 @@ def _choose_flags() -> list[str]:
     return flags
 
 
-def _choose_link_flags() -> list[str]:
-    # The linker of a Mac otherwise rejects functions that are found at load time.
-    if sys.platform == "darwin":
-        return ["-shared", "-undefined", "dynamic_lookup"]
-    return ["-shared"]
-
-
 FLAGS = _choose_flags()
-LINK_FLAGS = _choose_link_flags()
+LINK_FLAGS = ["-shared"]
+if sys.platform == "darwin":  # whose linker rejects functions that are found at load time
+    LINK_FLAGS += ["-undefined", "dynamic_lookup"]
 
 
 @cache
@@ -102,9 +111,8 @@ def reason_unavailable(dtype: torch.dtype) -> str | None:
 @cache
 def load(dtype: torch.dtype) -> ctypes.CDLL:
     """Return the kernels of `dtype`. Raises OSError or ValueError if there are none."""
-    compiler = shlex.split(os.environ.get("CXX", ""))  # several words are allowed: "ccache g++"
-    if not compiler:
-        compiler = ["c++"]
+    # Several words are allowed: "ccache g++".
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     # Its predefined macros name the version and the processor's features.
     target = _run(*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
     sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("*.[ch]*")))
@@ -150,16 +158,7 @@ def _run(*command: str) -> bytes:
     return done.stdout
 
 
-def call(function: Callable[..., None], *arguments: object) -> None:
-    """Call a C++ function. A tensor is passed as a pointer and must be contiguous.
-
-    Pass data_ptr() of a tensor that is not.
-    """
-    values: list[object] = []
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            assert argument.is_contiguous()
-            values.append(argument.data_ptr())
-        else:
-            values.append(argument)
-    function(*values)
+def structure(cls: type[S]) -> type[S]:
+    """Class decorator: give a structure the fields that its annotations declare, as in C."""
+    cls._fields_ = list(cls.__annotations__.items())
+    return cls

@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from nanovllm.arithmetic import cdiv
 from nanovllm.kernels import OptimizedLayer
-from nanovllm.kernels.cpu.library import call, load
+from nanovllm.kernels.cpu.library import load, structure
 from nanovllm.layers.embedding import Embedding
-from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from nanovllm.layers.quantized import QuantizedWeight
+from nanovllm.models.decoder import MLP, DecoderLayer
 from nanovllm.models.moe import Experts
+from nanovllm.models.qwen3_5 import DeltaLayer
 
 _PANEL_WIDTH = 32  # WIDTH of gemm.h
 _CACHE_LINE = 64  # bytes
@@ -21,14 +23,13 @@ _LARGEST_GROUP = 128  # MAX_GROUP_SIZE of quantized.h
 _CHUNK = 1 << 18  # bytes of codes that are prepacked at once, so that temporary copies stay cached
 
 
+@structure
 class Weight(ctypes.Structure):
     """Mirrors struct Weight of gemm.h."""
 
-    _fields_ = [
-        ("panels", ctypes.c_void_p),
-        ("bits", ctypes.c_int64),
-        ("group_size", ctypes.c_int64),
-    ]
+    panels: ctypes.c_void_p
+    bits: ctypes.c_int64
+    group_size: ctypes.c_int64
 
 
 class PrepackedWeight(nn.Module):
@@ -78,17 +79,13 @@ class PrepackedWeight(nn.Module):
     def _prepack_codes(self, weight: QuantizedWeight) -> Tensor:
         num_panels = cdiv(self.out_features, self._width)
         num_groups = weight.scales.shape[1]
-        lines_per_group = self.group_size // 2
         bytes_per_group = self.group_size * self.bits // 8  # of codes, in a row
-        end_of_scales = _PANEL_WIDTH * weight.scales.itemsize
-        end_of_zeros = end_of_scales + _PANEL_WIDTH * weight.zeros.itemsize
-        block_size = end_of_zeros + _PANEL_WIDTH * bytes_per_group
-        panels = weight.codes.new_empty(num_panels, num_groups, block_size)
+        bytes_per_row = bytes_per_group + weight.scales.itemsize + weight.zeros.itemsize
+        panels = weight.codes.new_empty(num_panels, num_groups, _PANEL_WIDTH * bytes_per_row)
         padding = num_groups * bytes_per_group - weight.codes.shape[1]
         at_once = max(1, _CHUNK // (_PANEL_WIDTH * num_groups * bytes_per_group))
         for first in range(0, num_panels, at_once):
             end = min(first + at_once, num_panels)
-            blocks = panels[first:end]
             scales = self._divide(weight.scales, first, end).transpose(1, 2)
             zeros = self._divide(weight.zeros, first, end).transpose(1, 2)
             codes = _pad(self._divide(weight.codes, first, end), padding)
@@ -97,11 +94,9 @@ class PrepackedWeight(nn.Module):
                 words = (codes ^ 128).view(torch.int16)
             else:
                 words = _interleave(codes)
-            words = words.unflatten(2, (num_groups, lines_per_group)).permute(0, 2, 3, 1)
-            blocks[..., :end_of_scales].view(scales.dtype).copy_(scales)
-            blocks[..., end_of_scales:end_of_zeros].view(zeros.dtype).copy_(zeros)
-            lines = blocks[..., end_of_zeros:].view(words.dtype)
-            lines.unflatten(2, (lines_per_group, -1)).copy_(words)
+            lines = words.unflatten(2, (num_groups, -1)).permute(0, 2, 3, 1).flatten(2)
+            parts = [part.contiguous().view(torch.uint8) for part in (scales, zeros, lines)]
+            torch.cat(parts, dim=2, out=panels[first:end])
         return panels
 
     @property
@@ -123,19 +118,26 @@ class PrepackedWeight(nn.Module):
         """
         x = x.contiguous()
         output = x.new_empty(*x.shape[:-1], self.out_features)
-        num_rows = x.numel() // self.in_features
-        x_sizes = (num_rows, self.in_features, self.in_features)
-        sizes = (*x_sizes, self.out_features, self.out_features)
-        weight = ctypes.byref(self.struct)
-        call(load(x.dtype).linear, x, weight, bias, None, output, *sizes, self.gated)
+        load(x.dtype).linear(
+            x,
+            ctypes.byref(self.struct),
+            bias,
+            None,  # no residual
+            output,
+            x.numel() // self.in_features,
+            self.in_features,
+            self.in_features,  # numbers between two rows of x
+            self.out_features,
+            self.out_features,
+            self.gated,
+        )
         return output
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return rows `ids` [num_rows] of the weight, as [num_rows, in_features]."""
         assert ids.dtype == torch.int32 and not self.gated
         output = self.panels.new_empty(len(ids), self.in_features, dtype=self.dtype)
-        weight = ctypes.byref(self.struct)
-        call(load(self.dtype).gather_rows, weight, ids, output, *output.shape)
+        load(self.dtype).gather_rows(ctypes.byref(self.struct), ids, output, *output.shape)
         return output
 
 
@@ -162,6 +164,31 @@ def _interleave(codes: Tensor) -> Tensor:
 def _inputs_per_pair(dtype: torch.dtype) -> int:
     """PAIR of gemm.h: how many inputs of one output are adjacent in a panel."""
     return 2 if dtype.itemsize == 2 else 1
+
+
+def can_fuse(layer: DecoderLayer | DeltaLayer) -> bool:
+    """Return whether C++ functions for a whole layer can compute its MLP and all its projections.
+
+    They read prepacked weights, and support one rank and no biases in an MLP. Subclasses of a
+    linear layer compute something else.
+    """
+    mlp = layer.mlp
+    if type(mlp) is not MLP or mlp.gate_up_proj.bias is not None or mlp.down_proj.tp.size > 1:
+        return False
+    known = {each.replaces for each in PrepackedLayer.__subclasses__()}
+    linears = [part for part in layer.modules() if isinstance(part, Linear)]
+    return all(
+        [type(each) in known and PrepackedWeight.can_prepack(each.weight) for each in linears]
+    )
+
+
+def prepack_gated(layer: Any) -> None:
+    """Replace the gate_up_proj of a layer that can be fused by a weight that computes SwiGLU.
+
+    Its other projections are optimized layers of their own, which have prepacked weights.
+    """
+    layer.gate_up = PrepackedWeight(layer.mlp.gate_up_proj.weight, gated=True)
+    del layer.mlp.gate_up_proj
 
 
 class PrepackedLayer(OptimizedLayer):

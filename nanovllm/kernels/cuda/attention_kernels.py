@@ -64,169 +64,124 @@ def attend_kernel(
         split = tl.program_id(2)
         tile = 0
     else:
-        kv_head, seq, tile = _find_tile(
-            cu_seqlens_ptr, prefills_ptr, num_prefills, NUM_KV_HEADS, TOKENS
+        # The last tiles of the batch come first. They attend to the longest contexts, and a long
+        # program that starts late would leave the rest of the GPU idle.
+        index = tl.num_programs(0) - 1 - tl.program_id(0)
+        kv_head = tl.program_id(0) % NUM_KV_HEADS
+        seq, tile = find_tile(
+            index // NUM_KV_HEADS, cu_seqlens_ptr, prefills_ptr, num_prefills, TOKENS
         )
         split = 0
     query_start = tl.load(cu_seqlens_ptr + seq)
     query_len = tl.load(cu_seqlens_ptr + seq + 1) - query_start
-    if (tile * TOKENS < query_len) & ((query_len == 1) == IS_DECODE):
-        rows = tl.arange(0, M)
-        dims = tl.arange(0, D)
-        # The rows of a token are the heads of the group.
-        tokens = tile * TOKENS + rows // GROUP
-        heads = kv_head * GROUP + rows % GROUP
-        is_row = (rows < TOKENS * GROUP) & (tokens < query_len)
-        query_rows = (query_start + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
-        mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-        query_ptrs = query_ptr + query_rows[:, None] * HEAD_DIM + dims[None, :]
-        query = tl.load(query_ptrs, mask=mask, other=0.0)
-
-        # The queries are the last tokens of the context, and each attends up to its own position.
-        context_len = tl.load(context_lens_ptr + seq)
-        first_position = context_len - query_len + tile * TOKENS  # the tile's first token
-        last_visible = context_len - query_len + tokens  # [M]
-        visible_end = tl.minimum(context_len, first_position + TOKENS)  # to any row
-        tokens_per_split = tl.cdiv(tl.cdiv(visible_end, num_splits), N) * N
-        first = split * tokens_per_split
-        end = tl.minimum(first + tokens_per_split, visible_end)
-        num_seen_by_all = tl.maximum(0, tl.minimum(end, first_position + 1) - first)
-        unmasked_end = first + num_seen_by_all // N * N
-
-        key_ptr += kv_head * HEAD_DIM
-        value_ptr += kv_head * HEAD_DIM
-        table_ptr = tables_ptr + tl.cast(seq, tl.int64) * table_stride
-        acc = tl.zeros([M, D], dtype=tl.float32)
-        row_sum = tl.zeros([M], dtype=tl.float32)
-        row_max = tl.full([M], float("-inf"), dtype=tl.float32)
-        # First the tiles that all rows attend to in full, then the others.
-        for IS_MASKED in tl.static_range(2):
-            tiles_start = unmasked_end if IS_MASKED else first
-            tiles_end = end if IS_MASKED else unmasked_end
-            for start in range(tiles_start, tiles_end, N):
-                acc, row_sum, row_max = _attend_to_tile(
-                    acc,
-                    row_sum,
-                    row_max,
-                    query,
-                    key_ptr,
-                    value_ptr,
-                    table_ptr,
-                    start,
-                    end,
-                    last_visible,
-                    scale,
-                    IS_MASKED,
-                    NUM_KV_HEADS,
-                    N,
-                    D,
-                    HEAD_DIM,
-                    BLOCK_SIZE,
-                    PRECISION,
-                )
-
-        # The sum is 0 for an empty split, which a short context or a padding row of a CUDA graph
-        # can have. Its weight is exp2(-inf) = 0.
-        normalized = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-        if num_splits == 1:
-            output_ptrs = output_ptr + query_rows[:, None] * HEAD_DIM + dims[None, :]
-            tl.store(output_ptrs, normalized.to(output_ptr.dtype.element_ty), mask=mask)
-        else:
-            head_rows = tl.cast(seq, tl.int64) * (NUM_KV_HEADS * GROUP) + heads
-            split_rows = head_rows * num_splits + split
-            split_ptrs = split_outputs_ptr + split_rows[:, None] * HEAD_DIM + dims[None, :]
-            tl.store(split_ptrs, normalized, mask=mask)
-            tl.store(log_sums_ptr + split_rows, row_max + tl.log2(row_sum), mask=is_row)
-
-
-@triton.jit
-def _attend_to_tile(
-    # The state of the online softmax.
-    acc,
-    row_sum,
-    row_max,
-    # The queries, and the K/V of one head.
-    query,
-    key_ptr,
-    value_ptr,
-    table_ptr,
-    # The tile, which begins at `start`, and what the rows attend to.
-    start,
-    end,
-    last_visible,
-    scale,
-    IS_MASKED: constexpr,
-    NUM_KV_HEADS: constexpr,
-    N: constexpr,
-    D: constexpr,
-    HEAD_DIM: constexpr,
-    BLOCK_SIZE: constexpr,
-    PRECISION: constexpr,
-):
-    """Return the state after N more tokens of the context."""
-    positions = start + tl.arange(0, N)
+    if (tile * TOKENS >= query_len) | ((query_len == 1) != IS_DECODE):
+        return
+    rows = tl.arange(0, M)
     dims = tl.arange(0, D)
-    exists = positions < end
-    unsigned = positions.to(tl.uint32)  # divided by a power of two with a shift
-    entries = table_ptr + unsigned // BLOCK_SIZE
-    if IS_MASKED:
-        blocks = tl.load(entries, mask=exists, other=0)
+    # The rows of a token are the heads of the group.
+    tokens = tile * TOKENS + rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    is_row = (rows < TOKENS * GROUP) & (tokens < query_len)
+    query_rows = (query_start + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+    mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    query_ptrs = query_ptr + query_rows[:, None] * HEAD_DIM + dims[None, :]
+    query = tl.load(query_ptrs, mask=mask, other=0.0)
+
+    # The queries are the last tokens of the context, and each attends up to its own position.
+    context_len = tl.load(context_lens_ptr + seq)
+    first_position = context_len - query_len + tile * TOKENS  # the tile's first token
+    last_visible = context_len - query_len + tokens  # [M]
+    visible_end = tl.minimum(context_len, first_position + TOKENS)  # to any row
+    tokens_per_split = tl.cdiv(tl.cdiv(visible_end, num_splits), N) * N
+    first = split * tokens_per_split
+    end = tl.minimum(first + tokens_per_split, visible_end)
+    num_seen_by_all = tl.maximum(0, tl.minimum(end, first_position + 1) - first)
+    unmasked_end = first + num_seen_by_all // N * N
+
+    key_ptr += kv_head * HEAD_DIM
+    value_ptr += kv_head * HEAD_DIM
+    table_ptr = tables_ptr + tl.cast(seq, tl.int64) * table_stride
+    acc = tl.zeros([M, D], dtype=tl.float32)
+    row_sum = tl.zeros([M], dtype=tl.float32)
+    row_max = tl.full([M], float("-inf"), dtype=tl.float32)
+    # First the tiles that all rows attend to in full, then the others.
+    for IS_MASKED in tl.static_range(2):
+        tiles_start = unmasked_end if IS_MASKED else first
+        tiles_end = end if IS_MASKED else unmasked_end
+        for start in range(tiles_start, tiles_end, N):
+            positions = start + tl.arange(0, N)
+            exists = (positions < end) | (not IS_MASKED)
+            unsigned = positions.to(tl.uint32)  # divided by a power of two with a shift
+            blocks = tl.load(table_ptr + unsigned // BLOCK_SIZE, mask=exists, other=0)
+            slots = blocks * BLOCK_SIZE + (unsigned % BLOCK_SIZE).to(tl.int32)
+            rows_of_cache = slots.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM)
+            offsets = rows_of_cache[:, None] + dims[None, :]  # [N, D]
+            # Slots past the end of a context can be NaN, and NaN * 0 is NaN, so they are not
+            # loaded.
+            is_read = exists[:, None] & (dims < HEAD_DIM)[None, :]
+            key = tl.load(key_ptr + offsets, mask=is_read, other=0.0)
+            scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # [M, N]
+            if IS_MASKED:
+                is_visible = positions[None, :] <= last_visible[:, None]
+                scores = tl.where(is_visible, scores, float("-inf"))
+            # The maximum is finite, because every row attends to the first token of the first
+            # tile.
+            new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
+            weights = tl.exp2(tl.fma(scores, scale, -new_max[:, None]))
+            rescale = tl.exp2(row_max - new_max)
+            value = tl.load(value_ptr + offsets, mask=is_read, other=0.0)
+            acc = acc * rescale[:, None]
+            acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
+            row_sum = row_sum * rescale + tl.sum(weights, axis=1)
+            row_max = new_max
+
+    # The sum is 0 for an empty split, which a short context or a padding row of a CUDA graph
+    # can have. Its weight is exp2(-inf) = 0.
+    normalized = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    if num_splits == 1:
+        output_ptrs = output_ptr + query_rows[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(output_ptrs, normalized.to(output_ptr.dtype.element_ty), mask=mask)
     else:
-        blocks = tl.load(entries)
-    slots = blocks * BLOCK_SIZE + (unsigned % BLOCK_SIZE).to(tl.int32)
-    offsets = (slots.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM))[:, None] + dims[None, :]  # [N, D]
-    # Slots past the end of a context can be NaN, and NaN * 0 is NaN, so they are not loaded.
-    is_read = (exists[:, None] | (not IS_MASKED)) & (dims < HEAD_DIM)[None, :]
-    key = tl.load(key_ptr + offsets, mask=is_read, other=0.0)
-    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # [M, N]
-    if IS_MASKED:
-        scores = tl.where(positions[None, :] <= last_visible[:, None], scores, float("-inf"))
-    # The maximum is finite, because every row attends to the first token of the first tile.
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
-    weights = tl.exp2(tl.fma(scores, scale, -new_max[:, None]))
-    rescale = tl.exp2(row_max - new_max)
-    value = tl.load(value_ptr + offsets, mask=is_read, other=0.0)
-    acc = acc * rescale[:, None]
-    acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
-    return acc, row_sum * rescale + tl.sum(weights, axis=1), new_max
+        head_rows = tl.cast(seq, tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+        split_rows = head_rows * num_splits + split
+        split_ptrs = split_outputs_ptr + split_rows[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(split_ptrs, normalized, mask=mask)
+        tl.store(log_sums_ptr + split_rows, row_max + tl.log2(row_sum), mask=is_row)
 
 
 @triton.jit
-def _find_tile(
-    cu_seqlens_ptr, prefills_ptr, num_prefills, NUM_KV_HEADS: constexpr, TOKENS: constexpr
-):
-    """Return this program's KV head, its sequence, and the index of its tile in the sequence.
+def find_tile(index, cu_seqlens_ptr, seqs_ptr, num_seqs, TOKENS: constexpr):
+    """Return the sequence that tile `index` belongs to, and the index of the tile in the sequence.
 
-    The batch does not list tiles. Those of prefill i are counted from num_tokens // TOKENS + i,
-    where num_tokens are the tokens of the prefills before it. This leaves room for an incomplete
-    tile of every prefill. With TOKENS = 4 and queries of 3, 1 and 6 tokens:
+    Only the tiles of the sequences in seqs_ptr are counted, or those of all sequences if it is
+    None. All other sequences have one token. The batch does not list tiles. Those of the i-th of
+    these sequences are counted from num_tokens // TOKENS + i, where num_tokens are the tokens of
+    these sequences before it. This leaves room for an incomplete tile of every sequence. With
+    TOKENS = 4, queries of 3, 1 and 6 tokens, and tiles of the prefills only:
 
         prefill    0    1
         sequence   0    2
         tiles      0  | 1  2  3        tile 3 has no token
-
-    The last tiles of the batch come first. They attend to the longest contexts, and a long program
-    that starts late would leave the rest of the GPU idle.
     """
-    index = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
-    # The last prefill whose first tile is at or before `index` is between low and high.
+    # The last sequence whose first tile is at or before `index` is between low and high.
     low = 0
-    high = num_prefills - 1
+    high = num_seqs - 1
     while low < high:
         middle = (low + high + 1) // 2
-        if _find_first_tile(cu_seqlens_ptr, prefills_ptr, middle, TOKENS) <= index:
+        _, first_tile = _find_first_tile(middle, cu_seqlens_ptr, seqs_ptr, TOKENS)
+        if first_tile <= index:
             low = middle
         else:
             high = middle - 1
-    tile = index - _find_first_tile(cu_seqlens_ptr, prefills_ptr, low, TOKENS)
-    return tl.program_id(0) % NUM_KV_HEADS, tl.load(prefills_ptr + low), tile
+    seq, first_tile = _find_first_tile(low, cu_seqlens_ptr, seqs_ptr, TOKENS)
+    return seq, index - first_tile
 
 
 @triton.jit
-def _find_first_tile(cu_seqlens_ptr, prefills_ptr, prefill, TOKENS: constexpr):
-    seq = tl.load(prefills_ptr + prefill)
-    num_decodes = seq - prefill  # before it, of a token each
-    return (tl.load(cu_seqlens_ptr + seq) - num_decodes) // TOKENS + prefill
+def _find_first_tile(i, cu_seqlens_ptr, seqs_ptr, TOKENS: constexpr):
+    seq = i if seqs_ptr is None else tl.load(seqs_ptr + i)
+    num_others = seq - i  # before it, of a token each
+    return seq, (tl.load(cu_seqlens_ptr + seq) - num_others) // TOKENS + i
 
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["cu_seqlens_ptr"])

@@ -57,6 +57,7 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
             "TAPS": self.conv_weight.shape[2],
             "K": k,
             "V": v,
+            "ROW": prepared.shape[2],
             "CHUNK": chunk,
         }
         launch = prepare(prepare_chunks_kernel, *key, **constants, num_warps=8)

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
+from nanovllm.kernels.cuda.attention_kernels import find_tile
+
 
 # Slots and bounds can have any alignment in a packed batch.
 @triton.jit(
@@ -48,80 +50,83 @@ def prepare_chunks_kernel(
     TAPS: constexpr,
     K: constexpr,
     V: constexpr,
+    ROW: constexpr,
     CHUNK: constexpr,
 ):
     C: constexpr = CHUNK
-    head, seq, chunk = find_chunk(cu_seqlens_ptr, num_seqs, NUM_HEADS, C)
+    head = tl.program_id(0) % NUM_HEADS
+    seq, chunk = find_tile(tl.program_id(0) // NUM_HEADS, cu_seqlens_ptr, None, num_seqs, C)
     start = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
     num_tokens = tl.load(cu_seqlens_ptr + seq + 1) - start
-    if chunk * C < num_tokens:
-        rows = tl.arange(0, C)[:, None]
-        columns = tl.arange(0, C)[None, :]
-        keys = tl.arange(0, K)[None, :]
-        values = tl.arange(0, V)[None, :]
-        positions = chunk * C + rows  # in the sequence's part of the batch
-        tokens = start + positions
-        is_token = positions < num_tokens
+    if chunk * C >= num_tokens:
+        return
+    rows = tl.arange(0, C)[:, None]
+    columns = tl.arange(0, C)[None, :]
+    keys = tl.arange(0, K)[None, :]
+    values = tl.arange(0, V)[None, :]
+    positions = chunk * C + rows  # in the sequence's part of the batch
+    tokens = start + positions
+    is_token = positions < num_tokens
 
-        beta = tl.load(beta_ptr + tokens * beta_stride + head, mask=is_token, other=0.0)
-        beta = tl.sigmoid(beta.to(tl.float32))
-        decay = tl.load(decay_ptr + tokens * decay_stride + head, mask=is_token, other=0.0)
-        decay = _softplus(decay.to(tl.float32) + tl.load(dt_bias_ptr + head))
-        log_decay = tl.where(is_token, -tl.exp(tl.load(A_log_ptr + head)) * decay, 0.0)  # [C, 1]
-        since_start = tl.cumsum(log_decay, axis=0)
-        decay = tl.exp(since_start)
-        to_end = tl.exp(tl.sum(log_decay, axis=0, keep_dims=True) - since_start)
-        between = since_start - tl.trans(since_start)
-        between = tl.exp(tl.where(rows >= columns, between, float("-inf")))
-        row_ptr = prepared_ptr + (tokens * NUM_HEADS + head) * (3 * K + V + 4 + CHUNK)
-        tl.store(row_ptr + 3 * K + V, decay, mask=is_token)
+    beta = tl.load(beta_ptr + tokens * beta_stride + head, mask=is_token, other=0.0)
+    beta = tl.sigmoid(beta.to(tl.float32))
+    decay = tl.load(decay_ptr + tokens * decay_stride + head, mask=is_token, other=0.0)
+    decay = _softplus(decay.to(tl.float32) + tl.load(dt_bias_ptr + head))
+    log_decay = tl.where(is_token, -tl.exp(tl.load(A_log_ptr + head)) * decay, 0.0)  # [C, 1]
+    since_start = tl.cumsum(log_decay, axis=0)
+    decay = tl.exp(since_start)
+    to_end = tl.exp(tl.sum(log_decay, axis=0, keep_dims=True) - since_start)
+    between = since_start - tl.trans(since_start)
+    between = tl.exp(tl.where(rows >= columns, between, float("-inf")))
+    row_ptr = prepared_ptr + (tokens * NUM_HEADS + head) * ROW
+    tl.store(row_ptr + 3 * K + V, decay, mask=is_token)
 
-        KEY_SIZE: constexpr = NUM_HEADS // GROUP * KEY_DIM
-        qkv_ptr += start * qkv_stride
-        windows_ptr += tl.load(read_slots_ptr + seq).to(tl.int64) * STATE
-        channels = KEY_SIZE + head // GROUP * KEY_DIM + keys
-        mask = is_token & (keys < KEY_DIM)
-        key = _convolve(
-            qkv_ptr, qkv_stride, windows_ptr, conv_weight_ptr, positions, channels, mask, SIZE, TAPS
-        )
-        key *= tl.rsqrt(tl.sum(key * key, axis=1, keep_dims=True) + 1e-6)
-        tl.store(row_ptr + K + keys, to_end * key, mask=is_token)
-        transposed = tl.trans(key)
-        system = _multiply(key, transposed) * between * beta
-        inverse = tl.where(rows == columns, 1.0, 0.0)
-        half = 1
-        while half < C:
-            is_part = (rows // half % 2 == 1) & (rows // half == columns // half + 1)
-            part = tl.where(is_part, system, 0.0)
-            part = _multiply(_multiply(inverse, part), inverse)
-            inverse -= part
-            half *= 2
-        w = _multiply(inverse, beta * decay * key)
-        tl.store(row_ptr + 2 * K + keys, w, mask=is_token)
+    KEY_SIZE: constexpr = NUM_HEADS // GROUP * KEY_DIM
+    qkv_ptr += start * qkv_stride
+    windows_ptr += tl.load(read_slots_ptr + seq).to(tl.int64) * STATE
+    channels = KEY_SIZE + head // GROUP * KEY_DIM + keys
+    mask = is_token & (keys < KEY_DIM)
+    key = _convolve(
+        qkv_ptr, qkv_stride, windows_ptr, conv_weight_ptr, positions, channels, mask, SIZE, TAPS
+    )
+    key *= tl.rsqrt(tl.sum(key * key, axis=1, keep_dims=True) + 1e-6)
+    tl.store(row_ptr + K + keys, to_end * key, mask=is_token)
+    transposed = tl.trans(key)
+    system = _multiply(key, transposed) * between * beta
+    inverse = tl.where(rows == columns, 1.0, 0.0)
+    half = 1
+    while half < C:
+        is_part = (rows // half % 2 == 1) & (rows // half == columns // half + 1)
+        part = tl.where(is_part, system, 0.0)
+        part = _multiply(_multiply(inverse, part), inverse)
+        inverse -= part
+        half *= 2
+    w = _multiply(inverse, beta * decay * key)
+    tl.store(row_ptr + 2 * K + keys, w, mask=is_token)
 
-        query = _convolve(
-            qkv_ptr,
-            qkv_stride,
-            windows_ptr,
-            conv_weight_ptr,
-            positions,
-            channels - KEY_SIZE,
-            mask,
-            SIZE,
-            TAPS,
-        )
-        query *= tl.rsqrt(tl.sum(query * query, axis=1, keep_dims=True) + 1e-6) * KEY_DIM**-0.5
-        tl.store(row_ptr + keys, decay * query, mask=is_token)
-        scores = _multiply(query, transposed) * between
-        tl.store(row_ptr + 3 * K + V + 4 + columns, scores, mask=is_token)
+    query = _convolve(
+        qkv_ptr,
+        qkv_stride,
+        windows_ptr,
+        conv_weight_ptr,
+        positions,
+        channels - KEY_SIZE,
+        mask,
+        SIZE,
+        TAPS,
+    )
+    query *= tl.rsqrt(tl.sum(query * query, axis=1, keep_dims=True) + 1e-6) * KEY_DIM**-0.5
+    tl.store(row_ptr + keys, decay * query, mask=is_token)
+    scores = _multiply(query, transposed) * between
+    tl.store(row_ptr + 3 * K + V + 4 + columns, scores, mask=is_token)
 
-        channels = 2 * KEY_SIZE + head * VALUE_DIM + values
-        mask = is_token & (values < VALUE_DIM)
-        value = _convolve(
-            qkv_ptr, qkv_stride, windows_ptr, conv_weight_ptr, positions, channels, mask, SIZE, TAPS
-        )
-        x = _multiply(inverse, beta * value)
-        tl.store(row_ptr + 3 * K + values, x, mask=is_token)
+    channels = 2 * KEY_SIZE + head * VALUE_DIM + values
+    mask = is_token & (values < VALUE_DIM)
+    value = _convolve(
+        qkv_ptr, qkv_stride, windows_ptr, conv_weight_ptr, positions, channels, mask, SIZE, TAPS
+    )
+    x = _multiply(inverse, beta * value)
+    tl.store(row_ptr + 3 * K + values, x, mask=is_token)
 
 
 @triton.jit(do_not_specialize_on_alignment=["read_slots_ptr", "write_slots_ptr", "cu_seqlens_ptr"])
@@ -148,6 +153,7 @@ def advance_states_kernel(
     TAPS: constexpr,
     K: constexpr,
     V: constexpr,
+    ROW: constexpr,
     CHUNK: constexpr,
     C: constexpr,
 ):
@@ -155,62 +161,61 @@ def advance_states_kernel(
     seq = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
     num_tokens = tl.load(cu_seqlens_ptr + seq + 1) - start
-    if (tl.minimum(num_tokens, CHUNK) == 1) == (C == 1):
-        old = tl.load(read_slots_ptr + seq).to(tl.int64) * STATE
-        new = tl.load(write_slots_ptr + seq).to(tl.int64) * STATE
-        keys = tl.arange(0, K)[None, :]
-        values = tl.arange(0, V)[None, :]
-        columns = tl.arange(0, C)[None, :]
-        is_value = values < VALUE_DIM
-        is_state = (keys < KEY_DIM) & tl.trans(is_value)
-        state_ptrs = states_ptr + (head * KEY_DIM + keys) * VALUE_DIM + tl.trans(values)
-        state = tl.load(state_ptrs + old, mask=is_state, other=0.0)  # [V, K]
-        norm_weight = tl.load(norm_weight_ptr + values, mask=is_value, other=0.0)
-        for chunk in range(0, num_tokens, C):
-            positions = chunk + tl.arange(0, C)[:, None]
-            tokens = start + positions
-            is_token = positions < num_tokens
-            row_ptr = prepared_ptr + (tokens * NUM_HEADS + head) * (3 * K + V + 4 + CHUNK)
-            query = tl.load(row_ptr + keys, mask=is_token, other=0.0)
-            key = tl.load(row_ptr + K + keys, mask=is_token, other=0.0)
-            w = tl.load(row_ptr + 2 * K + keys, mask=is_token, other=0.0)
-            x = tl.load(row_ptr + 3 * K + values, mask=is_token, other=0.0)
-            scores = tl.load(row_ptr + 3 * K + V + 4 + columns, mask=is_token, other=0.0)
-            last = start + tl.minimum(chunk + C, num_tokens) - 1
-            decay = tl.load(
-                prepared_ptr + (last * NUM_HEADS + head) * (3 * K + V + 4 + CHUNK) + 3 * K + V
+    if (tl.minimum(num_tokens, CHUNK) == 1) != (C == 1):
+        return
+    old = tl.load(read_slots_ptr + seq).to(tl.int64) * STATE
+    new = tl.load(write_slots_ptr + seq).to(tl.int64) * STATE
+    keys = tl.arange(0, K)[None, :]
+    values = tl.arange(0, V)[None, :]
+    columns = tl.arange(0, C)[None, :]
+    is_value = values < VALUE_DIM
+    is_state = (keys < KEY_DIM) & tl.trans(is_value)
+    state_ptrs = states_ptr + (head * KEY_DIM + keys) * VALUE_DIM + tl.trans(values)
+    state = tl.load(state_ptrs + old, mask=is_state, other=0.0)  # [V, K]
+    norm_weight = tl.load(norm_weight_ptr + values, mask=is_value, other=0.0)
+    for chunk in range(0, num_tokens, C):
+        positions = chunk + tl.arange(0, C)[:, None]
+        tokens = start + positions
+        is_token = positions < num_tokens
+        row_ptr = prepared_ptr + (tokens * NUM_HEADS + head) * ROW
+        query = tl.load(row_ptr + keys, mask=is_token, other=0.0)
+        key = tl.load(row_ptr + K + keys, mask=is_token, other=0.0)
+        w = tl.load(row_ptr + 2 * K + keys, mask=is_token, other=0.0)
+        x = tl.load(row_ptr + 3 * K + values, mask=is_token, other=0.0)
+        scores = tl.load(row_ptr + 3 * K + V + 4 + columns, mask=is_token, other=0.0)
+        last = start + tl.minimum(chunk + C, num_tokens) - 1
+        decay = tl.load(prepared_ptr + (last * NUM_HEADS + head) * ROW + 3 * K + V)
+
+        u = tl.trans(x) - _multiply(state, tl.trans(w))
+        output = _multiply(state, tl.trans(query))
+        output += _multiply(u, tl.trans(scores))
+        output = tl.trans(output)
+        state = decay * state + _multiply(u, key)
+
+        squares = tl.sum(output * output, axis=1, keep_dims=True)
+        output *= tl.rsqrt(squares / VALUE_DIM + norm_eps) * norm_weight
+        mask = is_token & is_value
+        offsets = head * VALUE_DIM + values
+        gate = tl.load(gate_ptr + tokens * gate_stride + offsets, mask=mask, other=0.0)
+        gate = gate.to(tl.float32)
+        output *= gate * tl.sigmoid(gate)
+        output_ptrs = output_ptr + tokens * (NUM_HEADS * VALUE_DIM) + offsets
+        tl.store(output_ptrs, output.to(output_ptr.dtype.element_ty), mask=mask)
+    tl.store(state_ptrs + new, state, mask=is_state)
+
+    # The programs of a sequence share its window. No other program reads these channels.
+    qkv_ptr += start * qkv_stride
+    for first in range(head * K, SIZE, NUM_HEADS * K):
+        channels = first + tl.arange(0, K)
+        mask = channels < SIZE
+        for i in tl.static_range(TAPS - 1):
+            position = num_tokens - (TAPS - 1) + tl.full([1], i, dtype=tl.int64)
+            numbers = _load_inputs(
+                qkv_ptr, qkv_stride, windows_ptr + old, position, channels, mask, SIZE, TAPS
             )
-
-            u = tl.trans(x) - _multiply(state, tl.trans(w))
-            output = _multiply(state, tl.trans(query))
-            output += _multiply(u, tl.trans(scores))
-            output = tl.trans(output)
-            state = decay * state + _multiply(u, key)
-
-            squares = tl.sum(output * output, axis=1, keep_dims=True)
-            output *= tl.rsqrt(squares / VALUE_DIM + norm_eps) * norm_weight
-            mask = is_token & is_value
-            offsets = head * VALUE_DIM + values
-            gate = tl.load(gate_ptr + tokens * gate_stride + offsets, mask=mask, other=0.0)
-            gate = gate.to(tl.float32)
-            output *= gate * tl.sigmoid(gate)
-            output_ptrs = output_ptr + tokens * (NUM_HEADS * VALUE_DIM) + offsets
-            tl.store(output_ptrs, output.to(output_ptr.dtype.element_ty), mask=mask)
-        tl.store(state_ptrs + new, state, mask=is_state)
-
-        # The programs of a sequence share its window. No other program reads these channels.
-        qkv_ptr += start * qkv_stride
-        for first in range(head * K, SIZE, NUM_HEADS * K):
-            channels = first + tl.arange(0, K)
-            mask = channels < SIZE
-            for i in tl.static_range(TAPS - 1):
-                position = num_tokens - (TAPS - 1) + tl.full([1], i, dtype=tl.int64)
-                numbers = _load_inputs(
-                    qkv_ptr, qkv_stride, windows_ptr + old, position, channels, mask, SIZE, TAPS
-                )
-                # Both slots can be the same, so a row is read by all threads before it is written.
-                tl.debug_barrier()
-                tl.store(windows_ptr + new + i * SIZE + channels, numbers, mask=mask)
+            # Both slots can be the same, so a row is read by all threads before it is written.
+            tl.debug_barrier()
+            tl.store(windows_ptr + new + i * SIZE + channels, numbers, mask=mask)
 
 
 @triton.jit
@@ -282,23 +287,3 @@ def _multiply(x, y):
         return tl.sum(x * tl.trans(y), axis=1, keep_dims=True)
     else:
         return tl.dot(x, y, input_precision="tf32")
-
-
-@triton.jit
-def find_chunk(cu_seqlens_ptr, num_seqs, NUM_HEADS: constexpr, CHUNK: constexpr):
-    """Return this program's value head, its sequence, and the index of its chunk in the sequence.
-
-    As _find_tile of attention_kernels.py, with tiles of all sequences: those of sequence i are
-    counted from cu_seqlens[i] // CHUNK + i.
-    """
-    index = tl.program_id(0) // NUM_HEADS
-    low = 0
-    high = num_seqs - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(cu_seqlens_ptr + middle) // CHUNK + middle <= index:
-            low = middle
-        else:
-            high = middle - 1
-    chunk = index - tl.load(cu_seqlens_ptr + low) // CHUNK - low
-    return tl.program_id(0) % NUM_HEADS, low, chunk

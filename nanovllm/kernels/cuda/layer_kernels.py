@@ -17,14 +17,13 @@ def add_rms_norm_kernel(
     normed_ptr,
     size,
     eps,
-    HAS_BRANCH: constexpr,
     BLOCK: constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < size
     x = tl.load(x_ptr + token * size + offsets, mask=mask, other=0.0)
-    if HAS_BRANCH:
+    if branch_ptr is not None:
         branch = tl.load(branch_ptr + token * size + offsets, mask=mask, other=0.0)
         x = (x.to(tl.float32) + branch.to(tl.float32)).to(x.dtype)
         tl.store(total_ptr + token * size + offsets, x, mask=mask)
@@ -58,7 +57,6 @@ def rotate_and_store_kernel(
     NUM_HEADS: constexpr,
     NUM_KV_HEADS: constexpr,
     HALF: constexpr,
-    HAS_NORM: constexpr,
     HEADS: constexpr,
     BLOCK: constexpr,
 ):
@@ -69,30 +67,32 @@ def rotate_and_store_kernel(
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     dims = tl.arange(0, BLOCK)[None, :]
     is_dim = dims < HALF
+    is_query = heads < NUM_HEADS
     num_heads = NUM_HEADS + 2 * NUM_KV_HEADS
     source = qkv_ptr + (token * num_heads + heads) * 2 * HALF + dims
-    first = tl.load(source, mask=is_dim & (heads < num_heads), other=0.0)  # [HEADS, BLOCK]
-    second = tl.load(source + HALF, mask=is_dim & (heads < num_heads), other=0.0)
+    mask = is_dim & (heads < num_heads)
+    first = tl.load(source, mask=mask, other=0.0)  # [HEADS, BLOCK]
+    second = tl.load(source + HALF, mask=mask, other=0.0)
 
     x = first.to(tl.float32)
     y = second.to(tl.float32)
-    if HAS_NORM:
+    if q_weight_ptr is not None:
         squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
         factor = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
         q_weight = tl.load(q_weight_ptr + dims, mask=is_dim)
         k_weight = tl.load(k_weight_ptr + dims, mask=is_dim)
-        x = _scale(x, factor, tl.where(heads < NUM_HEADS, q_weight, k_weight)).to(tl.float32)
+        x = _scale(x, factor, tl.where(is_query, q_weight, k_weight)).to(tl.float32)
         q_weight = tl.load(q_weight_ptr + HALF + dims, mask=is_dim)
         k_weight = tl.load(k_weight_ptr + HALF + dims, mask=is_dim)
-        y = _scale(y, factor, tl.where(heads < NUM_HEADS, q_weight, k_weight)).to(tl.float32)
+        y = _scale(y, factor, tl.where(is_query, q_weight, k_weight)).to(tl.float32)
     cos = tl.load(cos_ptr + token * HALF + dims, mask=is_dim)
     sin = tl.load(sin_ptr + token * HALF + dims, mask=is_dim)
     rotated_x = (x * cos - y * sin).to(first.dtype)
     rotated_y = (y * cos + x * sin).to(first.dtype)
 
     target = query_ptr + (token * NUM_HEADS + heads) * 2 * HALF + dims
-    tl.store(target, rotated_x, mask=is_dim & (heads < NUM_HEADS))
-    tl.store(target + HALF, rotated_y, mask=is_dim & (heads < NUM_HEADS))
+    tl.store(target, rotated_x, mask=is_dim & is_query)
+    tl.store(target + HALF, rotated_y, mask=is_dim & is_query)
     if slot >= 0:
         heads -= NUM_HEADS  # heads of the cache: keys, then values
         kind = heads // NUM_KV_HEADS  # 0: a key, 1: a value

@@ -5,7 +5,6 @@ that of recurrent models, sampler.py the sampler.
 """
 
 from collections.abc import Iterable
-from functools import partial
 from typing import cast
 
 import torch
@@ -13,7 +12,7 @@ import triton
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kernels import OptimizedLayer
+from nanovllm.kernels import OptimizedLayer, has_plain_norms
 from nanovllm.kernels.cuda.attention import store_kvcache
 from nanovllm.kernels.cuda.gated_delta import FastGatedDeltaRule
 from nanovllm.kernels.cuda.launch import is_aligned, prepare
@@ -30,7 +29,7 @@ from nanovllm.kernels.cuda.quantized import (
 from nanovllm.kernels.cuda.sampler import FastSampler
 from nanovllm.kernels.self_test import find_failure
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.models.decoder import MLP, Attention, DecoderLayer, DecoderLayers
+from nanovllm.models.decoder import MLP, Attention, CosSin, DecoderLayer, DecoderLayers
 
 # Not tuned on a GPU, as the number of warps in add_rms_norm.
 _ROTATED_NUMBERS = 2048  # numbers of a token's heads per program
@@ -52,13 +51,9 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
 
     def convert(self) -> bool:
         """The code of the layer and its norms is replaced. Attention and MLP are called."""
-        layers = cast(Iterable[DecoderLayer], self)
-        kinds = {(type(layer), type(layer.input_layernorm)) for layer in layers}
-        return kinds == {(DecoderLayer, RMSNorm)}
+        return has_plain_norms(self) and all([type(layer) is DecoderLayer for layer in self])
 
-    def forward(
-        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_caches: list[Tensor], batch: Batch
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: CosSin, kv_caches: list[Tensor], batch: Batch) -> Tensor:
         branch: Tensor | None = None  # the newest output, which is not yet added to x
         for layer, kv_cache in zip(cast(Iterable[DecoderLayer], self), kv_caches):
             norm = layer.input_layernorm
@@ -80,14 +75,9 @@ def add_rms_norm(
     total = x if branch is None else torch.empty_like(x)
     normed = torch.empty_like(x)
     block = triton.next_power_of_2(size)
-    key = (x.device, x.dtype, size, is_aligned(x))
-    launch = prepare(
-        add_rms_norm_kernel,
-        *key,
-        HAS_BRANCH=branch is not None,
-        BLOCK=block,
-        num_warps=min(max(4, block // 512), 16),
-    )
+    num_warps = min(max(4, block // 512), 16)
+    key = (x.device, x.dtype, size, is_aligned(x), branch is None)
+    launch = prepare(add_rms_norm_kernel, *key, BLOCK=block, num_warps=num_warps)
     launch((x.numel() // size, 1, 1), x, branch, weight, total, normed, size, eps)
     return total, normed
 
@@ -98,12 +88,10 @@ class FusedAttention(OptimizedLayer, Attention):
     replaces = Attention
 
     def convert(self) -> bool:
-        """The kernel stores K/V like the triton backend."""
-        return self.backend.store_kvcache is store_kvcache
+        """The kernel stores K/V like the triton backend, and normalizes like RMSNorm."""
+        return self.backend.store_kvcache is store_kvcache and has_plain_norms(self)
 
-    def forward(
-        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor, batch: Batch
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: CosSin, kv_cache: Tensor, batch: Batch) -> Tensor:
         qkv = self.qkv_proj(x)
         slots = batch.slot_mapping
         query = rotate_and_store(qkv, self.q_norm, self.k_norm, cos_sin, kv_cache, slots)
@@ -115,7 +103,7 @@ def rotate_and_store(
     qkv: Tensor,
     q_norm: RMSNorm | None,
     k_norm: RMSNorm | None,
-    cos_sin: tuple[Tensor, Tensor],
+    cos_sin: CosSin,
     kv_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
@@ -135,14 +123,13 @@ def rotate_and_store(
     block = triton.next_power_of_2(head_dim // 2)
     max_heads = max(1, _ROTATED_NUMBERS // (2 * block))
     heads = min(triton.next_power_of_2(num_all_heads), max_heads)  # heads per program
-    key = (qkv.device, qkv.dtype, values_offset, is_aligned(qkv))
+    key = (qkv.device, qkv.dtype, values_offset, is_aligned(qkv), q_norm is None)
     launch = prepare(
         rotate_and_store_kernel,
         *key,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
-        HAS_NORM=q_norm is not None,
         HEADS=heads,
         BLOCK=block,
         num_warps=8,  # with 4, heads would spill, or go through shared memory
@@ -189,15 +176,12 @@ OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
 ]
 
 
-def find_optimized_layers(dtype: torch.dtype) -> list[type[OptimizedLayer]]:
-    """Return the optimized layers. Raises RuntimeError if Triton does not work here."""
-    ones = partial(torch.ones, dtype=dtype, device="cuda")
+def reason_unavailable(dtype: torch.dtype) -> str | None:
+    """Return why Triton does not work here, or None."""
 
     def run() -> None:
-        _, normed = add_rms_norm(ones(2, 64), None, ones(64), eps=1e-6)
+        x = torch.ones(2, 64, dtype=dtype, device="cuda")
+        _, normed = add_rms_norm(x, None, x[0], eps=1e-6)
         normed.tolist()  # waits for the kernel
 
-    reason = find_failure(run)
-    if reason is not None:
-        raise RuntimeError(reason)
-    return OPTIMIZED_LAYERS
+    return find_failure(run)

@@ -29,54 +29,89 @@ from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import QuantizedWeight
 
-# These constants and the tiles of `multiply` are not tuned on a GPU.
+# These constants and the tiles of `FastQuantizedLayer.multiply` are not tuned on a GPU.
 _K = 128  # the largest group, so that a tile has whole groups
 _NUM_STAGES = 3  # 8 to 16 KB of codes in flight per program
 _FEW_ROWS = 16  # the fewest that tl.dot takes
 
 
-def multiply(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """Return x [num_rows, in_features] times the transposed weight, plus the bias."""
-    x = x.contiguous()
-    num_rows = len(x)
-    out_features, in_features = weight.shape
-    if num_rows <= _FEW_ROWS or x.dtype == torch.float32:
-        # Four programs fit a multiprocessor, with about 128 registers per thread. float32 has no
-        # matrix instructions, and larger tiles of it would spill.
-        m, n, num_warps, programs = _FEW_ROWS, 64, 4, 4
-    else:
-        # One program takes most registers of a multiprocessor. With more rows it would spill.
-        m, n, num_warps, programs = 64, 128, 8, 1
-    launch = prepare(
-        _multiply_kernel,
-        x.device,
-        x.dtype,
-        out_features,
-        is_aligned(x),
-        bias is None,
-        IN_FEATURES=in_features,
-        BITS=weight.scheme.bits,
-        GROUP=weight.scheme.group_size,
-        N=n,
-        M=m,
-        K=_K,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",  # no effect on 16-bit operands
-        num_warps=num_warps,
-        num_stages=_NUM_STAGES,
-    )
-    tiles = (cdiv(out_features, n), cdiv(num_rows, m))
-    _, num_processors = describe_gpu(x.device)
-    wanted = max(1, programs * num_processors // max(1, tiles[0] * tiles[1]))  # splits
-    steps = cdiv(in_features, _K)
-    steps_per_split = cdiv(steps, wanted)
-    num_splits = cdiv(steps, steps_per_split)
-    output = x.new_empty(num_rows, out_features)
-    sums = x.new_empty(num_splits if num_splits > 1 else 0, *output.shape, dtype=torch.float32)
-    parts = (weight.codes, weight.scales, weight.zeros)
-    launch(
-        (*tiles, num_splits), x, *parts, bias, output, sums, num_rows, out_features, steps_per_split
-    )
-    return output if num_splits == 1 else sums.sum(0).to(x.dtype)
+class FastQuantizedLayer(OptimizedLayer):
+    weight: Any
+
+    def convert(self) -> bool:
+        """Compile the kernels for few and for many rows, so that serving compiles none."""
+        if not isinstance(self.weight, QuantizedWeight):
+            return False
+        for num_rows in (1, _FEW_ROWS + 1):
+            x = self.weight.new_empty([num_rows, self.weight.in_features]).zero_()
+            self.multiply(x, getattr(self, "bias", None))  # an embedding has no bias
+        return True
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x [num_rows, in_features] times the transposed weight, plus the bias."""
+        x = x.contiguous()
+        weight = self.weight
+        num_rows = len(x)
+        out_features, in_features = weight.shape
+        is_float32 = x.dtype == torch.float32
+        if num_rows <= _FEW_ROWS or is_float32:
+            # Four programs fit a multiprocessor, with about 128 registers per thread. float32 has
+            # no matrix instructions, and larger tiles of it would spill.
+            m, n, num_warps, programs = _FEW_ROWS, 64, 4, 4
+        else:
+            # One program takes most registers of a multiprocessor. With more rows it would spill.
+            m, n, num_warps, programs = 64, 128, 8, 1
+        launch = prepare(
+            _multiply_kernel,
+            x.device,
+            x.dtype,
+            out_features,
+            is_aligned(x),
+            bias is None,
+            IN_FEATURES=in_features,
+            BITS=weight.scheme.bits,
+            GROUP=weight.scheme.group_size,
+            N=n,
+            M=m,
+            K=_K,
+            PRECISION="ieee" if is_float32 else "tf32",  # no effect on 16-bit operands
+            num_warps=num_warps,
+            num_stages=_NUM_STAGES,
+        )
+        tiles = (cdiv(out_features, n), cdiv(num_rows, m))
+        _, num_processors = describe_gpu(x.device)
+        wanted = max(1, programs * num_processors // max(1, tiles[0] * tiles[1]))  # splits
+        steps = cdiv(in_features, _K)
+        steps_per_split = cdiv(steps, wanted)
+        num_splits = cdiv(steps, steps_per_split)
+        output = x.new_empty(num_rows, out_features)
+        sums = x.new_empty(num_splits if num_splits > 1 else 0, *output.shape, dtype=torch.float32)
+        launch(
+            (*tiles, num_splits),
+            x,
+            weight.codes,
+            weight.scales,
+            weight.zeros,
+            bias,
+            output,
+            sums,
+            num_rows,
+            out_features,
+            steps_per_split,
+        )
+        return output if num_splits == 1 else sums.sum(0).to(x.dtype)
+
+
+class FastQuantizedColumnParallelLinear(FastQuantizedLayer, ColumnParallelLinear):
+    replaces = ColumnParallelLinear
+
+
+class FastQuantizedRowParallelLinear(FastQuantizedLayer, RowParallelLinear):
+    replaces = RowParallelLinear
+
+
+class FastQuantizedEmbedding(FastQuantizedLayer, Embedding):
+    replaces = Embedding
 
 
 @triton.jit(do_not_specialize=["num_rows", "steps_per_split"])
@@ -139,31 +174,3 @@ def _multiply_kernel(
     else:
         rows += split * num_rows
         tl.store(sums_ptr + rows * out_features + outputs, acc, mask=mask)
-
-
-class FastQuantizedLayer(OptimizedLayer):
-    weight: Any
-
-    def convert(self) -> bool:
-        """Compile the kernels for few and for many rows, so that serving compiles none."""
-        if not isinstance(self.weight, QuantizedWeight):
-            return False
-        for num_rows in (1, _FEW_ROWS + 1):
-            x = self.weight.new_empty([num_rows, self.weight.in_features]).zero_()
-            self.multiply(x, getattr(self, "bias", None))  # an embedding has no bias
-        return True
-
-    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return multiply(x, self.weight, bias)
-
-
-class FastQuantizedColumnParallelLinear(FastQuantizedLayer, ColumnParallelLinear):
-    replaces = ColumnParallelLinear
-
-
-class FastQuantizedRowParallelLinear(FastQuantizedLayer, RowParallelLinear):
-    replaces = RowParallelLinear
-
-
-class FastQuantizedEmbedding(FastQuantizedLayer, Embedding):
-    replaces = Embedding

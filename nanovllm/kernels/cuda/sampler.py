@@ -12,37 +12,24 @@ from torch import Tensor
 from triton.language import constexpr
 
 from nanovllm.batch import Filters, Noise
-from nanovllm.kernels import OptimizedLayer, require_known_fields
-from nanovllm.layers.sampler import Sampler, find_best
+from nanovllm.kernels.sampler import OptimizedSampler
+from nanovllm.layers.sampler import find_best
 
-# Tokens of the vocabulary that a program holds at a time. Not tuned on a GPU.
-_SAMPLE_BLOCK = 4096
-_FILTER_BLOCK = 4096
+_BLOCK = 4096  # tokens of the vocabulary that a program holds at a time. Not tuned on a GPU.
 
 
-class FastSampler(OptimizedLayer, Sampler):
+class FastSampler(OptimizedSampler):
     """The kernels take contiguous logits, because Triton compiles a variant for other strides.
 
     The logits of several ranks can have padding between their rows.
     """
-
-    replaces = Sampler
-
-    token_hashes: Tensor
-
-    def convert(self) -> bool:
-        require_known_fields(self, Noise, "temperatures", "keys")
-        require_known_fields(
-            self, Filters, "rows", "temperatures", "top_ks", "top_ps", "min_ps", "max_top_k"
-        )
-        return True
 
     def draw(self, logits: Tensor, noise: Noise | None) -> Tensor:
         if noise is None:
             return find_best(logits)
         logits = logits.contiguous()
         num_rows, vocab_size = logits.shape
-        grid = (num_rows, triton.cdiv(vocab_size, _SAMPLE_BLOCK))
+        grid = (num_rows, triton.cdiv(vocab_size, _BLOCK))
         scores = torch.empty(grid, dtype=torch.float32, device=logits.device)
         tokens = torch.empty(grid, dtype=torch.int64, device=logits.device)
         _sample_kernel[grid](
@@ -53,7 +40,7 @@ class FastSampler(OptimizedLayer, Sampler):
             scores,
             tokens,
             vocab_size,
-            BLOCK=_SAMPLE_BLOCK,
+            BLOCK=_BLOCK,
             enable_fp_fusion=True,
         )
         best = scores.argmax(-1, keepdim=True)
@@ -77,7 +64,7 @@ class FastSampler(OptimizedLayer, Sampler):
             filters.top_ps,
             filters.min_ps,
             logits.shape[1],
-            BLOCK=_FILTER_BLOCK,
+            BLOCK=_BLOCK,
             num_warps=32,  # the most that a program can have, because a row has only one program
             enable_fp_fusion=True,
         )
