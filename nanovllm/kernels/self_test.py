@@ -81,23 +81,28 @@ class Call(NamedTuple):
 def record_calls(model: nn.Module, run: Callable[[], object], kinds: set[type]) -> list[Call]:
     """Return the first call of each of these classes of layers in each step of `run()`.
 
-    A step is a call of `model`. In a step, calls of parts come before those of the whole.
+    A step is a call of `model`. In a step, calls of parts come before those of the whole. Layers of
+    one class count as two if only some of them have quantized weights, because these run other
+    kernels.
     """
-    inputs: dict[type, tuple[Any, ...]] = {}
-    steps: list[dict[type, Call]] = []
+    inputs: dict[object, tuple[Any, ...]] = {}
+    steps: list[dict[object, Call]] = []
+
+    def find_key(layer: nn.Module) -> object:
+        return type(layer), type(getattr(layer, "weight", None))
 
     def begin(layer: nn.Module, args: tuple[Any, ...]) -> None:
         if layer is model:
             inputs.clear()
             steps.append({})
-        kind = type(layer)
-        if kind in kinds and kind not in inputs:
-            inputs[kind] = deepcopy(args)
+        key = find_key(layer)
+        if type(layer) in kinds and key not in inputs:
+            inputs[key] = deepcopy(args)
 
     def end(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        kind = type(layer)
-        if kind in kinds and kind not in steps[-1]:
-            steps[-1][kind] = Call(layer, inputs[kind], output, deepcopy(args))
+        key = find_key(layer)
+        if type(layer) in kinds and key not in steps[-1]:
+            steps[-1][key] = Call(layer, inputs[key], output, deepcopy(args))
 
     handles = []
     for layer in model.modules():

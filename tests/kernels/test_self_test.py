@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import generate_ids, greedy, make_batch, make_checkpoint, random_prompt
-from kernel_helpers import CPU, make_spec, needs_triton, quantize, randomize, triton_layers
+from kernel_helpers import CPU, make_spec, needs_triton, randomize, triton_layers
+from torch import nn
 from transformers import Qwen3_5TextConfig
 
 from nanovllm import LLM, kernels
@@ -16,9 +17,11 @@ from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.gated_delta import GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import MLP, Attention, DecoderLayers
 from nanovllm.models.quantization import INT8
+from nanovllm.models.weights import QUANTIZABLE, quantize_layer
 
 LINEAR = {ColumnParallelLinear, RowParallelLinear}
 LAYERS = {RMSNorm, MLP, Attention, DecoderLayers, *LINEAR}
@@ -49,10 +52,12 @@ def stand_ins(monkeypatch):
     kernels.report_once.cache_clear()
 
 
-def make_model(backend):
+def make_model(backend, is_quantized=lambda name: True):
     """A model with quantized layers, and a function that computes a prompt."""
     model = randomize(make_spec(torch.float32, qk_norm=True).make_model(backend))
-    quantize(model, INT8)
+    for name, layer in model.named_modules():
+        if isinstance(layer, QUANTIZABLE) and is_quantized(name):
+            quantize_layer(layer, INT8)
     caches = [torch_backend.make_cache(1, 16, 1, 16, torch.float32, CPU) for _ in range(2)]
     batch = make_batch([9], [9], torch.zeros(1, 1, dtype=torch.int32))
     for tensor in (batch.input_ids, batch.positions, batch.slot_mapping):
@@ -75,6 +80,18 @@ def test_a_wrong_layer_is_replaced(stand_ins, capfd, layer, wrong):
     (message,) = capfd.readouterr().err.splitlines()
     assert f"{stand_ins[layer].__name__} is replaced by {layer.__name__}" in message
     assert "report" in message
+
+
+@pytest.mark.parametrize("wrong_kind", [nn.Parameter, QuantizedWeight])
+def test_layers_with_and_without_quantized_weights_are_tested(stand_ins, capfd, wrong_kind):
+    def forward(layer, x):
+        is_wrong = isinstance(layer.weight, wrong_kind)
+        return ColumnParallelLinear.forward(layer, x) + (1.0 if is_wrong else 0.0)
+
+    model, run = make_model(torch_backend, is_quantized=lambda name: "mlp" in name)
+    stand_ins[ColumnParallelLinear].forward = forward
+    kernelize(model, CPU, torch.float32, run)
+    assert "FastColumnParallelLinear is replaced" in capfd.readouterr().err
 
 
 def test_a_layer_that_does_not_store_keys_and_values_is_wrong(stand_ins, capfd, monkeypatch):
