@@ -143,6 +143,29 @@ def parse_value(text: str) -> object:
         return text
 
 
+def call_foreign(source: object, call: Callable[[], T]) -> T:
+    """Run code that can raise anything, and turn its exceptions into ValueErrors as `naming` does.
+
+    An exception of a signal handler is raised as it is. It can come at any time, but does not come
+    again.
+    """
+    try:
+        return call()
+    except Exception as error:
+        if fails_again(error, call):
+            raise invalid(str(source), str(error), separator=": ") from error
+        raise
+
+
+def fails_again(error: Exception, call: Callable[[], object]) -> bool:
+    """Return whether `call` raises the same type of error as before."""
+    try:
+        call()
+    except type(error):
+        return True
+    return False
+
+
 @contextmanager
 def naming(source: object, *errors: type[Exception]) -> Iterator[None]:
     """Turn `errors` into ValueErrors that begin with `source`, such as the file at fault."""

@@ -7,10 +7,11 @@ what OpenAI's API allows: https://platform.openai.com/docs/api-reference/chat/cr
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from inspect import signature
 from typing import Any
 
-from nanovllm.checks import check_bool, check_type, invalid, naming, show
+from nanovllm.checks import call_foreign, check_bool, check_type, invalid, show
 
 # {"role": one of ROLES, "content": text}, where the text is a str or a list of parts
 # {"type": "text", "text": str}. An assistant's content may be None or []. Its "tool_calls" are a
@@ -59,17 +60,17 @@ class ChatTemplate:
         check_bool("continue_final_message", continue_final_message)
         prepared = prepare_messages(messages)
         tools = check_tools(tools) if tools else None
-        # The template is code from the checkpoint and can raise any exception.
-        with naming("the checkpoint's chat template cannot format these messages", Exception):
-            text = self.tokenizer.apply_chat_template(
-                prepared,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **variables,
-            )
-        return str(text)
+        apply = partial(
+            self.tokenizer.apply_chat_template,
+            prepared,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tokenize=False,
+            **variables,
+        )
+        problem = "the checkpoint's chat template cannot format these messages"
+        return str(call_foreign(problem, apply))
 
 
 def prepare_messages(conversation: Any) -> list[Message]:

@@ -137,6 +137,7 @@ def make_output(
         text = Detokenizer(tokenizer, prompt).read(prompt + text_token_ids, is_last=True)
     return {
         **first,
+        "prompt_token_ids": list(prompt),
         "token_ids": beam.token_ids,
         "text": text,
         "finish_reason": beam.finish_reason,

@@ -10,7 +10,11 @@ are not valid UTF-8, it releases nothing and decodes all of them again for each 
 tokens that cannot be decoded.
 """
 
+from functools import partial
+
 from transformers import PreTrainedTokenizerBase
+
+from nanovllm.checks import fails_again
 
 Tokens = tuple[int, ...]
 Window = tuple[Tokens, str, Tokens]  # context, its text, pending tokens
@@ -187,23 +191,15 @@ class Detokenizer:
 
     def _decode(self, token_ids: list[int] | Tokens) -> str | None:
         """Return the text of `token_ids`, or None if the tokenizer cannot decode them."""
+        decode = partial(
+            self.tokenizer.decode,
+            list(token_ids),
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
         try:
-            return self._call_tokenizer(token_ids)
+            return str(decode())
         except Exception as error:  # its type depends on the tokenizer
-            # An exception of a signal handler can come at any time, but does not come again.
-            if self._fails_again(token_ids, type(error)):
+            if fails_again(error, decode):  # not that of a signal handler
                 return None
             raise
-
-    def _fails_again(self, token_ids: list[int] | Tokens, kind: type[Exception]) -> bool:
-        try:
-            self._call_tokenizer(token_ids)
-        except kind:
-            return True
-        return False
-
-    def _call_tokenizer(self, token_ids: list[int] | Tokens) -> str:
-        text = self.tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return str(text)

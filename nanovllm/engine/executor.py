@@ -264,8 +264,10 @@ def _serve(
         store = dist.TCPStore("127.0.0.1", port)
         make_worker(Place(rank, rank, store)).serve()
     except BaseException as error:
-        reason = f"{current_process().name} has failed:\n{traceback.format_exc()}"
-        pipe.send(Failure(True, time.monotonic(), isinstance(error, ValueError), reason))
+        is_value_error = isinstance(error, ValueError)
+        details = str(error) if is_value_error else f"\n{traceback.format_exc()}"
+        reason = f"{current_process().name} has failed: {details}"
+        pipe.send(Failure(True, time.monotonic(), is_value_error, reason))
 
 
 def _read_failure(pipe: Connection, process: BaseProcess) -> Failure:

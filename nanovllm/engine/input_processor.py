@@ -4,13 +4,14 @@ import operator
 import struct
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from nanovllm.checks import check_int, check_type, naming
+from nanovllm.checks import call_foreign, check_int, check_type, naming
 from nanovllm.config import Config
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import Inbox, Request
@@ -53,12 +54,14 @@ class InputProcessor:
         self,
         config: Config,
         tokenizer: PreTrainedTokenizerBase | None,
+        eos_token_ids: frozenset[int],
         default_params: SamplingParams,
         vocab_size: int,
         max_model_len: int,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
         self.default_params = default_params
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -132,20 +135,19 @@ class InputProcessor:
                 f"a prompt of {len(text)} characters exceeds max_model_len={self.max_model_len}"
                 " tokens: shorten the prompt"
             )
-        # The type of the exception depends on the tokenizer.
-        with naming("the tokenizer cannot encode the prompt", Exception):
+        problem = "the tokenizer cannot encode the prompt"
+        with naming(problem, ValueError):
             text.encode()  # the error of a lone surrogate, which tokenizers do not describe
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return call_foreign(problem, encode)
 
-    def make_requests(
-        self, prompts: list[PreparedPrompt], eos_token_ids: frozenset[int], inbox: Inbox
-    ) -> list[Request]:
+    def make_requests(self, prompts: list[PreparedPrompt], inbox: Inbox) -> list[Request]:
         """Make the samples of all prompts. `inbox` receives those with progress to report."""
         requests: list[Request] = []
         for token_ids, params, make_request in prompts:
             stop_token_ids = set(params.stop_token_ids or ())
             if params.structured_outputs is not None or not params.ignore_eos:
-                stop_token_ids |= eos_token_ids
+                stop_token_ids |= self.eos_token_ids
             # Checkpoints with a reduced vocabulary can name ids above it.
             valid_ids = frozenset(i for i in stop_token_ids if i < self.vocab_size)
             detokenizer: Detokenizer | None = None

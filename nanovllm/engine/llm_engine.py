@@ -81,7 +81,12 @@ class LLMEngine:
             block_manager, self.model_runner.num_lanes, config.max_num_batched_tokens
         )
         self.input_processor = InputProcessor(
-            config, self.tokenizer, default_params, self.vocab_size, self.max_model_len
+            config,
+            self.tokenizer,
+            self.eos_token_ids,
+            default_params,
+            self.vocab_size,
+            self.max_model_len,
         )
         self.requests: dict[int, Request] = {}  # unfinished samples by seq_id, oldest first
         self.samples = defaultdict[int, dict[Request, None]](dict)  # the same by first_seq_id
@@ -109,7 +114,7 @@ class LLMEngine:
     def _queued(self, prompts: list[PreparedPrompt], inbox: Inbox) -> Iterator[list[Request]]:
         """Queue all prompts, or none. An exception inside the block cancels their requests."""
         make_requests = self.input_processor.make_requests
-        requests = self._take_turn(make_requests, prompts, self.eos_token_ids, inbox)
+        requests = self._take_turn(make_requests, prompts, inbox)
         try:
             self._take_turn(self._queue, requests)
             yield requests

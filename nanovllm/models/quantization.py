@@ -61,6 +61,8 @@ def _read_gptq(settings: Settings) -> Format:
         raise ValueError("dynamic gives some layers other bits, which is not supported")
     versions = (None, "gptq", "gptq_v2")
     _check(settings, format=versions, checkpoint_format=versions)
+    unused: tuple[object, ...] = (None, False, {})
+    _check(settings, is_marlin_format=unused, adapter=unused, pack_dtype=(None, "int32"))
     version = settings.get("checkpoint_format") or settings.get("format")
     format = _make_packed(
         GPTQ,
@@ -79,7 +81,8 @@ def _read_awq(settings: Settings) -> Format:
 
 
 def _read_compressed(settings: Settings) -> Format:
-    _check(settings, format=("pack-quantized",))
+    _check(settings, format=("pack-quantized",), transform_config=(None, {}))
+    _check(settings.get("sparsity_config") or {}, format=(None, "dense"))
     groups = list(settings["config_groups"].values())
     if len(groups) != 1:
         raise ValueError(

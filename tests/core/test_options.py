@@ -32,7 +32,7 @@ INVALID_OPTIONS = {
     "trace": [3],
 }
 INVALID_PARAMS = {
-    "n": [0],
+    "n": [0, 10**9],
     "temperature": [-0.1, float("nan"), float("inf"), 10**400, "hot"],
     "top_p": [0.0, 1.1],
     "top_k": [-2, 1.5],

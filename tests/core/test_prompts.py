@@ -1,6 +1,7 @@
 """Texts, token ids and conversations become prompts. Those that cannot be served are rejected."""
 
 import re
+from unittest.mock import DEFAULT, patch
 
 import numpy as np
 import pytest
@@ -248,6 +249,16 @@ def test_a_tokenizer_that_raises_is_a_value_error(demo, monkeypatch):
     for call in (lambda: demo.generate(TEXT), lambda: demo.chat(ask(TEXT))):
         with pytest.raises(ValueError, match="the tokenizer cannot encode the prompt: no such"):
             call()
+
+
+@pytest.mark.parametrize("name", ["encode", "apply_chat_template"])
+def test_an_exception_of_a_signal_handler_is_not_that_of_the_tokenizer(demo, name):
+    original = getattr(demo.tokenizer, name)
+    failing = patch.object(
+        demo.tokenizer, name, wraps=original, side_effect=[TimeoutError, DEFAULT]
+    )
+    with failing, pytest.raises(TimeoutError):
+        demo.chat(ask(TEXT))
 
 
 def test_a_lone_surrogate_is_rejected(demo):

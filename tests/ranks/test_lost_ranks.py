@@ -92,7 +92,7 @@ def test_a_rank_fails(make_llm, monkeypatch):
     with make_llm(tensor_parallel_size=4) as llm:
         generate_ids(llm, [[1]], greedy(3))
         monkeypatch.setattr(executor_module, "_POLL_INTERVAL", 1.5)  # time for other ranks to fail
-        expected = r"^rank 2 of 4 has failed:\n(?s:.*)ZeroDivisionError: on purpose\n$"
+        expected = r"^rank 2 of 4 has failed: \n(?s:.*)ZeroDivisionError: on purpose\n$"
         with pytest.raises(RuntimeError, match=expected):
             generate_ids(llm, [[1, 2, 3]], greedy(3))
 
