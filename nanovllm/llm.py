@@ -61,6 +61,13 @@ class LLM(ThreadSafeEngine):
         except BaseException:
             self._close_timeline()
             raise
+        try:
+            self._add_features(config)
+        except BaseException:
+            self.exit()
+            raise
+
+    def _add_features(self, config: Config) -> None:
         self.vocabulary = Vocabulary(self.tokenizer)
         self.chat_template = ChatTemplate(self.tokenizer)
         compiler = GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)

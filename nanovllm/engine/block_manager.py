@@ -47,8 +47,8 @@ class Block:
 class BlockManager:
     """A pool of `num_blocks` blocks of `block_size` tokens.
 
-    The cost of an operation is proportional to the blocks and tokens that it concerns, whatever the
-    size of the pool.
+    Except for `reset`, an operation costs time in proportion to the blocks and tokens that it
+    concerns, whatever the size of the pool.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class BlockManager:
         Return False, and change nothing, if there are not enough free blocks.
         """
         num_new = cdiv(len(seq.token_ids), self.block_size) - len(prefix)
-        num_revived = sum(block.ref_count == 0 for block in prefix)
+        num_revived = len([block for block in prefix if block.ref_count == 0])
         if num_new + num_revived > len(self.free_block_ids):
             return False
         for block in prefix:  # before new blocks are taken, which could evict one of these

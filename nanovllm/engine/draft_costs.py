@@ -39,18 +39,18 @@ class Candidate:
 class StepCosts:
     """The seconds of steps.
 
-    `plain[n]` and `drafts[n]` are those of a step of n tokens without and with drafts, in short
-    contexts. Each context token of each query token adds `context`.
+    `plain[n]` and `with_drafts[n]` are those of a step of n tokens, in short contexts. Each context
+    token of each query token adds `per_context_token`.
     """
 
-    plain: list[float]
-    drafts: list[float]
-    context: float = 0.0
+    plain: list[float]  # up to one token for each sequence
+    with_drafts: list[float]
+    per_context_token: float = 0.0
 
     @property
     def max_num_tokens(self) -> int:
         """The tokens of the largest step that can have drafts."""
-        return len(self.drafts) - 1
+        return len(self.with_drafts) - 1
 
     def choose_count(
         self, seqs: list[Sequence], num_tokens: int, candidates: list[Candidate]
@@ -60,18 +60,19 @@ class StepCosts:
         `candidates` come in the order in which they would be added to a step of `num_tokens` tokens
         of `seqs`.
         """
-        plain_cost = self.plain[min(num_tokens, len(self.plain) - 1)]
+        costs = self.plain if num_tokens < len(self.plain) else self.with_drafts
+        plain_cost = costs[num_tokens]
         attention_cost = 0.0
         expected = 0.0  # tokens of the step; a partial prefill samples none
         for seq in seqs:
-            attention_cost += self.context * len(seq.token_ids) * seq.num_scheduled_tokens
+            attention_cost += self.per_context_token * len(seq.token_ids) * seq.num_scheduled_tokens
             expected += seq.num_logits
         best_rate = LEAST_GAIN * expected / (plain_cost + attention_cost)
         best_count = 0
         for count, candidate in enumerate(candidates, 1):
             expected += candidate.probability
-            attention_cost += self.context * len(candidate.seq.token_ids)
-            cost = self.drafts[num_tokens + count] + attention_cost
+            attention_cost += self.per_context_token * len(candidate.seq.token_ids)
+            cost = self.with_drafts[num_tokens + count] + attention_cost
             if expected > best_rate * cost:
                 best_rate = expected / cost
                 best_count = count
@@ -80,7 +81,7 @@ class StepCosts:
 
 def measure_costs(
     run: Callable[[list[Sequence]], object],
-    draft_len: int,
+    max_draft_len: int,
     max_num_seqs: int,
     max_num_tokens: int,
     max_model_len: int,
@@ -122,8 +123,8 @@ def measure_costs(
         return np.interp(range(sizes[-1] + 1), sizes, seconds).tolist()
 
     plain = measure_sizes(0)
-    draft = measure_sizes(draft_len)
-    num_tokens = min(1 + draft_len, len(draft) - 1)
-    long_cost = measure(num_tokens, draft_len, max_model_len - draft_len)
-    slowdown = max(0.0, long_cost - measure(num_tokens, draft_len))
-    return StepCosts(plain, draft, slowdown / (num_tokens * max_model_len))
+    with_drafts = measure_sizes(max_draft_len)
+    num_tokens = min(1 + max_draft_len, len(with_drafts) - 1)
+    long_cost = measure(num_tokens, max_draft_len, max_model_len - max_draft_len)
+    slowdown = max(0.0, long_cost - measure(num_tokens, max_draft_len))
+    return StepCosts(plain, with_drafts, slowdown / (num_tokens * max_model_len))

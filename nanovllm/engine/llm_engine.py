@@ -82,14 +82,15 @@ class LLMEngine:
         )
         self.input_processor = InputProcessor(
             config,
-            self.tokenizer,
-            self.eos_token_ids,
-            default_params,
-            self.vocab_size,
-            self.max_model_len,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            default_params=default_params,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
         )
         self.requests: dict[int, Request] = {}  # unfinished samples by seq_id, oldest first
-        self.samples = defaultdict[int, dict[Request, None]](dict)  # the same by first_seq_id
+        # The same by the seq_id of the first sample.
+        self.samples_by_request = defaultdict[int, dict[Request, None]](dict)
         self._inbox: Inbox = {}  # for requests of add_request
         self._warnings = deque[str]()  # to be issued after the step
 
@@ -129,7 +130,7 @@ class LLMEngine:
         for request in requests:
             self.scheduler.add(request)
             self.requests[request.seq_id] = request
-            self.samples[request.first_seq_id][request] = None
+            self.samples_by_request[request.first_seq_id][request] = None
 
     def _take_turn(self, call: Callable[..., Result], *args: Any) -> Result:
         """Run call(*args), a part of a public call that must not overlap with others."""
@@ -189,8 +190,9 @@ class LLMEngine:
         """The unfinished samples of a request. The id of a later sample selects only that one."""
         with naming("request_id", TypeError):
             request_id = operator.index(request_id)
-        if request_id in self.samples:
-            return list(self.samples[request_id])
+        samples = self.samples_by_request.get(request_id)  # [] would add an empty entry
+        if samples is not None:
+            return list(samples)
         request = self.requests.get(request_id)
         return [] if request is None else [request]
 
@@ -205,10 +207,10 @@ class LLMEngine:
     def _remove(self, request: Request) -> None:
         """Remove a finished request. An interrupted `_queue` may have added it to one dict only."""
         self.requests.pop(request.seq_id, None)
-        samples = self.samples[request.first_seq_id]
+        samples = self.samples_by_request[request.first_seq_id]
         samples.pop(request, None)
         if not samples:
-            del self.samples[request.first_seq_id]
+            del self.samples_by_request[request.first_seq_id]
 
     def is_finished(self) -> bool:
         """Return whether all requests have finished and been reported. Aborts need no report."""
@@ -227,8 +229,8 @@ class LLMEngine:
             num_running=len(scheduler.running),
             num_free_blocks=len(scheduler.block_manager.free_block_ids),
             num_blocks=scheduler.block_manager.num_blocks,
-            num_draft_tokens=getattr(scheduler, "num_draft_tokens", 0),
-            num_accepted_tokens=getattr(scheduler, "num_accepted_tokens", 0),
+            num_draft_tokens=scheduler.num_draft_tokens,
+            num_accepted_tokens=scheduler.num_accepted_tokens,
         )
 
     def exit(self) -> None:

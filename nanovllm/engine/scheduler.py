@@ -39,6 +39,8 @@ class Scheduler:
         self.num_decode_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.num_draft_tokens = 0  # those of a SpeculativeScheduler
+        self.num_accepted_tokens = 0
         self.reset([])
 
     def reset(self, seqs: list[Sequence]) -> None:

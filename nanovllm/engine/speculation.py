@@ -36,8 +36,6 @@ class SpeculativeScheduler(Scheduler):
     """
 
     speculator: "Speculator | None" = None
-    num_draft_tokens = 0  # computed
-    num_accepted_tokens = 0
 
     def reset(self, seqs: list[Sequence]) -> None:
         super().reset(seqs)
@@ -223,12 +221,12 @@ class Speculator:
             if seq not in proposals:
                 proposals[seq] = Proposal(self.make_proposer(seq.token_ids))
             proposal = proposals[seq]
+            if proposal.is_disabled:
+                continue
             proposal.learn(seq.token_ids)
             proposal.token_ids = proposal.proposer.propose(self.max_draft_len)
             proposal.position = len(seq.token_ids)
             max_len = seq.max_num_tokens - len(seq.token_ids) - 1
-            if proposal.is_disabled:
-                continue
             probability = 1.0
             for token_id in proposal.token_ids[: max(0, max_len)]:
                 probability *= proposal.acceptance_rate

@@ -1,7 +1,7 @@
 """One call at a time: makes an engine safe for threads, signal handlers and interrupts.
 
-Calls of several threads are serialized by a lock. It is held for at most one step at a time, so
-threads share steps. The engine is in one of three states:
+Calls of several threads are serialized by a lock. The lock is held for at most one step at a time,
+so threads share steps. The engine is in one of three states:
 
     state         lock    _is_under_way   the next call
     idle          free    False           runs
@@ -13,7 +13,8 @@ rollback could be interrupted, too. The reset of the next call returns unfinishe
 waiting queue with their committed tokens, and empties the KV cache.
 
 `abort` may be called at any moment, also within a step or a signal handler. A running call cancels
-the request after its step. Otherwise `abort` cancels it immediately.
+the request after its step, or the next call does if the step fails. Without a running call,
+`abort` cancels the request immediately.
 """
 
 import os
@@ -60,17 +61,17 @@ class ThreadSafeEngine(LLMEngine):
         """Run call(*args) under the lock, after a reset if the previous call was interrupted.
 
         This takes a function and is no context manager, because an interrupt between its `yield`
-        and the block of the caller would leave the state and the lock apart. `with` on a lock
-        written in C cannot be interrupted after it has acquired the lock. (Python 3.14 has a gap
-        there, CPython #148874.)
+        and the block of the caller could release the lock without clearing `_is_under_way`. `with`
+        on a lock written in C cannot be interrupted after it has acquired the lock. (Python 3.14
+        has a gap there, CPython #148874.)
         """
         self._check_process()
         thread = get_ident()
         if thread in self._threads_inside:
             raise RuntimeError("reentrant call: only abort() is allowed within a step")
         if self._threads_inside:
-            # Locks are not fair. Without a pause, the thread that released it would acquire it
-            # again.
+            # Locks are not fair. Without a pause, the thread that released the lock would mostly
+            # acquire it again.
             time.sleep(1e-5)
         try:
             self._threads_inside.add(thread)

@@ -21,7 +21,7 @@ from nanovllm.checks import naming
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.engine.dummy_steps import find_largest_step, make_dummy_batch, make_test_batches
 from nanovllm.engine.memory import ENLARGE, MemoryMeter, count_blocks, show_gb
-from nanovllm.engine.placement import Place, connect, find_device
+from nanovllm.engine.placement import Place, connect, engine_settings, find_device
 from nanovllm.engine.slots import FIRST_LANE, count_slots
 from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
@@ -42,7 +42,10 @@ _DEFAULT_MAX_MODEL_LEN = 4096
 
 
 class Worker:
-    """Raises ValueError for options that conflict with each other, the model or this machine."""
+    """One rank's model, KV cache and CUDA graphs.
+
+    Raises ValueError for options that conflict with each other, the model or this machine.
+    """
 
     def __init__(
         self, config: Config, spec: ModelSpec, directory: Path, place: Place | None = None
@@ -100,14 +103,15 @@ class Worker:
 
     def serve(self) -> None:
         """Compute this rank's share of the batches that rank 0 runs, until rank 0 disconnects."""
-        self.start(use=lambda logits: None)
-        while True:
-            try:
-                message = self.tp.receive()
-            except RuntimeError:  # the connection has ended
-                return
-            for rows in self.split_hidden(self.compute(unpack(message))):
-                self.compute_logits(rows)
+        with engine_settings(self.device):  # under torchrun, the caller's thread serves
+            self.start(sample=lambda logits: None)
+            while True:
+                try:
+                    message = self.tp.receive()
+                except RuntimeError:  # the connection has ended
+                    return
+                for rows in self.split_hidden(self.compute(unpack(message))):
+                    self.compute_logits(rows)
 
     def _select_backend(self) -> None:
         config, spec = self.config, self.spec
@@ -159,22 +163,22 @@ class Worker:
         """The blocks of the longest sequence."""
         return cdiv(self.max_model_len, self.block_size)
 
-    def start(self, use: Callable[[Tensor], object]) -> None:
+    def start(self, sample: Callable[[Tensor], object]) -> None:
         """Allocate the KV cache, and compile the kernels of a GPU.
 
         If the size of the cache depends on how much of a GPU's memory a step takes, a profile run
-        comes first. `use` receives the logits of each dummy step, from which rank 0 samples. All
-        ranks make the same steps, because these have collective operations.
+        comes first. `sample` receives the logits of each dummy step. On ranks 1 and up it does
+        nothing. All ranks make the same steps, because these have collective operations.
         """
         config = self.config
         on_gpu = self.device.type == "cuda"
         is_given = config.num_kvcache_blocks is not None or config.kvcache_memory_bytes is not None
         if on_gpu and not is_given:
-            use(self._profile())
+            sample(self._profile())
         self._allocate_kv_cache()
         if on_gpu:
-            use(self._run_dummy_step([2, 1]))  # a chunk beside a decode
-            use(self._run_dummy_step([1]))
+            sample(self._run_dummy_step([2, 1]))  # a chunk beside a decode
+            sample(self._run_dummy_step([1]))
 
     def _profile(self) -> Tensor:
         """Run the largest step, with a KV cache of one block. Return its logits."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.speculation import SpeculativeScheduler
 from nanovllm.engine.states import StatefulScheduler
 from nanovllm.engine.structured import StructuredModelRunner
 from nanovllm.trace.timeline import Args, Event, Timeline, make_event
@@ -125,21 +126,21 @@ class TracedScheduler(Scheduler):
     def _count(self) -> dict[str, dict[str, int]]:
         manager = self.block_manager
         num_free = len(manager.free_block_ids)
-        num_reusable = sum(manager.blocks[i].is_cached for i in manager.free_block_ids)
+        reusable = [i for i in manager.free_block_ids if manager.blocks[i].is_cached]
         return {
             "sequences": {"waiting": len(self.waiting), "running": len(self.running)},
             "blocks": {
                 "used": manager.num_blocks - num_free,
-                "reusable": num_reusable,
-                "empty": num_free - num_reusable,
+                "reusable": len(reusable),
+                "empty": num_free - len(reusable),
             },
         }
 
     def _make_work(self, seq: Sequence) -> Work:
         """Describe what the step computes of a sequence, before its result."""
-        # Only a SpeculativeScheduler has drafts.
-        drafts: dict[Sequence, list[int]] = getattr(self, "drafts", {})
-        draft = drafts.get(seq, [])
+        draft: list[int] = []
+        if isinstance(self, SpeculativeScheduler):
+            draft = self.drafts.get(seq, [])
         length = len(seq.token_ids) - len(draft)
         block_table = list(seq.block_table)
         is_new = seq in self.admitted
@@ -171,7 +172,11 @@ class TracedScheduler(Scheduler):
         """Describe what the step has added to a sequence."""
         seq = work.seq
         new_token_ids = seq.token_ids[work.length :]
-        num_accepted = max(0, len(new_token_ids) - 1)
+        num_accepted = 0
+        for draft_id, token_id in zip(work.event["args"]["draft_token_ids"], new_token_ids):
+            if draft_id != token_id:
+                break
+            num_accepted += 1
         end = work.length + num_accepted
         work.event["args"] |= {
             "new_token_ids": new_token_ids,
@@ -194,7 +199,7 @@ class TracedScheduler(Scheduler):
             block = self.block_manager.blocks[block_table[index]]
             block_hash = format_hash(seq.block_hashes[index])
             parent = format_hash(seq.block_hashes[index - 1]) if index > 0 else ""
-            described.append((block.block_id, block.hash != -1, block_hash, parent))
+            described.append((block.block_id, block.is_cached, block_hash, parent))
         return described
 
 

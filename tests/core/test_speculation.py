@@ -112,7 +112,7 @@ def test_nan_logits_with_a_draft_are_recomputed_without_it():
     manager = BlockManager(9, 4)
     scheduler = SpeculativeScheduler(manager, max_num_seqs=1, max_num_batched_tokens=16)
     scheduler.speculator = make_speculator(lambda _, num_tokens: [7] * num_tokens)
-    scheduler.speculator.costs.drafts = [0.0, *[0.1] * 16]
+    scheduler.speculator.costs.with_drafts = [0.0, *[0.1] * 16]
     seq = Sequence(0, [1, 2], SamplingParams())
     scheduler.add(seq)
     for num_tokens, samples, num_listed in [
@@ -348,8 +348,8 @@ def test_costs_of_steps_are_measured(monkeypatch):
 
     costs = measure_costs(run, 4, 3, 100, 64, block_size=4)
     assert costs.plain == pytest.approx([11.01 * n for n in range(4)])
-    assert len(costs.drafts) == 1 + 3 * (1 + 4)
-    assert costs.drafts[2] == pytest.approx(10 + 2 * 1.02)  # two tokens of one sequence
+    assert len(costs.with_drafts) == 1 + 3 * (1 + 4)
+    assert costs.with_drafts[2] == pytest.approx(10 + 2 * 1.02)  # two tokens of one sequence
     assert costs.context == pytest.approx(0.01, rel=0.1)
 
 

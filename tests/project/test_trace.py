@@ -9,6 +9,7 @@ import sys
 import warnings
 import weakref
 from operator import attrgetter
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -209,6 +210,34 @@ def test_each_text_is_recorded_once_and_cannot_end_the_page(path):
     assert "<" in "".join(recorded.values())
     _, _, data = trace.make_page([steps]).partition('<script id="data"')
     assert "<" not in data.partition("</script>")[0]
+
+
+def test_a_draft_token_that_ends_the_text_was_accepted(path):
+    prompt = [5, 6, 7] * 4
+    options = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    with LLM(DEMO_MODEL, trace=path, num_speculative_tokens=4, **SMALL) as llm:
+        (free,) = llm.generate([prompt], SamplingParams(**options), use_tqdm=False)
+        stop = free["token_ids"][6]
+        end = free["token_ids"].index(stop) + 1
+        answer = prompt + free["token_ids"][:end]
+
+        def propose(num_tokens):
+            start = len(request.token_ids)
+            return answer[start : start + num_tokens]
+
+        llm.scheduler.speculator.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
+        llm.scheduler.speculator.make_proposer = lambda _: SimpleNamespace(propose=propose)
+        before = llm.stats["num_accepted_tokens"]
+        params = SamplingParams(**options, stop_token_ids=[stop])
+        request = llm.requests[llm.add_request(prompt, params)]
+        while not llm.is_finished():
+            llm.step()
+        num_accepted = llm.stats["num_accepted_tokens"] - before
+    works = [work for step in trace.read(path) for work in step.lanes.values()]
+    works = [work for work in works if work["request_id"] == request.seq_id]
+    assert works[-1]["finish_reason"] == "stop"
+    assert works[-1]["draft_token_ids"][-1] == stop
+    assert sum(work["num_accepted_tokens"] for work in works) == num_accepted
 
 
 def test_the_choice_of_a_grammar_is_recorded(path):

@@ -19,6 +19,7 @@ import torch
 from conftest import generate_ids, greedy, make_checkpoint, random_prompt
 from rank_helpers import check_nothing_is_left, find_ranks, serve_and_fail
 
+from nanovllm import llm as llm_module
 from nanovllm.engine import executor as executor_module
 from nanovllm.engine.executor import Failure, MultiRankExecutor
 from nanovllm.engine.worker import Worker
@@ -82,6 +83,19 @@ def test_a_gpu_waits_for_a_lost_rank(make_llm, monkeypatch):
     monkeypatch.setattr("nanovllm.engine.worker.copy_to", lambda batch, device: batch)
     threading.Timer(0.2, find_ranks()[0].kill).start()
     lose(llm, DEAD)
+
+
+def test_an_error_at_the_end_of_the_start_stops_the_ranks(make_llm, monkeypatch):
+    engines = []
+
+    def fail(engine):
+        engines.append(engine)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm_module, "enable_speculation", fail)
+    with pytest.raises(KeyboardInterrupt):
+        make_llm(tensor_parallel_size=2, num_speculative_tokens=2)
+    assert not engines[0].executor.processes
 
 
 def test_a_rank_fails(make_llm, monkeypatch):
