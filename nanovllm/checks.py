@@ -68,7 +68,7 @@ class Checked:
 
     @classmethod
     def from_options(cls: type[C], *args: object, **options: object) -> C:
-        """cls(*args, **options). The error for an unknown option lists the valid ones."""
+        """Make an instance. The error for an unknown option lists the valid ones."""
         check_names(options, [each.name for each in fields(cls)])
         return cls(*args, **options)
 
@@ -144,10 +144,10 @@ def parse_value(text: str) -> object:
 
 
 def call_foreign(source: object, call: Callable[[], T]) -> T:
-    """Run code that can raise anything, and turn its exceptions into ValueErrors as `naming` does.
+    """Run code of a tokenizer or a checkpoint, and turn its exceptions into ValueErrors.
 
-    An exception of a signal handler is raised as it is. It can come at any time, but does not come
-    again.
+    That code can raise anything, and takes long enough for a signal handler to raise in the middle.
+    An exception that does not come again is that of a handler, and is raised as it is.
     """
     try:
         return call()

@@ -52,9 +52,10 @@ class ChatTemplate:
             raise invalid("tools", "need a chat template that uses them: this model's does not")
         variables = chat_template_kwargs or {}
         check_type("chat_template_kwargs", variables, (dict,), "a dict")
-        # Parameters of apply_chat_template, such as chat_template, are not for clients of a server.
+        # Clients of a server must not set parameters of apply_chat_template. chat_template, for
+        # example, would run their own code.
         reserved = {"self", "messages", *signature(self.tokenizer.apply_chat_template).parameters}
-        for name in reserved & variables.keys() - {"documents"}:
+        for name in sorted(reserved & (variables.keys() - {"documents"})):
             raise invalid(f"chat_template_kwargs.{name}", "is no variable of the chat template")
         check_bool("add_generation_prompt", add_generation_prompt)
         check_bool("continue_final_message", continue_final_message)

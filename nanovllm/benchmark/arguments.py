@@ -16,6 +16,7 @@ from nanovllm.benchmark.shapes import ON_CPU, ON_GPU, SHAPES
 from nanovllm.checks import parse_value
 from nanovllm.config import DTYPES, QUANTIZATIONS, Config
 from nanovllm.models.checkpoint import find_checkpoint, read_config
+from nanovllm.models.weights import choose_dtype
 
 # Of mixed steps under --request-rate: one that keeps steps short, and the default of LLM.
 TOKEN_BUDGETS = (128, Config.max_num_batched_tokens)
@@ -169,7 +170,7 @@ def find_options(args: argparse.Namespace) -> dict[str, Any]:
         "gpu_memory_utilization": 0.9 / len(policies or set(args.engine)),
         **{name: value for name, value in args.set if value != "auto"},
     }
-    SamplingParams(temperature=args.temperature)
+    SamplingParams(temperature=args.temperature)  # raises an error for an invalid value
     for policy in policies.values() or [{}]:
         config = Config.from_options(args.model, **{**options, **policy})
         _check_lengths(config, longest_prompt, longest)
@@ -201,7 +202,8 @@ def make_setting(args: argparse.Namespace, scratch: str) -> Setting:
     else:
         model = str(find_checkpoint(args.model))
     hf_config = read_config(Path(model))
-    if options["dtype"] == "auto":
-        options["dtype"] = str(hf_config.dtype or torch.float32).removeprefix("torch.")
+    config = Config.from_options(model, **options)
+    dtype = choose_dtype(config, hf_config, Path(model))
+    options["dtype"] = str(dtype).removeprefix("torch.")  # other engines would choose otherwise
     batch_size = args.batch_size or args.num_seqs
     return Setting(model, hf_config, options, args.temperature, batch_size)

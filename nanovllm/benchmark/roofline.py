@@ -100,8 +100,8 @@ class ModelSizes(NamedTuple):
     matrices: int  # weights of the linear layers that a token uses, without the head
     head: int  # weights of the output head
     attention: int  # FLOPs for each pair of a query token and a context token
-    key_value: int  # numbers of K/V for each token
-    state: int  # numbers of the recurrent states of a sequence, in float32
+    key_value: int  # elements of K/V for each token
+    state: int  # elements of the recurrent states of a sequence, in float32
 
 
 def find_sizes(config: PretrainedConfig) -> ModelSizes:
@@ -129,7 +129,7 @@ def find_sizes(config: PretrainedConfig) -> ModelSizes:
 
 
 def _count_state(config: PretrainedConfig) -> int:
-    """Count the numbers in the state of a layer, see layers/gated_delta.py."""
+    """Count the elements of a layer's state, see layers/gated_delta.py."""
     key_dim = config.linear_key_head_dim
     value_size = config.linear_num_value_heads * config.linear_value_head_dim
     num_channels = 2 * config.linear_num_key_heads * key_dim + value_size
@@ -151,9 +151,9 @@ def compute_roofline_seconds(
         decode step i  of the requests with more than i output tokens, whose contexts have i tokens
                        more than their prompts:
                        2 * (matrices + head) * sequences + attention * context tokens, in FLOPs
-                       matrices + head + key_value * context tokens, in numbers to read, of
+                       matrices + head + key_value * context tokens, in elements to read, of
                        which quantized weights take fewer bytes
-                       2 * state * sequences, in float32 numbers to read and to write
+                       2 * state * sequences, in float32 elements to read and to write
 
     A prefill is bound by FLOPs, a decode step by FLOPs or by bandwidth, whichever takes longer. A
     shared prefix counts once. The FLOPs of a recurrent state are few and are not counted.
@@ -167,7 +167,9 @@ def compute_roofline_seconds(
     flops += sizes.attention * num_pairs
     seconds = flops / peak.flops_per_second
     num_weights = sizes.matrices + sizes.head
-    linear = quantization.linear if quantization.format is None else quantization.format.scheme
+    # Weights whose codes are read as floats are quantized by the option, as in models/weights.py.
+    stored = None if quantization.format is None else quantization.format.scheme
+    linear = stored or quantization.linear
     weight_bytes = _count_bytes(sizes.matrices, linear, dtype)
     weight_bytes += _count_bytes(sizes.head, quantization.head, dtype)
     for step in range(1, max(request.num_tokens for request in requests)):

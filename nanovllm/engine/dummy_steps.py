@@ -27,7 +27,8 @@ KINDS = [
 
 def make_dummy_batch(query_lens: list[int], block_table_width: int, max_seqlen_k: int) -> Batch:
     """A batch of whole prompts in block 0. Kernels are launched for contexts of max_seqlen_k."""
-    num_tokens, num_seqs = sum(query_lens), len(query_lens)
+    num_tokens = sum(query_lens)
+    num_seqs = len(query_lens)
     with torch.device("cpu"):
         context_lens = torch.tensor(query_lens, dtype=torch.int32)
         cu_seqlens_q = torch.zeros(num_seqs + 1, dtype=torch.int32)
@@ -36,14 +37,16 @@ def make_dummy_batch(query_lens: list[int], block_table_width: int, max_seqlen_k
         block_tables = torch.zeros(num_seqs, block_table_width, dtype=torch.int32)
         slots = torch.zeros(num_seqs, dtype=torch.int32)
     return Batch(
-        input_ids=torch.ones_like(zeros),  # other ids than those of captured steps
+        input_ids=torch.ones_like(
+            zeros
+        ),  # not 0 as in captured steps, so that a replay must read its input
         positions=zeros,
         slot_mapping=zeros,
         cu_seqlens_q=cu_seqlens_q,
         context_lens=context_lens,
         block_tables=block_tables,
         logits_indices=cu_seqlens_q[1:] - 1,
-        read_slots=slots + ZEROS,  # a step that is repeated reads the same
+        read_slots=slots + ZEROS,  # never written, so a repeated step reads the same state
         write_slots=slots,
         prefills=(context_lens > 1).nonzero().flatten().int(),
         max_seqlen_q=max(query_lens),

@@ -109,7 +109,9 @@ class MultiRankExecutor(Executor):
         Wait up to `timeout` seconds for news of a lost rank. If several ranks are lost, a dead
         process is reported before a rank that raised an error, whose process stays alive.
         """
-        lost = wait(self.processes, timeout) if self.processes and self.stop_reason is None else []
+        lost: list[Any] = []
+        if self.processes and self.stop_reason is None:
+            lost = wait(self.processes, timeout)
         if lost:
             failures = [
                 _read_failure(pipe, process)
@@ -134,7 +136,8 @@ class MultiRankExecutor(Executor):
             process.join(_EXIT_TIMEOUT)
         self.tasks.put(None)
         if self.thread is not current_thread():
-            # Not for long: its step may wait for a lost rank, until `disconnect` aborts that.
+            # Wait only briefly, because the thread's step may wait for a lost rank until `disconnect`
+            # aborts the collective operation.
             self.thread.join(_STEP_TIMEOUT)
         if hasattr(self, "worker"):
             # In a thread, because NCCL's abort may be stuck, too.

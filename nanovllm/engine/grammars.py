@@ -24,7 +24,8 @@ from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.vocabulary import Vocabulary
 
 CHECK_PROGRAM = str(Path(__file__).with_name("grammar_check.py"))
-# Between two tokens of JSON. Small models would repeat spaces until max_tokens.
+# Whitespace between two tokens of JSON. It is limited, because small models would repeat it until
+# max_tokens.
 JSON_DEFAULTS: Any = {"whitespace_pattern": " "}
 # The end of a grammar. Otherwise text that must come next may come only in tokens of llguidance's
 # choice. The model would then not write what it writes without a grammar, even if that is allowed.
@@ -45,7 +46,9 @@ class GrammarCompiler:
         self.eos_token_ids = eos_token_ids
 
     def compile(self, params: SamplingParams, num_samples: int) -> Callable[..., Request]:
-        """Return what makes `num_samples` requests with the grammar of `params`.
+        """Return a factory of requests with the grammar of `params`.
+
+        All `num_samples` of them share the states of one lexer.
 
         Raises ValueError for a grammar that is invalid, too complex, or that no text matches.
         """

@@ -39,7 +39,7 @@ from nanovllm.models.checkpoint import (
 )
 from nanovllm.models.config import read_spec
 from nanovllm.models.spec import ModelSpec
-from nanovllm.models.weights import find_dtype
+from nanovllm.models.weights import choose_dtype
 from nanovllm.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 
@@ -60,7 +60,7 @@ class LLMEngine:
         self.config = config
         directory = find_checkpoint(os.fspath(config.model))
         hf_config = read_config(directory)
-        dtype = find_dtype(config, hf_config, directory)
+        dtype = choose_dtype(config, hf_config, directory)
         spec = read_spec(hf_config, dtype, config.tensor_parallel_size, config.quantization)
         self.tokenizer = read_tokenizer(directory)
         self.eos_token_ids = read_eos_token_ids(directory, hf_config, self.tokenizer)
@@ -170,11 +170,10 @@ class LLMEngine:
             if request.finish_reason is not None:
                 self._remove(request)
             if request.finish_reason == "error":
-                message = (
-                    f"request {request.seq_id} ends with an error: its logits are NaN,"
-                    " or its structured_outputs are too complex"
-                )
-                self._warnings.append(message)
+                reason = "its logits are NaN: check the weights, or use a wider dtype"
+                if request.params.structured_outputs is not None:
+                    reason = "its logits are NaN, or its structured_outputs are too complex"
+                self._warnings.append(f"request {request.seq_id} ends with an error: {reason}")
 
     def _report(self, inbox: Inbox) -> list[RequestOutput]:
         """Return the requests with progress that was not reported yet."""

@@ -8,7 +8,7 @@ budget of a GPU   = min(gpu_memory_utilization * total, GPU_SHARE_OF_FREE * free
 budget of a CPU   = CPU_SHARE * available after loading the weights / ranks
 recurrent states  = those of max_num_seqs lanes, or of as many as half of the budget has room for
 blocks            = num_kvcache_blocks, or what the rest of the budget has room for
-upper limit       = what these lanes use with max_model_len tokens each, for a device's budget
+upper limit       = lanes * blocks of max_model_len tokens, unless kvcache_memory_bytes is given
 several ranks     = the smallest of all ranks, because they share block tables
 available         = the least of what the machine and the cgroups (version 2) of this process have
 """
@@ -24,7 +24,8 @@ from nanovllm.engine.slots import FIRST_LANE, count_slots, count_slots_per_lane
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
 GPU_SHARE_OF_FREE = 0.95  # leaves room for what the driver and other processes allocate
-# Of a machine that others use, too. A quarter of 16 GB has room for 35,000 tokens of Qwen3-0.6B.
+# A small share, because other programs use this memory, too. A quarter of 16 GB has room for 35,000
+# tokens of Qwen3-0.6B.
 CPU_SHARE = 0.25
 ENLARGE = (
     "give the cache more memory (num_kvcache_blocks, kvcache_memory_bytes, gpu_memory_utilization)"
@@ -137,8 +138,8 @@ def find_budget(config: Config, meter: MemoryMeter, num_ranks: int) -> tuple[int
 def count_lanes(config: Config, budget: int, slot_bytes: int) -> tuple[int, int]:
     """The number of lanes whose states fit into half of `budget`, and the bytes of these states.
 
-    If num_kvcache_blocks is given, there was no profile run. The other half then also has to hold
-    what a step allocates.
+    If num_kvcache_blocks is given, the other half is not reserved for blocks. It then holds these
+    and what a step allocates, because there was no profile run.
     """
     num_lanes = config.max_num_seqs
     if config.num_kvcache_blocks is not None:

@@ -47,7 +47,7 @@ class ModelRunner:
         self.device = worker.device
         self.block_size = worker.block_size
         self.sampler = Sampler(spec.vocab_size).to(self.device)
-        with engine_settings(self.device):  # CUDA graphs record these settings
+        with engine_settings(self.device):  # CUDA graphs are captured with these
             if config.enable_kernels:
                 run = self._sample_test_rows if self.device.type == "cuda" else None
                 kernels.kernelize(self.sampler, self.device, spec.dtype, run)
@@ -81,8 +81,6 @@ class ModelRunner:
         max_seqlen_k = max([seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs])
         lanes = [seq.lane for seq in seqs]
         block_tables = self.block_tables[lanes, : cdiv(max_seqlen_k, size)]
-        state_slots = ([seq.read_slot for seq in seqs], [seq.write_slot for seq in seqs])
-        read_slots, write_slots = np.array(state_slots, np.int32)
         only_decodes = max_seqlen_q == 1 and has_one_row_each(seqs)
         if only_decodes:
             arrays = flatten_decodes(seqs, size)
@@ -90,8 +88,8 @@ class ModelRunner:
             arrays = flatten(seqs, block_tables, size)
         arrays |= {
             "block_tables": block_tables,
-            "read_slots": read_slots,
-            "write_slots": write_slots,
+            "read_slots": np.array([seq.read_slot for seq in seqs], np.int32),
+            "write_slots": np.array([seq.write_slot for seq in seqs], np.int32),
         }
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return Batch(**tensors, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
@@ -141,6 +139,7 @@ class ModelRunner:
             # The sum of all probabilities can round to 1 too early, so "off" is above 1.
             top_p = params.top_p if params.top_p < 1.0 else 2.0
             settings.append((params.temperature, top_p, params.min_p))
+        # One copy for each dtype, because each copy to a GPU has its own cost.
         integers = to_device(np.array([filtered, top_ks]), self.device)
         numbers = to_device(np.array(settings, np.float32).T.copy(), self.device)
         filters = Filters(
@@ -181,8 +180,8 @@ def flatten(seqs: list[Sequence], block_tables: np.ndarray, size: int) -> dict[s
     offset_in_query = np.arange(len(input_ids), dtype=np.int32) - cu_seqlens_q[seq_index]
     positions = starts[seq_index] + offset_in_query
     blocks, offsets = np.divmod(positions, size)
-    first_logits = query_lens - num_logits  # offset of a query's first token with logits
-    has_logits = offset_in_query >= first_logits[seq_index]
+    first_offsets = query_lens - num_logits  # those of each query's first token with logits
+    has_logits = offset_in_query >= first_offsets[seq_index]
     return {
         "input_ids": np.array(input_ids, np.int32),
         "positions": positions,

@@ -72,13 +72,14 @@ class Scheduler:
     ) -> int:
         """Schedule running sequences, oldest first. Return the rest of the budget.
 
-        With `only_partial`, only those that their previous step left partially prefilled.
+        With `only_partial`, skip sequences whose prefill or recomputation is complete.
         """
         index = 0
         while index < len(self.running) and budget > 0:  # preemption shortens the list
             seq = self.running[index]
             index += 1
-            was_partial = seq.num_logits == 0 and not seq.is_decode  # in its previous step
+            # num_logits and is_decode are still those of the previous step.
+            was_partial = seq.num_logits == 0 and not seq.is_decode
             if only_partial and not was_partial:
                 continue
             num_tokens = len(seq.token_ids)

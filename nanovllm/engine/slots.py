@@ -13,6 +13,10 @@ ZEROS = 1
 FIRST_LANE = 2  # the slot of lane 0
 
 
+def find_second_slot(lane: int, num_lanes: int) -> int:
+    return FIRST_LANE + num_lanes + lane
+
+
 def count_slots(config: Config, num_lanes: int) -> int:
     return FIRST_LANE + num_lanes * count_slots_per_lane(config)
 

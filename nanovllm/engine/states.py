@@ -19,8 +19,9 @@ it.
 
 A step writes a snapshot directly, and the next step of the sequence reads it. A slot can be taken
 for a new snapshot unless a running sequence reads it or the current step writes it. Empty slots go
-first, then that of the least recently used snapshot. Nothing counts references. No slot is written
-by one sequence and read by another one in the same step.
+first, then that of the least recently used snapshot. Slots need no reference counts, because only
+running sequences read them. No slot is written by one sequence and read by another one in the same
+step.
 """
 
 from collections import OrderedDict
@@ -28,7 +29,7 @@ from collections import OrderedDict
 from nanovllm.engine.block_manager import Block
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.slots import FIRST_LANE, ZEROS
+from nanovllm.engine.slots import FIRST_LANE, ZEROS, find_second_slot
 from nanovllm.outputs import FinishReason
 
 
@@ -91,20 +92,28 @@ class StatefulScheduler(Scheduler):
         block_hash = self._find_snapshot_hash(seq)
         if block_hash in self.snapshots or block_hash in self.new_snapshots:
             return False
+        slot = self._take_snapshot_slot()
+        if slot is None:
+            return False
+        seq.write_slot = slot
+        self.new_snapshots[block_hash] = slot
+        return True
+
+    def _take_snapshot_slot(self) -> int | None:
+        """Return an empty slot, or else that of the least recently used snapshot, which is evicted.
+
+        Return None if all slots are in use.
+        """
         in_use = {each.read_slot for each in self.running}
         in_use.update(self.new_snapshots.values())
         unused = set(self.snapshot_slots) - in_use
         if not unused:
-            return False
+            return None
         empty = unused.difference(self.snapshots.values())
         if empty:
-            slot = min(empty)
-        else:
-            oldest = next(each for each, slot in self.snapshots.items() if slot in unused)
-            slot = self.snapshots.pop(oldest)
-        seq.write_slot = slot
-        self.new_snapshots[block_hash] = slot
-        return True
+            return min(empty)
+        oldest = next(each for each, slot in self.snapshots.items() if slot in unused)
+        return self.snapshots.pop(oldest)
 
     def _find_snapshot_hash(self, seq: Sequence) -> int:
         """The hash of the last block before snapshot_position, or -1 if no snapshot is wanted."""
@@ -116,7 +125,7 @@ class StatefulScheduler(Scheduler):
         for seq in seqs:
             has_draft = seq.num_logits > 1
             if has_draft and seq.write_slot == seq.read_slot:
-                seq.write_slot += self.max_num_seqs  # the second slot of its lane
+                seq.write_slot = find_second_slot(seq.lane, self.max_num_seqs)
         return seqs
 
     def postprocess(self, seqs: list[Sequence], sampled: list[list[int]]) -> None:

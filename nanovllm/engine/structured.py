@@ -52,9 +52,7 @@ class StructuredRequest(Request):
     def compute_masks(self) -> list[np.ndarray]:
         """The mask of each row of logits. All rows but the first follow a draft token."""
         masks = [compute_mask(self.matcher)]
-        is_banned = len(self.token_ids) < self.min_num_tokens
-        if is_banned and self.stop_token_ids.issuperset(list_tokens(masks[0])):
-            self.min_num_tokens = 0  # otherwise the text could neither go on nor end
+        self._lift_ban(masks[0])
         draft = self.token_ids[len(self.token_ids) - self.num_logits + 1 :]
         # A copy, because a draft token can exceed limits, and an error of a matcher is final.
         matcher = self.matcher.deep_copy() if draft else self.matcher
@@ -63,6 +61,12 @@ class StructuredRequest(Request):
             matcher.try_consume_tokens([token_id])
             masks.append(compute_mask(matcher))
         return masks
+
+    def _lift_ban(self, mask: np.ndarray) -> None:
+        """Drop min_tokens if only stop tokens may come. The text could neither go on nor end."""
+        is_banned = len(self.token_ids) < self.min_num_tokens
+        if is_banned and self.stop_token_ids.issuperset(list_tokens(mask)):
+            self.min_num_tokens = 0
 
 
 def compute_mask(matcher: Any) -> np.ndarray:

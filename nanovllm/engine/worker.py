@@ -259,5 +259,4 @@ class Worker:
         self.graphs = None
         if self.device.type == "cuda":
             self.tp.group.abort()  # ends a collective operation that waits for a lost rank
-        # All layers refer to the same `tp`, so this destroys the groups.
-        vars(self.tp).update(group=None, host_group=None)
+        self.tp.leave()

@@ -1,4 +1,4 @@
-"""Optimized layers, attention backends and CUDA graphs. The engine uses only this file of them.
+"""Optimized layers, attention backends and CUDA graphs. The engine imports only this file.
 
 layers/ and models/ specify what is computed and do not import this package. When an engine starts,
 `select_backend` chooses how K/V are stored and read. After the weights are loaded, `kernelize`
@@ -97,7 +97,7 @@ def kernelize(
     """Replace the layers of `model` by optimized subclasses, where there are any.
 
     `run` calls the model for a self-test. An optimized layer that fails it is not used.
-    Return the names of the classes that are replaced in the end, in the order of the model.
+    Return the names of the replaced classes, without those that failed the self-test.
     """
     optimized = {each.replaces: each for each in find_optimized_layers(device.type, dtype)}
     calls: list[Call] = []

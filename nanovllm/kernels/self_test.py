@@ -107,9 +107,11 @@ def record_calls(model: nn.Module, run: Callable[[], object], kinds: set[type]) 
     handles = []
     for layer in model.modules():
         handles += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)]
-    run()
-    for handle in handles:
-        handle.remove()
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
     return [call for step in steps for call in step.values()]
 
 

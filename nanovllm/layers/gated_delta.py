@@ -57,7 +57,7 @@ class GatedDeltaRule(nn.Module):
         self.num_value_heads = num_value_heads // tp.size
         self.norm_eps = norm_eps
         key_size = self.num_key_heads * key_dim
-        self.qkv_sizes = [key_size, key_size, self.num_value_heads * value_dim]  # of q, k and v
+        self.qkv_sizes = [key_size, key_size, self.num_value_heads * value_dim]  # q, k and v
         self.matrices_size = self.num_value_heads * key_dim * value_dim
         self.conv_weight = nn.Parameter(torch.empty(sum(self.qkv_sizes), 1, conv_size, dtype=dtype))
         # These three are float32 in some checkpoints and 16 bits in others.

@@ -15,7 +15,7 @@ from torch import Tensor
 FIRST_PART = 8192  # elements of the first broadcast, the length included; most steps need no other
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TensorParallel:
     """One rank and its collectives. The default is a single rank."""
 
@@ -42,6 +42,11 @@ class TensorParallel:
         shard_size = size // num_shards
         shard = self.rank * num_shards // self.size
         return shard_size, shard * shard_size
+
+    def leave(self) -> None:
+        """Drop the groups, which ends them, because all layers of a rank share this object."""
+        self.group = None
+        self.host_group = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x over all ranks, in place."""

@@ -72,7 +72,7 @@ def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
     if not vocabularies:
         return None
     problem = f"cannot load the tokenizer in {directory}"
-    if vocabularies == ["tokenizer.model"]:  # transformers asks for tiktoken in all cases
+    if vocabularies == ["tokenizer.model"]:  # the error of transformers always names tiktoken
         needed = "sentencepiece and protobuf, or tiktoken in Llama 3's original format"
         problem += f" (tokenizer.model needs {needed})"
     with naming(problem, Exception):

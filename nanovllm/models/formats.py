@@ -39,7 +39,7 @@ class Format:
     """How a checkpoint stores quantized weights."""
 
     marker: ClassVar[str]  # the key of a tensor that every quantized weight has, and no other
-    scheme: Scheme | None = None  # of the codes. None: the weights are read as floats
+    scheme: Scheme | None = None  # scheme of the codes. None: the weights are read as floats
 
     def is_stored(self, files: TensorFiles, layer: str) -> bool:
         """Return whether the checkpoint has the weight of `layer` in this format."""

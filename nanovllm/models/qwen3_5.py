@@ -28,7 +28,7 @@ class Qwen35Spec(DecoderSpec):
     """Sizes of the Gated DeltaNets are those of all ranks."""
 
     attention_layers: frozenset[int]  # all others have a Gated DeltaNet
-    num_key_heads: int  # of a Gated DeltaNet
+    num_key_heads: int  # heads of a Gated DeltaNet
     num_value_heads: int  # a multiple of num_key_heads
     key_dim: int
     value_dim: int

@@ -61,7 +61,7 @@ class ModelSpec:
 
     @property
     def state_size(self) -> int:
-        """The numbers in the recurrent state of a layer, on all ranks together."""
+        """The number of elements in a layer's recurrent state, on all ranks together."""
         return 0
 
     def has_attention(self, layer: int) -> bool:

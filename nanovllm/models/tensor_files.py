@@ -1,7 +1,8 @@
 """The tensors in the *.safetensors files of a checkpoint.
 
 If there is an index, the checkpoint has only the tensors that it lists. Files are mapped into
-memory, so a tensor takes memory only while it is read, and a rank reads only its shard.
+memory, so a tensor takes memory only while it is read. Of a float weight, a rank reads only its
+shard. Codes are read whole.
 """
 
 import os
@@ -26,10 +27,6 @@ _DAMAGED = (SafetensorError, OSError)  # what safe_open raises
 class TensorFiles:
     """Maps the names of tensors to their files.
 
-    A model that was saved without its head has names without the prefix "model.". They get it here.
-    The text part of a model for images has the prefix "model.language_model.", and OPT has
-    "model.decoder.". These are shortened to "model.".
-
     Raises ValueError if there are no files, if the index is damaged or does not match, or if two
     files have the same tensor.
     """
@@ -45,9 +42,7 @@ class TensorFiles:
                 self._files[path] = safe_open(path, framework="pt")
                 stored_names = _select(self._files[path].keys(), listed)
             for stored_name in stored_names:
-                has_prefix = stored_name.startswith(("model.", "lm_head.", "mtp."))
-                name = stored_name if has_prefix else f"model.{stored_name}"
-                name = re.sub(r"^model\.(language_model|decoder)\.", "model.", name)
+                name = _normalize(stored_name)
                 if name in self._stored:
                     repeated.append(f"{self.locate(name)} and {stored_name} in {path.name}")
                 self._stored[name] = (path, stored_name)
@@ -70,10 +65,11 @@ class TensorFiles:
         path, stored_name = self._stored[name]
         return f"{stored_name} in {path.name}"
 
-    def find_dtype(self) -> torch.dtype | None:
+    def find_stored_dtype(self) -> torch.dtype | None:
         """Return the dtype of the first tensor that stores floats of 16 or 32 bits.
 
-        Embeddings come first, because Qwen3.5 has small tensors of float32 among 16 bits.
+        Embeddings come first, because Qwen3.5 stores a few small tensors in float32, and all others
+        in 16 bits.
         """
         names = sorted(self._stored, key=lambda name: not name.endswith("embed_tokens.weight"))
         for path, stored_name in [self._stored[name] for name in names]:
@@ -112,6 +108,17 @@ class TensorFiles:
                     f" {', '.join(dtypes)}"
                 )
         return stored
+
+
+def _normalize(stored_name: str) -> str:
+    """Return the name that a tensor has in a model for text with a head.
+
+    A model that was saved without its head has names without the prefix "model.". The text part of
+    a model for images has the prefix "model.language_model.", and OPT has "model.decoder.".
+    """
+    has_prefix = stored_name.startswith(("model.", "lm_head.", "mtp."))
+    name = stored_name if has_prefix else f"model.{stored_name}"
+    return re.sub(r"^model\.(language_model|decoder)\.", "model.", name)
 
 
 def summarize(title: str, names: list[str]) -> str:

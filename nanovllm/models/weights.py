@@ -43,14 +43,14 @@ def open_checkpoint(config: Config, directory: Path) -> TensorFiles | None:
     return None if config.load_format == "dummy" else TensorFiles(directory)
 
 
-def find_dtype(config: Config, hf_config: PretrainedConfig, directory: Path) -> torch.dtype:
+def choose_dtype(config: Config, hf_config: PretrainedConfig, directory: Path) -> torch.dtype:
     """Return the dtype of `config`, or else of config.json, or else of the first floats stored."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     if isinstance(hf_config.dtype, torch.dtype):
         return hf_config.dtype
     files = open_checkpoint(config, directory)
-    stored = None if files is None else files.find_dtype()
+    stored = None if files is None else files.find_stored_dtype()
     return stored or torch.float32
 
 
@@ -64,7 +64,8 @@ def allocate_model(
     """Make a model whose parameters are allocated on `device`, but not filled.
 
     Its layers are quantized before they are allocated, because the float weights of all layers may
-    not fit into memory. Raises ValueError, and allocates nothing, if the quantized ones do not fit.
+    not fit into memory. Raises ValueError, and allocates nothing, if the weights of one rank exceed
+    all memory of the device.
     """
     sizes = (
         f"config.json has vocab_size={spec.vocab_size}, hidden_size={spec.hidden_size},"

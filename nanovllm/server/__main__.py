@@ -29,7 +29,7 @@ from nanovllm.terminal import report
 SHUTDOWN = "the server is shutting down"
 GRACE = 5  # seconds for clients that do not read
 BACKLOG = 2048  # clients that wait until they are accepted
-ACCEPTED_AT_ONCE = 8
+ACCEPTED_AT_ONCE = 8  # connections in an iteration of the event loop, see connections.py
 
 
 class Server(uvicorn.Server):
@@ -48,7 +48,7 @@ class Server(uvicorn.Server):
         self.model = model
 
     async def main_loop(self) -> None:
-        """Sleep until a signal or a failure has ended the engine."""
+        """Accept connections, start the engine, and return when it has ended."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.engine.stop, SHUTDOWN)

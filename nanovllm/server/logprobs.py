@@ -26,7 +26,7 @@ class LogprobsWriter:
         if vocabulary.tokenizer is not None:
             self.detokenizer = Detokenizer(vocabulary.tokenizer, prompt_token_ids)
         self.token_ids = list(prompt_token_ids)
-        self.text = ""  # of the tokens after the prompt
+        self.text = ""  # text of the tokens after the prompt
         self.offset = 0  # where the next token begins in the text
 
     def write_completion(

@@ -29,16 +29,13 @@ from nanovllm.server.errors import ApiError, JsonObject
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import Middleware, respond, respond_error, show_path
 from nanovllm.server.parameters import detokenize, parse_request, tokenize
-from nanovllm.server.protocol import (
-    END,
-    Reply,
-    write_event,
-)
+from nanovllm.server.protocol import END, Reply, write_event
 
 BASE_BODY_BYTES = 2**20  # room for everything that is not a prompt
-MAX_BODY_BYTES = 2**25
+MAX_BODY_BYTES = 2**25  # reached at a max_model_len of about 32,000
 # Tokens of common vocabularies have up to 128 characters, which are 768 bytes as \uXXXX escapes. A
-# token id takes 8 bytes, so a body below the limit has room for 128 prompts of max_model_len ids.
+# token id takes 8 bytes, so this is room for 128 prompts of max_model_len ids, unless
+# MAX_BODY_BYTES is less.
 BODY_BYTES_PER_TOKEN = 1024
 WELCOME = """nanovllm serves OpenAI's API under /v1. To watch an engine step by step, start
 
@@ -70,8 +67,8 @@ class Api:
         """Make the app. `routes` come before the API's. `is_local`: see Middleware."""
         routes = [
             *routes,
-            Route("/v1/completions", partial(self.complete, False), methods=["POST"]),
-            Route("/v1/chat/completions", partial(self.complete, True), methods=["POST"]),
+            Route("/v1/completions", partial(self.complete, is_chat=False), methods=["POST"]),
+            Route("/v1/chat/completions", partial(self.complete, is_chat=True), methods=["POST"]),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{id:path}", self.show_model),
             Route("/tokenize", partial(self.use_tokenizer, tokenize), methods=["POST"]),
@@ -87,7 +84,7 @@ class Api:
         app = Starlette(routes=routes, exception_handlers=handlers)
         return Middleware(app, self.metrics, self.allowed_origins, is_local)
 
-    async def complete(self, is_chat: bool, request: Request) -> Response:
+    async def complete(self, request: Request, is_chat: bool) -> Response:
         self._authorize(request)
         reply, prompts = await self.bodies.read(request, partial(self._parse, is_chat))
         self.engine.raise_if_stopped()

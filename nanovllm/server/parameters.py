@@ -34,7 +34,10 @@ Table = dict[str, str | list[Any]]
 
 
 def make_table(*uses: tuple[str | list[Any], str]) -> Table:
-    """Map names to uses. Each of `uses` is followed by its names. Later ones come first."""
+    """Map names to uses, from pairs of a use and the names that have it.
+
+    A later pair overrides an earlier one.
+    """
     return {name: use for use, names in uses for name in names.split()}
 
 
@@ -94,8 +97,8 @@ def parse_request(
     prompt_name = "messages" if is_chat else "prompt"
     given = _select(body, CHAT if is_chat else COMPLETION)
     with blaming(given):
-        _check_stream(given)
-        _read_format(given)
+        _check_reply_options(given)
+        _constrain_by_format(given)
         tools = _read_tools(given, llm) if is_chat else []
         params = _parse_params(given, is_chat, llm)
     with blaming(given, default=prompt_name):
@@ -127,9 +130,10 @@ def _select(body: JsonObject, table: Table) -> JsonObject:
     return given
 
 
-def _check_stream(given: JsonObject) -> None:
+def _check_reply_options(given: JsonObject) -> None:
     is_stream = check_bool("stream", given.get("stream", False))
     check_bool("echo", given.get("echo", False))
+    check_bool("include_reasoning", given.get("include_reasoning", True))
     if "stream_options" not in given:
         return
     if not is_stream:
@@ -142,7 +146,7 @@ def _check_stream(given: JsonObject) -> None:
             raise invalid(f"stream_options.{show(name)}", "is not supported: leave it out")
 
 
-def _read_format(given: JsonObject) -> None:
+def _constrain_by_format(given: JsonObject) -> None:
     """Turn response_format into structured_outputs."""
     match given.get("response_format", {"type": "text"}):
         case {"type": "text"}:
@@ -157,16 +161,18 @@ def _read_format(given: JsonObject) -> None:
 
 
 def _read_tools(given: JsonObject, llm: LLM) -> list[Tool]:
-    """Return the tools for the template. Keep in `given` those that the reply may call."""
+    """Return the tools for the template. given["tools"] becomes those that the reply may call.
+
+    If a call is required, a grammar constrains the reply.
+    """
     given["tools"], required = choose_tools(given)
     is_parallel = check_bool("parallel_tool_calls", given.get("parallel_tool_calls", True))
-    check_bool("include_reasoning", given.get("include_reasoning", True))
     if required:
         with naming("tools", RecursionError):
             grammar = write_grammar(required, is_parallel)
         _constrain(given, "tool_choice", "tools", {"grammar": grammar})
         if not llm.chat_template.uses_tools:
-            return []
+            return []  # the grammar alone makes the model write a call
     return given["tools"]
 
 

@@ -16,6 +16,8 @@ from nanovllm.server.errors import JsonObject
 from nanovllm.server.logprobs import LogprobsWriter
 from nanovllm.server.message_parser import MessageParser
 
+NUM_TAG_TOKENS = 8  # tokens at the end of a prompt that may be <think> and a newline
+
 
 class Reply:
     """Writes the outputs of one request."""
@@ -119,7 +121,8 @@ class Reply:
     def _parse(self, index: int, output: RequestOutput, text: str) -> JsonObject:
         """Return the delta of a chat for more text."""
         if index not in self.parsers:
-            prompt_end = "".join(map(self.vocabulary.name, output["prompt_token_ids"][-8:]))
+            last_ids = output["prompt_token_ids"][-NUM_TAG_TOKENS:]
+            prompt_end = "".join(map(self.vocabulary.name, last_ids))
             self.parsers[index] = MessageParser(
                 self.parses_reasoning, self.tools, self.is_parallel, prompt_end
             )

@@ -350,7 +350,7 @@ def test_costs_of_steps_are_measured(monkeypatch):
     assert costs.plain == pytest.approx([11.01 * n for n in range(4)])
     assert len(costs.with_drafts) == 1 + 3 * (1 + 4)
     assert costs.with_drafts[2] == pytest.approx(10 + 2 * 1.02)  # two tokens of one sequence
-    assert costs.context == pytest.approx(0.01, rel=0.1)
+    assert costs.per_context_token == pytest.approx(0.01, rel=0.1)
 
 
 def test_the_backend_limits_drafts(make_llm, monkeypatch):

@@ -54,7 +54,7 @@ class PrepackedWeight(nn.Module):
         else:
             self.bits = 0
             self.group_size = 0
-            self.panels = self._prepack_numbers(weight.detach())
+            self.panels = self._prepack_floats(weight.detach())
         # What C++ functions take. It points to `panels`, so keep this object.
         self.struct = Weight(self.panels.data_ptr(), self.bits, self.group_size)
 
@@ -70,7 +70,7 @@ class PrepackedWeight(nn.Module):
         has_pairs = weight.shape[-1] % _inputs_per_pair(weight.dtype) == 0
         return device.type == "cpu" and has_known_groups and has_pairs
 
-    def _prepack_numbers(self, weight: Tensor) -> Tensor:
+    def _prepack_floats(self, weight: Tensor) -> Tensor:
         padding = -self.in_features % (_CACHE_LINE // weight.itemsize)
         rows = self._divide(_pad(weight, padding), 0, cdiv(self.out_features, self._width))
         panels = rows.unflatten(2, (-1, _inputs_per_pair(weight.dtype)))
@@ -79,7 +79,7 @@ class PrepackedWeight(nn.Module):
     def _prepack_codes(self, weight: QuantizedWeight) -> Tensor:
         num_panels = cdiv(self.out_features, self._width)
         num_groups = weight.scales.shape[1]
-        bytes_per_group = self.group_size * self.bits // 8  # of codes, in a row
+        bytes_per_group = self.group_size * self.bits // 8  # bytes of codes in a row
         bytes_per_row = bytes_per_group + weight.scales.itemsize + weight.zeros.itemsize
         panels = weight.codes.new_empty(num_panels, num_groups, _PANEL_WIDTH * bytes_per_row)
         padding = num_groups * bytes_per_group - weight.codes.shape[1]
@@ -126,7 +126,7 @@ class PrepackedWeight(nn.Module):
             output,
             x.numel() // self.in_features,
             self.in_features,
-            self.in_features,  # numbers between two rows of x
+            self.in_features,  # row stride of x
             self.out_features,
             self.out_features,
             self.gated,
