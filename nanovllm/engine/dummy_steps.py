@@ -37,9 +37,8 @@ def make_dummy_batch(query_lens: list[int], block_table_width: int, max_seqlen_k
         block_tables = torch.zeros(num_seqs, block_table_width, dtype=torch.int32)
         slots = torch.zeros(num_seqs, dtype=torch.int32)
     return Batch(
-        input_ids=torch.ones_like(
-            zeros
-        ),  # not 0 as in captured steps, so that a replay must read its input
+        # Captured steps have 0, so a replay that does not read its input is noticed.
+        input_ids=torch.ones_like(zeros),
         positions=zeros,
         slot_mapping=zeros,
         cu_seqlens_q=cu_seqlens_q,

@@ -136,7 +136,7 @@ class MultiRankExecutor(Executor):
             process.join(_EXIT_TIMEOUT)
         self.tasks.put(None)
         if self.thread is not current_thread():
-            # Wait only briefly, because the thread's step may wait for a lost rank until `disconnect`
+            # Wait only briefly. The thread's step may wait for a lost rank, until `disconnect`
             # aborts the collective operation.
             self.thread.join(_STEP_TIMEOUT)
         if hasattr(self, "worker"):

@@ -76,7 +76,7 @@ class TracedScheduler(Scheduler):
         self.admitted: set[Sequence] = set()  # in this step
         self.preemptions: list[Event] = []  # in this step
         seqs = super().schedule()
-        self.timeline.end_phase()
+        self.timeline.mark_time()
         return seqs
 
     def _admit(self, seq: Sequence, budget: int) -> bool:
@@ -93,7 +93,7 @@ class TracedScheduler(Scheduler):
         super().preempt(seq)
 
     def postprocess(self, seqs: list[Sequence], sampled: list[list[int]]) -> None:
-        self.timeline.end_phase()
+        self.timeline.mark_time()
         kinds = {_name_kind(seq) for seq in seqs}
         args: Args = {
             "kind": "mixed" if len(kinds) > 1 else kinds.pop(),
@@ -218,7 +218,7 @@ class TracedModelRunner(StructuredModelRunner):
 
     def prepare_batch(self, seqs: list[Sequence]) -> Batch:
         batch = super().prepare_batch(seqs)
-        self.timeline.end_phase()
+        self.timeline.mark_time()
         return batch
 
     def forward(self, seqs: list[Sequence]) -> Tensor:
@@ -226,7 +226,7 @@ class TracedModelRunner(StructuredModelRunner):
         if logits.is_cuda:
             # Otherwise the forward pass would be measured as sampling.
             torch.cuda.synchronize(logits.device)
-        self.timeline.end_phase()
+        self.timeline.mark_time()
         return logits
 
     def process_logits(self, logits: Tensor, rows: list[Sequence]) -> Tensor:

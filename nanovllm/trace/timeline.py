@@ -71,10 +71,13 @@ class Timeline:
     def start_step(self) -> None:
         self.times = []
         self.choices = {}
-        self.end_phase()
+        self.mark_time()
 
-    def end_phase(self) -> None:
-        """Record the time, in microseconds since the timeline was made."""
+    def mark_time(self) -> None:
+        """Record the start of a step or the end of a phase.
+
+        Times are in microseconds since the timeline was made.
+        """
         self.times.append((time.perf_counter_ns() - self.origin) // 1000)
 
     @property
