@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from nanovllm.checks import fails_again
 
 Tokens = tuple[int, ...]
-Window = tuple[Tokens, str, Tokens]  # context, its text, pending tokens
+# Tokens with complete text, that text, and the tokens after them, which are pending.
+Window = tuple[Tokens, str, Tokens]
 
 
 class Detokenizer:
@@ -96,9 +97,9 @@ class Detokenizer:
         return token_ids, text, ()
 
     def read(self, token_ids: list[int], is_last: bool) -> str:
-        """Return the text that can be released. `is_last` if no tokens follow.
+        """Decode new tokens, and return all text that can be released.
 
-        `token_ids` has the prompt, too. With stop strings, `meets_stop_string` must have been
+        `is_last` if no tokens follow. `token_ids` has the prompt, too. With stop strings, `meets_stop_string` must have been
         called for each new token.
         """
         if is_last and self.end is None:

@@ -13,6 +13,7 @@ several ranks     = the smallest of all ranks, because they share block tables
 available         = the least of what the machine and the cgroups (version 2) of this process have
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -27,9 +28,17 @@ GPU_SHARE_OF_FREE = 0.95  # leaves room for what the driver and other processes 
 # A small share, because other programs use this memory, too. A quarter of 16 GB has room for 35,000
 # tokens of Qwen3-0.6B.
 CPU_SHARE = 0.25
-ENLARGE = (
+ENLARGE_ADVICE = (
     "give the cache more memory (num_kvcache_blocks, kvcache_memory_bytes, gpu_memory_utilization)"
 )
+
+
+@dataclass
+class Budget:
+    """Memory for the cache of one rank."""
+
+    num_bytes: int
+    origin: str  # how the number was computed
 
 
 class MemoryMeter:
@@ -92,22 +101,23 @@ def count_blocks(
 
     Raises ValueError if there is no memory for a single block, or for the states of a lane.
     """
-    budget, origin = find_budget(config, meter, tp.size)
-    num_lanes, state_bytes = count_lanes(config, budget, slot_bytes)
+    budget = find_budget(config, meter, tp.size)
+    num_lanes, state_bytes = count_lanes(config, budget.num_bytes, slot_bytes)
     states = f"{show_gb(state_bytes)} for states of {num_lanes} lanes"
     if config.num_kvcache_blocks is not None:
-        budget = config.num_kvcache_blocks * block_bytes
-        origin = f"as requested, beside {states}" if state_bytes > 0 else "as requested"
+        budget = Budget(config.num_kvcache_blocks * block_bytes, "as requested")
+        if state_bytes > 0:
+            budget.origin += f", beside {states}"
     else:
         if state_bytes > 0:
-            budget -= state_bytes
-            origin += f" - {states}"
+            budget = Budget(budget.num_bytes - state_bytes, f"{budget.origin} - {states}")
         useful = num_lanes * cdiv(max_model_len, block_size) * block_bytes
-        if config.kvcache_memory_bytes is None and useful <= budget:
-            budget = useful
-            origin = f"min({origin}, {show_gb(useful)} for max_num_seqs)"
-    num_blocks, num_lanes = agree_on_sizes(budget // block_bytes, num_lanes, block_size, tp)
-    arithmetic = f"({origin} = {show_gb(budget)}) / {block_bytes} B"
+        if config.kvcache_memory_bytes is None and useful <= budget.num_bytes:
+            origin = f"min({budget.origin}, {show_gb(useful)} for max_num_seqs)"
+            budget = Budget(useful, origin)
+    num_blocks = budget.num_bytes // block_bytes
+    num_blocks, num_lanes = agree_on_sizes(num_blocks, num_lanes, block_size, tp)
+    arithmetic = f"({budget.origin} = {show_gb(budget.num_bytes)}) / {block_bytes} B"
     if tp.size > 1:
         arithmetic += f", the smallest of {tp.size} ranks"
     if num_lanes < 1:
@@ -117,7 +127,7 @@ def count_blocks(
             " the cache: raise kvcache_memory_bytes or gpu_memory_utilization"
         )
     if num_blocks < 1:
-        raise ValueError(f"no memory for a KV cache: {arithmetic}; {ENLARGE}")
+        raise ValueError(f"no memory for a KV cache: {arithmetic}; {ENLARGE_ADVICE}")
     num_lanes = min(num_lanes, num_blocks)  # a running sequence holds at least one block
     num_tokens = num_blocks * block_size
     result = f"{num_blocks} blocks of {block_size} = {num_tokens} tokens"
@@ -126,10 +136,10 @@ def count_blocks(
     return num_blocks, num_lanes, f"KV cache: {arithmetic} = {result}"
 
 
-def find_budget(config: Config, meter: MemoryMeter, num_ranks: int) -> tuple[int, str]:
-    """Bytes for blocks and states of one rank, and how they were computed."""
+def find_budget(config: Config, meter: MemoryMeter, num_ranks: int) -> Budget:
+    """Find the memory for blocks and states of one rank."""
     if config.kvcache_memory_bytes is not None:
-        return config.kvcache_memory_bytes, "as requested"
+        return Budget(config.kvcache_memory_bytes, "as requested")
     if meter.device.type == "cuda":
         return gpu_budget(config.gpu_memory_utilization, meter)
     return cpu_budget(num_ranks)
@@ -151,20 +161,21 @@ def count_lanes(config: Config, budget: int, slot_bytes: int) -> tuple[int, int]
     return num_lanes, count_slots(config, num_lanes) * slot_bytes
 
 
-def gpu_budget(utilization: float, meter: MemoryMeter) -> tuple[int, str]:
-    """Bytes for the KV cache after a profile run, and how they were computed."""
+def gpu_budget(utilization: float, meter: MemoryMeter) -> Budget:
+    """Find what a profile run leaves of a GPU."""
     peak = meter.peak()
     limit = min(utilization * meter.total, GPU_SHARE_OF_FREE * meter.free_before)
     of_total = f"{utilization} * {show_gb(meter.total)}"
     of_free = f"{GPU_SHARE_OF_FREE} * {show_gb(meter.free_before)} free"
-    return int(limit) - peak, f"min({of_total}, {of_free}) - {show_gb(peak)} taken"
+    origin = f"min({of_total}, {of_free}) - {show_gb(peak)} taken"
+    return Budget(int(limit) - peak, origin)
 
 
-def cpu_budget(num_ranks: int) -> tuple[int, str]:
-    """Bytes for the KV cache of one rank, and how they were computed."""
+def cpu_budget(num_ranks: int) -> Budget:
+    """Find one rank's share of a machine's memory."""
     available = find_available_memory()
     origin = f"{CPU_SHARE} * {show_gb(available)} available / {num_ranks} ranks"
-    return int(available * CPU_SHARE / num_ranks), origin
+    return Budget(int(available * CPU_SHARE / num_ranks), origin)
 
 
 def agree_on_sizes(

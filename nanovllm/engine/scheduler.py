@@ -152,8 +152,7 @@ class Scheduler:
         """
         start = seq.num_computed_tokens
         num_missing = len(seq.token_ids) - start
-        # Not min(), because that call for every sequence would double the time of this method.
-        num_tokens = num_missing if num_missing <= budget else budget
+        num_tokens = min(num_missing, budget)
         seq.num_scheduled_tokens = num_tokens
         seq.num_logits = 1 if num_tokens == num_missing else 0
         seq.is_decode = num_missing == 1 and start >= seq.num_prompt_tokens

@@ -20,7 +20,7 @@ from nanovllm.batch import Batch
 from nanovllm.checks import naming
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.engine.dummy_steps import find_largest_step, make_dummy_batch, make_test_batches
-from nanovllm.engine.memory import ENLARGE, MemoryMeter, count_blocks, show_gb
+from nanovllm.engine.memory import ENLARGE_ADVICE, MemoryMeter, count_blocks, show_gb
 from nanovllm.engine.placement import Place, connect, engine_settings, find_device
 from nanovllm.engine.slots import FIRST_LANE, count_slots
 from nanovllm.layers import attention
@@ -211,7 +211,7 @@ class Worker:
         if self.config.max_model_len is not None and self.config.max_model_len > capacity:
             raise ValueError(
                 f"max_model_len={self.config.max_model_len} exceeds the capacity of the KV cache:"
-                f" lower it to {capacity}, or {ENLARGE}"
+                f" lower it to {capacity}, or {ENLARGE_ADVICE}"
             )
         num_slots = count_slots(self.config, self.num_lanes)
         self._allocate(self.num_blocks, num_slots, self.num_lanes)
