@@ -99,8 +99,8 @@ class Detokenizer:
     def read(self, token_ids: list[int], is_last: bool) -> str:
         """Decode new tokens, and return all text that can be released.
 
-        `is_last` if no tokens follow. `token_ids` has the prompt, too. With stop strings, `meets_stop_string` must have been
-        called for each new token.
+        `is_last` if no tokens follow. `token_ids` has the prompt, too. With stop strings,
+        `meets_stop_string` must have been called for each new token.
         """
         if is_last and self.end is None:
             whole = self._decode(token_ids[self.anchor_start :])

@@ -6,6 +6,7 @@ parameter is not given.
 """
 
 from dataclasses import fields, replace
+from enum import Enum, auto
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
@@ -27,13 +28,19 @@ DEFAULT_MAX_TOKENS = 16  # for completions; a chat can use the rest of max_model
 MAX_SAMPLES = 4096  # prompts times n of one request
 MAX_LOGPROBS = 20  # OpenAI's limit
 
-READ = "is read here or by Reply"
-IGNORED = "does not change the result"
+
+class Use(Enum):
+    """What happens to a parameter."""
+
+    READ = auto()  # here or by Reply
+    IGNORED = auto()  # because it does not change the result
+
+
 # A list has the accepted values of a parameter that is not supported: they change nothing.
-Table = dict[str, str | list[Any]]
+Table = dict[str, Use | list[Any]]
 
 
-def make_table(*uses: tuple[str | list[Any], str]) -> Table:
+def make_table(*uses: tuple[Use | list[Any], str]) -> Table:
     """Map names to uses, from pairs of a use and the names that have it.
 
     A later pair overrides an earlier one.
@@ -45,11 +52,11 @@ _SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"prompt_l
 _TEMPLATE = "messages tools chat_template_kwargs reasoning_effort"
 _TEMPLATE += " add_generation_prompt continue_final_message"
 _COMMON: Table = {
-    **dict.fromkeys(_SAMPLING_FIELDS, READ),
+    **dict.fromkeys(_SAMPLING_FIELDS, Use.READ),
     **make_table(
-        (READ, "model response_format stream stream_options"),
-        (IGNORED, "metadata prediction prompt_cache_key prompt_cache_retention request_id"),
-        (IGNORED, "safety_identifier service_tier store user verbosity"),
+        (Use.READ, "model response_format stream stream_options"),
+        (Use.IGNORED, "metadata prediction prompt_cache_key prompt_cache_retention request_id"),
+        (Use.IGNORED, "safety_identifier service_tier store user verbosity"),
         ([True], "add_generation_prompt detokenize skip_special_tokens"),
         ([True], "spaces_between_special_tokens"),
         ([False], "continue_final_message early_stopping include_stop_str_in_output"),
@@ -67,24 +74,24 @@ _COMMON: Table = {
 }
 COMPLETION: Table = {
     **_COMMON,
-    **make_table((READ, "echo prompt"), ([True], "add_special_tokens"), ([0], "top_logprobs")),
+    **make_table((Use.READ, "echo prompt"), ([True], "add_special_tokens"), ([0], "top_logprobs")),
 }
 CHAT: Table = {
     **_COMMON,
     **make_table(
-        (READ, _TEMPLATE),
-        (READ, "include_reasoning max_completion_tokens parallel_tool_calls tool_choice"),
-        (READ, "logprobs top_logprobs"),  # in a chat, logprobs is a bool
+        (Use.READ, _TEMPLATE),
+        (Use.READ, "include_reasoning max_completion_tokens parallel_tool_calls tool_choice"),
+        (Use.READ, "logprobs top_logprobs"),  # in a chat, logprobs is a bool
         ([False], "add_special_tokens echo"),
     ),
 }
 TOKENIZE_PROMPT = make_table(
-    (READ, "model prompt add_special_tokens"), ([False], "return_token_strs")
+    (Use.READ, "model prompt add_special_tokens"), ([False], "return_token_strs")
 )
 TOKENIZE_CHAT = make_table(
-    (READ, "model"), (READ, _TEMPLATE), ([False], "add_special_tokens return_token_strs")
+    (Use.READ, "model"), (Use.READ, _TEMPLATE), ([False], "add_special_tokens return_token_strs")
 )
-DETOKENIZE = make_table((READ, "model tokens"))
+DETOKENIZE = make_table((Use.READ, "model tokens"))
 
 
 def parse_request(
@@ -104,7 +111,7 @@ def parse_request(
     with blaming(given, default=prompt_name):
         prompts: Any = given.get(prompt_name)
         if is_chat:
-            prompts = [encode_chat(given, tools, llm)]
+            prompts = [_encode_chat(given, tools, llm)]
     with blaming(given, default="n" if "n" in given else prompt_name):
         # Before a grammar is compiled, because its limits grow with the number of samples.
         num_samples = params.n * len(list_prompts(prompts))
@@ -118,13 +125,13 @@ def _select(body: JsonObject, table: Table) -> JsonObject:
     given: JsonObject = {}
     for name, value in body.items():
         use = table.get(name, [])
-        if value is None or use == IGNORED:
+        if value is None or use is Use.IGNORED:
             continue
         if isinstance(value, float) and value.is_integer():
             value = int(value)  # JavaScript and Go can write 16 as 16.0
-        if isinstance(use, str):
+        if use is Use.READ:
             given[name] = value
-        elif (type(value), value) not in [(type(neutral), neutral) for neutral in use]:
+        elif (type(value), value) not in [(type(each), each) for each in use]:
             message = f"{show(name)} with the value {show(value)} is not supported: leave it out"
             raise ApiError(message, name)
     return given
@@ -184,7 +191,50 @@ def _constrain(given: JsonObject, name: str, source: str, structured_outputs: Js
     given |= {"structured_outputs": structured_outputs, "constrained_by": source}
 
 
-def encode_chat(given: JsonObject, tools: list[Tool], llm: LLM) -> Prompt:
+def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:
+    options = {name: given[name] for name in _SAMPLING_FIELDS & given.keys()}
+    options["max_tokens"] = _read_max_tokens(given, llm.max_model_len if is_chat else None)
+    options["logprobs"] = _read_logprobs(given, is_chat)
+    if given.get("echo"):
+        options["prompt_logprobs"] = options["logprobs"]
+    if "logit_bias" in given:
+        options["logit_bias"] = _read_biases(given["logit_bias"])
+    if options.get("seed") == -1:  # none, as in vLLM
+        del options["seed"]
+    return replace(llm.get_default_sampling_params(), **options)
+
+
+def _read_max_tokens(given: JsonObject, chat_default: int | None) -> int:
+    if "max_completion_tokens" in given:
+        return check_int("max_completion_tokens", given["max_completion_tokens"], 1)
+    max_tokens = given.get("max_tokens", chat_default or DEFAULT_MAX_TOKENS)
+    if given.get("echo"):  # 0 asks for the prompt alone, see Reply
+        return max(1, check_int("max_tokens", max_tokens, 0))
+    return max_tokens
+
+
+def _read_logprobs(given: JsonObject, is_chat: bool) -> int | None:
+    """Return the number of log probabilities. In a chat, `logprobs` is a bool."""
+    if not is_chat:
+        if "logprobs" not in given:
+            return None
+        return check_int("logprobs", given["logprobs"], 0, MAX_LOGPROBS)
+    num_top = check_int("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
+    if check_bool("logprobs", given.get("logprobs", False)):
+        return num_top
+    if num_top > 0:
+        raise invalid("top_logprobs", "needs logprobs=true: set it, or leave it out")
+    return None
+
+
+def _read_biases(biases: Any) -> dict[Any, Any]:
+    """Return biases by token id, which JSON writes as a str."""
+    check_type("logit_bias", biases, (dict,), "an object")
+    # int() raises an error of its own above some thousand digits.
+    return {int(i) if i.isdecimal() and len(i) < 20 else i: bias for i, bias in biases.items()}
+
+
+def _encode_chat(given: JsonObject, tools: list[Tool], llm: LLM) -> Prompt:
     """Return the token ids of `messages`."""
     variables = given.get("chat_template_kwargs", {})
     check_type("chat_template_kwargs", variables, (dict,), "an object")
@@ -207,7 +257,7 @@ def tokenize(body: JsonObject, llm: LLM) -> JsonObject:
     given = _select(body, TOKENIZE_CHAT if is_chat else TOKENIZE_PROMPT)
     with blaming(given, default="messages" if is_chat else "prompt"):
         if is_chat:
-            ids = encode_chat(given, given.get("tools", []), llm)
+            ids = _encode_chat(given, given.get("tools", []), llm)
         else:
             prompt: Any = given.get("prompt")
             check_type("prompt", prompt, (str,), "a str")
@@ -228,33 +278,3 @@ def detokenize(body: JsonObject, llm: LLM) -> JsonObject:
             raise invalid("tokens", "need a tokenizer, which the checkpoint does not have")
         with naming("the tokenizer cannot decode the tokens", Exception):
             return {"prompt": llm.tokenizer.decode(ids, clean_up_tokenization_spaces=False)}
-
-
-def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:
-    options = {name: given[name] for name in _SAMPLING_FIELDS & given.keys()}
-    options.setdefault("max_tokens", llm.max_model_len if is_chat else DEFAULT_MAX_TOKENS)
-    if "max_completion_tokens" in given:
-        max_tokens = check_int("max_completion_tokens", given["max_completion_tokens"], 1)
-        options["max_tokens"] = max_tokens
-    if "logit_bias" in options:
-        biases = check_type("logit_bias", options["logit_bias"], (dict,), "an object")
-        # int() raises an error of its own above some thousand digits.
-        options["logit_bias"] = {
-            int(i) if i.isdecimal() and len(i) < 20 else i: bias for i, bias in biases.items()
-        }
-    if options.get("seed") == -1:  # none, as in vLLM
-        del options["seed"]
-    if is_chat:  # `logprobs` is a bool, and `top_logprobs` their number
-        wants_logprobs = check_bool("logprobs", options.pop("logprobs", False))
-        num_logprobs = check_int("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
-        if wants_logprobs:
-            options["logprobs"] = num_logprobs
-        elif num_logprobs > 0:
-            raise invalid("top_logprobs", "needs logprobs=true: set it, or leave it out")
-    elif "logprobs" in options:
-        check_int("logprobs", options["logprobs"], 0, MAX_LOGPROBS)
-    if given.get("echo"):
-        options["prompt_logprobs"] = options.get("logprobs")
-        max_tokens = check_int("max_tokens", options["max_tokens"], 0)
-        options["max_tokens"] = max(max_tokens, 1)  # 0 asks for the prompt alone, see Reply
-    return replace(llm.get_default_sampling_params(), **options)

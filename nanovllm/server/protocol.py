@@ -31,10 +31,10 @@ class Reply:
         self.echoes_prompt: bool = given.get("echo", False)
         self.wants_completion = not (self.echoes_prompt and given.get("max_tokens") == 0)
         self.num_top: int = given.get("top_logprobs", 0)
-        self.prompts: list[str | list[int]] = []  # one per choice, as they were sent
+        self.echoed_prompts: list[str | list[int]] = []  # one per choice, as sent
         if self.echoes_prompt:
             for prompt in list_prompts(given["prompt"]):
-                self.prompts += [prompt] * given.get("n", 1)
+                self.echoed_prompts += [prompt] * given.get("n", 1)
         self.is_chat = is_chat
         self.parses_reasoning = parses_reasoning
         self.tools = given.get("tools") or []
@@ -74,7 +74,7 @@ class Reply:
         for index, output in outputs.items():
             num_chars, num_tokens = self.sent.get(index, (0, 0))
             self.sent[index] = (len(output["text"]), len(output["token_ids"]))
-            choice = json.dumps(self._choice(index, output, num_chars, num_tokens))
+            choice = json.dumps(self._write_choice(index, output, num_chars, num_tokens))
             events.append(write_event(f'{self.prefix}, "choices": [{choice}]{self.suffix}}}'))
         return "".join(events)
 
@@ -87,10 +87,10 @@ class Reply:
 
     def write_whole(self) -> JsonObject:
         """Return the reply to a request that does not stream."""
-        choices = [self._choice(index, self.newest[index], 0, 0) for index in sorted(self.newest)]
+        choices = [self._write_choice(i, self.newest[i], 0, 0) for i in sorted(self.newest)]
         return {**self.head, "choices": choices, "usage": self._usage()}
 
-    def _choice(
+    def _write_choice(
         self, index: int, output: RequestOutput, num_chars: int, num_tokens: int
     ) -> JsonObject:
         """Return a choice without the characters and tokens that were already sent."""
@@ -103,11 +103,11 @@ class Reply:
             "logprobs": None,
         }
         if output["logprobs"] is not None:
-            choice["logprobs"] = self._logprobs(index, output, num_tokens)
+            choice["logprobs"] = self._write_logprobs(index, output, num_tokens)
         if not self.is_chat:
             choice["text"] = text
             return choice
-        delta = self._parse(index, output, text)
+        delta = self._parse_message(index, output, text)
         if self.parsers[index].calls and output["finish_reason"] == "stop":
             choice["finish_reason"] = "tool_calls"
         if self.is_stream:
@@ -118,7 +118,7 @@ class Reply:
             choice["message"] = {"role": "assistant", "content": None, "refusal": None, **delta}
         return choice
 
-    def _parse(self, index: int, output: RequestOutput, text: str) -> JsonObject:
+    def _parse_message(self, index: int, output: RequestOutput, text: str) -> JsonObject:
         """Return the delta of a chat for more text."""
         if index not in self.parsers:
             last_ids = output["prompt_token_ids"][-NUM_TAG_TOKENS:]
@@ -138,7 +138,7 @@ class Reply:
 
         A character that the prompt begins and the completion continues belongs to the completion.
         """
-        prompt = self.prompts[index]
+        prompt = self.echoed_prompts[index]
         if isinstance(prompt, str):
             return prompt
         if self.vocabulary.tokenizer is None:
@@ -146,7 +146,7 @@ class Reply:
         detokenizer = Detokenizer(self.vocabulary.tokenizer, [])
         return detokenizer.read(prompt, is_last=not self.wants_completion)
 
-    def _logprobs(self, index: int, output: RequestOutput, num_tokens: int) -> JsonObject:
+    def _write_logprobs(self, index: int, output: RequestOutput, num_tokens: int) -> JsonObject:
         """Describe the tokens of a choice after the first `num_tokens`, which were already sent."""
         prompt_token_ids = output["prompt_token_ids"]
         if index not in self.writers:

@@ -48,7 +48,7 @@ def list_values(table, kind):
 @pytest.mark.parametrize("is_chat, table", [(True, CHAT), (False, COMPLETION)])
 def test_neutral_and_ignored_values_change_nothing(llm, is_chat, table):
     expected = parse_request(VALID[is_chat], is_chat, llm)
-    accepted = [*list_values(table, list), *list_values(table, parameters.IGNORED)]
+    accepted = [*list_values(table, list), *list_values(table, parameters.Use.IGNORED)]
     accepted += [(name, None) for name in [*table, "unknown"] if name not in VALID[is_chat]]
     assert len(accepted) > 50
     for name, value in accepted:
@@ -154,7 +154,7 @@ def test_an_error_names_the_parameter(llm, is_chat, body, param):
     assert len(error.message) < 400
 
 
-@pytest.mark.parametrize("prompts, n", [("x", 10**9), (["x"] * 4097, 1), ([[1], [2]], 4096)])
+@pytest.mark.parametrize("prompts, n", [("x", 5000), (["x"] * 4097, 1), ([[1], [2]], 4096)])
 def test_samples_are_counted_before_their_grammar_is_compiled(llm, monkeypatch, prompts, n):
     monkeypatch.setattr(GrammarCompiler, "compile", None)
     error = reject(llm, {"prompt": prompts, "n": n, "structured_outputs": {"regex": "a"}}, False)
