@@ -239,7 +239,7 @@ class LLM(ThreadSafeEngine):
     ) -> list[RequestOutput]:
         # The outputs come from the requests, not from an inbox.
         with self._queued(prompts, inbox={}) as requests:
-            for request in ProgressBar(requests, unit="seq", disable=not use_tqdm):
+            for request in ProgressBar(requests, unit="seq") if use_tqdm else requests:
                 while request.seq_id in self.requests:
                     self._run_step()
             return [request.output() for request in requests]

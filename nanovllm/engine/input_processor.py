@@ -54,14 +54,12 @@ class InputProcessor:
         self,
         config: Config,
         tokenizer: PreTrainedTokenizerBase | None,
-        eos_token_ids: frozenset[int],
         default_params: SamplingParams,
         vocab_size: int,
         max_model_len: int,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.eos_token_ids = eos_token_ids
         self.default_params = default_params
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -141,13 +139,15 @@ class InputProcessor:
         encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return call_foreign(problem, encode)
 
-    def make_requests(self, prompts: list[PreparedPrompt], inbox: Inbox) -> list[Request]:
+    def make_requests(
+        self, prompts: list[PreparedPrompt], eos_token_ids: frozenset[int], inbox: Inbox
+    ) -> list[Request]:
         """Make the samples of all prompts. `inbox` receives those with progress to report."""
         requests: list[Request] = []
         for token_ids, params, make_request in prompts:
             stop_token_ids = set(params.stop_token_ids or ())
             if params.structured_outputs is not None or not params.ignore_eos:
-                stop_token_ids |= self.eos_token_ids
+                stop_token_ids |= eos_token_ids
             # Checkpoints with a reduced vocabulary can name ids above it.
             valid_ids = frozenset(i for i in stop_token_ids if i < self.vocab_size)
             detokenizer: Detokenizer | None = None

@@ -83,7 +83,6 @@ class LLMEngine:
         self.input_processor = InputProcessor(
             config,
             tokenizer=self.tokenizer,
-            eos_token_ids=self.eos_token_ids,
             default_params=default_params,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
@@ -115,7 +114,7 @@ class LLMEngine:
     def _queued(self, prompts: list[PreparedPrompt], inbox: Inbox) -> Iterator[list[Request]]:
         """Queue all prompts, or none. An exception inside the block cancels their requests."""
         make_requests = self.input_processor.make_requests
-        requests = self._take_turn(make_requests, prompts, inbox)
+        requests = self._take_turn(make_requests, prompts, self.eos_token_ids, inbox)
         try:
             self._take_turn(self._queue, requests)
             yield requests

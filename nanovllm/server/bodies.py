@@ -25,7 +25,8 @@ class Bodies:
 
     Parsed JSON takes up to 30 times as much memory as its text, so large bodies are parsed one at a
     time. The text that waits for that is limited to MAX_TOTAL_BYTES. Bodies that may have a
-    constraint have two threads of their own, because a grammar can take seconds to compile.
+    constraint have two threads of their own and do not wait for others, because a grammar can take
+    seconds to compile.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -53,11 +54,11 @@ class Bodies:
                 self.total_bytes += len(chunk)
                 self._check(len(data))
             is_large = len(data) > SMALL_BODY_BYTES
-            may_constrain = any(name in data for name in CONSTRAINTS)
-            threads = self.compilers if may_constrain else None  # None: those of asyncio
-            loop = asyncio.get_running_loop()
+            if any(name in data for name in CONSTRAINTS):
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self.compilers, _parse, data, parse, is_large)
             async with self.turn if is_large else nullcontext():
-                return await loop.run_in_executor(threads, _parse, data, parse, is_large)
+                return await asyncio.to_thread(_parse, data, parse, is_large)
         finally:
             self.total_bytes -= len(data)
 

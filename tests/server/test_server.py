@@ -247,7 +247,7 @@ def test_64_clients_share_steps(url):
     "body, status, message",
     [
         ({"prompt": "x", "temperature": -1}, 400, "temperature must be at least 0.0"),
-        ({"prompt": "x", "n": 10**9}, 400, "prompts times n"),
+        ({"prompt": "x", "n": 5000}, 400, "prompts times n"),
         ({"prompt": "x", "logprobs": 21}, 400, "logprobs must be"),
         ({"prompt": "x", "prompt_logprobs": 1}, 400, "'prompt_logprobs'"),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens must be at least 1"),

@@ -15,7 +15,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,18 +29,7 @@ from nanovllm.terminal import report
 S = TypeVar("S", bound=ctypes.Structure)
 
 
-class Pointer:
-    """A parameter that takes a contiguous tensor, an address, a reference or None."""
-
-    @classmethod
-    def from_param(cls, argument: object) -> object:
-        if isinstance(argument, Tensor):
-            assert argument.is_contiguous()  # pass data_ptr() of a tensor that is not
-            argument = argument.data_ptr()
-        return ctypes.c_void_p.from_param(argument)
-
-
-KINDS = {"P": Pointer, "I": ctypes.c_int64, "F": ctypes.c_float}
+KINDS = {"P": ctypes.c_void_p, "I": ctypes.c_int64, "F": ctypes.c_float}
 SIGNATURES = {  # parameters of the functions in kernels.cpp: pointer, int64_t or float
     "store_kvcache": "PPIIPIIPP",
     "decode_attention": "PPPPPPPIIIIIIF",
@@ -128,7 +118,24 @@ def load(dtype: torch.dtype) -> ctypes.CDLL:
         if function is not None:
             function.argtypes = [KINDS[kind] for kind in kinds]
             function.restype = None
+            setattr(library, name, partial(_call, function))
     return library
+
+
+def _call(function: Callable[..., None], *arguments: object) -> None:
+    """Call a C++ function. A tensor is passed as a pointer and must be contiguous.
+
+    Pass data_ptr() of a tensor that is not. (A class with `from_param` could do the same, but
+    ctypes would turn a KeyboardInterrupt within it into an error of its own.)
+    """
+    values: list[object] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            assert argument.is_contiguous()
+            values.append(argument.data_ptr())
+        else:
+            values.append(argument)
+    function(*values)
 
 
 def _build(compiler: list[str], dtype: torch.dtype, path: Path) -> ctypes.CDLL:
