@@ -113,12 +113,7 @@ class MultiRankExecutor(Executor):
         if self.processes and self.stop_reason is None:
             lost = wait(self.processes, timeout)
         if lost:
-            failures = [
-                _read_failure(pipe, process)
-                for pipe, process in self.processes.items()
-                if pipe in lost
-            ]
-            cause = min(failures)
+            cause = min([_read_failure(pipe, self.processes[pipe]) for pipe in lost])
             self.stop(cause.reason)
             if cause.is_value_error:
                 raise ValueError(cause.reason)

@@ -25,6 +25,7 @@ if __name__ == "__main__":
     os.nice(10)  # the engine goes first
     cpu_seconds = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a stack overflow need not be debugged
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=compile_stdin)
     thread.start()

@@ -47,6 +47,12 @@ class Worker:
     Raises ValueError for options that conflict with each other, the model or this machine.
     """
 
+    # Set by `start`.
+    num_blocks: int
+    num_lanes: int  # sequences that can run at once
+    kv_caches: list[Tensor]  # each layer's K/V or states
+    graphs: "kernels.CudaGraphs | None"
+
     def __init__(
         self, config: Config, spec: ModelSpec, directory: Path, place: Place | None = None
     ) -> None:
@@ -225,7 +231,7 @@ class Worker:
         config = self.config
         # Release the old caches before new ones are allocated.
         self.graphs = None
-        self.kv_caches: list[Tensor] = []
+        self.kv_caches = []
         torch.cuda.empty_cache()  # no effect without a GPU
         problem = (
             f"no memory for {num_blocks} blocks of {self.block_size} tokens:"

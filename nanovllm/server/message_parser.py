@@ -27,7 +27,7 @@ class MessageParser:
         self.end_tags = {
             "reasoning": [END_THINK, *call_tags],  # Qwen3.5 can leave out </think>
             "content": call_tags,
-            "tool_calls": [CLOSING],
+            "tool_calls": [CLOSING, OPENING],  # small models can leave out the closing tag
         }
         self.section = "content"
         if parses_reasoning:
@@ -94,7 +94,8 @@ class MessageParser:
             delta.setdefault("tool_calls", []).append(entry)
         if is_complete and not call.is_sent:
             self.calls.pop()
-            self._add_content(delta, OPENING + call.text + tag)
+            end = tag if tag == CLOSING else ""  # an opening tag begins the next call
+            self._add_content(delta, OPENING + call.text + end)
 
 
 def split(text: str, tags: list[str], is_last: bool) -> tuple[str, str, str]:

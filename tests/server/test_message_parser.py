@@ -162,6 +162,12 @@ CASES = {
         '<tool_call>{"name": null, "arguments": {}}</tool_call>',
         {"content": '<tool_call>{"name": null, "arguments": {}}</tool_call>'},
     ),
+    "no closing tag": (
+        write_call().removesuffix("</tool_call>")
+        + "<tool_call>no<tool_call>{}"
+        + write_call("find", "{}"),
+        {"tool_calls": [ADD, FIND], "content": "<tool_call>no<tool_call>{}"},
+    ),
     "cut off": (write_call()[:-15], {"tool_calls": [["add", '{"a": 1']]}),
     "no call": ("<tool_call>add(1)</tool_call>!", {"content": "<tool_call>add(1)</tool_call>!"}),
     "no name": ('<tool_call>{"name": "add"', {"content": '<tool_call>{"name": "add"'}),
