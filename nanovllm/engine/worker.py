@@ -10,6 +10,7 @@ the block size, the number of blocks and max_model_len.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ class Worker:
     num_blocks: int
     num_lanes: int  # sequences that can run at once
     kv_caches: list[Tensor]  # each layer's K/V or states
-    graphs: "kernels.CudaGraphs | None"
+    graphs: Any  # CudaGraphs, or None
 
     def __init__(
         self, config: Config, spec: ModelSpec, directory: Path, place: Place | None = None

@@ -9,8 +9,18 @@ import pytest
 from nanovllm import chat
 
 
+SLOWLY = """
+import time
+from nanovllm import LLM, chat
+
+run_step = LLM._run_step
+LLM._run_step = lambda llm: (time.sleep(0.01), run_step(llm))  # leaves time for Ctrl-C
+chat.main()
+"""
+
+
 def test_a_conversation_with_an_answer_that_ctrl_c_stops():
-    command = [sys.executable, "-m", "nanovllm.chat"]
+    command = [sys.executable, "-c", SLOWLY]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         process.stdin.write("What is 3 + 4?\nWhat is 12 + 30?\nintroduce yourself\n")
