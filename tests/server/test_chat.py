@@ -8,7 +8,6 @@ import pytest
 
 from nanovllm import chat
 
-
 SLOWLY = """
 import time
 from nanovllm import LLM, chat
