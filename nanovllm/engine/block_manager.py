@@ -84,7 +84,7 @@ class BlockManager:
         It ends before the first token whose logits are needed, which is at the latest the last one.
         """
         prefix: list[Block] = []
-        for index in range(seq.first_logits // self.block_size):
+        for index in range(seq.first_logits_position // self.block_size):
             block_id = self.hash_to_block_id.get(self._hash(seq, index))
             if block_id is None:
                 break

@@ -6,7 +6,7 @@ The logits at position i predict token i + 1. In a prompt that token is known, n
     tokens they predict    | 5  6  7  8 |       three rows of logits score the prompt, one samples
 
 `Request.prompt_logprobs` grows with every chunk. It depends only on the prompt, so it survives a
-preemption. A prefix hit ends at `Request.first_logits`, because a hit computes no logits.
+preemption. A prefix hit ends at `Request.first_logits_position`, because a hit computes no logits.
 
 A chunk can have more rows of logits than the profile run had. They are then computed in parts, and
 the rows of a part that score the prompt are reduced to a few numbers before the next part.

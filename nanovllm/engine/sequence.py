@@ -72,7 +72,7 @@ class Sequence:
         self.is_decode = False  # all that was missing is the newest generated token
 
     @property
-    def first_logits(self) -> int:
+    def first_logits_position(self) -> int:
         """Position of the first token whose logits are needed. Request overrides this."""
         return len(self.token_ids) - 1
 

@@ -88,7 +88,11 @@ def allocate_model(
 def _find_scheme(
     quantization: Quantization, name: str, layer: Any, files: TensorFiles | None
 ) -> Scheme | None:
-    """Return the scheme of a layer's weights. None: they are floats."""
+    """Return the scheme of a layer's weights. None: they are floats.
+
+    Codes that the checkpoint stores keep their scheme. What it stores or reads as floats gets that
+    of the option `quantization`, except for the layers in _KEPT.
+    """
     format = quantization.format
     if format is not None and format.scheme is not None and _has_codes(format, name, layer, files):
         return format.scheme

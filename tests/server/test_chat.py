@@ -9,9 +9,10 @@ import pytest
 from nanovllm import chat
 
 SLOWLY = """
-import time
+import signal, time
 from nanovllm import LLM, chat
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 run_step = LLM._run_step
 LLM._run_step = lambda llm: (time.sleep(0.01), run_step(llm))  # leaves time for Ctrl-C
 chat.main()
