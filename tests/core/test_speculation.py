@@ -316,6 +316,18 @@ def test_drafts_that_pay(options, expected):
         assert proposal.token_ids == [2, 3, 1, 2], "also without a draft, to learn from it"
 
 
+def test_the_cost_of_a_large_step_is_not_that_of_a_small_one():
+    """A chunk beside a decode has more tokens than any step of `plain`."""
+    chunk, _ = make_decode(0.9)
+    chunk.num_scheduled_tokens = 8
+    chunk.num_logits = 0
+    decode, proposal = make_decode(0.9)
+    by_tokens = [float(n) for n in range(65)]
+    costs = StepCosts(by_tokens[:3], by_tokens)
+    drafts = Speculator(4, costs).choose([chunk, decode], {decode: proposal}, 100)
+    assert drafts[decode] == [2, 3, 1, 2], "four tokens of nine more for one of nine"
+
+
 @pytest.mark.parametrize(
     "params, expected",
     [

@@ -23,6 +23,8 @@ from conftest import (
 )
 from safetensors.torch import load_file, save_file
 from test_families import make_family
+from torch import nn
+from transformers import Qwen3MoeConfig
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.layers.quantized import QuantizedWeight, Scheme
@@ -401,6 +403,18 @@ def test_unsupported_formats_are_named(checkpoint, tmp_path, settings, complaint
     edit_config(tmp_path, quantization_config=settings)
     with pytest.raises(ValueError, match=complaint):
         load(tmp_path)
+
+
+def test_dummy_weights_are_quantized_where_checkpoints_quantize_them(tmp_path):
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    make_checkpoint(tmp_path, family=Qwen3MoeConfig, hidden_size=64, **experts)
+    edit_config(tmp_path, quantization_config=gptq())
+    llm = load(tmp_path, load_format="dummy", enable_kernels=False)
+    modules = dict(llm.executor.worker.model.named_modules())
+    layer = "model.layers.0"
+    assert type(modules[f"{layer}.mlp.experts"].down_proj) is QuantizedWeight
+    assert type(modules[f"{layer}.self_attn.o_proj"].weight) is QuantizedWeight
+    assert type(modules[f"{layer}.mlp.gate"].weight) is nn.Parameter
 
 
 def shorten(part):

@@ -4,26 +4,40 @@ Peak rates take a second to measure. They are measured for real only where a pro
 """
 
 import json
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import make_checkpoint
 from project_helpers import ROOT, reject, start
 from transformers import Qwen3_5TextConfig, Qwen3Config
 
 from bench import main
 from nanovllm import DEMO_MODEL
 from nanovllm.benchmark import roofline
+from nanovllm.benchmark.arguments import make_parser, make_setting
 from nanovllm.benchmark.engines import NanoVLLM, Request
 from nanovllm.benchmark.roofline import PeakRates, find_roofline_fraction, measure_peak_rates
 from nanovllm.kernels import bench as kernels_bench
 from nanovllm.kernels.bench import QWEN3_HEADS, TOLERANCES
 from nanovllm.kernels.self_test import Shape, compare_with_torch, make_batch
 from nanovllm.layers import attention as reference
+from nanovllm.models.formats import FP8, GPTQ
+from nanovllm.models.quantization import INT4, INT8, Quantization
 
 SIZES = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "2", "5"]
 TINY = [*SIZES, "--model", DEMO_MODEL, "--set", "device=cpu"]
+SMALL_SHAPE = {
+    "vocab_size": 10,
+    "num_hidden_layers": 3,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+}
 CPU = torch.device("cpu")
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -145,15 +159,7 @@ def test_roofline_counts_necessary_flops_and_bytes(shared_prefix, dtype, peak, s
     Decode with a context of 6: 2 * 1808 + 96 * 6 FLOPs, 1808 + 24 * 6 numbers.
     If 2 tokens are shared, 4 are computed with 8 pairs, and the first decodes read 6, not 8.
     """
-    config = Qwen3Config(
-        vocab_size=10,
-        num_hidden_layers=3,
-        hidden_size=8,
-        intermediate_size=16,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-    )
+    config = Qwen3Config(**SMALL_SHAPE)
     requests = [Request([1, 2, 3, 4], 3), Request([1, 2], 2)]
     least = roofline.compute_roofline_seconds(config, dtype, requests, shared_prefix, peak)
     assert least == pytest.approx(seconds)
@@ -186,6 +192,32 @@ def test_roofline_counts_recurrent_states():
     requests = [Request([1, 2, 3, 4], 2), Request([1, 2], 2)]
     least = roofline.compute_roofline_seconds(config, BFLOAT16, requests, 0, SLOW_MEMORY)
     assert least == pytest.approx(0.026752 + 7.328)
+
+
+def test_roofline_counts_what_the_option_quantizes():
+    """Also weights whose codes are read as floats, but not those whose codes are kept."""
+    config = Qwen3Config(**SMALL_SHAPE)
+    requests = [Request([1, 2, 3, 4], 3)]
+
+    def count(quantization):
+        return roofline.compute_roofline_seconds(
+            config, BFLOAT16, requests, 0, SLOW_MEMORY, quantization
+        )
+
+    of_option = Quantization(INT4, INT8)
+    assert count(replace(of_option, format=FP8())) == count(of_option) < count(Quantization())
+    kept = GPTQ(scheme=INT8, bits=8, group_size=128, is_symmetric=True)
+    assert count(of_option) < count(replace(of_option, format=kept)) < count(Quantization())
+
+
+def test_the_dtype_is_the_stored_one_if_the_config_has_none(tmp_path):
+    make_checkpoint(tmp_path, dtype=BFLOAT16)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "dtype": None, "torch_dtype": None}))
+    args = make_parser().parse_args([*SIZES, "--model", str(tmp_path)])
+    args.set = []
+    assert make_setting(args, str(tmp_path / "unused")).options["dtype"] == "bfloat16"
 
 
 def test_fraction_of_the_roofline_is_at_most_one():
