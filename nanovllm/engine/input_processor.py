@@ -25,7 +25,7 @@ class PreparedPrompt(NamedTuple):
 
     token_ids: list[int]
     params: SamplingParams
-    make_request: Callable[..., Request] = Request  # a StructuredRequest has its grammar from here
+    make_request: Callable[..., Request] = Request  # GrammarCompiler makes others
 
 
 # A token stands for at most as many characters as its entry in the vocabulary has, or for four

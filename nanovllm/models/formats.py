@@ -166,7 +166,7 @@ class GPTQ(PackedFormat):
 
 
 class AWQ(GPTQ):
-    """The tensors of GPTQ. Codes, too, are packed along the outputs, which are interleaved."""
+    """The tensors of GPTQ, with codes that are packed along the outputs and interleaved."""
 
     packed_dim = 0
 

@@ -39,7 +39,7 @@ class MessageParser:
         self.has_content = False
         # Spaces that follow a tag are content only if words come before and after them.
         self.is_after_tag = parses_reasoning or len(tools) > 0
-        self.spaces = ""  # since the tag, until a word comes
+        self.spaces = ""  # spaces after the tag, while no word has come
 
     def feed(self, text: str, is_last: bool) -> JsonObject:
         """Return OpenAI's delta for more text. `is_last` if none follows."""
