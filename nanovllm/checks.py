@@ -147,23 +147,15 @@ def call_foreign(source: object, call: Callable[[], T]) -> T:
     """Run code of a tokenizer or a checkpoint, and turn its exceptions into ValueErrors.
 
     That code can raise anything, and takes long enough for a signal handler to raise in the middle.
-    An exception that does not come again is that of a handler, and is raised as it is.
+    A second call tells the two apart, because an exception of a handler does not come again. Such
+    an exception is raised as it is.
     """
     try:
         return call()
     except Exception as error:
-        if fails_again(error, call):
-            raise invalid(str(source), str(error), separator=": ") from error
+        with naming(source, type(error)):
+            call()
         raise
-
-
-def fails_again(error: Exception, call: Callable[[], object]) -> bool:
-    """Return whether `call` raises the same type of error as before."""
-    try:
-        call()
-    except type(error):
-        return True
-    return False
 
 
 @contextmanager

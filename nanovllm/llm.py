@@ -178,7 +178,7 @@ class LLM(ThreadSafeEngine):
             raise ValueError(
                 "the checkpoint has no tokenizer: pass token ids to generate instead of chat"
             )
-        texts = [self.chat_template.render(chat, **options) for chat in conversations]
+        texts = self.chat_template.render(conversations, **options)
         return [self.input_processor.tokenize(text, add_special_tokens=False) for text in texts]
 
     def beam_search(

@@ -41,13 +41,13 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: list[Message],
+        conversations: list[list[Message]],
         tools: list[Tool] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-    ) -> str:
-        """Return the text of a conversation, see `LLM.chat`. Raises ValueError or TypeError."""
+    ) -> list[str]:
+        """Return the texts of conversations, see `LLM.chat`. Raises ValueError or TypeError."""
         if tools and not self.uses_tools:
             raise invalid("tools", "need a chat template that uses them: this model's does not")
         variables = chat_template_kwargs or {}
@@ -57,21 +57,20 @@ class ChatTemplate:
         reserved = {"self", "messages", *signature(self.tokenizer.apply_chat_template).parameters}
         for name in sorted(reserved & (variables.keys() - {"documents"})):
             raise invalid(f"chat_template_kwargs.{name}", "is no variable of the chat template")
-        check_bool("add_generation_prompt", add_generation_prompt)
-        check_bool("continue_final_message", continue_final_message)
-        prepared = prepare_messages(messages)
-        tools = check_tools(tools) if tools else None
         apply = partial(
             self.tokenizer.apply_chat_template,
-            prepared,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
+            tools=check_tools(tools) if tools else None,
+            add_generation_prompt=check_bool("add_generation_prompt", add_generation_prompt),
+            continue_final_message=check_bool("continue_final_message", continue_final_message),
             tokenize=False,
             **variables,
         )
         problem = "the checkpoint's chat template cannot format these messages"
-        return str(call_foreign(problem, apply))
+        texts: list[str] = []
+        for conversation in conversations:
+            messages = prepare_messages(conversation)
+            texts.append(str(call_foreign(problem, partial(apply, messages))))
+        return texts
 
 
 def prepare_messages(conversation: Any) -> list[Message]:

@@ -14,8 +14,6 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from nanovllm.checks import fails_again
-
 Tokens = tuple[int, ...]
 # Tokens with complete text, that text, and the tokens after them, which are pending.
 Window = tuple[Tokens, str, Tokens]
@@ -201,6 +199,8 @@ class Detokenizer:
         try:
             return str(decode())
         except Exception as error:  # its type depends on the tokenizer
-            if fails_again(error, decode):  # not that of a signal handler
+            try:
+                decode()
+            except type(error):
                 return None
-            raise
+            raise  # an exception of a signal handler, which does not come again

@@ -77,11 +77,9 @@ class SpeculativeScheduler(Scheduler):
         `sampled` has one token more than the draft: sampled[i] is the token at the position of
         draft[i]. The tokens up to the first one that differs are valid, that one included.
         """
-        num_accepted = 0
-        for draft_id, token_id, next_id in zip(draft, sampled, sampled[1:]):
-            if draft_id != token_id or next_id < 0:  # NaN: sampled again, in the next step
-                break
-            num_accepted += 1
+        num_accepted = count_matches(draft, sampled)
+        if num_accepted > 0 and sampled[num_accepted] < 0:  # NaN: sampled again, in the next step
+            num_accepted -= 1
         self.num_draft_tokens += len(draft)
         self.num_accepted_tokens += num_accepted
 
@@ -111,6 +109,16 @@ class SpeculativeScheduler(Scheduler):
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         super().finish(seq, reason)
         self.proposals.pop(seq, None)
+
+
+def count_matches(draft: list[int], token_ids: list[int]) -> int:
+    """Return how many tokens at the start of both lists are equal."""
+    num_matches = 0
+    for draft_id, token_id in zip(draft, token_ids):
+        if draft_id != token_id:
+            break
+        num_matches += 1
+    return num_matches
 
 
 def enable_speculation(engine: LLMEngine) -> None:

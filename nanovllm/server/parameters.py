@@ -193,7 +193,8 @@ def _constrain(given: JsonObject, name: str, source: str, structured_outputs: Js
 
 def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:
     options = {name: given[name] for name in _SAMPLING_FIELDS & given.keys()}
-    options["max_tokens"] = _read_max_tokens(given, llm.max_model_len if is_chat else None)
+    default = llm.max_model_len if is_chat else DEFAULT_MAX_TOKENS
+    options["max_tokens"] = _read_max_tokens(given, default)
     options["logprobs"] = _read_logprobs(given, is_chat)
     if given.get("echo"):
         options["prompt_logprobs"] = options["logprobs"]
@@ -204,10 +205,10 @@ def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:
     return replace(llm.get_default_sampling_params(), **options)
 
 
-def _read_max_tokens(given: JsonObject, chat_default: int | None) -> int:
+def _read_max_tokens(given: JsonObject, default: int) -> int:
     if "max_completion_tokens" in given:
         return check_int("max_completion_tokens", given["max_completion_tokens"], 1)
-    max_tokens = given.get("max_tokens", chat_default or DEFAULT_MAX_TOKENS)
+    max_tokens = given.get("max_tokens", default)
     if given.get("echo"):  # 0 asks for the prompt alone, see Reply
         return max(1, check_int("max_tokens", max_tokens, 0))
     return max_tokens

@@ -23,7 +23,7 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.speculation import SpeculativeScheduler
+from nanovllm.engine.speculation import SpeculativeScheduler, count_matches
 from nanovllm.engine.states import StatefulScheduler
 from nanovllm.engine.structured import StructuredModelRunner
 from nanovllm.trace.timeline import Args, Event, Timeline, make_event
@@ -172,11 +172,7 @@ class TracedScheduler(Scheduler):
         """Describe what the step has added to a sequence."""
         seq = work.seq
         new_token_ids = seq.token_ids[work.length :]
-        num_accepted = 0
-        for draft_id, token_id in zip(work.event["args"]["draft_token_ids"], new_token_ids):
-            if draft_id != token_id:
-                break
-            num_accepted += 1
+        num_accepted = count_matches(work.event["args"]["draft_token_ids"], new_token_ids)
         end = work.length + num_accepted
         work.event["args"] |= {
             "new_token_ids": new_token_ids,

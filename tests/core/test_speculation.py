@@ -126,13 +126,19 @@ def test_nan_logits_with_a_draft_are_recomputed_without_it():
     assert seq.token_ids == [1, 2, 7, 7, 7]
 
 
-@pytest.mark.parametrize("policy", [SpeculativeScheduler, SpeculativePrefillFirstScheduler])
-def test_nan_logits_with_a_draft_stall_no_other_decode(policy):
+def start_two_sequences(policy):
+    """A scheduler that has computed two prompts. Only the first sequence has drafts."""
     scheduler = policy(BlockManager(9, 4), max_num_seqs=2, max_num_batched_tokens=6)
     scheduler.speculator = make_speculator(lambda _, num_tokens: [7] * num_tokens)
     scheduler.add(Sequence(0, [1, 2, 3], SamplingParams()))
     scheduler.add(Sequence(1, [1, 2, 3], SamplingParams(presence_penalty=1.0)))
     assert run_step(scheduler) == {0: 3, 1: 3}
+    return scheduler
+
+
+@pytest.mark.parametrize("policy", [SpeculativeScheduler, SpeculativePrefillFirstScheduler])
+def test_nan_logits_with_a_draft_stall_no_other_decode(policy):
+    scheduler = start_two_sequences(policy)
     assert run_step(scheduler, [[-1] * 5]) == {0: 5, 1: 1}
     assert run_step(scheduler) == {0: 1, 1: 1}
 
@@ -140,11 +146,7 @@ def test_nan_logits_with_a_draft_stall_no_other_decode(policy):
 @pytest.mark.parametrize("policy", [StatefulSpeculativeScheduler, StatefulPrefillFirstScheduler])
 def test_a_rejected_draft_stalls_no_other_decode(policy):
     """With recurrent states, the next step of its sequence recomputes a token and has no draft."""
-    scheduler = policy(BlockManager(9, 4), max_num_seqs=2, max_num_batched_tokens=6)
-    scheduler.speculator = make_speculator(lambda _, num_tokens: [7] * num_tokens)
-    scheduler.add(Sequence(0, [1, 2, 3], SamplingParams()))
-    scheduler.add(Sequence(1, [1, 2, 3], SamplingParams(presence_penalty=1.0)))
-    assert run_step(scheduler) == {0: 3, 1: 3}
+    scheduler = start_two_sequences(policy)
     for _ in range(3):
         assert run_step(scheduler) == {0: 5, 1: 1}
         assert run_step(scheduler) == {0: 2, 1: 1}
