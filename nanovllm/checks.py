@@ -159,9 +159,11 @@ def call_foreign(source: object, call: Callable[[], T]) -> T:
 
 
 @contextmanager
-def naming(source: object, *errors: type[Exception]) -> Iterator[None]:
-    """Turn `errors` into ValueErrors that begin with `source`, such as the file at fault."""
+def naming(
+    source: object, *errors: type[Exception], kind: type[Exception] = ValueError
+) -> Iterator[None]:
+    """Turn `errors` into errors of `kind` that begin with `source`, such as the file at fault."""
     try:
         yield
     except errors as error:
-        raise invalid(str(source), str(error), separator=": ") from error
+        raise invalid(str(source), str(error), kind, separator=": ") from error

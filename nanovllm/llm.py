@@ -16,9 +16,10 @@ from nanovllm.config import Config, takes
 from nanovllm.engine.beam_search import BeamSearch, make_output, search_together
 from nanovllm.engine.grammars import GrammarCompiler
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt, list_prompts
+from nanovllm.engine.llm_engine import choose_policy
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.request import Inbox
-from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
+from nanovllm.engine.request import Inbox, Request
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.slots import list_snapshot_slots
 from nanovllm.engine.speculation import SpeculativeScheduler, enable_speculation
 from nanovllm.engine.states import StatefulScheduler
@@ -72,6 +73,7 @@ class LLM(ThreadSafeEngine):
         self.chat_template = ChatTemplate(self.tokenizer)
         compiler = GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
         self.input_processor.grammar_compiler = compiler
+        self.input_processor.scores_prompts = True
         if isinstance(self.scheduler, StatefulScheduler):
             num_lanes = self.model_runner.num_lanes
             self.scheduler.snapshot_slots = list_snapshot_slots(config, num_lanes)
@@ -84,9 +86,9 @@ class LLM(ThreadSafeEngine):
 
     def choose_classes(self, spec: ModelSpec) -> tuple[type[Scheduler], type[ModelRunner]]:
         config = self.config
-        policy = Scheduler if config.enable_chunked_prefill else PrefillFirstScheduler
+        policy = choose_policy(config)
         # Optional features are added as subclasses.
-        scheduler_class: type[Scheduler] = policy
+        scheduler_class = policy
         model_runner_class: type[ModelRunner] = StructuredModelRunner
         if config.num_speculative_tokens:
             scheduler_class = type("Speculative", (SpeculativeScheduler, policy), {})
@@ -239,10 +241,23 @@ class LLM(ThreadSafeEngine):
     ) -> list[RequestOutput]:
         # The outputs come from the requests, not from an inbox.
         with self._queued(prompts, inbox={}) as requests:
-            for request in ProgressBar(requests, unit="seq") if use_tqdm else requests:
-                while request.seq_id in self.requests:
-                    self._run_step()
+            finished = self._finish(requests)
+            if use_tqdm:
+                finished = ProgressBar(finished, total=len(requests), unit="seq")
+            for _ in finished:
+                pass
             return [request.output() for request in requests]
+
+    def _finish(self, requests: list[Request]) -> Iterator[Request]:
+        """Run steps until all of `requests` have finished, and yield each one when it has."""
+        unfinished = dict.fromkeys(requests)
+        while unfinished:
+            finished = [each for each in unfinished if each.seq_id not in self.requests]
+            for request in finished:
+                del unfinished[request]
+                yield request
+            if unfinished:
+                self._run_step()
 
     def _stream(self, prompts: list[PreparedPrompt]) -> Iterator[RequestOutput]:
         inbox: Inbox = {}

@@ -84,15 +84,28 @@ class BlockManager:
         It ends before the first token whose logits are needed, which is at the latest the last one.
         """
         prefix: list[Block] = []
-        for index in range(seq.first_logits_position // self.block_size):
-            block_id = self.hash_to_block_id.get(self._hash(seq, index))
-            if block_id is None:
-                break
-            block = self.blocks[block_id]
-            if block.token_ids != self._tokens(seq, index):  # a hash collision
-                break
+        block = self.find_next_block(seq, 0)
+        while block is not None:
             prefix.append(block)
+            block = self.find_next_block(seq, len(prefix))
         return prefix
+
+    def find_next_block(self, seq: Sequence, index: int) -> Block | None:
+        """Find the cached block that extends a prefix of `index` blocks, if there is one."""
+        if index >= seq.first_logits_position // self.block_size:
+            return None
+        block_id = self.hash_to_block_id.get(self._hash(seq, index))
+        if block_id is None:
+            return None
+        block = self.blocks[block_id]
+        if block.token_ids != self._tokens(seq, index):  # a hash collision
+            return None
+        return block
+
+    def count_needed_blocks(self, seq: Sequence, prefix: list[Block]) -> int:
+        """Count the free blocks that `allocate` takes: new ones, and free ones of `prefix`."""
+        num_new = cdiv(len(seq.token_ids), self.block_size) - len(prefix)
+        return num_new + len([block for block in prefix if block.ref_count == 0])
 
     def allocate(self, seq: Sequence, prefix: list[Block]) -> bool:
         """Build the block table: `prefix`, then new blocks for all other tokens.
@@ -100,10 +113,9 @@ class BlockManager:
         The tokens of `prefix` count as computed.
         Return False, and change nothing, if there are not enough free blocks.
         """
-        num_new = cdiv(len(seq.token_ids), self.block_size) - len(prefix)
-        num_revived = len([block for block in prefix if block.ref_count == 0])
-        if num_new + num_revived > len(self.free_block_ids):
+        if self.count_needed_blocks(seq, prefix) > len(self.free_block_ids):
             return False
+        num_new = cdiv(len(seq.token_ids), self.block_size) - len(prefix)
         for block in prefix:  # before new blocks are taken, which could evict one of these
             if block.ref_count == 0:
                 del self.free_block_ids[block.block_id]

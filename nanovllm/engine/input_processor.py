@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from nanovllm.checks import call_foreign, check_int, check_type, naming
+from nanovllm.checks import call_foreign, check_int, check_type, invalid, naming
 from nanovllm.config import Config
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import Inbox, Request
@@ -38,6 +38,11 @@ class PromptTooLong(ValueError):
     """A prompt has more tokens than this engine can serve."""
 
 
+def needs_llm(name: str) -> Exception:
+    """Make the error for an optional feature that LLM has and LLMEngine alone does not."""
+    return invalid(name, "needs nanovllm.LLM: LLMEngine alone does not serve it")
+
+
 def list_prompts(prompts: Any) -> Sequence[Any]:
     """Return the prompts of a call, which has been given one prompt or a list of them."""
     is_list = isinstance(prompts, (list, tuple))
@@ -48,7 +53,9 @@ def list_prompts(prompts: Any) -> Sequence[Any]:
 class InputProcessor:
     """Prepares prompts for one engine: its tokenizer, its vocabulary and its limits."""
 
-    grammar_compiler: Any  # LLM sets that of engine/grammars.py
+    # LLM sets both. LLMEngine alone rejects the parameters that need them.
+    grammar_compiler: Any = None  # that of engine/grammars.py
+    scores_prompts = False
 
     def __init__(
         self,
@@ -81,6 +88,10 @@ class InputProcessor:
         check_type("sampling_params", params, (SamplingParams,), "SamplingParams")
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer: pass stop_token_ids instead of stop")
+        if params.prompt_logprobs is not None and not self.scores_prompts:
+            raise needs_llm("prompt_logprobs")
+        if params.structured_outputs is not None and self.grammar_compiler is None:
+            raise needs_llm("structured_outputs")
         for token_id in params.logit_bias or ():
             check_int("logit_bias", token_id, 0, self.vocab_size - 1)
         token_ids = [self._read_prompt(prompt) for prompt in prompts]
@@ -99,7 +110,8 @@ class InputProcessor:
             self._check_len(len(prompt))  # before a pass over all of them
             if bool in map(type, prompt):
                 raise TypeError("each token id of a prompt must be an int, not a bool")
-            with naming("a prompt must be a str or a list of token ids", TypeError):
+            problem = "a prompt must be a str or a list of token ids"
+            with naming(problem, TypeError, kind=TypeError):
                 token_ids = [operator.index(token_id) for token_id in prompt]
         if not token_ids:
             raise ValueError("a prompt must have at least one token")

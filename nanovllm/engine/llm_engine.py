@@ -24,11 +24,11 @@ import torch
 from nanovllm.checks import naming
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.input_processor import InputProcessor, PreparedPrompt, Prompt
+from nanovllm.engine.input_processor import InputProcessor, PreparedPrompt, Prompt, needs_llm
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.placement import engine_settings
 from nanovllm.engine.request import Inbox, Request
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models.checkpoint import (
     find_checkpoint,
@@ -47,8 +47,15 @@ Engine = TypeVar("Engine", bound="LLMEngine")
 Result = TypeVar("Result")
 
 
+def choose_policy(config: Config) -> type[Scheduler]:
+    return Scheduler if config.enable_chunked_prefill else PrefillFirstScheduler
+
+
 class LLMEngine:
     """Serves one model.
+
+    LLM, a subclass, adds optional features: drafts, traces, recurrent states, structured outputs,
+    and log probabilities of prompts. LLMEngine alone rejects what needs them.
 
     Raises ValueError for an option that this machine cannot provide (device, attention_backend,
     max_model_len, size of the KV cache).
@@ -94,8 +101,17 @@ class LLMEngine:
         self._warnings = deque[str]()  # to be issued after the step
 
     def choose_classes(self, spec: ModelSpec) -> tuple[type[Scheduler], type[ModelRunner]]:
-        """Subclasses of LLMEngine add optional features here."""
-        return Scheduler, ModelRunner
+        """Return the parts that serve the model and the options. LLM adds optional features here.
+
+        Raises ValueError for what needs one of these features.
+        """
+        if self.config.num_speculative_tokens:
+            raise needs_llm("num_speculative_tokens")
+        if self.config.trace is not None:
+            raise needs_llm("trace")
+        if spec.count_slot_bytes() > 0:
+            raise needs_llm("a model with recurrent states")
+        return choose_policy(self.config), ModelRunner
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a prompt and return its request id. The ids of n samples are consecutive.
@@ -186,7 +202,7 @@ class LLMEngine:
 
     def _find_samples(self, request_id: int) -> list[Request]:
         """The unfinished samples of a request. The id of a later sample selects only that one."""
-        with naming("request_id", TypeError):
+        with naming("request_id", TypeError, kind=TypeError):
             request_id = operator.index(request_id)
         samples = self.samples_by_request.get(request_id)  # [] would add an empty entry
         if samples is not None:

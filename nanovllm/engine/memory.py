@@ -103,7 +103,7 @@ def count_blocks(
     """
     budget = find_budget(config, meter, tp.size)
     num_lanes, state_bytes = count_lanes(config, budget.num_bytes, slot_bytes)
-    states = f"{show_gb(state_bytes)} for states of {num_lanes} lanes"
+    states = f"{show_bytes(state_bytes)} for states of {num_lanes} lanes"
     if config.num_kvcache_blocks is not None:
         budget = Budget(config.num_kvcache_blocks * block_bytes, "as requested")
         if state_bytes > 0:
@@ -113,21 +113,21 @@ def count_blocks(
             budget = Budget(budget.num_bytes - state_bytes, f"{budget.origin} - {states}")
         useful = num_lanes * cdiv(max_model_len, block_size) * block_bytes
         if config.kvcache_memory_bytes is None and useful <= budget.num_bytes:
-            origin = f"min({budget.origin}, {show_gb(useful)} for max_num_seqs)"
+            origin = f"min({budget.origin}, {show_bytes(useful)} for max_num_seqs)"
             budget = Budget(useful, origin)
     num_blocks = budget.num_bytes // block_bytes
     num_blocks, num_lanes = agree_on_sizes(num_blocks, num_lanes, block_size, tp)
-    arithmetic = f"({budget.origin} = {show_gb(budget.num_bytes)}) / {block_bytes} B"
+    arithmetic = f"({budget.origin} = {show_bytes(budget.num_bytes)}) / {block_bytes} B"
     if tp.size > 1:
         arithmetic += f", the smallest of {tp.size} ranks"
     if num_lanes < 1:
         state_bytes = count_slots(config, num_lanes=1) * slot_bytes
         raise ValueError(
-            f"the recurrent states of one sequence take {show_gb(state_bytes)}, more than half of"
-            " the cache: raise kvcache_memory_bytes or gpu_memory_utilization"
+            f"the recurrent states of one sequence take {show_bytes(state_bytes)}, more than half"
+            " of the cache: raise kvcache_memory_bytes or gpu_memory_utilization"
         )
     if num_blocks < 1:
-        raise ValueError(f"no memory for a KV cache: {arithmetic}; {ENLARGE_ADVICE}")
+        raise ValueError(f"no room for one block of KV cache: {arithmetic}; {ENLARGE_ADVICE}")
     num_lanes = min(num_lanes, num_blocks)  # a running sequence holds at least one block
     num_tokens = num_blocks * block_size
     result = f"{num_blocks} blocks of {block_size} = {num_tokens} tokens"
@@ -165,16 +165,16 @@ def gpu_budget(utilization: float, meter: MemoryMeter) -> Budget:
     """Find what a profile run leaves of a GPU."""
     peak = meter.peak()
     limit = min(utilization * meter.total, GPU_SHARE_OF_FREE * meter.free_before)
-    of_total = f"{utilization} * {show_gb(meter.total)}"
-    of_free = f"{GPU_SHARE_OF_FREE} * {show_gb(meter.free_before)} free"
-    origin = f"min({of_total}, {of_free}) - {show_gb(peak)} taken"
+    of_total = f"{utilization} * {show_bytes(meter.total)}"
+    of_free = f"{GPU_SHARE_OF_FREE} * {show_bytes(meter.free_before)} free"
+    origin = f"min({of_total}, {of_free}) - {show_bytes(peak)} taken"
     return Budget(int(limit) - peak, origin)
 
 
 def cpu_budget(num_ranks: int) -> Budget:
     """Find one rank's share of a machine's memory."""
     available = find_available_memory()
-    origin = f"{CPU_SHARE} * {show_gb(available)} available / {num_ranks} ranks"
+    origin = f"{CPU_SHARE} * {show_bytes(available)} available / {num_ranks} ranks"
     return Budget(int(available * CPU_SHARE / num_ranks), origin)
 
 
@@ -195,5 +195,7 @@ def agree_on_sizes(
     return num_blocks, num_lanes
 
 
-def show_gb(num_bytes: int) -> str:
+def show_bytes(num_bytes: int) -> str:
+    if num_bytes < 10_000_000:  # 0.00 GB would hide why there is no room
+        return f"{num_bytes} B"
     return f"{num_bytes / 1e9:.2f} GB"

@@ -15,10 +15,19 @@ another one, so every sequence finishes.
 """
 
 from collections import OrderedDict
+from typing import NamedTuple
 
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import FinishReason
+
+
+class BlockedHead(NamedTuple):
+    """The head of the queue, after a search that found too few free blocks for it."""
+
+    seq: Sequence
+    num_needed_blocks: int  # free blocks that would have been enough
+    num_prefix_blocks: int  # cached blocks that the search found
 
 
 class Scheduler:
@@ -52,6 +61,7 @@ class Scheduler:
         self.waiting = OrderedDict[Sequence, None].fromkeys(seqs)
         self.running: list[Sequence] = []  # in the order of admission
         self.free_lanes = list(range(self.max_num_seqs))[::-1]  # a stack, lane 0 on top
+        self.blocked: BlockedHead | None = None
 
     def add(self, seq: Sequence) -> None:
         self.waiting[seq] = None
@@ -120,12 +130,18 @@ class Scheduler:
 
     def _admit(self, seq: Sequence, budget: int) -> bool:
         """Move `seq` from `waiting` to `running` if there are blocks for all its tokens."""
-        prefix = self._find_prefix(seq)
+        if self._is_still_blocked(seq):
+            return False
+        found = self.block_manager.find_prefix(seq)
+        prefix = self._limit_prefix(seq, found)
         num_reused_tokens = len(prefix) * self.block_size
         if not self._may_start(seq, len(seq.token_ids) - num_reused_tokens, budget):
             return False
         if not self.block_manager.allocate(seq, prefix):
+            num_needed = self.block_manager.count_needed_blocks(seq, prefix)
+            self.blocked = BlockedHead(seq, num_needed, num_prefix_blocks=len(found))
             return False
+        self.blocked = None
         del self.waiting[seq]
         self.running.append(seq)
         seq.status = SequenceStatus.RUNNING
@@ -136,9 +152,22 @@ class Scheduler:
             self.num_cached_tokens += seq.num_cached_tokens
         return True
 
-    def _find_prefix(self, seq: Sequence) -> list[Block]:
-        """Find the cached blocks that `seq` reuses."""
-        return self.block_manager.find_prefix(seq)
+    def _is_still_blocked(self, seq: Sequence) -> bool:
+        """Return whether `seq` did not fit and cannot fit yet, without another search.
+
+        Searching a long prompt in every step would take longer than the rest of scheduling. A
+        sequence fits later if enough blocks are free, or if running sequences extend its prefix.
+        """
+        blocked = self.blocked
+        if blocked is None or blocked.seq is not seq:
+            return False
+        manager = self.block_manager
+        has_room = len(manager.free_block_ids) >= blocked.num_needed_blocks
+        return not has_room and manager.find_next_block(seq, blocked.num_prefix_blocks) is None
+
+    def _limit_prefix(self, seq: Sequence, prefix: list[Block]) -> list[Block]:
+        """Return the cached blocks that `seq` reuses, of those that were found."""
+        return prefix
 
     def _may_start(self, seq: Sequence, num_new_tokens: int, budget: int) -> bool:
         """Return whether a waiting sequence may be admitted. Mixed steps can split its prompt."""

@@ -46,14 +46,14 @@ class StatefulScheduler(Scheduler):
         self.snapshots = OrderedDict[int, int]()  # hash -> slot, least recently used first
         self.new_snapshots: dict[int, int] = {}  # those that the current step writes
 
-    def _find_prefix(self, seq: Sequence) -> list[Block]:
-        """Find the longest chain of cached blocks that ends at a snapshot."""
-        prefix = super()._find_prefix(seq)
+    def _limit_prefix(self, seq: Sequence, prefix: list[Block]) -> list[Block]:
+        """Cut `prefix` where it ends at a snapshot."""
         if seq.num_cached_tokens is None:  # after a preemption, the prefix is the sequence's own
             seq.snapshot_position = len(prefix) * self.block_size
-        while prefix and prefix[-1].hash not in self.snapshots:
-            prefix.pop()
-        return prefix
+        num_blocks = len(prefix)
+        while num_blocks > 0 and prefix[num_blocks - 1].hash not in self.snapshots:
+            num_blocks -= 1
+        return prefix[:num_blocks]
 
     def _may_start(self, seq: Sequence, num_new_tokens: int, budget: int) -> bool:
         """Let a sequence wait for a snapshot that the current step writes.
@@ -145,6 +145,8 @@ class StatefulScheduler(Scheduler):
             else:
                 seq.num_computed_tokens = start
             seq.write_slot = FIRST_LANE + seq.lane
+        if self.new_snapshots:
+            self.blocked = None  # the head of the queue may reuse more now
         self.snapshots.update(self.new_snapshots)
         self.new_snapshots = {}
 

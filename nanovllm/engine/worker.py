@@ -21,7 +21,7 @@ from nanovllm.batch import Batch
 from nanovllm.checks import naming
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.engine.dummy_steps import find_largest_step, make_dummy_batch, make_test_batches
-from nanovllm.engine.memory import ENLARGE_ADVICE, MemoryMeter, count_blocks, show_gb
+from nanovllm.engine.memory import ENLARGE_ADVICE, MemoryMeter, count_blocks, show_bytes
 from nanovllm.engine.placement import Place, connect, engine_settings, find_device
 from nanovllm.engine.slots import FIRST_LANE, count_slots
 from nanovllm.layers import attention
@@ -143,7 +143,7 @@ class Worker:
             else:
                 load_checkpoint(self.model, files, spec.quantization.format)
         if self.tp.rank == 0:
-            report(f"weights: {show_gb(count_bytes(self.model))}")
+            report(f"weights: {show_bytes(count_bytes(self.model))}")
         if config.enable_kernels:
             run = self._run_test_steps if self.device.type == "cuda" else None
             names = kernels.kernelize(self.model, self.device, spec.dtype, run)

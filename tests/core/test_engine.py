@@ -80,13 +80,42 @@ def test_abort_ends_one_sample_or_a_whole_request(make_llm):
     for aborted, num_left in (unknown, 3), (request_id + 1, 2), (request_id, 0), (request_id, 0):
         llm.abort(aborted)
         assert llm.stats["num_running"] + llm.stats["num_waiting"] == num_left
-    with pytest.raises(ValueError, match="request_id: "):
+    with pytest.raises(TypeError, match="request_id: "):
         llm.abort("0")
     assert llm.is_finished()
     check_invariants(llm)
     outputs = llm.step()
     assert [output["finish_reason"] for output in outputs] == ["abort"] * 3
     assert sorted(len(output["token_ids"]) for output in outputs) == [0, 1, 1]
+
+
+def test_the_progress_bar_counts_requests_in_the_order_in_which_they_finish(make_llm, monkeypatch):
+    finished = []
+
+    class Bar:
+        def __init__(self, requests, total, unit):
+            assert (total, unit) == (4, "seq")
+            self.requests = requests
+
+        def __iter__(self):
+            for request in self.requests:
+                finished.append(len(request.token_ids) - request.num_prompt_tokens)
+                yield request
+
+    monkeypatch.setattr("nanovllm.llm.ProgressBar", Bar)
+    nums = [8, 2, 4, 2]
+    outputs = make_llm().generate([random_prompt(num, 5) for num in nums], [*map(greedy, nums)])
+    assert [len(output["token_ids"]) for output in outputs] == nums
+    assert finished == sorted(nums)
+
+
+def test_outputs_do_not_copy_the_prompt(make_llm):
+    params = SamplingParams(prompt_logprobs=1, max_tokens=3)
+    first, *others = make_llm().stream(random_prompt(0, 9), params)
+    assert others
+    for output in others:
+        assert output["prompt_token_ids"] is first["prompt_token_ids"]
+        assert output["prompt_logprobs"] is first["prompt_logprobs"]
 
 
 def test_engines_are_independent_and_end(tiny, make_llm):

@@ -139,7 +139,7 @@ def test_states_have_at_most_half_of_the_memory(num_drafts, num_lanes):
     options = dict(kvcache_memory_bytes=100_000, num_speculative_tokens=num_drafts)
     *found, line = count_with_states(FakeGPU(0), 1000, **options)
     assert found == [50, num_lanes]
-    assert f"0.00 GB for states of {num_lanes} lanes" in line
+    assert f"50000 B for states of {num_lanes} lanes = 50000 B) / 1000 B" in line
     assert f"max_num_seqs is lowered from 256 to {num_lanes}" in line
 
 
@@ -152,14 +152,14 @@ def test_a_given_number_of_blocks_does_not_unbound_the_states(options, num_lanes
     meter = FakeGPU(100_000_000)
     *found, line = count_with_states(meter, 1_000_000, num_kvcache_blocks=50, **options)
     assert found == [50, num_lanes]
-    shown = f"{(2 + 2 * num_lanes) / 1000:.2f} GB for states of {num_lanes} lanes"
-    assert f"(as requested, beside {shown} = 0.00 GB)" in line
+    shown = f"{memory.show_bytes((2 + 2 * num_lanes) * 10**6)} for states of {num_lanes} lanes"
+    assert f"(as requested, beside {shown} = 50000 B)" in line
 
 
 def test_states_of_lanes_without_a_block_are_not_allocated():
     *found, line = count_with_states(FakeGPU(100_000_000), 1_000_000, num_kvcache_blocks=3)
     assert found == [3, 3]
-    assert "0.01 GB for states of 3 lanes" in line
+    assert "8000000 B for states of 3 lanes" in line
 
 
 def test_a_laptop_serves_16_sequences_with_states(monkeypatch):
@@ -175,7 +175,8 @@ def test_a_laptop_serves_16_sequences_with_states(monkeypatch):
 
 @pytest.mark.parametrize("slot_bytes", [2000, 6000])
 def test_no_memory_for_one_state_is_an_error(slot_bytes):
-    with pytest.raises(ValueError, match="states of one sequence take 0.00 GB, more than half"):
+    problem = f"states of one sequence take {4 * slot_bytes} B, more than half"
+    with pytest.raises(ValueError, match=problem):
         count_with_states(FakeGPU(0), slot_bytes, kvcache_memory_bytes=10_000)
 
 

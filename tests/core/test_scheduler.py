@@ -87,6 +87,61 @@ def test_the_newest_sequence_is_preempted_when_blocks_run_out():
     assert scheduler.num_cached_tokens == 0, "counts first admissions only"
 
 
+def test_a_blocked_head_is_not_searched_again(monkeypatch):
+    """Its cost in later steps does not depend on its length."""
+    scheduler = make_scheduler(num_blocks=1000, max_num_seqs=3, budget=4096)
+    for seq_id in range(2):  # the second one leaves cached blocks
+        scheduler.add(make_sequence(seq_id, 2000, max_tokens=[100, 1][seq_id], first_token=seq_id))
+    run_step(scheduler)
+    head = make_sequence(2, 3000, max_tokens=2, first_token=1)
+    scheduler.add(head)
+    assert run_step(scheduler) == {0: 1}
+    looked_up = []
+    find_next_block = BlockManager.find_next_block
+
+    def count(manager, seq, index):
+        looked_up.append(index)
+        return find_next_block(manager, seq, index)
+
+    monkeypatch.setattr(BlockManager, "find_next_block", count)
+    assert run_steps(scheduler, 10) == [{0: 1}] * 10
+    assert looked_up == [499] * 10
+    scheduler.finish(scheduler.running[0], "abort")
+    assert list(run_step(scheduler)) == [2]
+
+
+def test_a_blocked_head_starts_when_others_have_computed_its_prefix():
+    scheduler = make_scheduler(num_blocks=6, budget=4)
+    scheduler.add(make_sequence(0, 13, max_tokens=4, first_token=0))
+    scheduler.add(make_sequence(1, 13, max_tokens=2, first_token=0))
+    # Four of six blocks are taken. Sequence 1 fits as soon as it shares two of them.
+    assert run_steps(scheduler, 4) == [{0: 4}, {0: 4}, {0: 4}, {0: 1, 1: 1}]
+
+
+@given(
+    loads=st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 1)), max_size=9
+    ),
+    num_blocks=st.integers(11, 16),
+    budget=st.integers(1, 20),
+)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_remembering_a_blocked_head_changes_no_plan(loads, num_blocks, budget):
+    class SearchingScheduler(Scheduler):
+        def _is_still_blocked(self, seq):
+            return False
+
+    plans = []
+    for policy in Scheduler, SearchingScheduler:
+        scheduler = make_scheduler(policy, num_blocks, 4, budget)
+        for seq_id, load in enumerate(loads):
+            scheduler.add(make_sequence(seq_id, *load))
+        plans.append(run_steps(scheduler, 200))
+        assert not scheduler.running
+        assert not scheduler.waiting
+    assert plans[0] == plans[1]
+
+
 def test_prefill_first_splits_a_recomputation_that_is_longer_than_a_step():
     scheduler = make_scheduler(PrefillFirstScheduler, num_blocks=6, budget=7)
     for seq_id, max_tokens in enumerate([20, 6, 20]):

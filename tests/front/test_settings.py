@@ -126,8 +126,9 @@ def test_the_engine_computes_on_its_gpu_without_autocast(make_llm, monkeypatch):
         ("cpu", 3, 4, "cpu"),
         ("cuda:2", 1, 4, "cuda:3"),
         ("cuda", 3, 1, "cuda:0"),  # a launcher such as Slurm shows each rank its own
-        ("cuda:2", 2, 4, "'cuda:4' is missing"),
+        ("cuda:2", 2, 4, "'cuda:4' is missing: the last GPU of this machine is 'cuda:3'"),
         ("cuda:4", None, 4, "'cuda:4' is missing"),
+        ("cuda", None, 0, "'cuda:0' is missing: torch finds no GPU here, so use device='cpu'"),
     ],
 )
 def test_the_device_is_the_current_gpu_or_the_ranks(

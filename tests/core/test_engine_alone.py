@@ -1,0 +1,73 @@
+"""LLMEngine alone, without the optional features of LLM.
+
+It serves what it accepts as LLM does, and rejects all else by name.
+"""
+
+import pytest
+from conftest import greedy, make_checkpoint, random_prompt
+from transformers import Qwen3_5TextConfig
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
+from nanovllm.engine.llm_engine import LLMEngine
+
+POOL = {"num_kvcache_blocks": 24, "kvcache_block_size": 4, "max_num_batched_tokens": 60}
+NEEDS_LLM = "needs nanovllm.LLM"
+
+
+def run(engine: LLMEngine, prompts, params):
+    """The final outputs, and the number of steps."""
+    ids = [engine.add_request(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+    outputs = {}
+    num_steps = 0
+    while not engine.is_finished():
+        outputs.update({output["request_id"]: output for output in engine.step()})
+        num_steps += 1
+    return [outputs[request_id] for request_id in ids], num_steps
+
+
+@pytest.mark.parametrize("is_mixed", [True, False])
+def test_what_it_accepts_it_serves_as_llm_does(tiny, is_mixed):
+    settings = [
+        {"temperature": 0.0},
+        {"seed": 1, "top_k": 9, "min_p": 0.01},
+        {"seed": 2, "repetition_penalty": 1.4, "logprobs": 2},
+        {"seed": 3, "logit_bias": {5: 8.0}, "min_tokens": 6, "stop_token_ids": [5]},
+    ]
+    prompts = [random_prompt(index, 30) for index in range(len(settings))]
+    params = [SamplingParams(max_tokens=12, **each) for each in settings]
+    config = Config(tiny[0], enable_chunked_prefill=is_mixed, **POOL)
+    found = run(LLMEngine(config), prompts, params)
+    with LLM(tiny[0], enable_chunked_prefill=is_mixed, **POOL) as llm:
+        assert found == run(llm, prompts, params)
+        assert llm.stats["num_preemptions"]
+
+
+@pytest.mark.parametrize("option", [{"num_speculative_tokens": 2}, {"trace": "trace.json"}])
+def test_options_that_it_lacks_are_rejected(tiny, option):
+    (name,) = option
+    with pytest.raises(ValueError, match=f"{name} {NEEDS_LLM}"):
+        LLMEngine(Config(tiny[0], **option, **POOL))
+
+
+@pytest.mark.parametrize("params", [{"prompt_logprobs": 1}, {"structured_outputs": {"regex": "a"}}])
+def test_parameters_that_it_lacks_are_rejected(tiny, params):
+    engine = LLMEngine(Config(tiny[0], **POOL))
+    (name,) = params
+    with pytest.raises(ValueError, match=f"{name} {NEEDS_LLM}"):
+        engine.add_request([1, 2, 3], SamplingParams(**params))
+    assert engine.is_finished()
+
+
+def test_models_with_recurrent_states_are_rejected(tmp_path):
+    make_checkpoint(
+        tmp_path,
+        family=Qwen3_5TextConfig,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    )
+    with pytest.raises(ValueError, match=f"recurrent states {NEEDS_LLM}"):
+        LLMEngine(Config(str(tmp_path), **POOL))
+    with LLM(str(tmp_path), **POOL) as llm:
+        assert llm.generate([1, 2], greedy(2), use_tqdm=False)
