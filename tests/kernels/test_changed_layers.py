@@ -225,7 +225,8 @@ def check(list_all, family, language):
     for path, name, change in list_all(model):
         # The first layer is as the second, except in "delta". Triton's interpreter is slow.
         is_first = path.startswith("model.layers.0") and family != "delta"
-        is_slow = language == "triton" and ("_proj" in path or "layers" not in path)
+        is_rare = name.startswith(("pre-hook", "replace", "wrap"))
+        is_slow = language == "triton" and (is_rare or "_proj" in path or "layers" not in path)
         if is_first or is_slow:
             continue
         plain = randomize(spec.make_model(torch_backend))
