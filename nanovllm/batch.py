@@ -34,8 +34,11 @@ Noise and Filters say how to sample. They go to the sampler only, on rank 0.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -53,6 +56,14 @@ class Batch:
     prefills: Annotated[Tensor, "num_prefills"]
     max_seqlen_q: int  # 1 if every sequence has one query token
     max_seqlen_k: int
+
+    @cached_property
+    def cu_seqlens_k(self) -> Tensor:
+        """Where each context begins if all are concatenated, and their length [num_seqs + 1].
+
+        Computed once for all layers.
+        """
+        return F.pad(self.context_lens.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 @dataclass(frozen=True)

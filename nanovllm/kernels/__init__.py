@@ -11,9 +11,9 @@ the result. With prepacked weights on a CPU, bias, residual and gate are applied
 rounding. Each difference is about one unit in the last place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib import import_module
 from typing import Any, ClassVar, cast
 
@@ -22,6 +22,7 @@ from torch import nn
 
 from nanovllm.backends import BACKENDS
 from nanovllm.batch import Batch
+from nanovllm.kernels.changes import has_own_methods, has_parts, list_hooks
 from nanovllm.kernels.cuda.graphs import CudaGraphs, list_batch_sizes
 from nanovllm.kernels.self_test import (
     Call,
@@ -31,7 +32,6 @@ from nanovllm.kernels.self_test import (
     record_calls,
 )
 from nanovllm.layers.attention import Backend
-from nanovllm.layers.norm import RMSNorm
 from nanovllm.terminal import report
 from nanovllm.transfers import copy_to
 
@@ -72,6 +72,8 @@ class OptimizedLayer(nn.Module):
     """Mixin for an optimized subclass of a layer. `kernelize` installs it in `__class__`."""
 
     replaces: ClassVar[type[nn.Module]]  # exactly this class, and no subclass of it
+    # The parts that it computes without calling them, as in `has_parts`, with optimized classes.
+    parts: ClassVar[Mapping[str, Any]] = {}
     dtype: torch.dtype  # the model's
 
     def convert(self) -> bool:
@@ -79,13 +81,12 @@ class OptimizedLayer(nn.Module):
 
         Return False, and change nothing, if this subclass cannot replace the layer.
         """
-        return True
+        return has_parts(self, self.parts)
 
-
-def has_plain_norms(layer: nn.Module) -> bool:
-    """Return whether all norms of `layer` are RMSNorm itself. Subclasses compute something else."""
-    norms = [part for part in layer.modules() if isinstance(part, RMSNorm)]
-    return all([type(norm) is RMSNorm for norm in norms])
+    @cached_property
+    def hooks(self) -> list[Mapping[int, Any]]:
+        """Where hooks of its parts are registered. While there are any, it must call its parts."""
+        return list_hooks(self)
 
 
 def kernelize(
@@ -99,20 +100,16 @@ def kernelize(
     `run` calls the model for a self-test. An optimized layer that fails it is not used.
     Return the names of the replaced classes, without those that failed the self-test.
     """
-    optimized = {each.replaces: each for each in find_optimized_layers(device.type, dtype)}
+    optimized = find_optimized_layers(device.type, dtype)
     calls: list[Call] = []
     if run is not None and optimized:
-        calls = record_calls(model, run, set(optimized))
-    # A layer comes before its parts, so that its optimized class can still convert these.
+        calls = record_calls(model, run, {each.replaces for each in optimized})
+    # An MLP comes before its projections, so that it can still take their weights.
     for layer in model.modules():
-        original = type(layer)
-        if original not in optimized:
-            continue
-        layer.__class__ = optimized[original]
-        converted = cast(OptimizedLayer, layer)
-        converted.dtype = dtype
-        if not converted.convert():
-            layer.__class__ = original
+        replace_class(layer, [each for each in optimized if not each.parts], dtype)
+    # Layers that compute their parts need optimized parts, so these come first.
+    for layer in reversed(list(model.modules())):
+        replace_class(layer, [each for each in optimized if each.parts], dtype)
     tested: list[tuple[Call, Any]] = [
         (call, type(call.run)) for call in calls if isinstance(call.run, OptimizedLayer)
     ]
@@ -126,6 +123,21 @@ def kernelize(
                     each.__class__ = plain
     replaced = [each.replaces for each in model.modules() if isinstance(each, OptimizedLayer)]
     return [each.__name__ for each in dict.fromkeys(replaced)]
+
+
+def replace_class(
+    layer: nn.Module, optimized: list[type[OptimizedLayer]], dtype: torch.dtype
+) -> None:
+    """Replace the class of a layer by the optimized one, if there is one that can replace it."""
+    original = type(layer)
+    kinds = [each for each in optimized if each.replaces is original]
+    if not kinds or has_own_methods(layer):
+        return
+    layer.__class__ = kinds[0]
+    converted = cast(OptimizedLayer, layer)
+    converted.dtype = dtype
+    if not converted.convert():
+        layer.__class__ = original
 
 
 def passes_self_test(name: str, plain: str, call: Call) -> bool:

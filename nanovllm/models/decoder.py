@@ -138,9 +138,11 @@ class DecoderLayers(nn.ModuleList):
     """
 
     def forward(self, x: Tensor, cos_sin: CosSin, kv_caches: list[Tensor], batch: Batch) -> Tensor:
+        """Return the rows whose logits are wanted, [num_logits, hidden_size]."""
         for layer, kv_cache in zip(self, kv_caches):
             x = layer(x, cos_sin, kv_cache, batch)
-        return x
+        # Other rows are not needed, and the output head is the largest matrix of many models.
+        return x.index_select(0, batch.logits_indices)
 
 
 class Decoder(nn.Module):
@@ -158,7 +160,4 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
         x = self.embed_tokens(batch.input_ids)  # [num_tokens, hidden_size]
         cos_sin = self.rotary(batch.positions)
-        x = self.layers(x, cos_sin, kv_caches, batch)
-        # Other rows are not needed, and the output head is the largest matrix of many models.
-        x = x.index_select(0, batch.logits_indices)  # [num_logits, hidden_size]
-        return self.norm(x)
+        return self.norm(self.layers(x, cos_sin, kv_caches, batch))  # [num_logits, hidden_size]

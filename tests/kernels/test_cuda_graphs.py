@@ -11,7 +11,7 @@ from typing import Annotated
 import pytest
 import torch
 from conftest import DEVICE, ON_GPU, generate_ids, greedy, make_batch, random_prompt
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm import batch as batch_module
 from nanovllm import packing
@@ -86,15 +86,38 @@ def test_new_fields_arrive_on_another_rank(make_longer_batch):
 def test_new_fields_arrive_in_a_replayed_graph(make_longer_batch, monkeypatch):
     monkeypatch.setattr(graphs, "capture", capture_nothing)
 
-    def decoder(batch, kv_caches):
-        return torch.stack((batch.draws, batch.states), dim=1)
+    class Decoder(nn.Module):
+        def forward(self, batch, kv_caches):
+            return torch.stack((batch.draws, batch.states), dim=1)
 
     caches = [torch.empty(2, 1, 16, 1, 1)]
-    replayed = CudaGraphs(decoder, caches, [1, 2, 4], block_table_width=2, max_seqlen_k=32)
+    replayed = CudaGraphs(Decoder(), caches, [1, 2, 4], block_table_width=2, max_seqlen_k=32)
     hidden = replayed.run(make_longer_batch([7, 8, 9], [1, 2, 3]))
     assert hidden.tolist() == [[7, 1], [8, 2], [9, 3]]
     padded = replayed.graphs[4][1]
     assert padded[3].tolist() == [0, -1]
+
+
+def test_a_step_with_hooks_is_not_a_replay(monkeypatch):
+    """A replay would not call them."""
+
+    def capture_once(step, *_):
+        return SimpleNamespace(replay=lambda: None), step()
+
+    class Decoder(nn.Module):
+        def forward(self, batch, kv_caches):
+            return batch.positions.clone()
+
+    monkeypatch.setattr(graphs, "capture", capture_once)
+    decoder = Decoder()
+    captured = CudaGraphs(decoder, [torch.empty(1)], [1], block_table_width=1, max_seqlen_k=9)
+    batch = make_batch([1], [5], torch.zeros(1, 1, dtype=torch.int32))
+    seen = []
+    hook = decoder.register_forward_hook(lambda *args: seen.append(args))
+    captured.run(batch)
+    hook.remove()
+    captured.run(batch)
+    assert len(seen) == 1
 
 
 def test_a_tensor_of_another_shape_is_an_error(make_longer_batch):

@@ -59,6 +59,20 @@ def test_flash_attn_receives_the_whole_batch(backend, lengths):
     compare_attention(backend, *make_step(lengths, (4, 2, 64), 256, torch.float32, DEVICE))
 
 
+def test_key_bounds_are_computed_once_for_all_layers(backend, monkeypatch):
+    bounds = []
+
+    def record(q, *args, **options):
+        bounds.append(args[3])
+        return q
+
+    monkeypatch.setattr(backend, "flash_attn_varlen_func", record)
+    query, kv_cache, batch = make_step(BATCHES["prefills"], (4, 2, 64), 256, torch.float32, DEVICE)
+    for _ in range(2):
+        backend.attend(query, kv_cache, batch, 0.1)
+    assert bounds[0] is bounds[1]
+
+
 def test_flash_attn_names_what_it_does_not_support(backend):
     gpu = torch.device("cuda")
     bf16 = torch.bfloat16

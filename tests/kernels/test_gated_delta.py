@@ -17,7 +17,7 @@ from kernel_helpers import (
 )
 
 from nanovllm.kernels.cpu.gated_delta import FastDeltaLayer, FastGatedDeltaRule
-from nanovllm.kernels.cpu.prepacked import PrepackedColumnParallelLinear
+from nanovllm.kernels.cpu.prepacked import PrepackedRowParallelLinear
 from nanovllm.layers.gated_delta import GatedDeltaRule
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 from nanovllm.models.quantization import INT8
@@ -162,4 +162,4 @@ def test_other_layers_are_left_to_the_plain_layer(changes):
     """Ranks reduce the outputs of projections, and the kernel needs an even key_dim."""
     layer = optimize(make_delta_layer(**changes), "cpp")
     assert type(layer) is DeltaLayer
-    assert type(layer.mlp.gate_up_proj) is PrepackedColumnParallelLinear
+    assert type(layer.mlp.down_proj) is PrepackedRowParallelLinear

@@ -4,8 +4,8 @@
 #include "gemm.h"
 
 struct DeltaLayer {  // mirrored by gated_delta.py
-    const T* input_norm;
-    const T* post_attention_norm;
+    Norm input_norm;
+    Norm post_attention_norm;
     const DeltaRule* rule;
     Weight qkvz;
     Weight ba;
@@ -14,7 +14,6 @@ struct DeltaLayer {  // mirrored by gated_delta.py
     Weight down;
     int64_t hidden_size;
     int64_t intermediate_size;
-    float eps;  // epsilon of both norms
 };
 
 // Run the layer on x [num_tokens, hidden_size], in place.
@@ -44,14 +43,16 @@ extern "C" void delta_layer(const DeltaLayer* layer, T* x, float* states, const 
             linear(from, &w, nullptr, to == x ? x : nullptr, to, num_tokens, from_size, from_stride,
                    size, stride, is_gated);
         };
-        rms_norm(x, layer->input_norm, normed, num_tokens, hidden_size, layer->eps, true);
+        rms_norm(x, layer->input_norm.weight, normed, num_tokens, hidden_size,
+                 layer->input_norm.eps, true);
         project(normed, hidden_size, hidden_size, layer->qkvz, qkvz, qkvz_size, qkvz_stride);
         project(normed, hidden_size, hidden_size, layer->ba, ba, ba_size, ba_size);
         gated_delta_rule(rule, qkvz, qkvz + qkv_size, ba, ba + num_heads, qkvz_stride, qkvz_stride,
                          ba_size, ba_size, states, read_slots, write_slots, cu_seqlens_q, num_seqs,
                          output);
         project(output, value_size, value_size, layer->out, x, hidden_size, hidden_size);
-        rms_norm(x, layer->post_attention_norm, normed, num_tokens, hidden_size, layer->eps, true);
+        rms_norm(x, layer->post_attention_norm.weight, normed, num_tokens, hidden_size,
+                 layer->post_attention_norm.eps, true);
         project(normed, hidden_size, hidden_size, layer->gate_up, gated, intermediate_size,
                 gated_stride, true);
         project(gated, intermediate_size, gated_stride, layer->down, x, hidden_size, hidden_size);

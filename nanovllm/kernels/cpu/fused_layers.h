@@ -9,11 +9,11 @@
 #include "prefill.h"
 
 struct Layer {  // mirrored by fused_layers.py
-    const T* input_norm;
-    const T* post_attention_norm;
-    const T* q_norm;  // can be null, as k_norm and the biases can
-    const T* k_norm;
-    const T* qkv_bias;
+    Norm input_norm;
+    Norm post_attention_norm;
+    Norm q_norm;
+    Norm k_norm;
+    const T* qkv_bias;  // can be null
     const T* o_bias;
     Weight qkv;
     Weight o;
@@ -24,8 +24,7 @@ struct Layer {  // mirrored by fused_layers.py
     int64_t num_kv_heads;
     int64_t head_dim;
     int64_t intermediate_size;
-    float eps;    // epsilon of all norms
-    float scale;  // scale of attention scores
+    float scale;  // of attention scores
 };
 
 // Run the layers on x [num_tokens, hidden_size], in place. Each layer has a kv_cache [2, num_slots,
@@ -103,15 +102,15 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
                 T* value = key + kv_size;
                 const float* c = cos + first * half;
                 const float* s = sin + first * half;
-                rms_norm(x + first * hidden_size, layer.input_norm, normed, size, hidden_size,
-                         layer.eps, false);
+                rms_norm(x + first * hidden_size, layer.input_norm.weight, normed, size,
+                         hidden_size, layer.input_norm.eps, false);
                 linear(normed, &qkv_weight, bias, nullptr, qkv + skipped, size, hidden_size,
                        hidden_size, qkv_size - skipped, qkv_stride, false);
                 if (!only_kv)
-                    rotary(qkv, c, s, layer.q_norm, query + first * q_size, size, qkv_stride,
-                           q_size, num_heads, half, layer.eps);
-                rotary(key, c, s, layer.k_norm, key, size, qkv_stride, qkv_stride, num_kv_heads,
-                       half, layer.eps);
+                    rotary(qkv, c, s, layer.q_norm.weight, query + first * q_size, size,
+                           qkv_stride, q_size, num_heads, half, layer.q_norm.eps);
+                rotary(key, c, s, layer.k_norm.weight, key, size, qkv_stride, qkv_stride,
+                       num_kv_heads, half, layer.k_norm.eps);
                 store_kvcache(key, value, qkv_stride, qkv_stride, slot_mapping + first, size,
                               kv_size, keys, values);
             });
@@ -126,8 +125,8 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
                 T* to = x + first * hidden_size;
                 linear(attended + first * q_size, &layer.o, layer.o_bias, to, to, size, q_size,
                        q_size, hidden_size, hidden_size, false);
-                rms_norm(to, layer.post_attention_norm, normed, size, hidden_size, layer.eps,
-                         false);
+                rms_norm(to, layer.post_attention_norm.weight, normed, size, hidden_size,
+                         layer.post_attention_norm.eps, false);
                 linear(normed, &layer.gate_up, nullptr, nullptr, gated, size, hidden_size,
                        hidden_size, intermediate_size, gated_stride, true);
                 linear(gated, &layer.down, nullptr, to, to, size, intermediate_size, gated_stride,

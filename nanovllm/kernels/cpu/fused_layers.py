@@ -4,19 +4,29 @@ Python between two kernels would take longer than a small kernel.
 """
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kernels import OptimizedLayer, has_plain_norms
+from nanovllm.kernels import OptimizedLayer
+from nanovllm.kernels.changes import has_parts
 from nanovllm.kernels.cpu import attention
+from nanovllm.kernels.cpu.elementwise import FastAttention, FastMLP, FastRMSNorm, Norm
 from nanovllm.kernels.cpu.library import load, structure
-from nanovllm.kernels.cpu.prepacked import Weight, can_fuse, prepack_gated
-from nanovllm.models.decoder import Attention, CosSin, DecoderLayer, DecoderLayers
+from nanovllm.kernels.cpu.prepacked import (
+    PrepackedColumnParallelLinear,
+    PrepackedRowParallelLinear,
+    PrepackedWeight,
+    Weight,
+)
+from nanovllm.layers.linear import Linear, RowParallelLinear
+from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.models.decoder import CosSin, DecoderLayer, DecoderLayers
 
 # A step of more tokens is computed layer by layer, because CPython handles Ctrl-C between calls.
 MAX_TOKENS_PER_CALL = 512
@@ -26,10 +36,10 @@ MAX_TOKENS_PER_CALL = 512
 class _Layer(ctypes.Structure):
     """Mirrors struct Layer of fused_layers.h."""
 
-    input_norm: ctypes.c_void_p
-    post_attention_norm: ctypes.c_void_p
-    q_norm: ctypes.c_void_p
-    k_norm: ctypes.c_void_p
+    input_norm: Norm
+    post_attention_norm: Norm
+    q_norm: Norm
+    k_norm: Norm
     qkv_bias: ctypes.c_void_p
     o_bias: ctypes.c_void_p
     qkv: Weight
@@ -41,7 +51,6 @@ class _Layer(ctypes.Structure):
     num_kv_heads: ctypes.c_int64
     head_dim: ctypes.c_int64
     intermediate_size: ctypes.c_int64
-    eps: ctypes.c_float
     scale: ctypes.c_float
 
 
@@ -49,18 +58,26 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
     """Runs decoder layers in C++. The layers are not called, but have what the C++ code reads."""
 
     replaces = DecoderLayers
+    parts: ClassVar = {  # of each layer
+        "": DecoderLayer,
+        "input_layernorm": FastRMSNorm,
+        "self_attn": FastAttention,
+        "self_attn.qkv_proj": PrepackedColumnParallelLinear,
+        "self_attn.o_proj": PrepackedRowParallelLinear,
+        "post_attention_layernorm": FastRMSNorm,
+        "mlp": FastMLP,
+        "mlp.gate_up": PrepackedWeight,
+        "mlp.down_proj": PrepackedRowParallelLinear,
+    }
 
     def convert(self) -> bool:
-        """The C++ code attends like the cpp backend. Subclasses of a layer compute otherwise."""
-        for layer in self:
-            if type(layer) is not DecoderLayer or type(layer.self_attn) is not Attention:
+        """The C++ code attends like the cpp backend, and supports one rank."""
+        for layer in cast(Iterable[Any], self):
+            if not has_parts(layer, self.parts) or layer.self_attn.backend is not attention:
                 return False
-            if layer.self_attn.backend is not attention:
+            down_proj = layer.mlp.down_proj
+            if down_proj.bias is not None or not are_alone(layer.self_attn.o_proj, down_proj):
                 return False
-            if not has_plain_norms(layer) or not can_fuse(layer):
-                return False
-        for layer in self:
-            prepack_gated(layer)
         return True
 
     @cached_property
@@ -68,10 +85,10 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         return (_Layer * len(self))(*map(_make_struct, self))
 
     def forward(self, x: Tensor, cos_sin: CosSin, kv_caches: list[Tensor], batch: Batch) -> Tensor:
-        """Run the layers on x [num_tokens, hidden_size], in place.
-
-        The last layer computes only K/V for tokens without logits.
-        """
+        """The last layer computes only K/V for tokens without logits."""
+        if any(self.hooks) or 2 * cos_sin[0].shape[-1] != kv_caches[0].shape[-1]:
+            return super().forward(x, cos_sin, kv_caches, batch)
+        x = x.clone()  # a caller can keep x
         rows = batch.logits_indices
         has_other_rows = len(rows) < len(x)
         whole = kv_caches[:-1] if has_other_rows else kv_caches
@@ -85,9 +102,8 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
             slot_mapping = batch.slot_mapping[rows]
             shorter = replace(batch, cu_seqlens_q=cu_seqlens_q, slot_mapping=slot_mapping)
             cos, sin = cos_sin
-            chosen = x[rows]
-            self._compute(len(whole), last_cache, chosen, (cos[rows], sin[rows]), shorter)
-            x[rows] = chosen
+            x = x[rows]
+            self._compute(len(whole), last_cache, x, (cos[rows], sin[rows]), shorter)
         return x
 
     def _compute(
@@ -99,7 +115,7 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         batch: Batch,
         only_kv: bool = False,
     ) -> None:
-        """Compute the layers that these caches belong to, beginning with layer `first`."""
+        """Compute the layers that these caches belong to, from layer `first`, in place of x."""
         if len(x) == 0:
             return
         pointers = [kv_cache.data_ptr() for kv_cache in kv_caches]
@@ -122,17 +138,26 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         )
 
 
+def are_alone(*linears: RowParallelLinear) -> bool:
+    """Return whether there is nothing to reduce over ranks."""
+    return all([type(each.tp) is TensorParallel and each.tp.size == 1 for each in linears])
+
+
+def _find_bias(linear: Linear) -> int | None:
+    return linear.bias.data_ptr() if linear.bias is not None else None
+
+
 def _make_struct(layer: Any) -> _Layer:
     """Describe a layer, whose parts are optimized. The struct points to their tensors."""
     attn = layer.self_attn
-    gate_up = layer.gate_up
+    gate_up = layer.mlp.gate_up
     return _Layer(
-        input_norm=layer.input_layernorm.weight.data_ptr(),
-        post_attention_norm=layer.post_attention_layernorm.weight.data_ptr(),
-        q_norm=attn.q_norm.weight.data_ptr() if attn.q_norm is not None else None,
-        k_norm=attn.k_norm.weight.data_ptr() if attn.k_norm is not None else None,
-        qkv_bias=attn.qkv_proj.bias.data_ptr() if attn.qkv_proj.bias is not None else None,
-        o_bias=attn.o_proj.bias.data_ptr() if attn.o_proj.bias is not None else None,
+        input_norm=Norm.describe(layer.input_layernorm),
+        post_attention_norm=Norm.describe(layer.post_attention_layernorm),
+        q_norm=Norm.describe(attn.q_norm),
+        k_norm=Norm.describe(attn.k_norm),
+        qkv_bias=_find_bias(attn.qkv_proj),
+        o_bias=_find_bias(attn.o_proj),
         qkv=attn.qkv_proj.prepacked.struct,
         o=attn.o_proj.prepacked.struct,
         gate_up=gate_up.struct,
@@ -142,6 +167,5 @@ def _make_struct(layer: Any) -> _Layer:
         num_kv_heads=attn.kv_size // attn.head_dim,
         head_dim=attn.head_dim,
         intermediate_size=gate_up.out_features,
-        eps=layer.input_layernorm.eps,
         scale=attn.scale,
     )

@@ -2,17 +2,25 @@
 
 import ctypes
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.kernels import OptimizedLayer
+from nanovllm.kernels.cpu.elementwise import FastMLP, FastZeroCenteredRMSNorm, Norm
+from nanovllm.kernels.cpu.fused_layers import are_alone
 from nanovllm.kernels.cpu.library import load, structure
-from nanovllm.kernels.cpu.prepacked import PrepackedWeight, Weight, can_fuse, prepack_gated
+from nanovllm.kernels.cpu.prepacked import (
+    PrepackedColumnParallelLinear,
+    PrepackedRowParallelLinear,
+    PrepackedWeight,
+    Weight,
+)
 from nanovllm.layers.gated_delta import GatedDeltaRule
 from nanovllm.models.decoder import CosSin
-from nanovllm.models.qwen3_5 import DeltaLayer
+from nanovllm.models.qwen3_5 import DeltaLayer, GatedDeltaNet
 
 
 @structure
@@ -38,7 +46,8 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
     struct: _DeltaRule  # points to `taps` and to parameters
 
     def convert(self) -> bool:
-        if self.key_dim % 2 != 0:
+        read = (self.A_log, self.dt_bias, self.norm_weight)
+        if self.key_dim % 2 != 0 or {each.dtype for each in read} != {torch.float32}:
             return False
         self.taps = self.conv_weight.detach()[:, 0].T.float().contiguous()
         self.struct = _DeltaRule(
@@ -85,8 +94,8 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
 class _DeltaLayer(ctypes.Structure):
     """Mirrors struct DeltaLayer of delta_layer.h."""
 
-    input_norm: ctypes.c_void_p
-    post_attention_norm: ctypes.c_void_p
+    input_norm: Norm
+    post_attention_norm: Norm
     rule: ctypes.c_void_p
     qkvz: Weight
     ba: Weight
@@ -95,41 +104,54 @@ class _DeltaLayer(ctypes.Structure):
     down: Weight
     hidden_size: ctypes.c_int64
     intermediate_size: ctypes.c_int64
-    eps: ctypes.c_float
 
 
 class FastDeltaLayer(OptimizedLayer, DeltaLayer):
     """Calls no part. The parts are optimized as well, and have what the C++ code reads."""
 
     replaces = DeltaLayer
-
-    gate_up: PrepackedWeight
+    parts: ClassVar = {
+        "input_layernorm": FastZeroCenteredRMSNorm,
+        "linear_attn": GatedDeltaNet,
+        "linear_attn.in_proj_qkvz": PrepackedColumnParallelLinear,
+        "linear_attn.in_proj_ba": PrepackedColumnParallelLinear,
+        "linear_attn.delta_rule": FastGatedDeltaRule,
+        "linear_attn.out_proj": PrepackedRowParallelLinear,
+        "post_attention_layernorm": FastZeroCenteredRMSNorm,
+        "mlp": FastMLP,
+        "mlp.gate_up": PrepackedWeight,
+        "mlp.down_proj": PrepackedRowParallelLinear,
+    }
 
     def convert(self) -> bool:
-        if not can_fuse(self) or self.linear_attn.delta_rule.key_dim % 2 != 0:
+        """The C++ code supports one rank and no biases."""
+        if not super().convert():
             return False
-        prepack_gated(self)
-        return True
+        net, down_proj = self.linear_attn, cast(Any, self.mlp).down_proj
+        linears = (net.in_proj_qkvz, net.in_proj_ba, net.out_proj, down_proj)
+        has_bias = any([each.bias is not None for each in linears])
+        return not has_bias and are_alone(net.out_proj, down_proj)
 
     @cached_property
     def struct(self) -> _DeltaLayer:
-        net, down_proj = cast(Any, self.linear_attn), cast(Any, self.mlp).down_proj
+        net, mlp = cast(Any, self.linear_attn), cast(Any, self.mlp)
         return _DeltaLayer(
-            input_norm=self.input_layernorm.weight.data_ptr(),
-            post_attention_norm=self.post_attention_layernorm.weight.data_ptr(),
+            input_norm=Norm.describe(self.input_layernorm),
+            post_attention_norm=Norm.describe(self.post_attention_layernorm),
             rule=ctypes.addressof(net.delta_rule.struct),
             qkvz=net.in_proj_qkvz.prepacked.struct,
             ba=net.in_proj_ba.prepacked.struct,
             out=net.out_proj.prepacked.struct,
-            gate_up=self.gate_up.struct,
-            down=down_proj.prepacked.struct,
-            hidden_size=self.gate_up.in_features,
-            intermediate_size=self.gate_up.out_features,
-            eps=self.input_layernorm.eps,
+            gate_up=mlp.gate_up.struct,
+            down=mlp.down_proj.prepacked.struct,
+            hidden_size=mlp.gate_up.in_features,
+            intermediate_size=mlp.gate_up.out_features,
         )
 
     def forward(self, x: Tensor, cos_sin: CosSin, states: Tensor, batch: Batch) -> Tensor:
-        """Run the layer on x [num_tokens, hidden_size], in place."""
+        if any(self.hooks):
+            return super().forward(x, cos_sin, states, batch)
+        x = x.clone()  # a caller can keep x
         load(x.dtype).delta_layer(
             ctypes.byref(self.struct),
             x,

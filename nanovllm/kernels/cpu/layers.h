@@ -10,6 +10,11 @@ static float mean_square(const Number* x, int64_t size) {
     return horizontal_sum(squares) / size;
 }
 
+struct Norm {  // mirrored by elementwise.py
+    const T* weight;  // can be null where a norm is optional
+    float eps;
+};
+
 // Rounds before the weight is applied, as Hugging Face models do.
 static Vector normalize(const T* x, const T* weight, float factor, int64_t num) {
     return rounded(widen(x, num) * factor) * widen(weight, num);

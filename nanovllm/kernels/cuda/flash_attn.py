@@ -6,7 +6,6 @@ layers/attention.py.
 """
 
 import torch
-import torch.nn.functional as F
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
@@ -52,13 +51,12 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
             causal=True,
         )
         return output.squeeze(1)
-    cu_seqlens_k = F.pad(batch.context_lens.cumsum(0, dtype=torch.int32), (1, 0))
     return flash_attn_varlen_func(
         query,
         key_cache,
         value_cache,
         batch.cu_seqlens_q,
-        cu_seqlens_k,
+        batch.cu_seqlens_k,
         batch.max_seqlen_q,
         batch.max_seqlen_k,
         block_table=batch.block_tables,

@@ -47,7 +47,8 @@ def rotate_and_store_kernel(
     qkv_ptr,
     q_weight_ptr,
     k_weight_ptr,
-    eps,
+    q_eps,
+    k_eps,
     cos_ptr,
     sin_ptr,
     query_ptr,
@@ -78,7 +79,8 @@ def rotate_and_store_kernel(
     y = second.to(tl.float32)
     if q_weight_ptr is not None:
         squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
-        factor = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+        mean_square = (squares / (2 * HALF))[:, None]
+        factor = tl.rsqrt(mean_square + tl.where(is_query, q_eps, k_eps))
         q_weight = tl.load(q_weight_ptr + dims, mask=is_dim)
         k_weight = tl.load(k_weight_ptr + dims, mask=is_dim)
         x = _scale(x, factor, tl.where(is_query, q_weight, k_weight)).to(tl.float32)

@@ -5,14 +5,16 @@ that of recurrent models, sampler.py the sampler.
 """
 
 from collections.abc import Iterable
-from typing import cast
+from types import NoneType
+from typing import ClassVar, cast
 
 import torch
 import triton
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kernels import OptimizedLayer, has_plain_norms
+from nanovllm.kernels import OptimizedLayer
+from nanovllm.kernels.changes import has_parts
 from nanovllm.kernels.cuda.attention import store_kvcache
 from nanovllm.kernels.cuda.gated_delta import FastGatedDeltaRule
 from nanovllm.kernels.cuda.launch import is_aligned, prepare
@@ -39,6 +41,9 @@ _SWIGLU_BLOCK = 1024
 class FastRMSNorm(OptimizedLayer, RMSNorm):
     replaces = RMSNorm
 
+    def convert(self) -> bool:
+        return self.weight.dtype == self.dtype
+
     def forward(self, x: Tensor) -> Tensor:
         _, normed = add_rms_norm(x.contiguous(), None, self.weight, self.eps)
         return normed
@@ -48,12 +53,18 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
     """Fuses each residual add with the RMSNorm after it, across layers too."""
 
     replaces = DecoderLayers
+    parts: ClassVar = {  # of each layer. Attention and MLP are called
+        "": DecoderLayer,
+        "input_layernorm": FastRMSNorm,
+        "post_attention_layernorm": FastRMSNorm,
+    }
 
     def convert(self) -> bool:
-        """The code of the layer and its norms is replaced. Attention and MLP are called."""
-        return has_plain_norms(self) and all([type(layer) is DecoderLayer for layer in self])
+        return all([has_parts(layer, self.parts) for layer in self])
 
     def forward(self, x: Tensor, cos_sin: CosSin, kv_caches: list[Tensor], batch: Batch) -> Tensor:
+        if any(self.hooks):
+            return super().forward(x, cos_sin, kv_caches, batch)
         branch: Tensor | None = None  # the newest output, which is not yet added to x
         for layer, kv_cache in zip(cast(Iterable[DecoderLayer], self), kv_caches):
             norm = layer.input_layernorm
@@ -63,7 +74,8 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
             x, normed = add_rms_norm(x, branch, norm.weight, norm.eps)
             branch = layer.mlp(normed)
         assert branch is not None
-        return x + branch
+        rows = batch.logits_indices
+        return x.index_select(0, rows) + branch.index_select(0, rows)
 
 
 def add_rms_norm(
@@ -72,6 +84,7 @@ def add_rms_norm(
     """Return x + branch [..., size] and its RMSNorm. Without a branch, return x and its RMSNorm."""
     assert x.is_contiguous() and (branch is None or branch.is_contiguous())
     size = x.shape[-1]
+    assert weight.shape == (size,)
     total = x if branch is None else torch.empty_like(x)
     normed = torch.empty_like(x)
     block = triton.next_power_of_2(size)
@@ -86,12 +99,16 @@ class FusedAttention(OptimizedLayer, Attention):
     """Fuses q_norm, k_norm, RoPE and the K/V store into one kernel."""
 
     replaces = Attention
+    parts: ClassVar = {"q_norm": (FastRMSNorm, NoneType), "k_norm": (FastRMSNorm, NoneType)}
 
     def convert(self) -> bool:
-        """The kernel stores K/V like the triton backend, and normalizes like RMSNorm."""
-        return self.backend.store_kvcache is store_kvcache and has_plain_norms(self)
+        """The kernel stores K/V like the triton backend, and applies both norms or none."""
+        has_pair = (self.q_norm is None) == (self.k_norm is None)
+        return has_pair and self.backend.store_kvcache is store_kvcache and super().convert()
 
     def forward(self, x: Tensor, cos_sin: CosSin, kv_cache: Tensor, batch: Batch) -> Tensor:
+        if any(self.hooks) or 2 * cos_sin[0].shape[-1] != self.head_dim:
+            return super().forward(x, cos_sin, kv_cache, batch)
         qkv = self.qkv_proj(x)
         slots = batch.slot_mapping
         query = rotate_and_store(qkv, self.q_norm, self.k_norm, cos_sin, kv_cache, slots)
@@ -140,6 +157,7 @@ def rotate_and_store(
         q_norm.weight if q_norm is not None else None,
         k_norm.weight if k_norm is not None else None,
         q_norm.eps if q_norm is not None else 0.0,
+        k_norm.eps if k_norm is not None else 0.0,
         *cos_sin,
         query,
         kv_cache,

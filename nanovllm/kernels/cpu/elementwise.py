@@ -1,0 +1,118 @@
+"""RMSNorm, RoPE and SwiGLU in C++ (layers.h)."""
+
+import ctypes
+from types import NoneType
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels import OptimizedLayer
+from nanovllm.kernels.changes import has_parts, list_hooks
+from nanovllm.kernels.cpu.library import load, structure
+from nanovllm.kernels.cpu.prepacked import PrepackedWeight
+from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
+from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.models.decoder import MLP, Attention, CosSin
+
+
+class FastRMSNorm(OptimizedLayer, RMSNorm):
+    replaces: ClassVar[type[RMSNorm]] = RMSNorm
+    IS_ZERO_CENTERED: ClassVar[bool] = False
+
+    def convert(self) -> bool:
+        return self.weight.dtype == self.dtype and self.weight.is_contiguous()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        assert x.shape[-1:] == self.weight.shape
+        output = torch.empty_like(x)
+        size = len(self.weight)
+        num_rows = x.numel() // size
+        compute = load(x.dtype).rms_norm
+        compute(x, self.weight, output, num_rows, size, self.eps, self.IS_ZERO_CENTERED)
+        return output
+
+
+@structure
+class Norm(ctypes.Structure):
+    """Mirrors struct Norm of layers.h. Without a norm the weight is null."""
+
+    weight: ctypes.c_void_p
+    eps: ctypes.c_float
+
+    @classmethod
+    def describe(cls, norm: RMSNorm | None) -> "Norm":
+        return cls(norm.weight.data_ptr(), norm.eps) if norm is not None else cls()
+
+
+class FastZeroCenteredRMSNorm(FastRMSNorm, ZeroCenteredRMSNorm):
+    replaces = ZeroCenteredRMSNorm
+    IS_ZERO_CENTERED = True
+
+
+class FastRotaryEmbedding(OptimizedLayer, RotaryEmbedding):
+    replaces = RotaryEmbedding
+
+    inv_freq: Tensor
+
+    def forward(self, positions: Tensor) -> CosSin:
+        assert positions.dtype == torch.int32
+        num_tokens, half = len(positions), len(self.inv_freq)
+        cos, sin = self.inv_freq.new_empty(2, num_tokens, 1, half)
+        # The library of the model's dtype, because that of float32 may not be compiled.
+        compute = load(self.dtype).cos_and_sin
+        compute(positions, self.inv_freq, self.attention_factor, cos, sin, num_tokens, half)
+        return cos, sin
+
+
+class FastAttention(OptimizedLayer, Attention):
+    replaces = Attention
+    parts: ClassVar = {"q_norm": (FastRMSNorm, NoneType), "k_norm": (FastRMSNorm, NoneType)}
+
+    def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: CosSin) -> Tensor:
+        if any(self.hooks) or 2 * cos_sin[0].shape[-1] != heads.shape[-1]:
+            return super().norm_and_rotate(heads, norm, cos_sin)
+        assert norm is None or norm.weight.shape == heads.shape[-1:]
+        assert heads[:1].is_contiguous()  # the tokens need not be adjacent
+        output = heads.new_empty(heads.shape)
+        num_tokens, num_heads, head_dim = heads.shape
+        load(heads.dtype).rotary(
+            heads.data_ptr(),
+            *cos_sin,
+            norm.weight if norm is not None else None,
+            output,
+            num_tokens,
+            heads.stride(0),
+            output.stride(0),
+            num_heads,
+            head_dim // 2,
+            norm.eps if norm is not None else 0.0,
+        )
+        return output
+
+
+class FastMLP(OptimizedLayer, MLP):
+    replaces = MLP
+
+    gate_up: PrepackedWeight | None  # in place of gate_up_proj, computes SwiGLU, too
+
+    def convert(self) -> bool:
+        self.gate_up = None
+        projection = self.gate_up_proj
+        is_known = has_parts(projection, {"": ColumnParallelLinear})
+        is_hooked = any(list_hooks(projection))
+        if is_known and not is_hooked and projection.bias is None:
+            if PrepackedWeight.can_prepack(projection.weight):
+                self.gate_up = PrepackedWeight(projection.weight, gated=True)
+                del self.gate_up_proj
+        return True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate_up is not None:
+            return self.down_proj(self.gate_up.multiply(x))
+        gate_up = self.gate_up_proj(x)
+        output = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        load(gate_up.dtype).silu_and_mul(gate_up, output, *output.shape)
+        return self.down_proj(output)
