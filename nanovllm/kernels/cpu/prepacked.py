@@ -11,11 +11,9 @@ from nanovllm.arithmetic import cdiv
 from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.cpu.library import load, structure
 from nanovllm.layers.embedding import Embedding
-from nanovllm.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import QuantizedWeight
-from nanovllm.models.decoder import MLP, DecoderLayer
 from nanovllm.models.moe import Experts
-from nanovllm.models.qwen3_5 import DeltaLayer
 
 _PANEL_WIDTH = 32  # WIDTH of gemm.h
 _CACHE_LINE = 64  # bytes
@@ -164,31 +162,6 @@ def _interleave(codes: Tensor) -> Tensor:
 def _inputs_per_pair(dtype: torch.dtype) -> int:
     """PAIR of gemm.h: how many inputs of one output are adjacent in a panel."""
     return 2 if dtype.itemsize == 2 else 1
-
-
-def can_fuse(layer: DecoderLayer | DeltaLayer) -> bool:
-    """Return whether C++ functions for a whole layer can compute its MLP and all its projections.
-
-    They read prepacked weights, and support one rank and no biases in an MLP. Subclasses of a
-    linear layer compute something else.
-    """
-    mlp = layer.mlp
-    if type(mlp) is not MLP or mlp.gate_up_proj.bias is not None or mlp.down_proj.tp.size > 1:
-        return False
-    known = {each.replaces for each in PrepackedLayer.__subclasses__()}
-    linears = [part for part in layer.modules() if isinstance(part, Linear)]
-    return all(
-        [type(each) in known and PrepackedWeight.can_prepack(each.weight) for each in linears]
-    )
-
-
-def prepack_gated(layer: Any) -> None:
-    """Replace the gate_up_proj of a layer that can be fused by a weight that computes SwiGLU.
-
-    Its other projections are optimized layers of their own, which have prepacked weights.
-    """
-    layer.gate_up = PrepackedWeight(layer.mlp.gate_up_proj.weight, gated=True)
-    del layer.mlp.gate_up_proj
 
 
 class PrepackedLayer(OptimizedLayer):
