@@ -10,7 +10,7 @@ openai_api.py      endpoints
 bodies.py          reads the JSON of requests
 metrics.py         Prometheus' metrics
 parameters.py      reads the parameters of a request
-parameter_tables.py  what each endpoint does with each parameter
+parameter_table.py what each endpoint does with each parameter
 tools.py           tool calls: which ones are allowed, how they are parsed
 protocol.py        OpenAI's objects: replies
 message_parser.py  content, reasoning and tool calls in the text of a reply

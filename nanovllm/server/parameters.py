@@ -1,4 +1,4 @@
-"""Reads the parameters of a request. parameter_tables.py says which there are.
+"""Reads the parameters of a request. parameter_table.py says which there are.
 
 https://platform.openai.com/docs/api-reference, with vLLM's extensions.
 """
@@ -20,7 +20,7 @@ from nanovllm.checks import (
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt, list_prompts
 from nanovllm.messages import Tool
 from nanovllm.server.errors import ApiError, JsonObject, blaming
-from nanovllm.server.parameter_tables import (
+from nanovllm.server.parameter_table import (
     CHAT,
     COMPLETION,
     DETOKENIZE,
