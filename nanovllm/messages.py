@@ -14,8 +14,9 @@ from typing import Any
 from nanovllm.checks import call_foreign, check_bool, check_type, invalid, show
 
 # {"role": one of ROLES, "content": text}, where the text is a str or a list of parts
-# {"type": "text", "text": str}. An assistant's content may be None or []. Its "tool_calls" are a
-# list of {"type": "function", "id": str, "function": {"name": str, "arguments": JSON of a dict}}.
+# {"type": "text", "text": str}. An assistant's content may be None or [], or have parts
+# {"type": "refusal", "refusal": str}. Its "tool_calls" are a list of
+# {"type": "function", "id": str, "function": {"name": str, "arguments": JSON of a dict}}.
 Message = dict[str, Any]
 # {"type": "function", "function": {"name": str, "parameters": JSON schema, ...}}
 Tool = dict[str, Any]
@@ -92,7 +93,8 @@ def prepare_messages(conversation: Any) -> list[Message]:
         content = message.get("content")
         if role == "assistant" and content in (None, []):
             content = ""
-        message = {**message, "content": _join_parts(f"{name}.content", content)}
+        kinds = ("text", "refusal") if role == "assistant" else ("text",)
+        message = {**message, "content": _join_parts(f"{name}.content", content, kinds)}
         calls = message.pop("tool_calls", None)
         if calls not in (None, []):
             is_assistant = role == "assistant"
@@ -144,16 +146,19 @@ def _prepare_call(name: str, call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _join_parts(name: str, content: Any) -> str:
-    """Return the content of a message as one str. Parts are joined by newlines, as in vLLM."""
+def _join_parts(name: str, content: Any, kinds: tuple[str, ...]) -> str:
+    """Return the content of a message as one str. Parts are joined by newlines, as in vLLM.
+
+    A part has its text in the field of its type, which is one of `kinds`.
+    """
     if isinstance(content, str):
         return content
     texts: list[str] = []
     for part_name, part in _list_dicts(name, content, "a str or a list of parts"):
-        kind = part.get("type")
-        _require(kind == "text", f"{part_name}.type", "'text', the only one supported", kind)
-        text: Any = part.get("text")
-        _require(isinstance(text, str), f"{part_name}.text", "a str", text)
+        kind: Any = part.get("type")
+        _require(kind in kinds, f"{part_name}.type", f"one of {', '.join(map(repr, kinds))}", kind)
+        text: Any = part.get(kind)
+        _require(isinstance(text, str), f"{part_name}.{kind}", "a str", text)
         texts.append(text)
     return "\n".join(texts)
 

@@ -121,16 +121,20 @@ class InputProcessor:
 
     def _check_len(self, num_tokens: int) -> None:
         if num_tokens >= self.max_model_len:
-            raise PromptTooLong(
-                f"a prompt of {num_tokens} tokens leaves no room for output within"
-                f" max_model_len={self.max_model_len}: shorten the prompt"
-            )
+            raise self._too_long(f"{num_tokens} tokens, which leave no room for output within")
         budget = self.config.max_num_batched_tokens
         if num_tokens > budget and not self.config.enable_chunked_prefill:
             raise PromptTooLong(
                 f"a prompt of {num_tokens} tokens exceeds max_num_batched_tokens={budget}:"
                 " raise it, or set enable_chunked_prefill=True"
             )
+
+    def _too_long(self, size: str) -> PromptTooLong:
+        """Make an error that begins like OpenAI's, which clients recognize by its words."""
+        return PromptTooLong(
+            f"This model's maximum context length is {self.max_model_len} tokens. However, the"
+            f" prompt has {size} max_model_len={self.max_model_len}: shorten it"
+        )
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
@@ -141,10 +145,7 @@ class InputProcessor:
         if self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer: a prompt must be token ids, not str")
         if len(text) > self.max_chars:  # tokenizing 32 MB takes a minute and gigabytes
-            raise PromptTooLong(
-                f"a prompt of {len(text)} characters exceeds max_model_len={self.max_model_len}"
-                " tokens: shorten the prompt"
-            )
+            raise self._too_long(f"{len(text)} characters, which exceed")
         problem = "the tokenizer cannot encode the prompt"
         with naming(problem, ValueError):
             text.encode()  # the error of a lone surrogate, which tokenizers do not describe

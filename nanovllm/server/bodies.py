@@ -46,6 +46,10 @@ class Bodies:
             raise ApiError(
                 "the request needs the header Content-Type: application/json", status=415
             )
+        encoding = request.headers.get("Content-Encoding", "")
+        if encoding.lower() not in ("", "identity"):
+            name = f"Content-Encoding: {encoding[:100]}"
+            raise ApiError(f"{name} is not supported: send the body uncompressed", status=415)
         self._check(int(request.headers.get("Content-Length", 0)))
         data = bytearray()
         try:

@@ -34,9 +34,12 @@ class Middleware:
         self, app: ASGIApp, metrics: Metrics, allowed_origins: Sequence[str], is_local: bool
     ) -> None:
         self.app = app
+        # As browsers write them.
+        self.allowed_origins = [origin.lower().rstrip("/") for origin in allowed_origins]
         if allowed_origins:  # browsers ask what such pages may do
-            self.app = CORSMiddleware(app, allowed_origins, ["*"], ["*"])
-        self.allowed_origins = allowed_origins
+            self.app = CORSMiddleware(
+                app, self.allowed_origins, ["*"], ["*"], expose_headers=["X-Request-Id"]
+            )
         self.is_local = is_local
         self.metrics = metrics
 

@@ -70,6 +70,7 @@ class Api:
             Route("/v1/completions", partial(self.complete, is_chat=False), methods=["POST"]),
             Route("/v1/chat/completions", partial(self.complete, is_chat=True), methods=["POST"]),
             Route("/v1/models", self.list_models),
+            Route("/v1/models/", self.list_models),
             Route("/v1/models/{id:path}", self.show_model),
             Route("/tokenize", partial(self.use_tokenizer, tokenize), methods=["POST"]),
             Route("/detokenize", partial(self.use_tokenizer, detokenize), methods=["POST"]),

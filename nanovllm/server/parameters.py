@@ -1,17 +1,15 @@
-"""The parameters of a request, and what each endpoint does with them.
+"""Reads the parameters of a request. parameter_table.py says which there are.
 
-https://platform.openai.com/docs/api-reference, with vLLM's extensions. A parameter that is not in
-the table of its endpoint is an error, because it could change the result. null means that a
-parameter is not given.
+https://platform.openai.com/docs/api-reference, with vLLM's extensions.
 """
 
-from dataclasses import fields, replace
-from enum import Enum, auto
+from dataclasses import replace
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checks import (
     check_bool,
+    check_choice,
     check_int,
     check_ints,
     check_type,
@@ -22,76 +20,25 @@ from nanovllm.checks import (
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt, list_prompts
 from nanovllm.messages import Tool
 from nanovllm.server.errors import ApiError, JsonObject, blaming
+from nanovllm.server.parameter_table import (
+    CHAT,
+    COMPLETION,
+    DETOKENIZE,
+    SAMPLING_FIELDS,
+    STREAM_OPTIONS,
+    STRUCTURED_OUTPUTS,
+    SYNONYMS,
+    TOKENIZE_CHAT,
+    TOKENIZE_PROMPT,
+    Table,
+    Use,
+)
 from nanovllm.server.tools import choose_tools, write_grammar
 
 DEFAULT_MAX_TOKENS = 16  # for completions; a chat can use the rest of max_model_len
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_SAMPLES = 4096  # prompts times n of one request
 MAX_LOGPROBS = 20  # OpenAI's limit
-
-
-class Use(Enum):
-    """What happens to a parameter."""
-
-    READ = auto()  # here or by Reply
-    IGNORED = auto()  # because it does not change the result
-
-
-# A list has the accepted values of a parameter that is not supported: they change nothing.
-Table = dict[str, Use | list[Any]]
-
-
-def make_table(*uses: tuple[Use | list[Any], str]) -> Table:
-    """Map names to uses, from pairs of a use and the names that have it.
-
-    A later pair overrides an earlier one.
-    """
-    return {name: use for use, names in uses for name in names.split()}
-
-
-_SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"prompt_logprobs"}
-_TEMPLATE = "messages tools chat_template_kwargs reasoning_effort"
-_TEMPLATE += " add_generation_prompt continue_final_message"
-_COMMON: Table = {
-    **dict.fromkeys(_SAMPLING_FIELDS, Use.READ),
-    **make_table(
-        (Use.READ, "model response_format stream stream_options"),
-        (Use.IGNORED, "metadata prediction prompt_cache_key prompt_cache_retention request_id"),
-        (Use.IGNORED, "safety_identifier service_tier store user verbosity"),
-        ([True], "add_generation_prompt detokenize skip_special_tokens"),
-        ([True], "spaces_between_special_tokens"),
-        ([False], "continue_final_message early_stopping include_stop_str_in_output"),
-        ([False], "return_token_ids return_tokens_as_token_ids use_beam_search"),
-        ([True, False], "include_reasoning parallel_tool_calls"),
-        ([0], "priority"),
-        ([1], "best_of length_penalty"),
-        ([[]], "bad_words documents functions logits_processors tools"),
-        ([{}], "chat_template_kwargs mm_processor_kwargs vllm_xargs"),
-        ([""], "suffix"),
-        ([["text"]], "modalities"),
-        (["none"], "function_call"),
-        (["none", "auto"], "tool_choice"),
-    ),
-}
-COMPLETION: Table = {
-    **_COMMON,
-    **make_table((Use.READ, "echo prompt"), ([True], "add_special_tokens"), ([0], "top_logprobs")),
-}
-CHAT: Table = {
-    **_COMMON,
-    **make_table(
-        (Use.READ, _TEMPLATE),
-        (Use.READ, "include_reasoning max_completion_tokens parallel_tool_calls tool_choice"),
-        (Use.READ, "logprobs top_logprobs"),  # in a chat, logprobs is a bool
-        ([False], "add_special_tokens echo"),
-    ),
-}
-TOKENIZE_PROMPT = make_table(
-    (Use.READ, "model prompt add_special_tokens"), ([False], "return_token_strs")
-)
-TOKENIZE_CHAT = make_table(
-    (Use.READ, "model"), (Use.READ, _TEMPLATE), ([False], "add_special_tokens return_token_strs")
-)
-DETOKENIZE = make_table((Use.READ, "model tokens"))
 
 
 def parse_request(
@@ -120,21 +67,33 @@ def parse_request(
         return given, llm.prepare_prompts(prompts, params)
 
 
-def _select(body: JsonObject, table: Table) -> JsonObject:
-    """Return the parameters that are given and not ignored. Raises ApiError for others."""
+def _select(body: JsonObject, table: Table, prefix: str = "") -> JsonObject:
+    """Return the parameters that are given and not ignored. Raises ApiError for others.
+
+    Errors name a field of an object with its `prefix`.
+    """
     given: JsonObject = {}
     for name, value in body.items():
         use = table.get(name, [])
         if value is None or use is Use.IGNORED:
             continue
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)  # JavaScript and Go can write 16 as 16.0
+        value = _simplify(value)
         if use is Use.READ:
             given[name] = value
-        elif (type(value), value) not in [(type(each), each) for each in use]:
-            message = f"{show(name)} with the value {show(value)} is not supported: leave it out"
-            raise ApiError(message, name)
+            continue
+        synonym = SYNONYMS.get(name, "")
+        accepted = [*use, _simplify(body.get(synonym))]
+        if (type(value), value) not in [(type(each), each) for each in accepted]:
+            path = prefix + name
+            advice = f"use {synonym}" if synonym in table else "leave it out"
+            message = f"{show(path)} with the value {show(value)} is not supported: {advice}"
+            raise ApiError(message, path)
     return given
+
+
+def _simplify(value: Any) -> Any:
+    """Return an int for an integer that is written as a float. JavaScript and Go can do so."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _check_reply_options(given: JsonObject) -> None:
@@ -146,11 +105,9 @@ def _check_reply_options(given: JsonObject) -> None:
     if not is_stream:
         raise invalid("stream_options", "needs stream=true: set it, or leave it out")
     options = check_type("stream_options", given["stream_options"], (dict,), "an object")
-    for name, value in options.items():
-        if name in ("include_usage", "include_obfuscation"):
-            check_bool(f"stream_options.{name}", False if value is None else value)
-        elif (name, value) != ("continuous_usage_stats", False) and value is not None:
-            raise invalid(f"stream_options.{show(name)}", "is not supported: leave it out")
+    given["stream_options"] = _select(options, STREAM_OPTIONS, "stream_options.")
+    for name, value in given["stream_options"].items():
+        check_bool(f"stream_options.{name}", value)
 
 
 def _constrain_by_format(given: JsonObject) -> None:
@@ -192,23 +149,31 @@ def _constrain(given: JsonObject, name: str, source: str, structured_outputs: Js
 
 
 def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:
-    options = {name: given[name] for name in _SAMPLING_FIELDS & given.keys()}
-    default = llm.max_model_len if is_chat else DEFAULT_MAX_TOKENS
-    options["max_tokens"] = _read_max_tokens(given, default)
+    options = {name: given[name] for name in SAMPLING_FIELDS & given.keys()}
+    options["max_tokens"] = _read_max_tokens(given, is_chat, llm.max_model_len)
     options["logprobs"] = _read_logprobs(given, is_chat)
     if given.get("echo"):
         options["prompt_logprobs"] = options["logprobs"]
     if "logit_bias" in given:
         options["logit_bias"] = _read_biases(given["logit_bias"])
+    if isinstance(options.get("structured_outputs"), dict):
+        outputs = options["structured_outputs"].items()
+        options["structured_outputs"] = {
+            name: value
+            for name, value in outputs
+            if not (name in STRUCTURED_OUTPUTS and value is False)
+        }
     if options.get("seed") == -1:  # none, as in vLLM
         del options["seed"]
     return replace(llm.get_default_sampling_params(), **options)
 
 
-def _read_max_tokens(given: JsonObject, default: int) -> int:
+def _read_max_tokens(given: JsonObject, is_chat: bool, max_model_len: int) -> int:
     if "max_completion_tokens" in given:
         return check_int("max_completion_tokens", given["max_completion_tokens"], 1)
-    max_tokens = given.get("max_tokens", default)
+    max_tokens = given.get("max_tokens", max_model_len if is_chat else DEFAULT_MAX_TOKENS)
+    if max_tokens == -1:  # no limit, as in llama.cpp
+        return max_model_len
     if given.get("echo"):  # 0 asks for the prompt alone, see Reply
         return max(1, check_int("max_tokens", max_tokens, 0))
     return max_tokens
@@ -240,7 +205,8 @@ def _encode_chat(given: JsonObject, tools: list[Tool], llm: LLM) -> Prompt:
     variables = given.get("chat_template_kwargs", {})
     check_type("chat_template_kwargs", variables, (dict,), "an object")
     if "reasoning_effort" in given:
-        variables = {"reasoning_effort": given["reasoning_effort"], **variables}
+        effort = check_choice("reasoning_effort", given["reasoning_effort"], REASONING_EFFORTS)
+        variables = {"reasoning_effort": effort, **variables}
     messages: Any = given.get("messages")
     (prompt,) = llm.encode_chats(
         [messages],

@@ -27,7 +27,10 @@ class Reply:
     ) -> None:
         """`given` has the parameters of the request, from `parse_request`."""
         self.is_stream: bool = given.get("stream", False)
-        self.wants_usage: bool = given.get("stream_options", {}).get("include_usage") or False
+        stream_options = given.get("stream_options", {})
+        self.wants_usage: bool = stream_options.get("include_usage", False)
+        # In each chunk. Without include_usage it is ignored, as in vLLM.
+        self.wants_counts = self.wants_usage and stream_options.get("continuous_usage_stats", False)
         self.echoes_prompt: bool = given.get("echo", False)
         self.wants_completion = not (self.echoes_prompt and given.get("max_tokens") == 0)
         self.num_top: int = given.get("top_logprobs", 0)
@@ -64,6 +67,8 @@ class Reply:
             for index, output in outputs.items():
                 logprobs: list[dict[int, float]] | None = None if output["logprobs"] is None else []
                 outputs[index] = {**output, "text": "", "token_ids": [], "logprobs": logprobs}
+                if output["finish_reason"] == "stop":  # because of the token that is not shown
+                    outputs[index]["finish_reason"] = "length"
         self.newest.update(outputs)
         return outputs
 
@@ -75,7 +80,11 @@ class Reply:
             num_chars, num_tokens = self.sent.get(index, (0, 0))
             self.sent[index] = (len(output["text"]), len(output["token_ids"]))
             choice = json.dumps(self._write_choice(index, output, num_chars, num_tokens))
-            events.append(write_event(f'{self.prefix}, "choices": [{choice}]{self.suffix}}}'))
+            suffix = self.suffix
+            if self.wants_counts:
+                usage = count_tokens(len(output["prompt_token_ids"]), len(output["token_ids"]))
+                suffix = f', "usage": {json.dumps(usage)}'
+            events.append(write_event(f'{self.prefix}, "choices": [{choice}]{suffix}}}'))
         return "".join(events)
 
     def write_end(self) -> str:
@@ -174,12 +183,17 @@ class Reply:
             if output["sample_index"] == 0:  # a prompt counts once
                 num_prompt += len(output["prompt_token_ids"])
                 num_cached += output["num_cached_tokens"]
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_generated,
-            "total_tokens": num_prompt + num_generated,
-            "prompt_tokens_details": {"cached_tokens": num_cached},
-        }
+        details = {"prompt_tokens_details": {"cached_tokens": num_cached}}
+        return {**count_tokens(num_prompt, num_generated), **details}
+
+
+def count_tokens(num_prompt: int, num_generated: int) -> JsonObject:
+    """Return the counts of OpenAI's usage object."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
+    }
 
 
 def write_event(data: str) -> str:

@@ -31,7 +31,8 @@ def render(steps: list[Step], width: int = 100) -> str:
     lines.append("")
     num_more = len(steps) - num_shown
     if num_more:
-        lines += wrap(f"{num_more} more steps do not fit: -o timeline.html shows all", width)
+        more = "step does" if num_more == 1 else "steps do"
+        lines += wrap(f"{num_more} more {more} not fit: -o timeline.html shows all", width)
     has_states = "snapshot_slots" in steps[0].settings
     for sentence in (*_LEGEND, _SNAPSHOTS) if has_states else _LEGEND:
         lines += wrap(sentence, width)

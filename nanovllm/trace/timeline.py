@@ -32,6 +32,10 @@ _END = b"\n]\n"
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
+def plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def make_event(phase: str, track: int, name: str, args: Args, **when: int) -> Event:
     return {"ph": phase, "pid": 1, "tid": track, "name": name, "args": args, **when}
 
@@ -101,7 +105,7 @@ class Timeline:
         for name, queue in queues.items():
             if queue != self.queues.get(name):
                 args[name] = queue
-        title = f"{args['kind']}: {args['num_tokens']} tokens"
+        title = f"{args['kind']}: {plural(args['num_tokens'], 'token')}"
         events = [make_event("X", 0, title, args, **self.span), *lane_events]
         for name, start, stop in zip(PHASES, self.times, self.times[1:]):
             args[f"{name}_ms"] = (stop - start) / 1e3

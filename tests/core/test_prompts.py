@@ -103,6 +103,14 @@ def test_text_parts_of_a_message_are_joined(demo):
     assert demo.encode_chats([ask(parts)]) == demo.encode_chats([ask("What is\n12 + 30?")])
 
 
+def test_a_refusal_of_the_assistant_is_its_text(demo):
+    parts = [{"type": "text", "text": "Sorry."}, {"type": "refusal", "refusal": "I can't."}]
+    chats = []
+    for content in (parts, "Sorry.\nI can't."):
+        chats.append([*ask(TEXT), {"role": "assistant", "content": content}, *ask(TEXT)])
+    assert demo.encode_chats(chats[:1]) == demo.encode_chats(chats[1:])
+
+
 @pytest.mark.parametrize(
     "messages, complaint",
     [
@@ -122,6 +130,11 @@ def test_text_parts_of_a_message_are_joined(demo):
         (ask([]), "messages[0].content"),
         (ask([{"type": "image_url", "image_url": {"url": "x" * 10000}}]), "not 'image_url'"),
         (ask([{"type": ["x" * 10000] * 1000}]), "messages[0].content[0].type"),
+        (ask([{"type": "refusal", "refusal": "no"}]), "messages[0].content[0].type"),
+        (
+            [{"role": "assistant", "content": [{"type": "refusal", "text": "no"}]}],
+            "messages[0].content[0].refusal must be a str, not None",
+        ),
         (ask(["text"]), "messages[0].content[0] must be a dict"),
         (ask([{"type": "text"}]), "messages[0].content[0].text must be a str, not None"),
         (ask([{"type": "text", "text": None}]), "messages[0].content[0].text"),
@@ -234,9 +247,9 @@ def test_a_text_that_cannot_fit_is_not_tokenized(demo, monkeypatch):
         demo.tokenizer, "encode", lambda text, **kwargs: sizes.append(len(text)) or encode(text)
     )
     for call in (lambda text: demo.add_request(text), lambda text: demo.chat(ask(text))):
-        with pytest.raises(ValueError, match="exceeds max_model_len=2048 tokens: shorten"):
+        with pytest.raises(ValueError, match="characters, which exceed max_model_len=2048"):
             call("word " * 1_000_000)
-        with pytest.raises(ValueError, match="leaves no room for output"):
+        with pytest.raises(ValueError, match="leave no room for output.*=2048: shorten"):
             call("word " * 5_000)
     assert max(sizes) < 100_000
 

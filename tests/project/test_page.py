@@ -53,6 +53,7 @@ def describe(scheduler, seqs):
 
 
 DUMP = r"""
+    const PARTS = ["timelines", "words", "budget", "queues", "count", "sequence"];
     const text = (id) => $(id).textContent.replace(/\s+/g, " ");
     const dump = () => ({
         waiting: now.waiting.map(([id]) => id),
@@ -71,11 +72,13 @@ DUMP = r"""
     });
     const states = [];
     const words = [];
+    const pages = [];
     const drafts = [];
     for (let step = 0; step <= lastStep(); step++) {
         go({ step });
         states.push(dump());
         words.push(text("words"));
+        pages.push(PARTS.map(text).join(" "));
         drafts.push(...document.querySelectorAll('[title*="draft"]'));
     }
     for (let step = lastStep(); step >= 0; step--) {
@@ -89,7 +92,7 @@ DUMP = r"""
         ends[lane] = end;
     }
     const looks = drafts.map((cell) => `${cell.title.split(" ").pop()} ${cell.className}`);
-    return [states, words.join(" "), looks.join()];
+    return [states, words.join(" "), looks.join(), pages];
 """
 
 
@@ -214,13 +217,46 @@ def test_it_shows_the_state_of_the_engine(
         stats = llm.stats
     trace_main([str(path), "-o", str(page)])
     page.write_text(page.read_text().replace("STRIDE = 400;", "STRIDE = 20;"))
-    shown, words, looks = run_script(page, DUMP)
+    shown, words, looks, pages = run_script(page, DUMP)
     for step, (seen, expected) in enumerate(zip(shown, states, strict=True)):
         assert seen == expected, f"step {step}"
     assert re.search(narrative, words)
     num_accepted = stats["num_accepted_tokens"]
     assert looks.count("accepted cell written sampled") == num_accepted
     assert looks.count("rejected cell written") == stats["num_draft_tokens"] - num_accepted
+    for shown in pages:
+        check_numbers(shown)
+
+
+def check_numbers(text):
+    """Nouns agree with their numbers, and no sequence computes more tokens than it has."""
+    assert not re.search(r"\b1 (draft )?(token|step|block|slot|lane)s\b", text)
+    for end, size in re.findall(r"→ (\d+) of (\d+) tokens? computed", text):
+        assert int(end) <= int(size)
+
+
+@needs_browser
+def test_a_single_step_of_a_single_token(tmp_path):
+    path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
+    options = {"num_kvcache_blocks": 9, "max_num_batched_tokens": 1, "max_num_seqs": 1}
+    with LLM(DEMO_MODEL, trace=path, kvcache_block_size=4, **options) as llm:
+        for _ in range(2):
+            llm.add_request([5], greedy(1))
+        llm.step()
+    trace_main([str(path), "-o", str(page)])
+    text, label = run_script(
+        page,
+        """
+        const parts = ["timelines", "words", "budget", "queues", "count", "sequence"];
+        const label = document.querySelector(".timeline svg").ariaLabel;
+        return [parts.map((id) => $(id).textContent.replace(/\\s+/g, " ")).join(" "), label];
+        """,
+    )
+    check_numbers(text)
+    assert "1 step." in text
+    assert "0 → 1 of 1 token computed" in text
+    assert "B waits, because the only lane is in use." in text
+    assert label == "1 step in 1 lane"
 
 
 # --- The requests of example.py
@@ -348,6 +384,22 @@ def test_a_large_pool_is_shown_as_far_as_it_was_used(tiny, tmp_path):
     assert "Blocks 8 to 999" in note
 
 
+@needs_browser
+def test_the_text_of_a_sequence_begins_with_its_prompt(example_page):
+    """Otherwise a reader cannot see that the prompts have no chat template."""
+    texts = run_script(
+        example_page,
+        """
+        return [3, 6].map((step) => {
+            go({ step, seq: 0 });
+            return document.querySelector(".text").textContent;
+        });
+        """,
+    )
+    assert all(text.startswith("You are a small and friendly assistant. What is") for text in texts)
+    assert len(texts[0]) < len(texts[1])
+
+
 # --- Recurrent states and structured outputs
 
 
@@ -404,8 +456,8 @@ def test_the_choice_of_a_grammar(tmp_path):
         return [read(prefers), read(allows), $("words").textContent];
         """,
     )
-    assert "does not allow" in words
-    assert "It allows 10 tokens." in words
+    assert re.search("does not allow the token “.+”, which\\s+the model prefers", words)
+    assert "It allows 10 other tokens." in words
     assert sorted(text for text, _ in allows) == list("0123456789")
     assert [kind for _, kind in allows] == ["sampled"] + [""] * 9
     allowed = {text for text, _ in allows}

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -313,6 +314,15 @@ def test_steps_that_do_not_fit_are_counted(recorded):
         "  lane 1 |                      C14 C15 C1  c  c",
     ]
     assert "15 more steps do not fit: -o timeline.html" in " ".join(lines)
+
+
+def test_a_single_step_and_a_single_token_are_singular(recorded):
+    steps = trace.read(recorded)[:12]
+    text = trace.render(steps, 48)
+    assert "1 more step does not fit" in " ".join(text.split())
+    titles = re.findall(r'"name":"(\w+: \d+ tokens?)"', recorded.read_text())
+    assert {"decode: 1 token", "prefill: 16 tokens"} < set(titles)
+    assert not any(title.endswith(": 1 tokens") for title in titles)
 
 
 def test_text_is_ascii_and_fits(recorded):

@@ -1,5 +1,7 @@
 """HTTP around the endpoints: the log, ids, keys, proxies, unknown paths, metrics, addresses."""
 
+import gzip
+import json
 import os
 import re
 import signal
@@ -32,7 +34,9 @@ main(sys.argv[1:])
 @pytest.fixture(scope="module")
 def server():
     """A server whose key is in the environment."""
-    options = [*OPTIONS[:-2], "--served-model-name", "served", "--allowed-origins", PAGE]
+    # An address that is copied from a browser ends with a slash, which an Origin never does.
+    origin = f"{PAGE.upper()}/"
+    options = [*OPTIONS[:-2], "--served-model-name", "served", "--allowed-origins", origin]
     with start(*options, program=("-c", PROGRAM)) as address_and_process:
         yield address_and_process
 
@@ -122,6 +126,8 @@ def test_pages_of_allowed_origins_may_send_requests(url):
         allowed = PAGE if status == 200 else None
         for reply in (asked, sent, rejected):
             assert reply.headers.get("Access-Control-Allow-Origin") == allowed
+        exposed = [reply.headers.get("Access-Control-Expose-Headers") for reply in (sent, rejected)]
+        assert exposed == ["X-Request-Id" if status == 200 else None] * 2
         if status == 200:
             assert "authorization" in asked.headers["Access-Control-Allow-Headers"]
 
@@ -131,6 +137,20 @@ def test_a_star_allows_all_origins():
     request = Request({"type": "http", "method": "POST", "path": "/", "headers": headers})
     assert is_foreign(request, [PAGE])
     assert not is_foreign(request, ["*"])
+
+
+@pytest.mark.parametrize(
+    "encoding, status", [("gzip", 415), ("br, gzip", 415), ("identity", 200), ("", 200)]
+)
+def test_a_compressed_body_is_named(url, encoding, status):
+    body = json.dumps({"prompt": "x"}).encode()
+    if status == 415:
+        body = gzip.compress(body)
+    response = post(url, body, **{"Content-Encoding": encoding})
+    assert response.status_code == status
+    if status == 415:
+        message = f"Content-Encoding: {encoding} is not supported: send the body uncompressed"
+        assert response.json()["error"]["message"] == message
 
 
 def test_the_version_and_pings_need_no_key(url):
@@ -169,6 +189,7 @@ def test_an_unexpected_error_is_logged_and_not_shown(server):
 def test_a_model_is_described(url, name):
     cards = CLIENT.get(f"{url}/v1/models", headers=HEADERS).json()["data"]
     assert CLIENT.get(f"{url}/v1/models/{name}", headers=HEADERS).json() == cards[0]
+    assert CLIENT.get(f"{url}/v1/models/", headers=HEADERS).json()["data"] == cards
 
 
 def test_an_unknown_model_is_an_error_with_a_code(url):

@@ -90,7 +90,12 @@ def test_other_values_are_rejected_by_name(llm, is_chat, table):
         (True, {"detokenize": False}, "detokenize"),
         (True, {"stream_options": {"include_usage": True}}, "stream_options"),
         (True, {"stream_options": {}, "stream": False}, "stream_options"),
-        (True, {"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream"),
+        (True, {"stream": True, "stream_options": {"foo": 1}}, "stream_options.foo"),
+        (True, {"stream": True, "stream_options": {"include_usage": 2}}, "stream_options.include"),
+        (True, {"reasoning_effort": "lots"}, "reasoning_effort"),
+        (True, {"reasoning_effort": {"effort": "low"}}, "reasoning_effort"),
+        (False, {"n_predict": 16}, "n_predict"),
+        (False, {"mirostat": 2, "mirostat_tau": 5.0}, "mirostat"),
         (True, {"temperature": -1}, "temperature"),
         (True, {"max_completion_tokens": 0}, "max_completion_tokens"),
         (True, {"max_tokens": 0}, "max_tokens"),
@@ -143,6 +148,11 @@ def test_other_values_are_rejected_by_name(llm, is_chat, table):
         (False, {"structured_outputs": {}}, "structured_outputs"),
         (False, {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
         (False, {"structured_outputs": {"unknown": 1}}, "structured_outputs"),
+        (
+            False,
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+            "structured_outputs",
+        ),
         (False, {"structured_outputs": {"regex": "("}}, "structured_outputs"),
         (True, {"x" * 10**6: ["y" * 10**6] * 10}, "x" * 10**6),
     ],
@@ -218,6 +228,36 @@ def test_an_error_of_the_tokenizer_is_an_error_of_the_tokens(llm, monkeypatch):
     assert caught.value.param == "tokens"
 
 
+@pytest.mark.parametrize(
+    "is_chat, body, message",
+    [
+        (
+            True,
+            {"stream": True, "stream_options": {"foo": 1}},
+            "'stream_options.foo' with the value 1 is not supported: leave it out",
+        ),
+        (
+            False,
+            {"max_tokens": 4, "n_predict": 5},
+            "'n_predict' with the value 5 is not supported: use max_tokens",
+        ),
+        (
+            True,
+            {"reasoning_effort": "lots"},
+            "reasoning_effort must be one of 'none', 'minimal', 'low', 'medium', 'high', 'xhigh',"
+            " 'max', not 'lots'",
+        ),
+    ],
+)
+def test_messages_of_errors(llm, is_chat, body, message):
+    assert reject(llm, body, is_chat).message == message
+
+
+def test_a_reasoning_effort_is_checked_before_its_tokens_are_counted(llm):
+    with pytest.raises(ApiError, match="reasoning_effort"):
+        parameters.tokenize({"messages": QUESTION, "reasoning_effort": {}}, llm)
+
+
 # What clients send in place of the documented values. An expected str is the parameter at fault.
 QUIRKS = [
     ({"max_tokens": 16.0}, {"max_tokens": 16}),
@@ -226,6 +266,12 @@ QUIRKS = [
     ({"max_tokens": True}, "max_tokens"),
     ({"max_tokens": 10**6}, {"max_tokens": 10**6}),  # max_model_len ends the sequence
     ({"max_tokens": None}, {}),
+    ({"max_tokens": -1}, {}),
+    ({"max_tokens": -2}, "max_tokens"),
+    ({"max_tokens": 5, "n_predict": 5.0, "max_new_tokens": 5}, {"max_tokens": 5}),
+    ({"seed": 7, "sampler_seed": 7, "stop": ["a"], "stopping_strings": ["b"]}, "stopping_strings"),
+    ({"repetition_penalty": 1.2, "repeat_penalty": 1.2}, {"repetition_penalty": 1.2}),
+    ({"repetition_penalty": 1.2, "rep_pen": 1.1}, "rep_pen"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, {"max_tokens": 6}),
     ({"n": 2.0}, {"n": 2}),
     ({"seed": -1.0}, {"seed": None}),
@@ -250,6 +296,7 @@ QUIRKS = [
     ({"function_call": "auto"}, "function_call"),
     ({"response_format": {"type": "text"}}, {}),
     ({"reasoning_effort": "low", "verbosity": "low"}, {}),
+    ({"reasoning_effort": "xhigh"}, {}),
     ({"logit_bias": {}}, {"logit_bias": {}}),
     ({"logit_bias": {"5": -100, "6": 1.5}}, {"logit_bias": {5: -100, 6: 1.5}}),
     ({"logit_bias": {"5.0": 1}}, "logit_bias[0]"),
@@ -278,6 +325,7 @@ def test_what_clients_stumble_over_is_decided(llm, body, expected):
 def test_a_prompt_that_is_too_long_has_openais_code(llm, is_chat, body):
     error = reject(llm, body, is_chat)
     assert error.code == "context_length_exceeded"
+    assert error.message.startswith("This model's maximum context length is 1024 tokens")
     assert error.param == ("messages" if is_chat else "prompt")
 
 

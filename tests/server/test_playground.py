@@ -3,11 +3,15 @@
 import json
 import re
 import time
+from pathlib import Path
 
 import pytest
 from browser import needs_browser, run_script
 from server_helpers import CLIENT, post, start, stream
 
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.engine.draft_costs import StepCosts
+from nanovllm.server import playground
 from nanovllm.server.playground import DEFAULTS
 
 GREEDY = {"temperature": 0, "max_tokens": 6}
@@ -162,6 +166,23 @@ def test_only_the_scripts_of_the_page_may_run(server):
     assert page.text.count(f'<script nonce="{nonce}">') == 2
 
 
+def test_the_scene_of_drafts_shows_some_soon():
+    """With costs that do not depend on the machine, and the same prompt as on the page."""
+    live = (Path(playground.__file__).parent / "live.html").read_text("utf-8")
+    prompt = re.search('REPETITIVE = "(.*?)"', live)[1]
+    options = {**DEFAULTS, "num_speculative_tokens": 4, "dtype": "float32"}
+    del options["recurrent_states"]
+    with LLM(DEMO_MODEL, **options) as llm:
+        llm.scheduler.speculator.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
+        llm.add_request(prompt, SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0))
+        for _ in range(3):
+            llm.step()
+        assert llm.stats["num_draft_tokens"] > 0
+        while not llm.is_finished():
+            llm.step()
+        assert llm.stats["num_accepted_tokens"] > 20
+
+
 # Delivers recorded messages in place of the server, all at once, and looks at the page.
 STUB = """
 class EventSource {
@@ -177,6 +198,11 @@ go({ step: 1 });
 places.push($("place").textContent);
 words.push($("words").textContent);
 const answer = document.querySelector(".answer").textContent;
+places.push(location.hash);
+go({ step: 0 });
+places.push($("place").textContent);
+words.push($("words").textContent);
+places.push(document.querySelector(".timeline h2 small").textContent.split(".")[0]);
 return [words, places, answer, document.images.length, $("trouble").textContent];
 """
 
@@ -192,7 +218,8 @@ def test_the_page_follows_and_goes_back(url, tmp_path):
     before, tag, live = CLIENT.get(url).text.rpartition("<script")
     path = tmp_path / "live.html"
     path.write_text(f"{before}<script>{STUB % data}</script>{tag}{live}", "utf-8")
-    (last, first), *rest = run_script(path, LOOK)
-    assert "Step 12." in last
+    (last, first, start), *rest = run_script(path, LOOK)
+    assert start.startswith("The engine has started.")
+    assert "Step 11." in last
     assert "A is admitted. This step computes all 20 tokens of its prompt." in first
-    assert rest == [["12 / 12", "1 / 12"], "1", 0, ""]
+    assert rest == [["11 / 11", "0 / 11", "#run=0&step=0", "start", "12 steps"], "1", 0, ""]
