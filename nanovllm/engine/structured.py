@@ -23,6 +23,14 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import FinishReason
 from nanovllm.transfers import to_device
 
+# What llguidance says about the limits of grammars.py, and what they limit.
+LIMITS = {
+    "too many expressions": "the work on a token",
+    "too many states": "the states of the lexer",
+    "Current row has": "the parser's items in a row",
+    "Too many items": "the parser's items in a step",
+}
+
 
 @dataclass(eq=False)
 class StructuredRequest(Request):
@@ -48,6 +56,15 @@ class StructuredRequest(Request):
         if self.matcher.is_error():
             return "error"
         return "stop" if self.matcher.is_stopped() else reason
+
+    def explain_error(self) -> str:
+        error = self.matcher.get_error()
+        if not error:
+            return super().explain_error()
+        for phrase, limit in LIMITS.items():
+            if phrase in error:
+                return f"its structured_outputs are too complex ({limit}): simplify them"
+        return "its structured_outputs allow no way to continue its text"
 
     def compute_masks(self) -> list[np.ndarray]:
         """The mask of each row of logits. All rows but the first follow a draft token."""

@@ -21,8 +21,8 @@ from nanovllm.checks import (
 )
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt, list_prompts
 from nanovllm.messages import Tool
+from nanovllm.server.constraints import constrain, delay_constraint
 from nanovllm.server.errors import ApiError, JsonObject, blaming
-from nanovllm.server.tools import choose_tools, write_grammar
 
 DEFAULT_MAX_TOKENS = 16  # for completions; a chat can use the rest of max_model_len
 MAX_SAMPLES = 4096  # prompts times n of one request
@@ -95,7 +95,7 @@ DETOKENIZE = make_table((Use.READ, "model tokens"))
 
 
 def parse_request(
-    body: JsonObject, is_chat: bool, llm: LLM
+    body: JsonObject, is_chat: bool, llm: LLM, parses_reasoning: bool = False
 ) -> tuple[JsonObject, list[PreparedPrompt]]:
     """Return the parameters that are given and not ignored, and the prompts, which are checked.
 
@@ -105,8 +105,7 @@ def parse_request(
     given = _select(body, CHAT if is_chat else COMPLETION)
     with blaming(given):
         _check_reply_options(given)
-        _constrain_by_format(given)
-        tools = _read_tools(given, llm) if is_chat else []
+        tools = constrain(given, llm, is_chat)
         params = _parse_params(given, is_chat, llm)
     with blaming(given, default=prompt_name):
         prompts: Any = given.get(prompt_name)
@@ -117,6 +116,10 @@ def parse_request(
         num_samples = params.n * len(list_prompts(prompts))
         check_int("the number of prompts times n", num_samples, 1, MAX_SAMPLES)
     with blaming(given, default=prompt_name):
+        outputs: Any = params.structured_outputs
+        if is_chat and parses_reasoning and outputs is not None:
+            outputs = delay_constraint(outputs, given, prompts[0], llm)
+            params = replace(params, structured_outputs=outputs)
         return given, llm.prepare_prompts(prompts, params)
 
 
@@ -151,44 +154,6 @@ def _check_reply_options(given: JsonObject) -> None:
             check_bool(f"stream_options.{name}", False if value is None else value)
         elif (name, value) != ("continuous_usage_stats", False) and value is not None:
             raise invalid(f"stream_options.{show(name)}", "is not supported: leave it out")
-
-
-def _constrain_by_format(given: JsonObject) -> None:
-    """Turn response_format into structured_outputs."""
-    match given.get("response_format", {"type": "text"}):
-        case {"type": "text"}:
-            pass
-        case {"type": "json_object"}:
-            _constrain(given, "response_format", "response_format", {"json_object": True})
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            _constrain(given, "response_format", "response_format", {"json": schema})
-        case other:
-            meaning = "of type text, json_object, or json_schema with json_schema.schema"
-            raise invalid("response_format", f"must be {meaning}, not {show(other)}")
-
-
-def _read_tools(given: JsonObject, llm: LLM) -> list[Tool]:
-    """Return the tools for the template. given["tools"] becomes those that the reply may call.
-
-    If a call is required, a grammar constrains the reply.
-    """
-    given["tools"], required = choose_tools(given)
-    is_parallel = check_bool("parallel_tool_calls", given.get("parallel_tool_calls", True))
-    if required:
-        with naming("tools", RecursionError):
-            grammar = write_grammar(required, is_parallel)
-        _constrain(given, "tool_choice", "tools", {"grammar": grammar})
-        if not llm.chat_template.uses_tools:
-            return []  # the grammar alone makes the model write a call
-    return given["tools"]
-
-
-def _constrain(given: JsonObject, name: str, source: str, structured_outputs: JsonObject) -> None:
-    """Let the parameter `name` constrain the reply, with schemas of the parameter `source`."""
-    if "structured_outputs" in given:
-        other = given.get("constrained_by", "structured_outputs")
-        raise invalid(name, f"and {other} both constrain the reply: leave one of them out")
-    given |= {"structured_outputs": structured_outputs, "constrained_by": source}
 
 
 def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:
