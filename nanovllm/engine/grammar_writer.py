@@ -24,6 +24,14 @@ THOUGHTS: /(?s:.*)<\/think>/ & ~/(?s:.*)<\/think>(?s:.+)/
 EBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 MAX_EBNF = 20_000  # characters, because the conversion takes quadratic time
 
+# What llguidance says about the limits of grammars.py, and what they limit.
+LIMITS = {
+    "too many expressions": "the work on a token",
+    "too many states": "the states of the lexer",
+    "Current row has": "the parser's items in a row",
+    "Too many items": "the parser's items in a step",
+}
+
 
 @contextmanager
 def naming_outputs(name: str = "structured_outputs") -> Iterator[None]:
@@ -83,6 +91,9 @@ def explain(error: str) -> str:
     """Turn an error of llguidance into a sentence about the client's own grammar."""
     if error.startswith("NoExtension"):
         return "no text matches"
+    limit = find_limit(error)
+    if limit is not None:
+        return f"too complex ({limit}): simplify it"
     # Without the lines of the grammar that follow, such as "  1 | start: a".
     error = re.split(r"\n *\d+ \| ", error)[0].replace("<non-verbose/>", "")
     error = re.sub(r"^(at )?(\d+\(\d+\): )*(\d+)\(\d+\): ", r"line \3: ", error)
@@ -91,6 +102,15 @@ def explain(error: str) -> str:
     error = re.sub(r" \(in regex\): regex parse error:.*error: ", ": ", error, flags=re.DOTALL)
     error = re.sub(r"regex parse error:\s+(.*)\n\s*\^+\n", r'invalid regex "\1": ', error)
     error = re.sub(r"^Unimplemented keys", "unsupported keys", error)
+    error = re.sub(r"^oneOf .*", "oneOf must have parts that exclude each other: use anyOf", error)
     error = re.sub(r"^Resource ('.*') is not.*", r"$ref \1 is not in the schema", error)
     error = re.sub(r" \('\w+'\)\)$", ")", error)
     return " ".join(error.replace('": error: ', '": ').split())
+
+
+def find_limit(error: str) -> str | None:
+    """Return what an error of llguidance says that a grammar has exceeded."""
+    for phrase, limit in LIMITS.items():
+        if phrase in error:
+            return limit
+    return None

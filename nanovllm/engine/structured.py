@@ -17,19 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.engine.grammar_writer import find_limit
 from nanovllm.engine.prompt_logprobs import ScoringModelRunner
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import FinishReason
 from nanovllm.transfers import to_device
-
-# What llguidance says about the limits of grammars.py, and what they limit.
-LIMITS = {
-    "too many expressions": "the work on a token",
-    "too many states": "the states of the lexer",
-    "Current row has": "the parser's items in a row",
-    "Too many items": "the parser's items in a step",
-}
 
 
 @dataclass(eq=False)
@@ -61,10 +54,10 @@ class StructuredRequest(Request):
         error = self.matcher.get_error()
         if not error:
             return super().explain_error()
-        for phrase, limit in LIMITS.items():
-            if phrase in error:
-                return f"its structured_outputs are too complex ({limit}): simplify them"
-        return "its structured_outputs allow no way to continue its text"
+        limit = find_limit(error)
+        if limit is None:
+            return "its structured_outputs allow no way to continue its text"
+        return f"its structured_outputs are too complex ({limit}): simplify them"
 
     def compute_masks(self) -> list[np.ndarray]:
         """The mask of each row of logits. All rows but the first follow a draft token."""

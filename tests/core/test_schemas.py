@@ -275,6 +275,10 @@ def test_thoughts_come_before_a_constraint(is_open, outputs, text):
         ({"json": {"type": "foo"}}, "Invalid type: foo"),
         ({"json": {"not": {}}}, 'unsupported keys: ["not"]'),
         ({"json": {"type": "string", "pattern": "("}}, 'invalid regex "(": unclosed group'),
+        (
+            {"json": {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 1}]}},
+            "oneOf must have parts that exclude each other: use anyOf",
+        ),
         ({"json": {"$ref": "http://x/y"}}, "$ref 'http://x/y' is not in the schema"),
         ({"grammar": 'start: "a" b\nb: c'}, 'line 2: unknown name: "c"'),
         ({"grammar": "no rules"}, """line 1: Expected token ':', found 'rule_name' (at "rules")"""),
