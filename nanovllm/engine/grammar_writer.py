@@ -25,7 +25,7 @@ EBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 MAX_EBNF = 20_000  # characters, because the conversion takes quadratic time
 
 # What llguidance says about the limits of grammars.py, and what they limit.
-LIMITS = {
+LIMIT_PHRASES = {
     "too many expressions": "the work on a token",
     "too many states": "the states of the lexer",
     "Current row has": "the parser's items in a row",
@@ -110,7 +110,7 @@ def explain(error: str) -> str:
 
 def find_limit(error: str) -> str | None:
     """Return what an error of llguidance says that a grammar has exceeded."""
-    for phrase, limit in LIMITS.items():
+    for phrase, limit in LIMIT_PHRASES.items():
         if phrase in error:
             return limit
     return None

@@ -153,13 +153,17 @@ def _check_bounds(nodes: list[Schema]) -> None:
     lows = limits["minimum"] + limits["exclusiveMinimum"]
     highs = limits["maximum"] + limits["exclusiveMaximum"]
     for key, sign, others in (("exclusiveMinimum", 1, highs), ("exclusiveMaximum", -1, lows)):
+        integer_parts = {int(other) for other in others if other != int(other)}
         for bound in limits[key]:
-            for other in others:
-                is_same_part = bound == int(bound) and 0 < sign * other - sign * bound < 1
-                if is_same_part and sign * bound >= 0:
-                    raise invalid(key, f"{bound} beside the bound {other} is not supported")
-    if math.prod(limits["multipleOf"]) >= MAX_MULTIPLE:
-        raise invalid("multipleOf", "in several parts must have a product below 2**32")
+            if bound in integer_parts and sign * bound >= 0:
+                raise invalid(
+                    key, f"{bound} and a bound with the same integer part are unsupported"
+                )
+    # llguidance multiplies them as integers of 32 bits, in units of the smallest decimal place.
+    factors = [Decimal(repr(factor)) for factor in limits["multipleOf"]]
+    unit = min([Decimal(10) ** int(factor.as_tuple().exponent) for factor in factors], default=1)
+    if math.prod(factor / unit for factor in factors) >= MAX_MULTIPLE:
+        raise invalid("multipleOf", "must be below 2**32, and so must the product of several")
 
 
 def _check_num_properties(node: Schema) -> None:

@@ -63,10 +63,10 @@ def read_format(given: JsonObject) -> JsonObject | None:
     match response_format:
         case {"type": "text"}:
             return None
+        case {"type": "json_object"} if response_format.get("schema") in (None, {}):
+            return {"type": "object"}
         case {"type": "json_object", "schema": dict(schema)}:
             pass
-        case {"type": "json_object"} if response_format.get("schema") is None:
-            return {"type": "object"}
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)} as details}:
             name = "response_format.json_schema"
             _check_keys(name, details, ["name", "description", "schema", "strict"])
