@@ -195,18 +195,23 @@ def _drop_full_patterns(node: Schema) -> None:
     After a comma, llguidance would wait for a name that does not exist.
     """
     patterns = node.get("patternProperties")
-    properties = node.get("properties")
+    properties = node.get("properties", {})
+    required = node.get("required", [])
     if not isinstance(patterns, dict) or not isinstance(properties, dict):
         return
-    if len(patterns) * len(properties) > MAX_NAME_CHECKS:
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        return
+    names = list(dict.fromkeys([*properties, *required]))
+    if len(patterns) * len(names) > MAX_NAME_CHECKS:
         return
     for pattern, schema in list(patterns.items()):
         # Others match more names than a schema lists, or take long to compile.
-        if not FINITE_PATTERN.fullmatch(pattern) or has_free_name(pattern, list(properties)):
+        if not FINITE_PATTERN.fullmatch(pattern) or has_free_name(pattern, names):
             continue
-        for name in properties:
+        for name in names:
             if re.search(pattern, name):
-                properties[name] = {"allOf": [properties[name], schema]}
+                properties[name] = {"allOf": [properties.get(name, True), schema]}
+        node["properties"] = properties
         del patterns[pattern]
 
 

@@ -70,7 +70,7 @@ def write_grammar(tools: list[Tool], is_parallel: bool, is_lenient: bool = False
         head = f'{OPENING}\n{{"name": "{function["name"]}", "arguments": '
         parameters = function.get("parameters") or {}
         defaults = {} if COMBINATIONS & parameters.keys() else OBJECT
-        if function.get("strict") is not True:
+        if True not in (function.get("strict"), tool.get("strict")):
             parameters = relax(parameters)
         schema = write_schema({**defaults, **parameters, "x-guidance": style}, {})
         tail = f"}}\n{CLOSING}"

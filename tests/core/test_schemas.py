@@ -89,6 +89,48 @@ def test_numbers_obey_their_bounds():
     assert num_texts > 500
 
 
+LEAVES = [True, {"const": 1}, {"enum": ["a", "b"]}, {"type": "boolean"}, {"type": "null"}]
+LEAVES += [{"type": "integer", "minimum": 0, "maximum": 9}, {"type": "string", "maxLength": 2}]
+
+
+def make_object_schema(rng, depth=0):
+    def make_values(names, most):
+        chosen = rng.sample(names, rng.randint(0, most))
+        return {name: make_part(rng, depth + 1) for name in chosen}
+
+    schema = {"type": "object", "properties": make_values(["a", "b", "ab"], 3)}
+    schema["required"] = rng.sample(["a", "b", "c"], rng.randint(0, 2))
+    schema["additionalProperties"] = rng.choice([False, False, True, {"const": 2}])
+    schema["patternProperties"] = make_values(["^a$", "^(a|b)$", "^[ab]$", "^c", "b$"], 2)
+    if rng.random() < 0.2:
+        schema[rng.choice(["minProperties", "maxProperties"])] = rng.randint(0, 3)
+    return schema
+
+
+def make_part(rng, depth):
+    kind = rng.choice(["leaf", "leaf", "object", "anyOf", "allOf"])
+    if kind == "leaf" or depth > 2:
+        return rng.choice(LEAVES)
+    if kind == "object":
+        return make_object_schema(rng, depth)
+    return {kind: [make_part(rng, depth + 1) for _ in range(2)]}
+
+
+def test_objects_are_valid_and_never_stuck():
+    rng = random.Random(0)
+    num_texts = 0
+    for _ in range(150):
+        schema = make_object_schema(rng)
+        try:
+            matcher = compile(json=schema)
+        except ValueError:
+            continue
+        for text in filter(None, [sample(matcher, rng) for _ in range(4)]):
+            num_texts += 1
+            jsonschema.validate(json.loads(text), schema)
+    assert num_texts > 100
+
+
 @pytest.mark.parametrize(
     "schema, name",
     [
@@ -160,6 +202,15 @@ def test_patterns_that_match_only_listed_names(pattern):
     assert not allows(matcher, '{"score":1,"size":3,"other":1}')
     assert not allows(matcher, '{"score":2,"size":3,"other":1')
     matcher.consume_tokens(list(b'{"score":2,"size":3,"other":1'))
+    assert not matcher.try_consume_tokens(list(b","))
+
+
+def test_patterns_that_match_only_required_names():
+    schema = {"type": "object", "required": ["a", "b"], "additionalProperties": False}
+    schema["patternProperties"] = {"^[ab]$": {"const": 1}}
+    matcher = compile(json=schema)
+    assert allows(matcher, '{"a":1,"b":1}')
+    matcher.consume_tokens(list(b'{"a":1,"b":1'))
     assert not matcher.try_consume_tokens(list(b","))
 
 
@@ -299,10 +350,13 @@ def test_an_error_is_about_what_the_client_wrote(outputs, message):
 
 def test_null_fields_are_not_given():
     value = {"json": None, "json_object": None, "regex": "a", "choice": None, "unknown": None}
+    value["disable_any_whitespace"] = False
     params = SamplingParams(structured_outputs=value)
     assert params.structured_outputs == StructuredOutputsParams(regex="a")
     with pytest.raises(ValueError, match="exactly one"):
         SamplingParams(structured_outputs={"json": None})
+    with pytest.raises(ValueError, match="unknown option 'disable_any_whitespace'"):
+        SamplingParams(structured_outputs={"regex": "a", "disable_any_whitespace": True})
 
 
 def test_tags_are_text_even_if_the_tokenizer_calls_them_special():
