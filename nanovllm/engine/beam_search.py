@@ -20,7 +20,7 @@ from typing import Any
 
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.input_processor import PreparedPrompt
-from nanovllm.outputs import FinishReason, RequestOutput
+from nanovllm.outputs import NAN_LOGITS, FinishReason, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 Generate = Callable[[list[PreparedPrompt]], list[RequestOutput]]
@@ -141,6 +141,7 @@ def make_output(
         "token_ids": beam.token_ids,
         "text": text,
         "finish_reason": beam.finish_reason,
+        "error": NAN_LOGITS if beam.finish_reason == "error" else None,
         "logprobs": beam.logprobs,
         "cumulative_logprob": beam.cumulative_logprob,
     }

@@ -4,9 +4,7 @@ Grammars come from clients. A process of its own therefore compiles each grammar
 grammar_check.py. LIMITS bound what a step takes. A sample that exceeds them ends with an error.
 """
 
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,23 +15,18 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from nanovllm.checks import naming
+from nanovllm.engine.grammar_writer import explain, make_grammar, naming_outputs
 from nanovllm.engine.request import Request
 from nanovllm.engine.structured import StructuredRequest
-from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.vocabulary import Vocabulary
 
 CHECK_PROGRAM = str(Path(__file__).with_name("grammar_check.py"))
-# Whitespace between two tokens of JSON. It is limited, because small models would repeat it until
-# max_tokens.
-JSON_DEFAULTS: Any = {"whitespace_pattern": " "}
-# The end of a grammar. Otherwise text that must come next may come only in tokens of llguidance's
-# choice. The model would then not write what it writes without a grammar, even if that is allowed.
-NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 CPU_SECONDS = 2  # for the compilation of a grammar
 CHECK_SECONDS = 30  # for the process that compiles it, which waits for the cores of the engine
 LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_items_in_row": 10_000}
 MAX_LEXER_STATES = 50_000  # per sample
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 class GrammarCompiler:
@@ -53,9 +46,7 @@ class GrammarCompiler:
         Raises ValueError for a grammar that is invalid, too complex, or that no text matches.
         """
         outputs: Any = params.structured_outputs
-        advice = "needs pip install 'nanovllm[structured]'"
-        errors = (ValueError, TypeError, RecursionError)
-        with naming("structured_outputs", *errors), naming(advice, ImportError):
+        with naming_outputs():
             matcher = self._compile(make_grammar(outputs), num_samples)
         return partial(StructuredRequest, matcher=matcher)
 
@@ -69,10 +60,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self.guidance_tokenizer, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()
         if matcher.is_error():
-            # Without the lines of the grammar that follow, such as "  1 | start: a".
-            error = re.split(r"\n *\d+ \| ", matcher.get_error())[0]
-            reason = " ".join(error.split())
-            raise ValueError(f"invalid, unsupported, or no text matches: {reason}")
+            raise ValueError(f"invalid or unsupported: {explain(matcher.get_error())}")
         return matcher
 
     @cached_property
@@ -101,9 +89,11 @@ class TokenTexts:
         token_ids = range(vocab_size if eos_token_ids else vocab_size + 1)
         self.eos_token_id = min(eos_token_ids, default=vocab_size)
         self.tokens = [vocabulary.read_bytes(token_id) for token_id in token_ids]
-        added = tokenizer.added_tokens_decoder
-        self.special_token_ids = [token_id for token_id in added if added[token_id].special]
-        self.special_token_ids += range(len(tokenizer), len(token_ids))  # padding
+        # Padding, and special tokens, which are no text. Some tokenizers call tags special, too.
+        self.special_token_ids = [*range(len(tokenizer), len(token_ids))]
+        for token_id, token in tokenizer.added_tokens_decoder.items():
+            if token.special and token.content not in TAGS:
+                self.special_token_ids.append(token_id)
 
     def __call__(self, text: bytes) -> list[int]:
         """Not needed, see NO_FORCING."""
@@ -137,27 +127,3 @@ def check_in_process(grammar: str) -> None:
             reason = "rules that nest too deeply"
         raise ValueError(f"too complex to compile ({reason}): simplify it")
     checked_digests.append(digest)
-
-
-def make_grammar(outputs: StructuredOutputsParams) -> str:
-    """Write `outputs` in llguidance's variant of Lark."""
-    from llguidance import LLMatcher
-
-    if outputs.grammar is not None:
-        rules = outputs.grammar
-    elif outputs.regex is not None:
-        grammar = LLMatcher.grammar_from_regex(outputs.regex)
-        rules = json.loads(grammar)["grammars"][0]["lark_grammar"]
-    elif outputs.choice is not None:
-        texts = [json.dumps(text, ensure_ascii=False) for text in outputs.choice]
-        # A terminal, because the parser's limits would allow only some thousand rules.
-        rules = f"start: TEXT\nTEXT: {' | '.join(texts)}"
-        rules = rules.replace("\x7f", r"\x7f")  # llguidance rejects DEL, which JSON does not escape
-    else:
-        schema = {"type": "object"} if outputs.json is None else outputs.json
-        if isinstance(schema, dict):
-            schema = json.dumps(schema, allow_nan=False)  # llguidance would turn NaN into null
-        grammar = LLMatcher.grammar_from_json_schema(schema, JSON_DEFAULTS)
-        completed = json.loads(grammar)["grammars"][0]["json_schema"]
-        rules = f"start: %json {json.dumps(completed)}"
-    return rules + NO_FORCING

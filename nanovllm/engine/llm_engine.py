@@ -70,7 +70,9 @@ class LLMEngine:
         dtype = choose_dtype(config, hf_config, directory)
         spec = read_spec(hf_config, dtype, config.tensor_parallel_size, config.quantization)
         self.tokenizer = read_tokenizer(directory)
-        self.eos_token_ids = read_eos_token_ids(directory, hf_config, self.tokenizer)
+        self.eos_token_ids = read_eos_token_ids(
+            directory, hf_config, self.tokenizer, spec.vocab_size
+        )
         defaults = read_generation_defaults(directory)
         with naming(directory / "generation_config.json", ValueError, TypeError):
             default_params = SamplingParams(**defaults)
@@ -185,9 +187,7 @@ class LLMEngine:
             if request.finish_reason is not None:
                 self._remove(request)
             if request.finish_reason == "error":
-                reason = "its logits are NaN: check the weights, or use a wider dtype"
-                if request.params.structured_outputs is not None:
-                    reason = "its logits are NaN, or its structured_outputs are too complex"
+                reason = request.explain_error()
                 self._warnings.append(f"request {request.seq_id} ends with an error: {reason}")
 
     def _report(self, inbox: Inbox) -> list[RequestOutput]:

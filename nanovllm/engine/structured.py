@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.engine.grammar_writer import find_limit
 from nanovllm.engine.prompt_logprobs import ScoringModelRunner
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
@@ -48,6 +49,15 @@ class StructuredRequest(Request):
         if self.matcher.is_error():
             return "error"
         return "stop" if self.matcher.is_stopped() else reason
+
+    def explain_error(self) -> str:
+        error = self.matcher.get_error()
+        if not error:
+            return super().explain_error()
+        limit = find_limit(error)
+        if limit is None:
+            return "its structured_outputs allow no way to continue its text"
+        return f"its structured_outputs are too complex ({limit}): simplify them"
 
     def compute_masks(self) -> list[np.ndarray]:
         """The mask of each row of logits. All rows but the first follow a draft token."""

@@ -94,15 +94,18 @@ def _read_generation_config(directory: Path) -> dict[str, Any]:
 
 
 def read_eos_token_ids(
-    directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+    directory: Path,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
 ) -> frozenset[int]:
     """Return every EOS id of generation_config.json, config.json and the tokenizer.
 
     All of them count, because fine-tuned checkpoints often change only one: a chat model's
     tokenizer ends turns, while its config.json still names the EOS of the base model.
 
-    A negative id means none, as null does. Ids above the vocabulary are kept. They occur in
-    checkpoints with a reduced vocabulary, and are never sampled.
+    A negative id means none, as null does. Ids above the vocabulary are left out. They occur in
+    checkpoints with a reduced vocabulary, and cannot be sampled.
     """
     given = {
         "generation_config.json": _read_generation_config(directory).get("eos_token_id"),
@@ -113,7 +116,7 @@ def read_eos_token_ids(
     for name, value in given.items():
         with naming(directory / name, TypeError, ValueError):
             token_ids.update(check_ints("eos_token_id", _list_ids(value), minimum=-MAX_SIZE))
-    return frozenset(token_id for token_id in token_ids if token_id >= 0)
+    return frozenset(token_id for token_id in token_ids if 0 <= token_id < vocab_size)
 
 
 def _list_ids(value: Any) -> list[Any]:

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 from nanovllm import LLM, __version__
 from nanovllm.checks import show
 from nanovllm.engine.input_processor import PreparedPrompt
+from nanovllm.outputs import NAN_LOGITS
 from nanovllm.server.bodies import Bodies
 from nanovllm.server.engine_thread import EngineThread, Outputs
 from nanovllm.server.errors import ApiError, JsonObject
@@ -100,10 +101,8 @@ class Api:
         """Called in a thread, because tokenizing a long prompt would delay other requests."""
         llm = self.engine.llm
         self._check_model(body.get("model"))
-        given, prompts = parse_request(body, is_chat, llm)
-        # A constraint holds from the first token, so it leaves no room for reasoning.
-        may_reason = self.parses_reasoning and prompts[0].params.structured_outputs is None
-        return Reply(given, self.model, is_chat, llm, may_reason), prompts
+        given, prompts = parse_request(body, is_chat, llm, self.parses_reasoning)
+        return Reply(given, self.model, is_chat, llm, self.parses_reasoning), prompts
 
     def _check_model(self, name: object) -> None:
         if name not in (None, "", self.model, self.root):
@@ -113,6 +112,11 @@ class Api:
     async def _serve(self, prompts: list[PreparedPrompt]) -> AsyncIterator[Outputs]:
         async with self.engine.submit(prompts) as stream:
             async for outputs in self.metrics.measure(stream):
+                for output in outputs.values():
+                    if output["error"] is not None:
+                        # Only NaN logits are no fault of the client's constraint.
+                        status = 500 if output["error"] == NAN_LOGITS else 400
+                        raise ApiError(f"the reply ended early: {output['error']}", status=status)
                 yield outputs
 
     async def _stream(self, prompts: list[PreparedPrompt], reply: Reply) -> AsyncIterator[str]:

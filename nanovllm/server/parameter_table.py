@@ -126,5 +126,3 @@ DETOKENIZE = make_table((Use.READ, "model tokens"))
 STREAM_OPTIONS = make_table(
     (Use.READ, "include_usage continuous_usage_stats"), (Use.IGNORED, "include_obfuscation")
 )
-# Fields of vLLM's structured_outputs. Any use of true changes what a grammar allows.
-STRUCTURED_OUTPUTS = ("disable_additional_properties", "disable_any_whitespace", "disable_fallback")

@@ -19,6 +19,7 @@ from nanovllm.checks import (
 )
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt, list_prompts
 from nanovllm.messages import Tool
+from nanovllm.server.constraints import constrain, delay_constraint
 from nanovllm.server.errors import ApiError, JsonObject, blaming
 from nanovllm.server.parameter_table import (
     CHAT,
@@ -26,14 +27,12 @@ from nanovllm.server.parameter_table import (
     DETOKENIZE,
     SAMPLING_FIELDS,
     STREAM_OPTIONS,
-    STRUCTURED_OUTPUTS,
     SYNONYMS,
     TOKENIZE_CHAT,
     TOKENIZE_PROMPT,
     Table,
     Use,
 )
-from nanovllm.server.tools import choose_tools, write_grammar
 
 DEFAULT_MAX_TOKENS = 16  # for completions; a chat can use the rest of max_model_len
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -42,7 +41,7 @@ MAX_LOGPROBS = 20  # OpenAI's limit
 
 
 def parse_request(
-    body: JsonObject, is_chat: bool, llm: LLM
+    body: JsonObject, is_chat: bool, llm: LLM, parses_reasoning: bool = False
 ) -> tuple[JsonObject, list[PreparedPrompt]]:
     """Return the parameters that are given and not ignored, and the prompts, which are checked.
 
@@ -52,8 +51,7 @@ def parse_request(
     given = _select(body, CHAT if is_chat else COMPLETION)
     with blaming(given):
         _check_reply_options(given)
-        _constrain_by_format(given)
-        tools = _read_tools(given, llm) if is_chat else []
+        tools = constrain(given, llm, is_chat)
         params = _parse_params(given, is_chat, llm)
     with blaming(given, default=prompt_name):
         prompts: Any = given.get(prompt_name)
@@ -64,6 +62,10 @@ def parse_request(
         num_samples = params.n * len(list_prompts(prompts))
         check_int("the number of prompts times n", num_samples, 1, MAX_SAMPLES)
     with blaming(given, default=prompt_name):
+        outputs: Any = params.structured_outputs
+        if is_chat and parses_reasoning and outputs is not None:
+            outputs = delay_constraint(outputs, given, prompts[0], llm)
+            params = replace(params, structured_outputs=outputs)
         return given, llm.prepare_prompts(prompts, params)
 
 
@@ -110,44 +112,6 @@ def _check_reply_options(given: JsonObject) -> None:
         check_bool(f"stream_options.{name}", value)
 
 
-def _constrain_by_format(given: JsonObject) -> None:
-    """Turn response_format into structured_outputs."""
-    match given.get("response_format", {"type": "text"}):
-        case {"type": "text"}:
-            pass
-        case {"type": "json_object"}:
-            _constrain(given, "response_format", "response_format", {"json_object": True})
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            _constrain(given, "response_format", "response_format", {"json": schema})
-        case other:
-            meaning = "of type text, json_object, or json_schema with json_schema.schema"
-            raise invalid("response_format", f"must be {meaning}, not {show(other)}")
-
-
-def _read_tools(given: JsonObject, llm: LLM) -> list[Tool]:
-    """Return the tools for the template. given["tools"] becomes those that the reply may call.
-
-    If a call is required, a grammar constrains the reply.
-    """
-    given["tools"], required = choose_tools(given)
-    is_parallel = check_bool("parallel_tool_calls", given.get("parallel_tool_calls", True))
-    if required:
-        with naming("tools", RecursionError):
-            grammar = write_grammar(required, is_parallel)
-        _constrain(given, "tool_choice", "tools", {"grammar": grammar})
-        if not llm.chat_template.uses_tools:
-            return []  # the grammar alone makes the model write a call
-    return given["tools"]
-
-
-def _constrain(given: JsonObject, name: str, source: str, structured_outputs: JsonObject) -> None:
-    """Let the parameter `name` constrain the reply, with schemas of the parameter `source`."""
-    if "structured_outputs" in given:
-        other = given.get("constrained_by", "structured_outputs")
-        raise invalid(name, f"and {other} both constrain the reply: leave one of them out")
-    given |= {"structured_outputs": structured_outputs, "constrained_by": source}
-
-
 def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:
     options = {name: given[name] for name in SAMPLING_FIELDS & given.keys()}
     options["max_tokens"] = _read_max_tokens(given, is_chat, llm.max_model_len)
@@ -156,13 +120,6 @@ def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:
         options["prompt_logprobs"] = options["logprobs"]
     if "logit_bias" in given:
         options["logit_bias"] = _read_biases(given["logit_bias"])
-    if isinstance(options.get("structured_outputs"), dict):
-        outputs = options["structured_outputs"].items()
-        options["structured_outputs"] = {
-            name: value
-            for name, value in outputs
-            if not (name in STRUCTURED_OUTPUTS and value is False)
-        }
     if options.get("seed") == -1:  # none, as in vLLM
         del options["seed"]
     return replace(llm.get_default_sampling_params(), **options)

@@ -19,6 +19,7 @@ from contextlib import suppress
 from uuid import uuid4
 
 from nanovllm.checks import invalid, show
+from nanovllm.engine.schemas import relax, write_schema
 from nanovllm.messages import Tool, check_tools
 from nanovllm.server.errors import JsonObject
 
@@ -57,17 +58,23 @@ def choose_tools(given: JsonObject) -> tuple[list[Tool], list[Tool]]:
     return [] if choice == "none" else tools, required
 
 
-def write_grammar(tools: list[Tool], is_parallel: bool) -> str:
-    """Write a grammar, in llguidance's variant of Lark, of a call of one of `tools`, or of more."""
+def write_grammar(tools: list[Tool], is_parallel: bool, is_lenient: bool = False) -> str:
+    """Write a grammar, in llguidance's variant of Lark, of a call of one of `tools`, or of more.
+
+    If it `is_lenient`, unsupported keys of all schemas are ignored.
+    """
+    style = {**JSON_STYLE, "lenient": is_lenient}
     calls: list[str] = []
     for tool in tools:
         function = tool["function"]
         head = f'{OPENING}\n{{"name": "{function["name"]}", "arguments": '
         parameters = function.get("parameters") or {}
         defaults = {} if COMBINATIONS & parameters.keys() else OBJECT
-        schema = {**defaults, **parameters, "x-guidance": JSON_STYLE}
+        if True not in (function.get("strict"), tool.get("strict")):
+            parameters = relax(parameters)
+        schema = write_schema({**defaults, **parameters, "x-guidance": style}, {})
         tail = f"}}\n{CLOSING}"
-        calls.append(f"{json.dumps(head)} %json {json.dumps(schema)} {json.dumps(tail)}")
+        calls.append(f"{json.dumps(head)} %json {schema} {json.dumps(tail)}")
     more = ' ("\\n" call)*' if is_parallel else ""
     return f"start: call{more}\ncall: {' | '.join(calls)}"
 

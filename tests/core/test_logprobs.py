@@ -118,4 +118,5 @@ def test_beams_end_if_their_logits_are_nan(poisoned):
     with pytest.warns(RuntimeWarning, match="NaN"):
         failed, found = llm.beam_search([[NAN_TOKEN], [3, 4]], 2, 1)
     assert [(beam["finish_reason"], beam["token_ids"]) for beam in failed] == [("error", [])]
+    assert "logits are NaN" in failed[0]["error"]
     assert [beam["finish_reason"] for beam in found] == ["length"] * 2

@@ -252,6 +252,18 @@ def test_every_eos_of_the_checkpoint_ends_the_text(make):
     assert output["token_ids"][-1] == token
 
 
+def test_an_eos_above_the_vocabulary_ends_no_constrained_text(tmp_path, make):
+    """Checkpoints with a reduced vocabulary have such ids."""
+    make_checkpoint(tmp_path, vocab_size=805, eos_token_id=[805, 9000])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(DEMO_MODEL) / name, tmp_path)
+    llm = make(str(tmp_path))
+    assert llm.eos_token_ids == {llm.tokenizer.eos_token_id}
+    for regex in ("[ab]{3}", "[ab]{3}[QZ]*"):
+        bias = {llm.tokenizer.eos_token_id: 100.0}
+        assert run(llm, {"regex": regex}, logit_bias=bias)["finish_reason"] == "stop"
+
+
 def test_stop_token_that_alone_may_come_before_min_tokens(llm):
     (token,) = llm.tokenizer.encode("q", add_special_tokens=False)
     output = run(llm, {"regex": "q[xyz]"}, stop_token_ids=[token], min_tokens=2)
@@ -443,10 +455,13 @@ def test_hostile_grammar_costs_its_own_request(llm, expected, name):
 def test_exceeded_limits_end_the_request_with_an_error(llm, expected):
     prompts, params = mixed_batch()
     hostile = SamplingParams(max_tokens=200, seed=1, structured_outputs=HOSTILE["letters"])
-    with pytest.warns(RuntimeWarning, match="structured_outputs are too complex"):
+    problem = r"its structured_outputs are too complex \(the work on a token\): simplify them"
+    with pytest.warns(RuntimeWarning, match=problem):
         outputs = llm.generate([prompts[3], "a"], [params[3], hostile], use_tqdm=False)
     assert outputs[0]["token_ids"] == expected[3]
     assert outputs[1]["finish_reason"] == "error"
+    assert re.fullmatch(problem, outputs[1]["error"])
+    assert outputs[0]["error"] is None
     assert 0 not in outputs[1]["token_ids"], "an empty mask samples nothing"
 
 
@@ -489,7 +504,7 @@ def test_without_eos_no_token_ends_a_text(llm):
 
 def test_token_that_the_grammar_forbids_is_an_error(llm, monkeypatch):
     monkeypatch.setattr(StructuredModelRunner, "process_logits", ModelRunner.process_logits)
-    with pytest.warns(RuntimeWarning, match="structured_outputs are too complex"):
+    with pytest.warns(RuntimeWarning, match="structured_outputs allow no way to continue"):
         assert run(llm, {"regex": "q{200}"})["finish_reason"] == "error"
 
 
@@ -520,7 +535,7 @@ def test_invalid_grammar_is_rejected(llm, kind):
 
 
 def test_an_error_names_the_line_of_the_grammar(llm):
-    with pytest.raises(ValueError, match=r'at 2\(4\): unknown name: "c"$'):
+    with pytest.raises(ValueError, match='line 2: unknown name: "c"$'):
         run(llm, {"grammar": 'start: "a" b\nb: c'})
     with pytest.raises(ValueError, match="unclosed group$"):
         run(llm, {"regex": "("})

@@ -6,9 +6,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from nanovllm import DEMO_MODEL, LLM
-from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.errors import ApiError
-from nanovllm.server.openai_api import Api
 from nanovllm.server.parameters import parse_request
 from nanovllm.server.protocol import Reply
 from nanovllm.server.tools import write_grammar
@@ -141,14 +139,6 @@ def test_the_template_can_begin_the_reasoning(llm):
     (choice,) = answer(llm, "So.\n</think>\n\nYes.", **options)
     assert choice["message"]["reasoning"] == "So.\n"
     assert choice["message"]["content"] == "Yes."
-
-
-def test_a_constraint_leaves_no_room_for_reasoning(llm):
-    api = Api(EngineThread(llm), "model", "model", parses_reasoning=True)
-    body = {"messages": BODY["messages"]}
-    for constraint in ({}, {"structured_outputs": {"choice": ["a"]}}):
-        reply, _ = api._parse(True, {**body, **constraint})
-        assert reply.parses_reasoning == (not constraint)
 
 
 def make_tool(**parameters):

@@ -1,0 +1,317 @@
+"""response_format, tools and thoughts as grammars, and what a reply is."""
+
+import asyncio
+import json
+import re
+
+import httpx
+import pytest
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from nanovllm import DEMO_MODEL, LLM
+from nanovllm.engine import grammars
+from nanovllm.engine.grammar_writer import make_grammar
+from nanovllm.outputs import NAN_LOGITS
+from nanovllm.server.engine_thread import EngineThread
+from nanovllm.server.errors import ApiError
+from nanovllm.server.openai_api import Api
+from nanovllm.server.parameters import parse_request
+from nanovllm.server.protocol import Reply
+
+TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[-1].content }}{{ start }}"
+PAIR = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+PAIR["additionalProperties"] = False
+JSON = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": PAIR}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": PAIR}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+TEXT = '{"a": 1}'
+MESSAGES = {"messages": [{"role": "user", "content": "1 + 1"}]}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64) as llm:
+        llm.tokenizer.chat_template = TEMPLATE
+        yield llm
+
+
+def parse(llm, parses_reasoning=False, is_chat=True, **body):
+    prompt = MESSAGES if is_chat else {"prompt": "x"}
+    return parse_request({**prompt, **body}, is_chat, llm, parses_reasoning)
+
+
+def allow(llm, *texts, **options):
+    """Which of the texts a request allows."""
+    _, [(_, params, _)] = parse(llm, **options)
+    limits = LLParserLimits(verbose_errors=False)
+    grammar = make_grammar(params.structured_outputs)
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits)
+    allowed = []
+    for text in texts:
+        copy = matcher.deep_copy()
+        tokens = list(text.encode())
+        is_consumed = copy.try_consume_tokens(tokens) == len(tokens)
+        allowed.append(is_consumed and copy.is_accepting())
+    return allowed
+
+
+def make_format(schema, **options):
+    details = {"name": "x", "schema": schema, **options}
+    return {"response_format": {"type": "json_schema", "json_schema": details}}
+
+
+# --- response_format
+
+
+def test_a_schema_beside_json_object_holds(llm):
+    kind = {"type": "json_object"}
+    texts = [TEXT, '{"b": 1}', "1"]
+    assert allow(llm, *texts, response_format={**kind, "schema": PAIR}) == [True, False, False]
+    assert allow(llm, *texts, response_format=kind) == [True, True, False]
+    assert allow(llm, *texts, response_format={**kind, "schema": None}) == [True, True, False]
+    assert allow(llm, *texts, **JSON) == [True, False, False]
+    options = {"is_chat": False, "response_format": {**kind, "schema": PAIR}}
+    assert allow(llm, *texts, **options) == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "response_format, param",
+    [
+        ({"type": "text", "schema": PAIR}, "response_format.schema"),
+        ({"type": "json_object", "json_schema": {}}, "response_format.json_schema"),
+        ({"type": "json_object", "schema": "{}"}, "response_format"),
+        ({"type": "json_object", "strict": True}, "response_format.strict"),
+        ({"type": "json_schema", "schema": PAIR}, "response_format.schema"),
+        ({**JSON["response_format"], "strict": True}, "response_format.strict"),
+        (make_format(PAIR, mode="x")["response_format"], "response_format.json_schema.mode"),
+        (make_format(PAIR, strict="yes")["response_format"], "response_format.json_schema.strict"),
+        (make_format({"const": 2**60})["response_format"], "response_format"),
+    ],
+)
+def test_what_would_change_the_format_is_named(llm, response_format, param):
+    with pytest.raises(ApiError) as caught:
+        parse(llm, response_format=response_format)
+    assert caught.value.param == param
+    assert "structured_outputs" not in caught.value.message
+
+
+FIELDS = {  # as pydantic writes them
+    "Path": {"format": "path", "type": "string"},
+    "bytes": {"format": "binary", "type": "string"},
+    "SecretStr": {"format": "password", "type": "string", "writeOnly": True},
+    "IPvAnyAddress": {"format": "ipvanyaddress", "type": "string"},
+    "Base64Str": {"format": "base64", "type": "string"},
+    "set": {"items": {"type": "integer"}, "type": "array", "uniqueItems": True},
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_everyday_fields_are_accepted_unless_they_are_strict(llm, name):
+    schema = {"$defs": {"x": FIELDS[name]}, "type": "object", "required": ["a"]}
+    schema["properties"] = {"a": {"$ref": "#/$defs/x"}}
+    strict_tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    tool = {"type": "function", "function": {**strict_tool["function"], "strict": False}}
+    strict_tool["function"]["strict"] = True
+    required = {"tool_choice": "required"}
+    value = "[1, 1]" if name == "set" else '"text"'
+    text = f'{{"a": {value}}}'
+    for strict in (False, None):
+        assert allow(llm, text, **make_format(schema, strict=strict)) == [True]
+    call = CALL.replace("add", "f").replace('{"a": 1}', text)
+    assert allow(llm, call, tools=[tool], **required) == [True]
+    for param, body in (
+        ("response_format", make_format(schema, strict=True)),
+        ("structured_outputs", {"structured_outputs": {"json": schema}}),
+        ("tools", {"tools": [strict_tool], **required}),
+    ):
+        with pytest.raises(ApiError, match=r"Unknown format|unsupported keys") as caught:
+            parse(llm, **body)
+        assert caught.value.param == param
+
+
+# --- Tools
+
+
+@pytest.mark.parametrize(
+    "options, call, text",
+    [
+        ({"tools": [TOOL]}, True, True),
+        ({"tools": [TOOL], "tool_choice": "auto"}, True, True),
+        ({"tools": [TOOL], "tool_choice": "none"}, False, True),
+        ({"tools": [TOOL], "tool_choice": "required"}, True, False),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}},
+            True,
+            False,
+        ),
+        ({}, False, True),
+    ],
+)
+def test_a_format_beside_tools(llm, options, call, text):
+    assert allow(llm, CALL, TEXT, **JSON, **options) == [call, text]
+    assert allow(llm, f"{CALL}\n{CALL}", **JSON, **options) == [call]
+    texts = [f"{CALL}{TEXT}", "Words.", CALL.replace("add", "other"), CALL.replace("1", '"x"')]
+    assert allow(llm, *texts, **JSON, **options) == [False] * 4
+    one = {"parallel_tool_calls": False}
+    assert allow(llm, f"{CALL}\n{CALL}", **JSON, **options, **one) == [False]
+
+
+def test_a_tool_that_no_grammar_holds_does_not_forbid_a_format(llm):
+    """Nobody asked for its call."""
+    parameters = {**PAIR, "not": {"required": ["b"]}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    assert allow(llm, CALL, TEXT, **JSON, tools=tools) == [True, True]
+    with pytest.raises(ApiError, match='tools: .*unsupported keys: \\["not"\\]'):
+        parse(llm, **JSON, tools=tools, tool_choice="required")
+
+
+def test_a_number_of_a_tool_is_named_with_it(llm):
+    parameters = {"properties": {"a": {"const": 2**60}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    for options in ({"tool_choice": "required"}, JSON):
+        with pytest.raises(ApiError, match="tools: const must have") as caught:
+            parse(llm, tools=tools, **options)
+        assert caught.value.param == "tools"
+
+
+# --- Thoughts
+
+
+@pytest.mark.parametrize(
+    "start, expected",
+    [
+        ("", {"plain": True, "whole": True, "rest": False}),
+        ("<think>", {"plain": False, "whole": True, "rest": True}),
+        ("<think>\n", {"plain": False, "whole": True, "rest": True}),
+        ("<think>\n\n</think>\n\n", {"plain": True, "whole": False, "rest": False}),
+        ("I mean <think> as a word:", {"plain": True, "whole": True, "rest": False}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["format", "call", "choice"])
+def test_a_constraint_holds_after_the_thoughts(llm, start, expected, kind):
+    options, text = {
+        "format": (JSON, TEXT),
+        "call": ({"tools": [TOOL], "tool_choice": "required"}, CALL),
+        "choice": ({"structured_outputs": {"choice": ["yes"]}}, "yes"),
+    }[kind]
+    options = {**options, "chat_template_kwargs": {"start": start}}
+    texts = {"plain": text, "whole": f"<think>Hm.</think>\n\n{text}", "rest": f"Hm.</think>{text}"}
+    allowed = allow(llm, *texts.values(), parses_reasoning=True, **options)
+    assert dict(zip(texts, allowed)) == expected
+    unfinished = ["<think>Hm.", "Hm.", "Hm.</think>", "<think>Hm.</think>\n\nWords."]
+    assert allow(llm, *unfinished, parses_reasoning=True, **options) == [False] * 4
+    assert allow(llm, *texts.values(), **options) == [True, False, False]
+
+
+def test_thoughts_of_a_message_that_is_continued(llm, monkeypatch):
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ messages[-1].content }}")
+    options = {"continue_final_message": True, "add_generation_prompt": False, **JSON}
+    for content, expected in (("<think>I", [False, True]), ("<think></think>So", [True, False])):
+        messages = [{"role": "assistant", "content": content}]
+        texts = [TEXT, f" am.</think>{TEXT}"]
+        allowed = allow(llm, *texts, parses_reasoning=True, messages=messages, **options)
+        assert allowed == expected
+
+
+def test_a_completion_has_no_thoughts(llm):
+    options = {"is_chat": False, "parses_reasoning": True, **JSON}
+    assert allow(llm, TEXT, f"<think></think>{TEXT}", **options) == [True, False]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_thoughts_and_json_are_divided(llm, is_stream):
+    api = Api(EngineThread(llm), "model", "model", parses_reasoning=True)
+    text = f"<think>So.</think>\n\n{TEXT}"
+    reply, [(prompt, _, _)] = api._parse(True, {**MESSAGES, **JSON, "stream": is_stream})
+    found = {"reasoning": "", "content": ""}
+    for end in range(1 if is_stream else len(text), len(text) + 1):
+        output = make_output(prompt, text[:end], end == len(text))
+        if is_stream:
+            event = reply.write_chunk({0: output}).removeprefix("data: ")
+            message = json.loads(event)["choices"][0]["delta"]
+        else:
+            reply.take({0: output})
+            message = reply.write_whole()["choices"][0]["message"]
+        for name in found:
+            found[name] += message.get(name) or ""
+    assert found == {"reasoning": "So.", "content": TEXT}
+
+
+def make_output(prompt, text, is_last):
+    return {
+        "sample_index": 0,
+        "prompt_token_ids": prompt,
+        "token_ids": [0] * len(text),
+        "text": text,
+        "finish_reason": "stop" if is_last else None,
+        "error": None,
+        "logprobs": None,
+        "prompt_logprobs": None,
+        "num_cached_tokens": 0,
+    }
+
+
+def test_a_model_thinks_and_then_obeys(llm):
+    """The thoughts end because a bias ends them."""
+    options = {**JSON, "chat_template_kwargs": {"start": "<think>"}, "max_tokens": 300, "seed": 1}
+    bias = {str(token): 9 for token in llm.tokenizer.encode("</think>", add_special_tokens=False)}
+    given, prompts = parse(llm, parses_reasoning=True, logit_bias=bias, **options)
+    reply = Reply(given, "model", True, llm, True)
+    with llm._queued(prompts, {}) as [request]:
+        while request.finish_reason is None:
+            llm._run_step()
+        reply.take({0: request.output()})
+    (choice,) = reply.write_whole()["choices"]
+    assert choice["finish_reason"] in ("stop", "length")
+    if choice["finish_reason"] == "stop":
+        assert re.fullmatch(r'\{ ?"a" ?: ?-?\d+ ?\}', choice["message"]["content"])
+
+
+# --- Limits
+
+
+def post(bodies, parses_reasoning=False, change=None):
+    """The responses of a server in this process."""
+
+    async def serve():
+        llm = LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64)
+        if change is not None:
+            change(llm)
+        engine = EngineThread(llm)
+        engine.start_on(asyncio.get_running_loop())
+        app = Api(engine, "model", "model").make_app()
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            responses = [await client.post("/v1/completions", json=body) for body in bodies]
+        engine.stop("done")
+        await asyncio.to_thread(engine.join)
+        return responses
+
+    return asyncio.run(serve())
+
+
+@pytest.mark.filterwarnings("ignore:request:RuntimeWarning")
+def test_a_limit_of_the_grammar_is_an_error_in_words(monkeypatch):
+    monkeypatch.setattr(grammars, "MAX_LEXER_STATES", 30)
+    body = {"prompt": "x", "max_tokens": 60, "structured_outputs": {"regex": "[a-c]{40}x"}}
+    whole, streamed = post([body, {**body, "stream": True}])
+    assert whole.status_code == 400
+    error = whole.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].endswith("too complex (the states of the lexer): simplify them")
+    assert streamed.status_code == 200
+    *events, last, end = streamed.text.strip().split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"] == error
+    assert end == "data: [DONE]"
+    assert all('"finish_reason": "error"' not in event for event in events)
+
+
+@pytest.mark.filterwarnings("ignore:request:RuntimeWarning")
+def test_nan_logits_are_an_error_of_the_server():
+    def break_logits(llm):
+        forward = llm.model_runner.forward
+        llm.model_runner.forward = lambda seqs: forward(seqs) * float("nan")
+
+    (response,) = post([{"prompt": "x"}], change=break_logits)
+    assert response.status_code == 500
+    assert NAN_LOGITS in response.json()["error"]["message"]
