@@ -108,7 +108,7 @@ class Reply:
             choice["text"] = text
             return choice
         delta = self._parse_message(index, output, text)
-        if self.parsers[index].calls and output["finish_reason"] == "stop":
+        if self.parsers[index].num_calls and output["finish_reason"] == "stop":
             choice["finish_reason"] = "tool_calls"
         if self.is_stream:
             choice["delta"] = delta if num_tokens else {"role": "assistant", **delta}
