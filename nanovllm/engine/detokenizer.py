@@ -11,6 +11,7 @@ tokens that cannot be decoded.
 """
 
 from functools import partial
+from os.path import commonprefix
 
 from transformers import PreTrainedTokenizerBase
 
@@ -114,11 +115,12 @@ class Detokenizer:
         return self._without_tail(text)
 
     def _without_tail(self, text: str) -> str:
-        """Remove the tail from the text after the anchor, unless its character is complete now."""
-        tail = self.tail_text
-        if not text.startswith(tail):
-            tail = tail.rstrip("\ufffd")
-        return text[len(tail) :]
+        """Remove what the text after the anchor has in common with the tail.
+
+        That is all of the tail, unless new tokens have completed a character that it begins. Text
+        that grows still grows without the tail.
+        """
+        return text[len(commonprefix([text, self.tail_text])) :]
 
     def meets_stop_string(self, token_ids: list[int], may_stop: bool) -> bool:
         """Return whether the newest token completes a stop string. The text ends before it.
