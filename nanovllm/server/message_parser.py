@@ -16,6 +16,7 @@ from nanovllm.server.errors import JsonObject
 from nanovllm.server.text_stream import TextStream, Waiting
 
 THINK = "<think>"
+TAGS = (THINK, END_THINK, OPENING, CLOSING)  # those that can be special tokens
 
 
 class MessageParser:
@@ -69,6 +70,7 @@ class MessageParser:
         while True:
             tag = yield from self._read_text()
             if not tag:
+                self._begin_content()
                 return
             self.in_block = False
             if tag == END_THINK:

@@ -102,7 +102,8 @@ class Api:
         given, prompts = parse_request(body, is_chat, llm)
         # A constraint holds from the first token, so it leaves no room for reasoning.
         may_reason = self.parses_reasoning and prompts[0].params.structured_outputs is None
-        return Reply(given, self.model, is_chat, llm, may_reason), prompts
+        reply = Reply(given, self.model, is_chat, llm, may_reason)
+        return reply, [reply.show_tags(prompt) for prompt in prompts]
 
     def _check_model(self, name: object) -> None:
         if name not in (None, "", self.model, self.root):
