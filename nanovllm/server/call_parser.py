@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from nanovllm.messages import Tool
+from nanovllm.messages import NAME, Tool
 from nanovllm.server.errors import JsonObject
 from nanovllm.server.parameter_values import find_properties, write_value
 from nanovllm.server.text_stream import TextStream, Waiting
@@ -115,10 +115,11 @@ class CallParser:
             start += len(expected)
         end, quote = yield from self.stream.find(('"', "\\"), start)
         name = self.stream.text[start:end]
+        is_name = quote == '"' and NAME.fullmatch(name) is not None
         start = end + 1
         for expected in (",", '"arguments"', ":", "{"):
             start, found = yield from self.stream.skip(start, (expected,))
-            if not found or quote != '"':
+            if not found or not is_name:
                 return "", start
             start += len(expected)
         return name, start - 1
@@ -141,14 +142,14 @@ class CallParser:
     def _read_json(self, start: int) -> Waiting[tuple[Call | None, int]]:
         """Read a call whose keys come in another order."""
         whole = yield from self._read_object(start)
-        with suppress(ValueError, KeyError, RecursionError):
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
             call = json.loads(whole.text)
             name = call["name"]
             arguments = call["arguments"] or {}
             if isinstance(arguments, dict):
                 arguments = json.dumps(arguments, allow_nan=False)
             # Some models write the arguments as a str of JSON.
-            if name and isinstance(name, str) and isinstance(arguments, str):
+            if NAME.fullmatch(name) and isinstance(arguments, str):
                 return Call(name, arguments), whole.end
         return None, whole.end
 
@@ -212,7 +213,7 @@ class CallParser:
         If `is_known`, it must be one of the tools.
         """
         name, start = yield from self._read_name(start + len(FUNCTION))
-        if not name or (is_known and name not in self.schemas):
+        if not NAME.fullmatch(name) or (is_known and name not in self.schemas):
             return None, start
         schema = self.schemas.get(name)
         properties = find_properties(schema)

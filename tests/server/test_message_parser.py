@@ -165,6 +165,10 @@ CASES = {
         "Write <function=find></function> for that.",
         {"content": "Write <function=find></function> for that."},
     ),
+    "names that no tool can have": (
+        write_call("add 1") + write_tags().replace("=add", "=add 1"),
+        {"content": write_call("add 1") + write_tags().replace("=add", "=add 1")},
+    ),
     "no closing tag at all": (
         "<tool_call>\n<function=add>\n<parameter=text>\nhel",
         {"content": "<tool_call>\n<function=add>\n<parameter=text>\nhel"},

@@ -200,6 +200,13 @@ def test_a_message_with_calls_needs_no_content(llm):
         assert given["messages"] == messages
 
 
+def test_a_call_that_was_cut_off_can_be_sent_back(llm):
+    (choice,) = answer(llm, CALL[:-15], "length")
+    message = choice["message"]
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"a": 1'
+    parse_request({**BODY, "messages": [message, *BODY["messages"]]}, True, llm)
+
+
 def test_a_template_can_read_tools_of_a_message_only(llm, monkeypatch):
     """Such as that of Phi-4-mini."""
     template = "{% for m in messages %}{{ m.content }}{{ m['tools'] }}{% endfor %}"
