@@ -10,7 +10,8 @@ tags, and write tags into their arguments, so what follows a tag decides what it
     </tool_call>     ends a value if no </parameter> ends it before the next <tool_call>. It ends a
                      string of JSON if no quote ends it before , : } or ].
 
-A function needs one of the last two tags. The text of one without them has been cut off.
+A function ends with one of the last two tags, or where another one begins. Otherwise its text has
+been cut off, and is no call.
 """
 
 import json
@@ -172,8 +173,11 @@ class CallParser:
         while True:
             match = TOKEN.match(self.stream.text, start)
             if match is None or (match[0] == "<" and self.stream.may_begin(BLOCK_TAGS, start)):
+                if self.stream.is_last and tag_start is not None:
+                    return finish(tag_start, False)
                 if self.stream.is_last:
-                    return finish(start if tag_start is None else tag_start, False)
+                    pieces.append(self.stream.text[start:])  # perhaps half an escape
+                    return finish(len(self.stream.text), False)
                 if is_sent:
                     self.send("", "".join(pieces))
                     pieces.clear()
@@ -223,9 +227,8 @@ class CallParser:
         start, tag = yield from self.stream.skip(start, ("{", *tags))
         if tag == "{":
             whole = yield from self._read_object(start)
-            arguments = whole.text
             try:
-                json.loads(arguments)
+                arguments = json.dumps(json.loads(whole.text), allow_nan=False)
             except (ValueError, RecursionError):
                 return None, whole.end
             start, tag = yield from self.stream.skip(whole.end, tags[1:])

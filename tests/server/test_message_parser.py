@@ -214,6 +214,10 @@ CASES = {
         '<tool_call>\n<function=add>\n{"text": "a\n</tool_call>"}\n</function>\n</tool_call>',
         {"tool_calls": [["add", '{"text": "a\\n</tool_call>"}']]},
     ),
+    "NaN in a function": (
+        '<tool_call><function=add>{"a": NaN}</function></tool_call>',
+        {"content": '<tool_call><function=add>{"a": NaN}</function></tool_call>'},
+    ),
     "JSON in a function, and a parameter": (
         '<tool_call><function=add>{"a": 1} <parameter=text>a</parameter></function></tool_call>',
         {
@@ -288,6 +292,10 @@ CASES = {
         {"tool_calls": [ADD, FIND], "content": "<tool_call>no<tool_call>{}"},
     ),
     "cut off": (write_call()[:-15], {"tool_calls": [["add", '{"a": 1']]}),
+    "cut off in an escape": (
+        '<tool_call>{"name": "add", "arguments": {"a": "1\\',
+        {"tool_calls": [["add", '{"a": "1\\']]},
+    ),
     "no call": ("<tool_call>add(1)</tool_call>!", {"content": "<tool_call>add(1)</tool_call>!"}),
     "no name": ('<tool_call>{"name": "add"', {"content": '<tool_call>{"name": "add"'}),
     "deep": (f"<tool_call>{'[' * 10**5}", {"content": f"<tool_call>{'[' * 10**5}"}),
