@@ -7,6 +7,7 @@ what OpenAI's API allows: https://platform.openai.com/docs/api-reference/chat/cr
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -17,10 +18,12 @@ from nanovllm.checks import call_foreign, check_bool, check_type, invalid, show
 # {"type": "text", "text": str}. An assistant's content may be None or [], or have parts
 # {"type": "refusal", "refusal": str}. Its "tool_calls" are a list of
 # {"type": "function", "id": str, "function": {"name": str, "arguments": JSON of a dict}}.
+# Models do not always write valid JSON, so the arguments of a call can be any str.
 Message = dict[str, Any]
 # {"type": "function", "function": {"name": str, "parameters": JSON schema, ...}}
 Tool = dict[str, Any]
 
+NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)  # of a function
 ROLES = ("system", "developer", "user", "assistant", "tool")
 UNSUPPORTED = ("function_call", "audio")
 # Fields that are a str or None.
@@ -70,14 +73,23 @@ class ChatTemplate:
         texts: list[str] = []
         for conversation in conversations:
             messages = prepare_messages(conversation)
-            texts.append(str(call_foreign(problem, partial(apply, messages))))
+            try:
+                text = call_foreign(problem, partial(apply, messages))
+            except ValueError:
+                # Perhaps because arguments are a str, over whose items Qwen3.5's template loops.
+                wrapped = _wrap_arguments(messages)
+                if wrapped == messages:
+                    raise
+                text = call_foreign(problem, partial(apply, wrapped))
+            texts.append(str(text))
         return texts
 
 
 def prepare_messages(conversation: Any) -> list[Message]:
     """Return the messages with their content as one str, and arguments of tool calls as dicts.
 
-    Other fields are left to the template. Raises ValueError that names the field at fault.
+    Arguments that are not JSON of an object stay a str, which shows the model its mistake. Other
+    fields are left to the template. Raises ValueError that names the field at fault.
     """
     prepared: list[Message] = []
     for name, message in _list_dicts("messages", conversation):
@@ -126,7 +138,7 @@ def _read_function(name: str, call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function, dict):
         raise invalid(f"{name}.function", f"must be a dict with a name, not {show(function)}")
     text = function.get("name")
-    is_valid = isinstance(text, str) and re.fullmatch(r"[\w.-]{1,64}", text, re.ASCII) is not None
+    is_valid = isinstance(text, str) and NAME.fullmatch(text) is not None
     meaning = "a str of up to 64 letters, digits and _.-"
     _require(is_valid, f"{name}.function.name", meaning, text)
     return function
@@ -135,15 +147,29 @@ def _read_function(name: str, call: dict[str, Any]) -> dict[str, Any]:
 def _prepare_call(name: str, call: dict[str, Any]) -> dict[str, Any]:
     """Return a call with its arguments as a dict. Templates write JSON, and would quote a str."""
     function = _read_function(name, call)
-    name = f"{name}.function.arguments"
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise invalid(name, f"must be JSON: {error}") from error
-    _require(isinstance(arguments, dict), name, "JSON of an object", arguments)
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments)
+            if isinstance(parsed, dict):
+                arguments = parsed
+    is_valid = isinstance(arguments, (dict, str))
+    _require(is_valid, f"{name}.function.arguments", "JSON of an object", arguments)
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _wrap_arguments(messages: list[Message]) -> list[Message]:
+    """Return messages in which arguments that are a str are the value of one argument."""
+    wrapped: list[Message] = []
+    for message in messages:
+        calls: list[dict[str, Any]] = []
+        for call in message.get("tool_calls", []):
+            function = call["function"]
+            if isinstance(function["arguments"], str):
+                function = {**function, "arguments": {"arguments": function["arguments"]}}
+            calls.append({**call, "function": function})
+        wrapped.append({**message, "tool_calls": calls} if calls else message)
+    return wrapped
 
 
 def _join_parts(name: str, content: Any, kinds: tuple[str, ...]) -> str:

@@ -47,8 +47,11 @@ class Detokenizer:
         tokenizer: PreTrainedTokenizerBase,
         prompt_token_ids: list[int],
         stop_strings: tuple[str, ...] = (),
+        hidden_ids: frozenset[int] | None = None,
     ) -> None:
+        """`hidden_ids` are the special tokens without text, by default all of them."""
         self.tokenizer = tokenizer
+        self.hidden_ids = hidden_ids
         self.stop_strings = stop_strings
         self.num_decoded_tokens = len(prompt_token_ids)
         # The context is decoded with new tokens. `context_text` is its text when decoded alone.
@@ -114,10 +117,14 @@ class Detokenizer:
         return self._without_tail(text)
 
     def _without_tail(self, text: str) -> str:
-        """Remove the tail from the text after the anchor, unless its character is complete now."""
+        """Remove what the text after the anchor has in common with the tail.
+
+        That is all of the tail, unless new tokens have completed a character that it begins. Text
+        that grows still grows without the tail.
+        """
         tail = self.tail_text
-        if not text.startswith(tail):
-            tail = tail.rstrip("\ufffd")
+        while not text.startswith(tail):
+            tail = tail[:-1]
         return text[len(tail) :]
 
     def meets_stop_string(self, token_ids: list[int], may_stop: bool) -> bool:
@@ -190,10 +197,11 @@ class Detokenizer:
 
     def _decode(self, token_ids: list[int] | Tokens) -> str | None:
         """Return the text of `token_ids`, or None if the tokenizer cannot decode them."""
+        hidden_ids = self.hidden_ids or ()
         decode = partial(
             self.tokenizer.decode,
-            list(token_ids),
-            skip_special_tokens=True,
+            [token_id for token_id in token_ids if token_id not in hidden_ids],
+            skip_special_tokens=self.hidden_ids is None,
             clean_up_tokenization_spaces=False,
         )
         try:

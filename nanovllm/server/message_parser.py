@@ -3,17 +3,20 @@
     <think>Look it up.</think> Wait. <tool_call>{"name": "find", "arguments": {}}</tool_call>
            reasoning           content                  tool_calls
 
-Text that may be the start of a tag is held back, so no delta contains a part of one.
+Text that may be the start of a tag is held back, so no delta contains a part of one. A block
+without a call is text of the section in which it stands.
 """
 
+from typing import Literal
+from uuid import uuid4
+
 from nanovllm.messages import Tool
+from nanovllm.server.call_parser import CLOSING, END_THINK, FUNCTION, OPENING, CallParser
 from nanovllm.server.errors import JsonObject
-from nanovllm.server.tools import CLOSING, OPENING, CallParser, list_strings
+from nanovllm.server.text_stream import TextStream, Waiting
 
 THINK = "<think>"
-END_THINK = "</think>"
-# The section that each tag begins. <think> is missing, because it counts only at the start.
-SECTION_AFTER = {END_THINK: "content", OPENING: "tool_calls", CLOSING: "content"}
+TAGS = (THINK, END_THINK, OPENING, CLOSING)  # those that can be special tokens
 
 
 class MessageParser:
@@ -23,58 +26,112 @@ class MessageParser:
         self, parses_reasoning: bool, tools: list[Tool], is_parallel: bool, prompt: str
     ) -> None:
         """Without tools, calls are content. A prompt that ends with <think> begins reasoning."""
-        call_tags = [OPENING] if tools else []
-        self.end_tags = {
-            "reasoning": [END_THINK, *call_tags],  # Qwen3.5 can leave out </think>
-            "content": call_tags,
-            "tool_calls": [CLOSING, OPENING],  # small models can leave out the closing tag
-        }
-        self.section = "content"
-        if parses_reasoning:
-            self.section = "reasoning" if prompt.rstrip().endswith(THINK) else "start"
-        self.strings = list_strings(tools)
         self.is_parallel = is_parallel
-        self.calls: list[CallParser] = []
-        self.unread = ""  # may be the start of a tag
+        self.num_calls = 0
+        # Where the thoughts begin and end in the text. They have no end while they go on.
+        self.reasoning_start = 0
+        self.reasoning_end: int | None = None
+        self.delta: JsonObject = {}  # what feed returns
+        self.stream = TextStream()
+        self.call_parser = CallParser(self.stream, tools, self._send_call)
+        self.call_tags = (OPENING, FUNCTION) if tools else ()
+        self.section: Literal["reasoning", "content"] = "content"
+        may_begin = False
+        if parses_reasoning and prompt.rstrip().endswith(THINK):
+            self.section = "reasoning"
+        else:
+            self.reasoning_end = 0
+            may_begin = parses_reasoning
+        self.num_without_calls = 0  # characters that were searched for calls in vain
+        self.in_block = False  # in a block without a call
         self.has_content = False
         # Spaces that follow a tag are content only if words come before and after them.
         self.is_after_tag = parses_reasoning or len(tools) > 0
         self.spaces = ""  # spaces after the tag, while no word has come
+        self.parse = self._parse(may_begin)
 
     def feed(self, text: str, is_last: bool) -> JsonObject:
         """Return OpenAI's delta for more text. `is_last` if none follows."""
-        self.unread += text
-        if self.section == "start":
-            words = self.unread.lstrip()
-            if words.startswith(THINK):
-                self.section = "reasoning"
-                self.unread = words.removeprefix(THINK)
-            elif THINK.startswith(words) and not is_last:
-                return {}
-            else:
-                self.section = "content"
-        delta: JsonObject = {}
-        while True:
-            part, tag, self.unread = split(self.unread, self.end_tags[self.section], is_last)
-            if self.section == "content":
-                self._add_content(delta, part)
-            elif self.section == "reasoning" and part:
-                delta["reasoning"] = part
-            elif self.section == "tool_calls":
-                call = self.calls[-1]
-                call.add(part)
-                if tag and call.in_string:  # the tag is text of an argument
-                    call.add(tag)
-                    continue
-                self._add_call(delta, call, tag, is_last)
-            if not tag:
-                return delta
-            self.section = SECTION_AFTER[tag]
-            self.is_after_tag = True
-            if tag == OPENING:
-                self.calls.append(CallParser(len(self.calls), self.strings))
+        self.stream.text += text
+        self.stream.is_last = is_last
+        self.delta = {}
+        next(self.parse, None)
+        return self.delta
 
-    def _add_content(self, delta: JsonObject, text: str) -> None:
+    def _parse(self, may_begin: bool) -> Waiting[None]:
+        """Parse the reply. `may_begin` if it can begin with <think>."""
+        if may_begin:
+            start, tag = yield from self.stream.skip(0, (THINK,))
+            if tag == THINK:
+                self.stream.take(start + len(THINK))
+                self.section = "reasoning"
+                self.reasoning_start = self.stream.num_taken
+                self.reasoning_end = None
+        while True:
+            tag = yield from self._read_text()
+            if not tag:
+                self._begin_content()
+                return
+            self.in_block = False
+            if tag == END_THINK:
+                self._begin_content()
+                self.stream.take(len(tag))
+            elif tag == CLOSING:  # the end of a block without a call
+                self._add_text(len(tag))
+            else:
+                has_calls, end = yield from self._read_calls(tag)
+                if has_calls:
+                    self.stream.take(end)
+                else:
+                    self.num_without_calls = end
+                    self.in_block = tag == OPENING
+                    self._add_text(len(tag))
+
+    def _read_text(self) -> Waiting[str]:
+        """Read up to a tag that can begin or end a section. Return "" if there is none."""
+        call_tags = (OPENING, CLOSING) if self.in_block else self.call_tags
+        tags = call_tags
+        if self.section == "reasoning":
+            tags = (END_THINK, *call_tags[:1])  # Qwen3.5 can leave out </think>
+        while True:
+            position, tag = self.stream.search(tags, 0)
+            is_text = tag in call_tags and position < self.num_without_calls
+            self._add_text(position + len(tag) if is_text else position)
+            if is_text:
+                continue
+            if tag or self.stream.is_last:
+                return tag
+            yield
+
+    def _read_calls(self, tag: str) -> Waiting[tuple[bool, int]]:
+        """Read the calls at a tag that can begin some, see `CallParser.read_block`."""
+        if tag == OPENING:
+            in_reasoning = self.section == "reasoning"
+            return (yield from self.call_parser.read_block(len(tag), in_reasoning))
+        # Some models leave out <tool_call>.
+        call, end = yield from self.call_parser.read_function(0, is_known=True)
+        if call is None:
+            return False, end
+        self._send_call(*call)
+        start, closing = yield from self.stream.skip(end, (CLOSING,))
+        return True, start + len(CLOSING) if closing else end
+
+    def _begin_content(self) -> None:
+        if self.section == "reasoning":
+            self.section = "content"
+            self.reasoning_end = self.stream.num_taken
+        self.is_after_tag = True
+
+    def _add_text(self, num_chars: int) -> None:
+        """Add the first characters of the stream to the section that they belong to."""
+        text = self.stream.take(num_chars)
+        self.num_without_calls = max(0, self.num_without_calls - num_chars)
+        if self.section == "content":
+            self._add_content(text)
+        elif text:
+            self.delta["reasoning"] = self.delta.get("reasoning", "") + text
+
+    def _add_content(self, text: str) -> None:
         if self.is_after_tag:
             text = self.spaces + text if self.has_content else text.lstrip()
             is_blank = not text.strip()
@@ -83,32 +140,25 @@ class MessageParser:
                 return
             self.is_after_tag = False
         if text:
-            delta["content"] = delta.get("content", "") + text
+            self.delta["content"] = self.delta.get("content", "") + text
             self.has_content = True
 
-    def _add_call(self, delta: JsonObject, call: CallParser, tag: str, is_last: bool) -> None:
-        """Add what the call has gained. A complete call that cannot be parsed is content."""
-        is_complete = tag != "" or is_last
-        entry = call.take_delta(is_complete)
-        if entry is not None and (self.is_parallel or call.index == 0):
-            delta.setdefault("tool_calls", []).append(entry)
-        if is_complete and not call.is_sent:
-            self.calls.pop()
-            end = tag if tag == CLOSING else ""  # an opening tag begins the next call
-            self._add_content(delta, OPENING + call.text + end)
-
-
-def split(text: str, tags: list[str], is_last: bool) -> tuple[str, str, str]:
-    """Divide text at the first of `tags`: the text before the tag, the tag, the text after it.
-
-    Without a tag, the second part is empty. The third one may then be the start of a tag, unless
-    the text `is_last`.
-    """
-    starts = [(text.index(tag), tag) for tag in tags if tag in text]
-    if starts:
-        start, tag = min(starts)
-        return text[:start], tag, text[start + len(tag) :]
-    start = text.rfind("<")  # only the first character of a tag is one
-    if is_last or start < 0 or not any(tag.startswith(text[start:]) for tag in tags):
-        start = len(text)
-    return text[:start], "", text[start:]
+    def _send_call(self, name: str, arguments: str) -> None:
+        """Add a call to the delta, or without a name more arguments of the newest call."""
+        if name:
+            self._begin_content()
+            self.num_calls += 1
+        if not (name or arguments) or (self.num_calls > 1 and not self.is_parallel):
+            return
+        index = self.num_calls - 1
+        entries = self.delta.setdefault("tool_calls", [])
+        if name:
+            function = {"name": name, "arguments": arguments}
+            call_id = f"call_{uuid4().hex}"
+            entries.append(
+                {"index": index, "id": call_id, "type": "function", "function": function}
+            )
+        elif entries:
+            entries[-1]["function"]["arguments"] += arguments
+        else:
+            entries.append({"index": index, "function": {"arguments": arguments}})

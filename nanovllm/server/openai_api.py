@@ -102,7 +102,8 @@ class Api:
         llm = self.engine.llm
         self._check_model(body.get("model"))
         given, prompts = parse_request(body, is_chat, llm, self.parses_reasoning)
-        return Reply(given, self.model, is_chat, llm, self.parses_reasoning), prompts
+        reply = Reply(given, self.model, is_chat, llm, self.parses_reasoning)
+        return reply, [reply.show_tags(prompt) for prompt in prompts]
 
     def _check_model(self, name: object) -> None:
         if name not in (None, "", self.model, self.root):

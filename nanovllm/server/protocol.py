@@ -5,16 +5,20 @@ https://platform.openai.com/docs/api-reference. Does not use the web framework.
 
 import json
 import time
+from bisect import bisect_left
+from copy import copy
+from typing import Any
 from uuid import uuid4
 
 from nanovllm import LLM
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.input_processor import list_prompts
+from nanovllm.engine.input_processor import PreparedPrompt, list_prompts
+from nanovllm.engine.request import Request
 from nanovllm.outputs import PromptLogprobs, RequestOutput
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject
 from nanovllm.server.logprobs import LogprobsWriter
-from nanovllm.server.message_parser import MessageParser
+from nanovllm.server.message_parser import TAGS, MessageParser
 
 NUM_TAG_TOKENS = 8  # tokens at the end of a prompt that may be <think> and a newline
 
@@ -39,12 +43,23 @@ class Reply:
             for prompt in list_prompts(given["prompt"]):
                 self.echoed_prompts += [prompt] * given.get("n", 1)
         self.is_chat = is_chat
-        self.parses_reasoning = parses_reasoning
+        self.parses_reasoning = is_chat and parses_reasoning
         self.tools = given.get("tools") or []
         self.is_parallel: bool = given.get("parallel_tool_calls", True)
         self.shows_reasoning: bool = given.get("include_reasoning", True)
+        self.is_named = isinstance(given.get("tool_choice"), dict)
         self.parsers: dict[int, MessageParser] = {}  # one per choice of a chat
         self.vocabulary = llm.vocabulary
+        self.tokenizer: Any = llm.tokenizer
+        # Special tokens that are left out of the text. The parser needs those that are tags.
+        self.hidden_ids: frozenset[int] | None = None
+        self.has_tags = self.parses_reasoning or len(self.tools) > 0
+        if self.has_tags:
+            special_ids = self.vocabulary.special_ids
+            hidden = frozenset(i for i in special_ids if self.vocabulary.name(i) not in TAGS)
+            self.hidden_ids = hidden if len(hidden) < len(special_ids) else None
+        # (choice, number of characters) -> number of tokens, see _count_tokens
+        self.token_counts: dict[tuple[int, int], int] = {}
         self.writers: dict[int, LogprobsWriter] = {}  # one per choice, if logprobs are requested
         kind = "text_completion"
         if is_chat:
@@ -60,6 +75,18 @@ class Reply:
         self.suffix = ', "usage": null' if self.wants_usage else ""
         self.sent: dict[int, tuple[int, int]] = {}  # choice -> characters and tokens sent
         self.newest: Outputs = {}
+
+    def show_tags(self, prompt: PreparedPrompt) -> PreparedPrompt:
+        """Return a prompt whose requests have text with the tags that the parser needs."""
+        if self.hidden_ids is None:
+            return prompt
+        stops = prompt.params.stop_strings
+        detokenizer = Detokenizer(self.tokenizer, prompt.token_ids, stops, self.hidden_ids)
+
+        def make_request(**options: Any) -> Request:
+            return prompt.make_request(**{**options, "detokenizer": copy(detokenizer)})
+
+        return prompt._replace(make_request=make_request)
 
     def take(self, outputs: Outputs) -> Outputs:
         """Keep and return new `outputs`, without a token that was not requested."""
@@ -117,7 +144,9 @@ class Reply:
             choice["text"] = text
             return choice
         delta = self._parse_message(index, output, text)
-        if self.parsers[index].calls and output["finish_reason"] == "stop":
+        has_calls = self.parsers[index].num_calls > 0
+        # A call of the function that the request names ends with "stop", as in OpenAI's API.
+        if has_calls and not self.is_named and output["finish_reason"] == "stop":
             choice["finish_reason"] = "tool_calls"
         if self.is_stream:
             choice["delta"] = delta if num_tokens else {"role": "assistant", **delta}
@@ -139,8 +168,7 @@ class Reply:
         reasoning = delta.pop("reasoning", "")
         if reasoning and self.shows_reasoning:
             delta |= {"reasoning": reasoning, "reasoning_content": reasoning}  # both, as vLLM
-        has_tags = self.parses_reasoning or self.tools
-        return delta or ({} if has_tags else {"content": ""})
+        return delta or ({} if self.has_tags else {"content": ""})
 
     def _prompt_text(self, index: int) -> str:
         """The prompt of a choice as it was sent. A prompt of token ids is decoded.
@@ -150,9 +178,9 @@ class Reply:
         prompt = self.echoed_prompts[index]
         if isinstance(prompt, str):
             return prompt
-        if self.vocabulary.tokenizer is None:
+        if self.tokenizer is None:
             return ""
-        detokenizer = Detokenizer(self.vocabulary.tokenizer, [])
+        detokenizer = Detokenizer(self.tokenizer, [])
         return detokenizer.read(prompt, is_last=not self.wants_completion)
 
     def _write_logprobs(self, index: int, output: RequestOutput, num_tokens: int) -> JsonObject:
@@ -183,8 +211,39 @@ class Reply:
             if output["sample_index"] == 0:  # a prompt counts once
                 num_prompt += len(output["prompt_token_ids"])
                 num_cached += output["num_cached_tokens"]
-        details = {"prompt_tokens_details": {"cached_tokens": num_cached}}
-        return {**count_tokens(num_prompt, num_generated), **details}
+        usage = count_tokens(num_prompt, num_generated)
+        usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
+        if self.parses_reasoning:
+            num_reasoning = sum(map(self._count_reasoning, self.parsers))
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        return usage
+
+    def _count_reasoning(self, index: int) -> int:
+        """Count the tokens of a choice's thoughts, without the tags around them."""
+        parser = self.parsers[index]
+        if parser.reasoning_start == parser.reasoning_end:
+            return 0
+        num_tokens = len(self.newest[index]["token_ids"])
+        if parser.reasoning_end is not None:
+            num_tokens = self._count_tokens(index, parser.reasoning_end)
+        return num_tokens - self._count_tokens(index, parser.reasoning_start)
+
+    def _count_tokens(self, index: int, num_chars: int) -> int:
+        """Return how many tokens of a choice have a part of the text's first characters."""
+        if (index, num_chars) not in self.token_counts:
+            output = self.newest[index]
+            prompt = output["prompt_token_ids"]
+            token_ids = output["token_ids"]
+            reader = Detokenizer(self.tokenizer, prompt, (), self.hidden_ids)
+
+            def count_chars(num_tokens: int) -> int:
+                text = reader.read(prompt + token_ids[:num_tokens], is_last=True)
+                return len(text.rstrip("\ufffd"))  # without a character that is incomplete
+
+            self.token_counts[index, num_chars] = bisect_left(
+                range(len(token_ids)), num_chars, key=count_chars
+            )
+        return self.token_counts[index, num_chars]
 
 
 def count_tokens(num_prompt: int, num_generated: int) -> JsonObject:

@@ -1,6 +1,8 @@
 """Texts, token ids and conversations become prompts. Those that cannot be served are rejected."""
 
+import json
 import re
+from copy import deepcopy
 from unittest.mock import DEFAULT, patch
 
 import numpy as np
@@ -143,9 +145,7 @@ def test_a_refusal_of_the_assistant_is_its_text(demo):
         ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].type must be"),
         (call_tool(name=None), "messages[0].tool_calls[0].function.name"),
         (call_tool(name="two words"), "messages[0].tool_calls[0].function.name"),
-        (call_tool(arguments="{"), "messages[0].tool_calls[0].function.arguments must be JSON"),
-        (call_tool(arguments="[" * 10**5), "messages[0].tool_calls[0].function.arguments"),
-        (call_tool(arguments="[3]"), "function.arguments must be JSON of an object, not [3]"),
+        (call_tool(arguments=[3]), "function.arguments must be JSON of an object, not [3]"),
         (
             [{**call_tool()[0], "role": "user", "content": ""}],
             "messages[0].role must be 'assistant' for",
@@ -202,6 +202,37 @@ def test_tools_and_variables_are_passed_to_the_template(demo, monkeypatch):
     assert render(messages, **options) == history.removesuffix(";")
     (output,) = demo.chat(messages, GREEDY, use_tqdm=False, tools=[TOOL])
     assert output["prompt_token_ids"] == demo.encode_chats([messages], tools=[TOOL])[0]
+
+
+# As Qwen3's, which takes a str, and as Qwen3.5's, which loops over arguments.
+QWEN3 = """
+{%- for call in messages[0].tool_calls %}{% set arguments = call.function.arguments %}
+{%- if arguments is string %}{{ arguments }}{% else %}{{ arguments | tojson }}{% endif %}
+{%- endfor %}"""
+QWEN3_5 = """
+{%- for call in messages[0].tool_calls %}{% for name, value in call.function.arguments | items %}
+{{- name }}={{ value }};{% endfor %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "x', "[3]", "three", "null", "[" * 1000])
+def test_arguments_that_are_no_json_object_reach_the_template(demo, monkeypatch, arguments):
+    """Agents send calls back as they were, with an error as the tool's result."""
+    messages = [*call_tool(arguments=arguments), *call_tool()]
+    messages[0]["tool_calls"] += call_tool()[0]["tool_calls"]
+    before = deepcopy(messages)
+    for template, expected in [
+        (QWEN3, f'{arguments}{{"a": 12, "b": [30]}}'),
+        (QWEN3_5, f"arguments={arguments};a=12;b=[30];"),
+        (TOOL_TEMPLATE, json.dumps(arguments)),
+    ]:
+        monkeypatch.setattr(demo.tokenizer, "chat_template", template)
+        assert expected in demo.tokenizer.decode(demo.encode_chats([messages])[0])
+    assert messages == before, "the caller's messages stay as they are"
+    monkeypatch.undo()
+    assert demo.encode_chats([messages])
+    monkeypatch.setattr(demo.tokenizer, "chat_template", "{{ raise_exception('no') }}")
+    with pytest.raises(ValueError, match="chat template cannot format"):
+        demo.encode_chats([messages])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from unittest.mock import DEFAULT, patch
 
 import pytest
 from conftest import make_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -17,6 +19,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import detokenizer
 from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.vocabulary import Vocabulary
 
 SPECIAL = ["<s>", "</s>", "<unk>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -186,6 +189,26 @@ def test_text_continues_the_prompt(name, length):
             assert complete + stream(tokenizer, generated, prompt)[-1] == whole
 
 
+@each_tokenizer
+def test_special_tokens_can_be_text(name):
+    tokenizer = TOKENIZERS[name]
+    special = Vocabulary(tokenizer).special_ids
+    token_ids = encode(tokenizer, "a the<s> cat</s>\u4f60")
+
+    def read(hidden_ids):
+        reader = Detokenizer(tokenizer, token_ids[:1], (), hidden_ids)
+        shown = [reader.read(token_ids[:end], False) for end in range(1, len(token_ids) + 1)]
+        shown.append(reader.read(token_ids, True))
+        assert all(after.startswith(before) for before, after in pairwise(shown))
+        return shown
+
+    assert read(frozenset(special)) == read(None)
+    end = tokenizer.eos_token_id
+    assert end in special
+    assert "</s>" in read(frozenset(special - {end}))[-1]
+    assert "</s>" not in read(None)[-1]
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     """A random model with a tokenizer that strips the first space."""
@@ -224,6 +247,40 @@ def test_a_prompt_that_ends_within_a_character():
     assert not reader.meets_stop_string(half + rest, True), "the prompt is not searched"
     assert reader.meets_stop_string(half + rest + a, True)
     assert reader.read(half + rest + a, is_last=True) == "—"
+
+
+@settings(max_examples=1000, deadline=None, derandomize=True)
+@given(
+    st.lists(st.sampled_from(b"a.\xff\x80\xc3\xa9\xe4\xbd\xa0\xf0\x9f"), max_size=12),
+    st.integers(0, 12),
+    st.sampled_from([(), ("zz",), ("aaa", "\ufffd\ufffd\ufffda"), ("z" * 9,)]),
+)
+def test_any_bytes_only_grow_to_what_the_tokenizer_says(data, split, stops):
+    """Also if the prompt ends with bytes that are no characters."""
+    tokenizer = TOKENIZERS["byte-level"]
+    token_ids = byte_ids("byte-level", bytes(data))
+    prompt = token_ids[:split]
+    reader = Detokenizer(tokenizer, prompt, stops)
+    shown = ""
+    for end in range(len(prompt), len(token_ids) + 1):
+        has_ended = reader.meets_stop_string(token_ids[:end], True)
+        text = reader.read(token_ids[:end], is_last=False)
+        assert text.startswith(shown)
+        shown = text
+        if has_ended:
+            break
+    last = reader.read(token_ids[:end], is_last=True)
+    assert last.startswith(shown)
+    whole = Detokenizer(tokenizer, prompt).read(token_ids[:end], is_last=True)
+    assert last == whole[: len(last)] if has_ended else last == whole
+    # A character that the prompt begins belongs to the text, so the prompt's U+FFFD is not in it.
+    starts = range(len(prompt), max(-1, len(prompt) - 4), -1)
+    for start in starts:
+        if not decode(tokenizer, prompt[:start]).endswith("\ufffd"):
+            rest = decode(tokenizer, token_ids[start:end])
+            assert rest.endswith(whole)
+            assert decode(tokenizer, prompt[start:]).startswith(rest.removesuffix(whole))
+            break
 
 
 def pathological(name, length):

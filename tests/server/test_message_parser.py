@@ -7,22 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.server.message_parser import MessageParser
+from nanovllm.server.text_stream import TextStream
 
 THINK, CALL = "<think>", "<tool_call>"
 
 
-DEEP = {"type": "string"}
-for _ in range(2000):
-    DEEP = {"anyOf": [DEEP]}
-PROPERTIES = {
-    "deep": DEEP,
-    "text": {"type": "string"},
-    "optional": {"anyOf": [{"type": "null"}, {"type": "string"}]},
-    "list": {"type": ["string", "array"]},
-    "choice": {"enum": ["1", 2]},
-    "number": {"type": "integer"},
-    "invalid": {"type": 5},
-}
+PROPERTIES = {"text": {"type": "string"}, "number": {"type": "integer"}}
 TOOL = {"function": {"name": "add", "parameters": {"properties": PROPERTIES}}}
 
 
@@ -51,6 +41,20 @@ def parse(pieces, parses_reasoning=True, tools=(TOOL,), is_parallel=True, prompt
 def write_call(name="add", arguments='{"a": 1}'):
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
+
+def write_tags(*lines):
+    """A call of add in tags, of which lines can be missing."""
+    return "\n".join(["<tool_call>", "<function=add>", *lines, "</function>", "</tool_call>"])
+
+
+def say(text):
+    return {"tool_calls": [["add", json.dumps({"text": text})]]}
+
+
+TEXT = ["<parameter=text>", "hello", "</parameter>"]
+NUMBER = ["<parameter=number>", "1", "</parameter>"]
+BOTH = {"tool_calls": [["add", '{"text": "hello", "number": 1}']]}
+EXAMPLE = write_tags(*TEXT)
 
 ADD = ["add", '{"a": 1}']
 FIND = ["find", "{}"]
@@ -90,7 +94,7 @@ CASES = {
     ),
     "open string": (
         write_call(arguments='{"a": "') + write_call(),
-        {"tool_calls": [["add", '{"a": "}\n'], ADD]},
+        {"tool_calls": [["add", '{"a": "}\\n'], ADD]},
     ),
     "JSON in a string": (
         r'<tool_call>{"name": "add", "arguments": "{\"a\": 1}"}</tool_call>',
@@ -119,29 +123,6 @@ CASES = {
             ]
         },
     ),
-    "texts that are JSON": (
-        "<tool_call><function=add>"
-        + "".join(
-            f"<parameter={name}>\n{text}\n</parameter>\n"
-            for name, text in [
-                ("optional", "true"),
-                ("list", "[]"),
-                ("choice", "1"),
-                ("number", "NaN"),
-                ("invalid", "null"),
-            ]
-        )
-        + "</function></tool_call>",
-        {
-            "tool_calls": [
-                [
-                    "add",
-                    '{"optional": "true", "list": "[]", "choice": "1", "number": "NaN",'
-                    ' "invalid": null}',
-                ]
-            ]
-        },
-    ),
     "NaN": (
         '<tool_call>{"arguments": {"a": NaN}, "name": "add"}</tool_call>',
         {"content": '<tool_call>{"arguments": {"a": NaN}, "name": "add"}</tool_call>'},
@@ -150,10 +131,152 @@ CASES = {
         "<tool_call><function=find></function></tool_call>",
         {"tool_calls": [FIND]},
     ),
-    "no end of tags": (
-        "<tool_call><function=find></tool_call>",
-        {"content": "<tool_call><function=find></tool_call>"},
+    "no </parameter>": (write_tags("<parameter=text>", "hello"), say("hello")),
+    "no </parameter> before another": (write_tags(*TEXT[:2], *NUMBER), BOTH),
+    "no </parameter>, one line": (
+        "<tool_call><function=add><parameter=text>hello</function></tool_call>",
+        say("hello"),
     ),
+    "no </function>": (write_tags(*TEXT).replace("</function>\n", ""), say("hello")),
+    "no </function>, no parameters": (
+        "<tool_call><function=find></tool_call>",
+        {"tool_calls": [FIND]},
+    ),
+    "no </function> and no </tool_call>": (
+        write_tags(*TEXT).split("</function>")[0] + write_tags(*NUMBER),
+        {"tool_calls": [*say("hello")["tool_calls"], ["add", '{"number": 1}']]},
+    ),
+    "no </parameter>, no </function>": (
+        write_tags(*TEXT[:2]).replace("</function>\n", "") + write_tags(*NUMBER) + " Done.",
+        {
+            "tool_calls": [*say("hello")["tool_calls"], ["add", '{"number": 1}']],
+            "content": "Done.",
+        },
+    ),
+    "no <tool_call>": (
+        f"I say: {write_tags(*TEXT).removeprefix('<tool_call>')}\nDone.",
+        {"content": "I say: \n\nDone.", **say("hello")},
+    ),
+    "neither <tool_call> nor </tool_call>": (
+        "\n".join(["<function=add>", *TEXT, "</function>", "<function=add>", "</function>"]),
+        {"tool_calls": [*say("hello")["tool_calls"], ["add", "{}"]]},
+    ),
+    "a function that is no tool": (
+        "Write <function=find></function> for that.",
+        {"content": "Write <function=find></function> for that."},
+    ),
+    "names that no tool can have": (
+        write_call("add 1") + write_tags().replace("=add", "=add 1"),
+        {"content": write_call("add 1") + write_tags().replace("=add", "=add 1")},
+    ),
+    "no closing tag at all": (
+        "<tool_call>\n<function=add>\n<parameter=text>\nhel",
+        {"content": "<tool_call>\n<function=add>\n<parameter=text>\nhel"},
+    ),
+    "cut off between parameters": (
+        "<tool_call>\n<function=add>\n<parameter=text>\nhello\n</parameter>\n<para",
+        {"content": "<tool_call>\n<function=add>\n<parameter=text>\nhello\n</parameter>\n<para"},
+    ),
+    "a value with </tool_call>": (
+        write_tags("<parameter=text>", "end with </tool_call>", "</parameter>") + "Done.",
+        {**say("end with </tool_call>"), "content": "Done."},
+    ),
+    "a value with closing tags": (
+        write_tags("<parameter=text>", "a </parameter> b </function> c", "</parameter>"),
+        say("a </parameter> b </function> c"),
+    ),
+    "a value with parameters": (
+        write_tags(
+            "<parameter=text>",
+            "as in <parameter=number>",
+            "<parameter=other>",
+            "<parameter=text>",
+            "</parameter>",
+        ),
+        say("as in <parameter=number>\n<parameter=other>\n<parameter=text>"),
+    ),
+    "a value with calls": (
+        write_tags("<parameter=text>", f"{write_call()}\n{write_call()} :", "</parameter>"),
+        say(f"{write_call()}\n{write_call()} :"),
+    ),
+    "a value with a call in a JSON string": (
+        write_call(arguments=json.dumps({"a": write_call()})),
+        {"tool_calls": [["add", json.dumps({"a": write_call()})]]},
+    ),
+    "quoted names": (
+        write_tags(*TEXT, *NUMBER)
+        .replace("=add", '="add"')
+        .replace("=text", '="text"')
+        .replace("=number", "='number'"),
+        BOTH,
+    ),
+    "JSON in a function": (
+        '<tool_call>\n<function=add>\n{"text": "a\n</tool_call>"}\n</function>\n</tool_call>',
+        {"tool_calls": [["add", '{"text": "a\\n</tool_call>"}']]},
+    ),
+    "NaN in a function": (
+        '<tool_call><function=add>{"a": NaN}</function></tool_call>',
+        {"content": '<tool_call><function=add>{"a": NaN}</function></tool_call>'},
+    ),
+    "JSON in a function, and a parameter": (
+        '<tool_call><function=add>{"a": 1} <parameter=text>a</parameter></function></tool_call>',
+        {
+            "content": '<tool_call><function=add>{"a": 1} <parameter=text>a</parameter>'
+            "</function></tool_call>"
+        },
+    ),
+    "a parameter that is given twice": (
+        write_tags(*TEXT, *TEXT),
+        {"content": write_tags(*TEXT, *TEXT)},
+    ),
+    "two functions in a block": (
+        write_tags(*TEXT, "</function>", "<function=add>", *NUMBER),
+        {"tool_calls": [*say("hello")["tool_calls"], ["add", '{"number": 1}']]},
+    ),
+    "two objects in a block": (
+        '<tool_call>[{"name": "add", "arguments": {"a": 1}},\n'
+        '{"arguments": {}, "name": "find"}]</tool_call>',
+        {"tool_calls": [ADD, FIND]},
+    ),
+    "both forms in a block": (
+        '<tool_call><function=find></function>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+        {"tool_calls": [FIND, ADD]},
+    ),
+    "words after a function": (
+        f"So: {write_tags(*TEXT, '</function>', 'Really.', '<function=add>')} Yes.",
+        {"content": f"So: {write_tags(*TEXT, '</function>', 'Really.', '<function=add>')} Yes."},
+    ),
+    "words after an object": (
+        '<tool_call>{"name": "add", "arguments": {"a": 1}} Really.',
+        {"tool_calls": [ADD], "content": "Really."},
+    ),
+    "words after an open object": (
+        '<tool_call>{"name": "add", "arguments": {"a": 1}, and more',
+        {"tool_calls": [ADD], "content": ", and more"},
+    ),
+    "control characters in strings": (
+        write_call(arguments='{"a": "1\n\t2", \n"b": "\\n"}'),
+        {"tool_calls": [["add", '{"a": "1\\n\\t2", \n"b": "\\n"}']]},
+    ),
+    "control characters, other order": (
+        '<tool_call>{"arguments": {"a": "1\n2"}, "name": "add"}</tool_call>',
+        {"tool_calls": [["add", '{"a": "1\\n2"}']]},
+    ),
+    "thoughts about tags": (
+        "<think>I could use <tool_call> tags.</think>No.",
+        {"reasoning": "I could use <tool_call> tags.", "content": "No."},
+    ),
+    "thoughts about calls": (
+        '<think>Is it <tool_call>{"name": <name>}</tool_call> or <tool_call><function=f> or'
+        f" <tool_call>\n<function=f>\n<parameter=a>?</think>No.{EXAMPLE}",
+        {
+            "reasoning": 'Is it <tool_call>{"name": <name>}</tool_call> or <tool_call><function=f>'
+            " or <tool_call>\n<function=f>\n<parameter=a>?",
+            "content": "No.",
+            **say("hello"),
+        },
+    ),
+    "a call in tags ends reasoning": (f"<think>So.{EXAMPLE}", {"reasoning": "So.", **say("hello")}),
     "a call ends reasoning": (
         f"<think>So {write_call()} Yes.",
         {"reasoning": "So ", "tool_calls": [ADD], "content": "Yes."},
@@ -169,6 +292,10 @@ CASES = {
         {"tool_calls": [ADD, FIND], "content": "<tool_call>no<tool_call>{}"},
     ),
     "cut off": (write_call()[:-15], {"tool_calls": [["add", '{"a": 1']]}),
+    "cut off in an escape": (
+        '<tool_call>{"name": "add", "arguments": {"a": "1\\',
+        {"tool_calls": [["add", '{"a": "1\\']]},
+    ),
     "no call": ("<tool_call>add(1)</tool_call>!", {"content": "<tool_call>add(1)</tool_call>!"}),
     "no name": ('<tool_call>{"name": "add"', {"content": '<tool_call>{"name": "add"'}),
     "deep": (f"<tool_call>{'[' * 10**5}", {"content": f"<tool_call>{'[' * 10**5}"}),
@@ -193,15 +320,19 @@ def test_no_depth_of_values_raises():
     for depth in range(800, 1100, 3):
         value = "[" * depth + "]" * depth
         parse([f"<tool_call><function=add><parameter=a>{value}</parameter></function></tool_call>"])
+        parse([f"<tool_call><function=add>{value}</function></tool_call>"])
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.sampled_from([name for name in CASES if name != "deep"]), st.data())
 def test_any_pieces_give_the_same_message(name, data):
     text, expected = CASES[name]
+    assert parse(cut(data, text))[0] == expected
+
+
+def cut(data, text):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
-    assert parse(pieces)[0] == expected
+    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
 
 
 FRAGMENTS = [THINK, "</think>", CALL, "</tool_call>", write_call(), write_call()[:-14], " ", "\n"]
@@ -216,16 +347,57 @@ FRAGMENTS += [
     "<",
     "</tool",
     "1",
+    ",",
+    "word",
+    EXAMPLE,
+    "<function=add>",
+    "<function=f>",
+    "</function>",
+    "\n<parameter=text>",
+    "<parameter=number>",
+    "</parameter>",
 ]
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
-@given(st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=12).map("".join))
-def test_a_stream_adds_up_to_the_whole_reply(text):
+@settings(max_examples=1000, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=12).map("".join), st.data())
+def test_a_stream_adds_up_to_the_whole_reply(text, data):
     whole, (delta,) = parse([text])
     assert parse(text)[0] == whole
+    assert parse(cut(data, text))[0] == whole
     indices = [entry["index"] for entry in delta.get("tool_calls", [])]
     assert indices == list(range(len(indices))), "one entry for each call"
+    without_reasoning, _ = parse([text], parses_reasoning=False)
+    if "tool_calls" not in without_reasoning:
+        assert without_reasoning.get("content", "") == text.lstrip(), "nothing is lost"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "<tool_call><function=add>\n<parameter=text>",
+        "<function=add><parameter=text>",
+        '<tool_call>{"a',
+        '<tool_call>{"name": "add", "arguments": {"a": "</tool_call>',
+        "<tool_call><function=add><parameter=text></tool_call>",
+        "</parameter></function>",
+    ],
+)
+def test_each_tag_is_read_a_bounded_number_of_times(part, monkeypatch):
+    """A model that repeats itself must not hold up the server."""
+    num_calls = 0
+    search = TextStream.search
+
+    def count(*arguments):
+        nonlocal num_calls
+        num_calls += 1
+        return search(*arguments)
+
+    monkeypatch.setattr(TextStream, "search", count)
+    parse(["<think>", *[part] * 500, "</parameter></function>!"])
+    assert num_calls < 20_000
 
 
 def test_text_is_sent_as_soon_as_it_cannot_begin_a_tag():

@@ -1,12 +1,17 @@
 """Tool calls and reasoning in replies, and the grammar of a required call."""
 
 import json
+import shutil
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from transformers import AddedToken, AutoTokenizer
 
 from nanovllm import DEMO_MODEL, LLM
+from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.errors import ApiError
+from nanovllm.server.message_parser import TAGS
+from nanovllm.server.openai_api import Api
 from nanovllm.server.parameters import parse_request
 from nanovllm.server.protocol import Reply
 from nanovllm.server.tools import write_grammar
@@ -90,6 +95,102 @@ def test_a_stream_with_calls(llm):
     assert [chunk["finish_reason"] for chunk in chunks[-2:]] == [None, "tool_calls"]
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_only_a_named_call_ends_with_stop(llm, is_stream):
+    """As in OpenAI's API and in vLLM."""
+    named = {"type": "function", "function": {"name": "add"}}
+    for choice, reason in [(named, "stop"), ("required", "tool_calls"), ("auto", "tool_calls")]:
+        *_, last = answer(llm, CALL, tool_choice=choice, stream=is_stream)
+        assert last["finish_reason"] == reason
+        *_, last = answer(llm, CALL, "length", tool_choice=choice, stream=is_stream)
+        assert last["finish_reason"] == "length"
+
+
+@pytest.fixture(scope="module")
+def special(tmp_path_factory):
+    """The demo model with tags that its tokenizer marks as special."""
+    directory = tmp_path_factory.mktemp("special")
+    shutil.copytree(DEMO_MODEL, directory, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tags = [AddedToken(tag, special=True, normalized=False) for tag in TAGS]
+    tokenizer.add_tokens(tags, special_tokens=True)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+    with LLM(str(directory), dtype="float32", num_kvcache_blocks=64) as llm:
+        llm.input_processor.vocab_size = len(tokenizer)  # the model itself writes nothing here
+        yield llm
+
+
+def reply_to(llm, text, is_chat=True, parses_reasoning=True, **body):
+    """The chunks of the reply in which a model writes the tokens of a text, or the reply."""
+    api = Api(EngineThread(llm), "model", "model", parses_reasoning=parses_reasoning)
+    messages = {"messages": BODY["messages"]} if is_chat else {"prompt": "a"}
+    reply, prompts = api._parse(is_chat, {**messages, **body})
+    (request,) = llm.input_processor.make_requests(prompts, llm.eos_token_ids, {})
+    token_ids = llm.tokenizer.encode(text, add_special_tokens=False)
+    events = ""
+    for index, token_id in enumerate(token_ids, 1):
+        request.token_ids.append(token_id)
+        request.finish_reason = "stop" if index == len(token_ids) else None
+        request.commit()
+        if reply.is_stream:
+            events += reply.write_chunk({0: request.output()})
+    if reply.is_stream:
+        events += reply.write_end()
+        return [json.loads(event[6:]) for event in events.split("\n\n")[:-2]]
+    reply.take({0: request.output()})
+    return reply.write_whole()
+
+
+def test_tags_are_parsed_if_the_tokenizer_hides_them(special):
+    text = f"<think>so</think>yes<|im_start|>{CALL}<|im_end|>"
+    message = reply_to(special, text, tools=[ADD])["choices"][0]["message"]
+    assert message["reasoning"] == "so"
+    assert message["content"] == "yes"
+    assert message["tool_calls"][0]["function"] == FUNCTION
+    chunks = reply_to(special, text, tools=[ADD], stream=True)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("content", "") for delta in deltas) == "yes"
+    reply = reply_to(special, CALL, parses_reasoning=False, tools=[ADD])
+    assert reply["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_other_texts_have_no_special_tokens(special):
+    text = f"<think>so</think>yes{CALL}"
+    reply = reply_to(special, text, parses_reasoning=False, tools=[ADD], tool_choice="none")
+    expected = f"soyes{CALL.removeprefix('<tool_call>').removesuffix('</tool_call>')}"
+    assert reply["choices"][0]["message"]["content"] == expected
+    assert reply_to(special, text, is_chat=False)["choices"][0]["text"] == expected
+
+
+def test_the_tokens_of_thoughts_are_counted(special, llm):
+    def count(model, text, **body):
+        details = reply_to(model, text, **body)["usage"]["completion_tokens_details"]
+        *_, last = reply_to(
+            model, text, **body, stream=True, stream_options={"include_usage": True}
+        )
+        assert last["usage"]["completion_tokens_details"] == details
+        return details["reasoning_tokens"]
+
+    def count_tokens(*texts):
+        return sum(len(llm.tokenizer.encode(text)) for text in texts)
+
+    for thoughts in ("", "What is 3 + 4?", "né 你"):
+        text = f"<think>{thoughts}</think>Yes."
+        assert count(special, text) == count_tokens(thoughts)
+        # Without tokens for the tags, one token can have a part of a tag and of the thoughts.
+        assert abs(count(llm, text) - count_tokens(thoughts)) <= 1
+    assert count(special, "Yes.") == 0
+    assert count(special, "<think>so, so<|im_end|>") == count_tokens("so, so")
+    assert count(special, f"<think>so, so{CALL}", tools=[ADD]) == count_tokens("so, so")
+    text = f"<think>so, <tool_call> so{CALL}"
+    assert count(special, text, tools=[ADD]) == 1 + count_tokens("so, ", " so")
+    start = {"start": "<think>\n"}
+    assert count(special, "so</think>Yes.", chat_template_kwargs=start) == count_tokens("so")
+    usage = reply_to(special, "<think>so</think>", parses_reasoning=False)["usage"]
+    assert "completion_tokens_details" not in usage
+
+
 def test_a_message_with_calls_needs_no_content(llm):
     call = {"type": "function", "id": "call_0", "function": FUNCTION}
     for content in (None, "", []):
@@ -97,6 +198,13 @@ def test_a_message_with_calls_needs_no_content(llm):
         messages = [message, *BODY["messages"]]
         given, _ = parse_request({"messages": messages}, True, llm)
         assert given["messages"] == messages
+
+
+def test_a_call_that_was_cut_off_can_be_sent_back(llm):
+    (choice,) = answer(llm, CALL[:-15], "length")
+    message = choice["message"]
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"a": 1'
+    parse_request({**BODY, "messages": [message, *BODY["messages"]]}, True, llm)
 
 
 def test_a_template_can_read_tools_of_a_message_only(llm, monkeypatch):

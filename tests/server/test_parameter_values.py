@@ -1,0 +1,116 @@
+"""The schema of a parameter decides which value its text is."""
+
+import json
+
+import pytest
+
+from nanovllm.server.parameter_values import find_properties, write_value
+
+DEEP = {"type": "string"}
+for _ in range(2000):
+    DEEP = {"anyOf": [DEEP]}
+DEFINITIONS = {
+    "$defs": {
+        "text": {"type": "string"},
+        "zip/code": {"$ref": "#/$defs/text"},
+        "circle": {"anyOf": [{"$ref": "#/$defs/circle"}, {"type": "string"}]},
+    },
+    "definitions": {"count": {"type": "integer"}},
+}
+STRING = {"type": "string"}
+NULLABLE = {"anyOf": [STRING, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    "schema, text, expected",
+    [
+        (STRING, "12345", "12345"),
+        (STRING, " a\n", " a\n"),
+        (STRING, "null", "null"),
+        ({"$ref": "#/$defs/text"}, "12345", "12345"),
+        ({"$ref": "#/$defs/zip~1code"}, "12345", "12345"),
+        ({"$ref": "#/$defs/circle"}, "12345", "12345"),
+        ({"$ref": "#/definitions/count"}, "12345", 12345),
+        ({"$ref": "#/$defs/missing/one"}, "12345", "12345"),
+        ({"$ref": "other.json#/$defs/text"}, "[1]", [1]),
+        ({"allOf": [{"$ref": "#/$defs/text"}], "description": "zip"}, "12345", "12345"),
+        ({"allOf": [{"type": "integer"}, {"minimum": 1}]}, "12345", 12345),
+        (DEEP, "12345", "12345"),
+        ({"const": "12345"}, "12345", "12345"),
+        ({"const": 12345}, "12345", 12345),
+        ({"enum": ["1", 2, None, True]}, "1", "1"),
+        ({"enum": ["1", 2, None, True]}, "2", 2),
+        ({"enum": ["1", 2, None, True]}, "null", None),
+        ({"enum": ["1", 2, None, True]}, "True", True),
+        ({"enum": ["1", 2, None, True]}, "3", "3"),
+        ({"enum": ["a"]}, "null", "null"),
+        # Without a type: as in vLLM, but arrays, objects and null are hardly meant as text.
+        ({}, "12345", "12345"),
+        ({}, "true", "true"),
+        ({"description": "any"}, "null", None),
+        (None, "[2, {}]", [2, {}]),
+        ({"type": 5}, '{"a": 1}', {"a": 1}),
+        ({"type": ["unknown", []], "anyOf": 3, "enum": "ab"}, "a", "a"),
+        (NULLABLE, "null", None),
+        (NULLABLE, "None", "None"),
+        (NULLABLE, "true", "true"),
+        ({"type": ["null", "string"]}, "null", None),
+        ({"type": "integer", "nullable": True}, "null", None),
+        ({"type": ["string", "array"]}, "[]", "[]"),
+        ({"type": ["array", "string"]}, "[]", []),
+        ({"anyOf": [{"type": "integer"}, STRING]}, "5", 5),
+        ({"oneOf": [{"type": "integer"}, STRING]}, "five", "five"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "False", False),
+        ({"type": "boolean"}, "\ntrue ", True),
+        ({"type": "boolean"}, "1", "1"),
+        ({"type": "integer"}, "true", "true"),
+        ({"type": "integer"}, "+5", 5),
+        ({"type": "integer"}, "5.0", 5.0),
+        ({"type": "integer"}, "5.5", "5.5"),
+        ({"type": "integer"}, "9007199254740993", 9007199254740993),
+        ({"type": "integer"}, "1" * 5000, "1" * 5000),
+        ({"type": "number"}, "+.5", 0.5),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "number"}, "5", 5),
+        ({"type": "array"}, "['a', True, None, (1,)]", ["a", True, None, [1]]),
+        ({"type": "array"}, '["a\n"]', ["a\n"]),
+        ({"type": "array"}, "{1, 2}", "{1, 2}"),
+        ({"type": "array"}, "[open('x')]", "[open('x')]"),
+        ({"type": "array"}, "[" * 1000, "[" * 1000),
+        ({"type": "object"}, "{'a': {'b': 1}}", {"a": {"b": 1}}),
+        ({"type": "object"}, "{[]: 1}", "{[]: 1}"),
+        ({"type": "object"}, "{b'a': 1}", "{b'a': 1}"),
+        ({"type": "object"}, "[1]", "[1]"),
+    ],
+)
+def test_the_schema_decides(schema, text, expected):
+    value = json.loads(write_value(text, schema, DEFINITIONS))
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+def test_json_stays_as_it_was_written():
+    for text in ("0.10", "12345678901234567890.12345", "1E5"):
+        assert write_value(text, {"type": "number"}, {}) == text
+    assert write_value('{"a":1.0}', {"type": "object"}, {}) == '{"a":1.0}'
+
+
+def test_the_parameters_of_a_function_can_be_in_parts_of_its_schema():
+    schema = {
+        "$defs": {"parts": {"properties": {"a": STRING}}},
+        "$ref": "#/$defs/parts",
+        "anyOf": [{"properties": {"b": STRING}}, {"properties": {"b": {"type": "null"}}}, 5],
+    }
+    found = find_properties(schema)
+    assert found.keys() == {"a", "b"}
+    assert write_value("12345", found["a"], schema) == '"12345"'
+    assert write_value("null", found["b"], schema) == "null"
+    for invalid in (None, {"properties": 5}, {"$ref": 5, "anyOf": {}}):
+        assert find_properties(invalid) == {}
+
+
+def test_references_are_followed_once():
+    """Each level doubles the paths."""
+    levels = {f"level{i}": {"anyOf": [{"$ref": f"#/level{i + 1}"}] * 2} for i in range(60)}
+    assert write_value("1", {"$ref": "#/level0"}, {**levels, "level60": STRING}) == '"1"'
