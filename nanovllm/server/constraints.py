@@ -7,7 +7,6 @@
 With a reasoning parser, each of these comes after the thoughts.
 """
 
-import re
 from typing import Any
 
 from nanovllm import LLM
@@ -17,9 +16,9 @@ from nanovllm.engine.schemas import relax
 from nanovllm.messages import Tool
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.server.errors import JsonObject
+from nanovllm.server.message_parser import END_THINK, THINK, find_last_tag, read_continued
 from nanovllm.server.tools import choose_tools, write_grammar
 
-NUM_TAG_TOKENS = 8  # tokens at the end of a prompt that may be a tag and newlines
 FORMAT_KEYS = {
     "text": ["type"],
     "json_object": ["type", "schema"],  # the schema is an extension of llama.cpp
@@ -107,16 +106,6 @@ def _add(given: JsonObject, name: str, source: str, structured_outputs: JsonObje
 def delay_constraint(
     outputs: StructuredOutputsParams, given: JsonObject, prompt: list[int], llm: LLM
 ) -> StructuredOutputsParams:
-    """Let thoughts come before a constraint, unless the prompt has closed them.
-
-    The prompt ends inside thoughts, or behind them, if a tag is its last word. A message that is
-    continued can have more words after it.
-    """
-    end = "".join(map(llm.vocabulary.name, prompt[-NUM_TAG_TOKENS:]))
-    tags = re.findall(r"</?think>(?=\s*$)", end)
-    if given.get("continue_final_message"):
-        tags += re.findall("</?think>", str(given["messages"][-1].get("content")))
-    last_tag = tags[-1] if tags else ""
-    if last_tag == "</think>":
-        return outputs
-    return allow_thoughts(outputs, is_open=last_tag == "<think>")
+    """Let thoughts come before a constraint, unless the prompt has closed them."""
+    tag = find_last_tag(prompt, read_continued(given), llm.vocabulary)
+    return outputs if tag == END_THINK else allow_thoughts(outputs, is_open=tag == THINK)

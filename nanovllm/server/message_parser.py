@@ -7,6 +7,7 @@ Text that may be the start of a tag is held back, so no delta contains a part of
 without a call is text of the section in which it stands.
 """
 
+import re
 from typing import Literal
 from uuid import uuid4
 
@@ -14,18 +15,38 @@ from nanovllm.messages import Tool
 from nanovllm.server.call_parser import CLOSING, END_THINK, FUNCTION, OPENING, CallParser
 from nanovllm.server.errors import JsonObject
 from nanovllm.server.text_stream import TextStream, Waiting
+from nanovllm.vocabulary import Vocabulary
 
 THINK = "<think>"
+NUM_TAG_TOKENS = 24  # tokens at the end of a prompt that may be a tag and newlines
 TAGS = (THINK, END_THINK, OPENING, CLOSING)  # those that can be special tokens
+
+
+def read_continued(given: JsonObject) -> str:
+    """Return the content of the message that a chat continues, or ""."""
+    if not given.get("continue_final_message"):
+        return ""
+    return str(given["messages"][-1].get("content"))
+
+
+def find_last_tag(prompt: list[int], continued: str, vocabulary: Vocabulary) -> str:
+    """Return <think> if a prompt ends inside thoughts, </think> if it ends behind them, or "".
+
+    The tag is the last word of the prompt. Only in a message that is continued, other words can
+    follow it.
+    """
+    end = "".join(map(vocabulary.name, prompt[-NUM_TAG_TOKENS:]))
+    tags = re.findall(r"</?think>(?=\s*$)", end) + re.findall("</?think>", continued)
+    return tags[-1] if tags else ""
 
 
 class MessageParser:
     """Parses the text of one choice, which arrives in parts."""
 
     def __init__(
-        self, parses_reasoning: bool, tools: list[Tool], is_parallel: bool, prompt: str
+        self, parses_reasoning: bool, tools: list[Tool], is_parallel: bool, last_tag: str
     ) -> None:
-        """Without tools, calls are content. A prompt that ends with <think> begins reasoning."""
+        """Without tools, calls are content. `last_tag` is that of the prompt."""
         self.is_parallel = is_parallel
         self.num_calls = 0
         # Where the thoughts begin and end in the text. They have no end while they go on.
@@ -37,7 +58,7 @@ class MessageParser:
         self.call_tags = (OPENING, FUNCTION) if tools else ()
         self.section: Literal["reasoning", "content"] = "content"
         may_begin = False
-        if parses_reasoning and prompt.rstrip().endswith(THINK):
+        if parses_reasoning and last_tag == THINK:
             self.section = "reasoning"
         else:
             self.reasoning_end = 0

@@ -18,9 +18,7 @@ from nanovllm.outputs import PromptLogprobs, RequestOutput
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject
 from nanovllm.server.logprobs import LogprobsWriter
-from nanovllm.server.message_parser import TAGS, MessageParser
-
-NUM_TAG_TOKENS = 8  # tokens at the end of a prompt that may be <think> and a newline
+from nanovllm.server.message_parser import TAGS, MessageParser, find_last_tag, read_continued
 
 
 class Reply:
@@ -47,6 +45,7 @@ class Reply:
         self.tools = given.get("tools") or []
         self.is_parallel: bool = given.get("parallel_tool_calls", True)
         self.shows_reasoning: bool = given.get("include_reasoning", True)
+        self.continued = read_continued(given) if is_chat else ""
         self.is_named = isinstance(given.get("tool_choice"), dict)
         self.parsers: dict[int, MessageParser] = {}  # one per choice of a chat
         self.vocabulary = llm.vocabulary
@@ -159,10 +158,10 @@ class Reply:
     def _parse_message(self, index: int, output: RequestOutput, text: str) -> JsonObject:
         """Return the delta of a chat for more text."""
         if index not in self.parsers:
-            last_ids = output["prompt_token_ids"][-NUM_TAG_TOKENS:]
-            prompt_end = "".join(map(self.vocabulary.name, last_ids))
+            prompt = output["prompt_token_ids"]
+            last_tag = find_last_tag(prompt, self.continued, self.vocabulary)
             self.parsers[index] = MessageParser(
-                self.parses_reasoning, self.tools, self.is_parallel, prompt_end
+                self.parses_reasoning, self.tools, self.is_parallel, last_tag
             )
         delta = self.parsers[index].feed(text, output["finish_reason"] is not None)
         reasoning = delta.pop("reasoning", "")

@@ -1,12 +1,13 @@
 """The text of a reply is divided in the same way, however it is cut into pieces."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.server.message_parser import MessageParser
+from nanovllm.server.message_parser import MessageParser, find_last_tag
 from nanovllm.server.text_stream import TextStream
 
 THINK, CALL = "<think>", "<tool_call>"
@@ -16,9 +17,9 @@ PROPERTIES = {"text": {"type": "string"}, "number": {"type": "integer"}}
 TOOL = {"function": {"name": "add", "parameters": {"properties": PROPERTIES}}}
 
 
-def parse(pieces, parses_reasoning=True, tools=(TOOL,), is_parallel=True, prompt=""):
+def parse(pieces, parses_reasoning=True, tools=(TOOL,), is_parallel=True, last_tag=""):
     """Return the message that the deltas of a stream add up to, and the deltas."""
-    parser = MessageParser(parses_reasoning, list(tools), is_parallel, prompt)
+    parser = MessageParser(parses_reasoning, list(tools), is_parallel, last_tag)
     message = {}
     deltas = []
     for index, piece in enumerate(pieces, 1):
@@ -417,15 +418,32 @@ def test_arguments_are_sent_as_they_arrive():
     assert json.loads("".join(function["arguments"] for function in functions)) == {"a": {}}
 
 
-@pytest.mark.parametrize("prompt", ["assistant\n<think>\n", "<think>", "\n<think> "])
-def test_the_prompt_can_begin_the_reasoning(prompt):
+def test_the_prompt_can_begin_the_reasoning():
     text = "So.\n</think>\n\nYes."
     expected = {"reasoning": "So.\n", "content": "Yes."}
     for cut in range(len(text)):
-        assert parse([text[:cut], text[cut:]], prompt=prompt)[0] == expected
-    assert parse(["So."], prompt=prompt)[0] == {"reasoning": "So."}
-    assert parse(["So."], prompt=f"{prompt}</think>\n\n")[0] == {"content": "So."}
-    assert parse(["So."], False, [], prompt=prompt)[0] == {"content": "So."}
+        assert parse([text[:cut], text[cut:]], last_tag=THINK)[0] == expected
+    assert parse(["So."], last_tag=THINK)[0] == {"reasoning": "So."}
+    assert parse(["So."], last_tag="</think>")[0] == {"content": "So."}
+    assert parse(["So."], False, [], last_tag=THINK)[0] == {"content": "So."}
+
+
+@pytest.mark.parametrize(
+    "prompt, continued, expected",
+    [
+        ("assistant\n<think>\n", "", THINK),
+        ("<think> ", "", THINK),
+        ("<think>\n\n</think>\n\n", "", "</think>"),
+        ("What does <think> mean?\nassistant\n", "", ""),
+        ("assistant\n<think>So", "<think>So", THINK),
+        ("assistant\n<think>So</think>Yes", "<think>So</think>Yes", "</think>"),
+    ],
+)
+def test_the_last_tag_of_a_prompt(prompt, continued, expected):
+    vocabulary = Mock()
+    vocabulary.name = chr  # a token for each character
+    found = find_last_tag(prompt=[*map(ord, prompt)], continued=continued, vocabulary=vocabulary)
+    assert found == expected
 
 
 def test_only_requested_tags_are_parsed():
