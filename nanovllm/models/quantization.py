@@ -46,11 +46,15 @@ _OPTIONS = {
 
 
 def read_quantization(config: PretrainedConfig, option: str | None) -> Quantization:
-    """Read quantization_config. Raises ValueError that names an unsupported format or value."""
+    """Read the quantization_config of a config from `read_config`.
+
+    Raises ValueError that names an unsupported format or value, and where it is set.
+    """
     settings = getattr(config, "quantization_config", None)
     if not settings:
         return _OPTIONS[option]
-    with naming("quantization_config", Exception):  # an invalid value can raise anything
+    source = getattr(config, "quantization_source", "quantization_config")
+    with naming(source, Exception):  # an invalid value can raise anything
         settings = dict(settings)
         method = check_choice("quant_method", settings.get("quant_method"), tuple(_READERS))
         return replace(_OPTIONS[option], format=_READERS[method](settings))
@@ -75,6 +79,9 @@ def _read_gptq(settings: Settings) -> Format:
 
 
 def _read_awq(settings: Settings) -> Format:
+    # quant_config.json of AutoAWQ has other names.
+    given = {"bits": settings.get("w_bit"), "group_size": settings.get("q_group_size")}
+    settings = {**given, **settings}
     _check(settings, version=(None, "gemm", "GEMM"), bits=(4,))
     is_symmetric = not settings.get("zero_point", True)
     return _make_packed(AWQ, settings["bits"], settings["group_size"], is_symmetric)
