@@ -1,7 +1,7 @@
 // Multiplies rows of x by a panel of a quantized weight, in integers, because converting codes to
-// floats would take longer than multiplying them. One instruction multiplies two inputs by two codes
-// for each sum of a vector. Each group of inputs of a row becomes planes of integers of 16 bits, with
-// a scale that is a power of two:
+// floats would take longer than multiplying them. One instruction multiplies two inputs by two
+// codes for each sum of a vector. Each group of inputs of a row becomes planes of integers of 16
+// bits, with a scale that is a power of two:
 //
 //     x = scale * (plane 0 + plane 1 / 2^15 + plane 2 / 2^30)
 //
