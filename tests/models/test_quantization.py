@@ -436,7 +436,11 @@ def test_ranks_do_not_share_groups(checkpoint, tmp_path):
         (dict(quant_method="fp8", weight_block_size=[64, 128]), r"weight_block_size .*\[64, 128\]"),
         (FP8 | dict(activation_scheme="static"), "activation_scheme .*'static'"),
         (QUANTIZED_INPUTS, "input_activations must be one of None, not {'num_bits': 8}"),
-        (MIXED_BITS, "several config_groups are not supported: group_0, group_1"),
+        (MIXED_BITS, "config_groups must have one group, not group_0, group_1"),
+        (compressed() | dict(config_groups={}), "config_groups must have one group, not 0"),
+        (dict(quant_method="gptq", group_size=32), "bits must be one of 4, 8, not None"),
+        (dict(quant_method="gptq", bits=4), "group_size must be an int"),
+        (dict(quant_method="awq", bits=4), "group_size must be an int"),
         ("awq", "config.json: "),
     ],
 )
