@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,13 @@ _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 # The same weights for other programs, in repositories of Mistral and Meta.
 _COPIES = ["consolidated*", "original/*", "*/*.safetensors"]
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# Where programs store settings of quantization: fields of config.json, or files beside it.
+_QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
+_QUANTIZATION_FILES = {  # with the quant_method that their contents can omit
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
 
@@ -43,7 +51,8 @@ def find_checkpoint(model: str) -> Path:
 def read_config(directory: Path) -> PretrainedConfig:
     """Read config.json and fill in the defaults of its family.
 
-    Of a model for text and images, return the config of the text part, with every EOS id.
+    Of a model for text and images, return the config of the text part, with every EOS id. Settings
+    of quantization become its quantization_config, and quantization_source names their place.
 
     Raises ValueError for a config that transformers rejects.
     """
@@ -53,14 +62,29 @@ def read_config(directory: Path) -> PretrainedConfig:
     with naming(path, Exception):
         config = AutoConfig.from_pretrained(directory, **LOCAL)
         text_config = config.get_text_config()
-        if text_config is config:
-            return config
-        for name in ("architectures", "name_or_path", "tie_word_embeddings", "quantization_config"):
-            setattr(text_config, name, getattr(config, name, None))
-        text_config.dtype = text_config.dtype or config.dtype
-        outer_ids = _list_ids(getattr(config, "eos_token_id", None))
-        text_config.eos_token_id = outer_ids + _list_ids(text_config.eos_token_id)
-        return text_config
+        if text_config is not config:
+            for name in ("architectures", "name_or_path", "tie_word_embeddings"):
+                setattr(text_config, name, getattr(config, name, None))
+            text_config.dtype = text_config.dtype or config.dtype
+            outer_ids = _list_ids(getattr(config, "eos_token_id", None))
+            text_config.eos_token_id = outer_ids + _list_ids(text_config.eos_token_id)
+    for source, settings in _list_quantization(directory, config, text_config):
+        if settings:
+            text_config.quantization_config = settings
+            text_config.quantization_source = source
+            break
+    return text_config
+
+
+def _list_quantization(directory: Path, *configs: PretrainedConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the places where settings of quantization can be, with their contents."""
+    for config in configs:
+        for field in _QUANTIZATION_FIELDS:
+            yield field, getattr(config, field, None)
+    for name, method in _QUANTIZATION_FILES.items():
+        path = directory / name
+        if path.exists():
+            yield name, {"quant_method": method, **read_json(path)}
 
 
 def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:

@@ -83,7 +83,7 @@ class PackedFormat(Format):
     bits: int
     group_size: int  # 0: all inputs of an output share a scale
     is_symmetric: bool  # all zeros are the middle code
-    zero_offset: int = 0  # what is added to stored zeros
+    zero_offset: int = 0  # what is added to stored zeros, modulo words of 32 bits
 
     def read(self, files: TensorFiles, layer: str, shape: list[int]) -> QuantizedWeight | Tensor:
         out_features, in_features = shape
@@ -108,10 +108,10 @@ class PackedFormat(Format):
         middle = torch.full(shape, 1 << (self.bits - 1))
         if self.is_symmetric and name not in files:
             return middle
-        stored = self.read_codes(files, name, shape, packed_dim=0).int()
-        zeros = stored + self.zero_offset
+        zeros = self.read_codes(files, name, shape, 0, self.zero_offset)
         if not self.is_symmetric:
             return zeros
+        stored = self.read_codes(files, name, shape, packed_dim=0)
         # Some checkpoints of GPTQ's version 2 say that they are of version 1.
         if not ((zeros == middle) | (stored == middle)).all():
             raise ValueError(
@@ -121,13 +121,14 @@ class PackedFormat(Format):
         return middle
 
     def read_codes(
-        self, files: TensorFiles, name: str, shape: list[int], packed_dim: int
+        self, files: TensorFiles, name: str, shape: list[int], packed_dim: int, offset: int = 0
     ) -> Tensor:
-        """Return uint8 of `shape`."""
+        """Return uint8 of `shape`. `offset` is added to each code, with carries between them."""
         sizes = list(shape)
         sizes[packed_dim] = cdiv(shape[packed_dim] * self.bits, 32)
         words = self.read_matrix(files, name, sizes, ["I32"]).movedim(packed_dim, 1)
-        codes = self.unpack(words.contiguous())
+        ones = 0xFFFFFFFF // ((1 << self.bits) - 1)  # a 1 in the place of each code
+        codes = self.unpack((words + offset * ones).contiguous())
         return codes[:, : shape[packed_dim]].movedim(1, packed_dim)
 
     def read_matrix(
@@ -144,7 +145,11 @@ class PackedFormat(Format):
 
 
 class GPTQ(PackedFormat):
-    """Groups can be of scattered inputs. Zeros are stored less 1, except by version 2."""
+    """Groups can be of scattered inputs.
+
+    Version 1 subtracts 1 from all zeros of an int32 in one subtraction, so a zero of 0 borrows from
+    the next one. Version 2 stores zeros as they are.
+    """
 
     marker = "qweight"
     zeros = "qzeros"

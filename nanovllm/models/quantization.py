@@ -46,11 +46,15 @@ _OPTIONS = {
 
 
 def read_quantization(config: PretrainedConfig, option: str | None) -> Quantization:
-    """Read quantization_config. Raises ValueError that names an unsupported format or value."""
+    """Read the quantization_config of a config from `read_config`.
+
+    Raises ValueError that names an unsupported format or value, and where it is set.
+    """
     settings = getattr(config, "quantization_config", None)
     if not settings:
         return _OPTIONS[option]
-    with naming("quantization_config", Exception):  # an invalid value can raise anything
+    source = getattr(config, "quantization_source", "quantization_config")
+    with naming(source, Exception):  # an invalid value can raise anything
         settings = dict(settings)
         method = check_choice("quant_method", settings.get("quant_method"), tuple(_READERS))
         return replace(_OPTIONS[option], format=_READERS[method](settings))
@@ -66,8 +70,8 @@ def _read_gptq(settings: Settings) -> Format:
     version = settings.get("checkpoint_format") or settings.get("format")
     format = _make_packed(
         GPTQ,
-        settings["bits"],
-        settings["group_size"],
+        settings.get("bits"),
+        check_int("group_size", settings.get("group_size"), minimum=-1),
         settings.get("sym", True),
         zero_offset=0 if version == "gptq_v2" else 1,
     )
@@ -75,21 +79,24 @@ def _read_gptq(settings: Settings) -> Format:
 
 
 def _read_awq(settings: Settings) -> Format:
+    # quant_config.json of AutoAWQ has other names.
+    given = {"bits": settings.get("w_bit"), "group_size": settings.get("q_group_size")}
+    settings = {**given, **settings}
     _check(settings, version=(None, "gemm", "GEMM"), bits=(4,))
     is_symmetric = not settings.get("zero_point", True)
-    return _make_packed(AWQ, settings["bits"], settings["group_size"], is_symmetric)
+    group_size = check_int("group_size", settings["group_size"], minimum=-1)
+    return _make_packed(AWQ, settings["bits"], group_size, is_symmetric)
 
 
 def _read_compressed(settings: Settings) -> Format:
     _check(settings, format=("pack-quantized",), transform_config=(None, {}))
     _check(settings.get("sparsity_config") or {}, format=(None, "dense"))
-    groups = list(settings["config_groups"].values())
+    named_groups = settings.get("config_groups") or {}
+    groups = list(named_groups.values())
     if len(groups) != 1:
-        raise ValueError(
-            f"several config_groups are not supported: {', '.join(settings['config_groups'])}"
-        )
+        raise ValueError(f"config_groups must have one group, not {', '.join(named_groups) or 0}")
     _check(groups[0], input_activations=(None,), output_activations=(None,))
-    weights = groups[0]["weights"]
+    weights = groups[0].get("weights") or {}
     _check(
         weights,
         type=(None, "int"),
@@ -97,7 +104,7 @@ def _read_compressed(settings: Settings) -> Format:
         actorder=(None, False, "static", "weight"),
     )
     is_symmetric = weights.get("symmetric", True)
-    bits = weights["num_bits"]
+    bits = weights.get("num_bits")
     return _make_packed(CompressedTensors, bits, weights.get("group_size"), is_symmetric)
 
 
@@ -125,7 +132,7 @@ def _check(settings: Settings, **supported: tuple[object, ...]) -> None:
 
 def _make_packed(
     kind: type[PackedFormat],
-    bits: int,
+    bits: Any,
     group_size: object,
     is_symmetric: bool,
     zero_offset: int = 0,

@@ -122,6 +122,41 @@ def test_quantized_weight_multiplies_like_its_dequantized_weight(scheme, dtype):
         assert torch.equal(prepacked.multiply(x[:1]), output[:1]), "depends on other rows"
 
 
+SIZES = torch.tensor([6e4, 1e4, 1e3, 1e2, 1.0, 1e-2])  # of inputs; float16 holds all
+
+
+@pytest.mark.parametrize("num_large", [1, 5, 100, 190])
+@pytest.mark.parametrize("scheme", [INT8, INT4], ids=str)
+def test_small_inputs_beside_large_ones_keep_their_precision(scheme, num_large, dtype):
+    """The weights of the large ones are 0, so all of a product comes from the small ones."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 200)
+    order = torch.randperm(200)
+    large = order[:num_large]
+    plain = torch.randn(130, 200) * 0.01
+    plain[:, large] = 0
+    weight = QuantizedWeight.quantize(plain.to(dtype), scheme)
+    prepacked = PrepackedWeight(weight)
+    rounded = weight.dequantize().double()
+    weight.dtype = torch.float32
+    exact = weight.dequantize().double()  # kernels need not round the weight
+    # Half of a unit in the last place is the most that rounding an exact product costs.
+    limit = torch.finfo(dtype).eps * (0.5 if dtype.itemsize == 2 else 20)
+    for smallest in range(1, len(SIZES)):
+        spread = x * SIZES[smallest]
+        spread[:, large] *= SIZES[torch.arange(num_large) % smallest] / SIZES[smallest]
+        spread[::3, large] = x[::3, large] * SIZES[smallest]  # some rows have no large ones
+        spread = spread.clamp(-65504, 65504).to(dtype)
+        output = prepacked.multiply(spread).double()
+        errors = []
+        for each in (exact, rounded):
+            expected = F.linear(spread.double(), each)
+            errors.append((output - expected).norm(dim=-1) / expected.norm(dim=-1))
+        assert (torch.minimum(*errors) < limit).all()
+        for rows in ([1], [0, 1, 2], list(range(13)), list(range(25)), list(range(2, 39))):
+            assert torch.equal(prepacked.multiply(spread[rows]).double(), output[rows])
+
+
 def multiply_by_numbers(factor, numbers, num_rows, gated=False):
     """Multiply `factor` by each number, in the layout of a weight."""
     weight = torch.stack((numbers, torch.zeros_like(numbers)), dim=-1)

@@ -24,10 +24,13 @@ from conftest import (
 from safetensors.torch import load_file, save_file
 from test_families import make_family
 from torch import nn
-from transformers import Qwen3MoeConfig
+from transformers import Qwen3_5Config, Qwen3MoeConfig
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.layers.quantized import QuantizedWeight, Scheme
+from nanovllm.models.checkpoint import read_config
+from nanovllm.models.quantization import read_quantization
+from nanovllm.models.tensor_files import TensorFiles
 
 PROMPTS = [random_prompt(0, 9), random_prompt(1, 14)]
 SIZES = dict(hidden_size=64, intermediate_size=128, head_dim=16)
@@ -201,6 +204,44 @@ def test_codes_of_a_checkpoint_are_kept(checkpoint, tmp_path, name, enable_kerne
     assert len(dequantized) == 14
     expected = oracle_tokens(checkpoint, dequantized)
     assert tokens_of(tmp_path, enable_kernels=enable_kernels) == expected
+
+
+@pytest.mark.parametrize("desc_act", [False, True])
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zeros_of_gptq_take_all_values(tmp_path, bits, version, desc_act):
+    """Version 1 subtracts 1 from every zero of an int32 at once, so a zero of 0 borrows."""
+    rows, groups, num = 32, 4, 32 // bits
+    zeros = torch.arange(rows * groups).reshape(rows, groups) * (1 if bits == 4 else 37) % 2**bits
+    zeros[8:20, 1] = 0
+    zeros[20:] = torch.randint(3, (12, groups)) * 15 % 2**bits
+    words = []
+    for group in range(groups):
+        for first in range(0, rows, num):
+            word = 0
+            for i in range(num):
+                word += int(zeros[first + i, group]) << bits * i
+            if version == 1:
+                word -= 0x11111111 if bits == 4 else 0x01010101
+            words.append((word + 2**31) % 2**32 - 2**31)
+    codes = torch.randint(2**bits, (rows, groups * 32))
+    scales = torch.rand(rows, groups).half()
+    g_idx = torch.arange(groups * 32) // 32
+    if desc_act:
+        g_idx = g_idx[torch.randperm(groups * 32)]
+    parts = {
+        "qweight": pack(codes, bits).T.contiguous(),
+        "qzeros": torch.tensor(words, dtype=torch.int32).reshape(groups, -1),
+        "scales": scales.T.contiguous(),
+        "g_idx": g_idx.to(torch.int32),
+    }
+    save_file({f"{UP}.{key}": part for key, part in parts.items()}, tmp_path / "model.safetensors")
+    checkpoint_format = "gptq" if version == 1 else "gptq_v2"
+    settings = gptq(bits, desc_act=desc_act, checkpoint_format=checkpoint_format)
+    format = read_quantization(Qwen3MoeConfig(quantization_config=settings), None).format
+    weight = format.read(TensorFiles(tmp_path), UP, [rows, groups * 32])
+    full = weight if desc_act else weight.dequantize()
+    assert torch.equal(full, (codes - zeros[:, g_idx]) * scales[:, g_idx].float())
 
 
 @pytest.mark.parametrize("option", [None, "int8"])
@@ -395,7 +436,11 @@ def test_ranks_do_not_share_groups(checkpoint, tmp_path):
         (dict(quant_method="fp8", weight_block_size=[64, 128]), r"weight_block_size .*\[64, 128\]"),
         (FP8 | dict(activation_scheme="static"), "activation_scheme .*'static'"),
         (QUANTIZED_INPUTS, "input_activations must be one of None, not {'num_bits': 8}"),
-        (MIXED_BITS, "several config_groups are not supported: group_0, group_1"),
+        (MIXED_BITS, "config_groups must have one group, not group_0, group_1"),
+        (compressed() | dict(config_groups={}), "config_groups must have one group, not 0"),
+        (dict(quant_method="gptq", group_size=32), "bits must be one of 4, 8, not None"),
+        (dict(quant_method="gptq", bits=4), "group_size must be an int"),
+        (dict(quant_method="awq", bits=4), "group_size must be an int"),
         ("awq", "config.json: "),
     ],
 )
@@ -504,6 +549,78 @@ def test_bits_that_contradict_the_codes_are_named(checkpoint, tmp_path):
         ValueError, match=r"qweight has shape \[8, 64\], the model needs \[16, 64\]"
     ):
         load(tmp_path)
+
+
+def move_settings(directory, name, settings):
+    """Store the settings of quantization elsewhere than in quantization_config."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    if name.endswith(".json"):
+        (directory / name).write_text(json.dumps(settings))
+    else:
+        edit_config(directory, **{name: settings})
+
+
+AUTO_GPTQ = dict(bits=4, group_size=32, sym=False, desc_act=False, model_file_base_name="model")
+AUTO_AWQ = dict(w_bit=4, q_group_size=32, zero_point=True, version="GEMM")
+
+
+@pytest.mark.parametrize(
+    "name, key, settings",
+    [
+        ("gptq", "quantize_config.json", AUTO_GPTQ),
+        ("gptq v2", "quantize_config.json", AUTO_GPTQ | dict(checkpoint_format="gptq_v2")),
+        ("awq", "quantize_config.json", FORMATS["awq"][0]),
+        ("awq", "quant_config.json", AUTO_AWQ),
+        ("awq", "quant_config.json", FORMATS["awq"][0]),
+        ("compressed", "compression_config", FORMATS["compressed"][0]),
+    ],
+)
+def test_settings_are_found_where_other_programs_store_them(
+    checkpoint, tmp_path, name, key, settings
+):
+    _, make_parts, scheme, options = FORMATS[name]
+    dequantized = convert(tmp_path, FORMATS[name][0], make_parts, scheme, **options)
+    move_settings(tmp_path, key, settings)
+    assert tokens_of(tmp_path) == oracle_tokens(checkpoint, dequantized)
+
+
+def test_config_json_takes_precedence(checkpoint, tmp_path):
+    dequantized = convert(tmp_path, gptq(), pack_gptq, INT4_32)
+    (tmp_path / "quantize_config.json").write_text(json.dumps(AUTO_GPTQ | dict(bits=3)))
+    edit_config(tmp_path, compression_config=compressed(2))
+    assert tokens_of(tmp_path) == oracle_tokens(checkpoint, dequantized)
+
+
+@pytest.mark.parametrize(
+    "key, settings, complaint",
+    [
+        ("quantize_config.json", AUTO_GPTQ | dict(bits=3), "bits must be one of 4, 8, not 3"),
+        ("quantize_config.json", AUTO_GPTQ | dict(is_marlin_format=True), "is_marlin_format"),
+        ("quant_config.json", AUTO_AWQ | dict(version="GEMV"), "version .*'GEMV'"),
+        ("quant_config.json", AUTO_AWQ | dict(w_bit=8), "bits must be one of 4, not 8"),
+        ("hf_quant_config.json", dict(quantization=dict(quant_algo="FP8")), "not 'modelopt'"),
+        ("compression_config", compressed(2), "bits must be one of 4, 8, not 2"),
+    ],
+)
+def test_a_place_with_unsupported_settings_is_named(checkpoint, tmp_path, key, settings, complaint):
+    convert(tmp_path, gptq(), pack_gptq, INT4_32)
+    move_settings(tmp_path, key, settings)
+    with pytest.raises(ValueError, match=f"{key}: .*{complaint}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_settings_of_a_model_with_images_are_found(tmp_path, key, is_inside):
+    config = Qwen3_5Config().to_dict()
+    (config["text_config"] if is_inside else config)[key] = gptq()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    format = read_quantization(read_config(tmp_path), None).format
+    assert format == read_quantization(Qwen3MoeConfig(quantization_config=gptq()), None).format
+    assert format is not None
 
 
 def test_layers_that_a_format_leaves_out_stay_floats(checkpoint, tmp_path):
