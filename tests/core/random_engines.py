@@ -7,10 +7,10 @@ import random
 import shutil
 from collections.abc import Callable
 from functools import cache
+from math import isclose
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from conftest import check_invariants, find_obstacle, make_checkpoint
 from transformers import (
@@ -176,7 +176,8 @@ class Case:
         self.quantization = rng.choice([None, None, "int8", "int4"])
         self.options = draw_options(rng)
         num_ranks = rng.choices([1, 2], [49, 1])[0]  # processes are slow
-        self.options["tensor_parallel_size"] = min(num_ranks, max_ranks)
+        if self.quantization is None:  # groups of the tiny weights cannot be divided
+            self.options["tensor_parallel_size"] = min(num_ranks, max_ranks)
         prefixes = [rng.choices(range(VOCAB_SIZE), k=24) for _ in range(2)]
         prefixes.append(rng.choices(range(VOCAB_SIZE), k=4) * 6)
         self.jobs = [(draw_prompt(rng, prefixes), draw_params(rng)) for _ in range(5)]
@@ -261,6 +262,8 @@ def are_close(entries: list[Any], others: list[Any]) -> bool:
     for entry, other in zip(entries, others):
         ours = sorted((entry or {}).values())
         theirs = sorted((other or {}).values())
-        if ours != pytest.approx(theirs, abs=TOLERANCE):
+        if len(ours) != len(theirs):
+            return False
+        if not all(isclose(*pair, rel_tol=0, abs_tol=TOLERANCE) for pair in zip(ours, theirs)):
             return False
     return True
