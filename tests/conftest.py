@@ -263,7 +263,7 @@ def check_invariants(llm: LLM) -> None:
     lanes = [seq.lane for seq in scheduler.running]
     assert sorted(lanes + scheduler.free_lanes) == list(range(llm.model_runner.num_lanes))
     ids = [seq.seq_id for seq in [*scheduler.running, *scheduler.waiting]]
-    assert ids == sorted(ids) == list(llm.requests)
+    assert ids == list(llm.requests)  # threads can queue ids in another order
 
 
 def make_sampling_batch(
