@@ -28,12 +28,18 @@ from starlette.requests import ClientDisconnect, Request
 from nanovllm.server import bodies, connections, openai_api
 from nanovllm.server.errors import ApiError
 
-# Clients have little time, and there are few file descriptors.
+# Clients have little time, and there are few file descriptors. GET / counts what a garbage
+# collection visits.
 PROGRAM = """
+import gc
 import resource
-from nanovllm.server import connections
-from nanovllm.server.__main__ import main
 
+from starlette.responses import PlainTextResponse
+
+from nanovllm.server import connections
+from nanovllm.server.__main__ import Api, main
+
+Api.welcome = lambda self, request: PlainTextResponse(str(len(gc.get_objects())))
 connections.REQUEST_SECONDS = 0.3
 _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard_limit))
@@ -269,6 +275,10 @@ def test_a_client_that_disconnects_does_not_wait_for_a_thread():
 
     asyncio.run(leave())
     assert parsed == ["a", "c"]
+
+
+def test_garbage_collection_does_not_visit_what_was_imported(url):
+    assert int(CLIENT.get(url).text) < 100_000  # torch alone has more
 
 
 def test_parsing_a_large_body_does_not_wait_for_garbage_collection():
