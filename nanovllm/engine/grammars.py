@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
@@ -104,26 +105,58 @@ class TokenTexts:
 checked_digests = deque[bytes](maxlen=1024)
 
 
-def check_in_process(grammar: str) -> None:
-    """Raise ValueError for a grammar whose compilation could harm the engine."""
-    text = grammar.encode()
-    digest = sha256(text).digest()
-    if digest in checked_digests:
-        return
-    command = [sys.executable, CHECK_PROGRAM, str(CPU_SECONDS)]
-    options: Any = {"input": text, "capture_output": True, "timeout": CHECK_SECONDS}
-    try:
+class GrammarCheck:
+    """Compiles a grammar in a process of its own, which another thread can end."""
+
+    def __init__(self, grammar: str) -> None:
+        self.text = grammar.encode()
+        self.digest = sha256(self.text).digest()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.is_cancelled = False
+
+    def run(self) -> None:
+        """Raise ValueError for a grammar whose compilation could harm the engine."""
         # The process finds packages where this one does, and its own folder comes first.
         path = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": ""}
-        done = subprocess.run(command, env={**os.environ, **path}, **options)
-    except subprocess.TimeoutExpired as error:
-        problem = f"not compiled within {CHECK_SECONDS} seconds, because this machine is busy"
-        raise ValueError(f"{problem}: try again later, or simplify it") from error
-    if done.returncode != 0:
-        reason = done.stderr.decode().strip().rpartition("\n")[2] or f"exit code {done.returncode}"
-        if done.returncode in (-signal.SIGKILL, -signal.SIGXCPU):  # which one depends on the system
-            reason = f"more than {CPU_SECONDS} seconds of CPU time"
-        elif done.returncode == -signal.SIGSEGV:
-            reason = "rules that nest too deeply"
-        raise ValueError(f"too complex to compile ({reason}): simplify it")
-    checked_digests.append(digest)
+        pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        command = [sys.executable, CHECK_PROGRAM, str(CPU_SECONDS)]
+        with subprocess.Popen(command, env={**os.environ, **path}, **pipes) as self.process:
+            try:
+                if self.is_cancelled:  # before there was a process
+                    self.process.kill()
+                _, stderr = self.process.communicate(self.text, CHECK_SECONDS)
+            except subprocess.TimeoutExpired as error:
+                problem = (
+                    f"not compiled within {CHECK_SECONDS} seconds, because this machine is busy"
+                )
+                raise ValueError(f"{problem}: try again later, or simplify it") from error
+            finally:  # also after Ctrl-C
+                self.process.kill()
+        code = self.process.returncode
+        if code != 0:
+            reason = stderr.decode().strip().rpartition("\n")[2] or f"exit code {code}"
+            if code in (-signal.SIGKILL, -signal.SIGXCPU):  # which one depends on the system
+                reason = f"more than {CPU_SECONDS} seconds of CPU time"
+            elif code == -signal.SIGSEGV:
+                reason = "rules that nest too deeply"
+            raise ValueError(f"too complex to compile ({reason}): simplify it")
+        checked_digests.append(self.digest)
+
+    def cancel(self) -> None:
+        """End the process, also if it is yet to start. Any thread may call this."""
+        self.is_cancelled = True
+        if self.process is not None:
+            self.process.kill()
+
+
+# What runs a check. A server sets another function, which does not make a thread wait.
+run_check: ContextVar[Callable[[GrammarCheck], None]] = ContextVar(
+    "run_check", default=GrammarCheck.run
+)
+
+
+def check_in_process(grammar: str) -> None:
+    """Raise ValueError for a grammar whose compilation could harm the engine."""
+    check = GrammarCheck(grammar)
+    if check.digest not in checked_digests:
+        run_check.get()(check)

@@ -6,6 +6,7 @@ engine are options here, such as --max-model-len 2048.
 
 import argparse
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -62,6 +63,15 @@ class Server(uvicorn.Server):
         port = self.sockets[0].getsockname()[1]
         report(f"serving {self.model} on http://{host}:{port}")
         await asyncio.to_thread(self.engine.join)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, but without clients that do not read. uvicorn would log an error."""
+        asyncio.get_running_loop().call_later(GRACE, self._abort_connections)
+        await super().shutdown(sockets)
+
+    def _abort_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -202,11 +212,13 @@ def main(argv: list[str] | None = None) -> None:
         backlog=ACCEPTED_AT_ONCE,
         date_header=False,  # main_loop does not update it
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=GRACE,
+        timeout_graceful_shutdown=2 * GRACE,
     )
+    gc.collect()
+    gc.freeze()  # or each collection would hold the GIL while it visits what torch has imported
     Server(config, sockets, engine, name).run(sockets)
-    if engine.stop_reason != SHUTDOWN:
-        sys.exit(1)
+    # Without waiting for threads that tokenize a prompt or compile a grammar.
+    os._exit(0 if engine.stop_reason == SHUTDOWN else 1)
 
 
 if __name__ == "__main__":

@@ -5,19 +5,31 @@ import gc
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextvars import copy_context
+from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
 
 from nanovllm.checks import show
+from nanovllm.engine.grammars import GrammarCheck, run_check
+from nanovllm.server.cancellation import until_disconnect
 from nanovllm.server.errors import ApiError, JsonObject
+from nanovllm.server.grammar_checks import GrammarChecks
 
 T = TypeVar("T")
 
 SMALL_BODY_BYTES = 2**16
 MAX_TOTAL_BYTES = 2**28
 CONSTRAINTS = (b'"response_format"', b'"structured_outputs"', b'"tool_choice"')
+
+
+class UncheckedGrammar(Exception):
+    """A body needs a grammar that no process has compiled yet."""
+
+    def __init__(self, check: GrammarCheck) -> None:
+        super().__init__()
+        self.check = check
 
 
 class Bodies:
@@ -32,11 +44,12 @@ class Bodies:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.total_bytes = 0  # bodies that are being received or parsed
-        self.turn = asyncio.Lock()
+        self.large = ThreadPoolExecutor(1)
         self.compilers = ThreadPoolExecutor(2)
+        self.grammar_checks = GrammarChecks()
 
     async def read(self, request: Request, parse: Callable[[JsonObject], T]) -> T:
-        """Return parse(body), called in a thread.
+        """Return parse(body), called in a thread. Raises ClientDisconnect.
 
         Browsers send the content type application/json to another origin only after a preflight
         request, which fails here.
@@ -57,14 +70,35 @@ class Bodies:
                 data += chunk
                 self.total_bytes += len(chunk)
                 self._check(len(data))
-            is_large = len(data) > SMALL_BODY_BYTES
-            if any(name in data for name in CONSTRAINTS):
-                loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self.compilers, _parse, data, parse, is_large)
-            async with self.turn if is_large else nullcontext():
-                return await asyncio.to_thread(_parse, data, parse, is_large)
+            return await until_disconnect(request, self._parse(data, parse))
         finally:
             self.total_bytes -= len(data)
+
+    async def _parse(self, data: bytearray, parse: Callable[[JsonObject], T]) -> T:
+        is_large = len(data) > SMALL_BODY_BYTES
+        executor = self.large if is_large else None
+        if any(name in data for name in CONSTRAINTS):
+            executor = self.compilers
+        return await self.call(partial(_parse, data, parse, is_large), executor)
+
+    async def call(self, prepare: Callable[[], T], executor: ThreadPoolExecutor | None = None) -> T:
+        """Return prepare(), called in a thread, which does not wait for checks of grammars.
+
+        It is called again after the check of a grammar that it needs. The thread serves others
+        meanwhile, and the check ends if this call is cancelled.
+        """
+        problem: ValueError | None = None
+
+        def report_problem(check: GrammarCheck) -> None:
+            raise problem or UncheckedGrammar(check)
+
+        run_check.set(report_problem)
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                return await loop.run_in_executor(executor, copy_context().run, prepare)
+            except UncheckedGrammar as unchecked:
+                problem = await self.grammar_checks.run(unchecked.check)
 
     def _check(self, num_bytes: int) -> None:
         if num_bytes > self.max_bytes:
@@ -77,19 +111,24 @@ class Bodies:
 def _parse(data: bytearray, parse: Callable[[JsonObject], T], is_large: bool) -> T:
     """Parse a body, a large one without garbage collection.
 
-    The event loop waits for json.loads, because it does not release the GIL, and garbage collection
-    would make millions of lists take 6 times as long.
+    The event loop waits for json.loads and for garbage collection, because they do not release the
+    GIL. Garbage collection would make millions of lists take 6 times as long.
     """
     pauses_collection = is_large and gc.isenabled()
     if pauses_collection:
         gc.disable()
     try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is not JSON: {error}") from error
+        return parse(_load(data))
     finally:
         if pauses_collection:
             gc.enable()
+
+
+def _load(data: bytearray) -> JsonObject:
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise ApiError(f"the body must be a JSON object, not {show(body)}")
-    return parse(body)
+    return body

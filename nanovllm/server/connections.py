@@ -11,7 +11,7 @@ from functools import cache
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from nanovllm.server.errors import ApiError
 from nanovllm.server.middleware import log
@@ -20,6 +20,7 @@ REQUEST_SECONDS = 30  # for a client to connect and to send a request
 KEEP_ALIVE_SECONDS = 75  # between requests, longer than proxies reuse an idle connection
 PROBE_SECONDS = 0.05
 MAX_HEADER_BYTES = 2**16
+LINE_BYTES = 32  # for the memory that each line of a header takes, as in HTTP/2
 MAX_CONNECTIONS = 4096
 
 
@@ -44,7 +45,10 @@ class Connection(HttpToolsProtocol):
     """A connection to a client."""
 
     timer: asyncio.TimerHandle | None = None  # runs while the server waits for a request
-    num_header_bytes: int | None = None  # received so far; None: no header is incomplete
+    is_header_incomplete = False
+    num_header_bytes = 0  # in complete lines, with LINE_BYTES for each
+    num_line_bytes = 0  # received after the last complete line, without those that came with it
+    running: RequestResponseCycle | None = None  # the newest request that is not in the pipeline
 
     def __init__(self, *, max_connections: int, **options: Any) -> None:
         super().__init__(**options)
@@ -60,25 +64,52 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_timer()
+        # uvicorn tells the newest request, which can be in the pipeline.
+        if self.running is not None and not self.running.response_complete:
+            self.running.disconnected = True
+            self.running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
+        self.num_line_bytes += len(data)
         super().data_received(data)
-        if self.num_header_bytes is not None:
-            self.num_header_bytes += len(data)
-            if self.num_header_bytes > MAX_HEADER_BYTES:
-                self._reject(431, f"the header exceeds {MAX_HEADER_BYTES} bytes")
+        if self.is_header_incomplete and self.num_line_bytes > MAX_HEADER_BYTES:
+            self._reject_header()
         # uvicorn's timer between two requests has been stopped, also by an empty line.
         if self.timer is None and not self._is_answering():
             self._start_timer()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.num_header_bytes = 0
+        self.is_header_incomplete = True
+        self.num_header_bytes = LINE_BYTES
+        self.num_line_bytes = 0
         self._start_timer()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count_header_bytes(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called for each line of a header, and for those that follow a chunked body."""
+        super().on_header(name, value)
+        self.num_line_bytes = 0
+        self._count_header_bytes(len(name) + len(value) + LINE_BYTES)
+
+    def _count_header_bytes(self, num_bytes: int) -> None:
+        self.num_header_bytes += num_bytes
+        if self.num_header_bytes > MAX_HEADER_BYTES:
+            raise ValueError("the header is too large")  # ends the parser
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        self.num_header_bytes = None
+        self.is_header_incomplete = False
+        if not self.pipeline:
+            self.running = self.cycle
+
+    def on_response_complete(self) -> None:
+        if self.pipeline:
+            self.running, _ = self.pipeline[-1]
+        super().on_response_complete()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -129,15 +160,24 @@ class Connection(HttpToolsProtocol):
             self._reject(408, f"no complete request arrived within {REQUEST_SECONDS} seconds")
 
     def send_400_response(self, msg: str) -> None:
-        self._reject(400, msg)
+        if self.num_header_bytes > MAX_HEADER_BYTES:
+            self._reject_header()
+        else:
+            self._reject(400, msg)
+
+    def _reject_header(self) -> None:
+        self._reject(431, f"the header exceeds {MAX_HEADER_BYTES} bytes")
 
     def _reject(self, status: int, message: str) -> None:
         """Close the connection, with an error object unless a reply has begun."""
+        if self.transport.is_closing():
+            return
         body = json.dumps(ApiError(message, status=status).describe())
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+        cycle = self.running
+        if cycle is None or cycle.response_complete or not cycle.response_started:
             self.transport.write(f"{head}{body}".encode())
         self.transport.close()

@@ -72,6 +72,7 @@ class EngineThread(threading.Thread):
         super().__init__(name="engine")
         self.llm = llm
         self.stop_reason: str | None = None
+        self.stopping = asyncio.Event()  # set soon after stop_reason, on the event loop
         self._condition = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()  # to run between two steps
         self._streams: set[Stream] = set()  # open ones
@@ -113,6 +114,7 @@ class EngineThread(threading.Thread):
             if self.stop_reason is None:
                 self.stop_reason = reason
             self._condition.notify()
+        self._loop.call_soon_threadsafe(self.stopping.set)
 
     def run(self) -> None:
         try:

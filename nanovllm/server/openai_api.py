@@ -3,11 +3,10 @@
 protocol.py has the response objects.
 """
 
-import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from nanovllm.checks import show
 from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.outputs import NAN_LOGITS
 from nanovllm.server.bodies import Bodies
+from nanovllm.server.cancellation import until_disconnect, until_stop
 from nanovllm.server.engine_thread import EngineThread, Outputs
 from nanovllm.server.errors import ApiError, JsonObject
 from nanovllm.server.metrics import Metrics
@@ -38,6 +38,7 @@ MAX_BODY_BYTES = 2**25  # reached at a max_model_len of about 32,000
 # token id takes 8 bytes, so this is room for 128 prompts of max_model_len ids, unless
 # MAX_BODY_BYTES is less.
 BODY_BYTES_PER_TOKEN = 1024
+RETRY_SECONDS = 5  # for clients that get a 503
 WELCOME = """nanovllm serves OpenAI's API under /v1. To watch an engine step by step, start
 
     python -m nanovllm.server --playground
@@ -88,7 +89,8 @@ class Api:
 
     async def complete(self, request: Request, is_chat: bool) -> Response:
         self._authorize(request)
-        reply, prompts = await self.bodies.read(request, partial(self._parse, is_chat))
+        read = self.bodies.read(request, partial(self._parse, is_chat))
+        reply, prompts = await until_stop(self.engine, read)
         self.engine.raise_if_stopped()
         if reply.is_stream:
             # The second header is for nginx.
@@ -143,7 +145,8 @@ class Api:
             self._check_model(body.get("model"))
             return use(body, self.engine.llm)
 
-        return respond(await self.bodies.read(request, check_and_use))
+        read = self.bodies.read(request, check_and_use)
+        return respond(await until_stop(self.engine, read))
 
     async def show_version(self, request: Request) -> Response:
         return respond({"version": __version__})
@@ -188,26 +191,11 @@ class Api:
             raise HTTPException(401, message, {"WWW-Authenticate": "Bearer"})
 
 
-async def until_disconnect(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
-    """Await `answer`, or cancel it if the client disconnects."""
-    task = asyncio.create_task(answer)
-    # After the body, the only message is a disconnect.
-    disconnect = asyncio.ensure_future(request.receive())
-    try:
-        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        return Response(status_code=499)  # the client has disconnected
-    finally:
-        task.cancel()
-        disconnect.cancel()
-
-
 async def handle_error(request: Request, error: Exception) -> Response:
     """Turn an exception into an error object. uvicorn logs the traceback of unexpected ones."""
-    headers: Mapping[str, str] = {}
+    headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
-        headers = error.headers or {}
+        headers |= error.headers or {}
         message = error.detail
         path = show_path(request.scope)
         if error.status_code == 404:
@@ -220,6 +208,8 @@ async def handle_error(request: Request, error: Exception) -> Response:
         error = ApiError("the client has disconnected", status=499)
     elif not isinstance(error, ApiError):
         error = ApiError("internal error", status=500)
+    if error.status == 503:
+        headers["Retry-After"] = str(RETRY_SECONDS)
     response = respond_error(error)
     response.headers.update(headers)
     return response

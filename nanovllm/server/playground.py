@@ -26,6 +26,7 @@ from nanovllm.checks import check_bool, check_int, check_names, check_number, ch
 from nanovllm.config import Config
 from nanovllm.outputs import RequestOutput
 from nanovllm.server.bodies import Bodies
+from nanovllm.server.cancellation import until_stop
 from nanovllm.server.engine_thread import EngineThread, Stream
 from nanovllm.server.errors import JsonObject, blaming
 from nanovllm.server.middleware import respond
@@ -163,6 +164,10 @@ class Playground(EngineThread):
             self._put({stream: {}}, "the request was aborted on the page")
         self._announce()
 
+    def _end_streams(self, reason: str) -> None:
+        super()._end_streams(reason)
+        self._announce()  # to pages, which wait for the next step
+
     def _may_step(self) -> bool:
         if not super()._may_step():
             return False
@@ -271,7 +276,7 @@ class Playground(EngineThread):
     async def take(
         self, command: Callable[[JsonObject], Awaitable[None]], request: Request
     ) -> Response:
-        body = await self.bodies.read(request, dict)
+        body = await until_stop(self, self.bodies.read(request, dict))
         with blaming(body):
             await command(body)
         return respond({})
@@ -286,8 +291,8 @@ class Playground(EngineThread):
             texts: Any = body.get("chats")
             check_type("chats", texts, (list,), "a list of str")
             prompts = llm.encode_chats([[{"role": "user", "content": text}] for text in texts])
-        # In a thread, because the grammar of structured outputs takes a while to compile.
-        prepared = await asyncio.to_thread(llm.prepare_prompts, prompts, params)
+        prepare = partial(llm.prepare_prompts, prompts, params)
+        prepared = await until_stop(self, self.bodies.call(prepare))
         await self._call(self.add, Stream(prepared))
 
     async def take_abort(self, body: JsonObject) -> None:

@@ -1,11 +1,14 @@
 """Connections that are too many, too slow or closed on one side, and bodies that are too large."""
 
 import asyncio
+import gc
 import json
 import re
 import socket
 import threading
 import time
+from contextlib import suppress
+from functools import partial
 
 import pytest
 from server_helpers import (
@@ -20,17 +23,23 @@ from server_helpers import (
     wait_for_line,
     write_request,
 )
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from nanovllm.server import bodies, openai_api
+from nanovllm.server import bodies, connections, openai_api
 from nanovllm.server.errors import ApiError
 
-# Clients have little time, and there are few file descriptors.
+# Clients have little time, and there are few file descriptors. GET / counts what a garbage
+# collection visits.
 PROGRAM = """
+import gc
 import resource
-from nanovllm.server import connections
-from nanovllm.server.__main__ import main
 
+from starlette.responses import PlainTextResponse
+
+from nanovllm.server import connections
+from nanovllm.server.__main__ import Api, main
+
+Api.welcome = lambda self, request: PlainTextResponse(str(len(gc.get_objects())))
 connections.REQUEST_SECONDS = 0.3
 _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard_limit))
@@ -89,6 +98,57 @@ def test_a_client_that_sends_no_complete_request_is_disconnected(url, data, stat
     assert json.loads(reply.splitlines()[-1])["error"]["message"]
 
 
+def write_header(num_bytes, line_bytes):
+    """A header that counts as `num_bytes`, in lines of `line_bytes`."""
+    lines = ["GET /health HTTP/1.1"]
+    num_left = num_bytes - len("/health") - connections.LINE_BYTES
+    while num_left > 0:
+        size = line_bytes if num_left > 2 * line_bytes else num_left
+        lines.append("x:" + "y" * (size - connections.LINE_BYTES - 1))
+        num_left -= size
+    return "\r\n".join([*lines, "\r\n"]).encode()
+
+
+@pytest.mark.parametrize("line_bytes", [34, 1000, 30_000])
+@pytest.mark.parametrize("segment_bytes", [1000, 2**17])
+def test_a_header_has_a_limit_however_it_arrives(url, line_bytes, segment_bytes):
+    for num_bytes, expected in ((0, "200"), (1, "431"), (2**16, "431")):
+        data = write_header(connections.MAX_HEADER_BYTES + num_bytes, line_bytes)
+        connection = connect(url)
+        with suppress(ConnectionError):  # the server has closed the connection
+            for start in range(0, len(data), segment_bytes):
+                connection.sendall(data[start : start + segment_bytes])
+        assert connection.recv(2**16)[9:12].decode() == expected
+        connection.close()
+
+
+def test_a_line_of_a_header_has_a_limit(url):
+    connection = connect(url, HEALTH + b"GET / HTTP/1.1\r\nx: ")
+    assert connection.recv(2**16).startswith(b"HTTP/1.1 200")
+    connection.sendall(b"x" * (connections.MAX_HEADER_BYTES + 1))
+    assert read_all(connection).startswith("HTTP/1.1 431")
+
+
+def test_lines_after_a_body_count_as_a_header(url):
+    head = b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n"
+    head += b"Authorization: Bearer secret\r\nContent-Type: application/json\r\n\r\n"
+    body = json.dumps(SHORT).encode()
+    head += b"%x\r\n%s\r\n0\r\n" % (len(body), body)
+    for num_lines, expected in ((1000, "200"), (3000, "431")):
+        connection = connect(url, head + b"x:y\r\n" * num_lines + b"\r\n")
+        assert connection.recv(2**16)[9:12].decode() == expected
+        connection.close()
+
+
+def test_a_header_is_counted_without_the_body_before_it(url):
+    body = {**SHORT, "user": "x" * 100_000}
+    connection = connect(url, write_request(body) + HEALTH[:10])
+    reply = connection.recv(2**16)
+    connection.sendall(HEALTH[10:-2] + b"Connection: close\r\n\r\n")
+    reply += read_all(connection).encode()
+    assert reply.count(b"HTTP/1.1 200") == 2
+
+
 def test_a_long_reply_is_not_cut(url):
     """The client has already begun to send its next request."""
     body = {**LONG, "n": 1, "stream": True}
@@ -107,12 +167,14 @@ def test_a_client_that_closes_only_its_side_gets_the_reply(url, options):
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_the_request_of_a_client_that_vanishes_is_aborted(server, is_stream, version):
+@pytest.mark.parametrize("rest", [b"", HEALTH])
+def test_the_request_of_a_client_that_vanishes_is_aborted(server, is_stream, version, rest):
+    """Also if the client has already sent its next request."""
     url, process = server
     before = count_decodes(url)
-    name = f"vanished-{is_stream}-{version}"
+    name = f"vanished-{is_stream}-{version}-{len(rest)}"
     body = {**LONG, "stream": is_stream}
-    connect(url, write_request(body, version, **{"X-Request-Id": name})).close()
+    connect(url, write_request(body, version, **{"X-Request-Id": name}) + rest).close()
     wait_for_line(process, name)
     assert count_decodes(url) - before < 8 * 899
 
@@ -147,31 +209,38 @@ def test_a_valid_body_fits(url):
     assert len(json.dumps("\u2500" * 128)) < openai_api.BODY_BYTES_PER_TOKEN
 
 
+def make_request(data, rest=""):
+    """A request of which `rest` has not arrived. Returns it and a function that disconnects."""
+    scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+    messages = asyncio.Queue()
+    messages.put_nowait({"type": "http.request", "body": data, "more_body": bool(rest)})
+    disconnect = partial(messages.put_nowait, {"type": "http.disconnect"})
+    return Request(scope, messages.get), disconnect
+
+
+def read(reader, body, parse):
+    request, _ = make_request(json.dumps(body).encode())
+    return reader.read(request, parse)
+
+
 def test_compiling_grammars_delays_no_other_body():
-    reader = bodies.Bodies(10**6)
     released = threading.Event()
 
-    async def read(body):
-        data = json.dumps(body).encode()
-        scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
-        message = {"type": "http.request", "body": data, "more_body": False}
-
-        async def receive():
-            return message
-
-        def parse(parsed):
-            if "response_format" in parsed:
-                released.wait()
-            return parsed
-
-        return await reader.read(Request(scope, receive), parse)
+    def parse(parsed):
+        if "response_format" in parsed:
+            released.wait()
+        return parsed
 
     async def read_many():
+        reader = bodies.Bodies(10**6)
         large = "x" * bodies.SMALL_BODY_BYTES
-        slow = [asyncio.create_task(read({"response_format": large})) for _ in range(50)]
+        slow = [
+            asyncio.create_task(read(reader, {"response_format": large}, parse)) for _ in range(50)
+        ]
         await asyncio.sleep(0.1)
         try:
-            assert await asyncio.wait_for(read({"prompt": large}), 10) == {"prompt": large}
+            body = {"prompt": large}
+            assert await asyncio.wait_for(read(reader, body, parse), 10) == body
         finally:
             released.set()
         await asyncio.gather(*slow)
@@ -179,32 +248,67 @@ def test_compiling_grammars_delays_no_other_body():
     asyncio.run(read_many())
 
 
+def test_a_client_that_disconnects_does_not_wait_for_a_thread():
+    released = threading.Event()
+    parsed = []
+
+    def parse(body):
+        parsed.append(body["prompt"][0])
+        released.wait()
+
+    async def leave():
+        reader = bodies.Bodies(10**6)
+        tasks = []
+        for name in ("a", "b"):
+            body = {"prompt": name * bodies.SMALL_BODY_BYTES}
+            request, disconnect = make_request(json.dumps(body).encode())
+            tasks.append(asyncio.create_task(reader.read(request, parse)))
+            while not parsed:
+                await asyncio.sleep(0.001)
+        disconnect()
+        with pytest.raises(ClientDisconnect):
+            await tasks[1]
+        released.set()
+        await tasks[0]
+        await read(reader, {"prompt": "c" * bodies.SMALL_BODY_BYTES}, parse)
+        assert reader.total_bytes == 0
+
+    asyncio.run(leave())
+    assert parsed == ["a", "c"]
+
+
+def test_garbage_collection_does_not_visit_what_was_imported(url):
+    assert int(CLIENT.get(url).text) < 100_000  # torch alone has more
+
+
+def test_parsing_a_large_body_does_not_wait_for_garbage_collection():
+    """It would visit each message of a long chat, and hold the GIL."""
+    reader = bodies.Bodies(10**6)
+    for size, expected in ((10, True), (bodies.SMALL_BODY_BYTES, False)):
+        body = {"prompt": "x" * size}
+        assert asyncio.run(read(reader, body, lambda _: gc.isenabled())) == expected
+        assert gc.isenabled()
+
+
 def test_the_memory_of_all_bodies_is_limited(monkeypatch):
     monkeypatch.setattr(bodies, "MAX_TOTAL_BYTES", 200_000)
     reader = bodies.Bodies(10**6)
-    scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
 
-    async def read(size, is_complete):
-        messages = [{"type": "http.request", "body": b" " * size, "more_body": not is_complete}]
-
-        async def receive():
-            if not messages:
-                await asyncio.Event().wait()
-            return messages.pop()
-
-        return await reader.read(Request(scope, receive), dict)
+    def read(size, rest=""):
+        request, _ = make_request(b" " * size, rest)
+        return reader.read(request, dict)
 
     async def read_several():
-        slow = asyncio.create_task(read(150_000, False))
+        slow = asyncio.create_task(read(150_000, rest="x"))
         await asyncio.sleep(0)
         with pytest.raises(ApiError, match="too many"):
-            await read(100_000, True)
+            await read(100_000)
         with pytest.raises(ApiError, match="not JSON"):  # a small one
-            await read(10, True)
+            await read(10)
         slow.cancel()
         await asyncio.wait([slow])
         with pytest.raises(ApiError, match="not JSON"):
-            await read(100_000, True)
+            await read(100_000)
 
     asyncio.run(read_several())
     assert reader.total_bytes == 0

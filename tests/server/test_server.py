@@ -18,7 +18,7 @@ import pydantic
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from server_helpers import CLIENT, KEY, NUM_BLOCKS, OPTIONS, post, start, stream
+from server_helpers import CLIENT, KEY, NUM_BLOCKS, OPTIONS, connect, post, start, stream
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.server.__main__ import main
@@ -360,6 +360,38 @@ def test_a_signal_ends_streams_and_exits_with_0(number):
         assert "the server is shutting down" in rest
         assert rest.rstrip().endswith("[DONE]")
         assert process.wait(20) == 0
+
+
+OPEN = """
+import asyncio
+
+from starlette.responses import StreamingResponse
+
+from nanovllm.server import __main__
+
+async def write():
+    while True:
+        yield "x" * 2**20
+        await asyncio.sleep(0)
+
+__main__.GRACE = {grace}
+__main__.Api.welcome = lambda self, request: StreamingResponse(write())
+__main__.main()
+"""
+
+
+@pytest.mark.parametrize(
+    "path, options, grace",
+    [("/", [], 0.1), ("/playground/events", ["--playground"], 1000)],
+    ids=["does not read", "watches an idle engine"],
+)
+def test_a_client_does_not_keep_the_server_from_its_end(path, options, grace):
+    with start(*options, program=("-c", OPEN.format(grace=grace))) as (url, process):
+        with connect(url, f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()) as connection:
+            connection.recv(10)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+        assert "Traceback" not in process.stderr.read()
 
 
 FAILING = """

@@ -1,0 +1,64 @@
+"""Checks the grammars of clients, each in a process of its own, see engine/grammars.py."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from nanovllm.engine.grammars import GrammarCheck
+from nanovllm.server.errors import ApiError
+
+NUM_PROCESSES = 2
+MAX_CHECKS = 64
+
+
+class SharedCheck:
+    """A check that one or more clients wait for."""
+
+    def __init__(self, check: GrammarCheck, executor: ThreadPoolExecutor) -> None:
+        self.check = check
+        loop = asyncio.get_running_loop()
+        self.result = loop.run_in_executor(executor, _run, check)
+        self.num_clients = 0
+
+    def cancel(self) -> None:
+        """Take the check out of the queue, or end its process."""
+        self.result.cancel()
+        self.check.cancel()
+
+
+class GrammarChecks:
+    """A queue of up to MAX_CHECKS checks, of which the first NUM_PROCESSES are running.
+
+    Clients with the same grammar share a check. It is cancelled when the last of them has left.
+    """
+
+    def __init__(self) -> None:
+        self.executor = ThreadPoolExecutor(NUM_PROCESSES)
+        self.checks: dict[bytes, SharedCheck] = {}
+
+    async def run(self, check: GrammarCheck) -> ValueError | None:
+        """Wait for a check, and return the error of a grammar that did not pass.
+
+        Raises ApiError if too many checks wait.
+        """
+        shared = self.checks.get(check.digest)
+        if shared is None:
+            if len(self.checks) == MAX_CHECKS:
+                raise ApiError("too many grammars wait to be compiled: try again later", status=503)
+            shared = self.checks[check.digest] = SharedCheck(check, self.executor)
+        shared.num_clients += 1
+        try:
+            await asyncio.wait([shared.result])  # does not cancel it
+        finally:
+            shared.num_clients -= 1
+            if shared.num_clients == 0:
+                del self.checks[check.digest]
+                shared.cancel()
+        return shared.result.result()
+
+
+def _run(check: GrammarCheck) -> ValueError | None:
+    try:
+        check.run()
+    except ValueError as error:
+        return error
+    return None

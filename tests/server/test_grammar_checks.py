@@ -1,0 +1,257 @@
+"""Grammars that clients wait for: their queue, clients that leave, and the end of the server."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from server_helpers import OPTIONS, connect, post, read_all, start, write_request
+
+from nanovllm.engine import grammars
+from nanovllm.engine.grammars import GrammarCheck, check_in_process
+from nanovllm.server import bodies, grammar_checks
+from nanovllm.server.errors import ApiError
+from nanovllm.server.grammar_checks import GrammarChecks
+
+ENDLESS = "import time; time.sleep(600)"  # a check that never ends
+# Three grammars can wait. The one of "known" has passed.
+PROGRAM = """
+from nanovllm.engine import grammars
+from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.server import grammar_checks
+from nanovllm.server.__main__ import main
+
+known = grammars.make_grammar(StructuredOutputsParams(regex="known"))
+grammars.check_in_process(known)
+grammars.CHECK_PROGRAM = {program!r}
+grammar_checks.MAX_CHECKS = 4
+main()
+"""
+
+
+class StubCheck:
+    """A check that runs until it is released or cancelled."""
+
+    def __init__(self, name):
+        self.digest = name
+        self.problem = None
+        self.started = threading.Event()
+        self.released = threading.Event()
+        self.is_cancelled = False
+
+    def run(self):
+        self.started.set()
+        assert self.released.wait(60)
+        if self.problem is not None:
+            raise self.problem
+
+    def cancel(self):
+        self.is_cancelled = True
+        self.released.set()
+
+
+@pytest.fixture
+def endless(tmp_path, monkeypatch):
+    program = tmp_path / "endless.py"
+    program.write_text(ENDLESS)
+    monkeypatch.setattr(grammars, "CHECK_PROGRAM", str(program))
+    return str(program)
+
+
+def wait_until(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError(condition)
+
+
+async def start_checks(queue, *checks):
+    tasks = []
+    for check in checks:
+        tasks.append(asyncio.create_task(queue.run(check)))
+        await asyncio.sleep(0)
+    return tasks
+
+
+def test_a_client_that_leaves_takes_its_check_out_of_the_queue():
+    async def leave():
+        queue = GrammarChecks()
+        a, b, c, d = checks = [StubCheck(name) for name in "abcd"]
+        tasks = await start_checks(queue, *checks)
+        assert a.started.wait(60) and b.started.wait(60)
+        for task in reversed(tasks[:3]):
+            task.cancel()
+            await asyncio.wait([task])
+        assert await asyncio.to_thread(d.started.wait, 60)
+        assert a.is_cancelled and b.is_cancelled and not d.is_cancelled
+        assert not c.started.is_set()
+        d.problem = ValueError("too complex")
+        d.released.set()
+        assert await tasks[3] is d.problem
+        assert not queue.checks
+
+    asyncio.run(leave())
+
+
+def test_clients_with_the_same_grammar_share_a_check():
+    async def share():
+        queue = GrammarChecks()
+        check, same, late = (StubCheck("a") for _ in range(3))
+        first, second = await start_checks(queue, check, same)
+        assert check.started.wait(60)
+        first.cancel()
+        await asyncio.wait([first])
+        assert not check.is_cancelled and not same.started.is_set()
+        check.released.set()
+        assert await second is None
+        late.released.set()
+        assert await queue.run(late) is None
+        assert late.started.is_set()
+
+    asyncio.run(share())
+
+
+def test_the_queue_has_a_limit(monkeypatch):
+    monkeypatch.setattr(grammar_checks, "MAX_CHECKS", 3)
+
+    async def fill():
+        queue = GrammarChecks()
+        checks = [StubCheck(name) for name in "abca"]
+        tasks = await start_checks(queue, *checks)
+        with pytest.raises(ApiError, match="too many grammars") as raised:
+            await queue.run(StubCheck("d"))
+        assert raised.value.status == 503
+        for check in checks:
+            check.released.set()
+        assert await asyncio.gather(*tasks) == [None] * 4
+
+    asyncio.run(fill())
+
+
+def test_a_body_is_parsed_again_after_the_check_of_its_grammar(monkeypatch):
+    """Meanwhile the thread parses bodies whose grammars are known."""
+    checks = {}
+
+    def make_check(grammar):
+        return checks.setdefault(grammar, StubCheck(grammar.encode()))
+
+    monkeypatch.setattr(grammars, "GrammarCheck", make_check)
+    monkeypatch.setattr(grammars, "checked_digests", [b"known"])
+    parsed = []
+
+    def prepare(grammar):
+        parsed.append(grammar)
+        check_in_process(grammar)
+        return grammar
+
+    async def prepare_several():
+        reader = bodies.Bodies(10**6)
+
+        def call(grammar):
+            return asyncio.create_task(reader.call(lambda: prepare(grammar), reader.large))
+
+        valid, invalid = call("valid"), call("invalid")
+        while len(checks) < 2:
+            await asyncio.sleep(0.001)
+        assert await asyncio.wait_for(call("known"), 60) == "known"
+        grammars.checked_digests.append(b"valid")
+        checks["invalid"].problem = ValueError("too complex")
+        for check in checks.values():
+            check.released.set()
+        assert await valid == "valid"
+        with pytest.raises(ValueError, match="too complex"):
+            await invalid
+
+    asyncio.run(prepare_several())
+    assert sorted(parsed) == ["invalid", "invalid", "known", "valid", "valid"]
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_cancelled_check_ends_its_process(endless, is_early):
+    check = GrammarCheck("start: /endless/")
+    if is_early:
+        check.cancel()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(check.run)
+        if not is_early:
+            wait_until(lambda: check.process)
+            check.cancel()
+        with pytest.raises(ValueError):
+            future.result(60)
+    assert check.process.returncode == -signal.SIGKILL
+
+
+def test_an_interrupt_ends_the_process_of_a_check(endless, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupt)
+    check = GrammarCheck("start: /endless/")
+    with pytest.raises(KeyboardInterrupt):
+        check.run()
+    assert check.process.returncode == -signal.SIGKILL
+
+
+# --- a server
+
+
+@pytest.fixture
+def server(endless):
+    with start(*OPTIONS, program=("-c", PROGRAM.format(program=endless))) as address_and_process:
+        yield address_and_process
+
+
+def write(regex):
+    body = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"regex": regex}}
+    return write_request(body)
+
+
+def list_checks(process):
+    return psutil.Process(process.pid).children()
+
+
+def test_a_known_grammar_does_not_wait_for_others(server):
+    url, process = server
+    waiting = [connect(url, write(f"unknown{number}")) for number in range(4)]
+    wait_until(lambda: len(list_checks(process)) == 2)
+    assert '"text": "known"' in connect_and_read(url, write("known"))
+    wait_until(lambda: "503" in connect_and_read(url, write("one more")).split("\r\n")[0])
+    reply = connect_and_read(url, write("one more"))
+    assert "\r\nretry-after: " in reply.lower()
+    assert "too many grammars" in json.loads(reply.splitlines()[-1])["error"]["message"]
+    for connection in waiting:
+        connection.close()
+    wait_until(lambda: not list_checks(process))
+
+
+def connect_and_read(url, data):
+    data = data.replace(b"Content-Length", b"Connection: close\r\nContent-Length")
+    return read_all(connect(url, data))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_requests_that_wait_for_a_grammar_or_a_body(server, number):
+    url, process = server
+    requests = [write(f"unknown{i}") for i in range(4)]
+    requests.append(write("unknown3"))
+    requests.append(write("known")[:-1])
+    requests.append(write("known")[:-1].replace(b"/v1/completions", b"/tokenize"))
+    waiting = [connect(url, data) for data in requests]
+    wait_until(lambda: len(list_checks(process)) == 2)
+    assert post(url, {"prompt": "x"}).status_code == 200
+    checks = list_checks(process)
+    process.send_signal(number)
+    for connection in waiting:
+        reply = read_all(connection)
+        assert reply.startswith("HTTP/1.1 503")
+        error = json.loads(reply.splitlines()[-1])["error"]
+        assert error["message"] == "the server is shutting down"
+    assert process.wait(20) == 0
+    assert not any(check.is_running() for check in checks)
+    assert "Traceback" not in process.stderr.read()
