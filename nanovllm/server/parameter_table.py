@@ -72,8 +72,6 @@ _NEUTRAL = make_table(
     ([False], "dynamic_temperature temperature_last"),
     ([""], "custom_token_bans grammar grammar_string negative_prompt"),
     ([[]], "banned_strings lora"),
-    # Tokens that a repetition penalty looks back on: all, or llama.cpp's default.
-    ([0, -1, 64], "rep_pen_range repeat_last_n repetition_penalty_range"),
     # Other names of parameters, see SYNONYMS.
     ([1], "rep_pen repeat_penalty"),
     ([0], "min_length"),
@@ -95,12 +93,14 @@ SYNONYMS = {
     "sampler_seed": "seed",
     "stopping_strings": "stop",
 }
+# How many tokens a repetition penalty counts. 0 and -1 mean all of them, as in SillyTavern.
+PENALTY_RANGES = {"rep_pen_range", "repeat_last_n", "repetition_penalty_range"}
 SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"prompt_logprobs"}
 _TEMPLATE = "messages tools chat_template_kwargs reasoning_effort"
 _TEMPLATE += " add_generation_prompt continue_final_message"
 _COMMON: Table = {
     **_NEUTRAL,
-    **dict.fromkeys(SAMPLING_FIELDS, Use.READ),
+    **dict.fromkeys(SAMPLING_FIELDS | PENALTY_RANGES, Use.READ),
     **make_table((Use.READ, "model response_format stream stream_options")),
 }
 COMPLETION: Table = {

@@ -25,6 +25,7 @@ from nanovllm.server.parameter_table import (
     CHAT,
     COMPLETION,
     DETOKENIZE,
+    PENALTY_RANGES,
     SAMPLING_FIELDS,
     STREAM_OPTIONS,
     SYNONYMS,
@@ -122,15 +123,20 @@ def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:
         options["logit_bias"] = _read_biases(given["logit_bias"])
     if options.get("seed") == -1:  # none, as in vLLM
         del options["seed"]
-    return replace(llm.get_default_sampling_params(), **options)
+    params = replace(llm.get_default_sampling_params(), **options)
+    for name in PENALTY_RANGES & given.keys():
+        if params.repetition_penalty != 1 and given[name] not in (0, -1):
+            raise invalid(name, "must be -1: a repetition_penalty counts all tokens")
+    return params
 
 
 def _read_max_tokens(given: JsonObject, is_chat: bool, max_model_len: int) -> int:
     if "max_completion_tokens" in given:
         return check_int("max_completion_tokens", given["max_completion_tokens"], 1)
-    max_tokens = given.get("max_tokens", max_model_len if is_chat else DEFAULT_MAX_TOKENS)
-    if max_tokens == -1:  # no limit, as in llama.cpp
-        return max_model_len
+    default = max_model_len if is_chat else DEFAULT_MAX_TOKENS
+    max_tokens = given.get("max_tokens", default)
+    if is_chat and max_tokens == -1:  # llama.cpp's page sends it for no limit
+        return default
     if given.get("echo"):  # 0 asks for the prompt alone, see Reply
         return max(1, check_int("max_tokens", max_tokens, 0))
     return max_tokens
