@@ -1,6 +1,7 @@
 """`LLM`, what most callers use: it runs the engine until the given prompts have finished."""
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from threading import RLock
 from typing import Any
 
@@ -252,7 +253,9 @@ class LLM(ThreadSafeEngine):
         """Run steps until all of `requests` have finished, and yield each one when it has."""
         unfinished = dict.fromkeys(requests)
         while unfinished:
-            finished = [each for each in unfinished if each.seq_id not in self.requests]
+            # Requests start in order, so only the first ones can have finished.
+            started = islice(unfinished, self.config.max_num_seqs)
+            finished = [each for each in started if each.seq_id not in self.requests]
             for request in finished:
                 del unfinished[request]
                 yield request

@@ -23,7 +23,7 @@ Message = dict[str, Any]
 # {"type": "function", "function": {"name": str, "parameters": JSON schema, ...}}
 Tool = dict[str, Any]
 
-NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)  # of a function
+NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)  # name of a function
 ROLES = ("system", "developer", "user", "assistant", "tool")
 UNSUPPORTED = ("function_call", "audio")
 # Fields that are a str or None.

@@ -12,6 +12,13 @@ import re
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+# Tags around the reasoning and the tool calls of a reply. Some tokenizers have special tokens for
+# them, which are text nevertheless.
+THINK = "<think>"
+END_THINK = "</think>"
+TOOL_CALL = "<tool_call>"
+END_TOOL_CALL = "</tool_call>"
+TAGS = (THINK, END_THINK, TOOL_CALL, END_TOOL_CALL)
 _BYTES = {sign: byte for byte, sign in bytes_to_unicode().items()}
 
 
@@ -34,6 +41,8 @@ class Vocabulary:
                 decoder = backend.decoder.__getstate__().decode()  # JSON
         self.is_byte_level = "ByteLevel" in decoder
         self.is_sentencepiece = "▁" in decoder
+        # Special tokens that are no text.
+        self.hidden_ids = frozenset(i for i in self.special_ids if self.name(i) not in TAGS)
 
     def name(self, token_id: int) -> str:
         """The text of a token. Bytes that are no character are escaped, as in OpenAI's API."""

@@ -115,15 +115,13 @@ class BlockManager:
         """
         if self.count_needed_blocks(seq, prefix) > len(self.free_block_ids):
             return False
-        num_new = cdiv(len(seq.token_ids), self.block_size) - len(prefix)
         for block in prefix:  # before new blocks are taken, which could evict one of these
             if block.ref_count == 0:
                 del self.free_block_ids[block.block_id]
             block.ref_count += 1
         seq.block_table = [block.block_id for block in prefix]
-        seq.block_table += [self._take() for _ in range(num_new)]
         seq.num_computed_tokens = len(prefix) * self.block_size
-        return True
+        return self.grow(seq)  # there are enough free blocks
 
     def grow(self, seq: Sequence) -> bool:
         """Extend the block table to all tokens. Return False, and change nothing, if it cannot."""

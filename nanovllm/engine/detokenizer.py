@@ -117,10 +117,10 @@ class Detokenizer:
         return self._without_tail(text)
 
     def _without_tail(self, text: str) -> str:
-        """Remove what the text after the anchor has in common with the tail.
+        """Remove the longest common prefix of the text after the anchor and the tail.
 
-        That is all of the tail, unless new tokens have completed a character that it begins. Text
-        that grows still grows without the tail.
+        It is the whole tail, unless new tokens complete its last character. If the text grows, the
+        result grows.
         """
         tail = self.tail_text
         while not text.startswith(tail):

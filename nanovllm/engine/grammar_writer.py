@@ -17,9 +17,9 @@ JSON_DEFAULTS: Any = {"whitespace_pattern": " "}
 # choice. The model would then not write what it writes without a grammar, even if that is allowed.
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 # What a reasoning model writes after <think>: any text up to the first </think>, and blank lines.
-THOUGHTS = r"""
-thoughts: THOUGHTS /\n{0,2}/
-THOUGHTS: /(?s:.*)<\/think>/ & ~/(?s:.*)<\/think>(?s:.+)/
+REASONING = r"""
+reasoning: REASONING /\n{0,2}/
+REASONING: /(?s:.*)<\/think>/ & ~/(?s:.*)<\/think>(?s:.+)/
 """
 EBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 MAX_EBNF = 20_000  # characters, because the conversion takes quadratic time
@@ -76,14 +76,14 @@ def convert_ebnf(grammar: str) -> str:
         return gbnf_to_lark(grammar)
 
 
-def allow_thoughts(outputs: StructuredOutputsParams, is_open: bool) -> StructuredOutputsParams:
+def allow_reasoning(outputs: StructuredOutputsParams, is_open: bool) -> StructuredOutputsParams:
     """Let reasoning come before a constraint. `is_open` if the prompt has begun it with <think>."""
     with naming_outputs():
         rules = write_rules(outputs)
-    start = "thoughts" if is_open else '("<think>" thoughts)?'
+    start = "reasoning" if is_open else '("<think>" reasoning)?'
     # The rules come first, so that their lines keep their numbers.
     return StructuredOutputsParams(
-        grammar=f"body: %lark {{ {rules}\n}}\nstart: {start} body{THOUGHTS}"
+        grammar=f"body: %lark {{ {rules}\n}}\nstart: {start} body{REASONING}"
     )
 
 

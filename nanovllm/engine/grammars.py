@@ -27,7 +27,6 @@ CPU_SECONDS = 2  # for the compilation of a grammar
 CHECK_SECONDS = 30  # for the process that compiles it, which waits for the cores of the engine
 LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_items_in_row": 10_000}
 MAX_LEXER_STATES = 50_000  # per sample
-TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 class GrammarCompiler:
@@ -90,11 +89,8 @@ class TokenTexts:
         token_ids = range(vocab_size if eos_token_ids else vocab_size + 1)
         self.eos_token_id = min(eos_token_ids, default=vocab_size)
         self.tokens = [vocabulary.read_bytes(token_id) for token_id in token_ids]
-        # Padding, and special tokens, which are no text. Some tokenizers call tags special, too.
-        self.special_token_ids = [*range(len(tokenizer), len(token_ids))]
-        for token_id, token in tokenizer.added_tokens_decoder.items():
-            if token.special and token.content not in TAGS:
-                self.special_token_ids.append(token_id)
+        padding = range(len(tokenizer), len(token_ids))
+        self.special_token_ids = [*vocabulary.hidden_ids, *padding]
 
     def __call__(self, text: bytes) -> list[int]:
         """Not needed, see NO_FORCING."""
@@ -149,7 +145,7 @@ class GrammarCheck:
             self.process.kill()
 
 
-# What runs a check. A server sets another function, which does not make a thread wait.
+# The function that runs a check. The server replaces it, so that no thread waits for the process.
 run_check: ContextVar[Callable[[GrammarCheck], None]] = ContextVar(
     "run_check", default=GrammarCheck.run
 )

@@ -54,7 +54,7 @@ class InputProcessor:
     """Prepares prompts for one engine: its tokenizer, its vocabulary and its limits."""
 
     # LLM sets both. LLMEngine alone rejects the parameters that need them.
-    grammar_compiler: Any = None  # that of engine/grammars.py
+    grammar_compiler: Any = None  # a GrammarCompiler
     scores_prompts = False
 
     def __init__(

@@ -1,7 +1,8 @@
-"""Prepares JSON schemas for llguidance, so that every text that it allows is valid.
+"""Prepares JSON schemas for llguidance, so that all text that it allows is valid.
 
-llguidance rounds numbers, writes some bounds and names wrongly, and stops where no name is left.
-What it cannot hold is an error here that names the key.
+llguidance rounds large numbers, misreads some exclusive bounds, and can wait for a property name
+that cannot come. A schema that it cannot follow exactly is rejected with an error that names the
+key.
 """
 
 import json
@@ -9,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from decimal import Decimal
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from nanovllm.checks import invalid, show
@@ -23,14 +24,20 @@ VALUES = ("const", "enum", "default", "examples", "x-guidance")
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 COMBINATIONS = {"$ref", "allOf", "anyOf", "oneOf"}
 MAX_INTEGER = 2**53  # up to here, float64 holds all integers
-MAX_DIGITS = 15  # of other numbers, which llguidance reads without rounding up to here
-MAX_MULTIPLE = 2**32  # of the product of several multipleOf
+MAX_DIGITS = 15  # digits of other numbers that llguidance reads without rounding
+MIN_EXPONENT = -22  # powers of ten that float64 holds exactly end at 10^22
+MAX_MULTIPLE = 2**32  # limit on the product of several multipleOf
 MAX_NAME_CHECKS = 100  # because each takes a millisecond
-# Of names. Most have no special characters but those of alternatives, such as ^(a|b)$.
+# Patterns of names with no special characters but those of alternatives, such as ^(a|b)$.
 FINITE_PATTERN = re.compile(r"\^[\w\[\]()|?:,. /-]{0,200}\$")
 LOOKAROUND = re.compile(r"\(\?<?[=!]")
-# The escapes that strings may contain. Without \u no name is another one in disguise.
+# The escapes that strings may contain. Without \u, because "\u0061" would be a second spelling of
+# the name "a".
 ESCAPES = 'bfnrt"\\'
+# The values of `format` that llguidance has a grammar for.
+FORMATS = frozenset(
+    "date date-time duration email hostname ipv4 ipv6 time unknown uri uuid".split()
+)
 
 
 def write_schema(schema: Schema | str, options: Any) -> str:
@@ -38,54 +45,46 @@ def write_schema(schema: Schema | str, options: Any) -> str:
 
     Raises ValueError for what llguidance does not hold exactly, RecursionError for deep nesting.
     """
-    from llguidance import LLMatcher
-
     text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
     schema = json.loads(text)
     if not isinstance(schema, dict):
         raise invalid("a JSON schema", f"must be an object, not {show(schema)}")
-    nodes = list(list_nodes(schema))
+    nodes = list(_list_nodes(schema))
     for node in nodes:
         _check_numbers(node)
         _check_num_properties(node)
         _drop_lookaround(node)
-    patterned = [node for node in nodes if "patternProperties" in node]
-    for node in patterned[:MAX_NAME_CHECKS]:
-        _drop_full_patterns(node)
-    # Bounds of one node can meet those of another only in a combination.
-    for group in [nodes] if any(map(_combines_numbers, nodes)) else [[node] for node in nodes]:
+    groups = [[node] for node in nodes]
+    if any(map(_combines_numbers, nodes)):
+        groups = [nodes]  # bounds of different nodes can apply to the same number
+    for group in groups:
         _check_bounds(group)
+    patterned = [each for each in nodes if isinstance(each.get("patternProperties"), dict)]
+    if sum(len(each["patternProperties"]) for each in patterned) <= MAX_NAME_CHECKS:
+        for node in patterned:
+            _drop_full_patterns(node)
     text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     if "\\u00" not in text:  # no control character must be written
         options = {"json_allowed_escapes": ESCAPES, **options}
-    grammar = LLMatcher.grammar_from_json_schema(text, options)
-    return json.dumps(json.loads(grammar)["grammars"][0]["json_schema"])
+    schema["x-guidance"] = {**options, **schema.get("x-guidance", {})}
+    return json.dumps(schema)
 
 
 def relax(schema: Schema) -> Schema:
-    """Return a copy without the keys that a schema which is not strict need not hold.
+    """Return a copy of a schema that is not strict, without keys that may be ignored.
 
     They are `uniqueItems` and an unknown `format`, which JSON Schema calls an annotation.
     """
     schema = json.loads(json.dumps(schema))
-    for node in list(list_nodes(schema)):
+    for node in _list_nodes(schema):
         node.pop("uniqueItems", None)
         name = node.get("format")
-        if isinstance(name, str) and not knows_format(name):
+        if isinstance(name, str) and name not in FORMATS:
             del node["format"]
     return schema
 
 
-@lru_cache
-def knows_format(name: str) -> bool:
-    """Return whether llguidance has a grammar of this `format`."""
-    from llguidance import LLMatcher
-
-    schema = json.dumps({"type": "string", "format": name})
-    return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema)) == ""
-
-
-def list_nodes(schema: Any) -> Iterator[Schema]:
+def _list_nodes(schema: Any) -> Iterator[Schema]:
     """Yield all schemas within a schema that are dicts, itself included."""
     stack = [schema]
     while stack:
@@ -124,12 +123,12 @@ def _check_numbers(node: Schema) -> None:
 
 
 def _is_exact(number: float) -> bool:
-    if number == math.inf or number == -math.inf or number != number:
-        return False
-    if number == int(number):
+    if isinstance(number, int) or number.is_integer():
         return abs(number) <= MAX_INTEGER
+    if not math.isfinite(number):
+        return False
     _, digits, exponent = Decimal(repr(number)).as_tuple()
-    return len(digits) <= MAX_DIGITS and -22 <= int(exponent)
+    return len(digits) <= MAX_DIGITS and int(exponent) >= MIN_EXPONENT
 
 
 def _is_exact_bound(key: str, number: float) -> bool:
@@ -143,7 +142,7 @@ def _is_exact_bound(key: str, number: float) -> bool:
 
 def _combines_numbers(node: Schema) -> bool:
     parts = node.get("allOf")
-    has_parts = isinstance(parts, list) and len(parts) > 1
+    has_parts = (isinstance(parts, list) and len(parts) > 1) or "patternProperties" in node
     return has_parts or bool(BOUNDS & node.keys() and COMBINATIONS & node.keys())
 
 
@@ -166,10 +165,10 @@ def _check_bounds(nodes: list[Schema]) -> None:
         integer_parts = {int(other) for other in others if other != int(other)}
         for bound in limits[key]:
             if bound in integer_parts and sign * bound >= 0:
-                raise invalid(
-                    key, f"{bound} and a bound with the same integer part are unsupported"
-                )
-    # llguidance multiplies them as integers of 32 bits, in units of the smallest decimal place.
+                problem = f"{bound} and a bound with the same integer part are unsupported"
+                where = " beside allOf, $ref or patternProperties"
+                raise invalid(key, problem + where if len(nodes) > 1 else problem)
+    # llguidance multiplies them in integers of 32 bits, in units of the smallest decimal place.
     factors = [Decimal(repr(factor)) for factor in limits["multipleOf"]]
     unit = min([Decimal(10) ** int(factor.as_tuple().exponent) for factor in factors], default=1)
     if math.prod(factor / unit for factor in factors) >= MAX_MULTIPLE:
@@ -177,18 +176,20 @@ def _check_bounds(nodes: list[Schema]) -> None:
 
 
 def _check_num_properties(node: Schema) -> None:
-    """Require that names which are not listed need not differ, because they can be repeated."""
+    """Reject a minProperties that needs two unlisted names. They could be the same name twice."""
     minimum = node.get("minProperties")
     required = node.get("required")
     num_required = len(required) if isinstance(required, list) else 0
     is_open = "patternProperties" in node or node.get("additionalProperties") is not False
     if is_open and isinstance(minimum, int) and minimum > num_required + 1:
         most = num_required + 1
-        raise invalid("minProperties", f"must be at most {most} here, one above the required ones")
+        raise invalid(
+            "minProperties", f"must be at most {most} here, because a name could come twice"
+        )
 
 
 def _drop_lookaround(node: Schema) -> None:
-    """Drop parts of anyOf with a pattern that no grammar can hold, if others are left."""
+    """Drop alternatives with lookaround, which no grammar can hold. Pydantic's Decimal has one."""
     parts = node.get("anyOf")
     if isinstance(parts, list):
         kept = [part for part in parts if not LOOKAROUND.search(_read_pattern(part))]
@@ -200,14 +201,14 @@ def _read_pattern(node: Any) -> str:
 
 
 def _drop_full_patterns(node: Schema) -> None:
-    """Drop patterns of names that match only listed ones, whose schemas then include theirs.
+    """Drop each pattern that matches only listed names, and add its schema to theirs.
 
     After a comma, llguidance would wait for a name that does not exist.
     """
-    patterns = node.get("patternProperties")
+    patterns = node["patternProperties"]
     properties = node.get("properties", {})
     required = node.get("required", [])
-    if not isinstance(patterns, dict) or not isinstance(properties, dict):
+    if not isinstance(properties, dict):
         return
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         return
@@ -216,16 +217,26 @@ def _drop_full_patterns(node: Schema) -> None:
         return
     for pattern, schema in list(patterns.items()):
         # Others match more names than a schema lists, or take long to compile.
-        if not FINITE_PATTERN.fullmatch(pattern) or has_free_name(pattern, names):
+        if not FINITE_PATTERN.fullmatch(pattern) or _has_free_name(pattern, names):
             continue
         for name in names:
-            if re.search(pattern, name):
+            if _matches(pattern, name):
                 properties[name] = {"allOf": [properties.get(name, True), schema]}
         node["properties"] = properties
         del patterns[pattern]
 
 
-def has_free_name(pattern: str, names: list[str]) -> bool:
+def _matches(pattern: str, name: str) -> bool:
+    """Match with llguidance. Python's re can take exponential time, and holds the GIL."""
+    from llguidance import LLMatcher
+
+    grammar = LLMatcher.grammar_from_regex(pattern.removeprefix("^").removesuffix("$"))
+    matcher = LLMatcher(_make_byte_tokenizer(), grammar, log_level=0)
+    text = list(name.encode())
+    return matcher.try_consume_tokens(text) == len(text) and matcher.is_accepting()
+
+
+def _has_free_name(pattern: str, names: list[str]) -> bool:
     """Return whether a pattern matches other names than `names`, or is invalid."""
     from llguidance import LLMatcher
 
@@ -244,7 +255,7 @@ def has_free_name(pattern: str, names: list[str]) -> bool:
     return matcher.is_error() or matcher.try_consume_tokens(list(text)) == len(text)
 
 
-@lru_cache
+@cache
 def _make_byte_tokenizer() -> Any:
     from llguidance import LLTokenizer
 

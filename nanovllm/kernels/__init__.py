@@ -22,7 +22,7 @@ from torch import nn
 
 from nanovllm.backends import BACKENDS
 from nanovllm.batch import Batch
-from nanovllm.kernels.changes import has_own_methods, has_parts, list_hooks
+from nanovllm.kernels.changes import has_overrides, has_parts, list_hooks
 from nanovllm.kernels.cuda.graphs import CudaGraphs, list_batch_sizes
 from nanovllm.kernels.self_test import (
     Call,
@@ -101,15 +101,17 @@ def kernelize(
     Return the names of the replaced classes, without those that failed the self-test.
     """
     optimized = find_optimized_layers(device.type, dtype)
+    simple = {each.replaces: each for each in optimized if not each.parts}
+    fused = {each.replaces: each for each in optimized if each.parts}
     calls: list[Call] = []
     if run is not None and optimized:
         calls = record_calls(model, run, {each.replaces for each in optimized})
     # An MLP comes before its projections, so that it can still take their weights.
     for layer in model.modules():
-        replace_class(layer, [each for each in optimized if not each.parts], dtype)
+        replace_class(layer, simple.get(type(layer)), dtype)
     # Layers that compute their parts need optimized parts, so these come first.
     for layer in reversed(list(model.modules())):
-        replace_class(layer, [each for each in optimized if each.parts], dtype)
+        replace_class(layer, fused.get(type(layer)), dtype)
     tested: list[tuple[Call, Any]] = [
         (call, type(call.run)) for call in calls if isinstance(call.run, OptimizedLayer)
     ]
@@ -125,15 +127,12 @@ def kernelize(
     return [each.__name__ for each in dict.fromkeys(replaced)]
 
 
-def replace_class(
-    layer: nn.Module, optimized: list[type[OptimizedLayer]], dtype: torch.dtype
-) -> None:
-    """Replace the class of a layer by the optimized one, if there is one that can replace it."""
-    original = type(layer)
-    kinds = [each for each in optimized if each.replaces is original]
-    if not kinds or has_own_methods(layer):
+def replace_class(layer: nn.Module, kind: type[OptimizedLayer] | None, dtype: torch.dtype) -> None:
+    """Replace the class of a layer by an optimized one, if there is one that can replace it."""
+    if kind is None or has_overrides(layer):
         return
-    layer.__class__ = kinds[0]
+    original = type(layer)
+    layer.__class__ = kind
     converted = cast(OptimizedLayer, layer)
     converted.dtype = dtype
     if not converted.convert():

@@ -1,7 +1,7 @@
 """Finds what a reader has changed in a layer, because kernels compute only what they know.
 
 A kernel of a whole layer computes some of its parts without calling them. A subclass of a part, a
-method that an instance has of its own, and a hook would then have no effect.
+method that was replaced on an instance, and a hook would then have no effect.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 
-def has_own_methods(layer: object) -> bool:
-    """Return whether this instance has something in place of an attribute of its class."""
+def has_overrides(layer: object) -> bool:
+    """Return whether an attribute of this instance hides one of its class, such as `forward`."""
     return any([hasattr(type(layer), name) for name in vars(layer)])
 
 
@@ -26,7 +26,7 @@ def has_parts(layer: nn.Module, parts: Mapping[str, Any]) -> bool:
     for path, kinds in parts.items():
         part = reduce(getattr, filter(None, path.split(".")), layer)
         allowed = kinds if isinstance(kinds, tuple) else (kinds,)
-        if type(part) not in allowed or (part is not None and has_own_methods(part)):
+        if type(part) not in allowed or (part is not None and has_overrides(part)):
             return False
     return True
 

@@ -83,7 +83,7 @@ class PackedFormat(Format):
     bits: int
     group_size: int  # 0: all inputs of an output share a scale
     is_symmetric: bool  # all zeros are the middle code
-    zero_offset: int = 0  # what is added to stored zeros, modulo words of 32 bits
+    zero_offset: int = 0  # added to each stored zero, with carries within a word of 32 bits
 
     def read(self, files: TensorFiles, layer: str, shape: list[int]) -> QuantizedWeight | Tensor:
         out_features, in_features = shape
@@ -127,8 +127,10 @@ class PackedFormat(Format):
         sizes = list(shape)
         sizes[packed_dim] = cdiv(shape[packed_dim] * self.bits, 32)
         words = self.read_matrix(files, name, sizes, ["I32"]).movedim(packed_dim, 1)
-        ones = 0xFFFFFFFF // ((1 << self.bits) - 1)  # a 1 in the place of each code
-        codes = self.unpack((words + offset * ones).contiguous())
+        if offset:
+            ones = 0xFFFFFFFF // ((1 << self.bits) - 1)  # a 1 in the place of each code
+            words = words + offset * ones
+        codes = self.unpack(words.contiguous())
         return codes[:, : shape[packed_dim]].movedim(1, packed_dim)
 
     def read_matrix(

@@ -65,7 +65,10 @@ class Server(uvicorn.Server):
         await asyncio.to_thread(self.engine.join)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, but without clients that do not read. uvicorn would log an error."""
+        """Shut down as uvicorn does, but abort connections whose clients do not read.
+
+        uvicorn would log an error for them.
+        """
         asyncio.get_running_loop().call_later(GRACE, self._abort_connections)
         await super().shutdown(sockets)
 
@@ -215,9 +218,9 @@ def main(argv: list[str] | None = None) -> None:
         timeout_graceful_shutdown=2 * GRACE,
     )
     gc.collect()
-    gc.freeze()  # or each collection would hold the GIL while it visits what torch has imported
+    gc.freeze()  # otherwise each collection visits the objects of torch, and holds the GIL
     Server(config, sockets, engine, name).run(sockets)
-    # Without waiting for threads that tokenize a prompt or compile a grammar.
+    # sys.exit would wait for threads that still tokenize or compile.
     os._exit(0 if engine.stop_reason == SHUTDOWN else 1)
 
 

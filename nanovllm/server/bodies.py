@@ -25,7 +25,7 @@ CONSTRAINTS = (b'"response_format"', b'"structured_outputs"', b'"tool_choice"')
 
 
 class UncheckedGrammar(Exception):
-    """A body needs a grammar that no process has compiled yet."""
+    """A request needs a grammar that no process has compiled yet."""
 
     def __init__(self, check: GrammarCheck) -> None:
         super().__init__()
@@ -82,10 +82,10 @@ class Bodies:
         return await self.call(partial(_parse, data, parse, is_large), executor)
 
     async def call(self, prepare: Callable[[], T], executor: ThreadPoolExecutor | None = None) -> T:
-        """Return prepare(), called in a thread, which does not wait for checks of grammars.
+        """Return prepare(), called in a thread.
 
-        It is called again after the check of a grammar that it needs. The thread serves others
-        meanwhile, and the check ends if this call is cancelled.
+        If it needs a grammar that is not checked, it ends, so that the thread is free. It is called
+        again after the check. Cancelling this call cancels the check.
         """
         problem: ValueError | None = None
 

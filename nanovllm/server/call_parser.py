@@ -1,14 +1,15 @@
 """Parses tool calls in the text of a reply, in the two forms of tools.py.
 
-A block is what stands between <tool_call> and </tool_call>: a sequence of JSON objects and of
-functions in tags. It is a block of calls only if nothing else is left over. Models forget closing
-tags, and write tags into their arguments, so what follows a tag decides what it means:
+A block is the text between <tool_call> and </tool_call>: JSON objects and functions in tags. It is
+a block of calls only if no other text is in it. Models forget closing tags, and write tags into
+their arguments, so what follows a tag decides what it means:
 
     </parameter>     ends a value if another tag follows.
     <parameter=q>    ends a value if it begins a line and q is a parameter that has no value yet.
     </function>      ends a value if <tool_call>, </tool_call>, a function or nothing follows.
     </tool_call>     ends a value if no </parameter> ends it before the next <tool_call>. It ends a
                      string of JSON if no quote ends it before , : } or ].
+    </think>         in reasoning, ends a value without a call.
 
 A function ends with one of the last two tags, or where another one begins. Otherwise its text has
 been cut off, and is no call.
@@ -24,16 +25,15 @@ from nanovllm.messages import NAME, Tool
 from nanovllm.server.errors import JsonObject
 from nanovllm.server.parameter_values import find_properties, write_value
 from nanovllm.server.text_stream import TextStream, Waiting
-from nanovllm.server.tools import CLOSING, OPENING
+from nanovllm.vocabulary import END_THINK, END_TOOL_CALL, TOOL_CALL
 
 FUNCTION = "<function="
 END_FUNCTION = "</function>"
 PARAMETER = "<parameter="
 END_PARAMETER = "</parameter>"
-END_THINK = "</think>"
-BLOCK_TAGS = (CLOSING, OPENING)
+BLOCK_TAGS = (END_TOOL_CALL, TOOL_CALL)
 FUNCTION_TAGS = (PARAMETER, END_FUNCTION, FUNCTION)
-VALUE_TAGS = (END_PARAMETER, PARAMETER, END_FUNCTION, CLOSING, OPENING, END_THINK)
+VALUE_TAGS = (END_PARAMETER, PARAMETER, END_FUNCTION, END_TOOL_CALL, TOOL_CALL, END_THINK)
 # Between the elements of a block. Small models write lists of calls, and too many braces.
 FILLER = re.compile(r"[\s,\[\]}]*")
 # What matters in JSON. A tag is a token of its own.
@@ -48,8 +48,8 @@ class Call(NamedTuple):
     arguments: str  # JSON
 
 
-class Object(NamedTuple):
-    """A JSON object, as far as it was read."""
+class JsonText(NamedTuple):
+    """The text of a JSON object, or its beginning if the object is not closed."""
 
     text: str
     end: int  # position of the text after it
@@ -68,7 +68,7 @@ class CallParser:
     ) -> None:
         self.stream = stream
         self.send = send
-        self.schemas: dict[str, JsonObject] = {}  # of the parameters of each function
+        self.schemas: dict[str, JsonObject] = {}  # function -> schema of its parameters
         for tool in tools:
             self.schemas[tool["function"]["name"]] = tool["function"].get("parameters") or {}
 
@@ -102,7 +102,7 @@ class CallParser:
         if tag in ("", *BLOCK_TAGS) and (calls or start_of_rest is not None):
             for each in calls:
                 self.send(*each)
-            return True, start + len(CLOSING) if tag == CLOSING else start
+            return True, start + len(END_TOOL_CALL) if tag == END_TOOL_CALL else start
         if start_of_rest is not None:
             return True, start_of_rest
         return False, start
@@ -154,7 +154,7 @@ class CallParser:
                 return Call(name, arguments), whole.end
         return None, whole.end
 
-    def _read_object(self, start: int, depth: int = 0, is_sent: bool = False) -> Waiting[Object]:
+    def _read_object(self, start: int, depth: int = 0, is_sent: bool = False) -> Waiting[JsonText]:
         """Read a JSON object from `start`, which is within `depth` objects. Escape newlines in it.
 
         If `is_sent`, send its text as arguments instead of returning it.
@@ -164,11 +164,11 @@ class CallParser:
         tag_start: int | None = None  # a tag in a string that has not ended since
         held: list[str] = []  # from the tag on
 
-        def finish(end: int, is_closed: bool) -> Object:
+        def finish(end: int, is_closed: bool) -> JsonText:
             text = "".join(pieces)
             if is_sent:
                 self.send("", text)
-            return Object(text, end, is_closed)
+            return JsonText(text, end, is_closed)
 
         while True:
             match = TOKEN.match(self.stream.text, start)
@@ -262,7 +262,7 @@ class CallParser:
         """
         position = start
         closing: int | None = None  # a </tool_call> that ends the value unless </parameter> does
-        depth = 0  # of blocks in the value
+        depth = 0  # open blocks in the value
         while True:
             position, tag = yield from self.stream.find(VALUE_TAGS, position)
             after = position + len(tag)
@@ -280,14 +280,14 @@ class CallParser:
                 is_at_start = line_start >= 0 and not self.stream.text[line_start:position].strip()
                 if is_at_start and name in missing:
                     return self.stream.text[start:position], position, tag
-            elif tag == CLOSING:
+            elif tag == END_TOOL_CALL:
                 if depth == 0 and closing is None:
                     closing = position
                 depth = max(0, depth - 1)
-            elif tag == OPENING and closing is None:
+            elif tag == TOOL_CALL and closing is None:
                 depth += 1
-            elif tag in (OPENING, "") and closing is not None:
-                return self.stream.text[start:closing], closing, CLOSING
+            elif tag in (TOOL_CALL, "") and closing is not None:
+                return self.stream.text[start:closing], closing, END_TOOL_CALL
             elif tag == "" or (tag == END_THINK and in_reasoning):
                 return "", position, None
             position = after

@@ -1,4 +1,4 @@
-"""Cancels work that nobody waits for any more."""
+"""Cancels work when its client disconnects, or when the engine stops."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine

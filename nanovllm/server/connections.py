@@ -47,7 +47,8 @@ class Connection(HttpToolsProtocol):
     timer: asyncio.TimerHandle | None = None  # runs while the server waits for a request
     is_header_incomplete = False
     num_header_bytes = 0  # in complete lines, with LINE_BYTES for each
-    num_line_bytes = 0  # received after the last complete line, without those that came with it
+    # Bytes since the last complete line, without the rest of the segment that ended it.
+    num_line_bytes = 0
     running: RequestResponseCycle | None = None  # the newest request that is not in the pipeline
 
     def __init__(self, *, max_connections: int, **options: Any) -> None:
@@ -64,7 +65,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_timer()
-        # uvicorn tells the newest request, which can be in the pipeline.
+        # uvicorn marks only the newest request as disconnected, which can be in the pipeline.
         if self.running is not None and not self.running.response_complete:
             self.running.disconnected = True
             self.running.message_event.set()

@@ -2,22 +2,23 @@
 
     response_format            the format
     tools, tool_choice auto    anything, or beside response_format: calls or the format
-    required, or a function    calls
+    required, or a function    calls, also beside response_format
 
-With a reasoning parser, each of these comes after the thoughts.
+With a reasoning parser, reasoning comes first, unless the prompt has closed it.
 """
 
 from typing import Any
 
 from nanovllm import LLM
 from nanovllm.checks import check_bool, invalid, show
-from nanovllm.engine.grammar_writer import allow_thoughts, naming_outputs, write_rules
+from nanovllm.engine.grammar_writer import allow_reasoning, naming_outputs, write_rules
 from nanovllm.engine.schemas import relax
 from nanovllm.messages import Tool
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.server.errors import JsonObject
-from nanovllm.server.message_parser import END_THINK, THINK, find_last_tag, read_continued
+from nanovllm.server.message_parser import find_last_tag, read_continued
 from nanovllm.server.tools import choose_tools, write_grammar
+from nanovllm.vocabulary import END_THINK, THINK
 
 FORMAT_KEYS = {
     "text": ["type"],
@@ -79,7 +80,10 @@ def read_format(given: JsonObject) -> JsonObject | None:
 
 
 def _write_alternatives(tools: list[Tool], is_parallel: bool, schema: JsonObject) -> str:
-    """Write a grammar of calls or JSON. Nobody asked for the calls, so few schemas are rejected."""
+    """Write a grammar of calls or JSON.
+
+    A call is optional, so unsupported keys of the tools' schemas are ignored.
+    """
     with naming_outputs("tools"):
         calls = write_grammar(tools, is_parallel, is_lenient=True)
     with naming_outputs("response_format"):
@@ -106,6 +110,6 @@ def _add(given: JsonObject, name: str, source: str, structured_outputs: JsonObje
 def delay_constraint(
     outputs: StructuredOutputsParams, given: JsonObject, prompt: list[int], llm: LLM
 ) -> StructuredOutputsParams:
-    """Let thoughts come before a constraint, unless the prompt has closed them."""
+    """Let reasoning come before a constraint, unless the prompt has closed it."""
     tag = find_last_tag(prompt, read_continued(given), llm.vocabulary)
-    return outputs if tag == END_THINK else allow_thoughts(outputs, is_open=tag == THINK)
+    return outputs if tag == END_THINK else allow_reasoning(outputs, is_open=tag == THINK)

@@ -20,7 +20,7 @@ class SharedCheck:
         self.num_clients = 0
 
     def cancel(self) -> None:
-        """Take the check out of the queue, or end its process."""
+        """Remove the check from the queue, or kill its process."""
         self.result.cancel()
         self.check.cancel()
 

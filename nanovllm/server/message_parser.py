@@ -8,18 +8,15 @@ without a call is text of the section in which it stands.
 """
 
 import re
-from typing import Literal
 from uuid import uuid4
 
 from nanovllm.messages import Tool
-from nanovllm.server.call_parser import CLOSING, END_THINK, FUNCTION, OPENING, CallParser
+from nanovllm.server.call_parser import FUNCTION, CallParser
 from nanovllm.server.errors import JsonObject
 from nanovllm.server.text_stream import TextStream, Waiting
-from nanovllm.vocabulary import Vocabulary
+from nanovllm.vocabulary import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL, Vocabulary
 
-THINK = "<think>"
 NUM_TAG_TOKENS = 24  # tokens at the end of a prompt that may be a tag and newlines
-TAGS = (THINK, END_THINK, OPENING, CLOSING)  # those that can be special tokens
 
 
 def read_continued(given: JsonObject) -> str:
@@ -30,7 +27,7 @@ def read_continued(given: JsonObject) -> str:
 
 
 def find_last_tag(prompt: list[int], continued: str, vocabulary: Vocabulary) -> str:
-    """Return <think> if a prompt ends inside thoughts, </think> if it ends behind them, or "".
+    """Return <think> if a prompt ends inside reasoning, </think> if it ends behind it, or "".
 
     The tag is the last word of the prompt. Only in a message that is continued, other words can
     follow it.
@@ -49,27 +46,21 @@ class MessageParser:
         """Without tools, calls are content. `last_tag` is that of the prompt."""
         self.is_parallel = is_parallel
         self.num_calls = 0
-        # Where the thoughts begin and end in the text. They have no end while they go on.
+        self.in_reasoning = parses_reasoning and last_tag == THINK
+        # Where the reasoning begins and ends in the text. It has no end while it goes on.
         self.reasoning_start = 0
-        self.reasoning_end: int | None = None
+        self.reasoning_end: int | None = None if self.in_reasoning else 0
         self.delta: JsonObject = {}  # what feed returns
         self.stream = TextStream()
         self.call_parser = CallParser(self.stream, tools, self._send_call)
-        self.call_tags = (OPENING, FUNCTION) if tools else ()
-        self.section: Literal["reasoning", "content"] = "content"
-        may_begin = False
-        if parses_reasoning and last_tag == THINK:
-            self.section = "reasoning"
-        else:
-            self.reasoning_end = 0
-            may_begin = parses_reasoning
+        self.call_tags = (TOOL_CALL, FUNCTION) if tools else ()
         self.num_without_calls = 0  # characters that were searched for calls in vain
         self.in_block = False  # in a block without a call
         self.has_content = False
         # Spaces that follow a tag are content only if words come before and after them.
         self.is_after_tag = parses_reasoning or len(tools) > 0
         self.spaces = ""  # spaces after the tag, while no word has come
-        self.parse = self._parse(may_begin)
+        self.parse = self._parse(may_think=parses_reasoning and not self.in_reasoning)
 
     def feed(self, text: str, is_last: bool) -> JsonObject:
         """Return OpenAI's delta for more text. `is_last` if none follows."""
@@ -79,13 +70,13 @@ class MessageParser:
         next(self.parse, None)
         return self.delta
 
-    def _parse(self, may_begin: bool) -> Waiting[None]:
-        """Parse the reply. `may_begin` if it can begin with <think>."""
-        if may_begin:
+    def _parse(self, may_think: bool) -> Waiting[None]:
+        """Parse the reply. `may_think` if it can begin with <think>."""
+        if may_think:
             start, tag = yield from self.stream.skip(0, (THINK,))
             if tag == THINK:
                 self.stream.take(start + len(THINK))
-                self.section = "reasoning"
+                self.in_reasoning = True
                 self.reasoning_start = self.stream.num_taken
                 self.reasoning_end = None
         while True:
@@ -97,7 +88,7 @@ class MessageParser:
             if tag == END_THINK:
                 self._begin_content()
                 self.stream.take(len(tag))
-            elif tag == CLOSING:  # the end of a block without a call
+            elif tag == END_TOOL_CALL:  # the end of a block without a call
                 self._add_text(len(tag))
             else:
                 has_calls, end = yield from self._read_calls(tag)
@@ -105,14 +96,14 @@ class MessageParser:
                     self.stream.take(end)
                 else:
                     self.num_without_calls = end
-                    self.in_block = tag == OPENING
+                    self.in_block = tag == TOOL_CALL
                     self._add_text(len(tag))
 
     def _read_text(self) -> Waiting[str]:
         """Read up to a tag that can begin or end a section. Return "" if there is none."""
-        call_tags = (OPENING, CLOSING) if self.in_block else self.call_tags
+        call_tags = (TOOL_CALL, END_TOOL_CALL) if self.in_block else self.call_tags
         tags = call_tags
-        if self.section == "reasoning":
+        if self.in_reasoning:
             tags = (END_THINK, *call_tags[:1])  # Qwen3.5 can leave out </think>
         while True:
             position, tag = self.stream.search(tags, 0)
@@ -126,20 +117,19 @@ class MessageParser:
 
     def _read_calls(self, tag: str) -> Waiting[tuple[bool, int]]:
         """Read the calls at a tag that can begin some, see `CallParser.read_block`."""
-        if tag == OPENING:
-            in_reasoning = self.section == "reasoning"
-            return (yield from self.call_parser.read_block(len(tag), in_reasoning))
+        if tag == TOOL_CALL:
+            return (yield from self.call_parser.read_block(len(tag), self.in_reasoning))
         # Some models leave out <tool_call>.
         call, end = yield from self.call_parser.read_function(0, is_known=True)
         if call is None:
             return False, end
         self._send_call(*call)
-        start, closing = yield from self.stream.skip(end, (CLOSING,))
-        return True, start + len(CLOSING) if closing else end
+        start, closing = yield from self.stream.skip(end, (END_TOOL_CALL,))
+        return True, start + len(END_TOOL_CALL) if closing else end
 
     def _begin_content(self) -> None:
-        if self.section == "reasoning":
-            self.section = "content"
+        if self.in_reasoning:
+            self.in_reasoning = False
             self.reasoning_end = self.stream.num_taken
         self.is_after_tag = True
 
@@ -147,7 +137,7 @@ class MessageParser:
         """Add the first characters of the stream to the section that they belong to."""
         text = self.stream.take(num_chars)
         self.num_without_calls = max(0, self.num_without_calls - num_chars)
-        if self.section == "content":
+        if not self.in_reasoning:
             self._add_content(text)
         elif text:
             self.delta["reasoning"] = self.delta.get("reasoning", "") + text

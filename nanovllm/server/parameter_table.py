@@ -1,8 +1,8 @@
 """The parameters of each endpoint. null means that a parameter is not given.
 
 A parameter that is not in the table of its endpoint is an error, because it could change the
-result. Clients of other servers always send the settings of samplers that are off, the values that
-turn a sampler off, and hints how to run the model. They change nothing, so they are accepted.
+result. Clients of other servers always send neutral values, settings of samplers that are off, and
+hints on how to run the model. These do not change the result, so they are accepted.
 """
 
 from dataclasses import fields
@@ -31,7 +31,7 @@ def make_table(*uses: tuple[Use | list[Any], str]) -> Table:
     return {name: use for use, names in uses for name in names.split()}
 
 
-# Neutral values, and what has no effect, of OpenAI and of vLLM.
+# Parameters of OpenAI and vLLM that have no effect, or only at other values.
 _NEUTRAL = make_table(
     (Use.IGNORED, "metadata prediction prompt_cache_key prompt_cache_retention request_id"),
     (Use.IGNORED, "safety_identifier service_tier store user verbosity"),
@@ -52,7 +52,7 @@ _NEUTRAL = make_table(
     (Use.IGNORED, "backend_sampling cache_prompt id_slot keep_alive n_discard n_keep num_batch"),
     (Use.IGNORED, "num_ctx num_gpu num_keep num_thread speculative_ngram truncation_length"),
     (Use.IGNORED, "use_mlock use_mmap api_server api_type"),
-    # What else the reply reports.
+    # Additional fields of the reply.
     (Use.IGNORED, "reasoning_control return_progress sse_ping_interval timings_per_token"),
     ([False], "post_sampling_probs return_tokens"),
     ([0], "n_probs"),

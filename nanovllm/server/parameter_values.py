@@ -15,10 +15,10 @@ TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "integer": (int,),
     "number": (int, float),
-    "array": (list, tuple),
+    "array": (list,),
     "object": (dict,),
 }
-# Without a type, any value is valid. A scalar is then left as the model wrote it.
+# Without a type, any value is valid. Numbers and booleans then stay strings.
 DEFAULT_TYPES = ["null", "array", "object", "string"]
 COMBINATIONS = ("allOf", "anyOf", "oneOf")
 # What Python's parser and json.dumps raise. The parser's stack can overflow, too.
@@ -112,8 +112,8 @@ def _reject(constant: str) -> None:
 
 
 def _is_of_type(value: object, kind: str) -> bool:
-    if kind == "null" or isinstance(value, bool):
+    if isinstance(value, bool):
         return kind == "boolean"
     if kind == "integer" and isinstance(value, float):
         return value.is_integer()  # as JSON Schema defines it
-    return isinstance(value, TYPES[kind])
+    return isinstance(value, TYPES.get(kind, ()))

@@ -1,4 +1,4 @@
-"""Reads the parameters of a request. parameter_table.py says which there are.
+"""Reads the parameters of a request. parameter_table.py lists them.
 
 https://platform.openai.com/docs/api-reference, with vLLM's extensions.
 """
@@ -84,8 +84,10 @@ def _select(body: JsonObject, table: Table, prefix: str = "") -> JsonObject:
         if use is Use.READ:
             given[name] = value
             continue
-        synonym = SYNONYMS.get(name, "")
-        accepted = [*use, _simplify(body.get(synonym))]
+        accepted = list(use)
+        synonym = SYNONYMS.get(name)
+        if synonym in body:
+            accepted.append(_simplify(body[synonym]))
         if (type(value), value) not in [(type(each), each) for each in accepted]:
             path = prefix + name
             advice = f"use {synonym}" if synonym in table else "leave it out"
@@ -126,7 +128,7 @@ def _parse_params(given: JsonObject, is_chat: bool, llm: LLM) -> SamplingParams:
     params = replace(llm.get_default_sampling_params(), **options)
     for name in PENALTY_RANGES & given.keys():
         if params.repetition_penalty != 1 and given[name] not in (0, -1):
-            raise invalid(name, "must be -1: a repetition_penalty counts all tokens")
+            raise invalid(name, "must be -1, because a repetition_penalty counts all tokens")
     return params
 
 

@@ -18,7 +18,7 @@ from nanovllm.outputs import PromptLogprobs, RequestOutput
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject
 from nanovllm.server.logprobs import LogprobsWriter
-from nanovllm.server.message_parser import TAGS, MessageParser, find_last_tag, read_continued
+from nanovllm.server.message_parser import MessageParser, find_last_tag, read_continued
 
 
 class Reply:
@@ -31,7 +31,7 @@ class Reply:
         self.is_stream: bool = given.get("stream", False)
         stream_options = given.get("stream_options", {})
         self.wants_usage: bool = stream_options.get("include_usage", False)
-        # In each chunk. Without include_usage it is ignored, as in vLLM.
+        # Report usage in each chunk. Ignored without include_usage, as in vLLM.
         self.wants_counts = self.wants_usage and stream_options.get("continuous_usage_stats", False)
         self.echoes_prompt: bool = given.get("echo", False)
         self.wants_completion = not (self.echoes_prompt and given.get("max_tokens") == 0)
@@ -50,15 +50,11 @@ class Reply:
         self.parsers: dict[int, MessageParser] = {}  # one per choice of a chat
         self.vocabulary = llm.vocabulary
         self.tokenizer: Any = llm.tokenizer
-        # Special tokens that are left out of the text. The parser needs those that are tags.
+        # Special tokens that are left out of the text, None for all. The parser needs the tags.
         self.hidden_ids: frozenset[int] | None = None
         self.has_tags = self.parses_reasoning or len(self.tools) > 0
-        if self.has_tags:
-            special_ids = self.vocabulary.special_ids
-            hidden = frozenset(i for i in special_ids if self.vocabulary.name(i) not in TAGS)
-            self.hidden_ids = hidden if len(hidden) < len(special_ids) else None
-        # (choice, number of characters) -> number of tokens, see _count_tokens
-        self.token_counts: dict[tuple[int, int], int] = {}
+        if self.has_tags and self.vocabulary.hidden_ids < self.vocabulary.special_ids:
+            self.hidden_ids = self.vocabulary.hidden_ids
         self.writers: dict[int, LogprobsWriter] = {}  # one per choice, if logprobs are requested
         kind = "text_completion"
         if is_chat:
@@ -108,7 +104,7 @@ class Reply:
             choice = json.dumps(self._write_choice(index, output, num_chars, num_tokens))
             suffix = self.suffix
             if self.wants_counts:
-                usage = count_tokens(len(output["prompt_token_ids"]), len(output["token_ids"]))
+                usage = make_usage(len(output["prompt_token_ids"]), len(output["token_ids"]))
                 suffix = f', "usage": {json.dumps(usage)}'
             events.append(write_event(f'{self.prefix}, "choices": [{choice}]{suffix}}}'))
         return "".join(events)
@@ -210,7 +206,7 @@ class Reply:
             if output["sample_index"] == 0:  # a prompt counts once
                 num_prompt += len(output["prompt_token_ids"])
                 num_cached += output["num_cached_tokens"]
-        usage = count_tokens(num_prompt, num_generated)
+        usage = make_usage(num_prompt, num_generated)
         usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
         if self.parses_reasoning:
             num_reasoning = sum(map(self._count_reasoning, self.parsers))
@@ -218,7 +214,7 @@ class Reply:
         return usage
 
     def _count_reasoning(self, index: int) -> int:
-        """Count the tokens of a choice's thoughts, without the tags around them."""
+        """Count the tokens of a choice's reasoning, without the tags around it."""
         parser = self.parsers[index]
         if parser.reasoning_start == parser.reasoning_end:
             return 0
@@ -229,24 +225,20 @@ class Reply:
 
     def _count_tokens(self, index: int, num_chars: int) -> int:
         """Return how many tokens of a choice have a part of the text's first characters."""
-        if (index, num_chars) not in self.token_counts:
-            output = self.newest[index]
-            prompt = output["prompt_token_ids"]
-            token_ids = output["token_ids"]
-            reader = Detokenizer(self.tokenizer, prompt, (), self.hidden_ids)
+        output = self.newest[index]
+        prompt = output["prompt_token_ids"]
+        token_ids = output["token_ids"]
+        reader = Detokenizer(self.tokenizer, prompt, (), self.hidden_ids)
 
-            def count_chars(num_tokens: int) -> int:
-                text = reader.read(prompt + token_ids[:num_tokens], is_last=True)
-                return len(text.rstrip("\ufffd"))  # without a character that is incomplete
+        def count_chars(num_tokens: int) -> int:
+            text = reader.read(prompt + token_ids[:num_tokens], is_last=True)
+            return len(text.rstrip("\ufffd"))  # without a character that is incomplete
 
-            self.token_counts[index, num_chars] = bisect_left(
-                range(len(token_ids)), num_chars, key=count_chars
-            )
-        return self.token_counts[index, num_chars]
+        return bisect_left(range(len(token_ids)), num_chars, key=count_chars)
 
 
-def count_tokens(num_prompt: int, num_generated: int) -> JsonObject:
-    """Return the counts of OpenAI's usage object."""
+def make_usage(num_prompt: int, num_generated: int) -> JsonObject:
+    """Return OpenAI's usage object."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,

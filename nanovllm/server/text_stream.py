@@ -35,7 +35,8 @@ class TextStream:
     def search(self, tags: tuple[str, ...], start: int) -> tuple[int, str]:
         """Return the position of the first of `tags`, and the tag.
 
-        Without one, return "" and the end of the text that cannot be part of a tag.
+        Without one, the tag is "", and the position is the end of the text that cannot be part of a
+        tag.
         """
         match = _compile(tags).search(self.text, start)
         if match is not None:
@@ -46,7 +47,10 @@ class TextStream:
         return len(self.text), ""
 
     def find(self, tags: tuple[str, ...], start: int) -> Waiting[tuple[int, str]]:
-        """Wait for one of `tags`. Without one, return "" and the end of the text."""
+        """Wait for one of `tags`, and return its position and the tag.
+
+        At the end of the text, the tag is "".
+        """
         while True:
             start, tag = self.search(tags, start)
             if tag or self.is_last:

@@ -16,17 +16,15 @@ Where a call is required, a grammar makes any model write the first form.
 import json
 
 from nanovllm.checks import invalid, show
-from nanovllm.engine.schemas import relax, write_schema
+from nanovllm.engine.schemas import COMBINATIONS, relax, write_schema
 from nanovllm.messages import Tool, check_tools
 from nanovllm.server.errors import JsonObject
+from nanovllm.vocabulary import END_TOOL_CALL, TOOL_CALL
 
-OPENING = "<tool_call>"
-CLOSING = "</tool_call>"
 # As json.dumps and templates write JSON. Small models can repeat optional spaces forever.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # A function takes only the arguments that its schema names. Parts of a combination can name more.
 OBJECT = {"type": "object", "additionalProperties": False}
-COMBINATIONS = {"$ref", "allOf", "anyOf", "oneOf"}
 
 
 def choose_tools(given: JsonObject) -> tuple[list[Tool], list[Tool]]:
@@ -58,13 +56,13 @@ def write_grammar(tools: list[Tool], is_parallel: bool, is_lenient: bool = False
     calls: list[str] = []
     for tool in tools:
         function = tool["function"]
-        head = f'{OPENING}\n{{"name": "{function["name"]}", "arguments": '
+        head = f'{TOOL_CALL}\n{{"name": "{function["name"]}", "arguments": '
         parameters = function.get("parameters") or {}
         defaults = {} if COMBINATIONS & parameters.keys() else OBJECT
         if True not in (function.get("strict"), tool.get("strict")):
             parameters = relax(parameters)
         schema = write_schema({**defaults, **parameters, "x-guidance": style}, {})
-        tail = f"}}\n{CLOSING}"
+        tail = f"}}\n{END_TOOL_CALL}"
         calls.append(f"{json.dumps(head)} %json {schema} {json.dumps(tail)}")
     more = ' ("\\n" call)*' if is_parallel else ""
     return f"start: call{more}\ncall: {' | '.join(calls)}"

@@ -10,8 +10,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from nanovllm import SamplingParams, StructuredOutputsParams
 from nanovllm.engine import grammars, schemas
-from nanovllm.engine.grammar_writer import allow_thoughts, explain, make_grammar
-from nanovllm.engine.schemas import relax
+from nanovllm.engine.grammar_writer import allow_reasoning, explain, make_grammar
+from nanovllm.engine.schemas import FORMATS, relax
 
 TOKENIZER = LLTokenizer("byte")
 
@@ -152,6 +152,13 @@ def test_objects_are_valid_and_never_stuck():
         ({"minimum": -0.5, "exclusiveMaximum": 0}, "exclusiveMaximum"),
         ({"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, "exclusiveMinimum"),
         (
+            {
+                "properties": {"a": {"exclusiveMinimum": 0}},
+                "patternProperties": {"^a": {"maximum": 0.5}},
+            },
+            "exclusiveMinimum",
+        ),
+        (
             {"$ref": "#/$defs/a", "exclusiveMinimum": 0, "$defs": {"a": {"maximum": 0.5}}},
             "exclusiveMinimum",
         ),
@@ -190,6 +197,21 @@ def test_texts_of_a_schema(schema, valid, invalid):
     matcher = compile(json=schema)
     assert allows(matcher, valid)
     assert not allows(matcher, invalid)
+
+
+def test_names_do_not_take_exponential_time():
+    """Python's re would take days to match the pattern."""
+    pattern = "^" + 40 * "a?" + 40 * "a" + "$"
+    properties = {num * "a": {"type": "integer"} for num in range(40, 81)}
+    schema = {"type": "object", "properties": properties, "patternProperties": {pattern: {}}}
+    assert allows(compile(json=schema), '{"' + 50 * "a" + '":1}')
+
+
+def test_known_formats_are_those_of_llguidance():
+    others = {"path", "binary", "password", "regex", "json-pointer", "idn-email", "uri-reference"}
+    for name in FORMATS | others:
+        grammar = LLMatcher.grammar_from_json_schema({"type": "string", "format": name})
+        assert (LLMatcher.validate_grammar(grammar) == "") == (name in FORMATS), name
 
 
 @pytest.mark.parametrize("pattern", ["^score$", "^(score|size)$", "^s(core|ize)$"])
@@ -276,7 +298,7 @@ def test_a_relaxed_schema_lacks_only_what_no_grammar_holds():
 def test_grammars_in_lark_and_ebnf(grammar):
     for outputs in (
         StructuredOutputsParams(grammar=grammar),
-        allow_thoughts(StructuredOutputsParams(grammar=grammar), is_open=False),
+        allow_reasoning(StructuredOutputsParams(grammar=grammar), is_open=False),
     ):
         matcher = compile_outputs(outputs)
         assert allows(matcher, "a")
@@ -312,7 +334,7 @@ THOUGHTS = "I think, <think> and think.\n</think>"
     ],
 )
 def test_thoughts_come_before_a_constraint(is_open, outputs, text):
-    matcher = compile_outputs(allow_thoughts(StructuredOutputsParams(**outputs), is_open))
+    matcher = compile_outputs(allow_reasoning(StructuredOutputsParams(**outputs), is_open))
     before = THOUGHTS if is_open else f"<think>{THOUGHTS}"
     for gap in ("", "\n", "\n\n"):
         assert allows(matcher, before + gap + text)
@@ -344,7 +366,7 @@ def test_thoughts_come_before_a_constraint(is_open, outputs, text):
 def test_an_error_is_about_what_the_client_wrote(outputs, message):
     for each in (
         StructuredOutputsParams(**outputs),
-        allow_thoughts(StructuredOutputsParams(**outputs), is_open=True),
+        allow_reasoning(StructuredOutputsParams(**outputs), is_open=True),
     ):
         if message == "no text matches" and each.grammar is not None:
             continue  # thoughts match

@@ -95,6 +95,8 @@ def test_other_values_are_rejected_by_name(llm, is_chat, table):
         (True, {"reasoning_effort": "lots"}, "reasoning_effort"),
         (True, {"reasoning_effort": {"effort": "low"}}, "reasoning_effort"),
         (False, {"n_predict": 16}, "n_predict"),
+        (True, {"": "x", "unknown": "x"}, ""),
+        (True, {"response_format": {"type": "json_object", "schema": 0}}, "response_format"),
         (False, {"max_tokens": -1}, "max_tokens"),
         (False, {"repetition_penalty": 1.2, "repeat_last_n": 64}, "repeat_last_n"),
         (False, {"mirostat": 2, "mirostat_tau": 5.0}, "mirostat"),

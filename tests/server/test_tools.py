@@ -10,11 +10,11 @@ from transformers import AddedToken, AutoTokenizer
 from nanovllm import DEMO_MODEL, LLM
 from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.errors import ApiError
-from nanovllm.server.message_parser import TAGS
 from nanovllm.server.openai_api import Api
 from nanovllm.server.parameters import parse_request
 from nanovllm.server.protocol import Reply
 from nanovllm.server.tools import write_grammar
+from nanovllm.vocabulary import TAGS
 
 TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[-1].content }}{{ start }}"
 ADD = {

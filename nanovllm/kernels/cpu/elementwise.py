@@ -11,10 +11,28 @@ from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.changes import has_parts, list_hooks
 from nanovllm.kernels.cpu.library import load, structure
 from nanovllm.kernels.cpu.prepacked import PrepackedWeight
-from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import MLP, Attention, CosSin
+
+
+@structure
+class Norm(ctypes.Structure):
+    """Mirrors struct Norm of layers.h. Without a norm the weight is null."""
+
+    weight: ctypes.c_void_p
+    eps: ctypes.c_float
+
+    @classmethod
+    def describe(cls, norm: RMSNorm | None) -> "Norm":
+        return cls(norm.weight.data_ptr(), norm.eps) if norm is not None else cls()
+
+
+def run_on_one_rank(*linears: RowParallelLinear) -> bool:
+    """Return whether there is nothing to reduce over ranks."""
+    return all([type(each.tp) is TensorParallel and each.tp.size == 1 for each in linears])
 
 
 class FastRMSNorm(OptimizedLayer, RMSNorm):
@@ -33,18 +51,6 @@ class FastRMSNorm(OptimizedLayer, RMSNorm):
         compute = load(x.dtype).rms_norm
         compute(x, self.weight, output, num_rows, size, self.eps, self.IS_ZERO_CENTERED)
         return output
-
-
-@structure
-class Norm(ctypes.Structure):
-    """Mirrors struct Norm of layers.h. Without a norm the weight is null."""
-
-    weight: ctypes.c_void_p
-    eps: ctypes.c_float
-
-    @classmethod
-    def describe(cls, norm: RMSNorm | None) -> "Norm":
-        return cls(norm.weight.data_ptr(), norm.eps) if norm is not None else cls()
 
 
 class FastZeroCenteredRMSNorm(FastRMSNorm, ZeroCenteredRMSNorm):
@@ -101,12 +107,11 @@ class FastMLP(OptimizedLayer, MLP):
     def convert(self) -> bool:
         self.gate_up = None
         projection = self.gate_up_proj
-        is_known = has_parts(projection, {"": ColumnParallelLinear})
+        is_plain = has_parts(projection, {"": ColumnParallelLinear}) and projection.bias is None
         is_hooked = any(list_hooks(projection))
-        if is_known and not is_hooked and projection.bias is None:
-            if PrepackedWeight.can_prepack(projection.weight):
-                self.gate_up = PrepackedWeight(projection.weight, gated=True)
-                del self.gate_up_proj
+        if is_plain and not is_hooked and PrepackedWeight.can_prepack(projection.weight):
+            self.gate_up = PrepackedWeight(projection.weight, gated=True)
+            del self.gate_up_proj
         return True
 
     def forward(self, x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ struct Layer {  // mirrored by fused_layers.py
     int64_t num_kv_heads;
     int64_t head_dim;
     int64_t intermediate_size;
-    float scale;  // of attention scores
+    float scale;  // scale of attention scores
 };
 
 // Run the layers on x [num_tokens, hidden_size], in place. Each layer has a kv_cache [2, num_slots,

@@ -16,7 +16,13 @@ from nanovllm.batch import Batch
 from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.changes import has_parts
 from nanovllm.kernels.cpu import attention
-from nanovllm.kernels.cpu.elementwise import FastAttention, FastMLP, FastRMSNorm, Norm
+from nanovllm.kernels.cpu.elementwise import (
+    FastAttention,
+    FastMLP,
+    FastRMSNorm,
+    Norm,
+    run_on_one_rank,
+)
 from nanovllm.kernels.cpu.library import load, structure
 from nanovllm.kernels.cpu.prepacked import (
     PrepackedColumnParallelLinear,
@@ -24,8 +30,7 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedWeight,
     Weight,
 )
-from nanovllm.layers.linear import Linear, RowParallelLinear
-from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.layers.linear import Linear
 from nanovllm.models.decoder import CosSin, DecoderLayer, DecoderLayers
 
 # A step of more tokens is computed layer by layer, because CPython handles Ctrl-C between calls.
@@ -55,10 +60,10 @@ class _Layer(ctypes.Structure):
 
 
 class FusedLayers(OptimizedLayer, DecoderLayers):
-    """Runs decoder layers in C++. The layers are not called, but have what the C++ code reads."""
+    """Runs decoder layers in C++. The layers are not called, but hold the weights that it reads."""
 
     replaces = DecoderLayers
-    parts: ClassVar = {  # of each layer
+    parts: ClassVar = {  # paths within each layer
         "": DecoderLayer,
         "input_layernorm": FastRMSNorm,
         "self_attn": FastAttention,
@@ -76,7 +81,7 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
             if not has_parts(layer, self.parts) or layer.self_attn.backend is not attention:
                 return False
             down_proj = layer.mlp.down_proj
-            if down_proj.bias is not None or not are_alone(layer.self_attn.o_proj, down_proj):
+            if down_proj.bias is not None or not run_on_one_rank(layer.self_attn.o_proj, down_proj):
                 return False
         return True
 
@@ -88,7 +93,7 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         """The last layer computes only K/V for tokens without logits."""
         if any(self.hooks) or 2 * cos_sin[0].shape[-1] != kv_caches[0].shape[-1]:
             return super().forward(x, cos_sin, kv_caches, batch)
-        x = x.clone()  # a caller can keep x
+        x = x.clone()  # the C++ code works in place, and a hook may have kept x
         rows = batch.logits_indices
         has_other_rows = len(rows) < len(x)
         whole = kv_caches[:-1] if has_other_rows else kv_caches
@@ -136,11 +141,6 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
             block_size,
             only_kv,
         )
-
-
-def are_alone(*linears: RowParallelLinear) -> bool:
-    """Return whether there is nothing to reduce over ranks."""
-    return all([type(each.tp) is TensorParallel and each.tp.size == 1 for each in linears])
 
 
 def _find_bias(linear: Linear) -> int | None:

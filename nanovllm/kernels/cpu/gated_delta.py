@@ -9,8 +9,7 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.kernels import OptimizedLayer
-from nanovllm.kernels.cpu.elementwise import FastMLP, FastZeroCenteredRMSNorm, Norm
-from nanovllm.kernels.cpu.fused_layers import are_alone
+from nanovllm.kernels.cpu.elementwise import FastMLP, FastZeroCenteredRMSNorm, Norm, run_on_one_rank
 from nanovllm.kernels.cpu.library import load, structure
 from nanovllm.kernels.cpu.prepacked import (
     PrepackedColumnParallelLinear,
@@ -130,7 +129,7 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
         net, down_proj = self.linear_attn, cast(Any, self.mlp).down_proj
         linears = (net.in_proj_qkvz, net.in_proj_ba, net.out_proj, down_proj)
         has_bias = any([each.bias is not None for each in linears])
-        return not has_bias and are_alone(net.out_proj, down_proj)
+        return not has_bias and run_on_one_rank(net.out_proj, down_proj)
 
     @cached_property
     def struct(self) -> _DeltaLayer:
@@ -151,7 +150,7 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
     def forward(self, x: Tensor, cos_sin: CosSin, states: Tensor, batch: Batch) -> Tensor:
         if any(self.hooks):
             return super().forward(x, cos_sin, states, batch)
-        x = x.clone()  # a caller can keep x
+        x = x.clone()  # the C++ code works in place, and a hook may have kept x
         load(x.dtype).delta_layer(
             ctypes.byref(self.struct),
             x,

@@ -21,7 +21,7 @@ class QuantizedRows {
     static constexpr int64_t NUM_PLANES = 3;
     // If more than 1 / DENSE of the pairs are not zero, all are multiplied.
     static constexpr int64_t DENSE = 4;
-    static constexpr float RATIO = 0x1p15f;  // of the scales of two planes
+    static constexpr float RATIO = 0x1p15f;  // ratio of the scales of two planes
 
     struct Plane {
         Buffer<int16_t> code_memory;
@@ -78,8 +78,8 @@ private:
     void quantize(const T* x, int64_t size, int64_t i) {
         constexpr int32_t INFINITE = 0x7F800000;
         constexpr int32_t FRACTION_BITS = 23;
-        constexpr int32_t LEADING_BITS = 14 << FRACTION_BITS;  // of plane 0, besides the first bit
-        // 2^-82. For smaller numbers, the scale of the last plane would be below every float.
+        constexpr int32_t LEADING_BITS = 14 << FRACTION_BITS;  // bits of plane 0 after the first
+        // 2^-82. Below it, the scale of the last plane would not be a normal float.
         constexpr int32_t TINY = 0x16800000;
         // The bits of absolute values compare like the values, and those of NaN are the highest.
         Integers highest = {};
@@ -227,7 +227,7 @@ private:
                 }
                 line += 2 * WIDTH * BITS / 8;
             }
-            // Otherwise gcc stores the tile before it adds it.
+            // Unrolled, because gcc would otherwise spill the tile.
 #pragma GCC unroll 12
             for (int64_t m = 0; m < M; m++)
                 for (int64_t column = 0; column < V; column++)

@@ -53,7 +53,7 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
     """Fuses each residual add with the RMSNorm after it, across layers too."""
 
     replaces = DecoderLayers
-    parts: ClassVar = {  # of each layer. Attention and MLP are called
+    parts: ClassVar = {  # paths within each layer, whose attention and MLP are called
         "": DecoderLayer,
         "input_layernorm": FastRMSNorm,
         "post_attention_layernorm": FastRMSNorm,
