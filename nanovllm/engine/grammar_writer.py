@@ -21,7 +21,7 @@ REASONING = r"""
 reasoning: REASONING /\n{0,2}/
 REASONING: /(?s:.*)<\/think>/ & ~/(?s:.*)<\/think>(?s:.+)/
 """
-EBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 MAX_EBNF = 20_000  # characters, because the conversion takes quadratic time
 
 # What llguidance says about the limits of grammars.py, and what they limit.
@@ -36,7 +36,7 @@ LIMIT_PHRASES = {
 @contextmanager
 def naming_outputs(name: str = "structured_outputs") -> Iterator[None]:
     """Turn what writing and compiling a grammar can raise into ValueErrors with `name`."""
-    errors = (ValueError, TypeError, RecursionError)
+    errors = (ValueError, TypeError, ArithmeticError, RecursionError)
     advice = "needs pip install 'nanovllm[structured]'"
     with naming(name, *errors), naming(advice, ImportError):
         yield

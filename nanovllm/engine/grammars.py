@@ -134,7 +134,7 @@ class GrammarCheck:
             if code in (-signal.SIGKILL, -signal.SIGXCPU):  # which one depends on the system
                 reason = f"more than {CPU_SECONDS} seconds of CPU time"
             elif code == -signal.SIGSEGV:
-                reason = "rules that nest too deeply"
+                reason = "too many rules, or too deeply nested ones"
             raise ValueError(f"too complex to compile ({reason}): simplify it")
         checked_digests.append(self.digest)
 

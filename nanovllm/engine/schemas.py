@@ -59,10 +59,7 @@ def write_schema(schema: Schema | str, options: Any) -> str:
         groups = [nodes]  # bounds of different nodes can apply to the same number
     for group in groups:
         _check_bounds(group)
-    patterned = [each for each in nodes if isinstance(each.get("patternProperties"), dict)]
-    if sum(len(each["patternProperties"]) for each in patterned) <= MAX_NAME_CHECKS:
-        for node in patterned:
-            _drop_full_patterns(node)
+    _drop_full_patterns(nodes)
     text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     if "\\u00" not in text:  # no control character must be written
         options = {"json_allowed_escapes": ESCAPES, **options}
@@ -171,8 +168,11 @@ def _check_bounds(nodes: list[Schema]) -> None:
     # llguidance multiplies them in integers of 32 bits, in units of the smallest decimal place.
     factors = [Decimal(repr(factor)) for factor in limits["multipleOf"]]
     unit = min([Decimal(10) ** int(factor.as_tuple().exponent) for factor in factors], default=1)
-    if math.prod(factor / unit for factor in factors) >= MAX_MULTIPLE:
-        raise invalid("multipleOf", "must be below 2**32, and so must the product of several")
+    product = Decimal(1)
+    for factor in factors:
+        product *= factor / unit
+        if product >= MAX_MULTIPLE:
+            raise invalid("multipleOf", "must be below 2**32, and so must the product of several")
 
 
 def _check_num_properties(node: Schema) -> None:
@@ -200,30 +200,38 @@ def _read_pattern(node: Any) -> str:
     return str(node.get("pattern", "")) if isinstance(node, dict) else ""
 
 
-def _drop_full_patterns(node: Schema) -> None:
+def _drop_full_patterns(nodes: list[Schema]) -> None:
     """Drop each pattern that matches only listed names, and add its schema to theirs.
 
     After a comma, llguidance would wait for a name that does not exist.
     """
-    patterns = node["patternProperties"]
+    num_checks = 0
+    for node in nodes:
+        patterns = node.get("patternProperties")
+        names = _list_names(node)
+        if not isinstance(patterns, dict) or names is None:
+            continue
+        num_checks += len(patterns) * (1 + len(names))
+        if num_checks > MAX_NAME_CHECKS:
+            break
+        for pattern, schema in list(patterns.items()):
+            # Others match more names than a schema lists, or take long to compile.
+            if not FINITE_PATTERN.fullmatch(pattern) or _has_free_name(pattern, names):
+                continue
+            properties = node.setdefault("properties", {})
+            for name in names:
+                if _matches(pattern, name):
+                    properties[name] = {"allOf": [properties.get(name, True), schema]}
+            del patterns[pattern]
+
+
+def _list_names(node: Schema) -> list[str] | None:
+    """Return the listed names of an object, or None if its keys are invalid."""
     properties = node.get("properties", {})
     required = node.get("required", [])
-    if not isinstance(properties, dict):
-        return
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        return
-    names = list(dict.fromkeys([*properties, *required]))
-    if len(patterns) * len(names) > MAX_NAME_CHECKS:
-        return
-    for pattern, schema in list(patterns.items()):
-        # Others match more names than a schema lists, or take long to compile.
-        if not FINITE_PATTERN.fullmatch(pattern) or _has_free_name(pattern, names):
-            continue
-        for name in names:
-            if _matches(pattern, name):
-                properties[name] = {"allOf": [properties.get(name, True), schema]}
-        node["properties"] = properties
-        del patterns[pattern]
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return None
+    return list(dict.fromkeys([*properties, *map(str, required)]))
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -38,6 +38,7 @@ VALUE_TAGS = (END_PARAMETER, PARAMETER, END_FUNCTION, END_TOOL_CALL, TOOL_CALL, 
 FILLER = re.compile(r"[\s,\[\]}]*")
 # What matters in JSON. A tag is a token of its own.
 TOKEN = re.compile(r'\\.|["{}]|</?tool_call>|<|[^"{}\\<]+', re.DOTALL)
+ESCAPED = '"\\/bfnrtu'  # what can follow a backslash in JSON
 CONTROL = re.compile(r"[\x00-\x1f]")  # JSON does not allow these in strings
 
 
@@ -85,7 +86,9 @@ class CallParser:
             call: Call | None = None
             if tag == "{":
                 name, start_of_arguments = yield from self._read_head(start)
-                if name:  # certainly a call, so its arguments are sent as they arrive
+                # It is certainly a call, so its arguments are sent as they arrive. In reasoning, it
+                # can be an example that is not complete.
+                if name and not in_reasoning:
                     for each in calls:
                         self.send(*each)
                     calls = []
@@ -199,6 +202,8 @@ class CallParser:
                     tag_start = None
                     pieces += held
                     held = []
+            elif token[0] == "\\" and token[1] not in ESCAPED:
+                token = "\\" + token  # such as in a Windows path
             elif in_string:
                 token = CONTROL.sub(lambda control: json.dumps(control[0])[1:-1], token)
             elif token == "{":
@@ -263,10 +268,13 @@ class CallParser:
         position = start
         closing: int | None = None  # a </tool_call> that ends the value unless </parameter> does
         depth = 0  # open blocks in the value
+        quoted_depth = 0  # depth of the first block in the value with a function in tags
         while True:
             position, tag = yield from self.stream.find(VALUE_TAGS, position)
             after = position + len(tag)
-            if tag == END_PARAMETER:
+            if quoted_depth and tag in (PARAMETER, END_PARAMETER, END_FUNCTION):
+                pass  # of the function in the value
+            elif tag == END_PARAMETER:
                 end, next_tag = yield from self.stream.skip(after, (*FUNCTION_TAGS, *BLOCK_TAGS))
                 if next_tag is not None:
                     return self.stream.text[start:position], end, next_tag
@@ -284,8 +292,13 @@ class CallParser:
                 if depth == 0 and closing is None:
                     closing = position
                 depth = max(0, depth - 1)
+                if depth < quoted_depth:
+                    quoted_depth = 0
             elif tag == TOOL_CALL and closing is None:
                 depth += 1
+                _, function = yield from self.stream.skip(after, (FUNCTION,))
+                if function and not quoted_depth:
+                    quoted_depth = depth
             elif tag in (TOOL_CALL, "") and closing is not None:
                 return self.stream.text[start:closing], closing, END_TOOL_CALL
             elif tag == "" or (tag == END_THINK and in_reasoning):

@@ -6,6 +6,7 @@ arrived. Clients that send nothing would use up the file descriptors of the proc
 
 import asyncio
 import json
+import re
 import resource
 from functools import cache
 from http import HTTPStatus
@@ -22,6 +23,8 @@ PROBE_SECONDS = 0.05
 MAX_HEADER_BYTES = 2**16
 LINE_BYTES = 32  # for the memory that each line of a header takes, as in HTTP/2
 MAX_CONNECTIONS = 4096
+# Java's clients ask for HTTP/2 with this header. httptools would drop the body of such a request.
+UPGRADE = re.compile(rb"\r\nupgrade(?=:)", re.IGNORECASE)
 
 
 def choose_max_connections() -> int:
@@ -71,6 +74,7 @@ class Connection(HttpToolsProtocol):
             self.running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
+        data = UPGRADE.sub(b"\r\nx-upgra", data)
         self.num_line_bytes += len(data)
         super().data_received(data)
         if self.is_header_incomplete and self.num_line_bytes > MAX_HEADER_BYTES:

@@ -54,6 +54,7 @@ class MessageParser:
         self.stream = TextStream()
         self.call_parser = CallParser(self.stream, tools, self._send_call)
         self.call_tags = (TOOL_CALL, FUNCTION) if tools else ()
+        self.may_end_reasoning = False  # after a call has, which some models write before </think>
         self.num_without_calls = 0  # characters that were searched for calls in vain
         self.in_block = False  # in a block without a call
         self.has_content = False
@@ -86,6 +87,7 @@ class MessageParser:
                 return
             self.in_block = False
             if tag == END_THINK:
+                self.may_end_reasoning = False
                 self._begin_content()
                 self.stream.take(len(tag))
             elif tag == END_TOOL_CALL:  # the end of a block without a call
@@ -105,6 +107,8 @@ class MessageParser:
         tags = call_tags
         if self.in_reasoning:
             tags = (END_THINK, *call_tags[:1])  # Qwen3.5 can leave out </think>
+        elif self.may_end_reasoning:
+            tags = (END_THINK, *call_tags)
         while True:
             position, tag = self.stream.search(tags, 0)
             is_text = tag in call_tags and position < self.num_without_calls
@@ -157,6 +161,7 @@ class MessageParser:
     def _send_call(self, name: str, arguments: str) -> None:
         """Add a call to the delta, or without a name more arguments of the newest call."""
         if name:
+            self.may_end_reasoning |= self.in_reasoning
             self._begin_content()
             self.num_calls += 1
         if not (name or arguments) or (self.num_calls > 1 and not self.is_parallel):

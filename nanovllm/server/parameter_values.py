@@ -47,7 +47,8 @@ def write_value(text: str, schema: object, root: object) -> str:
     value, written = _read_literal(text.strip())
     if (type(value), value) in [(type(constant), constant) for constant in constants]:
         return written
-    if text.strip() == "null" and "null" in types:
+    is_null = text.strip() == "null" or (value is None and "string" not in types)
+    if is_null and "null" in types:
         return "null"
     for kind in types:
         if kind == "string":

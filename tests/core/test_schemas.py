@@ -2,6 +2,7 @@
 
 import json
 import random
+from unittest.mock import patch
 
 import jsonschema
 import numpy as np
@@ -205,6 +206,28 @@ def test_names_do_not_take_exponential_time():
     properties = {num * "a": {"type": "integer"} for num in range(40, 81)}
     schema = {"type": "object", "properties": properties, "patternProperties": {pattern: {}}}
     assert allows(compile(json=schema), '{"' + 50 * "a" + '":1}')
+
+
+def test_many_names_and_patterns_take_no_time():
+    node = {"type": "object", "properties": {"a": {}}, "additionalProperties": False}
+    hard = {f"^({index}|{'.?' * 80})$": {} for index in range(100)}
+    nodes = [{**node, "patternProperties": hard, "title": str(index)} for index in range(100)]
+    with patch.object(schemas, "_has_free_name") as check:
+        schemas.write_schema({"anyOf": nodes}, {})
+    assert check.call_count <= schemas.MAX_NAME_CHECKS
+
+
+@pytest.mark.parametrize(
+    "schema", [{"multipleOf": [2**53] * 70_000}, {"allOf": [{"multipleOf": 9e15}] * 70_000}]
+)
+def test_large_products_are_no_errors_of_python(schema):
+    with pytest.raises(ValueError, match="multipleOf"):
+        compile(json=schema)
+
+
+def test_blank_lines_of_a_grammar_take_no_time():
+    """A pattern that looks for EBNF in each of them would take minutes."""
+    assert allows(compile(grammar=100_000 * "\n" + 'start: "a"'), "a")
 
 
 def test_known_formats_are_those_of_llguidance():

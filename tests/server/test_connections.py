@@ -149,6 +149,15 @@ def test_a_header_is_counted_without_the_body_before_it(url):
     assert reply.count(b"HTTP/1.1 200") == 2
 
 
+def test_a_request_that_asks_for_another_protocol_is_served(url):
+    """Java's clients ask for HTTP/2 in this way."""
+    upgrade = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEA"}
+    request = write_request({"prompt": [5], "max_tokens": 1}, **upgrade)
+    with connect(url, request[:-5]) as connection:
+        connection.sendall(request[-5:])
+        assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_long_reply_is_not_cut(url):
     """The client has already begun to send its next request."""
     body = {**LONG, "n": 1, "stream": True}

@@ -315,3 +315,9 @@ def test_nan_logits_are_an_error_of_the_server():
     (response,) = post([{"prompt": "x"}], change=break_logits)
     assert response.status_code == 500
     assert NAN_LOGITS in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("outputs", [{"regex": r"[^\s\S]"}, {"json": {"$ref": "#"}}])
+def test_a_constraint_that_nothing_matches_is_found_before_the_reasoning(llm, outputs):
+    with pytest.raises(ApiError, match="structured_outputs"):
+        allow(llm, "<think>", parses_reasoning=True, structured_outputs=outputs)

@@ -124,6 +124,47 @@ CASES = {
             ]
         },
     ),
+    "an example in reasoning": (
+        '<think>e.g. <tool_call>{"name": "f", "arguments": {...}}</tool_call></think>Yes',
+        {
+            "reasoning": 'e.g. <tool_call>{"name": "f", "arguments": {...}}</tool_call>',
+            "content": "Yes",
+        },
+    ),
+    "a call in reasoning that is cut": (
+        '<think>So <tool_call>{"name": "f", "arguments": {"s": "a</think>Yes',
+        {
+            "reasoning": 'So <tool_call>{"name": "f", "arguments": {"s": "a',
+            "content": "Yes",
+        },
+    ),
+    "a call before the end of reasoning": (
+        f"<think>So{write_call()}\n</think>\nYes</think>",
+        {"reasoning": "So", "tool_calls": [ADD], "content": "Yes</think>"},
+    ),
+    "a call in a value": (
+        "<tool_call><function=add><parameter=text>\nSay <tool_call>\n<function=f>\n"
+        "<parameter=number>\n1\n</parameter>\n</function>\n</tool_call>\n</parameter></function>"
+        "</tool_call>",
+        {
+            "tool_calls": [
+                [
+                    "add",
+                    '{"text": "Say <tool_call>\\n<function=f>\\n<parameter=number>\\n1'
+                    '\\n</parameter>\\n</function>\\n</tool_call>"}',
+                ]
+            ]
+        },
+    ),
+    "a tag in a value": (
+        "<tool_call><function=add><parameter=text>the <tool_call> tag</parameter></function>"
+        "</tool_call>",
+        {"tool_calls": [["add", '{"text": "the <tool_call> tag"}']]},
+    ),
+    "an invalid escape": (
+        r'<tool_call>{"name": "add", "arguments": {"text": "C:\path\n"}}</tool_call>',
+        {"tool_calls": [["add", r'{"text": "C:\\path\n"}']]},
+    ),
     "NaN": (
         '<tool_call>{"arguments": {"a": NaN}, "name": "add"}</tool_call>',
         {"content": '<tool_call>{"arguments": {"a": NaN}, "name": "add"}</tool_call>'},
