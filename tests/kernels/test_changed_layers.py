@@ -1,10 +1,12 @@
 """A layer that a reader changes keeps its effect, although optimized layers replace others."""
 
+import gc
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from types import FunctionType, SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
@@ -280,6 +282,46 @@ def test_hidden_states_that_hooks_keep_do_not_change(family):
     part.register_forward_hook(lambda part, args, result: kept.extend([result, result.clone()]))
     compute(model, spec, cpp_backend)
     assert torch.equal(kept[0], kept[1])
+
+
+LAST = "model.layers.1"
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["norms", "delta"])
+@pytest.mark.parametrize(
+    "change",
+    [partial(replace_method, "forward"), partial(wrap_part, "mlp")],
+    ids=["method", "part"],
+)
+def test_a_change_before_the_first_step_keeps_its_effect(family, change):
+    """As users change the model of an engine that has been made."""
+    spec = SPECS[family]
+    models = [spec.make_model(torch_backend), spec.make_model(cpp_backend)]
+    for model in models:
+        randomize(model)
+    optimize(models[1], "cpp")
+    results = []
+    for model, backend in zip(models, (torch_backend, cpp_backend)):
+        path = f"{LAST}.mlp" if change.args == ("forward",) else LAST
+        change(model.get_submodule(path))
+        results.append(compute(model, spec, backend))
+    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["norms", "delta"])
+def test_parts_that_are_replaced_later_stay_in_memory(family):
+    """The C++ code has pointers to their tensors."""
+    spec = SPECS[family]
+    model = optimize(randomize(spec.make_model(cpp_backend)), "cpp")
+    compute(model, spec, cpp_backend)
+    layer = model.model.layers[-1]
+    tensors = [ref(layer.input_layernorm.weight), ref(layer.mlp.gate_up.panels)]
+    layer.input_layernorm.weight = nn.Parameter(torch.ones_like(tensors[0]()))
+    layer.mlp = nn.Identity()
+    gc.collect()
+    assert None not in [tensor() for tensor in tensors]
 
 
 @needs_compiler

@@ -86,12 +86,17 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         return True
 
     @cached_property
-    def structs(self) -> "ctypes.Array[_Layer]":
+    def structs(self) -> "ctypes.Array[_Layer] | None":
+        """Made by the first step. None if a part was replaced after `convert`."""
+        if not self.convert():
+            return None
+        self.kept = self.list_tensors()
         return (_Layer * len(self))(*map(_make_struct, self))
 
     def forward(self, x: Tensor, cos_sin: CosSin, kv_caches: list[Tensor], batch: Batch) -> Tensor:
         """The last layer computes only K/V for tokens without logits."""
-        if any(self.hooks) or 2 * cos_sin[0].shape[-1] != kv_caches[0].shape[-1]:
+        is_other_rope = 2 * cos_sin[0].shape[-1] != kv_caches[0].shape[-1]
+        if self.structs is None or any(self.hooks) or is_other_rope:
             return super().forward(x, cos_sin, kv_caches, batch)
         x = x.clone()  # the C++ code works in place, and a hook may have kept x
         rows = batch.logits_indices
@@ -121,12 +126,13 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         only_kv: bool = False,
     ) -> None:
         """Compute the layers that these caches belong to, from layer `first`, in place of x."""
-        if len(x) == 0:
+        structs = self.structs
+        if structs is None or len(x) == 0:
             return
         pointers = [kv_cache.data_ptr() for kv_cache in kv_caches]
         num_blocks, block_size = kv_caches[0].shape[1:3]
         load(x.dtype).decoder_layers(
-            ctypes.byref(self.structs, first * ctypes.sizeof(_Layer)),
+            ctypes.byref(structs, first * ctypes.sizeof(_Layer)),
             (ctypes.c_void_p * len(pointers))(*pointers),
             len(kv_caches),
             num_blocks * block_size,

@@ -48,6 +48,7 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
         read = (self.A_log, self.dt_bias, self.norm_weight)
         if self.key_dim % 2 != 0 or {each.dtype for each in read} != {torch.float32}:
             return False
+        self.read = read  # the struct points to these
         self.taps = self.conv_weight.detach()[:, 0].T.float().contiguous()
         self.struct = _DeltaRule(
             conv_weight=self.taps.data_ptr(),
@@ -132,7 +133,11 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
         return not has_bias and run_on_one_rank(net.out_proj, down_proj)
 
     @cached_property
-    def struct(self) -> _DeltaLayer:
+    def struct(self) -> _DeltaLayer | None:
+        """Made by the first step. None if a part was replaced after `convert`."""
+        if not self.convert():
+            return None
+        self.kept = self.list_tensors()
         net, mlp = cast(Any, self.linear_attn), cast(Any, self.mlp)
         return _DeltaLayer(
             input_norm=Norm.describe(self.input_layernorm),
@@ -148,7 +153,7 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
         )
 
     def forward(self, x: Tensor, cos_sin: CosSin, states: Tensor, batch: Batch) -> Tensor:
-        if any(self.hooks):
+        if self.struct is None or any(self.hooks):
             return super().forward(x, cos_sin, states, batch)
         x = x.clone()  # the C++ code works in place, and a hook may have kept x
         load(x.dtype).delta_layer(
