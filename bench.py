@@ -29,7 +29,7 @@ from typing import Any
 from nanovllm.benchmark import latency, report, roofline
 from nanovllm.benchmark.arguments import find_policies, make_parser, make_setting
 from nanovllm.benchmark.engines import ENGINES, Engine, NanoVLLM, Request, Setting
-from nanovllm.terminal import run_program
+from nanovllm.utils.terminal import run_program
 
 WORKLOAD = ("num_seqs", "input_len", "output_len", "shared_prefix", "temperature", "seed")
 

@@ -15,8 +15,8 @@ from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.batch import Batch
 from nanovllm.config import QUANTIZATIONS
 from nanovllm.engine.sequence import Sequence
-from nanovllm.terminal import run_program
 from nanovllm.trace import make_page, read, render
+from nanovllm.utils.terminal import run_program
 
 QUESTIONS = [
     "introduce yourself",

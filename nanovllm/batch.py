@@ -20,14 +20,14 @@ that K/V are not stored. `context_lens` counts the tokens that the last query to
 itself included. `block_tables` has the physical blocks of each context, and entries past its end
 are not read. `logits_indices` selects the tokens whose logits are wanted. Layers with a recurrent
 state read that of a sequence from slot `read_slots` and write it to slot `write_slots`. Slot 0 is
-for padding (engine/slots.py). `prefills` are the sequences with more than one query token, because
-kernels compute the others differently. All tensors of a Batch are int32, so that it can be sent as
-one concatenated tensor.
+for padding (worker/state_slots.py). `prefills` are the sequences with more than one query token,
+because kernels compute the others differently. All tensors of a Batch are int32, so that it can be
+sent as one concatenated tensor.
 
-packing.py iterates over the fields to send a batch to other ranks and to copy it into CUDA graphs.
-A new field therefore needs one line below, and one wherever a Batch is made. (A number, or a tensor
-of a new shape, also needs an entry in the layouts of graphs.py.) A tensor is declared with its
-shape. `padding` is for the rows that a graph has beyond those of the batch, and 0 if not given.
+utils/packing.py iterates over the fields to send a batch to other ranks and to copy it into CUDA
+graphs. A new field therefore needs one line below, and one wherever a Batch is made. (A number, or
+a tensor of a new shape, also needs an entry in the layouts of graphs.py.) A tensor is declared with
+its shape. `padding` is for the rows that a graph has beyond those of the batch, and 0 if not given.
 Numbers are fixed when a graph is captured, see graphs.py.
 
 Noise and Filters say how to sample. They go to the sampler only, on rank 0.

@@ -8,8 +8,8 @@ import time
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.config import QUANTIZATIONS
-from nanovllm.messages import Message
 from nanovllm.outputs import RequestOutput
+from nanovllm.text.chat_template import Message
 
 
 def answer(llm: LLM, messages: list[Message], params: SamplingParams) -> str:

@@ -1,7 +1,7 @@
 """The options of an engine, validated before anything is loaded.
 
 Config validates options, and resolves no defaults. Values that depend on the checkpoint or the
-machine (block size, number of blocks, max_model_len) are resolved in engine/worker.py.
+machine (block size, number of blocks, max_model_len) are resolved in worker/worker.py.
 """
 
 import os
@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any, Concatenate, Literal, ParamSpec
 
 from nanovllm.backends import BACKENDS
-from nanovllm.checks import (
+from nanovllm.utils.checks import (
     Checked,
     check_bool,
     check_choice,

@@ -7,32 +7,32 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanovllm.checks import (
-    check_bool,
-    check_int,
-    check_number,
-    check_type,
-)
 from nanovllm.config import Config, takes
-from nanovllm.engine.beam_search import BeamSearch, make_output, search_together
-from nanovllm.engine.grammars import GrammarCompiler
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt, list_prompts
 from nanovllm.engine.llm_engine import choose_policy
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.slots import list_snapshot_slots
-from nanovllm.engine.speculation import SpeculativeScheduler, enable_speculation
-from nanovllm.engine.states import StatefulScheduler
-from nanovllm.engine.structured import StructuredModelRunner
-from nanovllm.engine.thread_safety import ThreadSafeEngine
-from nanovllm.messages import ChatTemplate, Message, Tool
+from nanovllm.features.beam_search import BeamSearch, make_output, search_together
+from nanovllm.features.recurrent_states import StatefulScheduler
+from nanovllm.features.speculation.drafts import SpeculativeScheduler, enable_speculation
+from nanovllm.features.structured_outputs.grammars import GrammarCompiler
+from nanovllm.features.structured_outputs.masks import StructuredModelRunner
+from nanovllm.features.thread_safety import ThreadSafeEngine
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.chat_template import ChatTemplate, Message, Tool
+from nanovllm.text.vocabulary import Vocabulary
 from nanovllm.trace.recorder import TracedModelRunner, TracedScheduler
 from nanovllm.trace.timeline import Timeline, TraceFile
-from nanovllm.vocabulary import Vocabulary
+from nanovllm.utils.checks import (
+    check_bool,
+    check_int,
+    check_number,
+    check_type,
+)
+from nanovllm.worker.state_slots import list_snapshot_slots
 
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None

@@ -13,10 +13,10 @@ import torch
 from nanovllm import SamplingParams
 from nanovllm.benchmark.engines import ENGINES, Setting
 from nanovllm.benchmark.shapes import ON_CPU, ON_GPU, SHAPES
-from nanovllm.checks import parse_value
+from nanovllm.checkpoints.checkpoint import find_checkpoint, read_config
 from nanovllm.config import DTYPES, QUANTIZATIONS, Config
-from nanovllm.models.checkpoint import find_checkpoint, read_config
 from nanovllm.models.weights import choose_dtype
+from nanovllm.utils.checks import parse_value
 
 # Of mixed steps under --request-rate: one that keeps steps short, and the default of LLM.
 TOKEN_BUDGETS = (128, Config.max_num_batched_tokens)

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.models.checkpoint import LOCAL
-from nanovllm.models.quantization import Quantization, read_quantization
+from nanovllm.checkpoints.checkpoint import LOCAL
+from nanovllm.checkpoints.quantization import Quantization, read_quantization
 
 # Options that mean the same in vLLM.
 _OPTIONS_OF_VLLM = (

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.benchmark.engines import NanoVLLM, Request
-from nanovllm.checks import naming
+from nanovllm.utils.checks import naming
 
 PERCENTILES = (50, 90, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")

@@ -12,8 +12,8 @@ from torch.utils.benchmark import Timer
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from nanovllm.benchmark.engines import Request
+from nanovllm.checkpoints.quantization import NOT_QUANTIZED, Quantization
 from nanovllm.layers.quantized import Scheme
-from nanovllm.models.quantization import NOT_QUANTIZED, Quantization
 
 NOTE = "above 100% (null in JSON), caches or kernels exceed the measured rates"
 

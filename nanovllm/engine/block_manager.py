@@ -10,7 +10,7 @@ chained hash, which covers its own tokens and the hash of the block before it:
 A cached block is a full block that `hash_to_block_id` leads to, so that other sequences can hit it.
 A block that is computed again is an uncached duplicate. That happens if two sequences compute it at
 the same time, or if a hit ends before it: before the last token of a prompt, before the first token
-to be scored, or at a snapshot (states.py).
+to be scored, or at a snapshot (recurrent_states.py).
 
 A freed block keeps its content until it is taken for other tokens. `free_block_ids` is the
 eviction order: uncached blocks first, then the least recently used ones. Within a sequence the tail
@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from nanovllm.arithmetic import cdiv
 from nanovllm.engine.sequence import Sequence
+from nanovllm.utils.arithmetic import cdiv
 
 
 @dataclass(eq=False, slots=True)

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from nanovllm.checks import call_foreign, check_int, check_type, invalid, naming
 from nanovllm.config import Config
-from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.utils.checks import call_foreign, check_int, check_type, invalid, naming
 
 Prompt = str | list[int]
 

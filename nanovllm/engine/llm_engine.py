@@ -7,7 +7,7 @@
         outputs = engine.step()
 
 add_request, step and exit run their parts by `_take_turn`. Here that is a plain call, so the engine
-serves one thread, and an exception from a step leaves it unusable. engine/thread_safety.py
+serves one thread, and an exception from a step leaves it unusable. features/thread_safety.py
 overrides it with a lock and the recovery of interrupted calls.
 """
 
@@ -21,27 +21,27 @@ from typing import Any, TypeVar
 
 import torch
 
-from nanovllm.checks import naming
-from nanovllm.config import Config
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.input_processor import InputProcessor, PreparedPrompt, Prompt, needs_llm
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.placement import engine_settings
-from nanovllm.engine.request import Inbox, Request
-from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
-from nanovllm.engine.sequence import Sequence
-from nanovllm.models.checkpoint import (
+from nanovllm.checkpoints.checkpoint import (
     find_checkpoint,
     read_config,
     read_eos_token_ids,
     read_generation_defaults,
     read_tokenizer,
 )
-from nanovllm.models.config import read_spec
+from nanovllm.config import Config
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.input_processor import InputProcessor, PreparedPrompt, Prompt, needs_llm
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.request import Inbox, Request
+from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.models.architectures import read_spec
 from nanovllm.models.spec import ModelSpec
 from nanovllm.models.weights import choose_dtype
 from nanovllm.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import naming
+from nanovllm.worker.placement import engine_settings
 
 Engine = TypeVar("Engine", bound="LLMEngine")
 Result = TypeVar("Result")

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from nanovllm import kernels
-from nanovllm.arithmetic import cdiv
 from nanovllm.batch import Batch, Filters, Noise, SamplingBatch
 from nanovllm.config import Config
-from nanovllm.engine.dummy_steps import KINDS, sample_each_kind
-from nanovllm.engine.executor import Executor, MultiRankExecutor
-from nanovllm.engine.logprobs import find_logprobs
-from nanovllm.engine.penalties import apply_penalties
-from nanovllm.engine.placement import engine_settings
 from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.logprobs import find_logprobs
 from nanovllm.layers.noise import make_noise_keys
+from nanovllm.layers.penalties import apply_penalties
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import Logprobs
-from nanovllm.transfers import to_device
+from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.transfers import to_device
+from nanovllm.worker.dummy_steps import KINDS, sample_each_kind
+from nanovllm.worker.executor import Executor, MultiRankExecutor
+from nanovllm.worker.placement import engine_settings
 
 Value = TypeVar("Value")
 

@@ -60,7 +60,7 @@ class Sequence:
         self.block_table: list[int] = []  # logical block -> physical block
         self.block_hashes: list[int] = []  # hashes of full blocks, computed when first needed
         self.lane = -1  # while running: its row in the model runner's block tables
-        # Where its recurrent state is, and where the current step writes it. See states.py.
+        # Where its recurrent state is, and where the current step writes it (recurrent_states.py).
         self.read_slot = 0
         self.write_slot = 0
         self.snapshot_position = 0  # tokens after which its state is kept for other sequences

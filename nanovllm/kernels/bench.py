@@ -19,7 +19,7 @@ import torch
 from nanovllm.backends import BACKENDS
 from nanovllm.kernels import select_backend
 from nanovllm.kernels.self_test import Shape, compare_with_torch
-from nanovllm.terminal import run_program
+from nanovllm.utils.terminal import run_program
 
 QWEN3_HEADS = (16, 8, 128)  # heads, KV heads and head_dim of Qwen3-0.6B
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 8e-2}  # what rounding explains

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nanovllm.arithmetic import cdiv
 from nanovllm.batch import Batch
 from nanovllm.layers import attention as reference
 from nanovllm.layers.attention import Backend
+from nanovllm.utils.arithmetic import cdiv
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.arithmetic import cdiv
 from nanovllm.batch import Batch
+from nanovllm.utils.arithmetic import cdiv
 
 NAME = "torch"
 PREFERRED_BLOCK_SIZE = 16

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.arithmetic import cdiv
 from nanovllm.layers.linear import Target
 from nanovllm.layers.quantized import multiply
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
+from nanovllm.utils.arithmetic import cdiv
 
 
 class Embedding(nn.Module):

@@ -27,7 +27,7 @@ CosSin = tuple[Tensor, Tensor]  # for the positions of all tokens
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec(ModelSpec):
-    """What distinguishes one decoder of this file from another. models/config.py fills it."""
+    """What distinguishes one decoder of this file from another. architectures.py fills it."""
 
     norm_eps: float
     rope: RopeSpec

@@ -26,7 +26,7 @@ _FIRST_POSITION = 2  # the rows before it are for padding, which does not occur 
 
 @dataclass(frozen=True, kw_only=True)
 class OPTSpec(ModelSpec):
-    """What distinguishes one OPT from another. models/config.py reads it."""
+    """What distinguishes one OPT from another. models/architectures.py reads it."""
 
     embedding_size: int  # width of the token embeddings and of the output head
     norm_first: bool

@@ -1,6 +1,6 @@
 """The interface between the engine and a model: sizes, how to make it, and how to call it.
 
-Each structure of models has a subclass of ModelSpec in the file of its layers, and models/config.py
+Each structure of models has a subclass of ModelSpec in the file of its layers, and architectures.py
 fills it from config.json.
 """
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.batch import Batch
+from nanovllm.checkpoints.quantization import NOT_QUANTIZED, Quantization
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
-from nanovllm.models.quantization import NOT_QUANTIZED, Quantization
 
 
 class CausalLM(nn.Module):

@@ -16,18 +16,18 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from nanovllm.checks import naming
+from nanovllm.checkpoints.formats import Format
+from nanovllm.checkpoints.quantization import Quantization
+from nanovllm.checkpoints.tensor_files import TensorFiles, summarize
 from nanovllm.config import Config
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import Linear, Target
 from nanovllm.layers.quantized import QuantizedWeight, Scheme
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
-from nanovllm.models.formats import Format
 from nanovllm.models.moe import Experts
-from nanovllm.models.quantization import Quantization
 from nanovllm.models.spec import CausalLM, ModelSpec
-from nanovllm.models.tensor_files import TensorFiles, summarize
+from nanovllm.utils.checks import naming
 
 _HEAD = "lm_head.weight"
 QUANTIZABLE = (Linear, Embedding, Experts)  # layers whose matrices can be quantized

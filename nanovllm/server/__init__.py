@@ -5,7 +5,7 @@ connections.py       limits on connections
 middleware.py        the log of requests, rejection of foreign web pages
 openai_api.py        endpoints
 bodies.py            reads the JSON of requests
-grammar_checks.py    the queue of grammars that clients wait for
+grammar_utils/checks.py    the queue of grammars that clients wait for
 cancellation.py      ends work when its client leaves, or when the engine stops
 metrics.py           Prometheus' metrics
 parameters.py        reads the parameters of a request

@@ -18,14 +18,14 @@ from typing import Any
 import uvicorn
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.checks import check_int, naming, parse_value
 from nanovllm.config import Config
 from nanovllm.server.connections import KEEP_ALIVE_SECONDS, Connection, choose_max_connections
 from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.middleware import is_loopback
 from nanovllm.server.openai_api import Api
 from nanovllm.server.playground import Playground
-from nanovllm.terminal import report
+from nanovllm.utils.checks import check_int, naming, parse_value
+from nanovllm.utils.terminal import report
 
 SHUTDOWN = "the server is shutting down"
 GRACE = 5  # seconds for clients that do not read

@@ -11,11 +11,11 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from nanovllm.checks import show
-from nanovllm.engine.grammars import GrammarCheck, run_check
+from nanovllm.features.structured_outputs.grammars import GrammarCheck, run_check
 from nanovllm.server.cancellation import until_disconnect
 from nanovllm.server.errors import ApiError, JsonObject
 from nanovllm.server.grammar_checks import GrammarChecks
+from nanovllm.utils.checks import show
 
 T = TypeVar("T")
 

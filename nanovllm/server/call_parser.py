@@ -21,11 +21,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from nanovllm.messages import NAME, Tool
 from nanovllm.server.errors import JsonObject
 from nanovllm.server.parameter_values import find_properties, write_value
 from nanovllm.server.text_stream import TextStream, Waiting
-from nanovllm.vocabulary import END_THINK, END_TOOL_CALL, TOOL_CALL
+from nanovllm.text.chat_template import NAME, Tool
+from nanovllm.text.vocabulary import END_THINK, END_TOOL_CALL, TOOL_CALL
 
 FUNCTION = "<function="
 END_FUNCTION = "</function>"

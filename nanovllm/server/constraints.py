@@ -10,15 +10,19 @@ With a reasoning parser, reasoning comes first, unless the prompt has closed it.
 from typing import Any
 
 from nanovllm import LLM
-from nanovllm.checks import check_bool, invalid, show
-from nanovllm.engine.grammar_writer import allow_reasoning, naming_outputs, write_rules
-from nanovllm.engine.schemas import relax
-from nanovllm.messages import Tool
+from nanovllm.features.structured_outputs.grammar_writer import (
+    allow_reasoning,
+    naming_outputs,
+    write_rules,
+)
+from nanovllm.features.structured_outputs.schemas import relax
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.server.errors import JsonObject
 from nanovllm.server.message_parser import find_last_tag, read_continued
 from nanovllm.server.tools import choose_tools, write_grammar
-from nanovllm.vocabulary import END_THINK, THINK
+from nanovllm.text.chat_template import Tool
+from nanovllm.text.vocabulary import END_THINK, THINK
+from nanovllm.utils.checks import check_bool, invalid, show
 
 FORMAT_KEYS = {
     "text": ["type"],

@@ -1,9 +1,12 @@
-"""Checks the grammars of clients, each in a process of its own, see engine/grammars.py."""
+"""Checks the grammars of clients, each in a process of its own.
+
+features/structured_outputs/grammars.py makes the processes.
+"""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-from nanovllm.engine.grammars import GrammarCheck
+from nanovllm.features.structured_outputs.grammars import GrammarCheck
 from nanovllm.server.errors import ApiError
 
 NUM_PROCESSES = 2

@@ -8,10 +8,10 @@
 A special token adds no text, and has its name instead. So have candidates that were not sampled.
 """
 
-from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.outputs import PromptLogprobs
 from nanovllm.server.errors import JsonObject
-from nanovllm.vocabulary import Vocabulary
+from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.vocabulary import Vocabulary
 
 LEAST_LOGPROB = -9999.0  # stands for -inf, as in vLLM, because JSON has no infinity
 

@@ -10,11 +10,11 @@ without a call is text of the section in which it stands.
 import re
 from uuid import uuid4
 
-from nanovllm.messages import Tool
 from nanovllm.server.call_parser import FUNCTION, CallParser
 from nanovllm.server.errors import JsonObject
 from nanovllm.server.text_stream import TextStream, Waiting
-from nanovllm.vocabulary import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL, Vocabulary
+from nanovllm.text.chat_template import Tool
+from nanovllm.text.vocabulary import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL, Vocabulary
 
 NUM_TAG_TOKENS = 24  # tokens at the end of a prompt that may be a tag and newlines
 

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.server.errors import ApiError, JsonObject
 from nanovllm.server.metrics import Metrics
-from nanovllm.terminal import report
+from nanovllm.utils.terminal import report
 
 QUIET = ("/health", "/metrics", "/ping")  # polled every few seconds, so neither logged nor counted
 

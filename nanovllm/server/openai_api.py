@@ -20,7 +20,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from nanovllm import LLM, __version__
-from nanovllm.checks import show
 from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.outputs import NAN_LOGITS
 from nanovllm.server.bodies import Bodies
@@ -31,6 +30,7 @@ from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import Middleware, respond, respond_error, show_path
 from nanovllm.server.parameters import detokenize, parse_request, tokenize
 from nanovllm.server.protocol import END, Reply, write_event
+from nanovllm.utils.checks import show
 
 BASE_BODY_BYTES = 2**20  # room for everything that is not a prompt
 MAX_BODY_BYTES = 2**25  # reached at a max_model_len of about 32,000

@@ -7,18 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checks import (
-    check_bool,
-    check_choice,
-    check_int,
-    check_ints,
-    check_type,
-    invalid,
-    naming,
-    show,
-)
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt, list_prompts
-from nanovllm.messages import Tool
 from nanovllm.server.constraints import constrain, delay_constraint
 from nanovllm.server.errors import ApiError, JsonObject, blaming
 from nanovllm.server.parameter_table import (
@@ -33,6 +22,17 @@ from nanovllm.server.parameter_table import (
     TOKENIZE_PROMPT,
     Table,
     Use,
+)
+from nanovllm.text.chat_template import Tool
+from nanovllm.utils.checks import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_ints,
+    check_type,
+    invalid,
+    naming,
+    show,
 )
 
 DEFAULT_MAX_TOKENS = 16  # for completions; a chat can use the rest of max_model_len

@@ -22,7 +22,6 @@ from starlette.routing import Route
 from transformers import Qwen3_5TextConfig
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.checks import check_bool, check_int, check_names, check_number, check_type
 from nanovllm.config import Config
 from nanovllm.outputs import RequestOutput
 from nanovllm.server.bodies import Bodies
@@ -33,6 +32,7 @@ from nanovllm.server.middleware import respond
 from nanovllm.trace.page import read_template, shorten
 from nanovllm.trace.reader import Reader
 from nanovllm.trace.timeline import Event, Timeline
+from nanovllm.utils.checks import check_bool, check_int, check_names, check_number, check_type
 
 # The options that the page can change. Its scenes start from these values.
 DEFAULTS: dict[str, Any] = {

@@ -11,7 +11,6 @@ from typing import Any
 from uuid import uuid4
 
 from nanovllm import LLM
-from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.input_processor import PreparedPrompt, list_prompts
 from nanovllm.engine.request import Request
 from nanovllm.outputs import PromptLogprobs, RequestOutput
@@ -19,6 +18,7 @@ from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject
 from nanovllm.server.logprobs import LogprobsWriter
 from nanovllm.server.message_parser import MessageParser, find_last_tag, read_continued
+from nanovllm.text.detokenizer import Detokenizer
 
 
 class Reply:

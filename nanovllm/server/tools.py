@@ -15,11 +15,11 @@ Where a call is required, a grammar makes any model write the first form.
 
 import json
 
-from nanovllm.checks import invalid, show
-from nanovllm.engine.schemas import COMBINATIONS, relax, write_schema
-from nanovllm.messages import Tool, check_tools
+from nanovllm.features.structured_outputs.schemas import COMBINATIONS, relax, write_schema
 from nanovllm.server.errors import JsonObject
-from nanovllm.vocabulary import END_TOOL_CALL, TOOL_CALL
+from nanovllm.text.chat_template import Tool, check_tools
+from nanovllm.text.vocabulary import END_TOOL_CALL, TOOL_CALL
+from nanovllm.utils.checks import invalid, show
 
 # As json.dumps and templates write JSON. Small models can repeat optional spaces forever.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

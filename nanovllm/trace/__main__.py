@@ -12,8 +12,8 @@ import argparse
 import shutil
 from pathlib import Path
 
-from nanovllm.terminal import run_program
 from nanovllm.trace import draw, make_page, read, render
+from nanovllm.utils.terminal import run_program
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from nanovllm.arithmetic import cdiv
-from nanovllm.checks import naming
 from nanovllm.trace.reader import BLOCK_STATES, Step
+from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.checks import naming
 
 _COLORS = ("#4c72b0", "#a9bfe0", "#eeeeee")  # in the order of BLOCK_STATES
 _MAX_ROWS = 32  # the plot grows up to this number of lanes

@@ -23,9 +23,9 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.speculation import SpeculativeScheduler, count_matches
-from nanovllm.engine.states import StatefulScheduler
-from nanovllm.engine.structured import StructuredModelRunner
+from nanovllm.features.recurrent_states import StatefulScheduler
+from nanovllm.features.speculation.drafts import SpeculativeScheduler, count_matches
+from nanovllm.features.structured_outputs.masks import StructuredModelRunner
 from nanovllm.trace.timeline import Args, Event, Timeline, make_event
 
 _COUNTERS = (

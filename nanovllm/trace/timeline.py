@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.vocabulary import Vocabulary
+from nanovllm.text.vocabulary import Vocabulary
 
 Args = dict[str, Any]
 Event = dict[str, Any]

@@ -13,7 +13,6 @@ from conftest import DEVICE, make_batch
 from torch import nn
 
 from nanovllm import kernels
-from nanovllm.arithmetic import cdiv
 from nanovllm.kernels.cpu import layers as cpu_layers
 from nanovllm.kernels.cpu.gated_delta import FastGatedDeltaRule
 from nanovllm.layers import attention as torch_backend
@@ -23,6 +22,7 @@ from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec
 from nanovllm.models.weights import QUANTIZABLE, quantize_layer
+from nanovllm.utils.arithmetic import cdiv
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -14,11 +14,11 @@ from conftest import DEVICE, ON_GPU, generate_ids, greedy, make_batch, random_pr
 from torch import Tensor, nn
 
 from nanovllm import batch as batch_module
-from nanovllm import packing
 from nanovllm.batch import Batch
 from nanovllm.kernels.cuda import graphs
 from nanovllm.kernels.cuda.graphs import CudaGraphs, list_batch_sizes
-from nanovllm.packing import pack, pack_padded, unpack
+from nanovllm.utils import packing
+from nanovllm.utils.packing import pack, pack_padded, unpack
 
 pytest.importorskip("triton", reason="triton is not installed")
 

@@ -26,11 +26,11 @@ from torch.testing import assert_close
 from transformers import Qwen3MoeConfig
 
 from nanovllm import LLM, SamplingParams, kernels
+from nanovllm.checkpoints.tensor_files import TensorFiles
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.decoder import MLP, Attention, DecoderLayers
-from nanovllm.models.tensor_files import TensorFiles
 from nanovllm.models.weights import load_checkpoint
 
 

@@ -16,11 +16,11 @@ from kernel_helpers import (
     randomize,
 )
 
+from nanovllm.checkpoints.quantization import INT8
 from nanovllm.kernels.cpu.gated_delta import FastDeltaLayer, FastGatedDeltaRule
 from nanovllm.kernels.cpu.prepacked import PrepackedRowParallelLinear
 from nanovllm.layers.gated_delta import GatedDeltaRule
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
-from nanovllm.models.quantization import INT8
 from nanovllm.models.qwen3_5 import DeltaLayer, Qwen35Spec
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("inference_mode")]

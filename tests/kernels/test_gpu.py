@@ -19,9 +19,9 @@ from conftest import (
 from kernel_helpers import make_delta_rule, make_delta_step, optimize, quantize, randomize
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.layers.linear import ColumnParallelLinear
-from nanovllm.models.quantization import INT4, INT8
-from nanovllm.transfers import copy_to
+from nanovllm.utils.transfers import copy_to
 
 pytestmark = pytest.mark.gpu
 graphs_and_eager = pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])

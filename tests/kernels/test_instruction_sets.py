@@ -20,11 +20,11 @@ from kernel_helpers import (
 )
 from torch.testing import assert_close
 
+from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.prepacked import PrepackedWeight
 from nanovllm.layers.quantized import QuantizedWeight
-from nanovllm.models.quantization import INT4, INT8
 
 pytestmark = needs_compiler
 # Each with the dtype that takes the most paths of its own there. Without AVX2, panels of quantized

@@ -10,6 +10,7 @@ from conftest import make_batch
 from kernel_helpers import CPU, DTYPES, all_dtypes, make_spec, needs_compiler, quantize, randomize
 from torch.testing import assert_close
 
+from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.kernels import kernelize
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
@@ -22,7 +23,6 @@ from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.quantized import QuantizedWeight, Scheme
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.moe import Experts
-from nanovllm.models.quantization import INT4, INT8
 
 pytestmark = needs_compiler
 SCHEMES = [INT8, INT4, Scheme(4, 32), Scheme(4, 96), Scheme(8, 64)]

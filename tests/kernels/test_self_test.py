@@ -11,6 +11,7 @@ from torch import nn
 from transformers import Qwen3_5TextConfig
 
 from nanovllm import LLM, kernels
+from nanovllm.checkpoints.quantization import INT8
 from nanovllm.kernels import OptimizedLayer, kernelize
 from nanovllm.kernels.cuda import graphs
 from nanovllm.layers import attention as torch_backend
@@ -20,7 +21,6 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import MLP, Attention, DecoderLayers
-from nanovllm.models.quantization import INT8
 from nanovllm.models.weights import QUANTIZABLE, quantize_layer
 
 LINEAR = {ColumnParallelLinear, RowParallelLinear}

@@ -16,7 +16,7 @@ from nanovllm.kernels.cpu.library import reason_unavailable
 from nanovllm.kernels.cpu.prepacked import PrepackedExperts
 from nanovllm.layers import attention
 from nanovllm.layers.tensor_parallel import TensorParallel
-from nanovllm.models.config import read_spec
+from nanovllm.models.architectures import read_spec
 from nanovllm.models.moe import MoE
 
 CONFIG = Qwen3MoeConfig(

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from transformers import Qwen3_5Config, Qwen3_5TextConfig
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.draft_costs import StepCosts
-from nanovllm.engine.slots import FIRST_LANE, ZEROS
-from nanovllm.engine.speculation import Speculator
+from nanovllm.checkpoints.quantization import INT8
+from nanovllm.features.speculation.costs import StepCosts
+from nanovllm.features.speculation.drafts import Speculator
 from nanovllm.layers.quantized import QuantizedWeight
-from nanovllm.models.quantization import INT8
+from nanovllm.worker.state_slots import FIRST_LANE, ZEROS
 
 SETTINGS = dict(
     family=Qwen3_5TextConfig,

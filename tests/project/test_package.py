@@ -57,13 +57,13 @@ MAY_IMPORT = {  # part of the package -> parts
         "vocabulary",
     },
 }
-MAY_IMPORT_KERNELS = {"nanovllm.engine.worker", "nanovllm.engine.model_runner"}
+MAY_IMPORT_KERNELS = {"nanovllm.worker.worker", "nanovllm.engine.model_runner"}
 # Rare mechanisms, which the rest of the engine does not know.
 OUTSIDE_THE_CORE = (
-    "nanovllm.engine.speculation",
-    "nanovllm.engine.grammars",
-    "nanovllm.engine.structured",
-    "nanovllm.engine.thread_safety",
+    "nanovllm.features.speculation.drafts",
+    "nanovllm.features.structured_outputs.grammars",
+    "nanovllm.features.structured_outputs.masks",
+    "nanovllm.features.thread_safety",
     "nanovllm.trace",
     "nanovllm.server",
 )
@@ -158,10 +158,10 @@ def add_line(module, line):
 @pytest.mark.parametrize(
     "module, line",
     [
-        ("batch", "from nanovllm.checks import naming"),
+        ("batch", "from nanovllm.utils.checks import naming"),
         ("batch", "import nanovllm"),
-        ("arithmetic", "from nanovllm.checks import naming"),
-        ("packing", "from nanovllm.checks import naming"),
+        ("arithmetic", "from nanovllm.utils.checks import naming"),
+        ("packing", "from nanovllm.utils.checks import naming"),
         ("backends", "from nanovllm.kernels.cpu import attention"),
         ("backends", "import torch"),
         ("config", "from nanovllm.kernels import select_backend"),

@@ -11,8 +11,8 @@ import pytest
 from project_helpers import ROOT, reject, start
 
 import example
-from nanovllm import terminal
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.utils import terminal
 
 PACKAGE = ROOT / "nanovllm"
 README = (ROOT / "README.md").read_text()

@@ -9,8 +9,8 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from nanovllm import DEMO_MODEL, LLM
-from nanovllm.engine import grammars
-from nanovllm.engine.grammar_writer import make_grammar
+from nanovllm.features.structured_outputs import grammars
+from nanovllm.features.structured_outputs.grammar_writer import make_grammar
 from nanovllm.outputs import NAN_LOGITS
 from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.errors import ApiError

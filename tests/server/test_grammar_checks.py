@@ -12,8 +12,8 @@ import psutil
 import pytest
 from server_helpers import OPTIONS, connect, post, read_all, start, write_request
 
-from nanovllm.engine import grammars
-from nanovllm.engine.grammars import GrammarCheck, check_in_process
+from nanovllm.features.structured_outputs import grammars
+from nanovllm.features.structured_outputs.grammars import GrammarCheck, check_in_process
 from nanovllm.server import bodies, grammar_checks
 from nanovllm.server.errors import ApiError
 from nanovllm.server.grammar_checks import GrammarChecks
@@ -21,7 +21,7 @@ from nanovllm.server.grammar_checks import GrammarChecks
 ENDLESS = "import time; time.sleep(600)"  # a check that never ends
 # Three grammars can wait. The one of "known" has passed.
 PROGRAM = """
-from nanovllm.engine import grammars
+from nanovllm.features.structured_outputs import grammars
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.server import grammar_checks
 from nanovllm.server.__main__ import main

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.engine.grammars import GrammarCompiler
+from nanovllm.features.structured_outputs.grammars import GrammarCompiler
 from nanovllm.server import parameters
 from nanovllm.server.errors import ApiError
 from nanovllm.server.parameters import CHAT, COMPLETION, parse_request

@@ -10,7 +10,7 @@ from browser import needs_browser, run_script
 from server_helpers import CLIENT, post, start, stream
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.engine.draft_costs import StepCosts
+from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.server import playground
 from nanovllm.server.playground import DEFAULTS
 

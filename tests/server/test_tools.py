@@ -14,7 +14,7 @@ from nanovllm.server.openai_api import Api
 from nanovllm.server.parameters import parse_request
 from nanovllm.server.protocol import Reply
 from nanovllm.server.tools import write_grammar
-from nanovllm.vocabulary import TAGS
+from nanovllm.text.vocabulary import TAGS
 
 TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[-1].content }}{{ start }}"
 ADD = {

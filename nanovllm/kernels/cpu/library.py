@@ -24,7 +24,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from nanovllm.terminal import report
+from nanovllm.utils.terminal import report
 
 S = TypeVar("S", bound=ctypes.Structure)
 

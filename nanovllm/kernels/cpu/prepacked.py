@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.arithmetic import cdiv
 from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.cpu.library import load, structure
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.models.moe import Experts
+from nanovllm.utils.arithmetic import cdiv
 
 _PANEL_WIDTH = 32  # WIDTH of gemm.h
 _CACHE_LINE = 64  # bytes

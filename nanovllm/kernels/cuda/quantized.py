@@ -22,12 +22,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from nanovllm.arithmetic import cdiv
 from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.cuda.launch import describe_gpu, is_aligned, prepare
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import QuantizedWeight
+from nanovllm.utils.arithmetic import cdiv
 
 # These constants and the tiles of `FastQuantizedLayer.multiply` are not tuned on a GPU.
 _K = 128  # the largest group, so that a tile has whole groups

@@ -1,0 +1,164 @@
+"""Reads the config, the tokenizer, the EOS token ids and the sampling defaults of a checkpoint."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from nanovllm.config import MAX_SIZE
+from nanovllm.utils.checks import check_ints, naming
+
+# Options of from_pretrained: run no code of the checkpoint, use no network.
+LOCAL: dict[str, bool] = {"trust_remote_code": False, "local_files_only": True}
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+# The same weights for other programs, in repositories of Mistral and Meta.
+_COPIES = ["consolidated*", "original/*", "*/*.safetensors"]
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# Where programs store settings of quantization: fields of config.json, or files beside it.
+_QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
+_QUANTIZATION_FILES = {  # with the quant_method that their contents can omit
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+
+
+def find_checkpoint(model: str) -> Path:
+    """Return the directory `model`, or download the Hub id `model` and return its directory.
+
+    Raises ValueError if it is neither, or if a file in it is not a regular file.
+    """
+    directory = Path(os.path.expanduser(model))
+    if not directory.is_dir():
+        problem = f"model={model!r}: no such directory, and it cannot be downloaded"
+        # OSError comes from the network and the Hub, ValueError from an invalid id.
+        with naming(problem, OSError, ValueError):
+            downloaded = snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_COPIES)
+        directory = Path(downloaded)
+    for pattern in _FILES:
+        for path in directory.glob(pattern):
+            # Reading a named pipe would wait for its writer.
+            if path.exists() and not path.is_file():
+                raise ValueError(f"{path} is not a regular file")
+    return directory
+
+
+def read_config(directory: Path) -> PretrainedConfig:
+    """Read config.json and fill in the defaults of its family.
+
+    Of a model for text and images, return the config of the text part, with every EOS id. Settings
+    of quantization become its quantization_config, and quantization_source names their place.
+
+    Raises ValueError for a config that transformers rejects.
+    """
+    path = directory / "config.json"
+    if not path.exists():
+        raise ValueError(f"{path} is missing: model must be a checkpoint directory or a Hub id")
+    with naming(path, Exception):
+        config = AutoConfig.from_pretrained(directory, **LOCAL)
+        text_config = config.get_text_config()
+        if text_config is not config:
+            for name in ("architectures", "name_or_path", "tie_word_embeddings"):
+                setattr(text_config, name, getattr(config, name, None))
+            text_config.dtype = text_config.dtype or config.dtype
+            outer_ids = _list_ids(getattr(config, "eos_token_id", None))
+            text_config.eos_token_id = outer_ids + _list_ids(text_config.eos_token_id)
+    for source, settings in _list_quantization(directory, config, text_config):
+        if settings:
+            text_config.quantization_config = settings
+            text_config.quantization_source = source
+            break
+    return text_config
+
+
+def _list_quantization(directory: Path, *configs: PretrainedConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the places where settings of quantization can be, with their contents."""
+    for config in configs:
+        for field in _QUANTIZATION_FIELDS:
+            yield field, getattr(config, field, None)
+    for name, method in _QUANTIZATION_FILES.items():
+        path = directory / name
+        if path.exists():
+            yield name, {"quant_method": method, **read_json(path)}
+
+
+def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer. Return None if the checkpoint has none.
+
+    Raises ValueError if it cannot be loaded.
+    """
+    vocabularies = [name for name in _VOCABULARIES if (directory / name).is_file()]
+    if not vocabularies:
+        return None
+    problem = f"cannot load the tokenizer in {directory}"
+    if vocabularies == ["tokenizer.model"]:  # the error of transformers always names tiktoken
+        needed = "sentencepiece and protobuf, or tiktoken in Llama 3's original format"
+        problem += f" (tokenizer.model needs {needed})"
+    with naming(problem, Exception):
+        return AutoTokenizer.from_pretrained(directory, **LOCAL)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the object in a JSON file. Raises ValueError, naming the file, if there is none."""
+    with naming(path, OSError, ValueError, RecursionError):
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _read_generation_config(directory: Path) -> dict[str, Any]:
+    path = directory / "generation_config.json"
+    return read_json(path) if path.exists() else {}
+
+
+def read_eos_token_ids(
+    directory: Path,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+) -> frozenset[int]:
+    """Return every EOS id of generation_config.json, config.json and the tokenizer.
+
+    All of them count, because fine-tuned checkpoints often change only one: a chat model's
+    tokenizer ends turns, while its config.json still names the EOS of the base model.
+
+    A negative id means none, as null does. Ids above the vocabulary are left out. They occur in
+    checkpoints with a reduced vocabulary, and cannot be sampled.
+    """
+    given = {
+        "generation_config.json": _read_generation_config(directory).get("eos_token_id"),
+        "config.json": config.eos_token_id,
+        "tokenizer_config.json": None if tokenizer is None else tokenizer.eos_token_id,
+    }
+    token_ids: set[int] = set()
+    for name, value in given.items():
+        with naming(directory / name, TypeError, ValueError):
+            token_ids.update(check_ints("eos_token_id", _list_ids(value), minimum=-MAX_SIZE))
+    return frozenset(token_id for token_id in token_ids if 0 <= token_id < vocab_size)
+
+
+def _list_ids(value: Any) -> list[Any]:
+    """Return an eos_token_id as a list. It can be None, one id or a list."""
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def read_generation_defaults(directory: Path) -> dict[str, Any]:
+    """Return the sampling parameters that generation_config.json sets, by their names here.
+
+    As in vLLM, null means unset and do_sample is ignored. In transformers a missing do_sample means
+    greedy, so obeying it would make most base models greedy, which users of vLLM do not expect.
+
+    The values are not checked. Raises ValueError if the file contains no JSON object.
+    """
+    content = _read_generation_config(directory)
+    content["max_tokens"] = content.get("max_new_tokens")
+    given = {name: content.get(name) for name in _SAMPLING_FIELDS}
+    return {name: value for name, value in given.items() if value is not None}

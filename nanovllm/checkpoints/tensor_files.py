@@ -1,0 +1,178 @@
+"""The tensors in the *.safetensors files of a checkpoint.
+
+If there is an index, the checkpoint has only the tensors that it lists. Files are mapped into
+memory, so a tensor takes memory only while it is read. Of a float weight, a rank reads only its
+shard. Codes are read whole.
+"""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nanovllm.checkpoints.checkpoint import read_json
+from nanovllm.utils.checks import naming
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INDEX = "model.safetensors.index.json"
+_DAMAGED = (SafetensorError, OSError)  # what safe_open raises
+
+
+class TensorFiles:
+    """Maps the names of tensors to their files.
+
+    Raises ValueError if there are no files, if the index is damaged or does not match, or if two
+    files have the same tensor.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files: dict[Path, safe_open] = {}
+        self._stored: dict[str, tuple[Path, str]] = {}  # file, and the name in it
+        self._opened: set[str] = set()
+        repeated: list[str] = []
+        for path, listed in _find_weight_files(directory).items():
+            with naming(path, *_DAMAGED, ValueError):
+                self._files[path] = safe_open(path, framework="pt")
+                stored_names = _select(self._files[path].keys(), listed)
+            for stored_name in stored_names:
+                name = _normalize(stored_name)
+                if name in self._stored:
+                    repeated.append(f"{self.locate(name)} and {stored_name} in {path.name}")
+                self._stored[name] = (path, stored_name)
+        if repeated:
+            problem = summarize("repeated tensors", repeated)
+            raise ValueError(f"the checkpoint in {directory} is ambiguous: {problem}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def list_unread(self) -> list[str]:
+        """Return the names of tensors that were not opened, in their order."""
+        return [name for name in self._stored if name not in self._opened]
+
+    def rename(self, name: str, new_name: str) -> None:
+        self._stored[new_name] = self._stored.pop(name)
+
+    def locate(self, name: str) -> str:
+        """Return the stored name of a tensor and its file, for a message."""
+        path, stored_name = self._stored[name]
+        return f"{stored_name} in {path.name}"
+
+    def find_stored_dtype(self) -> torch.dtype | None:
+        """Return the dtype of the first tensor that stores floats of 16 or 32 bits.
+
+        Embeddings come first, because Qwen3.5 stores a few small tensors in float32, and all others
+        in 16 bits.
+        """
+        names = sorted(self._stored, key=lambda name: not name.endswith("embed_tokens.weight"))
+        for path, stored_name in [self._stored[name] for name in names]:
+            with naming(path, *_DAMAGED):
+                dtype = self._files[path].get_slice(stored_name).get_dtype()
+            if dtype in FLOATS:
+                return FLOATS[dtype]
+        return None
+
+    def read(
+        self, name: str, shape: list[int] | None = None, dtypes: Iterable[str] = FLOATS
+    ) -> Tensor:
+        """As `open`, for a whole tensor."""
+        return self.open(name, shape, dtypes)[...]
+
+    def open(
+        self, name: str, shape: list[int] | None = None, dtypes: Iterable[str] = FLOATS
+    ) -> Any:
+        """Check a tensor without reading it. Index the result by slices to read a part.
+
+        Raises ValueError if it is missing, or has another shape than `shape` or another dtype.
+        """
+        if name not in self:
+            raise ValueError(f"the checkpoint in {self.directory} has no tensor {name}")
+        path, stored_name = self._stored[name]
+        self._opened.add(name)
+        with naming(path, *_DAMAGED, ValueError):
+            stored = self._files[path].get_slice(stored_name)
+            if shape not in (None, stored.get_shape()):
+                raise ValueError(
+                    f"tensor {stored_name} has shape {stored.get_shape()}, the model needs {shape}"
+                )
+            if stored.get_dtype() not in dtypes:
+                raise ValueError(
+                    f"tensor {stored_name} is stored as {stored.get_dtype()}: supported dtypes are"
+                    f" {', '.join(dtypes)}"
+                )
+        return stored
+
+
+def _normalize(stored_name: str) -> str:
+    """Return the name that a tensor has in a model for text with a head.
+
+    A model that was saved without its head has names without the prefix "model.". The text part of
+    a model for images has the prefix "model.language_model.", and OPT has "model.decoder.".
+    """
+    has_prefix = stored_name.startswith(("model.", "lm_head.", "mtp."))
+    name = stored_name if has_prefix else f"model.{stored_name}"
+    return re.sub(r"^model\.(language_model|decoder)\.", "model.", name)
+
+
+def summarize(title: str, names: list[str]) -> str:
+    """Return a line that names up to five."""
+    shown = ", ".join(names[:5])
+    return f"{title}: {shown}, ..." if len(names) > 5 else f"{title}: {shown}"
+
+
+def _select(names: list[str], listed: set[str] | None) -> list[str]:
+    """Return the tensors of a file that the index lists for it, or all if there is no index."""
+    if listed is None:
+        return names
+    missing = sorted(listed.difference(names))
+    if missing:
+        raise ValueError(summarize(f"missing tensors, which {INDEX} lists", missing))
+    return [name for name in names if name in listed]
+
+
+def _find_weight_files(directory: Path) -> dict[Path, set[str] | None]:
+    """Map each file to the tensors that the index lists for it. None: there is no index.
+
+    When save_pretrained writes a single file, it removes the shards of an earlier save, but not
+    their index. Such an index does not count.
+    """
+    index = directory / INDEX
+    if index.exists():
+        files = _read_index(index)
+        missing = [file.name for file in files if not file.is_file()]
+        if not missing:
+            return files
+        if not (directory / "model.safetensors").is_file():
+            raise ValueError(f"{index} lists {missing[0]!r}, but there is no such file: add it")
+    for pattern in ("model.safetensors", "model-*.safetensors", "*.safetensors"):
+        paths = sorted(directory.glob(pattern))
+        if paths:
+            return dict.fromkeys(paths)
+    raise ValueError(
+        f"{directory} contains no *.safetensors files: add them, or set load_format='dummy'"
+        " for random weights"
+    )
+
+
+def _read_index(path: Path) -> dict[Path, set[str] | None]:
+    """Read which tensors the index lists for each file.
+
+    Raises ValueError, naming the index, if it is damaged.
+    """
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{path}: weight_map must be an object that maps tensors to files")
+    files: defaultdict[Path, set[str]] = defaultdict(set)
+    for tensor, name in weight_map.items():
+        # A path could lead out of the checkpoint.
+        if not isinstance(name, str) or os.path.basename(name) != name:
+            raise ValueError(f"{path}: the file of {tensor} must be a file's name, not {name!r}")
+        files[path.parent / name].add(tensor)
+    return {file: files[file] for file in sorted(files)}

@@ -1,0 +1,152 @@
+"""Beam search with the same results as transformers', built on ordinary requests.
+
+Each step sends all running beams to the engine, as prompts of which one token is generated, and
+extends every beam by its most probable next tokens. The candidates are ranked by cumulative log
+probability:
+
+    running    the best `beam_width` candidates that have not ended
+    finished   the best `beam_width` ended beams by cumulative_logprob / length ** length_penalty.
+               Only ended candidates among the best `beam_width` of a step compete.
+
+The search ends when no running beam could replace a finished one at its current length
+(transformers' early_stopping=False). The beams share their prefix through the prefix cache.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from heapq import nlargest
+from operator import itemgetter
+from typing import Any
+
+from nanovllm.engine.input_processor import PreparedPrompt
+from nanovllm.outputs import NAN_LOGITS, FinishReason, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.detokenizer import Detokenizer
+
+Generate = Callable[[list[PreparedPrompt]], list[RequestOutput]]
+
+
+@dataclass(frozen=True)
+class Beam:
+    """One hypothesis: generated tokens and their log probabilities."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)  # one dict per token
+    cumulative_logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+
+
+class BeamSearch:
+    """The beams of one prompt. Handles token ids and scores. `search_together` runs the engine."""
+
+    def __init__(
+        self,
+        prompt: list[int],
+        beam_width: int,
+        max_tokens: int,
+        length_penalty: float,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.prompt = prompt
+        self.beam_width = beam_width
+        self.max_tokens = max_tokens
+        self.length_penalty = length_penalty
+        self.eos_token_ids = eos_token_ids
+        # Even if the best candidates of every beam are all EOS tokens, beam_width others remain.
+        self.num_candidates = max(2, 1 + len(eos_token_ids)) * beam_width
+        self.running = [Beam()]
+        self.finished: list[Beam] = []  # best first
+
+    def advance(self, logprobs: list[dict[int, float]]) -> None:
+        """Extend all running beams by one token.
+
+        `logprobs` has for each of them the `num_candidates` most probable tokens, or all tokens. It
+        is empty for a beam with NaN logits, which is dropped. If no beam is left, the search ends
+        with "error".
+        """
+        candidates: list[tuple[float, Beam, int, float]] = []  # the first is the new total
+        for beam, next_tokens in zip(self.running, logprobs, strict=True):
+            for token_id, logprob in next_tokens.items():
+                total = beam.cumulative_logprob + logprob
+                candidates.append((total, beam, token_id, logprob))
+        chosen = nlargest(self.num_candidates, candidates, key=itemgetter(0))
+        best = [self._extend(*candidate) for candidate in chosen]
+        ended = [beam for beam in best[: self.beam_width] if beam.finish_reason is not None]
+        self.finished = nlargest(self.beam_width, self.finished + ended, key=self._score)
+        if not best and not self.finished:
+            self.finished = [replace(beam, finish_reason="error") for beam in self.running]
+        unfinished = [beam for beam in best if beam.finish_reason is None]
+        self.running = unfinished[: self.beam_width]
+        if self._is_decided():
+            self.running = []
+
+    def _extend(self, total: float, beam: Beam, token_id: int, logprob: float) -> Beam:
+        token_ids = [*beam.token_ids, token_id]
+        reason: FinishReason | None = None
+        if token_id in self.eos_token_ids:
+            reason = "stop"
+        elif len(token_ids) == self.max_tokens:
+            reason = "length"
+        return Beam(token_ids, [*beam.logprobs, {token_id: logprob}], total, reason)
+
+    def _is_decided(self) -> bool:
+        """Return whether no running beam could replace a finished one at its current length."""
+        if not self.running or len(self.finished) < self.beam_width:
+            return False
+        return self._score(self.running[0]) <= self._score(self.finished[-1])
+
+    def _score(self, beam: Beam) -> float:
+        return beam.cumulative_logprob / len(beam.token_ids) ** self.length_penalty
+
+
+def search_together(searches: list[BeamSearch], generate: Generate) -> list[RequestOutput]:
+    """Finish all `searches`, which share the engine's steps.
+
+    Return the output of the first step for each search.
+    """
+    first_outputs: list[RequestOutput] = []
+    active = searches
+    while active:
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=active[0].num_candidates
+        )
+        prompts: list[PreparedPrompt] = []
+        for search in active:
+            for beam in search.running:
+                prompts.append(PreparedPrompt(search.prompt + beam.token_ids, params))
+        outputs = generate(prompts)
+        if not first_outputs:
+            first_outputs = outputs  # each search begins with one beam
+        start = 0
+        for search in active:
+            end = start + len(search.running)
+            search.advance([_next_logprobs(output) for output in outputs[start:end]])
+            start = end
+        active = [search for search in active if search.running]
+    return first_outputs
+
+
+def make_output(
+    prompt: list[int], beam: Beam, first: RequestOutput, tokenizer: Any
+) -> RequestOutput:
+    """Return a finished beam as an output. `first` is the output of the search's first step."""
+    text = ""
+    if tokenizer is not None:
+        has_stop_token = beam.finish_reason == "stop"
+        text_token_ids = beam.token_ids[:-1] if has_stop_token else beam.token_ids
+        text = Detokenizer(tokenizer, prompt).read(prompt + text_token_ids, is_last=True)
+    return {
+        **first,
+        "prompt_token_ids": list(prompt),
+        "token_ids": beam.token_ids,
+        "text": text,
+        "finish_reason": beam.finish_reason,
+        "error": NAN_LOGITS if beam.finish_reason == "error" else None,
+        "logprobs": beam.logprobs,
+        "cumulative_logprob": beam.cumulative_logprob,
+    }
+
+
+def _next_logprobs(output: RequestOutput) -> dict[int, float]:
+    """The log probabilities of the token that was generated, empty after NaN logits."""
+    return output["logprobs"][0] if output["logprobs"] else {}

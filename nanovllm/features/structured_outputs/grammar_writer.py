@@ -1,0 +1,116 @@
+"""Writes constraints as grammars in llguidance's variant of Lark, and its errors as sentences."""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nanovllm.features.structured_outputs.schemas import write_schema
+from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.utils.checks import invalid, naming
+
+# Whitespace between two tokens of JSON. It is limited, because small models would repeat it until
+# max_tokens.
+JSON_DEFAULTS: Any = {"whitespace_pattern": " "}
+# The end of a grammar. Otherwise text that must come next may come only in tokens of llguidance's
+# choice. The model would then not write what it writes without a grammar, even if that is allowed.
+NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+# What a reasoning model writes after <think>: any text up to the first </think>, and blank lines.
+REASONING = r"""
+reasoning: REASONING /\n{0,2}/
+REASONING: /(?s:.*)<\/think>/ & ~/(?s:.*)<\/think>(?s:.+)/
+"""
+EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+MAX_EBNF = 20_000  # characters, because the conversion takes quadratic time
+
+# What llguidance says about the limits of grammars.py, and what they limit.
+LIMIT_PHRASES = {
+    "too many expressions": "the work on a token",
+    "too many states": "the states of the lexer",
+    "Current row has": "the parser's items in a row",
+    "Too many items": "the parser's items in a step",
+}
+
+
+@contextmanager
+def naming_outputs(name: str = "structured_outputs") -> Iterator[None]:
+    """Turn what writing and compiling a grammar can raise into ValueErrors with `name`."""
+    errors = (ValueError, TypeError, ArithmeticError, RecursionError)
+    advice = "needs pip install 'nanovllm[structured]'"
+    with naming(name, *errors), naming(advice, ImportError):
+        yield
+
+
+def make_grammar(outputs: StructuredOutputsParams) -> str:
+    """Write `outputs` as a grammar."""
+    return write_rules(outputs) + NO_FORCING
+
+
+def write_rules(outputs: StructuredOutputsParams) -> str:
+    from llguidance import LLMatcher
+
+    if outputs.grammar is not None:
+        return convert_ebnf(outputs.grammar)
+    if outputs.regex is not None:
+        grammar = LLMatcher.grammar_from_regex(outputs.regex)
+        return str(json.loads(grammar)["grammars"][0]["lark_grammar"])
+    if outputs.choice is not None:
+        texts = [json.dumps(text, ensure_ascii=False) for text in outputs.choice]
+        # A terminal, because the parser's limits would allow only some thousand rules.
+        rules = f"start: TEXT\nTEXT: {' | '.join(texts)}"
+        return rules.replace("\x7f", r"\x7f")  # llguidance rejects DEL, which JSON does not escape
+    schema = {"type": "object"} if outputs.json is None else outputs.json
+    return f"start: %json {write_schema(schema, JSON_DEFAULTS)}"
+
+
+def convert_ebnf(grammar: str) -> str:
+    """Return a grammar in Lark, which may be in the EBNF of vLLM and llama.cpp (root ::= ...)."""
+    if EBNF_RULE.search(grammar) is None:
+        return grammar
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if len(grammar) > MAX_EBNF:
+        raise invalid("an EBNF grammar", f"must have at most {MAX_EBNF} characters: use Lark")
+    with naming("invalid or unsupported EBNF", Exception):
+        return gbnf_to_lark(grammar)
+
+
+def allow_reasoning(outputs: StructuredOutputsParams, is_open: bool) -> StructuredOutputsParams:
+    """Let reasoning come before a constraint. `is_open` if the prompt has begun it with <think>."""
+    with naming_outputs():
+        rules = write_rules(outputs)
+    start = "reasoning" if is_open else '("<think>" reasoning)?'
+    # The rules come first, so that their lines keep their numbers.
+    return StructuredOutputsParams(
+        grammar=f"body: %lark {{ {rules}\n}}\nstart: {start} body{REASONING}"
+    )
+
+
+def explain(error: str) -> str:
+    """Turn an error of llguidance into a sentence about the client's own grammar."""
+    if error.startswith("NoExtension"):
+        return "no text matches"
+    limit = find_limit(error)
+    if limit is not None:
+        return f"too complex ({limit}): simplify it"
+    # Without the lines of the grammar that follow, such as "  1 | start: a".
+    error = re.split(r"\n *\d+ \| ", error)[0].replace("<non-verbose/>", "")
+    error = re.sub(r"^(at )?(\d+\(\d+\): )*(\d+)\(\d+\): ", r"line \3: ", error)
+    # A schema and a regex are in a line that the client did not write.
+    error = re.sub(r"^line \d+: (failed to compile JSON schema: |(?=invalid regex))", "", error)
+    error = re.sub(r" \(in regex\): regex parse error:.*error: ", ": ", error, flags=re.DOTALL)
+    error = re.sub(r"regex parse error:\s+(.*)\n\s*\^+\n", r'invalid regex "\1": ', error)
+    error = re.sub(r"^Unimplemented keys", "unsupported keys", error)
+    error = re.sub(r"^oneOf .*", "oneOf must have parts that exclude each other: use anyOf", error)
+    error = re.sub(r"^Resource ('.*') is not.*", r"$ref \1 is not in the schema", error)
+    error = re.sub(r" \('\w+'\)\)$", ")", error)
+    return " ".join(error.replace('": error: ', '": ').split())
+
+
+def find_limit(error: str) -> str | None:
+    """Return what an error of llguidance says that a grammar has exceeded."""
+    for phrase, limit in LIMIT_PHRASES.items():
+        if phrase in error:
+            return limit
+    return None

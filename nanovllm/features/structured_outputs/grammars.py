@@ -1,0 +1,162 @@
+"""Compiles JSON schemas, regexes and grammars, by llguidance, into matchers of tokens.
+
+Grammars come from clients. A process of its own therefore compiles each grammar first, see
+grammar_check.py. LIMITS bound what a step takes. A sample that exceeds them ends with an error.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import cached_property, partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from nanovllm.engine.request import Request
+from nanovllm.features.structured_outputs.grammar_writer import (
+    explain,
+    make_grammar,
+    naming_outputs,
+)
+from nanovllm.features.structured_outputs.masks import StructuredRequest
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.vocabulary import Vocabulary
+
+CHECK_PROGRAM = str(Path(__file__).with_name("grammar_check.py"))
+CPU_SECONDS = 2  # for the compilation of a grammar
+CHECK_SECONDS = 30  # for the process that compiles it, which waits for the cores of the engine
+LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_items_in_row": 10_000}
+MAX_LEXER_STATES = 50_000  # per sample
+
+
+class GrammarCompiler:
+    """Compiles the grammars of the requests of one engine."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        # Not the engine, because it would then refer to itself and outlive its last reference.
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+
+    def compile(self, params: SamplingParams, num_samples: int) -> Callable[..., Request]:
+        """Return a factory of requests with the grammar of `params`.
+
+        All `num_samples` of them share the states of one lexer.
+
+        Raises ValueError for a grammar that is invalid, too complex, or that no text matches.
+        """
+        outputs: Any = params.structured_outputs
+        with naming_outputs():
+            matcher = self._compile(make_grammar(outputs), num_samples)
+        return partial(StructuredRequest, matcher=matcher)
+
+    def _compile(self, grammar: str, num_samples: int) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+
+        check_in_process(grammar)
+        # Copies share the states of the lexer.
+        max_lexer_states = MAX_LEXER_STATES * num_samples
+        limits = LLParserLimits(**LIMITS, max_lexer_states=max_lexer_states, verbose_errors=False)
+        matcher = LLMatcher(self.guidance_tokenizer, grammar, log_level=0, limits=limits)
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise ValueError(f"invalid or unsupported: {explain(matcher.get_error())}")
+        return matcher
+
+    @cached_property
+    def guidance_tokenizer(self) -> Any:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        if self.tokenizer is None:
+            raise ValueError("the checkpoint has no tokenizer")
+        texts = TokenTexts(self.tokenizer, self.vocab_size, self.eos_token_ids)
+        return LLTokenizer(TokenizerWrapper(texts), eos_token=sorted(self.eos_token_ids) or None)
+
+
+class TokenTexts:
+    """The bytes of all tokens, in the form that llguidance takes.
+
+    llguidance's own reader of tokenizers does not let added tokens be text, such as Qwen's
+    <tool_call>, and reads only some kinds of tokenizers.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        vocabulary = Vocabulary(tokenizer)
+        vocab_size = max(vocab_size, len(tokenizer))
+        # llguidance needs an EOS token. If there is none, it is one that no logit belongs to.
+        token_ids = range(vocab_size if eos_token_ids else vocab_size + 1)
+        self.eos_token_id = min(eos_token_ids, default=vocab_size)
+        self.tokens = [vocabulary.read_bytes(token_id) for token_id in token_ids]
+        padding = range(len(tokenizer), len(token_ids))
+        self.special_token_ids = [*vocabulary.hidden_ids, *padding]
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Not needed, see NO_FORCING."""
+        return []
+
+
+# Digests of grammars that passed the check. Clients could prepare collisions of weaker hashes.
+checked_digests = deque[bytes](maxlen=1024)
+
+
+class GrammarCheck:
+    """Compiles a grammar in a process of its own, which another thread can end."""
+
+    def __init__(self, grammar: str) -> None:
+        self.text = grammar.encode()
+        self.digest = sha256(self.text).digest()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.is_cancelled = False
+
+    def run(self) -> None:
+        """Raise ValueError for a grammar whose compilation could harm the engine."""
+        # The process finds packages where this one does, and its own folder comes first.
+        path = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": ""}
+        pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        command = [sys.executable, CHECK_PROGRAM, str(CPU_SECONDS)]
+        with subprocess.Popen(command, env={**os.environ, **path}, **pipes) as self.process:
+            try:
+                if self.is_cancelled:  # before there was a process
+                    self.process.kill()
+                _, stderr = self.process.communicate(self.text, CHECK_SECONDS)
+            except subprocess.TimeoutExpired as error:
+                problem = (
+                    f"not compiled within {CHECK_SECONDS} seconds, because this machine is busy"
+                )
+                raise ValueError(f"{problem}: try again later, or simplify it") from error
+            finally:  # also after Ctrl-C
+                self.process.kill()
+        code = self.process.returncode
+        if code != 0:
+            reason = stderr.decode().strip().rpartition("\n")[2] or f"exit code {code}"
+            if code in (-signal.SIGKILL, -signal.SIGXCPU):  # which one depends on the system
+                reason = f"more than {CPU_SECONDS} seconds of CPU time"
+            elif code == -signal.SIGSEGV:
+                reason = "too many rules, or too deeply nested ones"
+            raise ValueError(f"too complex to compile ({reason}): simplify it")
+        checked_digests.append(self.digest)
+
+    def cancel(self) -> None:
+        """End the process, also if it is yet to start. Any thread may call this."""
+        self.is_cancelled = True
+        if self.process is not None:
+            self.process.kill()
+
+
+# The function that runs a check. The server replaces it, so that no thread waits for the process.
+run_check: ContextVar[Callable[[GrammarCheck], None]] = ContextVar(
+    "run_check", default=GrammarCheck.run
+)
+
+
+def check_in_process(grammar: str) -> None:
+    """Raise ValueError for a grammar whose compilation could harm the engine."""
+    check = GrammarCheck(grammar)
+    if check.digest not in checked_digests:
+        run_check.get()(check)

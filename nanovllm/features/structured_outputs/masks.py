@@ -1,0 +1,122 @@
+"""Constrained decoding: the text of a request follows a JSON schema, a regex or a grammar.
+
+A matcher of tokens says in each step which tokens may come next, and the logits of all others
+become -inf:
+
+    text so far     {"age": 4
+    may come next   2    0}    ,   }        but not: x, EOS
+
+A matcher has consumed the generated tokens of its sequence. After an interrupted step it starts
+again with the committed ones. EOS may come when the text may end. grammars.py makes matchers.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.engine.request import Request
+from nanovllm.engine.sequence import Sequence
+from nanovllm.features.prompt_logprobs import ScoringModelRunner
+from nanovllm.features.structured_outputs.grammar_writer import find_limit
+from nanovllm.outputs import FinishReason
+from nanovllm.utils.transfers import to_device
+
+
+@dataclass(eq=False)
+class StructuredRequest(Request):
+    """A request with structured_outputs."""
+
+    matcher: Any = None  # llguidance's LLMatcher, before the first token
+
+    def __post_init__(self) -> None:
+        self.matcher = self.matcher.deep_copy()
+        super().__post_init__()
+
+    def restart(self) -> None:
+        super().restart()
+        self.matcher.reset()
+        self.matcher.consume_tokens(self.token_ids[self.num_prompt_tokens :])
+
+    def check_end(self) -> FinishReason | None:
+        """As Request.check_end. The sequence also ends when its text is complete."""
+        reason = super().check_end()
+        if reason == "stop":
+            return reason
+        self.matcher.consume_token(self.token_ids[-1])
+        if self.matcher.is_error():
+            return "error"
+        return "stop" if self.matcher.is_stopped() else reason
+
+    def explain_error(self) -> str:
+        error = self.matcher.get_error()
+        if not error:
+            return super().explain_error()
+        limit = find_limit(error)
+        if limit is None:
+            return "its structured_outputs allow no way to continue its text"
+        return f"its structured_outputs are too complex ({limit}): simplify them"
+
+    def compute_masks(self) -> list[np.ndarray]:
+        """The mask of each row of logits. All rows but the first follow a draft token."""
+        masks = [compute_mask(self.matcher)]
+        self._lift_ban(masks[0])
+        draft = self.token_ids[len(self.token_ids) - self.num_logits + 1 :]
+        # A copy, because a draft token can exceed limits, and an error of a matcher is final.
+        matcher = self.matcher.deep_copy() if draft else self.matcher
+        for token_id in draft:
+            # A draft token that must not come is rejected. Masks after it have no effect.
+            matcher.try_consume_tokens([token_id])
+            masks.append(compute_mask(matcher))
+        return masks
+
+    def _lift_ban(self, mask: np.ndarray) -> None:
+        """Drop min_tokens if only stop tokens may come. The text could neither go on nor end."""
+        is_banned = len(self.token_ids) < self.min_num_tokens
+        if is_banned and self.stop_token_ids.issuperset(list_tokens(mask)):
+            self.min_num_tokens = 0
+
+
+def compute_mask(matcher: Any) -> np.ndarray:
+    """The tokens that may come next, one bit for each. None of them after an error."""
+    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return np.zeros_like(mask) if matcher.is_error() else mask
+
+
+def list_tokens(mask: np.ndarray) -> list[int]:
+    """The tokens that a mask allows."""
+    return np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+
+
+class StructuredModelRunner(ScoringModelRunner):
+    """Also lets sequences with a grammar sample only what may come next."""
+
+    def process_logits(self, logits: Tensor, rows: list[Sequence]) -> Tensor:
+        indices: list[int] = []  # rows with a mask
+        masks: list[np.ndarray] = []  # computed while a GPU still computes the logits
+        start = 0
+        for seq in dict.fromkeys(rows):
+            end = start + seq.num_logits
+            if isinstance(seq, StructuredRequest):
+                indices += range(start, end)
+                masks += seq.compute_masks()
+            start = end
+        if indices:
+            logits = mask_rows(logits, np.array(indices), np.array(masks))
+        return super().process_logits(logits, rows)
+
+
+def mask_rows(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
+    """Apply `masks` [num_masked, num_bytes] to `rows` [num_masked] of `logits`.
+
+    A row without any allowed token becomes NaN, which ends its sequence with an error.
+    """
+    device = logits.device
+    indices = to_device(rows, device)
+    bits = np.unpackbits(masks, axis=1, bitorder="little")
+    is_allowed = to_device(bits.view(np.bool_), device)[:, : logits.shape[1]]
+    masked = logits[indices].masked_fill(~is_allowed, -torch.inf)
+    masked.masked_fill_(~is_allowed.any(-1, keepdim=True), torch.nan)
+    return logits.index_copy(0, indices, masked)

@@ -1,0 +1,69 @@
+"""Penalties for repeated tokens, biases, and the ban of stop tokens before min_tokens.
+
+A penalty changes only the logits of a sequence's own tokens, a small part of the vocabulary. They
+are gathered, changed and written back. The counts are recomputed in each step, as in vLLM, so there
+is no state that a preemption or an interrupt could make invalid.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.utils.transfers import to_device
+
+
+def apply_penalties(logits: Tensor, seqs: list[Sequence]) -> Tensor:
+    """Return `logits` [num_rows, vocab_size] with penalties, biases and bans.
+
+    Each row has a sequence.
+    """
+    penalized = [row for row, seq in enumerate(seqs) if seq.params.penalizes]
+    if penalized:
+        logits = penalize(logits.float(), penalized, [seqs[row] for row in penalized])
+    biased: list[tuple[int, int, float]] = []  # row, token id, bias
+    banned: list[tuple[int, int]] = []  # row, token id
+    for row, seq in enumerate(seqs):
+        if seq.params.logit_bias is not None:
+            biased += [(row, *item) for item in seq.params.logit_bias.items()]
+        if len(seq.token_ids) < seq.min_num_tokens:
+            banned += [(row, token_id) for token_id in seq.stop_token_ids]
+    if biased:
+        indices = to_device(np.array([item[:2] for item in biased]), logits.device)
+        biases = to_device(np.array([item[2] for item in biased], np.float32), logits.device)
+        logits = logits.float().index_put(tuple(indices.T), biases, accumulate=True)
+    if banned:
+        rows, token_ids = to_device(np.array(banned), logits.device).T
+        logits = logits.index_put((rows, token_ids), logits.new_full((), -torch.inf))
+    return logits
+
+
+def penalize(logits: Tensor, rows: list[int], seqs: list[Sequence]) -> Tensor:
+    """Penalize `rows` of `logits` [num_rows, vocab_size] for the tokens of `seqs`.
+
+    A token that occurs several times is written as many times, always with the same value.
+    """
+    longest = max(len(seq.token_ids) for seq in seqs)
+    token_ids = np.zeros((len(seqs), longest), np.int64)
+    is_generated = np.zeros((len(seqs), longest), np.float32)
+    penalties = np.zeros((3, len(seqs), 1), np.float32)
+    for index, seq in enumerate(seqs):
+        num_tokens = len(seq.token_ids)
+        token_ids[index, :num_tokens] = seq.token_ids
+        token_ids[index, num_tokens:] = seq.token_ids[0]  # padding, which does not count
+        is_generated[index, seq.num_prompt_tokens : num_tokens] = 1.0
+        params = seq.params
+        penalties[0, index] = params.presence_penalty
+        penalties[1, index] = params.frequency_penalty
+        penalties[2, index] = params.repetition_penalty
+    device = logits.device
+    ids = to_device(token_ids, device)  # [num_seqs, longest]
+    row_indices = to_device(np.array(rows), device)[:, None]
+    presence, frequency, repetition = to_device(penalties, device)  # each [num_seqs, 1]
+
+    counts = logits.new_zeros(len(seqs), logits.shape[1])
+    counts = counts.scatter_add_(1, ids, to_device(is_generated, device)).gather(1, ids)
+    repeated = logits[row_indices, ids]  # [num_seqs, longest]
+    scaled = torch.where(repeated > 0, repeated / repetition, repeated * repetition)
+    result = scaled - counts * frequency - (counts > 0) * presence
+    return logits.index_put((row_indices, ids), result)

@@ -1,0 +1,204 @@
+"""Turns the messages and tools of a chat into a prompt, by the checkpoint's chat template.
+
+A template prints whatever it gets, such as a dict as its Python repr. Messages must therefore be
+what OpenAI's API allows: https://platform.openai.com/docs/api-reference/chat/create
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from inspect import signature
+from typing import Any
+
+from nanovllm.utils.checks import call_foreign, check_bool, check_type, invalid, show
+
+# {"role": one of ROLES, "content": text}, where the text is a str or a list of parts
+# {"type": "text", "text": str}. An assistant's content may be None or [], or have parts
+# {"type": "refusal", "refusal": str}. Its "tool_calls" are a list of
+# {"type": "function", "id": str, "function": {"name": str, "arguments": JSON of a dict}}.
+# Models do not always write valid JSON, so the arguments of a call can be any str.
+Message = dict[str, Any]
+# {"type": "function", "function": {"name": str, "parameters": JSON schema, ...}}
+Tool = dict[str, Any]
+
+NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)  # name of a function
+ROLES = ("system", "developer", "user", "assistant", "tool")
+UNSUPPORTED = ("function_call", "audio")
+# Fields that are a str or None.
+TEXTS = ("name", "tool_call_id", "refusal", "reasoning", "reasoning_content")
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether the template shows tools to the model."""
+        template = str(getattr(self.tokenizer, "chat_template", ""))
+        # Phi-4-mini's has message['tools'], which is not the variable.
+        return "tools" in template.replace("'tools'", "")
+
+    def render(
+        self,
+        conversations: list[list[Message]],
+        tools: list[Tool] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[str]:
+        """Return the texts of conversations, see `LLM.chat`. Raises ValueError or TypeError."""
+        if tools and not self.uses_tools:
+            raise invalid("tools", "need a chat template that uses them: this model's does not")
+        variables = chat_template_kwargs or {}
+        check_type("chat_template_kwargs", variables, (dict,), "a dict")
+        # Clients of a server must not set parameters of apply_chat_template. chat_template, for
+        # example, would run their own code.
+        reserved = {"self", "messages", *signature(self.tokenizer.apply_chat_template).parameters}
+        for name in sorted(reserved & (variables.keys() - {"documents"})):
+            raise invalid(f"chat_template_kwargs.{name}", "is no variable of the chat template")
+        apply = partial(
+            self.tokenizer.apply_chat_template,
+            tools=check_tools(tools) if tools else None,
+            add_generation_prompt=check_bool("add_generation_prompt", add_generation_prompt),
+            continue_final_message=check_bool("continue_final_message", continue_final_message),
+            tokenize=False,
+            **variables,
+        )
+        problem = "the checkpoint's chat template cannot format these messages"
+        texts: list[str] = []
+        for conversation in conversations:
+            messages = prepare_messages(conversation)
+            try:
+                text = call_foreign(problem, partial(apply, messages))
+            except ValueError:
+                # Perhaps because arguments are a str, over whose items Qwen3.5's template loops.
+                wrapped = _wrap_arguments(messages)
+                if wrapped == messages:
+                    raise
+                text = call_foreign(problem, partial(apply, wrapped))
+            texts.append(str(text))
+        return texts
+
+
+def prepare_messages(conversation: Any) -> list[Message]:
+    """Return the messages with their content as one str, and arguments of tool calls as dicts.
+
+    Arguments that are not JSON of an object stay a str, which shows the model its mistake. Other
+    fields are left to the template. Raises ValueError that names the field at fault.
+    """
+    prepared: list[Message] = []
+    for name, message in _list_dicts("messages", conversation):
+        role = message.get("role")
+        is_known = isinstance(role, str) and role in ROLES
+        _require(is_known, f"{name}.role", f"one of {', '.join(map(repr, ROLES))}", role)
+        for field in UNSUPPORTED:
+            if message.get(field) not in (None, []):
+                raise invalid(f"{name}.{field}", "is not supported: leave it out")
+        for field in TEXTS:
+            text = message.get(field)
+            _require(text is None or isinstance(text, str), f"{name}.{field}", "a str", text)
+        content = message.get("content")
+        if role == "assistant" and content in (None, []):
+            content = ""
+        kinds = ("text", "refusal") if role == "assistant" else ("text",)
+        message = {**message, "content": _join_parts(f"{name}.content", content, kinds)}
+        calls = message.pop("tool_calls", None)
+        if calls not in (None, []):
+            is_assistant = role == "assistant"
+            _require(
+                is_assistant, f"{name}.role", "'assistant' for a message with tool_calls", role
+            )
+            named_calls = _list_dicts(f"{name}.tool_calls", calls)
+            message["tool_calls"] = [_prepare_call(*named_call) for named_call in named_calls]
+        prepared.append(message)
+    return prepared
+
+
+def check_tools(tools: Any) -> list[Tool]:
+    """Require tools with the names that OpenAI allows, and objects as parameters."""
+    for name, tool in _list_dicts("tools", tools):
+        parameters = _read_function(name, tool).get("parameters")
+        is_object = parameters is None or (
+            isinstance(parameters, dict) and parameters.get("type", "object") == "object"
+        )
+        _require(is_object, f"{name}.function.parameters", "a schema of an object", parameters)
+    return list(tools)
+
+
+def _read_function(name: str, call: dict[str, Any]) -> dict[str, Any]:
+    """Return the function of a tool, or of a call."""
+    kind = call.get("type")
+    _require(kind == "function", f"{name}.type", "'function', the only one supported", kind)
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise invalid(f"{name}.function", f"must be a dict with a name, not {show(function)}")
+    text = function.get("name")
+    is_valid = isinstance(text, str) and NAME.fullmatch(text) is not None
+    meaning = "a str of up to 64 letters, digits and _.-"
+    _require(is_valid, f"{name}.function.name", meaning, text)
+    return function
+
+
+def _prepare_call(name: str, call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as a dict. Templates write JSON, and would quote a str."""
+    function = _read_function(name, call)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments)
+            if isinstance(parsed, dict):
+                arguments = parsed
+    is_valid = isinstance(arguments, (dict, str))
+    _require(is_valid, f"{name}.function.arguments", "JSON of an object", arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _wrap_arguments(messages: list[Message]) -> list[Message]:
+    """Return messages in which arguments that are a str are the value of one argument."""
+    wrapped: list[Message] = []
+    for message in messages:
+        calls: list[dict[str, Any]] = []
+        for call in message.get("tool_calls", []):
+            function = call["function"]
+            if isinstance(function["arguments"], str):
+                function = {**function, "arguments": {"arguments": function["arguments"]}}
+            calls.append({**call, "function": function})
+        wrapped.append({**message, "tool_calls": calls} if calls else message)
+    return wrapped
+
+
+def _join_parts(name: str, content: Any, kinds: tuple[str, ...]) -> str:
+    """Return the content of a message as one str. Parts are joined by newlines, as in vLLM.
+
+    A part has its text in the field of its type, which is one of `kinds`.
+    """
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for part_name, part in _list_dicts(name, content, "a str or a list of parts"):
+        kind: Any = part.get("type")
+        _require(kind in kinds, f"{part_name}.type", f"one of {', '.join(map(repr, kinds))}", kind)
+        text: Any = part.get(kind)
+        _require(isinstance(text, str), f"{part_name}.{kind}", "a str", text)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _list_dicts(
+    name: str, values: Any, meaning: str = "a list of dicts"
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Require dicts in a list or a tuple, at least one. Yield each with its name."""
+    _require(isinstance(values, (list, tuple)) and len(values) > 0, name, meaning, values)
+    for index, value in enumerate(values):
+        _require(isinstance(value, dict), f"{name}[{index}]", "a dict", value)
+        yield f"{name}[{index}]", value
+
+
+def _require(condition: bool, name: str, meaning: str, value: object) -> None:
+    if not condition:
+        raise invalid(name, f"must be {meaning}, not {show(value)}")

@@ -1,0 +1,329 @@
+"""bench.py and kernels/bench.py measure what they report, detect wrong kernels and reject options.
+
+Peak rates take a second to measure. They are measured for real only where a process is started.
+"""
+
+import json
+from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import make_checkpoint
+from project_helpers import ROOT, reject, start
+from transformers import Qwen3_5TextConfig, Qwen3Config
+
+from bench import main
+from nanovllm import DEMO_MODEL
+from nanovllm.benchmark import roofline
+from nanovllm.benchmark.arguments import make_parser, make_setting
+from nanovllm.benchmark.engines import NanoVLLM, Request
+from nanovllm.benchmark.roofline import PeakRates, find_roofline_fraction, measure_peak_rates
+from nanovllm.checkpoints.formats import FP8, GPTQ
+from nanovllm.checkpoints.quantization import INT4, INT8, Quantization
+from nanovllm.kernels import bench as kernels_bench
+from nanovllm.kernels.bench import QWEN3_HEADS, TOLERANCES
+from nanovllm.kernels.self_test import Shape, compare_with_torch, make_batch
+from nanovllm.layers import attention as reference
+
+SIZES = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "2", "5"]
+TINY = [*SIZES, "--model", DEMO_MODEL, "--set", "device=cpu"]
+SMALL_SHAPE = {
+    "vocab_size": 10,
+    "num_hidden_layers": 3,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+}
+CPU = torch.device("cpu")
+BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def fixed_peak_rates(monkeypatch):
+    peak = PeakRates(1e12, 1e12, "float32")
+    monkeypatch.setattr(roofline, "measure_peak_rates", lambda *_: peak)
+
+
+# --- Throughput
+
+
+def test_command_runs_a_built_in_shape():
+    sizes = ["--num-seqs", "2", "--input-len", "4", "4", "--output-len", "2", "2"]
+    done = start(ROOT / "bench.py", "--model", "small", *sizes, "--set", "num_kvcache_blocks=64")
+    assert done.returncode == 0, done.stderr
+    assert "tok/s" in done.stdout
+
+
+def test_engines_are_compared_on_the_same_work(capsys):
+    shared = ["--shared-prefix", "32", "--repeat", "2"]
+    main([*TINY, *shared, "--engine", "nanovllm", "transformers", "--json"])
+    output, log = capsys.readouterr()
+    report = json.loads(output)  # nothing else is on stdout
+    assert 5 * (32 + 4) <= report["prompt_tokens"] <= 5 * (32 + 20)
+    assert 5 * 2 <= report["output_tokens"] <= 5 * 5
+    assert [len(seconds) for seconds in report["seconds"].values()] == [2, 2]
+    medians = report["median_seconds"]
+    ratio = medians["transformers"] / medians["nanovllm"]
+    assert report["ratios"] == {"nanovllm/transformers": ratio}
+    for name, share in report["share_of_roofline"].items():
+        assert share == report["roofline"]["seconds"] / medians[name]
+    assert report["stats_of_last_run"]["nanovllm"]["num_cached_tokens"] == 4 * 32
+    assert report["transformers"].endswith("batches of 5")
+    assert report["hardware"]
+    assert report["versions"]["torch"]
+    assert "of roofline" in log
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (["--input-len", "9", "3"], "--input-len"),
+        (["--input-len", "0", "3"], "--input-len"),
+        (["--num-seqs", "1000000000"], "--num-seqs"),
+        (["--temperature", "nan"], "temperature"),
+        (["--batch-size", "4"], "--batch-size"),
+        (["--shared-prefix", "5000"], "max_model_len=5025"),
+        (["--set", "max_model_len=4"], "max_model_len"),
+        (["--set", "max_model_len=None"], "max_model_len"),
+        (["--set", "num_kvcache_blocks=1"], "num_kvcache_blocks"),
+        (
+            ["--set", "enable_chunked_prefill=False", "--set", "max_num_batched_tokens=16"],
+            "max_num_batched_tokens",
+        ),
+        (["--set", "max_num_seq=3"], "max_num_seq"),
+        (["--model", "./nowhere"], "directory"),
+        (["--request-rate", "nan"], "--request-rate"),
+        (["--request-rate", "1", "--engine", "transformers"], "--engine"),
+        (["--request-rate", "1", "--set", "enable_chunked_prefill=False"], "leave it out"),
+        (["--request-rate", "1", "--set", "max_num_batched_tokens=8"], "longest prompt"),
+        (["--token-budget", "64"], "need --request-rate"),
+        (["-o", "latency.svg"], "need --request-rate"),
+    ],
+)
+def test_invalid_options_are_named(arguments, complaint, capsys):
+    assert complaint in reject(capsys, main, [*TINY, *arguments])
+
+
+def test_error_of_a_run_is_not_reported_as_an_invalid_option(monkeypatch):
+    def run(*_):
+        raise ValueError("raised by a run")
+
+    monkeypatch.setattr(NanoVLLM, "run", run)
+    with pytest.raises(ValueError, match="raised by a run"):
+        main(TINY)
+
+
+# --- Roofline
+
+
+def test_peak_rates_are_measured_before_engines_take_the_memory(monkeypatch, capsys):
+    calls = []
+
+    def measure(*_):
+        calls.append("peak rates")
+
+    def make_engine(*_):
+        calls.append("engine")
+        raise ValueError
+
+    monkeypatch.setattr(roofline, "measure_peak_rates", measure)
+    monkeypatch.setattr(NanoVLLM, "__init__", make_engine)
+    reject(capsys, main, TINY)
+    assert calls == ["peak rates", "engine"]
+
+
+SLOW_PROCESSOR = PeakRates(1e9, 1e3, "bfloat16")
+SLOW_MEMORY = PeakRates(1e3, 1e6, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "shared_prefix, dtype, peak, seconds",
+    [
+        (0, BFLOAT16, SLOW_PROCESSOR, 22.016 + 8.0 + 4.192),
+        (2, BFLOAT16, SLOW_PROCESSOR, 14.912 + 8.0 + 4.192),
+        (2, FLOAT32, SLOW_MEMORY, 0.014912 + 7.808 + 7.808),
+    ],
+)
+def test_roofline_counts_necessary_flops_and_bytes(shared_prefix, dtype, peak, seconds):
+    """The terms are those of the prefill and of two decode steps, in thousands.
+
+    Weights: 3 layers * (q, o 2 * 8 * 8, k, v 2 * 8 * 4, MLP 3 * 8 * 16) = 1728; head: 8 * 10 = 80.
+    Query-context pair: 2 * 2 * 3 layers * 2 heads * 4 = 96 FLOPs.
+    K/V of a token: 2 * 3 layers * 4 = 24 numbers.
+    Prefill: 2 * 1728 * 6 + 2 * 80 * 2 + 96 * (16 + 4) / 2 = 22,016 FLOPs.
+    Decodes with contexts of 5 and 3: 2 * 1808 * 2 + 96 * 8 FLOPs, 1808 + 24 * 8 numbers.
+    Decode with a context of 6: 2 * 1808 + 96 * 6 FLOPs, 1808 + 24 * 6 numbers.
+    If 2 tokens are shared, 4 are computed with 8 pairs, and the first decodes read 6, not 8.
+    """
+    config = Qwen3Config(**SMALL_SHAPE)
+    requests = [Request([1, 2, 3, 4], 3), Request([1, 2], 2)]
+    least = roofline.compute_roofline_seconds(config, dtype, requests, shared_prefix, peak)
+    assert least == pytest.approx(seconds)
+
+
+def test_roofline_counts_recurrent_states():
+    """A decode step reads and writes the states of a sequence, and reads K/V of one layer.
+
+    Weights: 2 layers with states * (8 * (2 * 4 + 12) qkv, 8 * 12 gate, 2 * 8 * 2 beta and decay,
+    12 * 8 out) = 768; attention: q with gate 8 * 16, k, v 2 * 8 * 4, o 8 * 8 = 256; MLPs:
+    3 layers * 3 * 8 * 16 = 1152; head: 80.
+    K/V of a token: 2 * 4 = 8 numbers. State: 2 layers * (2 * 12 + (4 - 1) * (2 * 4 + 12)) = 168.
+    Prefill: 2 * (2176 * 6 + 80 * 2) + 2 * 2 * 2 heads * 4 * (16 + 4) / 2 = 26,752 FLOPs.
+    Decode: 2 bytes * (2256 + 8 * 8) + 2 * 168 * 2 sequences * 4 bytes = 7328.
+    """
+    config = Qwen3_5TextConfig(
+        vocab_size=10,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        hidden_size=8,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=2,
+        linear_value_head_dim=6,
+    )
+    requests = [Request([1, 2, 3, 4], 2), Request([1, 2], 2)]
+    least = roofline.compute_roofline_seconds(config, BFLOAT16, requests, 0, SLOW_MEMORY)
+    assert least == pytest.approx(0.026752 + 7.328)
+
+
+def test_roofline_counts_what_the_option_quantizes():
+    """Also weights whose codes are read as floats, but not those whose codes are kept."""
+    config = Qwen3Config(**SMALL_SHAPE)
+    requests = [Request([1, 2, 3, 4], 3)]
+
+    def count(quantization):
+        return roofline.compute_roofline_seconds(
+            config, BFLOAT16, requests, 0, SLOW_MEMORY, quantization
+        )
+
+    of_option = Quantization(INT4, INT8)
+    assert count(replace(of_option, format=FP8())) == count(of_option) < count(Quantization())
+    kept = GPTQ(scheme=INT8, bits=8, group_size=128, is_symmetric=True)
+    assert count(of_option) < count(replace(of_option, format=kept)) < count(Quantization())
+
+
+def test_the_dtype_is_the_stored_one_if_the_config_has_none(tmp_path):
+    make_checkpoint(tmp_path, dtype=BFLOAT16)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "dtype": None, "torch_dtype": None}))
+    args = make_parser().parse_args([*SIZES, "--model", str(tmp_path)])
+    args.set = []
+    assert make_setting(args, str(tmp_path / "unused")).options["dtype"] == "bfloat16"
+
+
+def test_fraction_of_the_roofline_is_at_most_one():
+    assert find_roofline_fraction(1.0, 4.0) == 0.25
+    assert find_roofline_fraction(1.0, 1.0) == 1.0
+    assert find_roofline_fraction(4.0, 1.0) is None
+
+
+@pytest.mark.parametrize(
+    "dtype, rates, fastest",  # rates: FLOP/s of small and of large GEMMs in each dtype
+    [
+        (BFLOAT16, {BFLOAT16: (6e8, 6e8), FLOAT32: (5e10, 7e10)}, FLOAT32),
+        (BFLOAT16, {BFLOAT16: (6e11, 8e11), FLOAT32: (1e11, 1e11)}, BFLOAT16),
+        (FLOAT32, {BFLOAT16: (6e11, 8e11), FLOAT32: (1e11, 1e11)}, FLOAT32),
+        (BFLOAT16, {BFLOAT16: (4e10, 8e11), FLOAT32: (5e10, 7e10)}, BFLOAT16),
+        (FLOAT16, {FLOAT16: (4e10, 6e10), FLOAT32: (5e10, 7e10)}, FLOAT32),
+    ],
+)
+def test_peak_flops_are_those_of_the_fastest_dtype(dtype, rates, fastest, monkeypatch):
+    """A model in float32 is not rounded to 16 bits. No large GEMM runs in a slow dtype."""
+    seconds = 0.0
+
+    def time_best(statement, min_seconds, *_, left, right):
+        nonlocal seconds
+        assert left.dtype == right.dtype
+        small, large = rates[left.dtype]
+        side = len(left)
+        one_call = 2 * side**3 / (large if side > 128 else small)
+        seconds += max(min_seconds, one_call)
+        return one_call
+
+    monkeypatch.setattr(roofline, "time_best", time_best)
+    rate, found = roofline.find_matmul_rate(CPU, dtype)
+    assert found == fastest
+    assert rate == pytest.approx(rates[fastest][1])
+    assert seconds < 1.0
+
+
+def test_peak_rates_name_their_dtype(monkeypatch):
+    monkeypatch.setattr(roofline, "time_best", lambda *_, source: source.nbytes / 5e9)
+    monkeypatch.setattr(roofline, "find_matmul_rate", lambda *_: (7e10, FLOAT32))
+    peak = measure_peak_rates(CPU, BFLOAT16)
+    assert str(peak) == "5 GB/s and 0.07 TFLOP/s in float32"
+
+
+# --- Single kernels
+
+
+def test_kernels_are_timed(monkeypatch, capsys):
+    """Every call takes 100 ms on this clock. The table shows it, and the rate that follows."""
+    clock = count()
+    monkeypatch.setattr(kernels_bench.time, "perf_counter", lambda: next(clock) / 10)
+    monkeypatch.setattr(kernels_bench, "BACKENDS", ["flash_attn", "torch"])
+    kernels_bench.measure(3, 20, 50, "float32", CPU)
+    output, log = capsys.readouterr()
+    figures = "torch | float32 | 100 ms"
+    assert f"| store_kvcache | 1 x 50 | {figures} | 0.008192 GB/s | 0 |" in output
+    assert f"| decode | 3 x 20 | {figures} | 0.004915 GB/s | 0 |" in output
+    assert f"| prefill | 1 x 50 | {figures} | 0.0001024 TFLOP/s | 0 |" in output
+    assert "flash_attn" in log
+
+
+def skip_a_row(query, *arguments):
+    output = torch.full_like(query, torch.nan)  # as uninitialized memory can be
+    output[:-1] = reference.attend(query, *arguments)[:-1]
+    return output
+
+
+def zero_a_head(query, *arguments):
+    output = reference.attend(query, *arguments)
+    output[-1, -1] = 0.0
+    return output
+
+
+def shift_slots(key, value, kv_cache, slot_mapping):
+    reference.store_kvcache(key, value, kv_cache, slot_mapping.roll(1))
+
+
+def store_too_much(key, value, kv_cache, slot_mapping):
+    reference.store_kvcache(key, value, kv_cache, slot_mapping)
+    slots = kv_cache.flatten(1, 2)  # [2, num_slots, num_kv_heads, head_dim]
+    foreign = set(range(slots.shape[1])) - set(slot_mapping.tolist())
+    slots[:, foreign.pop()] = 1.0
+
+
+@pytest.mark.parametrize(
+    "query_len, dtype, name, kernel, complaint",
+    [
+        (1, FLOAT32, "attend", skip_a_row, "error of nan"),
+        (40, BFLOAT16, "attend", zero_a_head, "error of"),
+        (40, FLOAT32, "store_kvcache", shift_slots, "error of"),
+        (1, BFLOAT16, "store_kvcache", store_too_much, "slot_mapping"),
+    ],
+)
+def test_wrong_kernels_are_detected(query_len, dtype, name, kernel, complaint):
+    shape = Shape(2, 40, query_len, *QWEN3_HEADS, block_size=16)
+    tolerance = TOLERANCES[str(dtype).removeprefix("torch.")]
+    compare_with_torch(reference, shape, CPU, dtype, tolerance)
+    wrong = SimpleNamespace(**{**vars(reference), "NAME": "wrong", name: kernel})
+    with pytest.raises(RuntimeError, match=f"wrong: .*{complaint}"):
+        compare_with_torch(wrong, shape, CPU, dtype, tolerance)
+
+
+@pytest.mark.parametrize("query_len", [1, 40])
+def test_decodes_and_prefills_are_timed_apart(query_len):
+    """Triton has a kernel for decodes and one for longer queries. A batch launches one of them."""
+    batch = make_batch(Shape(2, 40, query_len, *QWEN3_HEADS, block_size=16), torch.Generator())
+    assert batch.max_seqlen_q == query_len
+    assert len(batch.prefills) == (2 if query_len > 1 else 0)

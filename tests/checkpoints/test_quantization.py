@@ -1,0 +1,738 @@
+"""Quantized weights give the tokens of their dequantized weights, in every format that is read.
+
+The test packs each format itself, from the same codes, scales and zeros.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from select import select
+
+import pytest
+import torch
+from conftest import (
+    Oracle,
+    edit_config,
+    edit_weights,
+    generate_ids,
+    greedy,
+    make_checkpoint,
+    random_prompt,
+)
+from families import make_family
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import Qwen3_5Config, Qwen3MoeConfig
+
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.checkpoints.checkpoint import read_config
+from nanovllm.checkpoints.quantization import read_quantization
+from nanovllm.checkpoints.tensor_files import TensorFiles
+from nanovllm.layers.quantized import QuantizedWeight, Scheme
+
+PROMPTS = [random_prompt(0, 9), random_prompt(1, 14)]
+SIZES = dict(hidden_size=64, intermediate_size=128, head_dim=16)
+UP = "model.layers.1.mlp.up_proj"
+PROJECTIONS = ("_proj.weight", "fc1.weight", "fc2.weight", "mlp.gate.weight")
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of 8 outputs the nibbles of an int32 have
+
+
+def pack(codes, bits):
+    """Pack the last dimension into int32, the low bits first."""
+    num = 32 // bits
+    codes = torch.nn.functional.pad(codes.long(), (0, -codes.shape[-1] % num))
+    words = codes.unflatten(-1, (-1, num)) << torch.arange(0, 32, bits)
+    return words.sum(-1).to(torch.int32).contiguous()
+
+
+def pack_gptq(weight, offset=1, g_idx=None):
+    in_features = weight.shape[1]
+    if g_idx is None:
+        g_idx = torch.arange(in_features) // weight.scheme.group_size
+    return {
+        "qweight": pack(weight.unpack(), weight.scheme.bits).T.contiguous(),
+        "qzeros": pack(weight.zeros.T - offset, weight.scheme.bits),
+        "scales": weight.scales.T.half().contiguous(),
+        "g_idx": g_idx.to(torch.int32),
+    }
+
+
+def pack_awq(weight):
+    def pack_outputs(numbers):
+        reordered = numbers.T.unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2)
+        return pack(reordered, 4)
+
+    scales = weight.scales.T.half().contiguous()
+    parts = {"qweight": pack_outputs(weight.unpack()), "scales": scales}
+    return {**parts, "qzeros": pack_outputs(weight.zeros)}
+
+
+def pack_compressed(weight, has_zeros=True):
+    parts = {
+        "weight_packed": pack(weight.unpack(), weight.scheme.bits),
+        "weight_scale": weight.scales.bfloat16(),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if has_zeros:
+        parts["weight_zero_point"] = pack(weight.zeros.T, weight.scheme.bits).T.contiguous()
+    return parts
+
+
+def quantize(weight, scheme, dtype=torch.float16, is_symmetric=False):
+    """Quantize with scales that `dtype` holds, as checkpoints store them."""
+    quantized = QuantizedWeight.quantize(weight, scheme)
+    quantized.scales = quantized.scales.to(dtype).float()
+    if is_symmetric:
+        quantized.zeros.fill_(1 << (scheme.bits - 1))
+    return quantized
+
+
+def gptq(bits=4, group_size=32, **others):
+    return dict(quant_method="gptq", bits=bits, group_size=group_size, sym=False, **others)
+
+
+def compressed(bits=4, **others):
+    weights = dict(num_bits=bits, type="int", strategy="group", group_size=32, symmetric=False)
+    group = dict(weights={**weights, **others}, targets=["Linear"])
+    method = dict(quant_method="compressed-tensors", format="pack-quantized")
+    return dict(**method, config_groups=dict(group_0=group))
+
+
+FP8 = dict(quant_method="fp8", weight_block_size=[128, 128])
+GROUP_0 = compressed()["config_groups"]["group_0"]
+QUANTIZED_INPUTS = compressed()
+QUANTIZED_INPUTS["config_groups"] = dict(group_0=dict(GROUP_0, input_activations=dict(num_bits=8)))
+MIXED_BITS = compressed()
+MIXED_BITS["config_groups"] = dict(group_0=GROUP_0, group_1=GROUP_0)
+
+
+def convert(directory, settings, make_parts, scheme, is_projection=None, **options):
+    """Store the projections of a checkpoint in a format. Return their dequantized weights."""
+    dequantized = {}
+
+    def edit(weights):
+        for name in [name for name in weights if name.endswith(PROJECTIONS)]:
+            if is_projection is not None and not is_projection(name):
+                continue
+            weight = quantize(weights.pop(name).float(), scheme, **options)
+            dequantized[name] = weight.dequantize()
+            for key, part in make_parts(weight).items():
+                weights[f"{name.removesuffix('.weight')}.{key}"] = part
+
+    edit_weights(directory, edit)
+    edit_config(directory, quantization_config=settings)
+    return dequantized
+
+
+def load(directory, **options):
+    return LLM(directory, num_kvcache_blocks=64, **options)
+
+
+def tokens_of(directory, **options):
+    with load(directory, **options) as llm:
+        return generate_ids(llm, PROMPTS, greedy(12))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return make_checkpoint(tmp_path, **SIZES)
+
+
+def oracle_tokens(model, dequantized):
+    """The greedy tokens of transformers with these weights."""
+    model.load_state_dict(dequantized, strict=False)
+    oracle = Oracle(model)
+    return [oracle(prompt, 12) for prompt in PROMPTS]
+
+
+INT4_32, INT8_32 = Scheme(4, 32), Scheme(8, 32)
+FORMATS = {
+    "gptq": (gptq(), pack_gptq, INT4_32, {}),
+    "gptq 8 bits": (gptq(8), pack_gptq, INT8_32, {}),
+    "gptq whole rows": (gptq(group_size=-1), pack_gptq, Scheme(4, 128), {}),
+    "gptq large groups": (gptq(group_size=128), pack_gptq, Scheme(4, 128), {}),
+    "gptq v2": (
+        gptq(checkpoint_format="gptq_v2"),
+        lambda weight: pack_gptq(weight, offset=0),
+        INT4_32,
+        {},
+    ),
+    "gptq v2, as transformers names it": (
+        gptq(format="gptq_v2"),
+        lambda weight: pack_gptq(weight, offset=0),
+        INT4_32,
+        {},
+    ),
+    "gptq groups of 96": (gptq(group_size=96), pack_gptq, Scheme(4, 96), {}),
+    "gptq symmetric": (gptq() | dict(sym=True), pack_gptq, INT4_32, dict(is_symmetric=True)),
+    "gptq symmetric, in fact v2": (
+        gptq() | dict(sym=True),
+        lambda weight: pack_gptq(weight, offset=0),
+        INT4_32,
+        dict(is_symmetric=True),
+    ),
+    "gptq without g_idx": (
+        gptq(),
+        lambda weight: {k: v for k, v in pack_gptq(weight).items() if k != "g_idx"},
+        INT4_32,
+        {},
+    ),
+    "awq": (
+        dict(quant_method="awq", bits=4, group_size=32, zero_point=True, version="gemm"),
+        pack_awq,
+        INT4_32,
+        {},
+    ),
+    "compressed": (compressed(), pack_compressed, INT4_32, dict(dtype=torch.bfloat16)),
+    "compressed 8 bits": (compressed(8), pack_compressed, INT8_32, dict(dtype=torch.bfloat16)),
+    "compressed symmetric": (
+        compressed(symmetric=True),
+        lambda weight: pack_compressed(weight, has_zeros=False),
+        INT4_32,
+        dict(dtype=torch.bfloat16, is_symmetric=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("enable_kernels", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_of_a_checkpoint_are_kept(checkpoint, tmp_path, name, enable_kernels):
+    settings, make_parts, scheme, options = FORMATS[name]
+    dequantized = convert(tmp_path, settings, make_parts, scheme, **options)
+    assert len(dequantized) == 14
+    expected = oracle_tokens(checkpoint, dequantized)
+    assert tokens_of(tmp_path, enable_kernels=enable_kernels) == expected
+
+
+@pytest.mark.parametrize("desc_act", [False, True])
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zeros_of_gptq_take_all_values(tmp_path, bits, version, desc_act):
+    """Version 1 subtracts 1 from every zero of an int32 at once, so a zero of 0 borrows."""
+    rows, groups, num = 32, 4, 32 // bits
+    zeros = torch.arange(rows * groups).reshape(rows, groups) * (1 if bits == 4 else 37) % 2**bits
+    zeros[8:20, 1] = 0
+    zeros[20:] = torch.randint(3, (12, groups)) * 15 % 2**bits
+    words = []
+    for group in range(groups):
+        for first in range(0, rows, num):
+            word = 0
+            for i in range(num):
+                word += int(zeros[first + i, group]) << bits * i
+            if version == 1:
+                word -= 0x11111111 if bits == 4 else 0x01010101
+            words.append((word + 2**31) % 2**32 - 2**31)
+    codes = torch.randint(2**bits, (rows, groups * 32))
+    scales = torch.rand(rows, groups).half()
+    g_idx = torch.arange(groups * 32) // 32
+    if desc_act:
+        g_idx = g_idx[torch.randperm(groups * 32)]
+    parts = {
+        "qweight": pack(codes, bits).T.contiguous(),
+        "qzeros": torch.tensor(words, dtype=torch.int32).reshape(groups, -1),
+        "scales": scales.T.contiguous(),
+        "g_idx": g_idx.to(torch.int32),
+    }
+    save_file({f"{UP}.{key}": part for key, part in parts.items()}, tmp_path / "model.safetensors")
+    checkpoint_format = "gptq" if version == 1 else "gptq_v2"
+    settings = gptq(bits, desc_act=desc_act, checkpoint_format=checkpoint_format)
+    format = read_quantization(Qwen3MoeConfig(quantization_config=settings), None).format
+    weight = format.read(TensorFiles(tmp_path), UP, [rows, groups * 32])
+    full = weight if desc_act else weight.dequantize()
+    assert torch.equal(full, (codes - zeros[:, g_idx]) * scales[:, g_idx].float())
+
+
+@pytest.mark.parametrize("option", [None, "int8"])
+def test_inputs_of_scattered_groups_become_floats(checkpoint, tmp_path, option):
+    """With desc_act a group has any inputs, which no QuantizedWeight holds."""
+
+    def shuffle(size):
+        return torch.randperm(size, generator=torch.Generator().manual_seed(0))
+
+    def make_parts(weight):
+        order = shuffle(weight.shape[1])
+        weight.codes = QuantizedWeight.from_codes(
+            weight.scheme, weight.dtype, weight.unpack()[:, order], weight.scales, weight.zeros
+        ).codes
+        return pack_gptq(weight, g_idx=(torch.arange(weight.shape[1]) // 32)[order])
+
+    in_order = convert(tmp_path, gptq(desc_act=True), make_parts, INT4_32)
+    dequantized = {name: full[:, shuffle(full.shape[1])] for name, full in in_order.items()}
+    if option is None:
+        assert tokens_of(tmp_path) == oracle_tokens(checkpoint, dequantized)
+    else:
+        with load(tmp_path, quantization=option) as llm:
+            model = llm.model_runner.executor.worker.spec.quantization
+            assert model.linear == Scheme(8, 128)
+            assert len(generate_ids(llm, PROMPTS, greedy(4))) == 2
+
+
+def convert_to_fp8(directory):
+    """Store the projections in blocks of 128 x 128. Return their dequantized weights."""
+    dequantized = {}
+
+    def edit(weights):
+        for name in [name for name in weights if name.endswith("_proj.weight")]:
+            weight = weights.pop(name)
+            sizes = [-(-size // 128) for size in weight.shape]
+            factors = torch.rand(sizes) + 0.5
+            spread = factors.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            spread = spread[: weight.shape[0], : weight.shape[1]]
+            weights[name] = (weight / spread).to(torch.float8_e4m3fn)
+            weights[f"{name}_scale_inv"] = factors
+            dequantized[name] = weights[name].float() * spread
+
+    edit_weights(directory, edit)
+    edit_config(directory, quantization_config=FP8)
+    return dequantized
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_fp8_blocks_become_floats(tmp_path, size):
+    """Ranks may share a block."""
+    model = make_checkpoint(tmp_path, hidden_size=160, intermediate_size=144)
+    dequantized = convert_to_fp8(tmp_path)
+    assert tokens_of(tmp_path, tensor_parallel_size=size) == oracle_tokens(model, dequantized)
+
+
+@pytest.mark.parametrize("enable_kernels", [True, False])
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+@pytest.mark.parametrize("family", ["opt", "opt-350m", "qwen3-moe"])
+def test_codes_of_other_families_are_kept(tmp_path, family, name, enable_kernels):
+    """Among them are experts, a router, and layers with biases."""
+    stored, floats = tmp_path / "stored", tmp_path / "floats"
+    make_family(stored, family)
+    shutil.copytree(stored, floats)
+    settings, make_parts, scheme, _ = FORMATS[name]
+    dequantized = convert(stored, settings, make_parts, scheme)
+    edit_weights(floats, lambda weights: weights.update(dequantized))
+    expected = tokens_of(floats, enable_kernels=enable_kernels)
+    assert tokens_of(stored, enable_kernels=enable_kernels) == expected
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_ranks_read_their_shards(tmp_path, name):
+    """Also those of experts."""
+    make_family(tmp_path, "qwen3-moe", **SIZES, moe_intermediate_size=64)
+    settings, make_parts, scheme, options = FORMATS[name]
+    convert(tmp_path, settings, make_parts, scheme, **options)
+    assert tokens_of(tmp_path, tensor_parallel_size=2) == tokens_of(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "opt", "opt-350m", "qwen3-moe"])
+@pytest.mark.parametrize("option", ["int8", "int4"])
+@pytest.mark.parametrize("enable_kernels", [True, False])
+def test_weights_are_quantized_while_loading(tmp_path, family, option, enable_kernels):
+    """The model computes with the dequantized weights, and routers, norms and biases are floats."""
+    make_family(tmp_path, family)
+    head = Scheme(8, 128)
+    linear = head if option == "int8" else Scheme(4, 64)
+    dequantized = {}
+    for name, weight in load_file(tmp_path / "model.safetensors").items():
+        is_head = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+        is_kept = name.endswith(("gate.weight", "embed_positions.weight"))
+        if weight.dim() == 2 and not is_kept:
+            scheme = head if is_head else linear
+            weight = QuantizedWeight.quantize(weight, scheme).dequantize()
+        dequantized[name] = weight
+    with load(tmp_path, quantization=option, enable_kernels=enable_kernels) as llm:
+        assert llm.model_runner.executor.worker.spec.quantization.linear == linear
+        actual = generate_ids(llm, PROMPTS, greedy(12))
+    save_file(dequantized, tmp_path / "model.safetensors")
+    assert actual == tokens_of(tmp_path, enable_kernels=enable_kernels)
+
+
+@pytest.mark.parametrize("option", ["int8", "int4"])
+def test_ranks_quantize_their_shards_alike(option):
+    answers = []
+    for size in (1, 2):
+        with LLM(
+            DEMO_MODEL, quantization=option, tensor_parallel_size=size, dtype="float32"
+        ) as llm:
+            outputs = llm.generate(["What is 27 + 58?", "count"], greedy(12), use_tqdm=False)
+            answers.append([output["token_ids"] for output in outputs])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("option", ["int8", "int4"])
+def test_beams_have_the_logprobs_of_their_texts(option):
+    with LLM(DEMO_MODEL, dtype="float32", quantization=option) as llm:
+        (beams,) = llm.beam_search("the largest number is", 3, 8)
+        texts = [beam["prompt_token_ids"] + beam["token_ids"] for beam in beams]
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        for beam, output in zip(beams, llm.generate(texts, params, use_tqdm=False)):
+            chosen = output["prompt_logprobs"][-len(beam["token_ids"]) :]
+            total = sum(value for entry in chosen for value in entry.values())
+            assert total == pytest.approx(beam["cumulative_logprob"], abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int8_chooses_the_tokens_of_unquantized_weights(dtype):
+    """At 98 of 100 positions at least."""
+    questions = [f"What is {number} + {97 - number}?" for number in range(20, 60)]
+    questions += ["Spell planet backwards.", "Count from 3 to 20.", "Which day follows Monday?"]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    chosen = []
+    for option in (None, "int8"):
+        with LLM(DEMO_MODEL, dtype=dtype, quantization=option) as llm:
+            if option is None:
+                params = SamplingParams(seed=0)
+                sampled = llm.chat(chats, params, use_tqdm=False)
+                texts = [output["prompt_token_ids"] + output["token_ids"] for output in sampled]
+            params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+            outputs = llm.generate(texts, params, use_tqdm=False)
+        entries = [entry for output in outputs for entry in output["prompt_logprobs"][1:]]
+        chosen.append([max(entry, key=entry.get) for entry in entries])
+    assert len(chosen[0]) > 1000
+    num_equal = sum(a == b for a, b in zip(*chosen, strict=True))
+    assert num_equal >= 0.98 * len(chosen[0])
+
+
+def test_ranks_do_not_share_groups(checkpoint, tmp_path):
+    def check(message, **options):
+        with pytest.raises(ValueError, match=f"tensor_parallel_size=2 divides groups of {message}"):
+            load(tmp_path, tensor_parallel_size=2, **options)
+
+    o_proj = "model.layers.0.self_attn.o_proj.weight"
+    check(f"128 inputs of {o_proj}, which has 64: use a divisor of 1", quantization="int8")
+    down_proj = "model.layers.0.mlp.down_proj.weight"
+    convert(
+        tmp_path,
+        gptq(group_size=128),
+        pack_gptq,
+        Scheme(4, 128),
+        is_projection=lambda name: name.endswith("down_proj.weight"),
+    )
+    check(f"128 inputs of {down_proj}, which has 128: use a divisor of 1")
+
+
+@pytest.mark.parametrize(
+    "settings, complaint",
+    [
+        (dict(quant_method="bitsandbytes"), "quantization_config: quant_method .*'bitsandbytes'"),
+        (dict(quant_method="exl2"), "quant_method"),
+        (dict(bits=4), "quant_method"),
+        (gptq(bits=3), "bits must be one of 4, 8, not 3"),
+        (gptq(group_size=16), "group_size=16"),
+        (gptq(checkpoint_format="marlin"), "checkpoint_format .*'marlin'"),
+        (gptq(dynamic={"+:.*up_proj": {"bits": 8}}), "dynamic"),
+        (dict(quant_method="awq", bits=4, group_size=32, version="gemv"), "version .*'gemv'"),
+        (dict(quant_method="fp8"), "weight_block_size"),
+        (compressed() | dict(format="nvfp4-pack-quantized"), "format .*'nvfp4-pack-quantized'"),
+        (compressed(type="float"), "type .*'float'"),
+        (compressed(actorder="group"), "actorder .*'group'"),
+        (compressed(num_bits=2), "bits must be one of 4, 8, not 2"),
+        (gptq() | dict(bits=None), "bits"),
+        (gptq(format="marlin"), "format .*'marlin'"),
+        (gptq(is_marlin_format=True), "is_marlin_format must be one of None, False, {}, not True"),
+        (gptq(adapter={"rank": 8}), "adapter"),
+        (gptq(pack_dtype="int16"), "pack_dtype .*'int16'"),
+        (compressed() | dict(transform_config={"config_groups": {}}), "transform_config"),
+        (compressed() | dict(sparsity_config={"format": "sparse-24-bitmask"}), "format .*sparse"),
+        (dict(quant_method="gguf"), "quant_method .*'gguf'"),
+        (dict(quant_method="awq", bits=8, group_size=32), "bits must be one of 4, not 8"),
+        (dict(quant_method="fp8", weight_block_size=[64, 128]), r"weight_block_size .*\[64, 128\]"),
+        (FP8 | dict(activation_scheme="static"), "activation_scheme .*'static'"),
+        (QUANTIZED_INPUTS, "input_activations must be one of None, not {'num_bits': 8}"),
+        (MIXED_BITS, "config_groups must have one group, not group_0, group_1"),
+        (compressed() | dict(config_groups={}), "config_groups must have one group, not 0"),
+        (dict(quant_method="gptq", group_size=32), "bits must be one of 4, 8, not None"),
+        (dict(quant_method="gptq", bits=4), "group_size must be an int"),
+        (dict(quant_method="awq", bits=4), "group_size must be an int"),
+        ("awq", "config.json: "),
+    ],
+)
+def test_unsupported_formats_are_named(checkpoint, tmp_path, settings, complaint):
+    edit_config(tmp_path, quantization_config=settings)
+    with pytest.raises(ValueError, match=complaint):
+        load(tmp_path)
+
+
+def test_dummy_weights_are_quantized_where_checkpoints_quantize_them(tmp_path):
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    make_checkpoint(tmp_path, family=Qwen3MoeConfig, hidden_size=64, **experts)
+    edit_config(tmp_path, quantization_config=gptq())
+    llm = load(tmp_path, load_format="dummy", enable_kernels=False)
+    modules = dict(llm.executor.worker.model.named_modules())
+    layer = "model.layers.0"
+    assert type(modules[f"{layer}.mlp.experts"].down_proj) is QuantizedWeight
+    assert type(modules[f"{layer}.self_attn.o_proj"].weight) is QuantizedWeight
+    assert type(modules[f"{layer}.mlp.gate"].weight) is nn.Parameter
+
+
+def shorten(part):
+    return part[:-1].contiguous()
+
+
+def widen(part):
+    return part.to(torch.float32)
+
+
+DAMAGES = [
+    ("gptq", "scales", shorten, r"has shape \[1, 128\], the model needs \[2, 128\]"),
+    ("gptq", "qzeros", lambda x: x.T.contiguous(), r"has shape \[16, 2\]"),
+    ("gptq", "qweight", shorten, r"has shape \[7, 128\]"),
+    ("gptq", "qweight", widen, "is stored as F32"),
+    ("gptq", "g_idx", shorten, r"has shape \[63\]"),
+    ("gptq", "g_idx", lambda x: x.flip(0), "reorders inputs, but config.json has no desc_act"),
+    ("gptq scattered", "g_idx", lambda x: x + 1, "has groups that do not exist"),
+    ("gptq scattered", "g_idx", lambda x: x - 1, "has groups that do not exist"),
+    ("gptq symmetric", "qzeros", lambda x: x + 2, "has zeros that do not fit symmetric codes"),
+    ("gptq 8 bits", "qweight", lambda x: x[::2].contiguous(), r"needs \[16, 128\]"),
+    ("awq", "qweight", lambda x: x.short(), "is stored as I16"),
+    ("awq", "qzeros", lambda x: x[:, :-1].contiguous(), r"has shape \[2, 15\]"),
+    ("awq", "scales", shorten, r"has shape \[1, 128\]"),
+    ("compressed", "weight_packed", shorten, r"has shape \[127, 8\]"),
+    ("compressed", "weight_scale", shorten, r"has shape \[127, 2\]"),
+    ("compressed", "weight_zero_point", shorten, r"has shape \[15, 2\]"),
+    ("compressed", "weight_shape", lambda x: x + 1, r"is not \[128, 64\], which the model needs"),
+    ("fp8", "weight_scale_inv", lambda x: x[0], r"has shape \[1\], the model needs \[1, 1\]"),
+    ("fp8", "weight", widen, "is stored as F32: supported dtypes are F8_E4M3"),
+]
+
+
+def store(directory, name):
+    if name == "fp8":
+        convert_to_fp8(directory)
+    elif name == "gptq scattered":
+        convert(directory, gptq(desc_act=True), pack_gptq, INT4_32)
+    else:
+        settings, make_parts, scheme, options = FORMATS[name]
+        convert(directory, settings, make_parts, scheme, **options)
+
+
+@pytest.mark.parametrize("name, part, damage, complaint", DAMAGES)
+def test_damaged_parts_are_named(checkpoint, tmp_path, name, part, damage, complaint):
+    """So is the file of each."""
+    store(tmp_path, name)
+    key = f"{UP}.{part}"
+    edit_weights(tmp_path, lambda weights: weights.update({key: damage(weights[key])}))
+    with pytest.raises(ValueError, match=complaint) as error:
+        load(tmp_path)
+    assert key in str(error.value)
+    assert "model.safetensors" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, part, complaint",
+    [
+        ("gptq", "scales", f"has no tensor {UP}.scales"),
+        ("gptq", "qzeros", f"has no tensor {UP}.qzeros"),
+        ("gptq", "qweight", f"gate_up_proj is only partly quantized, since qweight .*: {UP}"),
+        ("awq", "qzeros", f"has no tensor {UP}.qzeros"),
+        ("compressed", "weight_zero_point", f"has no tensor {UP}.weight_zero_point"),
+        ("compressed", "weight_scale", f"has no tensor {UP}.weight_scale"),
+        ("fp8", "weight_scale_inv", f"{UP}.weight is stored as F8_E4M3"),
+        ("fp8", "weight", f"has no tensor {UP}.weight"),
+    ],
+)
+def test_missing_parts_are_named(checkpoint, tmp_path, name, part, complaint):
+    store(tmp_path, name)
+    edit_weights(tmp_path, lambda weights: weights.pop(f"{UP}.{part}"))
+    with pytest.raises(ValueError, match=complaint):
+        load(tmp_path)
+
+
+def test_unknown_parts_are_named(checkpoint, tmp_path):
+    store(tmp_path, "gptq")
+    edit_weights(tmp_path, lambda weights: weights.update({f"{UP}.extra": torch.ones(2)}))
+    with pytest.raises(ValueError, match=f"unexpected tensors: {UP}.extra"):
+        load(tmp_path)
+
+
+def test_bits_that_contradict_the_codes_are_named(checkpoint, tmp_path):
+    store(tmp_path, "gptq")
+    edit_config(tmp_path, quantization_config=gptq(bits=8))
+    with pytest.raises(
+        ValueError, match=r"qweight has shape \[8, 64\], the model needs \[16, 64\]"
+    ):
+        load(tmp_path)
+
+
+def move_settings(directory, name, settings):
+    """Store the settings of quantization elsewhere than in quantization_config."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    if name.endswith(".json"):
+        (directory / name).write_text(json.dumps(settings))
+    else:
+        edit_config(directory, **{name: settings})
+
+
+AUTO_GPTQ = dict(bits=4, group_size=32, sym=False, desc_act=False, model_file_base_name="model")
+AUTO_AWQ = dict(w_bit=4, q_group_size=32, zero_point=True, version="GEMM")
+
+
+@pytest.mark.parametrize(
+    "name, key, settings",
+    [
+        ("gptq", "quantize_config.json", AUTO_GPTQ),
+        ("gptq v2", "quantize_config.json", AUTO_GPTQ | dict(checkpoint_format="gptq_v2")),
+        ("awq", "quantize_config.json", FORMATS["awq"][0]),
+        ("awq", "quant_config.json", AUTO_AWQ),
+        ("awq", "quant_config.json", FORMATS["awq"][0]),
+        ("compressed", "compression_config", FORMATS["compressed"][0]),
+    ],
+)
+def test_settings_are_found_where_other_programs_store_them(
+    checkpoint, tmp_path, name, key, settings
+):
+    _, make_parts, scheme, options = FORMATS[name]
+    dequantized = convert(tmp_path, FORMATS[name][0], make_parts, scheme, **options)
+    move_settings(tmp_path, key, settings)
+    assert tokens_of(tmp_path) == oracle_tokens(checkpoint, dequantized)
+
+
+def test_config_json_takes_precedence(checkpoint, tmp_path):
+    dequantized = convert(tmp_path, gptq(), pack_gptq, INT4_32)
+    (tmp_path / "quantize_config.json").write_text(json.dumps(AUTO_GPTQ | dict(bits=3)))
+    edit_config(tmp_path, compression_config=compressed(2))
+    assert tokens_of(tmp_path) == oracle_tokens(checkpoint, dequantized)
+
+
+@pytest.mark.parametrize(
+    "key, settings, complaint",
+    [
+        ("quantize_config.json", AUTO_GPTQ | dict(bits=3), "bits must be one of 4, 8, not 3"),
+        ("quantize_config.json", AUTO_GPTQ | dict(is_marlin_format=True), "is_marlin_format"),
+        ("quant_config.json", AUTO_AWQ | dict(version="GEMV"), "version .*'GEMV'"),
+        ("quant_config.json", AUTO_AWQ | dict(w_bit=8), "bits must be one of 4, not 8"),
+        ("hf_quant_config.json", dict(quantization=dict(quant_algo="FP8")), "not 'modelopt'"),
+        ("compression_config", compressed(2), "bits must be one of 4, 8, not 2"),
+    ],
+)
+def test_a_place_with_unsupported_settings_is_named(checkpoint, tmp_path, key, settings, complaint):
+    convert(tmp_path, gptq(), pack_gptq, INT4_32)
+    move_settings(tmp_path, key, settings)
+    with pytest.raises(ValueError, match=f"{key}: .*{complaint}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_settings_of_a_model_with_images_are_found(tmp_path, key, is_inside):
+    config = Qwen3_5Config().to_dict()
+    (config["text_config"] if is_inside else config)[key] = gptq()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    format = read_quantization(read_config(tmp_path), None).format
+    assert format == read_quantization(Qwen3MoeConfig(quantization_config=gptq()), None).format
+    assert format is not None
+
+
+def test_layers_that_a_format_leaves_out_stay_floats(checkpoint, tmp_path):
+    dequantized = convert(
+        tmp_path, gptq(), pack_gptq, INT4_32, is_projection=lambda name: "layers.0" in name
+    )
+    assert len(dequantized) == 7
+    assert tokens_of(tmp_path) == oracle_tokens(checkpoint, dequantized)
+
+
+def test_only_empty_biases_are_ignored(checkpoint, tmp_path):
+    """AutoGPTQ stores biases of zeros for layers that have none."""
+    dequantized = convert(tmp_path, gptq(), pack_gptq, INT4_32)
+    edit_weights(tmp_path, lambda weights: weights.update({f"{UP}.bias": torch.zeros(128)}))
+    assert tokens_of(tmp_path) == oracle_tokens(checkpoint, dequantized)
+    edit_weights(tmp_path, lambda weights: weights.update({f"{UP}.bias": torch.ones(128)}))
+    with pytest.raises(ValueError, match=f"unexpected tensors: {UP}.bias"):
+        load(tmp_path)
+
+
+def test_parts_can_be_in_several_files(checkpoint, tmp_path):
+    dequantized = convert(tmp_path, gptq(), pack_gptq, INT4_32)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    names = sorted(weights)
+    path.unlink()
+    files = {"model-00001-of-00002.safetensors": names[::2]}
+    files["model-00002-of-00002.safetensors"] = names[1::2]
+    for file, stored in files.items():
+        save_file({name: weights[name] for name in stored}, tmp_path / file)
+    weight_map = {name: file for file, stored in files.items() for name in stored}
+    index = json.dumps({"weight_map": weight_map})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert tokens_of(tmp_path) == oracle_tokens(checkpoint, dequantized)
+
+
+@pytest.mark.parametrize("scheme", [Scheme(8, 128), Scheme(4, 64), Scheme(4, 32)])
+@pytest.mark.parametrize("in_features", [1, 31, 128, 200])
+def test_codes_are_the_nearest(scheme, in_features):
+    weight = torch.randn(5, in_features)
+    weight[0] = 0
+    weight[1] = weight[1].abs() + 1
+    quantized = QuantizedWeight.quantize(weight, scheme)
+    assert quantized.shape == weight.shape
+    error = (quantized.dequantize() - weight).abs()
+    step = quantized._for_each_input(quantized.scales)
+    assert bool((error <= 0.5001 * step + 1e-7).all())
+    assert not quantized.dequantize()[0].any()
+
+
+def test_a_part_of_a_weight_is_indexed_as_a_tensor():
+    weight = QuantizedWeight.quantize(torch.randn(3, 8, 96), INT4_32)
+    full = weight.dequantize()
+    assert torch.equal(weight[1].dequantize(), full[1])
+    assert torch.equal(weight[2][2:5, 32:64].dequantize(), full[2][2:5, 32:64])
+    assert torch.equal(weight[0].split([2, 6])[1].dequantize(), full[0][2:])
+    assert torch.equal(weight[0][torch.tensor([3, 3, 0])].dequantize(), full[0][[3, 3, 0]])
+    with pytest.raises(ValueError, match="whole groups of 32"):
+        weight[0][:, 16:48]
+
+
+LOAD = """
+import sys
+from nanovllm import DEMO_MODEL, LLM
+
+options = dict(quantization="int4", kvcache_memory_bytes=1 << 20, device="cpu")
+LLM(DEMO_MODEL, **options).exit()  # imports and compiles what every engine needs
+print("ready", flush=True)
+sys.stdin.readline()
+llm = LLM(sys.argv[1], **options)
+print("loaded", flush=True)
+sys.stdin.readline()
+"""
+
+
+def read_anonymous_memory(pid):
+    """Bytes that are not pages of a file, which the system can drop."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"process {pid} has no RssAnon")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_model_is_never_in_memory_in_16_bits(tmp_path):
+    """The peak of loading is at most that of the quantized weights plus two tensors."""
+    make_checkpoint(
+        tmp_path,
+        dtype=torch.bfloat16,
+        vocab_size=16384,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
+    weights = load_file(tmp_path / "model.safetensors")
+    full = sum(tensor.nbytes for tensor in weights.values())
+    head = weights["model.embed_tokens.weight"].nbytes
+    quantized = head * (8.375 / 16) + (full - head) * (4.75 / 16)
+
+    command = [sys.executable, "-c", LOAD, str(tmp_path)]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout.readline() == "ready\n"
+        before = peak = read_anonymous_memory(process.pid)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        while not select([process.stdout], [], [], 0.001)[0]:
+            peak = max(peak, read_anonymous_memory(process.pid))
+        assert process.stdout.readline() == "loaded\n"
+        process.stdin.write("\n")
+    assert peak - before < quantized + 2 * head
+    assert peak - before < full - head

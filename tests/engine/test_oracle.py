@@ -1,0 +1,196 @@
+"""Greedy float32 tokens match transformers, whatever the blocks, budgets, caches and policies."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    VOCAB_SIZE,
+    check_invariants,
+    cover_pairs,
+    find_obstacle,
+    generate_ids,
+    greedy,
+    make_checkpoint,
+    random_prompt,
+)
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.backends import BACKENDS
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.utils.arithmetic import cdiv
+
+
+def list_ways(dtype):
+    """List the ways to compute a model on a CPU: every attention backend, and without kernels."""
+    ways = [{"enable_kernels": False}]
+    for name in BACKENDS:
+        if find_obstacle(name, torch.device("cpu"), dtype, head_dim=16, block_size=4) is None:
+            ways.append({"attention_backend": name})
+    return ways
+
+
+@pytest.mark.parametrize(
+    "way, block_size, is_chunked, is_caching",
+    cover_pairs(list_ways(torch.float32), [4, 16], [True, False], [True, False]),
+    ids=str,
+)
+def test_grid(tiny, make_llm, way, block_size, is_chunked, is_caching):
+    """Small token budgets make chunks, and small pools make preemptions."""
+    _, oracle = tiny
+    lengths = [1, block_size - 1, block_size, block_size + 1, 2 * block_size, 2 * block_size + 1]
+    prompts = [random_prompt(length, length) for length in lengths]
+    longest = prompts[-1]
+    other = random_prompt(0, block_size)
+    prompts += [longest, longest[: block_size + 1] + other]
+    prompts.append(other + longest[block_size:])  # the same second block behind another first one
+    params = [greedy(5 + index) for index in range(len(prompts))]
+    expected = [oracle(prompt, each.max_tokens) for prompt, each in zip(prompts, params)]
+    max_model_len = len(longest) + params[-1].max_tokens
+    num_tight = cdiv(max_model_len, block_size) + 1  # for hardly more than one sequence
+    small = 3 if is_chunked else 3 * block_size
+    for budget, num_blocks in [(small, 64), (small + block_size, num_tight), (8192, num_tight)]:
+        llm = make_llm(
+            kvcache_block_size=block_size,
+            num_kvcache_blocks=num_blocks,
+            max_num_batched_tokens=budget,
+            max_model_len=max_model_len,
+            enable_chunked_prefill=is_chunked,
+            enable_prefix_caching=is_caching,
+            **way,
+        )
+        for _ in range(2):  # with a cold cache, then with a warm one
+            assert generate_ids(llm, prompts, params) == expected, (budget, num_blocks)
+            check_invariants(llm)
+        assert num_blocks == 64 or llm.stats["num_preemptions"]
+        assert bool(llm.stats["num_cached_tokens"]) == is_caching
+
+
+SHAPES = {
+    "untied, biases, MQA, sharded": dict(
+        tie_word_embeddings=False,
+        attention_bias=True,
+        num_key_value_heads=1,
+        max_shard_size="10KB",
+    ),
+    "odd head_dim, MHA, linear": dict(
+        head_dim=10,
+        num_key_value_heads=4,
+        rope_parameters={"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0},
+    ),
+    "GQA of 3, YaRN": dict(
+        num_attention_heads=6,
+        head_dim=24,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(tmp_path, name):
+    model = make_checkpoint(tmp_path, **SHAPES[name])
+    llm = LLM(str(tmp_path), num_kvcache_blocks=64, kvcache_block_size=4, max_num_batched_tokens=24)
+    prompts = [random_prompt(seed, 10 * seed + 1) for seed in range(5)]
+    for prompt, token_ids in zip(prompts, generate_ids(llm, prompts, greedy(24))):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + token_ids])).logits[0]
+        assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == token_ids
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", list_ways(torch.float32), ids=str)
+def test_low_precision_logprobs(tmp_path, dtype, way):
+    """They differ from float32 by at most 1.5 times as much as those of transformers."""
+    model = make_checkpoint(tmp_path, dtype=dtype)
+    prompt = random_prompt(3, 40)
+    llm = LLM(str(tmp_path), num_kvcache_blocks=64, max_num_batched_tokens=7, **way)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=VOCAB_SIZE)
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    items = [sorted(entry.items()) for entry in output["prompt_logprobs"][1:]]
+    ours = torch.tensor(items)[..., 1]
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        theirs = model(ids).logits[0, :-1].float().log_softmax(-1)
+        exact = model.float()(ids).logits[0, :-1].log_softmax(-1)
+    assert (ours - exact).norm() < 1.5 * (theirs - exact).norm()
+
+
+def test_a_batch_looks_as_drawn_in_batch_py():
+    """A prompt of 3 tokens, a decode at position 7, and the last chunk of a prompt of 6 tokens."""
+    tables = np.zeros((3, 4), np.int32)
+    tables[1, :2] = [2, 6]  # copied when an earlier step entered the block
+    runner = SimpleNamespace(block_tables=tables, block_size=4)
+    seqs = []
+    plans = [(0, 3, [5], 1, 2), (7, 1, [2, 6], 4, 4), (4, 2, [1, 9], 3, 3)]
+    for num_computed, num_scheduled, block_table, read_slot, write_slot in plans:
+        seqs.append(
+            SimpleNamespace(
+                lane=len(seqs),
+                token_ids=range(10, 20),
+                block_table=block_table,
+                num_computed_tokens=num_computed,
+                num_scheduled_tokens=num_scheduled,
+                num_logits=1,
+                read_slot=read_slot,
+                write_slot=write_slot,
+            )
+        )
+    batch = ModelRunner.prepare_batch(runner, seqs)
+    expected = dict(
+        input_ids=[10, 11, 12, 17, 14, 15],
+        positions=[0, 1, 2, 7, 4, 5],
+        slot_mapping=[20, 21, 22, 27, 36, 37],
+        cu_seqlens_q=[0, 3, 4, 6],
+        context_lens=[3, 8, 6],
+        block_tables=[[5, 0], [2, 6], [1, 9]],
+        logits_indices=[2, 3, 5],
+        read_slots=[1, 4, 3],
+        write_slots=[2, 4, 3],
+        prefills=[0, 2],
+        max_seqlen_q=3,
+        max_seqlen_k=8,
+    )
+    for name, value in vars(batch).items():
+        assert torch.as_tensor(value).tolist() == expected[name], name
+
+
+def test_decodes_alone_are_flattened_as_beside_a_chunk():
+    """A step of decodes takes a faster path."""
+
+    def prepare(lanes):
+        tables = np.array([[3, 8, 0], [2, 6, 0], [1, 5, 9], [7, 0, 0]], np.int32)
+        runner = SimpleNamespace(block_tables=tables, block_size=4)
+        seqs = []
+        for lane in lanes:
+            block_table = [[3, 8], [2, 6, 4], [1, 5, 9], [7]][lane]
+            num_computed, num_scheduled = [(5, 1), (8, 1), (11, 1), (0, 3)][lane]
+            seqs.append(
+                SimpleNamespace(
+                    lane=lane,
+                    token_ids=range(100 * lane, 100 * lane + 12),
+                    block_table=block_table,
+                    num_computed_tokens=num_computed,
+                    num_scheduled_tokens=num_scheduled,
+                    num_logits=1,
+                    read_slot=10 + lane,
+                    write_slot=20 + lane,
+                )
+            )
+        return ModelRunner.prepare_batch(runner, seqs)
+
+    alone, beside = prepare([0, 1, 2]), prepare([0, 1, 2, 3])
+    assert alone.block_tables.tolist() == [[3, 8, 0], [2, 6, 4], [1, 5, 9]]
+    assert alone.slot_mapping.tolist() == [8 * 4 + 1, 4 * 4, 9 * 4 + 3]
+    for name, value in vars(alone).items():
+        if isinstance(value, torch.Tensor):
+            expected = getattr(beside, name)
+            assert value.dtype == expected.dtype, name
+            assert name == "prefills" or torch.equal(value, expected[: len(value)]), name
+    assert len(alone.prefills) == 0
+    assert (alone.max_seqlen_q, alone.max_seqlen_k) == (1, beside.max_seqlen_k)

@@ -1,0 +1,269 @@
+"""Random engines with random requests, checked against each request alone on a plain engine.
+
+This draws models, options and requests, and compares outputs. random_calls.py runs them.
+"""
+
+import random
+import shutil
+from collections.abc import Callable
+from functools import cache
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import check_invariants, find_obstacle, make_checkpoint
+from transformers import (
+    LlamaConfig,
+    OPTConfig,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.backends import BACKENDS
+from nanovllm.layers.embedding import Embedding
+from nanovllm.utils.arithmetic import cdiv
+
+VOCAB_SIZE = 805  # more logits than the tokenizer has tokens
+MAX_MODEL_LEN = 64
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": dict(family=Qwen2Config, tie_word_embeddings=False),
+    "qwen3": dict(family=Qwen3Config),
+    "llama": dict(family=LlamaConfig, num_key_value_heads=4, head_dim=None),
+    "opt": dict(family=OPTConfig, ffn_dim=40),
+    "moe": dict(
+        family=Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
+    "qwen3.5": dict(
+        family=Qwen3_5TextConfig,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+    ),
+}
+WORDS = ["the cat ", "sat on ", "the mat. ", "1, 2, 3, ", "é", "日本", '{"a": ', "a b a b "]
+GRAMMARS: list[dict[str, Any]] = [
+    {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+    {"json": {"type": "array", "items": {"enum": ["red", "green", None]}, "maxItems": 3}},
+    {"json_object": True},
+    {"regex": "( the cat){1,4}[.!]"},
+    {"choice": ["yes", "no", "yes and no"]},
+    {"grammar": 'start: "(" start ")" | NUMBER\nNUMBER: /[0-9]{1,3}/'},
+]
+PARAMS: dict[str, list[Any]] = {
+    "n": [1, 1, 1, 2, 3],
+    "temperature": [0.0, 0.0, 0.3, 1.0, 2.0],
+    "top_p": [1.0, 1.0, 0.9, 0.5],
+    "top_k": [-1, -1, 5, 20],
+    "min_p": [0.0, 0.0, 0.1],
+    "presence_penalty": [0.0, 0.0, 0.0, 1.0],
+    "frequency_penalty": [0.0, 0.0, 0.0, -0.5, 0.7],
+    "repetition_penalty": [1.0, 1.0, 1.0, 0.8, 1.3],
+    "stop": [None, None, "e", ["th", " the", "zq"], ["."]],
+    "ignore_eos": [False, True],
+    "logprobs": [None, None, 0, 3],
+    "prompt_logprobs": [None, None, None, 0, 2],
+    "structured_outputs": [None, None, None, None, *GRAMMARS],
+}
+TOLERANCE = 2e-3  # of log probabilities
+
+
+class Models:
+    """Checkpoints and plain engines, made when they are needed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.find = cache(self._make)
+        self.make_plain = cache(self._make_plain)
+
+    def _make(self, name: str) -> Path:
+        path = self.directory / name
+        make_checkpoint(path, vocab_size=VOCAB_SIZE, **MODELS[name])
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(Path(DEMO_MODEL) / file, path)
+        return path
+
+    def _make_plain(self, name: str, quantization: str | None, is_shaken: bool = False) -> LLM:
+        """An engine that runs one sequence at a time, without any optimization.
+
+        If it `is_shaken`, its embeddings have relative errors that exceed those of rounding.
+        """
+        llm = LLM(
+            self.find(name),
+            quantization=quantization,
+            enable_kernels=False,
+            enable_prefix_caching=False,
+            enable_chunked_prefill=False,
+            kvcache_block_size=MAX_MODEL_LEN,
+            num_kvcache_blocks=2,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=1,
+        )
+        if is_shaken:
+            modules = llm.executor.worker.model.modules()
+            embedding = next(module for module in modules if isinstance(module, Embedding))
+            embedding.register_forward_hook(shake)
+        return llm
+
+
+def shake(module: object, args: object, output: torch.Tensor) -> torch.Tensor:
+    return output * (1 + 1e-5 * torch.randn_like(output))
+
+
+def draw_prompt(rng: random.Random, prefixes: list[list[int]]) -> Any:
+    """Token ids or text, often with a prefix that others share."""
+    if rng.random() < 0.3:
+        return "".join(rng.choices(WORDS, k=rng.randint(1, 5)))
+    prefix = rng.choice(prefixes)[: rng.choice([0, 3, 8, 16, 24])]
+    tail = rng.choices(range(VOCAB_SIZE), k=rng.randint(1, 6))
+    return (prefix + tail * rng.choice([1, 1, 3]))[: MAX_MODEL_LEN - 1]
+
+
+def draw_params(rng: random.Random) -> SamplingParams:
+    chosen = rng.sample(list(PARAMS), rng.randint(1, 6))
+    params = {name: rng.choice(PARAMS[name]) for name in ["temperature", *chosen]}
+    params["max_tokens"] = rng.choice([1, 2, 5, 9, 14, 20])
+    if rng.random() < 0.2:
+        params["min_tokens"] = rng.randint(0, params["max_tokens"])
+    if rng.random() < 0.2:
+        params["stop_token_ids"] = rng.sample(range(VOCAB_SIZE), 40)
+    if rng.random() < 0.2:
+        params["logit_bias"] = {rng.randrange(VOCAB_SIZE): rng.uniform(-9, 9) for _ in range(30)}
+    return SamplingParams(**params, seed=rng.randrange(1000))
+
+
+@cache
+def list_backends() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [{"enable_kernels": False}]
+    for name in BACKENDS:
+        is_slow = name == "triton"  # interpreted
+        obstacle = find_obstacle(name, torch.device("cpu"), torch.float32, 16, 4)
+        if obstacle is None and not is_slow:
+            found.append({"attention_backend": name})
+    return found
+
+
+def draw_options(rng: random.Random) -> dict[str, Any]:
+    is_chunked = rng.random() < 0.7
+    block_size = rng.choice([2, 3, 4, 8, 16])
+    least = cdiv(MAX_MODEL_LEN, block_size)
+    return {
+        "kvcache_block_size": block_size,
+        "num_kvcache_blocks": least + rng.choice([0, 1, least // 2, 2 * least, 4 * least]),
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": rng.choice([1, 2, 3, 5, 8]),
+        "max_num_batched_tokens": rng.choice([2, 5, 9, 24, 64, 512] if is_chunked else [64, 512]),
+        "enable_chunked_prefill": is_chunked,
+        "enable_prefix_caching": rng.random() < 0.7,
+        "num_speculative_tokens": rng.choice([0, 0, 1, 2, 3, 4]),
+        **rng.choice(list_backends()),
+    }
+
+
+class Case:
+    """What a seed draws, and the outputs that are expected."""
+
+    def __init__(self, models: Models, seed: int, max_ranks: int = 1) -> None:
+        self.models = models
+        self.rng = rng = random.Random(seed)
+        self.model = rng.choice(list(MODELS))
+        self.quantization = rng.choice([None, None, "int8", "int4"])
+        self.options = draw_options(rng)
+        num_ranks = rng.choices([1, 2], [49, 1])[0]  # processes are slow
+        if self.quantization is None:  # groups of the tiny weights cannot be divided
+            self.options["tensor_parallel_size"] = min(num_ranks, max_ranks)
+        prefixes = [rng.choices(range(VOCAB_SIZE), k=24) for _ in range(2)]
+        prefixes.append(rng.choices(range(VOCAB_SIZE), k=4) * 6)
+        self.jobs = [(draw_prompt(rng, prefixes), draw_params(rng)) for _ in range(5)]
+        self.expect = cache(self._expect)
+        self.num_ambiguous = 0
+
+    def make_llm(self, **options: Any) -> LLM:
+        path = self.models.find(self.model)
+        return LLM(path, quantization=self.quantization, **self.options, **options)
+
+    def generate(self, llm: LLM, job: int) -> list[Any]:
+        return llm.generate(*self.jobs[job], use_tqdm=False)
+
+    def search(self, llm: LLM, job: int) -> list[Any]:
+        prompt, _ = self.jobs[job]
+        (beams,) = llm.beam_search([prompt], beam_width=3, max_tokens=4)
+        for index, beam in enumerate(beams):
+            beam["sample_index"] = index
+        return beams
+
+    def _expect(self, ask: Callable[[LLM, int], list[Any]], job: int) -> list[Any]:
+        """The outputs of `ask`, alone on the plain engine."""
+        plain = self.models.make_plain(self.model, self.quantization)
+        outputs = ask(plain, job)
+        check_invariants(plain)
+        assert plain.stats["num_free_blocks"] == plain.stats["num_blocks"]
+        return outputs
+
+    def check(self, outputs: list[Any], ask: Callable[[LLM, int], list[Any]], job: int) -> None:
+        """Check outputs of a job. They may be unfinished."""
+        expected = self.expect(ask, job)
+        for output in outputs:
+            problem = find_difference(output, expected[output["sample_index"]])
+            if problem is None:
+                continue
+            assert self._is_ambiguous(ask, job), f"{problem}\n{self}\njob {job}: {self.jobs[job]}"
+            self.num_ambiguous += 1
+
+    def _is_ambiguous(self, ask: Callable[[LLM, int], list[Any]], job: int) -> bool:
+        """Return whether rounding can change the tokens, because two scores are nearly equal."""
+        shaken = self.models.make_plain(self.model, self.quantization, is_shaken=True)
+        expected = [output["token_ids"] for output in self.expect(ask, job)]
+        torch.manual_seed(0)
+        for _ in range(20):
+            outputs = ask(shaken, job)
+            if [output["token_ids"] for output in outputs] != expected:
+                return True
+        return False
+
+    def __repr__(self) -> str:
+        return f"{self.model} {self.quantization} {self.options}"
+
+
+def find_difference(output: Any, expected: Any) -> str | None:
+    """Describe how an output differs from the expected one, or from the beginning of it."""
+    is_whole = output["finish_reason"] not in (None, "abort")
+    num_tokens = None if is_whole else len(output["token_ids"])
+    if output["token_ids"] != expected["token_ids"][:num_tokens]:
+        return f"token_ids: {output['token_ids']} instead of {expected['token_ids']}"
+    for name in ("logprobs", "prompt_logprobs"):
+        entries = output[name]
+        others = expected[name]
+        if (entries is None) != (others is None):
+            return f"{name}: {entries} instead of {others}"
+        if entries is not None and not are_close(
+            entries, others[: None if is_whole else len(entries)]
+        ):
+            return f"{name}: {entries} instead of {others}"
+    if is_whole:
+        for name in ("text", "finish_reason"):
+            if output[name] != expected[name]:
+                return f"{name}: {output[name]!r} instead of {expected[name]!r}"
+    elif output["finish_reason"] is None and not expected["text"].startswith(output["text"]):
+        return f"text: {output['text']!r} instead of {expected['text']!r}"
+    return None
+
+
+def are_close(entries: list[Any], others: list[Any]) -> bool:
+    """Compare log probabilities, but not which of two nearly equal tokens is in the top k."""
+    if len(entries) != len(others):
+        return False
+    for entry, other in zip(entries, others):
+        ours = sorted((entry or {}).values())
+        theirs = sorted((other or {}).values())
+        if len(ours) != len(theirs):
+            return False
+        if not all(isclose(*pair, rel_tol=0, abs_tol=TOLERANCE) for pair in zip(ours, theirs)):
+            return False
+    return True

@@ -1,0 +1,300 @@
+"""An engine serves correctly after calls that Ctrl-C or an error interrupted at any moment."""
+
+import random
+import signal
+import time
+import warnings
+from unittest.mock import patch
+
+import pytest
+from conftest import check_invariants, generate_ids, random_prompt
+from front_helpers import GREEDY, PROMPTS, finish, interrupt_in
+
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.request import Request
+from nanovllm.text.detokenizer import Detokenizer
+
+NUM_BLOCKS = 26  # few enough that the requests below are preempted
+ROUNDS = 30
+SAMPLING = [
+    {"temperature": 0.0},
+    {"frequency_penalty": 0.5},
+    {"logprobs": 1},
+    {"stop": ["zqzq"], "temperature": 0.0},
+    {"n": 2},
+    {"prompt_logprobs": 1},
+    {"structured_outputs": {"regex": "[a-z ]{3,30}"}},
+]
+REQUESTS = [
+    ([5 + i] * (10 + 4 * i), SamplingParams(max_tokens=7, ignore_eos=True, seed=i, **options))
+    for i, options in enumerate(SAMPLING)
+]
+BATCH = [list(column) for column in zip(*REQUESTS)]
+
+
+class CtrlC:
+    """Sends Ctrl-C as a real signal at a chosen time."""
+
+    num_left = 0
+
+    def handle(self, *_):
+        if self.num_left == 0:
+            return
+        self.num_left -= 1
+        if self.num_left > 0:
+            signal.setitimer(signal.ITIMER_REAL, 20e-6)
+        raise KeyboardInterrupt
+
+    def interrupts(self, call, seconds, num=1):
+        """Return whether `num` signals after `seconds`, 20 microseconds apart, interrupt `call`."""
+        was_interrupted = False
+        try:
+            try:
+                self.num_left = num
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+                call()
+            except KeyboardInterrupt:
+                was_interrupted = True
+            self.num_left = 0
+        except KeyboardInterrupt:  # the second signal, while the first one was handled
+            was_interrupted = True
+        return was_interrupted
+
+
+@pytest.fixture(scope="module")
+def ctrl_c():
+    ctrl_c = CtrlC()
+    before = signal.signal(signal.SIGALRM, ctrl_c.handle)
+    yield ctrl_c
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    options = {"num_kvcache_blocks": NUM_BLOCKS, "kvcache_block_size": 4}
+    return LLM(DEMO_MODEL, dtype="float32", max_num_batched_tokens=24, **options)
+
+
+def summarize(outputs):
+    """The token ids, text, finish reason and number of scores of each request."""
+    last = {output["request_id"]: output for output in outputs}
+    summaries = []
+    for _, output in sorted(last.items()):
+        num_scores = len(output["prompt_logprobs"] or [])
+        reason = output["finish_reason"]
+        summaries.append((output["token_ids"], output["text"], reason, num_scores))
+    return summaries
+
+
+def by_generate(llm):
+    return summarize(llm.generate(*BATCH, use_tqdm=False))
+
+
+def by_stream(llm):
+    return summarize(llm.stream(*BATCH))
+
+
+def measure(call):
+    """Seconds of the fastest of three calls, so that most signals come before the end."""
+    durations = []
+    for _ in range(3):
+        start = time.perf_counter()
+        call()
+        durations.append(time.perf_counter() - start)
+    return min(durations)
+
+
+@pytest.mark.parametrize("call", [by_generate, by_stream])
+def test_ctrl_c_at_any_moment_changes_no_later_result(demo, ctrl_c, call):
+    """Another request that is queued at the time continues."""
+    rng = random.Random(0)
+    expected = by_generate(demo)
+    assert call(demo) == expected
+    assert demo.stats["num_preemptions"] > 0
+    duration = measure(lambda: call(demo))
+    num_interrupted = 0
+    for _ in range(ROUNDS):
+        other = demo.add_request(*REQUESTS[0])
+        seconds = rng.uniform(1e-4, 1.1 * duration)
+        num_interrupted += ctrl_c.interrupts(lambda: call(demo), seconds, rng.choice([1, 2]))
+        assert call(demo) == expected
+        check_invariants(demo)
+        assert summarize([finish(demo)[other]]) == expected[:1]
+        assert demo.stats["num_free_blocks"] == NUM_BLOCKS
+        assert demo.step() == []
+    assert num_interrupted > ROUNDS / 3
+
+
+def test_a_loop_over_interrupted_steps_gets_all_results(demo, ctrl_c):
+    """Only the report of an interrupted step can be lost, which is rare."""
+    rng = random.Random(1)
+    expected = by_generate(demo)
+    duration = measure(lambda: by_generate(demo))
+    num_interrupted = 0
+    num_lost = 0
+    for _ in range(ROUNDS // 2):
+        for request in REQUESTS:
+            demo.add_request(*request)
+        last = {}
+
+        def serve(last=last):
+            while not demo.is_finished():
+                last.update((output["request_id"], output) for output in demo.step())
+
+        while ctrl_c.interrupts(serve, rng.uniform(1e-4, duration / 2), rng.choice([1, 2])):
+            num_interrupted += 1
+        for report, known in zip(summarize(last.values()), expected, strict=True):
+            if report[2] is None:
+                num_lost += 1
+            else:
+                assert report == known
+    assert num_interrupted > ROUNDS / 3
+    assert num_lost <= num_interrupted / 5
+
+
+@pytest.mark.parametrize(
+    "where, error, num_calls",
+    [("prepare_batch", KeyboardInterrupt, 0), ("prepare_sampling", MemoryError, 1)],
+)
+def test_an_interrupted_call_cancels_only_its_requests(tiny, make_llm, where, error, num_calls):
+    """Blocks that are listed and were never written are not reused. The reset fails, too."""
+    llm = make_llm()
+    other = llm.add_request(PROMPTS[0], GREEDY)
+    llm.step()
+    with patch.object(BlockManager, "reset", side_effect=error):
+        interrupt_in(
+            llm.model_runner, where, lambda: llm.generate(PROMPTS, GREEDY), error, num_calls
+        )
+    expected = [tiny[1](prompt, 6) for prompt in PROMPTS]
+    assert generate_ids(llm, PROMPTS, GREEDY) == expected
+    check_invariants(llm)
+    (output,) = llm.step()
+    assert output["request_id"] == other
+    assert output["token_ids"] == expected[0]
+
+
+def test_tokens_and_ends_before_the_commit_are_rolled_back(demo):
+    """The step has found stop strings and ends, but has not committed them."""
+    aborted = demo.add_request("1, 2, 3", SamplingParams(temperature=0.0, stop="#"))
+    other = demo.add_request("1, 2, 3", SamplingParams(temperature=0.0, max_tokens=2))
+    demo.step()
+    interrupt_in(Request, "commit", demo.step)
+    demo.abort(aborted)
+    last = finish(demo)
+    assert len(last[aborted]["token_ids"]) == 1
+    assert last[aborted]["text"] == demo.tokenizer.decode(last[aborted]["token_ids"])
+    assert len(last[other]["token_ids"]) == 2
+    assert last[other]["finish_reason"] == "length"
+
+
+def test_a_prefix_hit_of_an_interrupted_step_is_recomputed(tiny, make_llm):
+    llm = make_llm()
+    generate_ids(llm, PROMPTS[3], GREEDY)
+    llm.add_request(PROMPTS[3], GREEDY)
+    interrupt_in(llm.model_runner, "forward", llm.step)
+    before = llm.stats["num_prefill_tokens"]
+    (output,) = finish(llm).values()
+    assert llm.stats["num_prefill_tokens"] - before == len(PROMPTS[3])
+    assert output["num_cached_tokens"] == 0
+    assert output["token_ids"] == tiny[1](PROMPTS[3], 6)
+
+
+def test_a_request_whose_id_was_not_returned_is_cancelled(make_llm):
+    """It is not reported either."""
+    llm = make_llm()
+    queue = llm._queue
+
+    def queue_and_be_interrupted(requests):
+        queue(requests)
+        raise KeyboardInterrupt
+
+    interrupted = patch.object(llm, "_queue", queue_and_be_interrupted)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        llm.add_request(PROMPTS[0], GREEDY)
+    assert llm.step() == []
+    assert llm.is_finished()
+    assert llm.stats["num_free_blocks"] == 64
+
+
+def test_an_interrupted_report_is_repeated(demo):
+    request_id = demo.add_request("hello", SamplingParams(max_tokens=1))
+    interrupt_in(Detokenizer, "read", demo.step)
+    assert list(finish(demo)) == [request_id]
+
+
+def test_a_warning_that_raises_interrupts_no_step(tiny, make_llm):
+    """It comes after the step, and nothing is computed again."""
+    llm = make_llm()
+    sample = llm.model_runner.sample
+    bad = llm.add_request([1], GREEDY)
+    good = llm.add_request(PROMPTS[0], GREEDY)
+
+    def sample_nan(logits, seqs):
+        token_ids, logprobs = sample(logits, seqs)
+        if seqs[0].seq_id == bad:
+            token_ids[0] = [-1]
+        return token_ids, logprobs
+
+    llm.model_runner.sample = sample_nan
+    message = f"request {bad} ends with an error: its logits are NaN"
+    with warnings.catch_warnings(), pytest.raises(RuntimeWarning, match=message):
+        warnings.simplefilter("error")
+        llm.step()
+    last = finish(llm)
+    assert last.pop(bad)["finish_reason"] == "error"
+    assert last[good]["token_ids"] == tiny[1](PROMPTS[0], 6)
+    assert llm.stats["num_prefill_tokens"] == 1 + len(PROMPTS[0])
+    check_invariants(llm)
+
+
+def test_scores_of_a_prompt_survive_an_interrupt(tiny, make_llm):
+    """Only rows that sample are sampled, also for a sequence that has generated tokens."""
+    params = SamplingParams(temperature=0.0, max_tokens=6, prompt_logprobs=1)
+    prompts = [random_prompt(9, 9), *PROMPTS]
+    llm = make_llm(max_num_batched_tokens=24)
+    (expected,) = llm.generate(prompts[0], params, use_tqdm=False)
+    for num_steps in range(1, 6):
+        scored = llm.add_request(prompts[0], params)
+        others = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS]
+        for _ in range(num_steps):  # no request finishes in these
+            llm.step()
+        for where in ("prepare_batch", "prepare_sampling"):
+            interrupt_in(llm.model_runner, where, llm.step)
+        last = finish(llm)
+        assert last[scored]["prompt_logprobs"] == expected["prompt_logprobs"]
+        tokens = [last[request_id]["token_ids"] for request_id in (scored, *others)]
+        assert tokens == [tiny[1](prompt, 6) for prompt in prompts]
+
+
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_an_interrupted_step_scores_no_later_prompt(make_llm, is_aborted):
+    """With several ranks it ends when the next step has already been prepared."""
+    llm = make_llm(max_num_batched_tokens=8)
+    params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1)
+    prompts = [random_prompt(length, length) for length in (12, 13)]
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    executor = llm.model_runner.executor
+    call = executor.call
+    late = []
+
+    def call_too_late(*task):
+        late.append(task)
+        raise KeyboardInterrupt
+
+    def call_in_order(*task):
+        while late:
+            call(*late.pop())
+        return call(*task)
+
+    request_ids = [llm.add_request(prompt, params) for prompt in prompts]
+    with patch.object(executor, "call", call_too_late), pytest.raises(KeyboardInterrupt):
+        llm.step()
+    if is_aborted:
+        llm.abort(request_ids[0])
+    with patch.object(executor, "call", call_in_order):
+        last = finish(llm)
+    for request_id, output in list(zip(request_ids, expected))[is_aborted:]:
+        for name in ("token_ids", "prompt_logprobs"):
+            assert last[request_id][name] == output[name]

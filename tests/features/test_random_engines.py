@@ -1,0 +1,51 @@
+"""Random engines give each request the outputs that it has alone on a plain engine.
+
+A hand run takes new seeds for as long as one likes. Some of its engines have two ranks:
+
+    SEED=1000 SECONDS=600 python -m pytest tests/features/test_random_engines.py -m sweep
+"""
+
+import os
+import time
+import warnings
+from itertools import count
+
+import pytest
+from random_calls import Calls
+from random_engines import Case, Models
+
+NUM_CASES = 40
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+def run(models, directory, seed, max_ranks=1):
+    case = Case(models, seed, max_ranks)
+    try:
+        Calls(case, directory).run()
+    except BaseException:
+        print(
+            f"{case}\nRun it again: SEED={seed} SECONDS=0"
+            " python -m pytest tests/features/test_random_engines.py -m sweep"
+        )
+        raise
+    if case.num_ambiguous:
+        message = f"seed {seed}: rounding can change {case.num_ambiguous} outputs"
+        warnings.warn(message, stacklevel=2)
+
+
+@pytest.mark.parametrize("seed", range(NUM_CASES))
+def test_random_engine(models, tmp_path, seed):
+    run(models, tmp_path, seed)
+
+
+@pytest.mark.sweep
+def test_random_engines_for_a_while(models, tmp_path):
+    end = time.monotonic() + float(os.environ.get("SECONDS", 60))
+    for seed in count(int(os.environ.get("SEED", NUM_CASES))):
+        run(models, tmp_path, seed, max_ranks=2)
+        if time.monotonic() > end:
+            break

@@ -1,0 +1,386 @@
+"""Drafts change no token, whatever is proposed and however often it is accepted."""
+
+import timeit
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import check_invariants, make_batch, make_checkpoint, random_prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import PrefillFirstScheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.features.recurrent_states import StatefulScheduler
+from nanovllm.features.speculation.costs import StepCosts, measure_costs
+from nanovllm.features.speculation.drafts import (
+    PromptLookup,
+    Proposal,
+    SpeculativeScheduler,
+    Speculator,
+)
+from nanovllm.kernels.cpu import attention as cpp
+from nanovllm.layers import attention as torch_backend
+
+FREE = [0.0, *[1.0] * 256]  # costs of steps in which drafts cost nothing
+
+
+class SpeculativePrefillFirstScheduler(SpeculativeScheduler, PrefillFirstScheduler):
+    """Drafts for another policy, as LLM derives it."""
+
+
+class StatefulSpeculativeScheduler(StatefulScheduler, SpeculativeScheduler):
+    """Drafts for a model with recurrent states."""
+
+
+class StatefulPrefillFirstScheduler(StatefulScheduler, SpeculativePrefillFirstScheduler):
+    """Drafts for a model with recurrent states and for another policy."""
+
+
+def make_speculator(propose):
+    """Draft whatever `propose` returns for the tokens of a sequence and a number of tokens."""
+    speculator = Speculator(7, StepCosts(FREE, FREE))
+    speculator.make_proposer = lambda token_ids: SimpleNamespace(
+        propose=partial(propose, token_ids)
+    )
+    return speculator
+
+
+def foresee(outputs):
+    """Propose the tokens of `outputs`, except that token 0 is proposed for every fifth position."""
+    answers = [output["prompt_token_ids"] + output["token_ids"] for output in outputs]
+
+    def propose(token_ids, num_tokens):
+        start = len(token_ids)
+        answer = next((answer for answer in answers if answer[:start] == token_ids), [])
+        end = min(start + num_tokens, len(answer))
+        return [answer[position] if position % 5 else 0 for position in range(start, end)]
+
+    return make_speculator(propose)
+
+
+def assert_same(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        for key in ("token_ids", "text", "finish_reason"):
+            assert one[key] == other[key]
+        assert len(one["logprobs"] or []) == len(other["logprobs"] or [])
+        total = other["cumulative_logprob"]
+        assert one["cumulative_logprob"] == pytest.approx(total, abs=1e-3)
+
+
+# --- the scheduler
+
+
+def next_token(token_ids):
+    """Stands for a model."""
+    return (sum(token_ids) + len(token_ids) // 3) % 3
+
+
+def run_step(scheduler, samples=()):
+    seqs = scheduler.schedule()
+    plan = {seq.seq_id: seq.num_scheduled_tokens for seq in seqs}
+    samples = list(samples)
+    for seq in seqs[len(samples) :]:
+        end = len(seq.token_ids) + 1
+        contexts = [seq.token_ids[:stop] for stop in range(end - seq.num_logits, end)]
+        samples.append([next_token(context) for context in contexts])
+    scheduler.postprocess(seqs, samples)
+    return plan
+
+
+def test_drafts_take_what_a_step_leaves_unused():
+    """A draft ends where the token budget or the free blocks end. Nothing is preempted for it."""
+    scheduler = SpeculativeScheduler(BlockManager(3, 4), max_num_seqs=2, max_num_batched_tokens=6)
+    scheduler.speculator = make_speculator(lambda _, num_tokens: [7] * num_tokens)
+    for seq_id in range(2):
+        scheduler.add(Sequence(seq_id, [1, 2, 3], SamplingParams()))
+    assert run_step(scheduler) == {0: 3, 1: 3}
+    # The budget has 4 tokens left, 2 for each draft. Only sequence 0 gets the last free block.
+    assert run_step(scheduler) == {0: 3, 1: 1}
+    assert len(scheduler.block_manager.free_block_ids) == 1, "released with the rejected draft"
+    assert scheduler.num_draft_tokens == 2
+    assert scheduler.num_preemptions == 0
+
+
+def test_nan_logits_with_a_draft_are_recomputed_without_it():
+    """Attention multiplies masked values by 0, so NaN of a draft token reaches those before it."""
+    manager = BlockManager(9, 4)
+    scheduler = SpeculativeScheduler(manager, max_num_seqs=1, max_num_batched_tokens=16)
+    scheduler.speculator = make_speculator(lambda _, num_tokens: [7] * num_tokens)
+    scheduler.speculator.costs.with_drafts = [0.0, *[0.1] * 16]
+    seq = Sequence(0, [1, 2], SamplingParams())
+    scheduler.add(seq)
+    for num_tokens, samples, num_listed in [
+        (2, [7], 0),
+        (8, [7] + [-1] * 7, 0),  # the first token is valid
+        (8, [-1] * 8, 0),
+        (1, [7], 1),
+    ]:
+        assert run_step(scheduler, [samples]) == {0: num_tokens}
+        assert len(manager.hash_to_block_id) == num_listed
+    assert seq.token_ids == [1, 2, 7, 7, 7]
+
+
+def start_two_sequences(policy):
+    """A scheduler that has computed two prompts. Only the first sequence has drafts."""
+    scheduler = policy(BlockManager(9, 4), max_num_seqs=2, max_num_batched_tokens=6)
+    scheduler.speculator = make_speculator(lambda _, num_tokens: [7] * num_tokens)
+    scheduler.add(Sequence(0, [1, 2, 3], SamplingParams()))
+    scheduler.add(Sequence(1, [1, 2, 3], SamplingParams(presence_penalty=1.0)))
+    assert run_step(scheduler) == {0: 3, 1: 3}
+    return scheduler
+
+
+@pytest.mark.parametrize("policy", [SpeculativeScheduler, SpeculativePrefillFirstScheduler])
+def test_nan_logits_with_a_draft_stall_no_other_decode(policy):
+    scheduler = start_two_sequences(policy)
+    assert run_step(scheduler, [[-1] * 5]) == {0: 5, 1: 1}
+    assert run_step(scheduler) == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("policy", [StatefulSpeculativeScheduler, StatefulPrefillFirstScheduler])
+def test_a_rejected_draft_stalls_no_other_decode(policy):
+    """With recurrent states, the next step of its sequence recomputes a token and has no draft."""
+    scheduler = start_two_sequences(policy)
+    for _ in range(3):
+        assert run_step(scheduler) == {0: 5, 1: 1}
+        assert run_step(scheduler) == {0: 2, 1: 1}
+    assert scheduler.num_accepted_tokens == 0
+
+
+@given(
+    loads=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=5),
+    policy=st.sampled_from([SpeculativeScheduler, SpeculativePrefillFirstScheduler]),
+    num_blocks=st.integers(11, 20),
+    max_draft_len=st.integers(1, 4),
+)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_random_loads(loads, policy, num_blocks, max_draft_len):
+    """Drafts change no token, and blocks with rejected tokens are never listed."""
+    manager = BlockManager(num_blocks, 2)
+    scheduler = policy(manager, max_num_seqs=3, max_num_batched_tokens=12)
+    scheduler.speculator = Speculator(max_draft_len, StepCosts(FREE, FREE))
+    seqs = []
+    for seq_id, (prompt_len, max_tokens) in enumerate(loads):
+        params = SamplingParams(max_tokens=max_tokens)
+        seqs.append(Sequence(seq_id, [seq_id % 3] * prompt_len, params))
+        scheduler.add(seqs[-1])
+    while scheduler.running or scheduler.waiting:
+        run_step(scheduler)
+        for seq in scheduler.running:
+            for index, block_id in enumerate(seq.block_table):
+                expected = seq.token_ids[2 * index : 2 * index + 2]
+                assert manager.blocks[block_id].token_ids in ([], expected)
+    for seq in seqs:
+        assert len(seq.token_ids) == seq.max_num_tokens
+        for position in range(seq.num_prompt_tokens, len(seq.token_ids)):
+            assert seq.token_ids[position] == next_token(seq.token_ids[:position])
+
+
+# --- the engine
+
+
+QWEN3 = dict(family=Qwen3Config)
+MOE = dict(family=Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+needs_cpp = pytest.mark.skipif(
+    cpp.reason_unavailable(torch.device("cpu"), torch.bfloat16, 16, 4) is not None,
+    reason="needs a C++ compiler",
+)
+
+COUNTERS = ("num_prefill_tokens", "num_decode_tokens", "num_draft_tokens", "num_accepted_tokens")
+
+
+@pytest.mark.parametrize(
+    "checkpoint, options",
+    [
+        (MOE, {}),
+        (MOE, {"enable_kernels": False, "enable_prefix_caching": False}),
+        (QWEN3, {"num_kvcache_blocks": 16, "max_num_batched_tokens": 24}),
+        (QWEN3, {"enable_chunked_prefill": False, "kvcache_block_size": 5}),
+        (QWEN3, {"tensor_parallel_size": 2}),
+        pytest.param(QWEN3, {"dtype": "bfloat16"}, marks=needs_cpp),
+        pytest.param(QWEN3, {"dtype": "bfloat16", "quantization": "int4"}, marks=needs_cpp),
+        pytest.param(MOE, {"dtype": "bfloat16", "quantization": "int4"}, marks=needs_cpp),
+    ],
+    ids=str,
+)
+def test_drafts_change_no_token(tmp_path, make_llm, checkpoint, options):
+    """With kernels for a CPU this includes 16-bit dtypes. The trace counts all draft tokens."""
+    make_checkpoint(tmp_path, **checkpoint)
+    path = tmp_path / "trace.json"
+    make = partial(make_llm, str(tmp_path), max_num_seqs=6, **options)
+    prompts = [random_prompt(seed, 5 + seed) for seed in range(6)]
+    settings = [
+        {"temperature": 0.0},
+        {"logprobs": 1},
+        {"top_p": 0.9, "n": 2},
+        {"stop_token_ids": list(range(30))},
+        {"presence_penalty": 1.0},
+        {"temperature": 0.3, "min_tokens": 20},
+    ]
+    params = [SamplingParams(max_tokens=30, seed=3, **each) for each in settings]
+    with make() as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False)
+    with make(num_speculative_tokens=7, trace=path) as llm:
+        llm.scheduler.speculator = foresee(expected)
+        for _ in range(2):  # with a cold cache, then with a warm one
+            assert_same(llm.generate(prompts, params, use_tqdm=False), expected)
+            check_invariants(llm)
+        stats = llm.stats
+    assert 50 < stats["num_accepted_tokens"] < stats["num_draft_tokens"]
+    infos = [step.info for step in trace.read(path)]
+    totals = {name: sum(info[name] for info in infos) for name in ("num_tokens", *COUNTERS)}
+    num_prefill, num_decode, num_draft, num_accepted = [stats[name] for name in COUNTERS]
+    assert list(totals.values()) == [
+        num_prefill + num_decode + num_draft - num_accepted,
+        num_prefill,
+        num_decode,
+        num_draft,
+        num_accepted,
+    ]
+
+
+def test_a_sequence_can_end_within_an_accepted_draft():
+    """Nothing after a stop string, EOS or max_tokens is reported, and text is append-only."""
+    make = partial(LLM, DEMO_MODEL, dtype="float32", num_kvcache_blocks=64, max_num_seqs=4)
+    plain = make()
+    llm = make(num_speculative_tokens=6)
+    params = partial(SamplingParams, temperature=0.0, max_tokens=40)
+    messages = [{"role": "user", "content": "Count from 3 to 9."}]
+    whole = plain.chat(messages, params(ignore_eos=True), use_tqdm=False)
+    prompt = whole[0]["prompt_token_ids"]
+    llm.scheduler.speculator = foresee(whole)
+    text = whole[0]["text"]
+    for each in (
+        params(stop=[text[9:12]]),
+        params(stop=[text[4:6], text[8:10]], min_tokens=4),
+        params(),
+    ):
+        outputs = list(llm.stream(prompt, each))
+        assert_same(outputs[-1:], plain.generate(prompt, each, use_tqdm=False))
+        for earlier, later in pairwise(outputs):
+            assert later["text"].startswith(earlier["text"])
+    assert llm.stats["num_accepted_tokens"] > 20
+
+
+# --- proposals
+
+
+def test_prompt_lookup():
+    token_ids = [1, 2, 3, 4, 1, 2, 3, 5, 2, 3]
+    proposer = PromptLookup(token_ids)
+    assert proposer.propose(3) == [5, 2, 3], "what followed the latest 2 3"
+    token_ids += [9, 1, 2, 3]
+    assert proposer.propose(3) == [5, 2, 3], "1 2 3 rather than 2 3, which 9 followed the last time"
+    token_ids += [7, 7, 7]
+    assert proposer.propose(4) == [7, 7, 7, 7], "an occurrence that overlaps the end"
+
+
+def make_decode(acceptance_rate, max_tokens=8, **params):
+    """A decode that PromptLookup continues with 2, 3, 1, 2."""
+    seq = Sequence(0, [1, 2, 3] * 3, SamplingParams(max_tokens=max_tokens, **params))
+    seq.token_ids.append(1)
+    seq.num_scheduled_tokens = 1
+    seq.num_logits = 1
+    seq.is_decode = True
+    return seq, Proposal(PromptLookup(seq.token_ids), acceptance_rate=acceptance_rate)
+
+
+def choose(decodes, costs=FREE, budget=100, context_cost=0.0):
+    seqs = [seq for seq, _ in decodes]
+    drafts = Speculator(4, StepCosts(costs, costs, context_cost)).choose(
+        seqs, dict(decodes), budget
+    )
+    return [drafts.get(seq, []) for seq in seqs]
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, [[2, 3, 1, 2], [2, 3, 1, 2]]),  # free, so all of them
+        ({"costs": [1.0 + n / 4 for n in range(65)]}, [[2, 3, 1, 2], []]),
+        ({"costs": FREE[:4]}, [[2], []]),  # the cost of a step of 4 tokens is not known
+        ({"budget": 3}, [[2, 3, 1], []]),
+        ({"context_cost": 1.0}, [[], []]),  # each draft token attends to the whole context
+    ],
+    ids=str,
+)
+def test_drafts_that_pay(options, expected):
+    """The most probable draft tokens are computed while they raise tokens per second."""
+    decodes = [make_decode(0.9), make_decode(0.1)]
+    assert choose(decodes, **options) == expected
+    for _, proposal in decodes:
+        assert proposal.token_ids == [2, 3, 1, 2], "also without a draft, to learn from it"
+
+
+def test_the_cost_of_a_large_step_is_not_that_of_a_small_one():
+    """A chunk beside a decode has more tokens than any step of `plain`."""
+    chunk, _ = make_decode(0.9)
+    chunk.num_scheduled_tokens = 8
+    chunk.num_logits = 0
+    decode, proposal = make_decode(0.9)
+    by_tokens = [float(n) for n in range(65)]
+    costs = StepCosts(by_tokens[:3], by_tokens)
+    drafts = Speculator(4, costs).choose([chunk, decode], {decode: proposal}, 100)
+    assert drafts[decode] == [2, 3, 1, 2], "four tokens of nine more for one of nine"
+
+
+@pytest.mark.parametrize(
+    "params, expected",
+    [
+        ({"max_tokens": 3}, [2]),  # the step samples one token at the end of its draft
+        ({"presence_penalty": 1.0}, []),
+        ({"min_tokens": 3}, []),
+    ],
+    ids=str,
+)
+def test_some_requests_get_short_drafts_or_none(params, expected):
+    assert choose([make_decode(0.9, **params)]) == [expected]
+
+
+def test_acceptance_rates_are_learned():
+    proposal = Proposal(PromptLookup([1]), token_ids=[1, 2, 3, 4], position=2)
+    proposal.learn([9, 9, 1, 2])
+    assert proposal.acceptance_rate == pytest.approx(1 - 0.5 * 0.9**2)
+    proposal.learn([9, 9, 7, 2, 3, 4])
+    assert proposal.acceptance_rate == pytest.approx(0.9 - 0.5 * 0.9**3), "judges one token"
+
+
+def test_costs_of_steps_are_measured(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(timeit, "repeat", partial(timeit.repeat, timer=lambda: clock[0]))
+
+    def run(seqs):
+        for seq in seqs:
+            context_cost = 0.01 * seq.num_scheduled_tokens * len(seq.token_ids)
+            clock[0] += 10.0 + seq.num_scheduled_tokens + context_cost
+
+    costs = measure_costs(run, 4, 3, 100, 64, block_size=4)
+    assert costs.plain == pytest.approx([11.01 * n for n in range(4)])
+    assert len(costs.with_drafts) == 1 + 3 * (1 + 4)
+    assert costs.with_drafts[2] == pytest.approx(10 + 2 * 1.02)  # two tokens of one sequence
+    assert costs.per_context_token == pytest.approx(0.01, rel=0.1)
+
+
+def test_the_backend_limits_drafts(make_llm, monkeypatch):
+    monkeypatch.setattr(torch_backend, "MAX_DRAFT_LEN", 3)
+    llm = make_llm(device="cpu", attention_backend="torch", num_speculative_tokens=100)
+    assert llm.scheduler.speculator.max_draft_len == 3
+
+
+@needs_cpp
+def test_a_short_query_is_computed_like_decodes():
+    """Results are bitwise identical, across the splits of a context."""
+    torch.manual_seed(0)
+    kv_cache = torch.randn(2, 300, 4, 2, 32).bfloat16()
+    table = torch.randperm(300).int()
+    length = 1 + cpp.MAX_DRAFT_LEN
+    query = torch.randn(length, 4, 32).bfloat16()
+    together = cpp.attend(query, kv_cache, make_batch([length], [700], table[None]), 0.2)
+    decodes = make_batch([1] * length, range(701 - length, 701), table.repeat(length, 1))
+    assert torch.equal(together, cpp.attend(query, kv_cache, decodes, 0.2))

@@ -1,0 +1,627 @@
+"""Structured outputs: every text that ends fits its grammar, and the usual promises hold.
+
+A random model that continues with any token finds what a grammar lets through.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+from conftest import check_invariants, generate_ids, make_checkpoint
+
+from nanovllm import DEMO_MODEL, LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.features.structured_outputs import grammars
+from nanovllm.features.structured_outputs import masks as structured
+from nanovllm.features.structured_outputs.masks import StructuredModelRunner, StructuredRequest
+
+SHORT = {"type": "string", "maxLength": 8}
+PAIR = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": SHORT},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TREE = {
+    "$ref": "#/$defs/node",
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "value": {"type": "boolean"},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
+            },
+            "required": ["value"],
+            "additionalProperties": False,
+        }
+    },
+}
+SCHEMAS = [
+    {"type": "null"},
+    {"type": "boolean"},
+    {"type": "integer"},
+    {"type": "integer", "minimum": -5, "maximum": 99},
+    {"type": "integer", "exclusiveMinimum": 10, "exclusiveMaximum": 13},
+    {"type": "integer", "multipleOf": 7},
+    {"type": "number"},
+    {"type": "number", "minimum": 0, "maximum": 1},
+    {"type": "number", "exclusiveMinimum": -2.5},
+    {"type": ["integer", "null"]},
+    {"type": ["boolean", "string"], "maxLength": 3},
+    SHORT,
+    {"type": "string", "minLength": 3, "maxLength": 5},
+    {"type": "string", "pattern": "^[a-c]+x$", "maxLength": 20},
+    {"type": "string", "pattern": "^(19|20)[0-9]{2}-(0[1-9]|1[0-2])$"},
+    {"type": "string", "format": "date"},
+    {"type": "string", "format": "time"},
+    {"type": "string", "format": "date-time"},
+    {"type": "string", "format": "uuid"},
+    {"type": "string", "format": "ipv4"},
+    {"enum": ["red", "green", "blue"]},
+    {"enum": [1, "two", None, True, [3], {"four": 5}]},
+    {"enum": ["é", "日本", '"quoted"', "back\\slash", "line\nbreak", "😀"]},
+    {"const": "fixed"},
+    {"const": {"a": [1, {"b": None}]}},
+    {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+    {"type": "array", "items": {"enum": ["x", "y"]}, "minItems": 2, "maxItems": 4},
+    {"type": "array", "prefixItems": [{"type": "boolean"}, {"const": 1}], "items": False},
+    {"type": "array", "items": {"type": "array", "items": {"type": "null"}, "maxItems": 2}},
+    PAIR,
+    {"type": "array", "items": PAIR, "maxItems": 2},
+    {**PAIR, "required": ["a", "b"]},
+    {**PAIR, "additionalProperties": {"type": "null"}},
+    {"type": "object", "properties": {}, "additionalProperties": False},
+    {"type": "object", "properties": {"p": PAIR}, "required": ["p"], "additionalProperties": False},
+    {"type": "object", "patternProperties": {"^k[0-9]$": SHORT}, "additionalProperties": False},
+    {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum": 9}]},
+    {"anyOf": [PAIR, {"type": "null"}]},
+    {"oneOf": [{"type": "boolean"}, {"type": "null"}]},
+    {"allOf": [{"type": "integer", "minimum": 0}, {"maximum": 20}]},
+    {"allOf": [PAIR, {"required": ["b"]}]},
+    TREE,
+    {"$ref": "#/definitions/pair", "definitions": {"pair": PAIR}},
+]
+REGEX = "[a-c]{2,4}-[0-9]+x"
+GRAMMAR = 'start: "(" start ")" | NUMBER\nNUMBER: /[0-9]{1,3}/'
+MIXED = [
+    {"json": PAIR},
+    {"json": json.dumps(TREE)},
+    {"json_object": True},
+    {"regex": REGEX},
+    {"choice": ["yes", "no", "yes and no"]},
+    {"grammar": GRAMMAR},
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A random model with the tokenizer of the demo model, and with more logits than tokens."""
+    directory = tmp_path_factory.mktemp("structured")
+    make_checkpoint(directory, vocab_size=805, initializer_range=0.1)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(DEMO_MODEL) / name, directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def make(checkpoint):
+    def make(model=checkpoint, **options):
+        return LLM(model, **{"num_kvcache_blocks": 200, "kvcache_block_size": 4, **options})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def llm(make):
+    return make()
+
+
+def run(llm, structured_outputs, prompt="a b", **params):
+    """One output."""
+    params = {"max_tokens": 200, "seed": 1, **params}
+    sampling = SamplingParams(structured_outputs=structured_outputs, **params)
+    return llm.generate(prompt, sampling, use_tqdm=False)[0]
+
+
+def mixed_batch(**params):
+    """Prompts and params of constrained requests beside ordinary ones."""
+    prompts, batch = [], []
+    for i, kind in enumerate([*MIXED, None, None]):
+        prompts.append([5 + i] * (3 + 4 * i))
+        batch.append(SamplingParams(max_tokens=60, seed=i, structured_outputs=kind, **params))
+    return prompts, batch
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    """The tokens of each request of the mixed batch alone."""
+    return [generate_ids(llm, [prompt], params)[0] for prompt, params in zip(*mixed_batch())]
+
+
+# --- What a text is
+
+
+@pytest.mark.parametrize("model", ["random", "demo"])
+def test_json_validates(make, monkeypatch, model):
+    """At temperature 1, in small chunks, with preemptions."""
+    options = {"model": DEMO_MODEL} if model == "demo" else {}
+    llm = make(num_kvcache_blocks=64, max_num_batched_tokens=24, max_num_seqs=16, **options)
+    monkeypatch.setattr(grammars, "check_in_process", lambda _: None)  # saves its time
+    params = [
+        SamplingParams(
+            max_tokens=120, structured_outputs=StructuredOutputsParams(json=schema), seed=i
+        )
+        for i, schema in enumerate(SCHEMAS)
+    ]
+    outputs = llm.generate(["a b"] * len(SCHEMAS), params, use_tqdm=False)
+    num_ended = 0
+    for schema, output in zip(SCHEMAS, outputs):
+        assert output["finish_reason"] in ("stop", "length"), schema
+        if output["finish_reason"] == "stop":
+            jsonschema.validate(json.loads(output["text"]), schema)
+            num_ended += 1
+    assert num_ended > len(SCHEMAS) / 2
+    assert llm.stats["num_preemptions"] > 0
+    check_invariants(llm)
+
+
+@pytest.mark.parametrize("regex", [r"(.|\n)*", r"12 \+ 30 = [0-9]+\."])
+def test_a_constraint_that_the_text_meets_changes_no_token(make, regex):
+    llm = make(model=DEMO_MODEL)
+    chat = [{"role": "user", "content": "What is 12 + 30?"}]
+    free, constrained = [
+        llm.chat(chat, SamplingParams(temperature=0.0, structured_outputs=each), use_tqdm=False)[0]
+        for each in (None, {"regex": regex})
+    ]
+    assert constrained["text"] == free["text"]
+    assert constrained["token_ids"] == free["token_ids"][: len(constrained["token_ids"])]
+
+
+def test_json_object(llm):
+    output = run(llm, {"json_object": True}, max_tokens=240)
+    assert output["finish_reason"] == "length" or isinstance(json.loads(output["text"]), dict)
+    assert output["text"].startswith("{")
+
+
+def test_regex_choice_and_grammar(llm):
+    choice = ["red", 'a "b"', "line\nbreak", "é日😀", "\x7f"]
+    for seed in range(8):
+        output = run(llm, {"regex": REGEX}, seed=seed)
+        assert re.fullmatch(REGEX, output["text"]) and output["finish_reason"] == "stop"
+        output = run(llm, {"choice": choice}, seed=seed)
+        assert output["text"] in choice and output["finish_reason"] == "stop"
+        output = run(llm, {"grammar": GRAMMAR}, seed=seed)
+        depth = output["text"].count("(")
+        assert re.fullmatch(rf"\({{{depth}}}\d{{1,3}}\){{{depth}}}", output["text"])
+    many = [f"{number} x" for number in range(9999)]
+    output = run(llm, {"choice": many})
+    assert output["text"] in many and output["finish_reason"] == "stop"
+    texts = {run(llm, {"choice": choice}, seed=seed)["text"] for seed in range(40)}
+    assert len(texts) > 1
+
+
+def test_a_choice_can_be_empty(llm):
+    assert run(llm, {"choice": [""]})["text"] == ""
+    texts = {run(llm, {"choice": ["q", ""]}, seed=seed)["text"] for seed in range(20)}
+    assert texts == {"", "q"}
+
+
+def test_end_of_the_grammar_ends_the_text_without_eos(llm):
+    output = run(llm, {"regex": "ab"}, ignore_eos=True, min_tokens=50)
+    assert (output["text"], output["finish_reason"]) == ("ab", "stop")
+    assert not llm.eos_token_ids & {*output["token_ids"]}
+
+
+def test_eos_comes_only_where_the_text_may_end(llm):
+    (eos,) = llm.eos_token_ids
+    bias = {eos: 100.0}
+    output = run(llm, {"regex": "[ab]{3}[QZ]*"}, logit_bias=bias, ignore_eos=True)
+    assert re.fullmatch("[ab]{3}", output["text"])
+    assert output["token_ids"][-1] == eos
+    assert output["finish_reason"] == "stop"
+    output = run(llm, {"regex": "[ab]{3}[QZ]*"}, logit_bias=bias, min_tokens=10)
+    assert re.fullmatch("[ab]{3}[QZ]+", output["text"])
+    assert len(output["token_ids"]) == 11
+    assert run(llm, {"regex": ""}, min_tokens=2)["token_ids"] == [eos]
+
+
+def test_added_tokens_are_text_unless_they_are_special(make):
+    llm = make()
+    llm.tokenizer.add_tokens(["<tag>"])
+    token = len(llm.tokenizer) - 1
+    output = run(llm, {"choice": ["<tag>"]}, logit_bias={token: 100})
+    assert output["token_ids"] == [token]
+    output = run(llm, {"choice": ["<|im_end|>."]}, logit_bias=dict.fromkeys(llm.eos_token_ids, 100))
+    assert output["text"] == "<|im_end|>."
+    assert not llm.eos_token_ids & {*output["token_ids"]}
+
+
+def test_every_eos_of_the_checkpoint_ends_the_text(make):
+    llm = make()
+    (token,) = llm.tokenizer.encode("q", add_special_tokens=False)
+    llm.eos_token_ids |= {token}
+    llm.input_processor.grammar_compiler.eos_token_ids = llm.eos_token_ids
+    output = run(llm, {"regex": "[ab]{3}[QZ]*"}, logit_bias={token: 100}, ignore_eos=True)
+    assert re.fullmatch("[ab]{3}", output["text"])
+    assert output["token_ids"][-1] == token
+
+
+def test_an_eos_above_the_vocabulary_ends_no_constrained_text(tmp_path, make):
+    """Checkpoints with a reduced vocabulary have such ids."""
+    make_checkpoint(tmp_path, vocab_size=805, eos_token_id=[805, 9000])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(DEMO_MODEL) / name, tmp_path)
+    llm = make(str(tmp_path))
+    assert llm.eos_token_ids == {llm.tokenizer.eos_token_id}
+    for regex in ("[ab]{3}", "[ab]{3}[QZ]*"):
+        bias = {llm.tokenizer.eos_token_id: 100.0}
+        assert run(llm, {"regex": regex}, logit_bias=bias)["finish_reason"] == "stop"
+
+
+def test_stop_token_that_alone_may_come_before_min_tokens(llm):
+    (token,) = llm.tokenizer.encode("q", add_special_tokens=False)
+    output = run(llm, {"regex": "q[xyz]"}, stop_token_ids=[token], min_tokens=2)
+    assert output["token_ids"] == [token]
+
+
+def test_stop_strings(llm):
+    output = run(llm, {"regex": "[a-c]{20}"}, stop=["b"])
+    assert re.fullmatch("[ac]*", output["text"])
+    assert output["finish_reason"] == "stop"
+
+
+def test_filters_and_penalties_leave_a_token(llm):
+    settings = {"top_k": 1, "top_p": 1e-9, "min_p": 1.0, "repetition_penalty": 1e6}
+    settings |= {"presence_penalty": 2.0, "logit_bias": {i: -100.0 for i in range(700)}}
+    for temperature in (0.0, 1.0):
+        output = run(llm, {"regex": "[ab]{30}"}, temperature=temperature, **settings)
+        assert re.fullmatch("[ab]{30}", output["text"])
+
+
+def test_logprobs_are_the_models_own(llm):
+    output = run(llm, {"regex": REGEX}, logprobs=3)
+    whole = output["prompt_token_ids"] + output["token_ids"]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=3)
+    scores = llm.generate(whole, params, use_tqdm=False)[0]["prompt_logprobs"]
+    for entry, score in zip(output["logprobs"], scores[len(output["prompt_token_ids"]) :]):
+        assert entry == pytest.approx(score, abs=1e-4)
+
+
+# --- The same tokens, whatever the engine does
+
+
+def test_samples_of_a_batch(llm, expected):
+    prompts, params = mixed_batch()
+    assert generate_ids(llm, prompts, params) == expected
+    prompts, params = mixed_batch(n=2)
+    ids = generate_ids(llm, prompts, params)
+    assert ids[::2] == expected
+    assert ids[1::2] != expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_kvcache_blocks": 40},
+        {"num_kvcache_blocks": 40, "enable_chunked_prefill": False},
+        {"max_num_batched_tokens": 5},
+        {"max_num_seqs": 2, "enable_kernels": False},
+        {"tensor_parallel_size": 2},
+        {"num_speculative_tokens": 4},
+        {"num_speculative_tokens": 4, "num_kvcache_blocks": 40},
+    ],
+    ids=str,
+)
+def test_tokens_do_not_depend_on_the_steps(make, expected, options):
+    with make(**options) as llm:
+        if "num_speculative_tokens" in options:  # draft as often as possible
+            llm.scheduler.speculator.costs.choose_count = lambda seqs, num, found: len(found)
+        assert generate_ids(llm, *mixed_batch()) == expected
+        check_invariants(llm)
+        if "num_kvcache_blocks" in options:
+            assert llm.stats["num_preemptions"] > 0
+
+
+def test_drafts_are_verified_with_the_grammar(make):
+    """Drafts propose what the prompt repeats. The grammar allows a part of it."""
+    prompt = "the cat the cat the cat"
+    kind = {"regex": "( the cat){6}[.!]"}
+    alone = make()
+    drafting = make(num_speculative_tokens=4)
+    drafting.scheduler.speculator.costs.choose_count = lambda seqs, num, found: len(found)
+    for seed in range(4):
+        output = run(drafting, kind, prompt, seed=seed)
+        assert output["token_ids"] == run(alone, kind, prompt, seed=seed)["token_ids"]
+        assert re.fullmatch(kind["regex"], output["text"])
+    assert 0 < drafting.stats["num_accepted_tokens"] < drafting.stats["num_draft_tokens"]
+
+
+@pytest.mark.parametrize("step", [0, 1, 3, 6])
+def test_interrupted_steps_are_rolled_back(make, expected, monkeypatch, step):
+    llm = make()
+    prompts, params = mixed_batch()
+    for prompt, each in zip(prompts, params):
+        llm.add_request(prompt, each)
+    for _ in range(step):
+        llm.step()
+    requests = list(llm.requests.values())
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm, "_commit", raise_interrupt)  # matchers have consumed the new tokens
+        llm.step()
+    while not llm.is_finished():
+        llm.step()
+    for request in requests:
+        ids = request.token_ids[request.num_prompt_tokens :]
+        assert ids == expected[request.seq_id]
+
+
+def raise_interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_allowed_tokens_can_be_listed(llm):
+    llm.add_request("a", SamplingParams(structured_outputs={"choice": ["q", "z"]}))
+    (request,) = llm.requests.values()
+    assert isinstance(request, StructuredRequest)
+    allowed = structured.list_tokens(structured.compute_mask(request.matcher))
+    texts = [llm.tokenizer.decode([token]) for token in allowed]
+    assert sorted(texts) == ["q", "z"]
+    llm.step()
+
+
+# --- Hostile and invalid grammars
+
+DEEP = {f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(3000)}
+DEEP_DICT: dict = {}
+for _ in range(5000):
+    DEEP_DICT = {"items": DEEP_DICT}
+HOSTILE = {
+    "deep dict": {"json": DEEP_DICT},
+    "deep references": {"json": {"$ref": "#/$defs/a0", "$defs": {**DEEP, "a3000": {}}}},
+    "deep rules": {"grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(9000))},
+    "deep nesting": {"json": '{"items":' * 5000 + "{}" + "}" * 5000},
+    "deep regex": {"regex": "(" * 20000 + "a" + ")" * 20000},
+    "endless compilation": {
+        "grammar": "start: A\nA: " + " & ".join(f"/.*a.{{{i}}}b.*/" for i in range(10, 40))
+    },
+    "remainders": {"json": {"type": "integer", "multipleOf": 10000019}},
+    "combinations": {
+        "json": {
+            "allOf": [
+                {"anyOf": [{"properties": {f"k{i}{j}": SHORT}} for j in range(5)]}
+                for i in range(12)
+            ]
+        }
+    },
+    "many values": {"json": {"enum": [f"v{i * i}" for i in range(100_000)]}},
+    "references in a circle": {"json": {"$ref": "#"}},
+    "nested repetition": {"regex": "((a{1,100}){1,100}){1,1000000}"},
+    "optional characters": {"regex": "a?" * 2000},
+    "many items": {"json": {"type": "array", "items": {"type": "null"}, "maxItems": 10**9}},
+    "ambiguity": {"grammar": 'start: s\ns: s s s | s s | "a" | '},
+    "letters": {"regex": r"(\p{L}{1,500}\p{N}?){1,200}"},
+}
+
+
+def test_what_a_compilation_exceeds_is_named(llm, monkeypatch):
+    rules = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(1000))
+    with pytest.raises(ValueError, match="structured_outputs: too complex .*too deeply"):
+        run(llm, {"grammar": f'start: r0\n{rules}\nr1000: "a"'})
+    monkeypatch.setattr(grammars, "CHECK_SECONDS", 600)  # other tests may use all cores
+    with pytest.raises(ValueError, match="more than 2 seconds of CPU time.*: simplify it"):
+        run(llm, HOSTILE["endless compilation"])
+    monkeypatch.setattr(grammars, "CHECK_SECONDS", 0)
+    with pytest.raises(ValueError, match="not compiled within 0 seconds.*: try again"):
+        run(llm, {"regex": "waits"})
+
+
+def test_a_grammar_is_checked_once_but_not_kept(llm, monkeypatch):
+    run(llm, {"regex": "a" * 10**5}, max_tokens=1)
+    assert sum(map(len, grammars.checked_digests)) < 10**5
+    monkeypatch.setattr(subprocess, "Popen", None)
+    run(llm, {"regex": "a" * 10**5}, max_tokens=1)
+
+
+def test_modules_beside_the_check_hide_no_others(tmp_path, monkeypatch):
+    check = shutil.copy(grammars.CHECK_PROGRAM, tmp_path)
+    (tmp_path / "resource.py").write_text("1 / 0")
+    (tmp_path / "llguidance.py").write_text("1 / 0")
+    monkeypatch.setattr(grammars, "CHECK_PROGRAM", check)
+    grammars.check_in_process("start: /hidden/")
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.filterwarnings("ignore:request:RuntimeWarning")
+def test_hostile_grammar_costs_its_own_request(llm, expected, name):
+    """The engine rejects it, or the request ends, and another request gets its tokens."""
+    prompts, params = mixed_batch()
+    hostile = SamplingParams(max_tokens=80, seed=1, structured_outputs=HOSTILE[name])
+    try:
+        outputs = llm.generate([prompts[3], "a"], [params[3], hostile], use_tqdm=False)
+    except ValueError as error:
+        assert str(error).startswith("structured_outputs: ")
+    else:
+        assert outputs[0]["token_ids"] == expected[3]
+        assert outputs[1]["finish_reason"] in ("stop", "length", "error")
+    assert not llm.requests
+
+
+def test_exceeded_limits_end_the_request_with_an_error(llm, expected):
+    prompts, params = mixed_batch()
+    hostile = SamplingParams(max_tokens=200, seed=1, structured_outputs=HOSTILE["letters"])
+    problem = r"its structured_outputs are too complex \(the work on a token\): simplify them"
+    with pytest.warns(RuntimeWarning, match=problem):
+        outputs = llm.generate([prompts[3], "a"], [params[3], hostile], use_tqdm=False)
+    assert outputs[0]["token_ids"] == expected[3]
+    assert outputs[1]["finish_reason"] == "error"
+    assert re.fullmatch(problem, outputs[1]["error"])
+    assert outputs[0]["error"] is None
+    assert 0 not in outputs[1]["token_ids"], "an empty mask samples nothing"
+
+
+def make_object(num_properties):
+    return {"type": "object", "properties": {f"p{i}": {} for i in range(num_properties)}}
+
+
+def test_large_objects_do_not_exceed_limits(llm):
+    assert run(llm, {"json": make_object(500)}, max_tokens=9)["finish_reason"] == "length"
+
+
+def test_a_draft_token_that_exceeds_limits_leaves_the_request_as_it_was(llm, monkeypatch):
+    monkeypatch.setitem(grammars.LIMITS, "max_items_in_row", 200)
+    schema = {"properties": {"a": make_object(100), "b": {}}, "additionalProperties": False}
+    params = SamplingParams(structured_outputs={"json": schema})
+    with llm._queued(llm.prepare_prompts("x", params), {}) as [request]:
+        expected = request.compute_masks()
+        draft = llm.tokenizer.encode('{"a": {', add_special_tokens=False)
+        request.token_ids += draft
+        request.num_logits = len(draft) + 1
+        masks = request.compute_masks()
+        assert not masks[-1].any(), "a limit is exceeded"
+        assert (masks[0] == expected[0]).all()
+        del request.token_ids[-len(draft) :]
+        request.num_logits = 1
+        assert (request.compute_masks()[0] == expected[0]).all()
+        llm.abort(request.first_seq_id)
+
+
+def test_without_eos_no_token_ends_a_text(llm):
+    compiler = grammars.GrammarCompiler(llm.tokenizer, llm.vocab_size, frozenset())
+    make_request = compiler.compile(SamplingParams(structured_outputs={"regex": "a*"}), 1)
+    mask = structured.compute_mask(make_request.keywords["matcher"])
+    allowed = structured.list_tokens(mask)
+    assert llm.vocab_size in allowed
+    texts = [llm.vocabulary.read_bytes(token_id) for token_id in allowed[:-1]]
+    assert texts
+    assert all(set(text) == {ord("a")} for text in texts)
+
+
+def test_token_that_the_grammar_forbids_is_an_error(llm, monkeypatch):
+    monkeypatch.setattr(StructuredModelRunner, "process_logits", ModelRunner.process_logits)
+    with pytest.warns(RuntimeWarning, match="structured_outputs allow no way to continue"):
+        assert run(llm, {"regex": "q{200}"})["finish_reason"] == "error"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"json": {"type": "foo"}},
+        {"json": "{"},
+        {"json": {"type": "string", "minLength": 3, "maxLength": 2}},
+        {"json": {"not": {}}},
+        {"json": {**PAIR, "maxProperties": 1}},  # not supported
+        {"json": {"x": {1, 2}}},
+        {"json": {"enum": [float("nan")]}},
+        {"json": "\ud800"},
+        {"regex": "("},
+        {"regex": r"[^\s\S]"},
+        {"regex": "\ud800"},
+        {"grammar": "no rules"},
+        {"choice": ["\ud800"]},
+    ],
+    ids=ascii,
+)
+def test_invalid_grammar_is_rejected(llm, kind):
+    with pytest.raises(ValueError, match="structured_outputs: ") as caught:
+        run(llm, kind)
+    assert "\n" not in str(caught.value)
+    assert not llm.requests
+
+
+def test_an_error_names_the_line_of_the_grammar(llm):
+    with pytest.raises(ValueError, match='line 2: unknown name: "c"$'):
+        run(llm, {"grammar": 'start: "a" b\nb: c'})
+    with pytest.raises(ValueError, match="unclosed group$"):
+        run(llm, {"regex": "("})
+
+
+def test_missing_package_and_missing_tokenizer(tiny, make, llm, monkeypatch):
+    with pytest.raises(ValueError, match="structured_outputs: the checkpoint has no tokenizer"):
+        run(make(tiny[0]), {"choice": ["a"]}, [1])
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ValueError, match=re.escape("pip install 'nanovllm[structured]'")):
+        run(llm, {"choice": ["a"]})
+
+
+@pytest.mark.parametrize(
+    "value, complaint",
+    [
+        (3, "structured_outputs must be"),
+        ({}, "exactly one of json, json_object, regex, choice, grammar, not"),
+        ({"regex": "a", "choice": ["b"]}, "exactly one of"),
+        ({"json_object": False}, "exactly one of"),
+        ({"choice": []}, "exactly one of"),
+        ({"choice": [1]}, "choice must be a str"),
+        ({"choice": "a"}, "choice must be a list"),
+        ({"json": 3}, "json must be"),
+        ({"regexp": "a"}, "'regexp': valid options are json, json_object, regex, choice, grammar"),
+    ],
+)
+def test_invalid_parameters_are_named(value, complaint):
+    with pytest.raises((ValueError, TypeError), match=complaint):
+        SamplingParams(structured_outputs=value)
+
+
+def test_prepared_prompts_are_not_compiled_again(llm, monkeypatch):
+    """add_request of a prepared prompt runs between two steps and must be fast."""
+    check = grammars.check_in_process
+    calls = []
+    monkeypatch.setattr(
+        grammars, "check_in_process", lambda *args: calls.append(args) or check(*args)
+    )
+    compile = grammars.GrammarCompiler._compile
+    monkeypatch.setattr(
+        grammars.GrammarCompiler, "_compile", lambda *args: calls.append(args) or compile(*args)
+    )
+    params = SamplingParams(structured_outputs={"choice": ["one", "two"]})
+    prepared = llm.prepare_prompts(["a"] * 3, params)
+    assert len(calls) == 2, "prompts share a grammar, which is checked and compiled"
+    assert llm.prepare_prompts([], params) == []
+    monkeypatch.setattr(grammars, "make_grammar", None)
+    for each in prepared * 2:
+        llm.add_prepared(each)
+    while not llm.is_finished():
+        for output in llm.step():
+            assert output["finish_reason"] in (None, "stop")
+
+
+def test_requests_with_equal_grammars_share_no_limits(llm, monkeypatch):
+    """Each text takes about 90 states of the lexer, and each request may take 100."""
+    monkeypatch.setattr(grammars, "MAX_LEXER_STATES", 100)
+    kind = {"regex": "a[xy]{60}|b[uv]{60}|c[mn]{60}"}
+    outputs = [run(llm, kind, logit_bias=bias(llm, text)) for text in "abc"]
+    assert [output["text"][0] for output in outputs] == ["a", "b", "c"]
+    assert {output["finish_reason"] for output in outputs} == {"stop"}
+    params = SamplingParams(n=6, max_tokens=200, structured_outputs=kind, seed=1)
+    samples = llm.generate("a b", params, use_tqdm=False)
+    assert len({output["text"][0] for output in samples}) > 1
+    assert {output["finish_reason"] for output in samples} == {"stop"}
+
+
+def bias(llm, text):
+    return {token: 100.0 for token in llm.tokenizer.encode(text, add_special_tokens=False)}
+
+
+# --- logit_bias
+
+
+def test_logit_bias_is_added_before_sampling(llm):
+    wanted = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+    ids = generate_ids(llm, [[1, 2]], SamplingParams(logit_bias={7: 100}, **wanted))
+    assert ids == [[7] * 5]
+    [plain] = generate_ids(llm, [[1, 2]], SamplingParams(**wanted))
+    [banned] = generate_ids(llm, [[1, 2]], SamplingParams(logit_bias={plain[0]: -100}, **wanted))
+    assert plain[0] not in banned
+    with pytest.raises(ValueError, match="logit_bias must be at least 0 and at most 804"):
+        generate_ids(llm, [[1]], SamplingParams(logit_bias={805: 1}))
+
+
+@pytest.mark.parametrize("bias", [[1], {"a": 1}, {1: 101}, {1: None}, {-1: 0}, {1.5: 0}])
+def test_invalid_logit_bias_is_named(bias):
+    with pytest.raises((ValueError, TypeError), match="logit_bias"):
+        SamplingParams(logit_bias=bias)

@@ -1,0 +1,65 @@
+"""Penalties match their definition and cost nothing where no request asks for them."""
+
+import torch
+from conftest import generate_ids, random_prompt
+
+from nanovllm import SamplingParams
+from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.penalties import apply_penalties
+
+KINDS = [
+    {},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 0.7},
+    {"repetition_penalty": 1.8},
+    {"repetition_penalty": 0.7, "presence_penalty": 0.5},
+    {"presence_penalty": -0.5, "frequency_penalty": 1.2, "repetition_penalty": 1.3},
+]
+
+
+def penalized_greedy(model, prompt, params):
+    """The definition of the penalties, one token and one vocabulary entry at a time."""
+    generated = []
+    for _ in range(params.max_tokens):
+        token_ids = prompt + generated
+        logits = model(torch.tensor([token_ids])).logits[0, -1].tolist()
+        for token_id in set(token_ids):
+            if logits[token_id] > 0:
+                logits[token_id] /= params.repetition_penalty
+            else:
+                logits[token_id] *= params.repetition_penalty
+        for token_id in set(generated):
+            logits[token_id] -= params.frequency_penalty * generated.count(token_id)
+            logits[token_id] -= params.presence_penalty
+        generated.append(logits.index(max(logits)))
+    return generated
+
+
+@torch.inference_mode()
+def test_penalties_match_their_definition(tiny, make_llm):
+    """Neither preemption, chunks, cache hits nor a lane's earlier sequence changes a token."""
+    prompts = [random_prompt(i, 5 + i) for i in range(len(KINDS))]
+    params = [SamplingParams(temperature=0.0, max_tokens=14, **kind) for kind in KINDS]
+    model = tiny[1].model
+    expected = [penalized_greedy(model, prompt, p) for prompt, p in zip(prompts, params)]
+    for options in ({"num_kvcache_blocks": 7}, {"max_num_seqs": 2, "max_num_batched_tokens": 3}):
+        llm = make_llm(**options)
+        for _ in range(2):
+            assert generate_ids(llm, prompts, params) == expected
+        if "num_kvcache_blocks" in options:
+            assert llm.stats["num_preemptions"] > 0
+
+
+def test_bounds_of_the_repetition_penalty_keep_logits_finite():
+    """SamplingParams promises this for logits up to 1e32."""
+    for bound in (1e-6, 1e6):
+        seq = Sequence(0, [0, 1], SamplingParams(repetition_penalty=bound))
+        logits = apply_penalties(torch.tensor([[1e32, -1e32]]), [seq])
+        torch.testing.assert_close(logits, torch.tensor([[1e32 / bound, -1e32 * bound]]))
+
+
+def test_a_batch_without_penalties_and_logprobs_does_no_work_for_them(make_llm, monkeypatch):
+    llm = make_llm()
+    monkeypatch.setattr("nanovllm.engine.model_runner.apply_penalties", None)
+    monkeypatch.setattr("nanovllm.engine.model_runner.find_logprobs", None)
+    generate_ids(llm, [[1, 2]] * 3, SamplingParams(top_p=0.9, n=2))

@@ -1,0 +1,479 @@
+"""Tokens become text, for each kind of tokenizer: while it is streamed, at the end, and with stop
+strings.
+"""
+
+import random
+import sys
+from contextlib import contextmanager
+from itertools import pairwise
+from unittest.mock import DEFAULT, patch
+
+import pytest
+from conftest import make_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.text import detokenizer
+from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.vocabulary import Vocabulary
+
+SPECIAL = ["<s>", "</s>", "<unk>"]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+LETTERS = bytes_to_unicode()  # GPT-2's names of the bytes
+WORDS = [*"abcdehnorst", "the", "cat"]
+ALPHABET = [*"abt  é你好👩\u200dÿ\n▁\u0302", "the cat", " sat", "日本語", "\ufffd"]
+
+
+def wrap(model, decoder, pre_tokenizer=None, normalizer=None):
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoder
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.normalizer = normalizer
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def number(tokens):
+    return {token: index for index, token in enumerate(tokens)}
+
+
+def byte_level():
+    """As in GPT-2, Qwen and Llama 3. Tokens such as b".\\xe2" end within a character."""
+    merges = [("Ġ", "t"), ("Ã", "©"), (".", "â"), ("ä", "½")]
+    vocabulary = number([*LETTERS.values(), *map("".join, merges)])
+    return wrap(
+        models.BPE(vocabulary, merges),
+        decoders.ByteLevel(),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    )
+
+
+def byte_fallback(strip):
+    """As in Llama 2, which strips the first space, and in Gemma, which does not."""
+    vocabulary = number(["<unk>", *BYTES, "▁", "▁the", *WORDS])
+    model = models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    normalizer = [normalizers.Replace(" ", "▁")]
+    decoder = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if strip:
+        normalizer.insert(0, normalizers.Prepend("▁"))
+        decoder.append(decoders.Strip(" ", 1, 0))
+    return wrap(model, decoders.Sequence(decoder), None, normalizers.Sequence(normalizer))
+
+
+def unigram():
+    """As in T5: a sign for the space, no bytes."""
+    vocabulary = [(token, -2.0) for token in ["<unk>", "▁", "▁the", *WORDS]]
+    return wrap(models.Unigram(vocabulary, 0), decoders.Metaspace(), pre_tokenizers.Metaspace())
+
+
+TOKENIZERS = {
+    "byte-level": byte_level(),
+    "llama": byte_fallback(strip=True),
+    "gemma": byte_fallback(strip=False),
+    "unigram": unigram(),
+    "byt5": ByT5Tokenizer(),  # in Python; leaves out what is no text
+}
+each_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
+
+
+def decode(tokenizer, token_ids):
+    return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def encode(tokenizer, text):
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def byte_ids(name, data):
+    """The tokens of single bytes, or none if the tokenizer has no such tokens."""
+    names = {"byte-level": LETTERS, "llama": BYTES, "gemma": BYTES}
+    if name not in names:
+        return []
+    return TOKENIZERS[name].convert_tokens_to_ids([names[name][byte] for byte in data])
+
+
+def stream(tokenizer, token_ids, prompt=()):
+    """The text shown after each token, and at the end. It must be append-only until then."""
+    reader = Detokenizer(tokenizer, list(prompt))
+    ends = range(1, len(token_ids) + 1)
+    shown = [reader.read([*prompt, *token_ids[:end]], is_last=False) for end in ends]
+    shown.append(reader.read([*prompt, *token_ids], is_last=True))
+    for before, after in pairwise(shown):
+        assert after.startswith(before)
+    return shown
+
+
+def check_stream(tokenizer, token_ids):
+    *shown, last = stream(tokenizer, token_ids)
+    for end, text in enumerate(shown, 1):
+        complete = decode(tokenizer, token_ids[:end])
+        if "\ufffd" not in complete:
+            assert text == complete, "text is held back without need"
+    whole = decode(tokenizer, token_ids)
+    assert Detokenizer(tokenizer, []).read(token_ids, is_last=True) == whole
+    assert last == whole or not whole.startswith(shown[-1])
+    return shown, last == whole
+
+
+# --- the text
+
+
+@each_tokenizer
+def test_text_grows_to_what_the_tokenizer_says(name):
+    """Special and added tokens within a character can make it contradict itself."""
+    rng = random.Random(0)
+    tokenizer = TOKENIZERS[name]
+    others = encode(tokenizer, "<s></s><tool>")
+    for _ in range(60):
+        rare = [chr(rng.randrange(0x80, 0xD800)), chr(rng.randrange(0x10000, 0x20000))]
+        token_ids = encode(tokenizer, "".join(rng.choices([*ALPHABET, *rare], k=20)))
+        _, is_whole = check_stream(tokenizer, token_ids)
+        assert is_whole
+        for token_id in rng.choices(others, k=3):
+            token_ids.insert(rng.randrange(len(token_ids) + 1), token_id)
+        _, is_whole = check_stream(tokenizer, token_ids)
+        assert is_whole or decode(tokenizer, token_ids).count("\ufffd") > 1
+
+
+@each_tokenizer
+def test_tokens_that_are_no_text(name):
+    """Invalid bytes, parts of words, special tokens. Strides change nothing."""
+    rng = random.Random(0)
+    tokenizer = TOKENIZERS[name]
+    vocabulary = list(tokenizer.get_vocab().values())
+    few = byte_ids(name, b"\xf0\x9f\x98\x80\xc3\xa9\xff") or vocabulary
+    for _ in range(60):
+        choices = rng.choice([vocabulary, few, [*vocabulary[:3], *few]])
+        token_ids = rng.choices(choices, k=rng.randrange(1, 120))
+        shown, is_whole = check_stream(tokenizer, token_ids)
+        assert is_whole or name in ("llama", "gemma", "byt5")
+        reader = Detokenizer(tokenizer, [])
+        for end in sorted(rng.sample(range(1, len(token_ids) + 1), len(token_ids) // 4)):
+            assert reader.read(token_ids[:end], is_last=False) == shown[end - 1]
+
+
+def test_released_text_stays_if_a_later_byte_is_invalid():
+    """The tokenizer turns the whole run of bytes to U+FFFD."""
+    tokenizer = TOKENIZERS["llama"]
+    good = byte_ids("llama", "é你".encode())
+    bad = byte_ids("llama", b"\xff")
+    assert decode(tokenizer, good + bad) == "\ufffd" * 6
+    assert stream(tokenizer, good + bad) == ["", "é", "é", "é", "é你", "é你", "é你\ufffd"]
+    assert stream(tokenizer, bad + good)[-1] == "\ufffd" * 6
+
+
+@each_tokenizer
+@pytest.mark.parametrize("length", [0, 1, 5, 60])
+def test_text_continues_the_prompt(name, length):
+    """With leading spaces. A character that the prompt begins is part of the text."""
+    rng = random.Random(length)
+    tokenizer = TOKENIZERS[name]
+    special = encode(tokenizer, "<s>")
+    for _ in range(40):
+        token_ids = encode(tokenizer, "a" + "".join(rng.choices([*ALPHABET, " the"], k=10)))
+        prompt = special * rng.choice([0, 1, 30]) + rng.choices(token_ids, k=length)
+        split = rng.randrange(1, len(token_ids))
+        prompt += token_ids[:split]
+        generated = token_ids[split:]
+        whole = decode(tokenizer, prompt + generated)
+        if "\ufffd" not in whole:
+            starts = [decode(tokenizer, prompt[: len(prompt) - num]) for num in range(4)]
+            complete = next(start for start in starts if not start.endswith("\ufffd"))
+            assert complete + stream(tokenizer, generated, prompt)[-1] == whole
+
+
+@each_tokenizer
+def test_special_tokens_can_be_text(name):
+    tokenizer = TOKENIZERS[name]
+    special = Vocabulary(tokenizer).special_ids
+    token_ids = encode(tokenizer, "a the<s> cat</s>\u4f60")
+
+    def read(hidden_ids):
+        reader = Detokenizer(tokenizer, token_ids[:1], (), hidden_ids)
+        shown = [reader.read(token_ids[:end], False) for end in range(1, len(token_ids) + 1)]
+        shown.append(reader.read(token_ids, True))
+        assert all(after.startswith(before) for before, after in pairwise(shown))
+        return shown
+
+    assert read(frozenset(special)) == read(None)
+    end = tokenizer.eos_token_id
+    assert end in special
+    assert "</s>" in read(frozenset(special - {end}))[-1]
+    assert "</s>" not in read(None)[-1]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A random model with a tokenizer that strips the first space."""
+    directory = tmp_path_factory.mktemp("llama")
+    tokenizer = TOKENIZERS["llama"]
+    make_checkpoint(directory, vocab_size=len(tokenizer), eos_token_id=None)
+    tokenizer.save_pretrained(directory)
+    return LLM(str(directory), num_kvcache_blocks=64, kvcache_block_size=4)
+
+
+def test_every_output_continues_its_prompt(llama):
+    tokenizer = llama.tokenizer
+    prompt = tokenizer.encode("the cat", add_special_tokens=False)
+    outputs = llama.generate(prompt, SamplingParams(max_tokens=20, n=8, seed=1), use_tqdm=False)
+    streamed = list(llama.stream(prompt, SamplingParams(max_tokens=20, n=8, seed=1)))[-8:]
+    (beams,) = llama.beam_search(prompt, beam_width=3, max_tokens=4)
+    for output in [*outputs, *streamed, *beams]:
+        whole = decode(tokenizer, prompt + output["token_ids"])
+        assert "the cat" + output["text"] == whole or "\ufffd" in whole
+    reader = Detokenizer(tokenizer, prompt, (" the",))
+    assert reader.meets_stop_string([*prompt, tokenizer.convert_tokens_to_ids("▁the")], True)
+
+
+def test_a_prompt_that_ends_within_a_character():
+    tokenizer = TOKENIZERS["byte-level"]
+    half = encode(tokenizer, ".—")[:1]
+    assert decode(tokenizer, half) == ".\ufffd"
+    rest = encode(tokenizer, ".—")[1:]
+    word = encode(tokenizer, "the")
+    a = encode(tokenizer, "a")
+    assert stream(tokenizer, [*rest, *a], half)[-1] == "—a"
+    assert stream(tokenizer, rest[:1], half)[-1] == ""
+    assert stream(tokenizer, word, half)[-1] == "the", "the prompt's U+FFFD is not repeated"
+    reader = Detokenizer(tokenizer, half, (".", "a"))
+    assert not reader.meets_stop_string(half + rest[:1], True)
+    assert not reader.meets_stop_string(half + rest, True), "the prompt is not searched"
+    assert reader.meets_stop_string(half + rest + a, True)
+    assert reader.read(half + rest + a, is_last=True) == "—"
+
+
+@settings(max_examples=1000, deadline=None, derandomize=True)
+@given(
+    st.lists(st.sampled_from(b"a.\xff\x80\xc3\xa9\xe4\xbd\xa0\xf0\x9f"), max_size=12),
+    st.integers(0, 12),
+    st.sampled_from([(), ("zz",), ("aaa", "\ufffd\ufffd\ufffda"), ("z" * 9,)]),
+)
+def test_any_bytes_only_grow_to_what_the_tokenizer_says(data, split, stops):
+    """Also if the prompt ends with bytes that are no characters."""
+    tokenizer = TOKENIZERS["byte-level"]
+    token_ids = byte_ids("byte-level", bytes(data))
+    prompt = token_ids[:split]
+    reader = Detokenizer(tokenizer, prompt, stops)
+    shown = ""
+    for end in range(len(prompt), len(token_ids) + 1):
+        has_ended = reader.meets_stop_string(token_ids[:end], True)
+        text = reader.read(token_ids[:end], is_last=False)
+        assert text.startswith(shown)
+        shown = text
+        if has_ended:
+            break
+    last = reader.read(token_ids[:end], is_last=True)
+    assert last.startswith(shown)
+    whole = Detokenizer(tokenizer, prompt).read(token_ids[:end], is_last=True)
+    assert last == whole[: len(last)] if has_ended else last == whole
+    # A character that the prompt begins belongs to the text, so the prompt's U+FFFD is not in it.
+    starts = range(len(prompt), max(-1, len(prompt) - 4), -1)
+    for start in starts:
+        if not decode(tokenizer, prompt[:start]).endswith("\ufffd"):
+            rest = decode(tokenizer, token_ids[start:end])
+            assert rest.endswith(whole)
+            assert decode(tokenizer, prompt[start:]).startswith(rest.removesuffix(whole))
+            break
+
+
+def pathological(name, length):
+    """Streams that keep tokens pending for long: those whose text is kept, and others."""
+    tokenizer = TOKENIZERS[name]
+    special = encode(tokenizer, "<s></s>") * (length // 2)
+    space = encode(tokenizer, " ")[:1]
+    word = encode(tokenizer, "the cat")
+    kept = [special + word, space * length + word, encode(tokenizer, "a") * length]
+    others = [space + special + word, special + space + special + word, word + special + word]
+    han = byte_ids(name, "你".encode())
+    wrong = byte_ids(name, b"\x80")
+    if han:
+        kept += [wrong * length, han * length + word]
+        others.append(wrong * length + han + word)
+        others.append(wrong + han * (length // 3) + word)
+        others.append(special + han[:2] + special + han[2:] + word + wrong * length + word)
+    return kept, others
+
+
+@pytest.mark.parametrize("length", [500, 9])
+@pytest.mark.parametrize("name", ["byte-level", "llama", "gemma", "unigram"])
+def test_each_token_is_decoded_a_bounded_number_of_times(name, length):
+    """A character or a space can be lost only after more than MAX_PENDING tokens."""
+    tokenizer = TOKENIZERS[name]
+    kept, others = pathological(name, length)
+    for token_ids in kept + others:
+        reader = Detokenizer(tokenizer, [])
+        shown = ""
+        given = []
+        with patch.object(reader, "_decode", side_effect=reader._decode) as calls:
+            for token_id in token_ids:
+                given.append(token_id)
+                before = shown
+                shown = reader.read(given, is_last=False)
+                assert shown.startswith(before)
+        sizes = [len(call.args[0]) for call in calls.call_args_list]
+        assert max(sizes) <= 100
+        assert sum(sizes) <= 60 * len(token_ids)
+        last = reader.read(token_ids, is_last=True)
+        whole = decode(tokenizer, token_ids)
+        assert last.startswith(shown)
+        assert (last == whole) == whole.startswith(shown)
+        if token_ids in kept or length < 10:
+            assert last == whole
+
+
+# --- stop strings
+
+
+@pytest.mark.parametrize("name", ["byte-level", "llama", "unigram"])
+def test_the_text_ends_before_the_first_stop_string(name):
+    """Stop strings can overlap and contain each other, and are not always allowed to stop."""
+    rng = random.Random(0)
+    tokenizer = TOKENIZERS[name]
+    letters = ["a", "b", "é", "the", " ", ".", "—"]
+    for _ in range(150):
+        token_ids = encode(tokenizer, "a" + "".join(rng.choices(letters, k=rng.randrange(20))))
+        first, *others = rng.choices(letters, k=rng.randint(2, 4))
+        suffix = "".join(others)
+        stops = [suffix, first + suffix, rng.choice(letters)]
+        num_withheld = max(map(len, stops)) - 1
+        reader = Detokenizer(tokenizer, [], tuple(stops))
+        expected = decode(tokenizer, token_ids)
+        known = ""
+        shown = ""
+        for end, released in enumerate(stream(tokenizer, token_ids)[:-1], 1):
+            given = token_ids[:end]
+            # A token can end a stop string and begin a character that is not complete.
+            text = max(released, decode(tokenizer, given).rstrip("\ufffd"), key=len)
+            found = [text.find(stop, max(0, len(known) - len(stop) + 1)) for stop in stops]
+            starts = [start for start in found if start >= 0]
+            known = text
+            may_stop = rng.random() < 0.5
+            has_ended = may_stop and bool(starts)
+            assert reader.read(given, is_last=False) == shown, (
+                "the token is shown before the search"
+            )
+            assert reader.meets_stop_string(given, may_stop) == has_ended
+            if has_ended:
+                expected = text[: min(starts)]
+                assert expected.startswith(shown), "part of a stop string is shown"
+                assert reader.read(given, is_last=False) == expected
+                assert reader.meets_stop_string(token_ids, False), "the end is forgotten"
+                break
+            shown = reader.read(given, is_last=False)
+            assert shown == released[: max(0, len(released) - num_withheld)]
+        assert reader.read(token_ids, is_last=True) == expected
+
+
+# --- errors and interrupts
+
+BAD = 10**6
+
+
+@each_tokenizer
+def test_a_token_that_cannot_be_decoded_becomes_a_replacement_character(name):
+    """The text of the others, with leading spaces, does not change."""
+    rng = random.Random(0)
+    tokenizer = TOKENIZERS[name]
+    original = tokenizer.decode
+
+    def decode_or_fail(token_ids, **options):
+        if BAD in token_ids:
+            raise OverflowError(BAD)
+        return original(token_ids, **options)
+
+    texts = ["the cat", " sat", "aé", "b ", "日本", "<tool>"]
+    with patch.object(tokenizer, "decode", decode_or_fail):
+        for _ in range(50):
+            reader = Detokenizer(tokenizer, [])
+            good = []
+            token_ids = []
+            shown = ""
+            expected = ""
+            for piece in [encode(tokenizer, text) for text in rng.choices(texts, k=6)]:
+                if "\ufffd" in decode(tokenizer, piece):
+                    continue  # no token for one of these characters
+                good += piece
+                token_ids += [*piece, BAD]
+                text = reader.read(good, is_last=False)
+                expected += text[len(shown) :] + "\ufffd"
+                shown = text
+            assert stream(tokenizer, token_ids)[-2:] == [expected] * 2
+            assert Detokenizer(tokenizer, []).read(token_ids, is_last=True) == expected
+        half = encode(tokenizer, "é")[:1]
+        if decode(tokenizer, half) == "\ufffd":
+            assert stream(tokenizer, [*half, BAD])[-1] == "\ufffd" * 2, "the half character stays"
+
+
+@pytest.mark.parametrize("error", [TimeoutError, MemoryError])
+def test_an_exception_that_the_tokenizer_does_not_raise_again_is_not_its_own(error):
+    """Such as that of a signal handler. Nothing of the text is lost."""
+    tokenizer = TOKENIZERS["byte-level"]
+    token_ids = encode(tokenizer, "the cat")
+    original = tokenizer.decode
+    for num_calls in range(4):
+        reader = Detokenizer(tokenizer, [])
+        effects = [*[DEFAULT] * num_calls, error, *[DEFAULT] * 30]
+        failing = patch.object(tokenizer, "decode", wraps=original, side_effect=effects)
+        with failing, pytest.raises(error):
+            reader.read(token_ids, is_last=False)
+        assert reader.read(token_ids, is_last=True) == "the cat"
+
+
+@contextmanager
+def interrupt_at(target, lines):
+    """Raise KeyboardInterrupt at the detokenizer's line number `target`. Lists lines in `lines`."""
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename != detokenizer.__file__:
+            return None
+        if event == "line":
+            lines.append(frame.f_lineno)
+            if len(lines) == target:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+def feed(reader, token_ids, shown):
+    """Feed the rest of a sequence. `shown` grows by what each token releases."""
+    for end in range(len(shown) + 1, len(token_ids) + 1):
+        has_ended = reader.meets_stop_string(token_ids[:end], True)
+        shown.append((has_ended, reader.read(token_ids[:end], is_last=end == len(token_ids))))
+
+
+@pytest.mark.parametrize(
+    "name, text, stops",
+    [
+        ("byte-level", "é的 a", ("at",)),
+        ("llama", "é你 a", ("a é", "x")),
+        ("unigram", "the cat", ()),
+    ],
+)
+def test_an_interrupt_at_any_line_changes_no_text(name, text, stops, monkeypatch):
+    monkeypatch.setattr(Detokenizer, "MAX_PENDING", 4)
+    tokenizer = TOKENIZERS[name]
+    token_ids = encode(tokenizer, text + "<s>" * 6 + text)
+    expected = []
+    lines = []
+    reader = Detokenizer(tokenizer, [], stops)
+    with interrupt_at(0, lines):
+        feed(reader, token_ids, expected)
+    for target in range(1, len(lines) + 1):
+        reader = Detokenizer(tokenizer, [], stops)
+        shown = []
+        with pytest.raises(KeyboardInterrupt), interrupt_at(target, []):
+            feed(reader, token_ids, shown)
+        feed(reader, token_ids, shown)
+        assert shown == expected, target

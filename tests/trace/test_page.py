@@ -1,0 +1,466 @@
+"""The page of `python -m nanovllm.trace trace.json -o timeline.html` shows the engine's state.
+
+Most tests run the page in a headless browser. They are skipped if there is none.
+"""
+
+import re
+from contextlib import suppress
+from itertools import count
+
+import pytest
+import torch
+from browser import browse, needs_browser, run_script
+from conftest import greedy, random_prompt
+from project_helpers import SMALL
+
+from example import show_scheduling
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.features.speculation.costs import StepCosts
+from nanovllm.server.playground import QWEN3_5
+from nanovllm.trace.__main__ import main as trace_main
+
+
+def describe(scheduler, seqs):
+    """The state of the engine while it computes `seqs`, in the form of DUMP."""
+    manager = scheduler.block_manager
+    running = scheduler.running
+    drafts = getattr(scheduler, "drafts", {})
+    free = list(manager.free_block_ids)
+    cached = {block.block_id: block.hash for block in manager.blocks if block.hash != -1}
+    num_used = manager.num_blocks - len(free)
+    num_reusable = len(cached.keys() & free)
+    return {
+        "waiting": [seq.seq_id for seq in scheduler.waiting][:10],
+        "running": [seq.seq_id for seq in running],
+        "tables": [list(seq.block_table) for seq in running],
+        "computed": [seq.num_computed_tokens for seq in running],
+        "tokens": [
+            seq.token_ids[: len(seq.token_ids) - len(drafts.get(seq, []))] for seq in running
+        ],
+        "scheduled": [[seq.seq_id, seq.num_scheduled_tokens] for seq in seqs],
+        "refs": [block.ref_count for block in manager.blocks],
+        "cached": {str(block_id): f"{hash_:032x}" for block_id, hash_ in cached.items()},
+        "free": free[:40],
+        "used": num_used,
+        "reusable": num_reusable,
+        "held": [seq.read_slot for seq in running],
+        "snapshots": [
+            [slot, f"{hash_:032x}"] for hash_, slot in getattr(scheduler, "snapshots", {}).items()
+        ],
+        "counts": [24, 4, num_used, num_reusable, len(free) - num_reusable],
+    }
+
+
+DUMP = r"""
+    const PARTS = ["timelines", "words", "budget", "queues", "count", "sequence"];
+    const text = (id) => $(id).textContent.replace(/\s+/g, " ");
+    const dump = () => ({
+        waiting: now.waiting.map(([id]) => id),
+        running: now.running,
+        tables: now.running.map((id) => now.seqs.get(id).table),
+        computed: now.running.map((id) => now.seqs.get(id).computed),
+        tokens: now.running.map((id) => currentRun().tokens[id].slice(0, now.seqs.get(id).size)),
+        scheduled: now.work.map((seq) => [seq.id, countTokens(seq)]),
+        refs: now.users.map((users) => users.length),
+        cached: Object.fromEntries([...now.cached].map((id) => [id, now.blocks[id].hash])),
+        free: now.free,
+        held: now.running.map((id) => now.seqs.get(id).held ?? 0),
+        snapshots: now.snapshots,
+        ...currentRun().pool[view.step],
+        counts: text("count").match(/\d+/g).map(Number),
+    });
+    const states = [];
+    const words = [];
+    const pages = [];
+    const drafts = [];
+    for (let step = 0; step <= lastStep(); step++) {
+        go({ step });
+        states.push(dump());
+        words.push(text("words"));
+        pages.push(PARTS.map(text).join(" "));
+        drafts.push(...document.querySelectorAll('[title*="draft"]'));
+    }
+    for (let step = lastStep(); step >= 0; step--) {
+        go({ step });
+        const isEqual = JSON.stringify(dump()) === JSON.stringify(states[step]);
+        if (!isEqual) return `step ${step} differs when it is reached backwards`;
+    }
+    const ends = {};
+    for (const { lane, step, end } of runs[0].stretches) {
+        if (step < (ends[lane] ?? 0)) return `stretches of lane ${lane} overlap at ${step}`;
+        ends[lane] = end;
+    }
+    const looks = drafts.map((cell) => `${cell.title.split(" ").pop()} ${cell.className}`);
+    return [states, words.join(" "), looks.join(), pages];
+"""
+
+
+def serve_busily(llm):
+    """Serve prefix hits, duplicates, chunks, preemptions, aborts, NaN logits and an interrupt."""
+    for seed, length in ((1, 22), (1, 16), (2, 30), (3, 9), (1, 22)) * 2:
+        llm.add_request(random_prompt(seed, length), greedy(14))
+    last = llm.add_request(random_prompt(9, 12), greedy(30))
+    sample = llm.model_runner.sample
+    calls = count()
+
+    def disturbed_sample(logits, seqs):
+        number = next(calls)
+        if number == 30:
+            raise KeyboardInterrupt
+        if number in (12, 14):
+            logits = logits.clone()
+            logits[-1] = torch.nan
+        return sample(logits, seqs)
+
+    llm.model_runner.sample = disturbed_sample
+    for number in count():
+        if llm.is_finished():
+            break
+        if number == 45:
+            llm.abort(llm.scheduler.running[-1].seq_id)
+            llm.abort(last)
+        with suppress(KeyboardInterrupt):
+            llm.step()
+    assert llm.stats["num_preemptions"]
+
+
+class Proposer:
+    """Proposes one correct token, none or no draft at all, depending on the position in a block."""
+
+    def __init__(self, token_ids, answer):
+        self.token_ids = token_ids
+        self.answer = answer
+
+    def propose(self, num_tokens):
+        length = len(self.token_ids)
+        correct = self.answer[length : length + 1]
+        return [[*correct, 96, 95], [*correct, 96, 95], [96, 95, 94], []][length % 4]
+
+
+def serve_drafts(llm):
+    prompt = random_prompt(2, 13)
+    answer = prompt + llm.generate(prompt, greedy(20), use_tqdm=False)[0]["token_ids"]
+    speculator = llm.scheduler.speculator
+    speculator.make_proposer = lambda token_ids: Proposer(token_ids, answer)
+    speculator.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
+    llm.generate(prompt, greedy(20), use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """The path of the config of a model with recurrent states."""
+    path = tmp_path_factory.mktemp("hybrid")
+    QWEN3_5.save_pretrained(path)
+    return str(path)
+
+
+WITH_STATES = {"load_format": "dummy", "dtype": "float32"}
+schedule = Scheduler.schedule
+odd_calls = count()
+
+
+def schedule_oddly(self):
+    """Preempt the oldest sequence, admit the shortest, and evict in reverse order."""
+    if next(odd_calls) % 5 == 4 and len(self.running) > 1:
+        self.preempt(self.running[0])
+    for seq in sorted(self.waiting, key=lambda seq: len(seq.token_ids)):
+        self.waiting.move_to_end(seq)
+    free = self.block_manager.free_block_ids
+    for block_id in list(free):
+        free.move_to_end(block_id, last=False)
+    return schedule(self)
+
+
+@needs_browser
+@pytest.mark.filterwarnings("ignore:request .* ends with an error")
+@pytest.mark.parametrize(
+    "serve, options, policy, narrative",
+    [
+        (serve_busily, {}, schedule, "NaN.*NaN.*reset.*abort"),
+        (
+            serve_busily,
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 64}
+            | {"enable_prefix_caching": False},
+            schedule,
+            "",
+        ),
+        (serve_busily, {}, schedule_oddly, "oldest.*preempted"),
+        (serve_drafts, {"num_speculative_tokens": 3}, schedule, "3 draft.*1.*2 tokens"),
+        (serve_busily, WITH_STATES, schedule, "K/V of the first 12 tokens of B, but not the state"),
+        (
+            serve_drafts,
+            {**WITH_STATES, "num_speculative_tokens": 3},
+            schedule,
+            "a snapshot is kept here.*from the state before the last draft",
+        ),
+    ],
+)
+def test_it_shows_the_state_of_the_engine(
+    tiny, hybrid, tmp_path, monkeypatch, serve, options, policy, narrative
+):
+    """In every step, forwards and backwards, also under policies that the page does not know."""
+    monkeypatch.setattr(Scheduler, "schedule", policy)
+    path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
+    states = []
+    model = hybrid if options.get("load_format") == "dummy" else tiny[0]
+    with LLM(model, trace=path, **{**SMALL, **options}) as llm:
+        postprocess = llm.scheduler.postprocess
+
+        def keep_state(seqs, samples):
+            state = describe(llm.scheduler, seqs)
+            postprocess(seqs, samples)
+            states.append(state)
+
+        llm.scheduler.postprocess = keep_state
+        serve(llm)
+        stats = llm.stats
+    trace_main([str(path), "-o", str(page)])
+    page.write_text(page.read_text().replace("STRIDE = 400;", "STRIDE = 20;"))
+    shown, words, looks, pages = run_script(page, DUMP)
+    for step, (seen, expected) in enumerate(zip(shown, states, strict=True)):
+        assert seen == expected, f"step {step}"
+    assert re.search(narrative, words)
+    num_accepted = stats["num_accepted_tokens"]
+    assert looks.count("accepted cell written sampled") == num_accepted
+    assert looks.count("rejected cell written") == stats["num_draft_tokens"] - num_accepted
+    for shown in pages:
+        check_numbers(shown)
+
+
+def check_numbers(text):
+    """Nouns agree with their numbers, and no sequence computes more tokens than it has."""
+    assert not re.search(r"\b1 (draft )?(token|step|block|slot|lane)s\b", text)
+    for end, size in re.findall(r"→ (\d+) of (\d+) tokens? computed", text):
+        assert int(end) <= int(size)
+
+
+@needs_browser
+def test_a_single_step_of_a_single_token(tmp_path):
+    path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
+    options = {"num_kvcache_blocks": 9, "max_num_batched_tokens": 1, "max_num_seqs": 1}
+    with LLM(DEMO_MODEL, trace=path, kvcache_block_size=4, **options) as llm:
+        for _ in range(2):
+            llm.add_request([5], greedy(1))
+        llm.step()
+    trace_main([str(path), "-o", str(page)])
+    text, label = run_script(
+        page,
+        """
+        const parts = ["timelines", "words", "budget", "queues", "count", "sequence"];
+        const label = document.querySelector(".timeline svg").ariaLabel;
+        return [parts.map((id) => $(id).textContent.replace(/\\s+/g, " ")).join(" "), label];
+        """,
+    )
+    check_numbers(text)
+    assert "1 step." in text
+    assert "0 → 1 of 1 token computed" in text
+    assert "B waits, because the only lane is in use." in text
+    assert label == "1 step in 1 lane"
+
+
+# --- The requests of example.py
+
+
+@pytest.fixture(scope="module")
+def example_page(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("page")
+    page = directory / "timeline.html"
+    traces = [directory / "mixed.json", directory / "prefill_first.json"]
+    show_scheduling(traces[0], enable_chunked_prefill=True)
+    show_scheduling(traces[1], enable_chunked_prefill=False)
+    trace_main([*map(str, traces), "-o", str(page)])
+    return page
+
+
+def test_it_is_self_contained(example_page):
+    pattern = r"https?:|src=|@import|url\(|<link|import\(|fetch\("
+    assert not re.search(pattern, example_page.read_text())
+
+
+@needs_browser
+def test_the_narrative_of_the_example(example_page):
+    narratives = {
+        (0, 3): "B .*hit on blocks 0 to 2.*block 7, a duplicate of block 3.*"
+        "C is admitted.* 27 of its 30 tokens.*budget.*D waits.*budget",
+        (0, 4): "D is admitted.* all 9 tokens.*C .*last chunk.*3 tokens.*A and B decode",
+        (0, 11): "A needs a block.*D, the newest .*preempted.* 23, 19, 18 and 17.*3 of these 4.*"
+        "Block 19 .*C .*evicted.*D waits.*16 tokens need 4 blocks.* 2 are free",
+        (0, 13): r'A finishes \("length"\)',
+        (0, 14): "D is readmitted.*hit.*block 17.* 4 tokens.*recomputes the other 12",
+        (1, 4): "A and B are not scheduled.*D waits.* 2 tokens",
+        (1, 17): "D is readmitted.*recomputes all 16 tokens",
+    }
+    texts = run_script(
+        example_page,
+        r"""
+        return runs.map(({ steps }, run) => steps.map((_, step) => {
+            go({ run, step });
+            return ["words", "budget"].map((id) => $(id).textContent.replace(/\s+/g, " "));
+        }));
+        """,
+    )
+    for (run, step), pattern in narratives.items():
+        assert re.search(pattern, texts[run][step][0])
+    assert "1 + 4 + 27 = 32 of 32" in texts[0][3][1]
+
+
+@needs_browser
+def test_it_can_be_walked_through(example_page):
+    """The slider, keys and clicks work. Pointing explains a block or a token."""
+    seen = run_script(
+        example_page,
+        r"""
+        const all = (selector) => [...document.querySelectorAll(selector)];
+        const text = (id) => $(id).textContent.replace(/\s+/g, " ").trim();
+        const send = (target, type, options) => {
+            const kind = type === "keydown" ? KeyboardEvent : MouseEvent;
+            target.dispatchEvent(new kind(type, { bubbles: true, ...options }));
+        };
+        const press = (key) => send(document.body, "keydown", { key });
+        const over = (selector) => send(all(selector)[0], "mouseover");
+        const seen = {};
+        $("slider").value = 3;
+        $("slider").dispatchEvent(new Event("input"));
+        seen.slider = [text("place"), location.hash];
+        over('[data-block="7"]');
+        seen.block = [text("about"), all("#blocks .near").length, $("links").children.length];
+        over('[data-position="13"]');
+        seen.slot = [text("slot"), all("#blocks .read").length, all("#blocks .own")[0].textContent];
+        all('[data-seq="2"]')[0].click();
+        seen.selected = text("sequence");
+        press("Escape");
+        press("ArrowRight");
+        press("ArrowRight");
+        press("p");
+        seen.moved = [view.step, view.run];
+        press("End");
+        press(" ");
+        seen.end = [view.step, timer];
+        send(all("svg")[0], "click", { clientX: 1 + all(".timeline")[0].offsetLeft });
+        seen.timeline = [view.run, view.step];
+        return seen;
+        """,
+    )
+    assert seen["slider"] == ["3 / 20", "#run=0&step=3"]
+    about, num_marked, num_arrow_parts = seen["block"]
+    assert re.search("^Block 7 .*slots 28 to 31.*B as logical block 3.*duplicate of block 3", about)
+    assert num_marked == 5  # block 7, its prefix of three blocks, and block 3
+    assert num_arrow_parts == 8  # a line and a head of each arrow
+    slot, num_read, own = seen["slot"]
+    assert "block_table[3] = 7" in slot
+    assert "slot = 7 * 4 + 1 = 29" in slot
+    assert num_read == 14
+    assert own == "What"
+    assert re.search("C .*running.* 27 this step.* 3 not computed", seen["selected"])
+    assert seen["moved"] == [5, 1]
+    assert seen["end"] == [23, None]
+    assert seen["timeline"] == [0, 0]
+
+
+@needs_browser
+def test_a_screenshot(example_page, tmp_path):
+    picture = tmp_path / "page.png"
+    options = ["--window-size=1400,940", f"--screenshot={picture}"]
+    browse(example_page, *options, fragment="#step=3&block=7")
+    assert picture.stat().st_size > 50_000  # a blank page takes less than a fifth of it
+
+
+@needs_browser
+def test_a_large_pool_is_shown_as_far_as_it_was_used(tiny, tmp_path):
+    path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
+    with LLM(tiny[0], trace=path, num_kvcache_blocks=1000, kvcache_block_size=16) as llm:
+        llm.generate([random_prompt(0, 70)], greedy(40), use_tqdm=False)
+    trace_main([str(path), "-o", str(page)])
+    ids, note = run_script(
+        page,
+        """
+        go({ step: lastStep() });
+        const blocks = [...document.querySelectorAll("#blocks .block")];
+        return [blocks.map((block) => block.dataset.block), $("blocks").lastChild.textContent];
+        """,
+    )
+    assert ids == [str(block_id) for block_id in range(8)]
+    assert "Blocks 8 to 999" in note
+
+
+@needs_browser
+def test_the_text_of_a_sequence_begins_with_its_prompt(example_page):
+    """Otherwise a reader cannot see that the prompts have no chat template."""
+    texts = run_script(
+        example_page,
+        """
+        return [3, 6].map((step) => {
+            go({ step, seq: 0 });
+            return document.querySelector(".text").textContent;
+        });
+        """,
+    )
+    assert all(text.startswith("You are a small and friendly assistant. What is") for text in texts)
+    assert len(texts[0]) < len(texts[1])
+
+
+# --- Recurrent states and structured outputs
+
+
+@needs_browser
+def test_slots_and_snapshots(hybrid, tmp_path, capsys):
+    """A snapshot is written, awaited, read and evicted."""
+    path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
+    shared = [random_prompt(seed, 8) for seed in range(3)]
+    with LLM(hybrid, trace=path, **{**SMALL, **WITH_STATES, "max_num_seqs": 2}) as llm:
+        for prefix in shared:
+            for endings in ([[1, 2, 3]], [[4, 5, 6], [7, 8, 9]]):
+                prompts = [prefix + ending for ending in endings]
+                llm.generate(prompts, greedy(1), use_tqdm=False)
+    trace_main([str(path)])
+    assert {"B8*", "B3", "C+3", "H8*"} <= set(capsys.readouterr().out.split())
+    trace_main([str(path), "-o", str(page)])
+    seen = run_script(
+        page,
+        r"""
+        const text = (element) => element.textContent.replace(/\s+/g, " ").trim();
+        return runs[0].steps.map((_, step) => {
+            go({ step });
+            return [text($("words")), ...[...$("slots").children].map(text)];
+        });
+        """,
+    )
+    patterns = {
+        0: "A is admitted.*1 zerosA↑, 2 lane 0A↓, 3 lane 1, 4 snapshot, 5 snapshot",
+        1: "Slot 4 keeps this state.*C waits for.*zerosB↑, 2 lane 0, 3 lane 1, 4 # .{6}B↓",
+        2: "hit.*snapshot in slot 4.*zeros, 2 lane 0B↓, 3 lane 1C↓, 4 # .{6}B↑C↑, 5 snapshot",
+        4: "Slot 5 keeps this state.*, 4 # .{6}, 5 # .{6}E↓",
+        7: "Slot 4 keeps this state.*older snapshot.*is evicted.*, 4 # .{6}H↓, 5 # .{6}$",
+    }
+    for step, pattern in patterns.items():
+        assert re.search(pattern, ", ".join(seen[step])), f"step {step}: {seen[step]}"
+    assert seen[3][5] == seen[6][5] != seen[8][5]  # the snapshot in slot 4
+
+
+@needs_browser
+def test_the_choice_of_a_grammar(tmp_path):
+    path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
+    with LLM(DEMO_MODEL, trace=path, **SMALL) as llm:
+        params = SamplingParams(temperature=0.0, structured_outputs={"regex": "[0-9]{9}"})
+        llm.generate("What is 12 + 30?", params, use_tqdm=False)
+    trace_main([str(path), "-o", str(page)])
+    prefers, allows, words = run_script(
+        page,
+        """
+        go({ step: 1 });
+        const read = (list) => [...list.children].map((token) => [
+            token.textContent, token.className.replace("mini", "").trim(),
+        ]);
+        const [prefers, allows] = document.querySelectorAll(".choice");
+        return [read(prefers), read(allows), $("words").textContent];
+        """,
+    )
+    assert re.search("does not allow the token “.+”, which\\s+the model prefers", words)
+    assert "It allows 10 other tokens." in words
+    assert sorted(text for text, _ in allows) == list("0123456789")
+    assert [kind for _, kind in allows] == ["sampled"] + [""] * 9
+    allowed = {text for text, _ in allows}
+    kinds = [(text, "" if text in allowed else "rejected") for text, _ in prefers]
+    assert [(text, kind.replace("sampled", "").strip()) for text, kind in prefers] == kinds
+    assert len(prefers) == 12

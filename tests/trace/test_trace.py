@@ -1,0 +1,377 @@
+"""The trace file is valid after every step, matches the engine, and is shown as text and plot."""
+
+import gc
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import warnings
+import weakref
+from operator import attrgetter
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+from conftest import check_invariants, generate_ids, greedy, random_prompt
+from project_helpers import SMALL, reject
+
+from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
+from nanovllm.engine.model_runner import list_rows
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.features.speculation.costs import StepCosts
+from nanovllm.features.structured_outputs.masks import compute_mask, list_tokens
+from nanovllm.trace.__main__ import main as trace_main
+
+PROMPTS = [
+    random_prompt(1, 22),
+    random_prompt(2, 30),
+    random_prompt(3, 9),
+    random_prompt(1, 22)[:16],
+]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "trace.json"
+
+
+def check_trace(path, llm):
+    """Check the events against each other and against the engine's statistics."""
+    events = json.loads(path.read_bytes())
+    spans = [event for event in events if event["ph"] == "X"]
+    steps = [event for event in spans if "kind" in event["args"]]
+    lanes = [event for event in spans if event["tid"] > 0]
+    blocks = [event["args"] for event in events if event["name"] == "blocks"]
+    assert [step["args"]["step"] for step in steps] == list(range(len(steps)))
+    for kind in ("prefill", "decode"):
+        works = [event["args"] for event in lanes if event["name"].startswith(kind)]
+        in_lanes = sum(work["num_tokens"] for work in works)
+        in_steps = sum(step["args"][f"num_{kind}_tokens"] for step in steps)
+        assert in_lanes == in_steps == llm.stats[f"num_{kind}_tokens"]
+    preempted = [event for event in events if event["name"].startswith("preempted")]
+    assert len(preempted) == llm.stats["num_preemptions"]
+    cached = {}  # of the first admission, as stats count
+    ends = {}
+    for event in lanes:
+        cached.setdefault(event["args"]["request_id"], event["args"]["num_reused_tokens"])
+        assert event["ts"] >= ends.get(event["tid"], 0)
+        ends[event["tid"]] = event["ts"] + event["dur"]
+    assert sum(cached.values()) == llm.stats["num_cached_tokens"]
+    for step in steps:
+        phases = ("schedule", "prepare", "forward", "sample")
+        milliseconds = [step["args"][f"{phase}_ms"] for phase in phases]
+        assert min(milliseconds) >= 0
+        assert sum(milliseconds) * 1e3 <= step["dur"] + 2
+    assert len(blocks) == len(steps)
+    for counts in blocks:
+        assert sum(counts.values()) == llm.stats["num_blocks"]
+
+
+# --- The file
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": 64,
+            "tensor_parallel_size": 2,
+        },
+    ],
+)
+def test_it_is_true_after_every_step(tiny, path, options):
+    with LLM(tiny[0], trace=path, **{**SMALL, **options}) as llm:
+        assert json.loads(path.read_bytes())  # before the first step
+        for prompt in PROMPTS * 2:
+            llm.add_request(prompt, greedy(14))
+        long = llm.add_request(PROMPTS[0], greedy(200))
+        while not llm.is_finished():
+            llm.step()
+            check_trace(path, llm)
+            check_invariants(llm)
+            if llm.stats["num_preemptions"] > 2:
+                llm.abort(long)
+        assert llm.stats["num_preemptions"]
+        assert llm.stats["num_cached_tokens"]
+        assert generate_ids(llm, PROMPTS[1], greedy(5)) == [tiny[1](PROMPTS[1], 5)]
+    assert llm.timeline.file.closed
+
+
+@pytest.mark.parametrize(
+    "owner, name, resets",
+    [
+        ("model_runner.sampler", "forward", [True, True, False]),
+        ("scheduler.timeline", "write", [True, False, True]),
+    ],
+)
+def test_it_reports_the_reset_after_an_interrupt(tiny, path, monkeypatch, owner, name, resets):
+    """The second step is interrupted, before or after it is written."""
+    llm = LLM(tiny[0], trace=path, **SMALL)
+    owner = attrgetter(owner)(llm)
+    original = getattr(owner, name)
+
+    def interrupt(*arguments):
+        original(*arguments)
+        raise KeyboardInterrupt
+
+    llm.add_request(PROMPTS[0], greedy(5))
+    llm.step()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, interrupt)
+        llm.step()
+    assert trace.read(path)
+    while not llm.is_finished():
+        llm.step()
+    assert [step.info["is_reset"] for step in trace.read(path)][:3] == resets
+
+
+def test_texts_of_a_step_that_was_not_written_are_recorded_later(path, monkeypatch):
+    with LLM(DEMO_MODEL, trace=path, **SMALL) as llm:
+        llm.add_request("What is 12 + 30?", greedy(5))
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(llm.timeline, "write", Mock(side_effect=KeyboardInterrupt))
+            llm.step()
+        while not llm.is_finished():
+            llm.step()
+    steps = trace.read(path)
+    texts = [text for step in steps for text in step.info.get("texts", {}).values()]
+    assert "".join(texts).count("What") == 1
+
+
+def test_nothing_is_recorded_without_the_option(tiny):
+    llm = LLM(tiny[0], **SMALL)
+    assert type(llm.scheduler) is Scheduler
+
+
+def test_exit_leaves_nothing_to_the_garbage_collector(tiny, path):
+    """The timeline does not keep the parts alive that it records."""
+    llm = LLM(tiny[0], trace=path, **SMALL)
+    generate_ids(llm, PROMPTS, greedy(3))
+    left = [weakref.ref(kv_cache) for kv_cache in llm.model_runner.executor.worker.kv_caches]
+    gc.collect()
+    gc.disable()
+    try:
+        llm.exit()
+        assert [ref() for ref in left] == [None] * len(left)
+    finally:
+        gc.enable()
+
+
+def test_a_full_disk_ends_the_timeline_and_nothing_else(tiny, path):
+    llm = LLM(tiny[0], trace=path, **SMALL)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Beyond this limit, writes are partial or fail, as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, limits[1]))
+    try:
+        with pytest.warns(RuntimeWarning, match="trace='.*' is incomplete") as warned:
+            outputs = generate_ids(llm, PROMPTS, greedy(8))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(warned) == 1
+    assert outputs == [tiny[1](prompt, 8) for prompt in PROMPTS]
+    content = path.read_bytes()
+    assert len(trace.read(path)) > 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate_ids(llm, PROMPTS[0], greedy(5))
+    assert path.read_bytes() == content
+
+
+def test_paths_that_cannot_be_written_are_rejected(tiny, tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # without a reader: opened only for writing, it would block
+    for path, reason in {
+        tmp_path / "nowhere" / "trace.json": "No such file",
+        tmp_path / "pipe": "Illegal seek",
+        tmp_path: "Is a directory",
+        "a\0b": "null",
+        "/dev/full": "No space left",
+    }.items():
+        with pytest.raises(ValueError, match=rf"trace='.*' cannot be written: .*{reason}"):
+            LLM(tiny[0], trace=path, **SMALL)
+
+
+def test_each_text_is_recorded_once_and_cannot_end_the_page(path):
+    with LLM(DEMO_MODEL, trace=path, **SMALL) as llm:
+        for prompt in ("a </script> b", "a <!-- b"):
+            generate_ids(llm, prompt, greedy(4))
+        decode = llm.tokenizer.decode
+    steps = trace.read(path)
+    recorded = {}
+    for step in steps:
+        texts = step.info.get("texts", {})
+        assert not recorded.keys() & texts.keys()
+        recorded |= texts
+        for work in step.lanes.values():
+            for token_id in [*work.get("token_ids", []), *work["new_token_ids"]]:
+                assert recorded[str(token_id)] == decode([token_id])
+    assert "<" in "".join(recorded.values())
+    _, _, data = trace.make_page([steps]).partition('<script id="data"')
+    assert "<" not in data.partition("</script>")[0]
+
+
+def test_a_draft_token_that_ends_the_text_was_accepted(path):
+    prompt = [5, 6, 7] * 4
+    options = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    with LLM(DEMO_MODEL, trace=path, num_speculative_tokens=4, **SMALL) as llm:
+        (free,) = llm.generate([prompt], SamplingParams(**options), use_tqdm=False)
+        stop = free["token_ids"][6]
+        end = free["token_ids"].index(stop) + 1
+        answer = prompt + free["token_ids"][:end]
+
+        def propose(num_tokens):
+            start = len(request.token_ids)
+            return answer[start : start + num_tokens]
+
+        llm.scheduler.speculator.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
+        llm.scheduler.speculator.make_proposer = lambda _: SimpleNamespace(propose=propose)
+        before = llm.stats["num_accepted_tokens"]
+        params = SamplingParams(**options, stop_token_ids=[stop])
+        request = llm.requests[llm.add_request(prompt, params)]
+        while not llm.is_finished():
+            llm.step()
+        num_accepted = llm.stats["num_accepted_tokens"] - before
+    works = [work for step in trace.read(path) for work in step.lanes.values()]
+    works = [work for work in works if work["request_id"] == request.seq_id]
+    assert works[-1]["finish_reason"] == "stop"
+    assert works[-1]["draft_token_ids"][-1] == stop
+    assert sum(work["num_accepted_tokens"] for work in works) == num_accepted
+
+
+def test_the_choice_of_a_grammar_is_recorded(path):
+    """Also in steps with drafts, where it concerns the first of several tokens."""
+    text = "a b " * 4 + "a"
+    params = SamplingParams(temperature=0.0, structured_outputs={"regex": "( [a-c])+"})
+    allowed = []
+    preferred = []
+    with LLM(DEMO_MODEL, trace=path, num_speculative_tokens=2, **SMALL) as llm:
+        llm.scheduler.speculator.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
+        sample = llm.model_runner.sample
+
+        def sample_and_keep(logits, seqs):
+            rows, _ = list_rows(seqs)
+            row = rows.index(constrained)
+            allowed.append(list_tokens(compute_mask(constrained.matcher)))
+            preferred.append(logits[row].topk(12).indices.tolist())
+            return sample(logits, seqs)
+
+        llm.model_runner.sample = sample_and_keep
+        free = llm.add_request(text, greedy(30))
+        constrained = llm.requests[llm.add_request(text, params)]
+        while not llm.is_finished():
+            llm.step()
+        assert llm.stats["num_accepted_tokens"]
+    works = {free: [], constrained.seq_id: []}
+    for step in trace.read(path):
+        for work in step.lanes.values():
+            works[work["request_id"]].append(work)
+    assert not any("allowed_token_ids" in work for work in works[free])
+    recorded = works[constrained.seq_id]
+    assert [work["preferred_token_ids"] for work in recorded] == preferred
+    assert [sorted(work["allowed_token_ids"]) for work in recorded] == allowed
+    for work in recorded:
+        assert work["num_allowed_tokens"] == len(work["allowed_token_ids"])
+        assert work["allowed_token_ids"][0] == work["new_token_ids"][0]
+
+
+# --- Text and plot
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny, tmp_path_factory):
+    """A trace with a prefix hit, chunks beside decodes, and preemptions."""
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    llm = LLM(tiny[0], trace=path, **SMALL)
+    generate_ids(llm, PROMPTS[0], greedy(6))
+    generate_ids(llm, PROMPTS, greedy(14))
+    return path
+
+
+def test_text_shows_what_each_lane_computes(recorded, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    trace_main([str(recorded)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:6] == [
+        "  lane 0 |A16 A6 a  a  a  a  a  B+2 b   b   b  b  b  b  b  b  b  b  b  b  b  D+4 d  d",
+        "  lane 1 |                      C14 C15 C1  c  c  c  c  c  c  c  c  c  c  c  c   c",
+        "  lane 2 |                              D9  d  d  d  d  d  d  d  d  d  d  !D E+8 e  e  e"
+        "  e  e",
+        "  lane 3 |                              E+4 e  e  e  e  e  e  !E !E",
+        "  tokens |16  6  1  1  1  1  1  16  16  15  4  4  4  4  4  4  6  3  3  3  2  13  3  2  1"
+        "  1  1",
+    ]
+    assert any(line.startswith("A22: prefill of 22 tokens of A") for line in lines)
+
+
+def test_steps_that_do_not_fit_are_counted(recorded):
+    lines = trace.render(trace.read(recorded), 50).splitlines()
+    assert lines[:3] == [
+        "    step |0   1  2  3  4  5  6  7   8   9   10 11",
+        "  lane 0 |A16 A6 a  a  a  a  a  B+2 b   b   b  b",
+        "  lane 1 |                      C14 C15 C1  c  c",
+    ]
+    assert "15 more steps do not fit: -o timeline.html" in " ".join(lines)
+
+
+def test_a_single_step_and_a_single_token_are_singular(recorded):
+    steps = trace.read(recorded)[:12]
+    text = trace.render(steps, 48)
+    assert "1 more step does not fit" in " ".join(text.split())
+    titles = re.findall(r'"name":"(\w+: \d+ tokens?)"', recorded.read_text())
+    assert {"decode: 1 token", "prefill: 16 tokens"} < set(titles)
+    assert not any(title.endswith(": 1 tokens") for title in titles)
+
+
+def test_text_is_ascii_and_fits(recorded):
+    steps = trace.read(recorded)
+    for num_repeats in (1, 10):
+        for width in (8, 20, 60, 200):
+            text = trace.render(steps * num_repeats, width)
+            assert text.isascii()
+            assert max(map(len, text.splitlines())) <= max(width, len("  lane 0 |"))
+            assert text.count("lane 3") == 1
+
+
+def test_a_plot_without_matplotlib_names_the_extra(recorded, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    arguments = [str(recorded), "-o", str(tmp_path / "timeline.svg")]
+    assert "pip install 'nanovllm[plot]'" in reject(capsys, trace_main, arguments)
+
+
+def test_plot(recorded, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "timeline.svg"
+    trace_main([str(recorded), "-o", str(picture)])
+    assert "<svg" in picture.read_text()
+
+
+# --- The command
+
+
+def test_command_ends_quietly_if_its_reader_stops(recorded):
+    command = [sys.executable, "-m", "nanovllm.trace", str(recorded)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()  # as `| head` does
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
+def test_files_that_are_no_trace_are_rejected(recorded, path, capsys):
+    foreign = '[{"ph": "X", "name": "foreign", "ts": 0, "dur": 1, "tid": 1}]'
+    truncated = recorded.read_text()[:3000]
+    for content in ("", "{}", "[]", "[1]", "[" * 10**5, foreign, truncated):
+        path.write_text(content)
+        assert str(path) in reject(capsys, trace_main, [str(path)])
+
+
+def test_invalid_paths_are_rejected(recorded, capsys):
+    path = str(recorded)
+    for arguments, complaint in (
+        ([f"{path}/nothing"], "nothing"),
+        ([path, "-o", f"{path}/page.html"], "page.html"),
+        ([path, path], "only a page"),
+    ):
+        assert complaint in reject(capsys, trace_main, arguments)

@@ -1,0 +1,186 @@
+"""The KV cache gets the memory that is left, and the profile run finds out how much that is."""
+
+from unittest.mock import Mock
+
+import pytest
+import torch
+from conftest import VOCAB_SIZE
+
+from nanovllm.config import MAX_DRAFT_STEP, Config
+from nanovllm.layers.tensor_parallel import ALONE
+from nanovllm.worker import memory
+from nanovllm.worker.dummy_steps import sample_each_kind
+from nanovllm.worker.memory import count_blocks, find_available_memory
+
+BLOCK_BYTES = 4 * 2 * 2 * 2 * 16 * 4  # block size, K and V, layers, KV heads, head_dim, float32
+
+
+def test_given_bytes_are_divided_into_blocks(make_llm):
+    """A given number of blocks has precedence over a number of bytes."""
+    budget = 10 * BLOCK_BYTES + 1
+    for num_kvcache_blocks, expected in ((None, 10), (7, 7)):
+        llm = make_llm(num_kvcache_blocks=num_kvcache_blocks, kvcache_memory_bytes=budget)
+        assert llm.stats["num_blocks"] == expected
+
+
+@pytest.mark.parametrize(
+    "membership, limits, left",
+    [
+        ("0::/", {}, None),
+        ("9:cpu,memory:/a\n0::/a/b", {"a/b/memory.max": 1000, "a/b/memory.high": "max"}, 500),
+        ("0::/a/b", {"a/b/memory.max": 1000, "a/memory.high": 900}, 400),
+        ("0::/docker/unseen", {"memory.max": 400}, 0),
+        ("9:memory:/a", {"a/memory.max": 1000}, None),
+    ],
+)
+def test_memory_is_limited_by_cgroups(tmp_path, membership, limits, left):
+    """Each cgroup uses 700 bytes, of which 200 can be reclaimed."""
+    files = {"proc/self/cgroup": membership}
+    for path, limit in limits.items():
+        group = f"sys/fs/cgroup/{path}".rpartition("/")[0]
+        files[f"sys/fs/cgroup/{path}"] = limit
+        files[f"{group}/memory.current"] = 700
+        files[f"{group}/memory.stat"] = "anon 500\ninactive_file 200"
+    for path, content in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"{content}\n")
+    available = find_available_memory(tmp_path)
+    if left is None:
+        assert available > 2**20
+    else:
+        assert available == left
+    assert find_available_memory(tmp_path / "not-linux") > 2**20
+
+
+class FakeGPU:
+    """A MemoryMeter of a GPU with 100 MB, of which the profile run takes 10 MB."""
+
+    device = torch.device("cuda")
+    total = 100_000_000
+
+    def __init__(self, free_before):
+        self.free_before = free_before
+
+    def peak(self):
+        return 10_000_000
+
+
+def count_tokens_on_gpu(free, utilization, max_model_len):
+    """Count the tokens that fit into a KV cache where a token takes 1000 bytes."""
+    config = Config("", gpu_memory_utilization=utilization)
+    num_blocks, _, line = count_blocks(
+        config,
+        FakeGPU(free),
+        block_bytes=10_000,
+        slot_bytes=0,
+        block_size=10,
+        max_model_len=max_model_len,
+    )
+    assert f"{num_blocks} blocks of 10" in line
+    return num_blocks * 10
+
+
+@pytest.mark.parametrize(
+    "free, utilization, max_model_len, num_tokens",
+    [
+        (100_000_000, 0.9, 1000, 80_000),
+        (100_000_000, 0.5, 1000, 40_000),
+        (40_000_000, 0.9, 1000, 28_000),
+        (100_000_000, 0.9, 91, 25_600),
+    ],
+)
+def test_a_gpu_gives_what_the_largest_step_leaves(free, utilization, max_model_len, num_tokens):
+    """The limit is a share of the GPU, 95% of what was free, or what 256 sequences can use."""
+    assert count_tokens_on_gpu(free, utilization, max_model_len) == num_tokens
+
+
+def test_too_little_memory_is_an_error():
+    with pytest.raises(ValueError, match="gpu_memory_utilization"):
+        count_tokens_on_gpu(10_000_000, 0.9, 1000)
+
+
+@pytest.mark.parametrize("draft_len, num_logits", [(0, 7), (2, MAX_DRAFT_STEP)])
+def test_the_profile_run_is_a_largest_step(make_llm, draft_len, num_logits):
+    """A step with drafts has a row of logits for each draft token."""
+    llm = make_llm(max_num_batched_tokens=301, max_num_seqs=7, num_speculative_tokens=draft_len)
+    worker = llm.executor.worker
+    worker.compute = Mock(wraps=worker.compute)
+    worker._profile()
+    (batch,) = worker.compute.call_args.args
+    assert len(batch.input_ids) == 301
+    assert len(batch.logits_indices) == num_logits
+    if draft_len == 0:
+        assert batch.max_seqlen_q == llm.max_model_len
+
+
+def test_the_profile_run_ends_with_the_costliest_sampling(make_llm):
+    sample = Mock(wraps=make_llm().model_runner.sample)
+    sample_each_kind(sample, torch.zeros(7, VOCAB_SIZE), 256)
+    _, seqs = sample.call_args.args
+    assert max(len(seq.token_ids) for seq in seqs) == 256
+    for seq in seqs:
+        assert seq.params.penalizes
+        assert seq.params.filters
+        assert seq.params.logprobs
+        assert len(seq.token_ids) < seq.min_num_tokens
+        assert seq.stop_token_ids
+
+
+def count_with_states(meter, slot_bytes, tp=ALONE, **options):
+    """Count blocks and lanes, where a block of 10 tokens takes 1000 bytes."""
+    config = Config("", **options)
+    sizes = dict(block_bytes=1000, slot_bytes=slot_bytes, block_size=10, max_model_len=1000)
+    return count_blocks(config, meter, tp, **sizes)
+
+
+@pytest.mark.parametrize("num_drafts, num_lanes", [(0, 24), (3, 16)])
+def test_states_have_at_most_half_of_the_memory(num_drafts, num_lanes):
+    """A lane has a state and a snapshot, and another state with drafts. 2 slots have no lane."""
+    options = dict(kvcache_memory_bytes=100_000, num_speculative_tokens=num_drafts)
+    *found, line = count_with_states(FakeGPU(0), 1000, **options)
+    assert found == [50, num_lanes]
+    assert f"50000 B for states of {num_lanes} lanes = 50000 B) / 1000 B" in line
+    assert f"max_num_seqs is lowered from 256 to {num_lanes}" in line
+
+
+@pytest.mark.parametrize(
+    "options, num_lanes",
+    [({}, 19), ({"max_num_seqs": 7}, 7), ({"kvcache_memory_bytes": 12_000_000}, 2)],
+)
+def test_a_given_number_of_blocks_does_not_unbound_the_states(options, num_lanes):
+    """The GPU has 80 MB for blocks and states. A state takes 1 MB."""
+    meter = FakeGPU(100_000_000)
+    *found, line = count_with_states(meter, 1_000_000, num_kvcache_blocks=50, **options)
+    assert found == [50, num_lanes]
+    shown = f"{memory.show_bytes((2 + 2 * num_lanes) * 10**6)} for states of {num_lanes} lanes"
+    assert f"(as requested, beside {shown} = 50000 B)" in line
+
+
+def test_states_of_lanes_without_a_block_are_not_allocated():
+    *found, line = count_with_states(FakeGPU(100_000_000), 1_000_000, num_kvcache_blocks=3)
+    assert found == [3, 3]
+    assert "8000000 B for states of 3 lanes" in line
+
+
+def test_a_laptop_serves_16_sequences_with_states(monkeypatch):
+    """With 12 of 16 GB free, and the states and K/V of Qwen3.5-0.8B."""
+    monkeypatch.setattr(memory, "find_available_memory", lambda: 12_000_000_000)
+    sizes = dict(block_bytes=16 * 12_288, slot_bytes=20_201_472, block_size=16, max_model_len=4096)
+    meter = Mock(device=torch.device("cpu"))
+    num_blocks, num_lanes, line = count_blocks(Config(""), meter, **sizes)
+    assert num_lanes >= 16
+    assert num_blocks * 16 >= 16 * 4096
+    assert "(0.25 * 12.00 GB available / 1 ranks - 1.49 GB for states of 36 lanes" in line
+
+
+@pytest.mark.parametrize("slot_bytes", [2000, 6000])
+def test_no_memory_for_one_state_is_an_error(slot_bytes):
+    problem = f"states of one sequence take {4 * slot_bytes} B, more than half"
+    with pytest.raises(ValueError, match=problem):
+        count_with_states(FakeGPU(0), slot_bytes, kvcache_memory_bytes=10_000)
+
+
+def test_ranks_agree_on_the_smallest_numbers():
+    tp = Mock(size=2, minimum=lambda numbers: [numbers[0] - 1, numbers[1] - 2, *numbers[2:]])
+    num_blocks, num_lanes, _ = count_with_states(FakeGPU(0), 1000, tp, kvcache_memory_bytes=100_000)
+    assert (num_blocks, num_lanes) == (49, 22)
