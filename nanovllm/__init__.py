@@ -1,7 +1,8 @@
 """nanovllm: a compact LLM inference engine to read and to run.
 
-The README says in which order to read it. The entry point is `LLM` in llm.py. kernels/ has
-optimized versions of layers and attention. With enable_kernels=False, the engine runs without them.
+engine/ is the core, which decides what each step computes. Features sit on the engine, the engine
+drives the worker, the worker runs the model, and kernels replace layers. Each folder's __init__.py
+lists its files. The README says in which order to read them. The entry point is `LLM` in llm.py.
 """
 
 from pathlib import Path

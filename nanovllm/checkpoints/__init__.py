@@ -1,0 +1,7 @@
+"""Reads checkpoints: their configuration, their tensors and their quantized formats.
+
+checkpoint.py    config.json, the tokenizer, generation_config.json
+tensor_files.py  safetensors files, strictly
+quantization.py  settings of quantized checkpoints
+formats.py       how each format stores codes, scales and zeros
+"""

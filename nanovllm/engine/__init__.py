@@ -1,0 +1,13 @@
+"""Decides: the core of the engine, in the order in which it is read.
+
+sequence.py         the scheduling state of one sequence
+scheduler.py        two queues, two policies, preemption
+block_manager.py    block tables, the prefix cache, eviction
+model_runner.py     sequences to a batch, logits to tokens
+llm_engine.py       one step: schedule, forward, sample, postprocess, commit
+input_processor.py  prompts to requests
+request.py          a sequence with text, as its caller sees it
+
+The core imports nothing of features/. Only input_processor.py, request.py and llm_engine.py use
+text, and only model_runner.py and llm_engine.py use tensors.
+"""

@@ -4,6 +4,7 @@ It uses sequences, but not the queues.
 """
 
 import weakref
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm import kernels
 from nanovllm.batch import Batch, Filters, Noise, SamplingBatch
 from nanovllm.config import Config
 from nanovllm.engine.sequence import Sequence
@@ -22,12 +22,20 @@ from nanovllm.layers.penalties import apply_penalties
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import Logprobs
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.arithmetic import cdiv
 from nanovllm.utils.transfers import to_device
-from nanovllm.worker.dummy_steps import KINDS, sample_each_kind
 from nanovllm.worker.executor import Executor, MultiRankExecutor
 from nanovllm.worker.placement import engine_settings
 
+# What profile and warm-up runs sample with.
+KINDS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(),
+    SamplingParams(top_p=0.5),
+    # The most expensive kind comes last, so that its memory is on top of what the others keep.
+    SamplingParams(top_p=0.5, repetition_penalty=2.0, min_tokens=1, logprobs=20),
+]
 Value = TypeVar("Value")
 
 
@@ -48,9 +56,9 @@ class ModelRunner:
         self.block_size = worker.block_size
         self.sampler = Sampler(spec.vocab_size).to(self.device)
         with engine_settings(self.device):  # CUDA graphs are captured with these
-            if config.enable_kernels:
+            if worker.kernels is not None:
                 run = self._sample_test_rows if self.device.type == "cuda" else None
-                kernels.kernelize(self.sampler, self.device, spec.dtype, run)
+                worker.kernels.kernelize(self.sampler, self.device, spec.dtype, run)
             self.executor.call(worker.start, self._sample_dummy_step)
         self.num_lanes = worker.num_lanes
         # The block tables of all lanes, so that a decode need not copy its whole table.
@@ -236,3 +244,21 @@ def split_rows(values: list[Value], seqs: list[Sequence]) -> list[list[Value]]:
         return [[value] for value in values]
     remaining = iter(values)
     return [list(islice(remaining, seq.num_logits)) for seq in seqs]
+
+
+def sample_each_kind(
+    sample: Callable[[Tensor, list[Sequence]], object], logits: Tensor, max_model_len: int
+) -> None:
+    """Sample from `logits` [num_rows, vocab_size] with each kind of parameters.
+
+    On a GPU this lets MemoryMeter see the peak of sampling, and compiles the kernels. The memory of
+    penalties depends on the longest sequence.
+    """
+    for params in KINDS:
+        seqs: list[Sequence] = []
+        for seq_id in range(len(logits)):
+            num_tokens = max_model_len if seq_id == 0 else 1
+            seq = Sequence(seq_id, [0] * num_tokens, params, stop_token_ids=frozenset([0]))
+            seq.num_logits = 1
+            seqs.append(seq)
+        sample(logits, seqs)

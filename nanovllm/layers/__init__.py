@@ -1,0 +1,15 @@
+"""The layers in plain PyTorch, without a word about speed. They specify what kernels/ computes.
+
+attention.py        paged attention
+linear.py           linear layers, sharded over ranks
+embedding.py        the embedding and the output head
+norm.py             RMSNorm
+rotary.py           rotary position embedding
+sampler.py          temperature, filters, Gumbel-max
+noise.py            noise as a function of seed, position and token
+penalties.py        penalties, biases, and the ban of stop tokens
+logprobs.py         log probabilities of sampled tokens
+quantized.py        quantized weights
+gated_delta.py      the gated delta rule (Qwen3.5)
+tensor_parallel.py  collective operations between ranks
+"""

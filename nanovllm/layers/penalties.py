@@ -5,15 +5,28 @@ are gathered, changed and written back. The counts are recomputed in each step, 
 is no state that a preemption or an interrupt could make invalid.
 """
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.transfers import to_device
 
 
-def apply_penalties(logits: Tensor, seqs: list[Sequence]) -> Tensor:
+class Row(Protocol):
+    """What the logits of a row depend on: the tokens before it, and the parameters."""
+
+    token_ids: list[int]  # prompt tokens, then generated tokens
+    num_prompt_tokens: int
+    min_num_tokens: int  # fewer tokens cannot be followed by a stop token
+    stop_token_ids: frozenset[int]
+    params: SamplingParams
+
+
+def apply_penalties(logits: Tensor, seqs: Sequence[Row]) -> Tensor:
     """Return `logits` [num_rows, vocab_size] with penalties, biases and bans.
 
     Each row has a sequence.
@@ -38,7 +51,7 @@ def apply_penalties(logits: Tensor, seqs: list[Sequence]) -> Tensor:
     return logits
 
 
-def penalize(logits: Tensor, rows: list[int], seqs: list[Sequence]) -> Tensor:
+def penalize(logits: Tensor, rows: list[int], seqs: Sequence[Row]) -> Tensor:
     """Penalize `rows` of `logits` [num_rows, vocab_size] for the tokens of `seqs`.
 
     A token that occurs several times is written as many times, always with the same value.

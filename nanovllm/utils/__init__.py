@@ -1,0 +1,8 @@
+"""Helpers without knowledge of the engine.
+
+checks.py      validates values, and names what is invalid
+arithmetic.py  integer arithmetic
+terminal.py    messages on stderr
+packing.py     a batch as one tensor
+transfers.py   copies to a device
+"""

@@ -1,28 +1,18 @@
-"""The dummy steps at the start of an engine: for self-tests, the profile run and warm-up runs.
+"""The dummy batches at the start of an engine: for self-tests, the profile run and warm-up runs.
 
-A batch is plain tensors, so it needs no sequences. Sampling does, so sample_each_kind makes some.
+A batch is plain tensors, so it needs no sequences.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.engine.sequence import Sequence
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.arithmetic import cdiv
 from nanovllm.worker.state_slots import ZEROS
 
 _TEST_LEN = 33  # tokens of a context: two chunks of recurrent states, and a large tile of GEMMs
-KINDS = [
-    SamplingParams(temperature=0.0),
-    SamplingParams(),
-    SamplingParams(top_p=0.5),
-    # The most expensive kind comes last, so that its memory is on top of what the others keep.
-    SamplingParams(top_p=0.5, repetition_penalty=2.0, min_tokens=1, logprobs=20),
-]
 
 
 def make_dummy_batch(query_lens: list[int], block_table_width: int, max_seqlen_k: int) -> Batch:
@@ -88,21 +78,3 @@ def make_test_batches(block_size: int, vocab_size: int, max_model_len: int) -> I
             read_slots=seqs,
             write_slots=seqs,
         )
-
-
-def sample_each_kind(
-    sample: Callable[[Tensor, list[Sequence]], object], logits: Tensor, max_model_len: int
-) -> None:
-    """Sample from `logits` [num_rows, vocab_size] with each kind of parameters.
-
-    On a GPU this lets MemoryMeter see the peak of sampling, and compiles the kernels. The memory of
-    penalties depends on the longest sequence.
-    """
-    for params in KINDS:
-        seqs: list[Sequence] = []
-        for seq_id in range(len(logits)):
-            num_tokens = max_model_len if seq_id == 0 else 1
-            seq = Sequence(seq_id, [0] * num_tokens, params, stop_token_ids=frozenset([0]))
-            seq.num_logits = 1
-            seqs.append(seq)
-        sample(logits, seqs)

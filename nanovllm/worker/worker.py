@@ -9,13 +9,13 @@ the block size, the number of blocks and max_model_len.
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanovllm import kernels
 from nanovllm.batch import Batch
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.layers import attention
@@ -65,6 +65,8 @@ class Worker:
             )
         self.config = config
         self.spec = spec
+        # Without them, the worker runs layers/ and models/ as written.
+        self.kernels = import_module("nanovllm.kernels") if config.enable_kernels else None
         self.max_model_len = config.max_model_len or min(spec.max_len, _DEFAULT_MAX_MODEL_LEN)
         # Rows of logits in a step: one per sequence, or more with drafts.
         num_rows = config.max_num_seqs
@@ -124,8 +126,8 @@ class Worker:
         config, spec = self.config, self.spec
         self.backend: Backend = attention
         self.block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
-        if config.enable_kernels:
-            self.backend, self.block_size = kernels.select_backend(
+        if self.kernels is not None:
+            self.backend, self.block_size = self.kernels.select_backend(
                 config.attention_backend,
                 self.device,
                 spec.dtype,
@@ -144,9 +146,9 @@ class Worker:
                 load_checkpoint(self.model, files, spec.quantization.format)
         if self.tp.rank == 0:
             report(f"weights: {show_bytes(count_bytes(self.model))}")
-        if config.enable_kernels:
+        if self.kernels is not None:
             run = self._run_test_steps if self.device.type == "cuda" else None
-            names = kernels.kernelize(self.model, self.device, spec.dtype, run)
+            names = self.kernels.kernelize(self.model, self.device, spec.dtype, run)
             if names and self.tp.rank == 0:
                 advice = "enable_kernels=False runs layers/ and models/ as written"
                 report(f"optimized layers: {', '.join(names)}; {advice}")
@@ -244,8 +246,8 @@ class Worker:
             self.kv_caches = self.spec.make_caches(
                 self.backend, num_blocks, self.block_size, num_slots, self.device, self.tp
             )
-        if config.enable_kernels and not config.enforce_eager:
-            self.graphs = kernels.capture_decode_steps(
+        if self.kernels is not None and not config.enforce_eager:
+            self.graphs = self.kernels.capture_decode_steps(
                 self.model,
                 self.backend,
                 self.kv_caches,

@@ -43,6 +43,7 @@ from triton.runtime.jit import JITFunction
 from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.engine import model_runner
+from nanovllm.engine.model_runner import sample_each_kind
 from nanovllm.kernels.cuda import attention, graphs, layers, quantized
 from nanovllm.layers.gated_delta import GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear
@@ -51,7 +52,6 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.models.weights import quantize_layer
 from nanovllm.utils.packing import pack, unpack
 from nanovllm.worker import worker
-from nanovllm.worker.dummy_steps import sample_each_kind
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of a block

@@ -7,9 +7,9 @@ import torch
 from conftest import VOCAB_SIZE
 
 from nanovllm.config import MAX_DRAFT_STEP, Config
+from nanovllm.engine.model_runner import sample_each_kind
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.worker import memory
-from nanovllm.worker.dummy_steps import sample_each_kind
 from nanovllm.worker.memory import count_blocks, find_available_memory
 
 BLOCK_BYTES = 4 * 2 * 2 * 2 * 16 * 4  # block size, K and V, layers, KV heads, head_dim, float32
