@@ -14,11 +14,13 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.features.beam_search import BeamSearch, make_output, search_together
+from nanovllm.features.prompt_logprobs import ScoringModelRunner
 from nanovllm.features.recurrent_states import StatefulScheduler
 from nanovllm.features.speculation.drafts import SpeculativeScheduler, enable_speculation
 from nanovllm.features.structured_outputs.grammars import GrammarCompiler
-from nanovllm.features.structured_outputs.masks import StructuredModelRunner
+from nanovllm.features.structured_outputs.masks import apply_grammars
 from nanovllm.features.thread_safety import ThreadSafeEngine
+from nanovllm.layers.penalties import apply_penalties
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -75,6 +77,7 @@ class LLM(ThreadSafeEngine):
         compiler = GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
         self.input_processor.grammar_compiler = compiler
         self.input_processor.scores_prompts = True
+        self.model_runner.processors = (apply_grammars, apply_penalties)
         if isinstance(self.scheduler, StatefulScheduler):
             num_lanes = self.model_runner.num_lanes
             self.scheduler.snapshot_slots = list_snapshot_slots(config, num_lanes)
@@ -90,7 +93,7 @@ class LLM(ThreadSafeEngine):
         policy = choose_policy(config)
         # Optional features are added as subclasses.
         scheduler_class = policy
-        model_runner_class: type[ModelRunner] = StructuredModelRunner
+        model_runner_class: type[ModelRunner] = ScoringModelRunner
         if config.num_speculative_tokens:
             scheduler_class = type("Speculative", (SpeculativeScheduler, policy), {})
         if spec.count_slot_bytes() > 0:

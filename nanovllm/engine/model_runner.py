@@ -4,7 +4,7 @@ It uses sequences, but not the queues.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -37,6 +37,8 @@ KINDS = [
     SamplingParams(top_p=0.5, repetition_penalty=2.0, min_tokens=1, logprobs=20),
 ]
 Value = TypeVar("Value")
+# Changes logits [num_rows, vocab_size], of which each row has a sequence.
+LogitsProcessor = Callable[[Tensor, list[Sequence]], Tensor]
 
 
 class ModelRunner:
@@ -44,6 +46,9 @@ class ModelRunner:
 
     Raises ValueError as Worker does, and RuntimeError as MultiRankExecutor does.
     """
+
+    # What is applied to the logits before a token is sampled, in this order.
+    processors: Iterable[LogitsProcessor] = (apply_penalties,)
 
     def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
         executor_class = Executor if config.tensor_parallel_size == 1 else MultiRankExecutor
@@ -122,8 +127,10 @@ class ModelRunner:
         return split_rows(token_ids, seqs), logprobs
 
     def process_logits(self, logits: Tensor, rows: list[Sequence]) -> Tensor:
-        """Return logits with penalties, biases and bans. Each row has a sequence."""
-        return apply_penalties(logits, rows)
+        """Return logits with masks, penalties, biases and bans. Each row has a sequence."""
+        for process in self.processors:
+            logits = process(logits, rows)
+        return logits
 
     def prepare_sampling(self, rows: list[Sequence], positions: list[int]) -> SamplingBatch:
         """The sampling parameters of each row. `positions` are those of the sampled tokens."""

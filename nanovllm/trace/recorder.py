@@ -23,9 +23,9 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features.prompt_logprobs import ScoringModelRunner
 from nanovllm.features.recurrent_states import StatefulScheduler
 from nanovllm.features.speculation.drafts import SpeculativeScheduler, count_matches
-from nanovllm.features.structured_outputs.masks import StructuredModelRunner
 from nanovllm.trace.timeline import Args, Event, Timeline, make_event
 
 _COUNTERS = (
@@ -207,7 +207,7 @@ def format_hash(block_hash: int) -> str:
     return f"{block_hash:032x}"
 
 
-class TracedModelRunner(StructuredModelRunner):
+class TracedModelRunner(ScoringModelRunner):
     """Records when the phases of a step end, and what grammars do to the logits."""
 
     timeline: Timeline

@@ -15,10 +15,9 @@ import pytest
 from conftest import check_invariants, generate_ids, make_checkpoint
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.features.structured_outputs import grammars
 from nanovllm.features.structured_outputs import masks as structured
-from nanovllm.features.structured_outputs.masks import StructuredModelRunner, StructuredRequest
+from nanovllm.features.structured_outputs.masks import StructuredRequest
 
 SHORT = {"type": "string", "maxLength": 8}
 PAIR = {
@@ -502,7 +501,7 @@ def test_without_eos_no_token_ends_a_text(llm):
 
 
 def test_token_that_the_grammar_forbids_is_an_error(llm, monkeypatch):
-    monkeypatch.setattr(StructuredModelRunner, "process_logits", ModelRunner.process_logits)
+    monkeypatch.setattr(llm.model_runner, "processors", ())
     with pytest.warns(RuntimeWarning, match="structured_outputs allow no way to continue"):
         assert run(llm, {"regex": "q{200}"})["finish_reason"] == "error"
 

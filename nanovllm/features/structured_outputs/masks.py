@@ -19,7 +19,6 @@ from torch import Tensor
 
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.prompt_logprobs import ScoringModelRunner
 from nanovllm.features.structured_outputs.grammar_writer import find_limit
 from nanovllm.outputs import FinishReason
 from nanovllm.utils.transfers import to_device
@@ -90,22 +89,18 @@ def list_tokens(mask: np.ndarray) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
 
 
-class StructuredModelRunner(ScoringModelRunner):
-    """Also lets sequences with a grammar sample only what may come next."""
-
-    def process_logits(self, logits: Tensor, rows: list[Sequence]) -> Tensor:
-        indices: list[int] = []  # rows with a mask
-        masks: list[np.ndarray] = []  # computed while a GPU still computes the logits
-        start = 0
-        for seq in dict.fromkeys(rows):
-            end = start + seq.num_logits
-            if isinstance(seq, StructuredRequest):
-                indices += range(start, end)
-                masks += seq.compute_masks()
-            start = end
-        if indices:
-            logits = mask_rows(logits, np.array(indices), np.array(masks))
-        return super().process_logits(logits, rows)
+def apply_grammars(logits: Tensor, rows: list[Sequence]) -> Tensor:
+    """Let sequences with a grammar sample only what may come next. Each row has a sequence."""
+    indices: list[int] = []  # rows with a mask
+    masks: list[np.ndarray] = []  # computed while a GPU still computes the logits
+    start = 0
+    for seq in dict.fromkeys(rows):
+        end = start + seq.num_logits
+        if isinstance(seq, StructuredRequest):
+            indices += range(start, end)
+            masks += seq.compute_masks()
+        start = end
+    return mask_rows(logits, np.array(indices), np.array(masks)) if indices else logits
 
 
 def mask_rows(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
