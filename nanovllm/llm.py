@@ -2,21 +2,21 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from threading import RLock
 from typing import Any
 
 from tqdm import tqdm
 
 from nanovllm.config import Config, takes
+from nanovllm.engine.extension import Extension
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt, list_prompts
-from nanovllm.engine.llm_engine import choose_policy
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Inbox, Request
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.features.beam_search import BeamSearch, make_output, search_together
 from nanovllm.features.prompt_logprobs import ScoringModelRunner
-from nanovllm.features.recurrent_states import StatefulScheduler
-from nanovllm.features.speculation.drafts import SpeculativeScheduler, enable_speculation
+from nanovllm.features.recurrent_states import RecurrentStates
+from nanovllm.features.speculation.drafts import Drafts, make_speculator
 from nanovllm.features.structured_outputs.grammars import GrammarCompiler
 from nanovllm.features.structured_outputs.masks import apply_grammars
 from nanovllm.features.thread_safety import ThreadSafeEngine
@@ -26,7 +26,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import ChatTemplate, Message, Tool
 from nanovllm.text.vocabulary import Vocabulary
-from nanovllm.trace.recorder import TracedModelRunner, TracedScheduler
+from nanovllm.trace.recorder import Recorder, TracedModelRunner
 from nanovllm.trace.timeline import Timeline, TraceFile
 from nanovllm.utils.checks import (
     check_bool,
@@ -62,47 +62,44 @@ class LLM(ThreadSafeEngine):
         self.timeline = self.make_timeline(config)
         try:
             super().__init__(config)
+            self._add_text()
         except BaseException:
+            if "executor" in vars(self):
+                self.executor.stop("the engine did not start")
             self._close_timeline()
             raise
-        try:
-            self._add_features(config)
-        except BaseException:
-            self.exit()
-            raise
 
-    def _add_features(self, config: Config) -> None:
+    def make_model_runner(self, spec: ModelSpec, directory: Path) -> ModelRunner:
+        runner: ModelRunner
+        if self.timeline is None:
+            runner = ScoringModelRunner(self.config, spec, directory)
+        else:
+            runner = TracedModelRunner(self.config, spec, directory, self.timeline)
+        runner.processors = (apply_grammars, apply_penalties)
+        return runner
+
+    def make_extensions(self, spec: ModelSpec) -> list[Extension]:
+        config = self.config
+        runner = self.model_runner
+        extensions: list[Extension] = []
+        if config.num_speculative_tokens:
+            extensions.append(Drafts(make_speculator(config, runner, self.max_model_len)))
+        if spec.count_slot_bytes() > 0:
+            extensions.append(RecurrentStates(list_snapshot_slots(config, runner.num_lanes)))
+        if self.timeline is not None:
+            self.recorder = Recorder(self.timeline)
+            extensions.append(self.recorder)
+        return extensions
+
+    def _add_text(self) -> None:
         self.vocabulary = Vocabulary(self.tokenizer)
         self.chat_template = ChatTemplate(self.tokenizer)
         compiler = GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
         self.input_processor.grammar_compiler = compiler
         self.input_processor.scores_prompts = True
-        self.model_runner.processors = (apply_grammars, apply_penalties)
-        if isinstance(self.scheduler, StatefulScheduler):
-            num_lanes = self.model_runner.num_lanes
-            self.scheduler.snapshot_slots = list_snapshot_slots(config, num_lanes)
-        if config.num_speculative_tokens:
-            enable_speculation(self)
         if self.timeline is not None:
-            assert isinstance(self.scheduler, TracedScheduler)
-            settings = self.scheduler.describe_settings()
+            settings = self.recorder.describe_engine()
             self.timeline.begin(settings, self.vocabulary, self._warnings.append)
-
-    def choose_classes(self, spec: ModelSpec) -> tuple[type[Scheduler], type[ModelRunner]]:
-        config = self.config
-        policy = choose_policy(config)
-        # Optional features are added as subclasses.
-        scheduler_class = policy
-        model_runner_class: type[ModelRunner] = ScoringModelRunner
-        if config.num_speculative_tokens:
-            scheduler_class = type("Speculative", (SpeculativeScheduler, policy), {})
-        if spec.count_slot_bytes() > 0:
-            scheduler_class = type("Stateful", (StatefulScheduler, scheduler_class), {})
-        if self.timeline is not None:
-            shared = {"timeline": self.timeline}
-            scheduler_class = type("Traced", (TracedScheduler, scheduler_class), shared)
-            model_runner_class = type("Traced", (TracedModelRunner, model_runner_class), shared)
-        return scheduler_class, model_runner_class
 
     def make_timeline(self, config: Config) -> Timeline | None:
         return None if config.trace is None else TraceFile(config.trace)

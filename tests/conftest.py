@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import TypeVar
 
 import pytest
 
@@ -29,9 +30,11 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.backends import BACKENDS
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import Config
+from nanovllm.engine.extension import Extension
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import Sequence
 
+Feature = TypeVar("Feature", bound=Extension)
 VOCAB_SIZE = 97
 DEFAULTS = Config.__init__.__kwdefaults__
 
@@ -242,6 +245,12 @@ def make_batch(
         max_seqlen_q=max(query_lens),
         max_seqlen_k=max(context_lens),
     )
+
+
+def find_extension(llm: LLM, kind: type[Feature]) -> Feature:
+    """The optional feature of an engine's scheduler that is of this class."""
+    (found,) = [each for each in llm.scheduler.extensions.extensions if isinstance(each, kind)]
+    return found
 
 
 def check_invariants(llm: LLM) -> None:

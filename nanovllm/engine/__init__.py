@@ -3,6 +3,7 @@
 sequence.py         the scheduling state of one sequence
 scheduler.py        two queues, two policies, preemption
 block_manager.py    block tables, the prefix cache, eviction
+extension.py        the points of a step at which optional features act
 model_runner.py     sequences to a batch, logits to tokens
 llm_engine.py       one step: schedule, forward, sample, postprocess, commit
 input_processor.py  prompts to requests

@@ -30,6 +30,10 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.arithmetic import cdiv
 
 
+def show_hash(block_hash: int) -> str:
+    return f"{block_hash:032x}"
+
+
 @dataclass(eq=False, slots=True)
 class Block:
     """One physical block. `hash` is -1 and `token_ids` is empty unless the block is cached."""

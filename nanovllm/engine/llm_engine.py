@@ -17,6 +17,7 @@ import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ from nanovllm.checkpoints.checkpoint import (
 )
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.extension import Extension
 from nanovllm.engine.input_processor import InputProcessor, PreparedPrompt, Prompt, needs_llm
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Inbox, Request
@@ -45,10 +47,6 @@ from nanovllm.worker.placement import engine_settings
 
 Engine = TypeVar("Engine", bound="LLMEngine")
 Result = TypeVar("Result")
-
-
-def choose_policy(config: Config) -> type[Scheduler]:
-    return Scheduler if config.enable_chunked_prefill else PrefillFirstScheduler
 
 
 class LLMEngine:
@@ -76,8 +74,7 @@ class LLMEngine:
         defaults = read_generation_defaults(directory)
         with naming(directory / "generation_config.json", ValueError, TypeError):
             default_params = SamplingParams(**defaults)
-        scheduler_class, model_runner_class = self.choose_classes(spec)
-        self.model_runner = model_runner_class(config, spec, directory)
+        self.model_runner = self.make_model_runner(spec, directory)
         self.device = self.model_runner.device
         self.executor = self.model_runner.executor
         worker = self.executor.worker
@@ -86,8 +83,12 @@ class LLMEngine:
         block_manager = BlockManager(
             worker.num_blocks, worker.block_size, config.enable_prefix_caching
         )
-        self.scheduler = scheduler_class(
-            block_manager, self.model_runner.num_lanes, config.max_num_batched_tokens
+        policy = Scheduler if config.enable_chunked_prefill else PrefillFirstScheduler
+        self.scheduler = policy(
+            block_manager,
+            self.model_runner.num_lanes,
+            config.max_num_batched_tokens,
+            self.make_extensions(spec),
         )
         self.input_processor = InputProcessor(
             config,
@@ -102,18 +103,19 @@ class LLMEngine:
         self._inbox: Inbox = {}  # for requests of add_request
         self._warnings = deque[str]()  # to be issued after the step
 
-    def choose_classes(self, spec: ModelSpec) -> tuple[type[Scheduler], type[ModelRunner]]:
-        """Return the parts that serve the model and the options. LLM adds optional features here.
-
-        Raises ValueError for what needs one of these features.
-        """
+    def make_model_runner(self, spec: ModelSpec, directory: Path) -> ModelRunner:
+        """Raises ValueError for a model or an option that needs a feature of LLM."""
         if self.config.num_speculative_tokens:
             raise needs_llm("num_speculative_tokens")
         if self.config.trace is not None:
             raise needs_llm("trace")
         if spec.count_slot_bytes() > 0:
             raise needs_llm("a model with recurrent states")
-        return choose_policy(self.config), ModelRunner
+        return ModelRunner(self.config, spec, directory)
+
+    def make_extensions(self, spec: ModelSpec) -> list[Extension]:
+        """Make the optional features of the scheduler. LLM overrides this."""
+        return []
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a prompt and return its request id. The ids of n samples are consecutive.

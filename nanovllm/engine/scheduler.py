@@ -15,9 +15,11 @@ another one, so every sequence finishes.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from nanovllm.engine.block_manager import Block, BlockManager
+from nanovllm.engine.extension import Extension, Extensions
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import FinishReason
 
@@ -37,9 +39,16 @@ class Scheduler:
     step.
     """
 
+    splits_prompts = True
+
     def __init__(
-        self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        block_manager: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        extensions: Iterable[Extension] = (),
     ) -> None:
+        self.extensions = Extensions(extensions, self)
         self.block_manager = block_manager
         self.block_size = block_manager.block_size
         self.max_num_seqs = max_num_seqs
@@ -48,7 +57,7 @@ class Scheduler:
         self.num_decode_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
-        self.num_draft_tokens = 0  # those of a SpeculativeScheduler
+        self.num_draft_tokens = 0  # counted by an extension
         self.num_accepted_tokens = 0
         self.reset([])
 
@@ -62,12 +71,20 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of admission
         self.free_lanes = list(range(self.max_num_seqs))[::-1]  # a stack, lane 0 on top
         self.blocked: BlockedHead | None = None
+        self.extensions.reset()
 
     def add(self, seq: Sequence) -> None:
         self.waiting[seq] = None
 
     def schedule(self) -> list[Sequence]:
-        """Plan the next step: admit and preempt sequences, and set num_scheduled_tokens of each.
+        """Plan the next step: admit and preempt sequences, and set num_scheduled_tokens of each."""
+        self.extensions.begin_step()
+        seqs = self.plan()
+        self.extensions.planned(seqs)
+        return seqs
+
+    def plan(self) -> list[Sequence]:
+        """Choose the sequences of a step by this policy.
 
         A step is not divided into prefill and decode. Prefill, chunk, recomputation and decode
         differ only in the number of tokens that a sequence is behind.
@@ -133,8 +150,10 @@ class Scheduler:
         if self._is_still_blocked(seq):
             return False
         found = self.block_manager.find_prefix(seq)
-        prefix = self._limit_prefix(seq, found)
+        prefix = self.extensions.limit_prefix(seq, found)
         num_reused_tokens = len(prefix) * self.block_size
+        if not self.extensions.may_start(seq):
+            return False
         if not self._may_start(seq, len(seq.token_ids) - num_reused_tokens, budget):
             return False
         if not self.block_manager.allocate(seq, prefix):
@@ -150,6 +169,7 @@ class Scheduler:
             # A reset can leave generated tokens, which others may have cached.
             seq.num_cached_tokens = min(num_reused_tokens, seq.num_prompt_tokens)
             self.num_cached_tokens += seq.num_cached_tokens
+        self.extensions.admitted(seq)
         return True
 
     def _is_still_blocked(self, seq: Sequence) -> bool:
@@ -175,10 +195,6 @@ class Scheduler:
             prefix.pop()
         return True
 
-    def _limit_prefix(self, seq: Sequence, prefix: list[Block]) -> list[Block]:
-        """Return the cached blocks that `seq` reuses, of those that were found."""
-        return prefix
-
     def _may_start(self, seq: Sequence, num_new_tokens: int, budget: int) -> bool:
         """Return whether a waiting sequence may be admitted. Mixed steps can split its prompt."""
         return True
@@ -191,7 +207,7 @@ class Scheduler:
         """
         start = seq.num_computed_tokens
         num_missing = len(seq.token_ids) - start
-        num_tokens = min(num_missing, budget)
+        num_tokens = self.extensions.limit_tokens(seq, min(num_missing, budget))
         seq.num_scheduled_tokens = num_tokens
         seq.num_logits = 1 if num_tokens == num_missing else 0
         seq.is_decode = num_missing == 1 and start >= seq.num_prompt_tokens
@@ -201,6 +217,7 @@ class Scheduler:
 
     def preempt(self, seq: Sequence) -> None:
         """Release the blocks of a running sequence and put it at the head of the queue."""
+        self.extensions.preempting(seq)
         self._release(seq)
         seq.status = SequenceStatus.WAITING
         self.waiting[seq] = None
@@ -213,6 +230,7 @@ class Scheduler:
         `sampled` has the new tokens of each sequence, none for a partially prefilled one.
         Token -1 stands for logits that are NaN.
         """
+        sampled = self.extensions.sampled(seqs, sampled)
         for seq, token_ids in zip(seqs, sampled, strict=True):
             if seq.is_decode:
                 self.num_decode_tokens += seq.num_scheduled_tokens
@@ -228,6 +246,7 @@ class Scheduler:
                 if reason is not None:
                     self.finish(seq, reason)
                     break
+        self.extensions.recorded(seqs)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """Finish a waiting or running sequence. Not allowed while a step computes it."""
@@ -239,6 +258,7 @@ class Scheduler:
         self.waiting.pop(seq, None)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
+        self.extensions.finished(seq, reason)
 
     def _release(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -250,7 +270,9 @@ class Scheduler:
 class PrefillFirstScheduler(Scheduler):
     """Steps of whole prompts or of decodes. New prompts are not split."""
 
-    def schedule(self) -> list[Sequence]:
+    splits_prompts = False
+
+    def plan(self) -> list[Sequence]:
         scheduled: list[Sequence] = []
         # A sequence is partially prefilled if its recomputation is longer than one step, or if its
         # chunk ended at a snapshot (recurrent_states.py). Its next chunk goes first. The number of

@@ -25,64 +25,60 @@ step.
 """
 
 from collections import OrderedDict
+from typing import Any
 
-from nanovllm.engine.block_manager import Block
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.block_manager import Block, show_hash
+from nanovllm.engine.extension import Extension
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import FinishReason
 from nanovllm.worker.state_slots import FIRST_LANE, ZEROS, find_second_slot
 
 
-class StatefulScheduler(Scheduler):
+class RecurrentStates(Extension):
     """Chooses the slots of a step. The chunk of a prompt ends where a snapshot is wanted.
 
-    LLM uses a subclass of this class, of SpeculativeScheduler for drafts, and of the policy.
+    Drafts come before it in the list of extensions.
     """
 
-    snapshot_slots = range(0)
+    def __init__(self, snapshot_slots: range) -> None:
+        self.snapshot_slots = snapshot_slots
 
-    def reset(self, seqs: list[Sequence]) -> None:
-        super().reset(seqs)
+    def reset(self) -> None:
         self.snapshots = OrderedDict[int, int]()  # hash -> slot, least recently used first
         self.new_snapshots: dict[int, int] = {}  # those that the current step writes
+        # For each sequence of the step: its computed tokens before the step and after it.
+        self.spans: list[tuple[Sequence, int, int]] = []
 
-    def _limit_prefix(self, seq: Sequence, prefix: list[Block]) -> list[Block]:
+    def limit_prefix(self, seq: Sequence, prefix: list[Block]) -> list[Block]:
         """Cut `prefix` where it ends at a snapshot."""
         if seq.num_cached_tokens is None:  # after a preemption, the prefix is the sequence's own
-            seq.snapshot_position = len(prefix) * self.block_size
+            seq.snapshot_position = len(prefix) * self.scheduler.block_size
         num_blocks = len(prefix)
         while num_blocks > 0 and prefix[num_blocks - 1].hash not in self.snapshots:
             num_blocks -= 1
         return prefix[:num_blocks]
 
-    def _may_start(self, seq: Sequence, num_new_tokens: int, budget: int) -> bool:
+    def may_start(self, seq: Sequence) -> bool:
         """Let a sequence wait for a snapshot that the current step writes.
 
         Those behind it wait for this step, too, because admission is first come, first served.
         """
-        if self._find_snapshot_hash(seq) in self.new_snapshots:
-            return False
-        return super()._may_start(seq, num_new_tokens, budget)
+        return self._find_snapshot_hash(seq) not in self.new_snapshots
 
-    def _admit(self, seq: Sequence, budget: int) -> bool:
-        if not super()._admit(seq, budget):
-            return False
+    def admitted(self, seq: Sequence) -> None:
         seq.read_slot = ZEROS
         seq.write_slot = FIRST_LANE + seq.lane
         if seq.num_computed_tokens > 0:
-            last_block = seq.num_computed_tokens // self.block_size - 1
+            last_block = seq.num_computed_tokens // self.scheduler.block_size - 1
             block_hash = seq.block_hashes[last_block]
             seq.read_slot = self.snapshots[block_hash]
             self.snapshots.move_to_end(block_hash)
-        return True
 
-    def _schedule_tokens(self, seq: Sequence, budget: int, scheduled: list[Sequence]) -> int:
-        num_tokens = budget
+    def limit_tokens(self, seq: Sequence, num_tokens: int) -> int:
         distance = seq.snapshot_position - seq.num_computed_tokens
-        if 0 < distance <= budget and self._begin_snapshot(seq):
-            num_tokens = distance
-        super()._schedule_tokens(seq, num_tokens, scheduled)
-        return budget - seq.num_scheduled_tokens
+        if 0 < distance <= num_tokens and self._begin_snapshot(seq):
+            return distance
+        return num_tokens
 
     def _begin_snapshot(self, seq: Sequence) -> bool:
         """Let the current step of `seq` write a snapshot.
@@ -104,7 +100,7 @@ class StatefulScheduler(Scheduler):
 
         Return None if all slots are in use.
         """
-        in_use = {each.read_slot for each in self.running}
+        in_use = {each.read_slot for each in self.scheduler.running}
         in_use.update(self.new_snapshots.values())
         unused = set(self.snapshot_slots) - in_use
         if not unused:
@@ -117,27 +113,25 @@ class StatefulScheduler(Scheduler):
 
     def _find_snapshot_hash(self, seq: Sequence) -> int:
         """The hash of the last block before snapshot_position, or -1 if no snapshot is wanted."""
-        num_blocks = seq.snapshot_position // self.block_size
+        num_blocks = seq.snapshot_position // self.scheduler.block_size
         return seq.block_hashes[num_blocks - 1] if num_blocks > 0 else -1
 
-    def schedule(self) -> list[Sequence]:
-        seqs = super().schedule()
+    def planned(self, seqs: list[Sequence]) -> None:
+        self.spans = []
         for seq in seqs:
             has_draft = seq.num_logits > 1
             if has_draft and seq.write_slot == seq.read_slot:
-                seq.write_slot = find_second_slot(seq.lane, self.max_num_seqs)
-        return seqs
+                seq.write_slot = find_second_slot(seq.lane, self.scheduler.max_num_seqs)
+            start = seq.num_computed_tokens
+            self.spans.append((seq, start, start + seq.num_scheduled_tokens))
 
-    def postprocess(self, seqs: list[Sequence], sampled: list[list[int]]) -> None:
+    def recorded(self, seqs: list[Sequence]) -> None:
         """Advance to the new states, and let other sequences find the new snapshots.
 
         If a draft token was rejected, the new state includes it. The old state is still in its
         slot, and the next step recomputes the accepted tokens.
         """
-        starts = [seq.num_computed_tokens for seq in seqs]
-        ends = [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs]
-        super().postprocess(seqs, sampled)
-        for seq, start, end in zip(seqs, starts, ends):
+        for seq, start, end in self.spans:
             if seq.status is not SequenceStatus.RUNNING:
                 continue
             if seq.num_computed_tokens == end:
@@ -146,13 +140,25 @@ class StatefulScheduler(Scheduler):
                 seq.num_computed_tokens = start
             seq.write_slot = FIRST_LANE + seq.lane
         if self.new_snapshots:
-            self.blocked = None  # the head of the queue may reuse more now
+            self.scheduler.blocked = None  # the head of the queue may reuse more now
         self.snapshots.update(self.new_snapshots)
         self.new_snapshots = {}
 
-    def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        super().finish(seq, reason)
+    def finished(self, seq: Sequence, reason: FinishReason) -> None:
         if reason == "error":  # the states that it has left may be NaN, too
             for block_hash in seq.block_hashes:
                 self.snapshots.pop(block_hash, None)
                 self.new_snapshots.pop(block_hash, None)
+
+    def describe_settings(self) -> dict[str, Any]:
+        return {"snapshot_slots": [self.snapshot_slots.start, self.snapshot_slots.stop]}
+
+    def describe_step(self) -> dict[str, Any]:
+        return {"snapshots": [(slot, show_hash(each)) for each, slot in self.snapshots.items()]}
+
+    def describe_sequence(self, seq: Sequence) -> dict[str, Any]:
+        hashes = {slot: show_hash(each) for each, slot in self.new_snapshots.items()}
+        return {
+            "slots": [seq.read_slot, seq.write_slot],
+            "snapshot": hashes.get(seq.write_slot, ""),
+        }

@@ -1,31 +1,34 @@
 """Records the steps of an engine, for a Timeline to write.
 
-LLM derives its scheduler and its model runner from TracedScheduler and TracedModelRunner, which
-share the Timeline. The engine therefore does not import this module. In a step:
+Recorder is the last extension of the scheduler. It shares the Timeline with the model runner. The
+engine therefore does not import this module. In a step:
 
-    schedule             collects admissions and preemptions
+    begin_step, planned      collect admissions and preemptions
     prepare_batch, forward   end their phases
-    process_logits       describes the choice that a grammar leaves to the model
-    postprocess          makes a Work for each sequence, lets the scheduler record the result,
-                         completes each Work with the result, and writes the step
+    process_logits           describes the choice that a grammar leaves to the model
+    sampled                  makes a Work for each sequence
+    recorded                 completes each Work with the result, and writes the step
 
-A Work is made first, because the result removes drafts, and the lane and the blocks of a sequence
-that finishes. An interrupted step needs no cleanup, because `schedule` discards what an earlier
-step has collected.
+A Work is made before the result is recorded, because that removes drafts, and the lane and the
+blocks of a sequence that finishes. An interrupted step needs no cleanup, because `begin_step`
+discards what an earlier step has collected.
 """
 
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
+from nanovllm.config import Config
+from nanovllm.engine.block_manager import show_hash
+from nanovllm.engine.extension import Extension
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.prompt_logprobs import ScoringModelRunner
-from nanovllm.features.recurrent_states import StatefulScheduler
-from nanovllm.features.speculation.drafts import SpeculativeScheduler, count_matches
+from nanovllm.features.speculation.drafts import count_matches
+from nanovllm.models.spec import ModelSpec
 from nanovllm.trace.timeline import Args, Event, Timeline, make_event
 
 _COUNTERS = (
@@ -49,86 +52,82 @@ class Work:
     event: Event
 
 
-class TracedScheduler(Scheduler):
+class Recorder(Extension):
     """Records what the scheduler plans and what a step results in."""
 
-    timeline: Timeline
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
 
-    def describe_settings(self) -> Args:
+    def describe_engine(self) -> Args:
         """Describe what does not change from step to step."""
-        settings: Args = {
-            "num_blocks": self.block_manager.num_blocks,
-            "block_size": self.block_size,
-            "max_num_seqs": self.max_num_seqs,
-            "max_num_batched_tokens": self.max_num_batched_tokens,
-            "enable_chunked_prefill": not isinstance(self, PrefillFirstScheduler),
+        scheduler = self.scheduler
+        return {
+            "num_blocks": scheduler.block_manager.num_blocks,
+            "block_size": scheduler.block_size,
+            "max_num_seqs": scheduler.max_num_seqs,
+            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+            "enable_chunked_prefill": scheduler.splits_prompts,
+            **scheduler.extensions.describe_settings(),
         }
-        if isinstance(self, StatefulScheduler):
-            settings["snapshot_slots"] = [self.snapshot_slots.start, self.snapshot_slots.stop]
-        return settings
 
-    def reset(self, seqs: list[Sequence]) -> None:
+    def reset(self) -> None:
         self.timeline.reset()
-        super().reset(seqs)
 
-    def schedule(self) -> list[Sequence]:
+    def begin_step(self) -> None:
         self.timeline.start_step()
-        self.admitted: set[Sequence] = set()  # in this step
+        self.new_seqs: set[Sequence] = set()  # admitted in this step
         self.preemptions: list[Event] = []  # in this step
-        seqs = super().schedule()
+
+    def planned(self, seqs: list[Sequence]) -> None:
         self.timeline.mark_time()
-        return seqs
 
-    def _admit(self, seq: Sequence, budget: int) -> bool:
-        is_admitted = super()._admit(seq, budget)
-        if is_admitted:
-            self.admitted.add(seq)
-        return is_admitted
+    def admitted(self, seq: Sequence) -> None:
+        self.new_seqs.add(seq)
 
-    def preempt(self, seq: Sequence) -> None:
+    def preempting(self, seq: Sequence) -> None:
         args = {"request_id": seq.seq_id, "blocks": list(seq.block_table)}
         name = f"preempted {seq.seq_id}"
         event = make_event("i", seq.lane + 1, name, args, ts=self.timeline.times[0])
         self.preemptions.append(event)
-        super().preempt(seq)
 
-    def postprocess(self, seqs: list[Sequence], sampled: list[list[int]]) -> None:
+    def sampled(self, seqs: list[Sequence], token_ids: list[list[int]]) -> list[list[int]]:
         self.timeline.mark_time()
         kinds = {_name_kind(seq) for seq in seqs}
-        args: Args = {
+        self.step: Args = {
             "kind": "mixed" if len(kinds) > 1 else kinds.pop(),
             "num_tokens": sum(seq.num_scheduled_tokens for seq in seqs),
         }
-        queues = self._describe_queues()
-        works = [self._make_work(seq) for seq in seqs]
-        before = {name: getattr(self, name, 0) for name in _COUNTERS}
-        super().postprocess(seqs, sampled)
+        self.queues = self._describe_queues()
+        self.works = [self._make_work(seq) for seq in seqs]
+        self.before = {name: getattr(self.scheduler, name) for name in _COUNTERS}
+        return token_ids
+
+    def recorded(self, seqs: list[Sequence]) -> None:
         for name in _COUNTERS:
-            args[name] = getattr(self, name, 0) - before[name]
-        for work in works:
+            self.step[name] = getattr(self.scheduler, name) - self.before[name]
+        for work in self.works:
             self._complete(work)
-        lane_events = [*self.preemptions, *[work.event for work in works]]
-        self.timeline.write_step(args, queues, lane_events, self._count())
+        lane_events = [*self.preemptions, *[work.event for work in self.works]]
+        self.timeline.write_step(self.step, self.queues, lane_events, self._count())
 
     def _describe_queues(self) -> Args:
-        waiting = islice(self.waiting, _NUM_WAITING)
-        free = islice(self.block_manager.free_block_ids, _NUM_FREE)
-        queues: Args = {
+        scheduler = self.scheduler
+        waiting = islice(scheduler.waiting, _NUM_WAITING)
+        free = islice(scheduler.block_manager.free_block_ids, _NUM_FREE)
+        return {
             "waiting_requests": [(seq.seq_id, len(seq.token_ids)) for seq in waiting],
-            "running_requests": [seq.seq_id for seq in self.running],
+            "running_requests": [seq.seq_id for seq in scheduler.running],
             "next_free_blocks": list(free),
+            **scheduler.extensions.describe_step(),
         }
-        if isinstance(self, StatefulScheduler):
-            snapshots = self.snapshots.items()
-            queues["snapshots"] = [(slot, format_hash(each)) for each, slot in snapshots]
-        return queues
 
     def _count(self) -> dict[str, dict[str, int]]:
-        manager = self.block_manager
+        scheduler = self.scheduler
+        manager = scheduler.block_manager
         num_free = len(manager.free_block_ids)
         reusable = [i for i in manager.free_block_ids if manager.blocks[i].is_cached]
         return {
-            "sequences": {"waiting": len(self.waiting), "running": len(self.running)},
+            "sequences": {"waiting": len(scheduler.waiting), "running": len(scheduler.running)},
             "blocks": {
                 "used": manager.num_blocks - num_free,
                 "reusable": len(reusable),
@@ -138,31 +137,27 @@ class TracedScheduler(Scheduler):
 
     def _make_work(self, seq: Sequence) -> Work:
         """Describe what the step computes of a sequence, before its result."""
-        draft: list[int] = []
-        if isinstance(self, SpeculativeScheduler):
-            draft = self.drafts.get(seq, [])
+        features = {"draft_token_ids": [], **self.scheduler.extensions.describe_sequence(seq)}
+        draft: list[int] = features["draft_token_ids"]
         length = len(seq.token_ids) - len(draft)
         block_table = list(seq.block_table)
-        is_new = seq in self.admitted
+        is_new = seq in self.new_seqs
         start = seq.num_computed_tokens
         num_tokens = seq.num_scheduled_tokens - len(draft)
-        first_block = 0 if is_new else start // self.block_size
-        is_within_block = seq.num_scheduled_tokens == 1 and start % self.block_size != 0
+        block_size = self.scheduler.block_size
+        first_block = 0 if is_new else start // block_size
+        is_within_block = seq.num_scheduled_tokens == 1 and start % block_size != 0
         args: Args = {
             "request_id": seq.seq_id,
             "num_tokens": num_tokens,
             "num_reused_tokens": start if is_new else 0,
-            "draft_token_ids": draft,
             "blocks": [] if is_within_block else block_table[first_block:],
             "full_blocks": self._describe_blocks(seq, block_table, start, start + num_tokens),
         }
         if is_new:
             args["num_prompt_tokens"] = seq.num_prompt_tokens
             args["token_ids"] = seq.token_ids[:length]
-        if isinstance(self, StatefulScheduler):
-            hashes = {slot: format_hash(each) for each, slot in self.new_snapshots.items()}
-            args["slots"] = [seq.read_slot, seq.write_slot]
-            args["snapshot"] = hashes.get(seq.write_slot, "")
+        args |= features
         args |= self.timeline.choices.get(seq.seq_id, {})
         name = f"{_name_kind(seq)} {seq.seq_id}"
         event = make_event("X", seq.lane + 1, name, args, **self.timeline.span)
@@ -188,13 +183,14 @@ class TracedScheduler(Scheduler):
 
         For each: its id, whether it is cached, its hash, and the hash of the block before it.
         """
-        if not self.block_manager.enable_prefix_caching:
+        manager = self.scheduler.block_manager
+        if not manager.enable_prefix_caching:
             return []
         described = []
-        for index in range(start // self.block_size, end // self.block_size):
-            block = self.block_manager.blocks[block_table[index]]
-            block_hash = format_hash(seq.block_hashes[index])
-            parent = format_hash(seq.block_hashes[index - 1]) if index > 0 else ""
+        for index in range(start // manager.block_size, end // manager.block_size):
+            block = manager.blocks[block_table[index]]
+            block_hash = show_hash(seq.block_hashes[index])
+            parent = show_hash(seq.block_hashes[index - 1]) if index > 0 else ""
             described.append((block.block_id, block.is_cached, block_hash, parent))
         return described
 
@@ -203,14 +199,14 @@ def _name_kind(seq: Sequence) -> str:
     return "decode" if seq.is_decode else "prefill"
 
 
-def format_hash(block_hash: int) -> str:
-    return f"{block_hash:032x}"
-
-
 class TracedModelRunner(ScoringModelRunner):
     """Records when the phases of a step end, and what grammars do to the logits."""
 
-    timeline: Timeline
+    def __init__(
+        self, config: Config, spec: ModelSpec, directory: Path, timeline: Timeline
+    ) -> None:
+        self.timeline = timeline
+        super().__init__(config, spec, directory)
 
     def prepare_batch(self, seqs: list[Sequence]) -> Batch:
         batch = super().prepare_batch(seqs)

@@ -6,13 +6,13 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from conftest import check_invariants
+from conftest import check_invariants, find_extension
 from event_interrupts import ENGINE, PACKAGE, EventInterrupts, at_event
 from random_engines import Case
 
 from nanovllm import LLM, trace
 from nanovllm.engine.request import Request
-from nanovllm.features.speculation.drafts import PromptLookup, SpeculativeScheduler
+from nanovllm.features.speculation.drafts import Drafts, PromptLookup
 
 ACTIONS = {
     "step": 12,
@@ -82,9 +82,7 @@ class Calls:
         for job in set(self.waiting):
             for output in self.case.expect(self.case.generate, job):
                 answers.append(output["prompt_token_ids"] + output["token_ids"])
-        scheduler = self.llm.scheduler
-        assert isinstance(scheduler, SpeculativeScheduler)
-        speculator: Any = scheduler.speculator
+        speculator: Any = find_extension(self.llm, Drafts).speculator
         speculator.costs.choose_count = lambda seqs, num_tokens, candidates: len(candidates)
         speculator.make_proposer = lambda token_ids: Foresight(token_ids, answers)
 
@@ -289,5 +287,5 @@ def check_idle(llm: LLM) -> None:
     assert not llm.samples_by_request
     assert not llm.scheduler.waiting
     assert llm.stats["num_free_blocks"] == llm.stats["num_blocks"]
-    if isinstance(llm.scheduler, SpeculativeScheduler):
-        assert not llm.scheduler.proposals
+    if llm.config.num_speculative_tokens:
+        assert not find_extension(llm, Drafts).proposals

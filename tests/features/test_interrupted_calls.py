@@ -10,13 +10,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from conftest import make_checkpoint
+from conftest import find_extension, make_checkpoint
 from event_interrupts import ENGINE, EventInterrupts, at_event
 from random_calls import check_idle
 from random_engines import find_difference
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.engine.request import Request
+from nanovllm.features.speculation.drafts import Drafts
 
 SCHEMA = {
     "type": "object",
@@ -40,7 +41,8 @@ def llm(tmp_path_factory):
         shutil.copy(Path(DEMO_MODEL) / name, directory)
     options = {"num_kvcache_blocks": 64, "kvcache_block_size": 4, "max_model_len": 100}
     llm = LLM(directory, num_speculative_tokens=3, **options)
-    llm.scheduler.speculator.costs.choose_count = lambda seqs, num_tokens, found: len(found)
+    costs = find_extension(llm, Drafts).speculator.costs
+    costs.choose_count = lambda seqs, num_tokens, found: len(found)
     return llm
 
 

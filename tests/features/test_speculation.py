@@ -7,21 +7,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import check_invariants, make_batch, make_checkpoint, random_prompt
+from conftest import check_invariants, find_extension, make_batch, make_checkpoint, random_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import PrefillFirstScheduler
+from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.recurrent_states import StatefulScheduler
+from nanovllm.features.recurrent_states import RecurrentStates
 from nanovllm.features.speculation.costs import StepCosts, measure_costs
 from nanovllm.features.speculation.drafts import (
+    Drafts,
     PromptLookup,
     Proposal,
-    SpeculativeScheduler,
     Speculator,
 )
 from nanovllm.kernels.cpu import attention as cpp
@@ -30,16 +30,11 @@ from nanovllm.layers import attention as torch_backend
 FREE = [0.0, *[1.0] * 256]  # costs of steps in which drafts cost nothing
 
 
-class SpeculativePrefillFirstScheduler(SpeculativeScheduler, PrefillFirstScheduler):
-    """Drafts for another policy, as LLM derives it."""
-
-
-class StatefulSpeculativeScheduler(StatefulScheduler, SpeculativeScheduler):
-    """Drafts for a model with recurrent states."""
-
-
-class StatefulPrefillFirstScheduler(StatefulScheduler, SpeculativePrefillFirstScheduler):
-    """Drafts for a model with recurrent states and for another policy."""
+def make_scheduler(speculator, block_manager, policy=Scheduler, has_states=False, **limits):
+    extensions = [Drafts(speculator)]
+    if has_states:
+        extensions.append(RecurrentStates(range(0)))
+    return policy(block_manager, extensions=extensions, **limits)
 
 
 def make_speculator(propose):
@@ -95,8 +90,9 @@ def run_step(scheduler, samples=()):
 
 def test_drafts_take_what_a_step_leaves_unused():
     """A draft ends where the token budget or the free blocks end. Nothing is preempted for it."""
-    scheduler = SpeculativeScheduler(BlockManager(3, 4), max_num_seqs=2, max_num_batched_tokens=6)
-    scheduler.speculator = make_speculator(lambda _, num_tokens: [7] * num_tokens)
+    speculator = make_speculator(lambda _, num_tokens: [7] * num_tokens)
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 6}
+    scheduler = make_scheduler(speculator, BlockManager(3, 4), **limits)
     for seq_id in range(2):
         scheduler.add(Sequence(seq_id, [1, 2, 3], SamplingParams()))
     assert run_step(scheduler) == {0: 3, 1: 3}
@@ -110,9 +106,9 @@ def test_drafts_take_what_a_step_leaves_unused():
 def test_nan_logits_with_a_draft_are_recomputed_without_it():
     """Attention multiplies masked values by 0, so NaN of a draft token reaches those before it."""
     manager = BlockManager(9, 4)
-    scheduler = SpeculativeScheduler(manager, max_num_seqs=1, max_num_batched_tokens=16)
-    scheduler.speculator = make_speculator(lambda _, num_tokens: [7] * num_tokens)
-    scheduler.speculator.costs.with_drafts = [0.0, *[0.1] * 16]
+    speculator = make_speculator(lambda _, num_tokens: [7] * num_tokens)
+    speculator.costs.with_drafts = [0.0, *[0.1] * 16]
+    scheduler = make_scheduler(speculator, manager, max_num_seqs=1, max_num_batched_tokens=16)
     seq = Sequence(0, [1, 2], SamplingParams())
     scheduler.add(seq)
     for num_tokens, samples, num_listed in [
@@ -126,27 +122,28 @@ def test_nan_logits_with_a_draft_are_recomputed_without_it():
     assert seq.token_ids == [1, 2, 7, 7, 7]
 
 
-def start_two_sequences(policy):
+def start_two_sequences(policy, has_states):
     """A scheduler that has computed two prompts. Only the first sequence has drafts."""
-    scheduler = policy(BlockManager(9, 4), max_num_seqs=2, max_num_batched_tokens=6)
-    scheduler.speculator = make_speculator(lambda _, num_tokens: [7] * num_tokens)
+    speculator = make_speculator(lambda _, num_tokens: [7] * num_tokens)
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 6}
+    scheduler = make_scheduler(speculator, BlockManager(9, 4), policy, has_states, **limits)
     scheduler.add(Sequence(0, [1, 2, 3], SamplingParams()))
     scheduler.add(Sequence(1, [1, 2, 3], SamplingParams(presence_penalty=1.0)))
     assert run_step(scheduler) == {0: 3, 1: 3}
     return scheduler
 
 
-@pytest.mark.parametrize("policy", [SpeculativeScheduler, SpeculativePrefillFirstScheduler])
+@pytest.mark.parametrize("policy", [Scheduler, PrefillFirstScheduler])
 def test_nan_logits_with_a_draft_stall_no_other_decode(policy):
-    scheduler = start_two_sequences(policy)
+    scheduler = start_two_sequences(policy, has_states=False)
     assert run_step(scheduler, [[-1] * 5]) == {0: 5, 1: 1}
     assert run_step(scheduler) == {0: 1, 1: 1}
 
 
-@pytest.mark.parametrize("policy", [StatefulSpeculativeScheduler, StatefulPrefillFirstScheduler])
+@pytest.mark.parametrize("policy", [Scheduler, PrefillFirstScheduler])
 def test_a_rejected_draft_stalls_no_other_decode(policy):
     """With recurrent states, the next step of its sequence recomputes a token and has no draft."""
-    scheduler = start_two_sequences(policy)
+    scheduler = start_two_sequences(policy, has_states=True)
     for _ in range(3):
         assert run_step(scheduler) == {0: 5, 1: 1}
         assert run_step(scheduler) == {0: 2, 1: 1}
@@ -155,7 +152,7 @@ def test_a_rejected_draft_stalls_no_other_decode(policy):
 
 @given(
     loads=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=5),
-    policy=st.sampled_from([SpeculativeScheduler, SpeculativePrefillFirstScheduler]),
+    policy=st.sampled_from([Scheduler, PrefillFirstScheduler]),
     num_blocks=st.integers(11, 20),
     max_draft_len=st.integers(1, 4),
 )
@@ -163,8 +160,9 @@ def test_a_rejected_draft_stalls_no_other_decode(policy):
 def test_random_loads(loads, policy, num_blocks, max_draft_len):
     """Drafts change no token, and blocks with rejected tokens are never listed."""
     manager = BlockManager(num_blocks, 2)
-    scheduler = policy(manager, max_num_seqs=3, max_num_batched_tokens=12)
-    scheduler.speculator = Speculator(max_draft_len, StepCosts(FREE, FREE))
+    speculator = Speculator(max_draft_len, StepCosts(FREE, FREE))
+    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 12}
+    scheduler = make_scheduler(speculator, manager, policy, **limits)
     seqs = []
     for seq_id, (prompt_len, max_tokens) in enumerate(loads):
         params = SamplingParams(max_tokens=max_tokens)
@@ -227,7 +225,7 @@ def test_drafts_change_no_token(tmp_path, make_llm, checkpoint, options):
     with make() as llm:
         expected = llm.generate(prompts, params, use_tqdm=False)
     with make(num_speculative_tokens=7, trace=path) as llm:
-        llm.scheduler.speculator = foresee(expected)
+        find_extension(llm, Drafts).speculator = foresee(expected)
         for _ in range(2):  # with a cold cache, then with a warm one
             assert_same(llm.generate(prompts, params, use_tqdm=False), expected)
             check_invariants(llm)
@@ -254,7 +252,7 @@ def test_a_sequence_can_end_within_an_accepted_draft():
     messages = [{"role": "user", "content": "Count from 3 to 9."}]
     whole = plain.chat(messages, params(ignore_eos=True), use_tqdm=False)
     prompt = whole[0]["prompt_token_ids"]
-    llm.scheduler.speculator = foresee(whole)
+    find_extension(llm, Drafts).speculator = foresee(whole)
     text = whole[0]["text"]
     for each in (
         params(stop=[text[9:12]]),
@@ -370,7 +368,7 @@ def test_costs_of_steps_are_measured(monkeypatch):
 def test_the_backend_limits_drafts(make_llm, monkeypatch):
     monkeypatch.setattr(torch_backend, "MAX_DRAFT_LEN", 3)
     llm = make_llm(device="cpu", attention_backend="torch", num_speculative_tokens=100)
-    assert llm.scheduler.speculator.max_draft_len == 3
+    assert find_extension(llm, Drafts).speculator.max_draft_len == 3
 
 
 @needs_cpp

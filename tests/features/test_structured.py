@@ -12,9 +12,10 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from conftest import check_invariants, generate_ids, make_checkpoint
+from conftest import check_invariants, find_extension, generate_ids, make_checkpoint
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.structured_outputs import grammars
 from nanovllm.features.structured_outputs import masks as structured
 from nanovllm.features.structured_outputs.masks import StructuredRequest
@@ -319,7 +320,8 @@ def test_samples_of_a_batch(llm, expected):
 def test_tokens_do_not_depend_on_the_steps(make, expected, options):
     with make(**options) as llm:
         if "num_speculative_tokens" in options:  # draft as often as possible
-            llm.scheduler.speculator.costs.choose_count = lambda seqs, num, found: len(found)
+            costs = find_extension(llm, Drafts).speculator.costs
+            costs.choose_count = lambda seqs, num, found: len(found)
         assert generate_ids(llm, *mixed_batch()) == expected
         check_invariants(llm)
         if "num_kvcache_blocks" in options:
@@ -332,7 +334,8 @@ def test_drafts_are_verified_with_the_grammar(make):
     kind = {"regex": "( the cat){6}[.!]"}
     alone = make()
     drafting = make(num_speculative_tokens=4)
-    drafting.scheduler.speculator.costs.choose_count = lambda seqs, num, found: len(found)
+    costs = find_extension(drafting, Drafts).speculator.costs
+    costs.choose_count = lambda seqs, num, found: len(found)
     for seed in range(4):
         output = run(drafting, kind, prompt, seed=seed)
         assert output["token_ids"] == run(alone, kind, prompt, seed=seed)["token_ids"]

@@ -12,6 +12,7 @@ from conftest import (
     cover_pairs,
     edit_config,
     edit_weights,
+    find_extension,
     generate_ids,
     greedy,
     make_checkpoint,
@@ -23,8 +24,9 @@ from transformers import Qwen3_5Config, Qwen3_5TextConfig
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.quantization import INT8
+from nanovllm.features.recurrent_states import RecurrentStates
 from nanovllm.features.speculation.costs import StepCosts
-from nanovllm.features.speculation.drafts import Speculator
+from nanovllm.features.speculation.drafts import Drafts, Speculator
 from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.worker.state_slots import FIRST_LANE, ZEROS
 
@@ -70,10 +72,10 @@ def make_llm(path, **options) -> LLM:
 
 def check_slots(llm, seqs):
     """Check what a step reads and writes, before it runs."""
-    scheduler = llm.scheduler
-    num_lanes = scheduler.max_num_seqs
-    kept = set(scheduler.snapshots.values())
-    new = set(scheduler.new_snapshots.values())
+    states = find_extension(llm, RecurrentStates)
+    num_lanes = llm.scheduler.max_num_seqs
+    kept = set(states.snapshots.values())
+    new = set(states.new_snapshots.values())
     written = [seq.write_slot for seq in seqs]
     assert len(set(written)) == len(written)
     for seq in seqs:
@@ -82,7 +84,7 @@ def check_slots(llm, seqs):
             own.add(FIRST_LANE + num_lanes + seq.lane)
         assert seq.write_slot in own | new
         assert (seq.read_slot == ZEROS) == (seq.num_computed_tokens == 0)
-        assert seq.read_slot in own | {ZEROS, *scheduler.snapshot_slots}
+        assert seq.read_slot in own | {ZEROS, *states.snapshot_slots}
         others = [other.read_slot for other in seqs if other is not seq]
         assert seq.write_slot not in others
     assert kept.isdisjoint(written)
@@ -92,14 +94,14 @@ def check_slots(llm, seqs):
 def check_engine(llm):
     """Check an engine between two steps."""
     check_invariants(llm)
-    scheduler = llm.scheduler
-    assert not scheduler.new_snapshots
-    slots = list(scheduler.snapshots.values())
+    states = find_extension(llm, RecurrentStates)
+    assert not states.new_snapshots
+    slots = list(states.snapshots.values())
     assert len(set(slots)) == len(slots)
-    assert set(slots) <= set(scheduler.snapshot_slots)
+    assert set(slots) <= set(states.snapshot_slots)
     worker = llm.executor.worker
     num_slots = {len(cache) for cache in worker.kv_caches if cache.dim() == 2}
-    last = scheduler.snapshot_slots.stop
+    last = states.snapshot_slots.stop
     assert num_slots == {last}
     for cache in worker.kv_caches:
         assert cache.dim() > 2 or not cache[ZEROS].any()
@@ -173,8 +175,8 @@ def test_snapshots_are_evicted(hybrid):
     """More shared prefixes than slots, and requests that read a snapshot while it is evicted."""
     path, oracle = hybrid
     llm = make_llm(path, max_num_seqs=3, max_num_batched_tokens=16)
-    scheduler = llm.scheduler
-    assert len(scheduler.snapshot_slots) == 3
+    states = find_extension(llm, RecurrentStates)
+    assert len(states.snapshot_slots) == 3
     prompts = []
     for seed in range(36):
         shared = random_prompt(seed % 5, 13 + seed % 5)
@@ -183,7 +185,7 @@ def test_snapshots_are_evicted(hybrid):
     for _ in range(2):
         assert generate_ids(llm, prompts, greedy(3)) == expected
         check_engine(llm)
-        assert len(scheduler.snapshots) == 3
+        assert len(states.snapshots) == 3
     assert llm.stats["num_cached_tokens"] > 0
 
 
@@ -201,11 +203,11 @@ def test_no_slot_leaks(hybrid):
     while not llm.is_finished():
         llm.step()
     assert llm.stats["num_preemptions"] > 0
-    llm.scheduler.snapshots.clear()
+    find_extension(llm, RecurrentStates).snapshots.clear()
     for seed in range(3):
         for _ in range(2):
             generate_ids(llm, random_prompt(100 + seed, 22), greedy(1))
-    assert len(llm.scheduler.snapshots) == 3
+    assert len(find_extension(llm, RecurrentStates).snapshots) == 3
     check_engine(llm)
 
 
@@ -237,7 +239,7 @@ def test_an_interrupted_step_publishes_no_snapshot(hybrid, monkeypatch):
         patch.setattr(llm.model_runner, "forward", None)
         with pytest.raises(TypeError):
             llm.step()
-    assert llm.scheduler.new_snapshots
+    assert find_extension(llm, RecurrentStates).new_snapshots
     outputs = {}
     while not llm.is_finished():
         outputs.update((output["request_id"], output["token_ids"]) for output in llm.step())
@@ -260,7 +262,7 @@ def test_nan_does_not_outlive_its_request(tmp_path, is_caching):
     with pytest.warns(RuntimeWarning, match="NaN"):
         outputs = llm.generate(prompts, greedy(4), use_tqdm=False)
     assert {output["finish_reason"] for output in outputs} == {"error"}
-    assert not llm.scheduler.snapshots
+    assert not find_extension(llm, RecurrentStates).snapshots
     with torch.inference_mode():
         weight[3] = row
     assert generate_ids(llm, prompts, greedy(4)) == expected
@@ -309,8 +311,8 @@ def let_draft(llm, answers, is_right):
         return SimpleNamespace(propose=propose)
 
     free = [0.0, *[1.0] * 256]  # drafts cost nothing
-    llm.scheduler.speculator = Speculator(7, StepCosts(free, free))
-    llm.scheduler.speculator.make_proposer = make_proposer
+    find_extension(llm, Drafts).speculator = Speculator(7, StepCosts(free, free))
+    find_extension(llm, Drafts).speculator.make_proposer = make_proposer
 
 
 @pytest.mark.parametrize("is_right", ["always", "never", "sometimes"])
@@ -535,7 +537,7 @@ def test_prompts_without_a_shared_prefix_leave_no_snapshot(hybrid):
     shared = random_prompt(0, 20)
     generate_ids(llm, [[*shared, 1], [*shared, 2]], greedy(1))
     generate_ids(llm, [random_prompt(seed, 20) for seed in range(1, 9)], greedy(1))
-    assert len(llm.scheduler.snapshots) == 1
+    assert len(find_extension(llm, RecurrentStates).snapshots) == 1
     (output,) = llm.generate([*shared, 3], greedy(1), use_tqdm=False)
     assert output["num_cached_tokens"] == 20
 
@@ -552,7 +554,7 @@ def test_a_preempted_sequence_leaves_no_snapshot_of_its_own(hybrid):
     while not llm.is_finished():
         outputs = llm.step()
     assert outputs[0]["token_ids"] == oracle(prompt, 9)
-    assert not llm.scheduler.snapshots
+    assert not find_extension(llm, RecurrentStates).snapshots
 
 
 @torch.inference_mode()

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from browser import needs_browser, run_script
+from conftest import find_extension
 from server_helpers import CLIENT, post, start, stream
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.features.speculation.costs import StepCosts
+from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.server import playground
 from nanovllm.server.playground import DEFAULTS
 
@@ -173,7 +175,8 @@ def test_the_scene_of_drafts_shows_some_soon():
     options = {**DEFAULTS, "num_speculative_tokens": 4, "dtype": "float32"}
     del options["recurrent_states"]
     with LLM(DEMO_MODEL, **options) as llm:
-        llm.scheduler.speculator.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
+        speculator = find_extension(llm, Drafts).speculator
+        speculator.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
         llm.add_request(prompt, SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0))
         for _ in range(3):
             llm.step()

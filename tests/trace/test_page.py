@@ -10,13 +10,14 @@ from itertools import count
 import pytest
 import torch
 from browser import browse, needs_browser, run_script
-from conftest import greedy, random_prompt
+from conftest import find_extension, greedy, random_prompt
 from project_helpers import SMALL
 
 from example import show_scheduling
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.features.speculation.costs import StepCosts
+from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.server.playground import QWEN3_5
 from nanovllm.trace.__main__ import main as trace_main
 
@@ -141,7 +142,7 @@ class Proposer:
 def serve_drafts(llm):
     prompt = random_prompt(2, 13)
     answer = prompt + llm.generate(prompt, greedy(20), use_tqdm=False)[0]["token_ids"]
-    speculator = llm.scheduler.speculator
+    speculator = find_extension(llm, Drafts).speculator
     speculator.make_proposer = lambda token_ids: Proposer(token_ids, answer)
     speculator.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
     llm.generate(prompt, greedy(20), use_tqdm=False)

@@ -14,13 +14,14 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from conftest import check_invariants, generate_ids, greedy, random_prompt
+from conftest import check_invariants, find_extension, generate_ids, greedy, random_prompt
 from project_helpers import SMALL, reject
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
 from nanovllm.engine.model_runner import list_rows
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.features.speculation.costs import StepCosts
+from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.structured_outputs.masks import compute_mask, list_tokens
 from nanovllm.trace.__main__ import main as trace_main
 
@@ -105,7 +106,7 @@ def test_it_is_true_after_every_step(tiny, path, options):
     "owner, name, resets",
     [
         ("model_runner.sampler", "forward", [True, True, False]),
-        ("scheduler.timeline", "write", [True, False, True]),
+        ("timeline", "write", [True, False, True]),
     ],
 )
 def test_it_reports_the_reset_after_an_interrupt(tiny, path, monkeypatch, owner, name, resets):
@@ -226,8 +227,9 @@ def test_a_draft_token_that_ends_the_text_was_accepted(path):
             start = len(request.token_ids)
             return answer[start : start + num_tokens]
 
-        llm.scheduler.speculator.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
-        llm.scheduler.speculator.make_proposer = lambda _: SimpleNamespace(propose=propose)
+        speculator = find_extension(llm, Drafts).speculator
+        speculator.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
+        speculator.make_proposer = lambda _: SimpleNamespace(propose=propose)
         before = llm.stats["num_accepted_tokens"]
         params = SamplingParams(**options, stop_token_ids=[stop])
         request = llm.requests[llm.add_request(prompt, params)]
@@ -248,7 +250,8 @@ def test_the_choice_of_a_grammar_is_recorded(path):
     allowed = []
     preferred = []
     with LLM(DEMO_MODEL, trace=path, num_speculative_tokens=2, **SMALL) as llm:
-        llm.scheduler.speculator.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
+        speculator = find_extension(llm, Drafts).speculator
+        speculator.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
         sample = llm.model_runner.sample
 
         def sample_and_keep(logits, seqs):

@@ -86,16 +86,16 @@ def test_a_gpu_waits_for_a_lost_rank(make_llm, monkeypatch):
 
 
 def test_an_error_at_the_end_of_the_start_stops_the_ranks(make_llm, monkeypatch):
-    engines = []
+    runners = []
 
-    def fail(engine):
-        engines.append(engine)
+    def fail(config, runner, max_model_len):
+        runners.append(runner)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llm_module, "enable_speculation", fail)
+    monkeypatch.setattr(llm_module, "make_speculator", fail)
     with pytest.raises(KeyboardInterrupt):
         make_llm(tensor_parallel_size=2, num_speculative_tokens=2)
-    assert not engines[0].executor.processes
+    assert not runners[0].executor.processes
 
 
 def test_a_rank_fails(make_llm, monkeypatch):

@@ -15,9 +15,11 @@ and can evict cached blocks. No sequence waits or is preempted for a draft.
 
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.config import Config
+from nanovllm.engine.extension import Extension
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.features.speculation.costs import Candidate, StepCosts, measure_costs
 from nanovllm.outputs import FinishReason
@@ -26,50 +28,54 @@ from nanovllm.worker.placement import engine_settings
 LEARNING_RATE = 0.1  # weight of the newest draft token in the acceptance rate
 
 
-class SpeculativeScheduler(Scheduler):
+class Drafts(Extension):
     """Appends drafts to the decodes of a step, and removes what is rejected.
 
-    LLM uses a subclass of this class and of the class of the policy.
-
     Within a step `token_ids` ends with the draft. Nothing else distinguishes a draft token from a
-    token that is scheduled. Without a speculator there are no drafts.
+    token that is scheduled.
     """
 
-    speculator: "Speculator | None" = None
+    def __init__(self, speculator: "Speculator") -> None:
+        self.speculator = speculator
 
-    def reset(self, seqs: list[Sequence]) -> None:
-        super().reset(seqs)
+    def reset(self) -> None:
         self.drafts: dict[Sequence, list[int]] = {}  # in the current step
         self.proposals: dict[Sequence, Proposal] = {}  # for unfinished sequences that have decoded
 
-    def schedule(self) -> list[Sequence]:
-        """Schedule a step, then give the rest of its budget and the free blocks to drafts."""
-        seqs = super().schedule()
+    def begin_step(self) -> None:
         self.drafts = {}
-        if self.speculator is None:
-            return seqs
-        budget = self.max_num_batched_tokens - sum(seq.num_scheduled_tokens for seq in seqs)
+
+    def planned(self, seqs: list[Sequence]) -> None:
+        """Give the rest of the step's budget and the free blocks to drafts."""
+        num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
+        budget = self.scheduler.max_num_batched_tokens - num_tokens
         self.drafts = self.speculator.choose(seqs, self.proposals, budget)
         for seq, draft in self.drafts.items():
             seq.token_ids += draft
-            while not self.block_manager.grow(seq):
+            while not self.scheduler.block_manager.grow(seq):
                 seq.token_ids.pop()
                 draft.pop()
             seq.num_scheduled_tokens += len(draft)
             seq.num_logits += len(draft)
-        return seqs
 
-    def postprocess(self, seqs: list[Sequence], sampled: list[list[int]]) -> None:
-        """Verify the drafts, then record the step as if only accepted tokens had been scheduled."""
+    def sampled(self, seqs: list[Sequence], token_ids: list[list[int]]) -> list[list[int]]:
+        """Verify the drafts, as if only accepted tokens had been scheduled."""
         verified: list[list[int]] = []
-        for seq, token_ids in zip(seqs, sampled, strict=True):
-            if self.drafts.get(seq):
-                token_ids = self._verify(seq, self.drafts[seq], token_ids)
-            verified.append(token_ids)
-        super().postprocess(seqs, verified)
+        for seq, sampled in zip(seqs, token_ids, strict=True):
+            draft = self.drafts.get(seq)
+            verified.append(self._verify(seq, draft, sampled) if draft else sampled)
+        return verified
+
+    def recorded(self, seqs: list[Sequence]) -> None:
         for seq in self.drafts:
             if seq.status is SequenceStatus.RUNNING:  # release the blocks of rejected tokens
-                self.block_manager.free(seq, seq.num_computed_tokens)
+                self.scheduler.block_manager.free(seq, seq.num_computed_tokens)
+
+    def finished(self, seq: Sequence, reason: FinishReason) -> None:
+        self.proposals.pop(seq, None)
+
+    def describe_sequence(self, seq: Sequence) -> dict[str, Any]:
+        return {"draft_token_ids": self.drafts.get(seq, [])}
 
     def _verify(self, seq: Sequence, draft: list[int], sampled: list[int]) -> list[int]:
         """Remove the draft from `seq`. Return the sampled tokens that are valid.
@@ -80,8 +86,8 @@ class SpeculativeScheduler(Scheduler):
         num_accepted = count_matches(draft, sampled)
         if num_accepted > 0 and sampled[num_accepted] < 0:  # NaN: sampled again, in the next step
             num_accepted -= 1
-        self.num_draft_tokens += len(draft)
-        self.num_accepted_tokens += num_accepted
+        self.scheduler.num_draft_tokens += len(draft)
+        self.scheduler.num_accepted_tokens += num_accepted
 
         start = seq.num_computed_tokens
         seq.num_scheduled_tokens = 1 + num_accepted
@@ -90,7 +96,7 @@ class SpeculativeScheduler(Scheduler):
             self._discard_step(seq)
         # The blocks that accepted tokens fill can be cached now, while token_ids has them.
         end = start + seq.num_scheduled_tokens
-        self.block_manager.cache_full_blocks(seq, start, end)
+        self.scheduler.block_manager.cache_full_blocks(seq, start, end)
         del seq.token_ids[-len(draft) :]
         return sampled[: seq.num_logits]
 
@@ -103,12 +109,9 @@ class SpeculativeScheduler(Scheduler):
         self.proposals[seq].is_disabled = True
         seq.num_scheduled_tokens = 0
         seq.num_logits = 0
-        for block_id in seq.block_table[seq.num_computed_tokens // self.block_size :]:
-            self.block_manager.uncache(block_id)
-
-    def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        super().finish(seq, reason)
-        self.proposals.pop(seq, None)
+        first = seq.num_computed_tokens // self.scheduler.block_size
+        for block_id in seq.block_table[first:]:
+            self.scheduler.block_manager.uncache(block_id)
 
 
 def count_matches(draft: list[int], token_ids: list[int]) -> int:
@@ -121,23 +124,20 @@ def count_matches(draft: list[int], token_ids: list[int]) -> int:
     return num_matches
 
 
-def enable_speculation(engine: LLMEngine) -> None:
-    """Measure the cost of steps, and let the scheduler of a new engine draft accordingly."""
-    scheduler, runner = engine.scheduler, engine.model_runner
-    assert isinstance(scheduler, SpeculativeScheduler)
+def make_speculator(config: Config, runner: ModelRunner, max_model_len: int) -> "Speculator":
+    """Measure the cost of steps, before the first request, to draft accordingly."""
     limit = runner.executor.worker.backend.MAX_DRAFT_LEN
-    num_tokens = engine.config.num_speculative_tokens
-    max_draft_len = min(num_tokens, limit, engine.max_model_len - 1)
+    max_draft_len = min(config.num_speculative_tokens, limit, max_model_len - 1)
     with engine_settings(runner.device):
         costs = measure_costs(
             lambda seqs: runner.sample(runner.forward(seqs), seqs),
             max_draft_len,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_tokens=scheduler.max_num_batched_tokens,
-            max_model_len=engine.max_model_len,
-            block_size=scheduler.block_size,
+            max_num_seqs=runner.num_lanes,
+            max_num_tokens=config.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            block_size=runner.block_size,
         )
-    scheduler.speculator = Speculator(max_draft_len, costs)
+    return Speculator(max_draft_len, costs)
 
 
 class PromptLookup:

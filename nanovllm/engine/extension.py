@@ -1,0 +1,144 @@
+"""The fixed points of a step at which an optional feature may act. The scheduler calls them.
+
+Each point does nothing here. A feature overrides those that it needs and calls no `super()`, so
+features need not know each other. LLM makes the list of extensions:
+
+    begin_step
+        limit_prefix, may_start, admitted    for a waiting sequence
+        limit_tokens                         for a chunk
+        preempting                           for a running sequence
+    planned                                  the step can still be extended, within its budget
+    sampled                                  in reverse order, as nested calls return
+    recorded                                 the tokens are appended
+    finished, reset                          also between steps
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.engine.block_manager import Block
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import FinishReason
+
+if TYPE_CHECKING:
+    from nanovllm.engine.scheduler import Scheduler
+
+
+class Extension:
+    """An optional feature."""
+
+    scheduler: "Scheduler"  # set by the scheduler
+
+    def reset(self) -> None:
+        """Forget all sequences and blocks."""
+
+    def begin_step(self) -> None: ...
+
+    def limit_prefix(self, seq: Sequence, prefix: list[Block]) -> list[Block]:
+        """Return the cached blocks that a waiting sequence can reuse, of those that were found."""
+        return prefix
+
+    def may_start(self, seq: Sequence) -> bool:
+        """Return whether a waiting sequence may be admitted in this step."""
+        return True
+
+    def admitted(self, seq: Sequence) -> None: ...
+
+    def limit_tokens(self, seq: Sequence, num_tokens: int) -> int:
+        """Return how many of the tokens that fit into the step are scheduled."""
+        return num_tokens
+
+    def preempting(self, seq: Sequence) -> None: ...
+
+    def planned(self, seqs: list[Sequence]) -> None: ...
+
+    def sampled(self, seqs: list[Sequence], token_ids: list[list[int]]) -> list[list[int]]:
+        """Return the valid ones of the tokens that were sampled for each sequence."""
+        return token_ids
+
+    def recorded(self, seqs: list[Sequence]) -> None: ...
+
+    def finished(self, seq: Sequence, reason: FinishReason) -> None: ...
+
+    def describe_settings(self) -> dict[str, Any]:
+        """Describe for a trace what does not change from step to step."""
+        return {}
+
+    def describe_step(self) -> dict[str, Any]:
+        """Describe the current step for a trace."""
+        return {}
+
+    def describe_sequence(self, seq: Sequence) -> dict[str, Any]:
+        """Describe for a trace what the current step does with a sequence."""
+        return {}
+
+
+class Extensions(Extension):
+    """A list of extensions, as one."""
+
+    def __init__(self, extensions: Iterable[Extension], scheduler: "Scheduler") -> None:
+        self.extensions = list(extensions)
+        for each in self.extensions:
+            each.scheduler = scheduler
+
+    def reset(self) -> None:
+        for each in self.extensions:
+            each.reset()
+
+    def begin_step(self) -> None:
+        for each in self.extensions:
+            each.begin_step()
+
+    def limit_prefix(self, seq: Sequence, prefix: list[Block]) -> list[Block]:
+        for each in self.extensions:
+            prefix = each.limit_prefix(seq, prefix)
+        return prefix
+
+    def may_start(self, seq: Sequence) -> bool:
+        return all([each.may_start(seq) for each in self.extensions])
+
+    def admitted(self, seq: Sequence) -> None:
+        for each in self.extensions:
+            each.admitted(seq)
+
+    def limit_tokens(self, seq: Sequence, num_tokens: int) -> int:
+        for each in self.extensions:
+            num_tokens = each.limit_tokens(seq, num_tokens)
+        return num_tokens
+
+    def preempting(self, seq: Sequence) -> None:
+        for each in self.extensions:
+            each.preempting(seq)
+
+    def planned(self, seqs: list[Sequence]) -> None:
+        for each in self.extensions:
+            each.planned(seqs)
+
+    def sampled(self, seqs: list[Sequence], token_ids: list[list[int]]) -> list[list[int]]:
+        for each in reversed(self.extensions):
+            token_ids = each.sampled(seqs, token_ids)
+        return token_ids
+
+    def recorded(self, seqs: list[Sequence]) -> None:
+        for each in self.extensions:
+            each.recorded(seqs)
+
+    def finished(self, seq: Sequence, reason: FinishReason) -> None:
+        for each in self.extensions:
+            each.finished(seq, reason)
+
+    def describe_settings(self) -> dict[str, Any]:
+        return _merge([each.describe_settings() for each in self.extensions])
+
+    def describe_step(self) -> dict[str, Any]:
+        return _merge([each.describe_step() for each in self.extensions])
+
+    def describe_sequence(self, seq: Sequence) -> dict[str, Any]:
+        return _merge([each.describe_sequence(seq) for each in self.extensions])
+
+
+def _merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for part in parts:
+        merged |= part
+    return merged
