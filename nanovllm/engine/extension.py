@@ -14,20 +14,17 @@ features need not know each other. LLM makes the list of extensions:
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.engine.block_manager import Block
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import FinishReason
 
-if TYPE_CHECKING:
-    from nanovllm.engine.scheduler import Scheduler
-
 
 class Extension:
     """An optional feature."""
 
-    scheduler: "Scheduler"  # set by the scheduler
+    scheduler: Any  # the Scheduler that calls it, which sets this
 
     def reset(self) -> None:
         """Forget all sequences and blocks."""
@@ -76,7 +73,7 @@ class Extension:
 class Extensions(Extension):
     """A list of extensions, as one."""
 
-    def __init__(self, extensions: Iterable[Extension], scheduler: "Scheduler") -> None:
+    def __init__(self, extensions: Iterable[Extension], scheduler: object) -> None:
         self.extensions = list(extensions)
         for each in self.extensions:
             each.scheduler = scheduler

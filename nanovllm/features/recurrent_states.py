@@ -29,6 +29,7 @@ from typing import Any
 
 from nanovllm.engine.block_manager import Block, show_hash
 from nanovllm.engine.extension import Extension
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import FinishReason
 from nanovllm.worker.state_slots import FIRST_LANE, ZEROS, find_second_slot
@@ -39,6 +40,8 @@ class RecurrentStates(Extension):
 
     Drafts come before it in the list of extensions.
     """
+
+    scheduler: Scheduler
 
     def __init__(self, snapshot_slots: range) -> None:
         self.snapshot_slots = snapshot_slots

@@ -25,6 +25,7 @@ from nanovllm.batch import Batch
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import show_hash
 from nanovllm.engine.extension import Extension
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.prompt_logprobs import ScoringModelRunner
 from nanovllm.features.speculation.drafts import count_matches
@@ -54,6 +55,8 @@ class Work:
 
 class Recorder(Extension):
     """Records what the scheduler plans and what a step results in."""
+
+    scheduler: Scheduler
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline

@@ -26,7 +26,10 @@ def describe(scheduler, seqs):
     """The state of the engine while it computes `seqs`, in the form of DUMP."""
     manager = scheduler.block_manager
     running = scheduler.running
-    drafts = getattr(scheduler, "drafts", {})
+    features = {}  # attributes of all extensions
+    for each in scheduler.extensions.extensions:
+        features |= vars(each)
+    drafts = features.get("drafts", {})
     free = list(manager.free_block_ids)
     cached = {block.block_id: block.hash for block in manager.blocks if block.hash != -1}
     num_used = manager.num_blocks - len(free)
@@ -47,7 +50,7 @@ def describe(scheduler, seqs):
         "reusable": num_reusable,
         "held": [seq.read_slot for seq in running],
         "snapshots": [
-            [slot, f"{hash_:032x}"] for hash_, slot in getattr(scheduler, "snapshots", {}).items()
+            [slot, f"{hash_:032x}"] for hash_, slot in features.get("snapshots", {}).items()
         ],
         "counts": [24, 4, num_used, num_reusable, len(free) - num_reusable],
     }
@@ -157,11 +160,11 @@ def hybrid(tmp_path_factory):
 
 
 WITH_STATES = {"load_format": "dummy", "dtype": "float32"}
-schedule = Scheduler.schedule
+plan = Scheduler.plan
 odd_calls = count()
 
 
-def schedule_oddly(self):
+def plan_oddly(self):
     """Preempt the oldest sequence, admit the shortest, and evict in reverse order."""
     if next(odd_calls) % 5 == 4 and len(self.running) > 1:
         self.preempt(self.running[0])
@@ -170,7 +173,7 @@ def schedule_oddly(self):
     free = self.block_manager.free_block_ids
     for block_id in list(free):
         free.move_to_end(block_id, last=False)
-    return schedule(self)
+    return plan(self)
 
 
 @needs_browser
@@ -178,21 +181,21 @@ def schedule_oddly(self):
 @pytest.mark.parametrize(
     "serve, options, policy, narrative",
     [
-        (serve_busily, {}, schedule, "NaN.*NaN.*reset.*abort"),
+        (serve_busily, {}, plan, "NaN.*NaN.*reset.*abort"),
         (
             serve_busily,
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 64}
             | {"enable_prefix_caching": False},
-            schedule,
+            plan,
             "",
         ),
-        (serve_busily, {}, schedule_oddly, "oldest.*preempted"),
-        (serve_drafts, {"num_speculative_tokens": 3}, schedule, "3 draft.*1.*2 tokens"),
-        (serve_busily, WITH_STATES, schedule, "K/V of the first 12 tokens of B, but not the state"),
+        (serve_busily, {}, plan_oddly, "oldest.*preempted"),
+        (serve_drafts, {"num_speculative_tokens": 3}, plan, "3 draft.*1.*2 tokens"),
+        (serve_busily, WITH_STATES, plan, "K/V of the first 12 tokens of B, but not the state"),
         (
             serve_drafts,
             {**WITH_STATES, "num_speculative_tokens": 3},
-            schedule,
+            plan,
             "a snapshot is kept here.*from the state before the last draft",
         ),
     ],
@@ -201,7 +204,7 @@ def test_it_shows_the_state_of_the_engine(
     tiny, hybrid, tmp_path, monkeypatch, serve, options, policy, narrative
 ):
     """In every step, forwards and backwards, also under policies that the page does not know."""
-    monkeypatch.setattr(Scheduler, "schedule", policy)
+    monkeypatch.setattr(Scheduler, "plan", policy)
     path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
     states = []
     model = hybrid if options.get("load_format") == "dummy" else tiny[0]

@@ -20,6 +20,7 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.engine.extension import Extension
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.features.speculation.costs import Candidate, StepCosts, measure_costs
 from nanovllm.outputs import FinishReason
@@ -34,6 +35,8 @@ class Drafts(Extension):
     Within a step `token_ids` ends with the draft. Nothing else distinguishes a draft token from a
     token that is scheduled.
     """
+
+    scheduler: Scheduler
 
     def __init__(self, speculator: "Speculator") -> None:
         self.speculator = speculator
