@@ -27,9 +27,10 @@ class Extension:
     scheduler: Any  # the Scheduler that calls it, which sets this
 
     def reset(self) -> None:
-        """Forget all sequences and blocks."""
+        """Forget all sequences and blocks. Also called when the scheduler is made."""
 
-    def begin_step(self) -> None: ...
+    def begin_step(self) -> None:
+        """Forget what an interrupted step has left."""
 
     def limit_prefix(self, seq: Sequence, prefix: list[Block]) -> list[Block]:
         """Return the cached blocks that a waiting sequence can reuse, of those that were found."""
@@ -39,23 +40,28 @@ class Extension:
         """Return whether a waiting sequence may be admitted in this step."""
         return True
 
-    def admitted(self, seq: Sequence) -> None: ...
+    def admitted(self, seq: Sequence) -> None:
+        """A sequence has its blocks and its lane."""
 
     def limit_tokens(self, seq: Sequence, num_tokens: int) -> int:
         """Return how many of the tokens that fit into the step are scheduled."""
         return num_tokens
 
-    def preempting(self, seq: Sequence) -> None: ...
+    def preempting(self, seq: Sequence) -> None:
+        """A running sequence is about to lose its blocks and its lane."""
 
-    def planned(self, seqs: list[Sequence]) -> None: ...
+    def planned(self, seqs: list[Sequence]) -> None:
+        """The policy has planned the step. What is left of its budget can still be used."""
 
     def sampled(self, seqs: list[Sequence], token_ids: list[list[int]]) -> list[list[int]]:
         """Return the valid ones of the tokens that were sampled for each sequence."""
         return token_ids
 
-    def recorded(self, seqs: list[Sequence]) -> None: ...
+    def recorded(self, seqs: list[Sequence]) -> None:
+        """The valid tokens are appended, and sequences that have ended are finished."""
 
-    def finished(self, seq: Sequence, reason: FinishReason) -> None: ...
+    def finished(self, seq: Sequence, reason: FinishReason) -> None:
+        """A sequence has ended, within a step or between two."""
 
     def describe_settings(self) -> dict[str, Any]:
         """Describe for a trace what does not change from step to step."""
