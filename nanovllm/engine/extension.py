@@ -27,10 +27,10 @@ class Extension:
     scheduler: Any  # the Scheduler that calls it, which sets this
 
     def reset(self) -> None:
-        """Forget all sequences and blocks. Also called when the scheduler is made."""
+        """The queues and the KV cache are empty. Also called when the scheduler is made."""
 
     def begin_step(self) -> None:
-        """Forget what an interrupted step has left."""
+        """A step begins. Drop what an interrupted one has left."""
 
     def limit_prefix(self, seq: Sequence, prefix: list[Block]) -> list[Block]:
         """Return the cached blocks that a waiting sequence can reuse, of those that were found."""
