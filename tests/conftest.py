@@ -5,6 +5,7 @@ import importlib
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -26,7 +27,7 @@ if not ON_GPU:
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.backends import BACKENDS
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import Config
@@ -104,6 +105,12 @@ def make_checkpoint(
             torch.nn.init.normal_(parameter, float(name.endswith("norm.weight")), 0.3)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model
+
+
+def copy_tokenizer(directory: Path) -> None:
+    """Give a checkpoint the tokenizer of the demo model."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(DEMO_MODEL) / name, directory)
 
 
 def edit_weights(directory: Path, edit: Callable) -> None:

@@ -51,7 +51,7 @@ class Extension:
         """A running sequence is about to lose its blocks and its lane."""
 
     def planned(self, seqs: list[Sequence]) -> None:
-        """The policy has planned the step. What is left of its budget can still be used."""
+        """The policy has planned the step. The rest of its budget can still be used."""
 
     def sampled(self, seqs: list[Sequence], token_ids: list[list[int]]) -> list[list[int]]:
         """Return the valid ones of the tokens that were sampled for each sequence."""

@@ -161,7 +161,7 @@ class InputProcessor:
             stop_token_ids = set(params.stop_token_ids or ())
             if params.structured_outputs is not None or not params.ignore_eos:
                 stop_token_ids |= eos_token_ids
-            # Checkpoints with a reduced vocabulary can name ids above it.
+            # Ids above the vocabulary cannot be sampled, and have no logit to ban.
             valid_ids = frozenset(i for i in stop_token_ids if i < self.vocab_size)
             detokenizer: Detokenizer | None = None
             if self.tokenizer is not None:

@@ -65,7 +65,8 @@ def parse_request(
     with blaming(given, default=prompt_name):
         outputs: Any = params.structured_outputs
         if is_chat and parses_reasoning and outputs is not None:
-            llm.prepare_prompts(prompts, params)  # some text must match the constraint alone
+            # The constraint alone, because behind reasoning it would fail only when that has ended.
+            llm.input_processor.grammar_compiler.compile(params, params.n)
             outputs = delay_constraint(outputs, given, prompts[0], llm)
             params = replace(params, structured_outputs=outputs)
         return given, llm.prepare_prompts(prompts, params)

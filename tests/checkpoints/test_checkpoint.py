@@ -6,7 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import edit_config, generate_ids, greedy, make_checkpoint, random_prompt
+from conftest import (
+    copy_tokenizer,
+    edit_config,
+    generate_ids,
+    greedy,
+    make_checkpoint,
+    random_prompt,
+)
 from families import YARN, make_family
 from huggingface_hub.utils import filter_repo_objects
 from test_weights import load, reject
@@ -203,8 +210,7 @@ def test_every_named_eos_counts(checkpoint, of_config, of_generation, expected):
     edit_config(checkpoint, eos_token_id=of_config)
     write_json(checkpoint / "generation_config.json", {"eos_token_id": of_generation})
     assert load(checkpoint).eos_token_ids == expected
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(DEMO_MODEL) / name, checkpoint)
+    copy_tokenizer(checkpoint)
     llm = load(checkpoint)
     assert llm.eos_token_ids == {*expected, llm.tokenizer.eos_token_id}
 

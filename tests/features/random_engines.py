@@ -4,7 +4,6 @@ This draws models, options and requests, and compares outputs. random_calls.py r
 """
 
 import random
-import shutil
 from collections.abc import Callable
 from functools import cache
 from math import isclose
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import check_invariants, find_obstacle, make_checkpoint
+from conftest import check_invariants, copy_tokenizer, find_obstacle, make_checkpoint
 from transformers import (
     LlamaConfig,
     OPTConfig,
@@ -22,7 +21,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.backends import BACKENDS
 from nanovllm.layers.embedding import Embedding
 from nanovllm.utils.arithmetic import cdiv
@@ -85,8 +84,7 @@ class Models:
     def _make(self, name: str) -> Path:
         path = self.directory / name
         make_checkpoint(path, vocab_size=VOCAB_SIZE, **MODELS[name])
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(Path(DEMO_MODEL) / file, path)
+        copy_tokenizer(path)
         return path
 
     def _make_plain(self, name: str, quantization: str | None, is_shaken: bool = False) -> LLM:

@@ -4,18 +4,16 @@ A first run lists the events of the call. It is then interrupted at the first ev
 the code in turn, or, with `-m sweep`, at each event.
 """
 
-import shutil
 from contextlib import suppress
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from conftest import find_extension, make_checkpoint
+from conftest import copy_tokenizer, find_extension, make_checkpoint
 from event_interrupts import ENGINE, EventInterrupts, at_event
 from random_calls import check_idle
 from random_engines import find_difference
 
-from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.engine.request import Request
 from nanovllm.features.speculation.drafts import Drafts
 
@@ -37,8 +35,7 @@ REQUESTS = [(PROMPT, CONSTRAINED), ("the cat the cat the cat", FREE)]
 def llm(tmp_path_factory):
     directory = tmp_path_factory.mktemp("interrupted")
     make_checkpoint(directory, vocab_size=805, num_hidden_layers=1)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(DEMO_MODEL) / name, directory)
+    copy_tokenizer(directory)
     options = {"num_kvcache_blocks": 64, "kvcache_block_size": 4, "max_model_len": 100}
     llm = LLM(directory, num_speculative_tokens=3, **options)
     costs = find_extension(llm, Drafts).speculator.costs

@@ -8,11 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import jsonschema
 import pytest
-from conftest import check_invariants, find_extension, generate_ids, make_checkpoint
+from conftest import check_invariants, copy_tokenizer, find_extension, generate_ids, make_checkpoint
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.features.speculation.drafts import Drafts
@@ -103,8 +102,7 @@ def checkpoint(tmp_path_factory):
     """A random model with the tokenizer of the demo model, and with more logits than tokens."""
     directory = tmp_path_factory.mktemp("structured")
     make_checkpoint(directory, vocab_size=805, initializer_range=0.1)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(DEMO_MODEL) / name, directory)
+    copy_tokenizer(directory)
     return str(directory)
 
 
@@ -254,8 +252,7 @@ def test_every_eos_of_the_checkpoint_ends_the_text(make):
 def test_an_eos_above_the_vocabulary_ends_no_constrained_text(tmp_path, make):
     """Checkpoints with a reduced vocabulary have such ids."""
     make_checkpoint(tmp_path, vocab_size=805, eos_token_id=[805, 9000])
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(DEMO_MODEL) / name, tmp_path)
+    copy_tokenizer(tmp_path)
     llm = make(str(tmp_path))
     assert llm.eos_token_ids == {llm.tokenizer.eos_token_id}
     for regex in ("[ab]{3}", "[ab]{3}[QZ]*"):

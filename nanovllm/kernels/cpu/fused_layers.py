@@ -127,7 +127,8 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
     ) -> None:
         """Compute the layers that these caches belong to, from layer `first`, in place of x."""
         structs = self.structs
-        if structs is None or len(x) == 0:
+        assert structs is not None  # without them, `forward` calls the layers
+        if len(x) == 0:
             return
         pointers = [kv_cache.data_ptr() for kv_cache in kv_caches]
         num_blocks, block_size = kv_caches[0].shape[1:3]
