@@ -256,7 +256,7 @@ def make_batch(
 
 def find_extension(llm: LLM, kind: type[Feature]) -> Feature:
     """The optional feature of an engine's scheduler that is of this class."""
-    (found,) = [each for each in llm.scheduler.extensions.extensions if isinstance(each, kind)]
+    (found,) = [each for each in llm.scheduler.extensions.features if isinstance(each, kind)]
     return found
 
 
