@@ -8,6 +8,7 @@ from typing import Any
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt
+from nanovllm.llm import list_prompts
 from nanovllm.server.constraints import constrain, delay_constraint
 from nanovllm.server.errors import ApiError, JsonObject, blaming
 from nanovllm.server.parameter_table import (
