@@ -1,9 +1,11 @@
 """Checks that need no pytest, so that each of them can have a process of its own.
 
-checks.py machine                                what is installed, and its peak rates
-checks.py attend DTYPE HEAD_DIM GROUP [small]    Triton's attention against torch's
-checks.py tokens                                 equal tokens with and without kernels
-checks.py nccl                                   the same with one rank of NCCL
+    checks.py machine                                what is installed, and its peak rates
+    checks.py attend DTYPE HEAD_DIM GROUP [small]    Triton's attention against torch's
+    checks.py tokens                                 equal tokens with and without kernels
+    checks.py nccl                                   the same with one rank of NCCL
+
+A failed check prints a line that begins with FAIL.
 """
 
 import json

@@ -114,7 +114,8 @@ def measure(title: str, step: Callable[[], object], number: int, floor_ms: float
     busy, kernels = profile_steps(step, min(number, NUM_PROFILED_STEPS))
     figures = {"wall": wall, "wait": wait, "host": wall - wait, "busy": busy, "floor": floor_ms}
     shown = ", ".join([f"{name} {ms:.2f}" for name, ms in figures.items()])
-    print(f"{title}: {shown} ms, {floor_ms / wall:.0%} of the roofline", flush=True)
+    share = f", {floor_ms / wall:.0%} of the roofline" if floor_ms else ""
+    print(f"{title}: {shown} ms{share}", flush=True)
     described = {"measured": title, "hardware": HARDWARE, **figures, "kernels": kernels}
     print(json.dumps(described), flush=True)
 
