@@ -12,7 +12,7 @@ parameters.py        reads the parameters of a request
 parameter_table.py   what each endpoint does with each parameter
 constraints.py       response_format and required tool calls as structured outputs
 tools.py             which tools a request allows, and a grammar of their calls
-protocol.py          OpenAI's objects: replies
+replies.py           OpenAI's objects: replies
 message_parser.py    content, reasoning and tool calls in the text of a reply
 call_parser.py       the tool calls in that text
 parameter_values.py  the values of parameters that a model writes without quotes

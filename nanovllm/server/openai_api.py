@@ -1,6 +1,6 @@
 """The endpoints of OpenAI's API, over an EngineThread.
 
-protocol.py has the response objects.
+replies.py has the response objects.
 """
 
 import json
@@ -29,7 +29,7 @@ from nanovllm.server.errors import ApiError, JsonObject
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import Middleware, respond, respond_error, show_path
 from nanovllm.server.parameters import detokenize, parse_request, tokenize
-from nanovllm.server.protocol import END, Reply, write_event
+from nanovllm.server.replies import END, Reply, write_event
 from nanovllm.utils.checks import show
 
 BASE_BODY_BYTES = 2**20  # room for everything that is not a prompt

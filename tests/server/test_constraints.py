@@ -16,7 +16,7 @@ from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.errors import ApiError
 from nanovllm.server.openai_api import Api
 from nanovllm.server.parameters import parse_request
-from nanovllm.server.protocol import Reply
+from nanovllm.server.replies import Reply
 
 TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[-1].content }}{{ start }}"
 PAIR = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

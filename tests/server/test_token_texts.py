@@ -14,7 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from nanovllm import LLM
 from nanovllm.server.logprobs import LogprobsWriter
 from nanovllm.server.parameters import parse_request
-from nanovllm.server.protocol import Reply
+from nanovllm.server.replies import Reply
 
 SPECIAL = ["<s>", "</s>"]
 WORDS = ["▁", "▁the", "▁cat", "the", "a", "b", "é"]

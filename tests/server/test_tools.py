@@ -12,7 +12,7 @@ from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.errors import ApiError
 from nanovllm.server.openai_api import Api
 from nanovllm.server.parameters import parse_request
-from nanovllm.server.protocol import Reply
+from nanovllm.server.replies import Reply
 from nanovllm.server.tools import write_grammar
 from nanovllm.text.vocabulary import TAGS
 
