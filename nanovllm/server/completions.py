@@ -1,0 +1,155 @@
+"""POST /v1/completions: text that continues each prompt.
+
+With `echo`, a choice begins with its prompt, which is scored if logprobs are requested.
+max_tokens=0 then asks for the prompt alone. The engine generates a token even so, and the reply
+leaves it out. lm-evaluation-harness scores texts in this way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm import LLM
+from nanovllm.engine.input_processor import Prompt, list_prompts
+from nanovllm.outputs import RequestOutput
+from nanovllm.server.constraints import choose_constraint
+from nanovllm.server.engine_thread import Outputs
+from nanovllm.server.errors import JsonObject, blaming
+from nanovllm.server.logprobs import LogprobsWriter
+from nanovllm.server.parameter_table import COMPLETION
+from nanovllm.server.parameters import (
+    MAX_LOGPROBS,
+    check_num_samples,
+    read_params,
+    read_stream_options,
+    select,
+)
+from nanovllm.server.replies import Choice, Generation, Part, Reply, StreamOptions
+from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.vocabulary import Vocabulary
+from nanovllm.utils.checks import check_bool, check_int
+
+DEFAULT_MAX_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Echo:
+    """What the choices of a reply repeat."""
+
+    prompts: Sequence[Prompt]  # as sent
+    num_samples: int  # choices for each prompt
+    is_all: bool  # the reply has nothing else
+
+    def read_text(self, index: int, vocabulary: Vocabulary) -> str:
+        """Return the prompt of a choice as it was sent. A prompt of token ids is decoded.
+
+        A character that the prompt begins and the completion continues belongs to the completion.
+        """
+        prompt = self.prompts[index // self.num_samples]
+        if isinstance(prompt, str):
+            return prompt
+        if vocabulary.tokenizer is None:
+            return ""
+        return Detokenizer(vocabulary.tokenizer, []).read(prompt, is_last=self.is_all)
+
+
+@dataclass(frozen=True)
+class CompletionEndpoint:
+    """Reads requests for completions. `model` is its name in replies."""
+
+    model: str
+
+    def parse(self, body: JsonObject, llm: LLM) -> Generation:
+        """Return what to generate, checked. Raises ApiError, mostly with the engine's message."""
+        given = select(body, COMPLETION)
+        prompts: Any = given.get("prompt")
+        max_tokens: Any = given.get("max_tokens", DEFAULT_MAX_TOKENS)
+        logprobs: Any = given.get("logprobs")
+        with blaming(given):
+            stream = read_stream_options(given)
+            is_echo = check_bool("echo", given.get("echo", False))
+            if is_echo:
+                check_int("max_tokens", max_tokens, 0)
+            if logprobs is not None:
+                check_int("logprobs", logprobs, 0, MAX_LOGPROBS)
+            constraint = choose_constraint(given)
+        with blaming(given, constrained_by=constraint.source):
+            params = read_params(
+                given,
+                llm,
+                structured_outputs=constraint.outputs,
+                max_tokens=max(1, max_tokens) if is_echo else max_tokens,
+                logprobs=logprobs,
+                prompt_logprobs=logprobs if is_echo else None,
+            )
+        sent = list_prompts(prompts)
+        check_num_samples(given, "prompt", len(sent), params)
+        with blaming(given, "prompt", constraint.source):
+            prepared = llm.prepare_prompts(prompts, params)
+        echo = Echo(sent, params.n, is_all=max_tokens == 0) if is_echo else None
+        return Generation(prepared, CompletionReply(self.model, stream, llm.vocabulary, echo))
+
+
+class CompletionReply(Reply):
+    """Writes a completion."""
+
+    def __init__(
+        self, model: str, stream: StreamOptions, vocabulary: Vocabulary, echo: Echo | None
+    ) -> None:
+        super().__init__("cmpl", "text_completion", model, stream)
+        self.vocabulary = vocabulary
+        self.echo = echo
+
+    def take(self, outputs: Outputs) -> Outputs:
+        if self.echo is not None and self.echo.is_all:
+            outputs = {index: _hide_tokens(output) for index, output in outputs.items()}
+        return super().take(outputs)
+
+    def make_choice(self, index: int, output: RequestOutput) -> Choice:
+        prompt_token_ids = output["prompt_token_ids"]
+        writer: LogprobsWriter | None = None
+        if output["logprobs"] is not None:
+            context = prompt_token_ids if self.echo is None else []
+            writer = LogprobsWriter(self.vocabulary, context)
+        if self.echo is None:
+            return CompletionChoice(writer)
+        text = self.echo.read_text(index, self.vocabulary)
+        logprobs: JsonObject = {}
+        if writer is not None:
+            entries = output["prompt_logprobs"] or []
+            logprobs = writer.write_completion(prompt_token_ids, entries, self.echo.is_all)
+            writer.offset = len(text)
+        return CompletionChoice(writer, text, logprobs)
+
+
+class CompletionChoice(Choice):
+    """Writes a choice of a completion, which begins with an echo."""
+
+    def __init__(
+        self, writer: LogprobsWriter | None, echoed_text: str = "", echoed_logprobs: Any = None
+    ) -> None:
+        super().__init__()
+        self.writer = writer
+        self.echoed_text = echoed_text
+        self.echoed_logprobs = echoed_logprobs or {}
+
+    def write_part(self, part: Part) -> JsonObject:
+        text = part.text
+        logprobs: Any = None
+        if self.writer is not None:
+            logprobs = self.writer.write_completion(part.token_ids, part.logprobs, part.is_last)
+        if part.is_first:
+            text = self.echoed_text + text
+            for name, values in self.echoed_logprobs.items():
+                logprobs[name] = values + logprobs[name]
+        return {"text": text, "logprobs": logprobs, "finish_reason": part.finish_reason}
+
+
+def _hide_tokens(output: RequestOutput) -> RequestOutput:
+    """Return an output without the token that was generated although none was requested."""
+    hidden: RequestOutput = {**output, "text": "", "token_ids": []}
+    if output["logprobs"] is not None:
+        hidden["logprobs"] = []
+    if output["finish_reason"] == "stop":  # because of the token that is not shown
+        hidden["finish_reason"] = "length"
+    return hidden
