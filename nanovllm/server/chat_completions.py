@@ -25,30 +25,14 @@ from nanovllm.server.parameters import (
     read_stream_options,
     select,
 )
-from nanovllm.server.replies import Choice, Generation, Part, Reply, StreamOptions
+from nanovllm.server.replies import Generation, Reply
 from nanovllm.server.tools import ToolChoice, choose_tools
 from nanovllm.text.chat_template import Tool
 from nanovllm.text.detokenizer import Detokenizer
-from nanovllm.text.vocabulary import END_THINK, THINK, Vocabulary
+from nanovllm.text.vocabulary import END_THINK, THINK
 from nanovllm.utils.checks import check_bool, check_choice, check_int, check_type, invalid
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-
-
-@dataclass(frozen=True)
-class MessageOptions:
-    """What a request says of the messages in its reply."""
-
-    tools: ToolChoice
-    parses_reasoning: bool
-    shows_reasoning: bool
-    last_tag: str  # of the prompt, see find_last_tag
-    num_top: int  # candidates beside each token, if log probabilities are requested
-
-    @property
-    def has_tags(self) -> bool:
-        """Whether the parser looks for tags in the text."""
-        return self.parses_reasoning or len(self.tools.tools) > 0
 
 
 @dataclass(frozen=True)
@@ -89,8 +73,16 @@ class ChatEndpoint:
                 outputs = allow_reasoning(outputs, is_open=last_tag == THINK)
                 params = replace(params, structured_outputs=outputs)
             prompts = llm.prepare_prompts([prompt], params)
-        options = MessageOptions(tools, self.parses_reasoning, shows_reasoning, last_tag, num_top)
-        reply = ChatReply(self.model, stream, llm.vocabulary, options)
+        reply = ChatReply(
+            self.model,
+            stream,
+            llm.vocabulary,
+            tools=tools,
+            last_tag=last_tag,
+            parses_reasoning=self.parses_reasoning,
+            shows_reasoning=shows_reasoning,
+            num_top=num_top,
+        )
         return Generation([reply.show_tags(prompt) for prompt in prompts], reply)
 
 
@@ -129,21 +121,28 @@ def encode_chat(given: JsonObject, tools: list[Tool], llm: LLM) -> list[int]:
     return token_ids
 
 
+@dataclass
 class ChatReply(Reply):
-    """Writes the reply to a chat."""
+    """Writes the reply to a chat: messages, or in a stream what each chunk adds to them."""
 
-    def __init__(
-        self, model: str, stream: StreamOptions, vocabulary: Vocabulary, options: MessageOptions
-    ) -> None:
-        kind = "chat.completion.chunk" if stream.is_stream else "chat.completion"
-        super().__init__("chatcmpl", kind, model, stream)
-        self.vocabulary = vocabulary
-        self.options = options
-        self.parsers: dict[int, MessageParser] = {}  # one for each choice
+    ID_PREFIX = "chatcmpl"
+    KIND = "chat.completion"
+    CHUNK_KIND = "chat.completion.chunk"
+
+    tools: ToolChoice
+    last_tag: str  # of the prompt, see find_last_tag
+    parses_reasoning: bool
+    shows_reasoning: bool
+    num_top: int  # candidates beside each token, if log probabilities are requested
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.parsers: dict[int, MessageParser] = {}  # one per choice
+        self.has_tags = self.parses_reasoning or len(self.tools.tools) > 0
         # Special tokens that are left out of the text, None for all. The parser needs the tags.
         self.hidden_ids: frozenset[int] | None = None
-        if options.has_tags and vocabulary.hidden_ids < vocabulary.special_ids:
-            self.hidden_ids = vocabulary.hidden_ids
+        if self.has_tags and self.vocabulary.hidden_ids < self.vocabulary.special_ids:
+            self.hidden_ids = self.vocabulary.hidden_ids
 
     def show_tags(self, prompt: PreparedPrompt) -> PreparedPrompt:
         """Return a prompt whose requests have text with the tags that the parser needs."""
@@ -156,20 +155,43 @@ class ChatReply(Reply):
 
         return prompt._replace(make_request=make_request)
 
-    def make_choice(self, index: int, output: RequestOutput) -> Choice:
-        writer: LogprobsWriter | None = None
-        if output["logprobs"] is not None:
-            writer = LogprobsWriter(self.vocabulary, output["prompt_token_ids"])
-        tools = self.options.tools
-        parser = MessageParser(
-            self.options.parses_reasoning, tools.tools, tools.is_parallel, self.options.last_tag
-        )
-        self.parsers[index] = parser
-        return ChatChoice(self.options, self.stream.is_stream, parser, writer)
+    def write_part(self, index: int, part: RequestOutput, is_first: bool) -> JsonObject:
+        if is_first:
+            self.parsers[index] = MessageParser(
+                self.parses_reasoning, self.tools.tools, self.tools.is_parallel, self.last_tag
+            )
+        is_last = part["finish_reason"] is not None
+        choice: JsonObject = {}
+        if part["logprobs"] is not None:
+            if is_first:
+                self.writers[index] = LogprobsWriter(self.vocabulary, part["prompt_token_ids"])
+            choice["logprobs"] = self.writers[index].write_chat(
+                part["token_ids"], part["logprobs"], is_last, self.num_top
+            )
+        delta = self._write_delta(self.parsers[index].feed(part["text"], is_last))
+        has_calls = self.parsers[index].num_calls > 0
+        # A call of the function that the request names ends with "stop", as in OpenAI's API.
+        if has_calls and not self.tools.is_named and part["finish_reason"] == "stop":
+            choice["finish_reason"] = "tool_calls"
+        if self.stream.is_stream:
+            choice["delta"] = {"role": "assistant", **delta} if is_first else delta
+        else:
+            for call in delta.get("tool_calls", []):
+                del call["index"]
+            choice["message"] = {"role": "assistant", "content": None, "refusal": None, **delta}
+        return choice
+
+    def _write_delta(self, delta: JsonObject) -> JsonObject:
+        reasoning = delta.pop("reasoning", "")
+        if reasoning and self.shows_reasoning:
+            delta |= {"reasoning": reasoning, "reasoning_content": reasoning}  # both, as vLLM
+        if not delta and not self.has_tags:
+            return {"content": ""}
+        return delta
 
     def write_usage(self) -> JsonObject:
         usage = super().write_usage()
-        if self.options.parses_reasoning:
+        if self.parses_reasoning:
             num_reasoning = sum(map(self._count_reasoning, self.parsers))
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
         return usage
@@ -199,48 +221,3 @@ class ChatReply(Reply):
     def _make_detokenizer(self, prompt: list[int], stops: tuple[str, ...] = ()) -> Detokenizer:
         tokenizer: Any = self.vocabulary.tokenizer  # without one, there are no chats
         return Detokenizer(tokenizer, prompt, stops, self.hidden_ids)
-
-
-class ChatChoice(Choice):
-    """Writes a choice of a chat: a message, or in a stream what a part adds to it."""
-
-    def __init__(
-        self,
-        options: MessageOptions,
-        is_stream: bool,
-        parser: MessageParser,
-        writer: LogprobsWriter | None,
-    ) -> None:
-        super().__init__()
-        self.options = options
-        self.is_stream = is_stream
-        self.parser = parser
-        self.writer = writer
-
-    def write_part(self, part: Part) -> JsonObject:
-        choice: JsonObject = {"finish_reason": part.finish_reason, "logprobs": None}
-        if self.writer is not None:
-            choice["logprobs"] = self.writer.write_chat(
-                part.token_ids, part.logprobs, part.is_last, self.options.num_top
-            )
-        delta = self._read_delta(part)
-        # A call of the function that the request names ends with "stop", as in OpenAI's API.
-        has_calls = self.parser.num_calls > 0 and not self.options.tools.is_named
-        if has_calls and part.finish_reason == "stop":
-            choice["finish_reason"] = "tool_calls"
-        if self.is_stream:
-            choice["delta"] = {"role": "assistant", **delta} if part.is_first else delta
-        else:
-            for call in delta.get("tool_calls", []):
-                del call["index"]
-            choice["message"] = {"role": "assistant", "content": None, "refusal": None, **delta}
-        return choice
-
-    def _read_delta(self, part: Part) -> JsonObject:
-        delta = self.parser.feed(part.text, part.is_last)
-        reasoning = delta.pop("reasoning", "")
-        if reasoning and self.options.shows_reasoning:
-            delta |= {"reasoning": reasoning, "reasoning_content": reasoning}  # both, as vLLM
-        if not delta and not self.options.has_tags:
-            return {"content": ""}
-        return delta

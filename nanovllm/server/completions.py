@@ -24,7 +24,7 @@ from nanovllm.server.parameters import (
     read_stream_options,
     select,
 )
-from nanovllm.server.replies import Choice, Generation, Part, Reply, StreamOptions
+from nanovllm.server.replies import Generation, Reply
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.vocabulary import Vocabulary
 from nanovllm.utils.checks import check_bool, check_int
@@ -90,59 +90,42 @@ class CompletionEndpoint:
         return Generation(prepared, CompletionReply(self.model, stream, llm.vocabulary, echo))
 
 
+@dataclass
 class CompletionReply(Reply):
-    """Writes a completion."""
+    """Writes completions."""
 
-    def __init__(
-        self, model: str, stream: StreamOptions, vocabulary: Vocabulary, echo: Echo | None
-    ) -> None:
-        super().__init__("cmpl", "text_completion", model, stream)
-        self.vocabulary = vocabulary
-        self.echo = echo
+    ID_PREFIX = "cmpl"
+    KIND = CHUNK_KIND = "text_completion"
+
+    echo: Echo | None
 
     def take(self, outputs: Outputs) -> Outputs:
         if self.echo is not None and self.echo.is_all:
             outputs = {index: _hide_tokens(output) for index, output in outputs.items()}
         return super().take(outputs)
 
-    def make_choice(self, index: int, output: RequestOutput) -> Choice:
-        prompt_token_ids = output["prompt_token_ids"]
-        writer: LogprobsWriter | None = None
-        if output["logprobs"] is not None:
-            context = prompt_token_ids if self.echo is None else []
-            writer = LogprobsWriter(self.vocabulary, context)
-        if self.echo is None:
-            return CompletionChoice(writer)
-        text = self.echo.read_text(index, self.vocabulary)
+    def write_part(self, index: int, part: RequestOutput, is_first: bool) -> JsonObject:
+        text = part["text"]
         logprobs: JsonObject = {}
+        if is_first and part["logprobs"] is not None:
+            context = part["prompt_token_ids"] if self.echo is None else []
+            self.writers[index] = LogprobsWriter(self.vocabulary, context)
+        writer = self.writers.get(index)
+        if is_first and self.echo is not None:
+            echoed = self.echo.read_text(index, self.vocabulary)
+            text = echoed + text
+            if writer is not None:
+                entries = part["prompt_logprobs"] or []
+                logprobs = writer.write_completion(
+                    part["prompt_token_ids"], entries, is_last=self.echo.is_all
+                )
+                writer.offset = len(echoed)
         if writer is not None:
-            entries = output["prompt_logprobs"] or []
-            logprobs = writer.write_completion(prompt_token_ids, entries, self.echo.is_all)
-            writer.offset = len(text)
-        return CompletionChoice(writer, text, logprobs)
-
-
-class CompletionChoice(Choice):
-    """Writes a choice of a completion, which begins with an echo."""
-
-    def __init__(
-        self, writer: LogprobsWriter | None, echoed_text: str = "", echoed_logprobs: Any = None
-    ) -> None:
-        super().__init__()
-        self.writer = writer
-        self.echoed_text = echoed_text
-        self.echoed_logprobs = echoed_logprobs or {}
-
-    def write_part(self, part: Part) -> JsonObject:
-        text = part.text
-        logprobs: Any = None
-        if self.writer is not None:
-            logprobs = self.writer.write_completion(part.token_ids, part.logprobs, part.is_last)
-        if part.is_first:
-            text = self.echoed_text + text
-            for name, values in self.echoed_logprobs.items():
-                logprobs[name] = values + logprobs[name]
-        return {"text": text, "logprobs": logprobs, "finish_reason": part.finish_reason}
+            is_last = part["finish_reason"] is not None
+            new = writer.write_completion(part["token_ids"], part["logprobs"] or [], is_last)
+            for name, values in new.items():
+                logprobs[name] = logprobs.get(name, []) + values
+        return {"text": text, "logprobs": logprobs or None}
 
 
 def _hide_tokens(output: RequestOutput) -> RequestOutput:

@@ -1,8 +1,4 @@
-"""Replies of endpoints that generate: what all of them have in common.
-
-    Reply      one request: its head, its chunks, its usage
-    Choice     one of its choices: what of it has been written
-    Part       what an output adds to a choice
+"""Replies of endpoints that generate: what they have in common.
 
 completions.py and chat_completions.py have the rest. https://platform.openai.com/docs/api-reference
 """
@@ -11,13 +7,15 @@ import json
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 from uuid import uuid4
 
 from nanovllm.engine.input_processor import PreparedPrompt
-from nanovllm.outputs import PromptLogprobs, RequestOutput
+from nanovllm.outputs import RequestOutput
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject
+from nanovllm.server.logprobs import LogprobsWriter
+from nanovllm.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -30,65 +28,36 @@ class StreamOptions:
     continuous_usage_stats: bool = False
 
 
-class Part(NamedTuple):
-    """What an output adds to a choice."""
-
-    text: str
-    token_ids: list[int]
-    logprobs: PromptLogprobs  # one entry for each token, or none at all
-    is_first: bool
-    finish_reason: str | None
-
-    @property
-    def is_last(self) -> bool:
-        return self.finish_reason is not None
-
-
-class Choice(ABC):
-    """Writes one choice of a reply."""
-
-    def __init__(self) -> None:
-        self.num_chars = 0  # written so far
-        self.num_tokens = 0
-
-    def write(self, output: RequestOutput) -> JsonObject:
-        """Return the choice without the characters and tokens that were written before."""
-        part = Part(
-            text=output["text"][self.num_chars :],
-            token_ids=output["token_ids"][self.num_tokens :],
-            logprobs=[*(output["logprobs"] or [])[self.num_tokens :]],
-            is_first=self.num_tokens == 0,
-            finish_reason=output["finish_reason"],
-        )
-        self.num_chars = len(output["text"])
-        self.num_tokens = len(output["token_ids"])
-        return self.write_part(part)
-
-    @abstractmethod
-    def write_part(self, part: Part) -> JsonObject:
-        """Return the fields of OpenAI's choice. `Reply` adds its index."""
-
-
+@dataclass
 class Reply(ABC):
-    """Writes the outputs of one request."""
+    """Writes the outputs of one request, whole or in chunks."""
 
-    def __init__(self, id_prefix: str, kind: str, model: str, stream: StreamOptions) -> None:
-        self.stream = stream
+    # OpenAI's names.
+    ID_PREFIX: ClassVar[str]
+    KIND: ClassVar[str]
+    CHUNK_KIND: ClassVar[str]
+
+    model: str
+    stream: StreamOptions
+    vocabulary: Vocabulary
+
+    def __post_init__(self) -> None:
         self.head = {
-            "id": f"{id_prefix}-{uuid4().hex}",
-            "object": kind,
+            "id": f"{self.ID_PREFIX}-{uuid4().hex}",
+            "object": self.CHUNK_KIND if self.stream.is_stream else self.KIND,
             "created": int(time.time()),
-            "model": model,
+            "model": self.model,
         }
         # What all chunks have in common is encoded once.
         self.prefix = json.dumps(self.head).removesuffix("}")
-        self.suffix = ', "usage": null' if stream.include_usage else ""
-        self.choices: dict[int, Choice] = {}
+        self.suffix = ', "usage": null' if self.stream.include_usage else ""
         self.newest: Outputs = {}
+        self.written: dict[int, tuple[int, int]] = {}  # choice -> characters and tokens
+        self.writers: dict[int, LogprobsWriter] = {}  # one per choice, if logprobs are requested
 
     @abstractmethod
-    def make_choice(self, index: int, output: RequestOutput) -> Choice:
-        """Make the choice with this index, when its first output comes."""
+    def write_part(self, index: int, part: RequestOutput, is_first: bool) -> JsonObject:
+        """Return the fields of a choice. `part` is an output without what has been written."""
 
     def take(self, outputs: Outputs) -> Outputs:
         """Keep new outputs, and return those to be written."""
@@ -120,9 +89,17 @@ class Reply(ABC):
         return {**self.head, "choices": choices, "usage": self.write_usage()}
 
     def _write_choice(self, index: int, output: RequestOutput) -> JsonObject:
-        if index not in self.choices:
-            self.choices[index] = self.make_choice(index, output)
-        return {"index": index, **self.choices[index].write(output)}
+        num_chars, num_tokens = self.written.get(index, (0, 0))
+        self.written[index] = (len(output["text"]), len(output["token_ids"]))
+        part: RequestOutput = {
+            **output,
+            "text": output["text"][num_chars:],
+            "token_ids": output["token_ids"][num_tokens:],
+        }
+        if output["logprobs"] is not None:
+            part["logprobs"] = output["logprobs"][num_tokens:]
+        choice = {"index": index, "finish_reason": output["finish_reason"], "logprobs": None}
+        return {**choice, **self.write_part(index, part, is_first=num_tokens == 0)}
 
     def write_usage(self) -> JsonObject:
         """Return OpenAI's usage object of the whole reply."""
