@@ -3,6 +3,7 @@
 With a reasoning parser, a constraint holds behind the reasoning, unless the prompt has closed it.
 """
 
+import json
 from bisect import bisect_left
 from copy import copy
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from nanovllm.server.tools import ToolChoice, choose_tools
 from nanovllm.text.chat_template import Tool
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.vocabulary import END_THINK, THINK
-from nanovllm.utils.checks import check_bool, check_choice, check_int, check_type, invalid
+from nanovllm.utils.checks import check_bool, check_choice, check_int, check_type, invalid, naming
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -109,6 +110,10 @@ def encode_chat(given: JsonObject, tools: list[Tool], llm: LLM) -> list[int]:
     if "reasoning_effort" in given:
         effort = check_choice("reasoning_effort", given["reasoning_effort"], REASONING_EFFORTS)
         variables = {"reasoning_effort": effort, **variables}
+    for name, value in (("tools", tools), ("chat_template_kwargs", variables)):
+        # The error of the tokenizer for a lone surrogate would name the messages.
+        with naming(name, ValueError, RecursionError):
+            json.dumps(value, ensure_ascii=False).encode()
     messages: Any = given.get("messages")
     prompts: Any = llm.encode_chats(
         [messages],

@@ -23,6 +23,10 @@ class ApiError(Exception):
     code: str | None = None
     status: int = 400
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(RETRY_SECONDS)} if self.status == 503 else {}
+
     def describe(self) -> JsonObject:
         """Return OpenAI's error object."""
         message = self.message

@@ -113,13 +113,14 @@ def show_path(scope: Scope) -> str:
     return quote(scope["path"][:200])
 
 
-def respond(content: JsonObject, status: int = 200) -> Response:
+def respond(content: JsonObject) -> Response:
     """Return JSON in ASCII, which can hold any str, also lone surrogates."""
-    return Response(json.dumps(content), status, media_type="application/json")
+    return Response(json.dumps(content), media_type="application/json")
 
 
 def respond_error(error: ApiError) -> Response:
-    return respond(error.describe(), error.status)
+    content = json.dumps(error.describe())
+    return Response(content, error.status, error.headers, "application/json")
 
 
 def log(line: str) -> None:

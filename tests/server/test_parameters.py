@@ -2,6 +2,7 @@
 
 import re
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -252,6 +253,22 @@ def test_an_error_of_the_tokenizer_is_an_error_of_the_tokens(llm, monkeypatch):
 )
 def test_messages_of_errors(llm, is_chat, body, message):
     assert reject(llm, body, is_chat).message == message
+
+
+@pytest.mark.parametrize("name", ["tools", "chat_template_kwargs"])
+def test_a_lone_surrogate_is_blamed_on_its_parameter(llm, monkeypatch, name):
+    template = "{{ tools }}{{ text }}{{ messages[0].content }}"
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    text = "\ud800"
+    function = {**TOOL["function"], "description": text}
+    values = {"tools": [{**TOOL, "function": function}], "chat_template_kwargs": {"text": text}}
+    body = {**VALID[True], name: values[name]}
+    for parse in (partial(parse_body, is_chat=True), lambda llm, body: tokenize(body, llm)):
+        with pytest.raises(ApiError, match=f"{name}: .* surrogates not allowed") as caught:
+            parse(llm, body)
+        assert caught.value.param == name
+    message = {"messages": [{"role": "user", "content": text}]}
+    assert reject(llm, message, True).param == "messages"
 
 
 def test_a_reasoning_effort_is_checked_before_its_tokens_are_counted(llm):
