@@ -8,14 +8,8 @@ from typing import Any
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.server.errors import ApiError, JsonObject, blaming
-from nanovllm.server.parameter_table import (
-    PENALTY_RANGES,
-    SAMPLING_FIELDS,
-    STREAM_OPTIONS,
-    SYNONYMS,
-    Table,
-    Use,
-)
+from nanovllm.server.neutral_parameters import PENALTY_RANGES, SYNONYMS
+from nanovllm.server.parameter_table import SAMPLING_FIELDS, STREAM_OPTIONS, Table, Use
 from nanovllm.server.replies import StreamOptions
 from nanovllm.utils.checks import check_bool, check_int, check_type, invalid, show
 
@@ -76,8 +70,8 @@ def read_params(given: JsonObject, llm: LLM, **options: Any) -> SamplingParams:
     if options.get("seed") == -1:  # none, as in vLLM
         del options["seed"]
     params = replace(llm.get_default_sampling_params(), **options)
-    for name in PENALTY_RANGES & given.keys():
-        if params.repetition_penalty != 1 and given[name] not in (0, -1):
+    for name in PENALTY_RANGES.split():
+        if params.repetition_penalty != 1 and given.get(name, -1) not in (0, -1):
             raise invalid(name, "must be -1, because a repetition_penalty counts all tokens")
     return params
 
