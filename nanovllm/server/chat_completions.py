@@ -52,7 +52,6 @@ class ChatEndpoint:
             num_top = check_int("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
             tools = choose_tools(given)
             constraint = choose_constraint(given, tools)
-        with blaming(given, constrained_by=constraint.source):
             params = read_params(
                 given,
                 llm,

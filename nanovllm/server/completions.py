@@ -73,7 +73,6 @@ class CompletionEndpoint:
             if logprobs is not None:
                 check_int("logprobs", logprobs, 0, MAX_LOGPROBS)
             constraint = choose_constraint(given)
-        with blaming(given, constrained_by=constraint.source):
             params = read_params(
                 given,
                 llm,

@@ -111,14 +111,13 @@ class EngineThread(threading.Thread):
                 self._streams.discard(stream)
                 self._queue(partial(self._abort, stream))
 
-    async def call(self, function: Callable[..., None], *args: Any) -> None:
+    async def call(self, function: Callable[..., object], *args: Any) -> None:
         """Run function(*args) in the engine thread, between two steps. It can raise."""
-        future: Future[None] = Future()
+        future: Future[object] = Future()
 
         def command() -> None:
             try:
-                function(*args)
-                future.set_result(None)
+                future.set_result(function(*args))
             except Exception as error:
                 future.set_exception(error)
 

@@ -1,14 +1,14 @@
 """The endpoints of OpenAI's API, over an EngineThread: their routes.
 
-An endpoint that takes JSON is a function parse(body, llm), and a line of `Api.make_app`.
+An endpoint that takes JSON is a function, see `Endpoint`, and a line of `Api.make_app`.
 """
 
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import prometheus_client as prometheus
 from starlette.applications import Starlette
@@ -33,7 +33,9 @@ from nanovllm.server.replies import END, Generation, Reply, write_event
 from nanovllm.server.tokenization import detokenize, tokenize
 from nanovllm.utils.checks import show
 
-T = TypeVar("T")
+# What an endpoint makes of the JSON of a request: the reply, or what the engine must generate for
+# it. It is called in a thread, because tokenizing a long prompt would delay other requests.
+Endpoint = Callable[[JsonObject, LLM], JsonObject | Generation]
 
 BASE_BODY_BYTES = 2**20  # room for everything that is not a prompt
 MAX_BODY_BYTES = 2**25  # reached at a max_model_len of about 32,000
@@ -69,14 +71,15 @@ class Api:
 
     def make_app(self, routes: Sequence[Route] = (), is_local: bool = False) -> ASGIApp:
         """Make the app. `routes` come before the API's. `is_local`: see Middleware."""
-        completions = CompletionEndpoint(self.model)
-        chats = ChatEndpoint(self.model, self.parses_reasoning)
+        endpoints: dict[str, Endpoint] = {
+            "/v1/completions": CompletionEndpoint(self.model).parse,
+            "/v1/chat/completions": ChatEndpoint(self.model, self.parses_reasoning).parse,
+            "/tokenize": tokenize,
+            "/detokenize": detokenize,
+        }
         routes = [
             *routes,
-            self._post("/v1/completions", completions.parse, self.generate),
-            self._post("/v1/chat/completions", chats.parse, self.generate),
-            self._post("/tokenize", tokenize, self.answer),
-            self._post("/detokenize", detokenize, self.answer),
+            *[self._post(path, endpoint) for path, endpoint in endpoints.items()],
             Route("/v1/models", self.list_models),
             Route("/v1/models/", self.list_models),
             Route("/v1/models/{id:path}", self.show_model),
@@ -91,33 +94,23 @@ class Api:
         app = Starlette(routes=routes, exception_handlers=handlers)
         return Middleware(app, self.metrics, self.allowed_origins, is_local)
 
-    def _post(
-        self,
-        path: str,
-        parse: Callable[[JsonObject, LLM], T],
-        finish: Callable[[Request, T], Awaitable[Response]],
-    ) -> Route:
-        """Make the route of an endpoint that takes JSON.
+    def _post(self, path: str, endpoint: Endpoint) -> Route:
+        """Make the route of an endpoint that takes JSON."""
 
-        parse(body, llm) is called in a thread, because tokenizing a long prompt would delay other
-        requests. finish(request, its result) makes the response.
-        """
-
-        def check_and_parse(body: JsonObject) -> T:
+        def parse(body: JsonObject) -> JsonObject | Generation:
             self._check_model(body.get("model"))
-            return parse(body, self.engine.llm)
+            return endpoint(body, self.engine.llm)
 
         async def respond_to(request: Request) -> Response:
             self._authorize(request)
-            read = self.bodies.read(request, check_and_parse)
-            return await finish(request, await until_stop(self.engine, read))
+            result = await until_stop(self.engine, self.bodies.read(request, parse))
+            if isinstance(result, Generation):
+                return await self._generate(request, result)
+            return respond(result)
 
         return Route(path, respond_to, methods=["POST"])
 
-    async def answer(self, request: Request, content: JsonObject) -> Response:
-        return respond(content)
-
-    async def generate(self, request: Request, generation: Generation) -> Response:
+    async def _generate(self, request: Request, generation: Generation) -> Response:
         self.engine.raise_if_stopped()
         if generation.reply.stream.is_stream:
             # The second header is for nginx.
