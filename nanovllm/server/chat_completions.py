@@ -173,7 +173,7 @@ class ChatReply(Reply):
                 part["token_ids"], part["logprobs"], is_last, self.num_top
             )
         delta = self._write_delta(self.parsers[index].feed(part["text"], is_last))
-        has_calls = self.parsers[index].num_calls > 0
+        has_calls = self.parsers[index].delta.num_calls > 0
         # A call of the function that the request names ends with "stop", as in OpenAI's API.
         if has_calls and not self.tools.is_named and part["finish_reason"] == "stop":
             choice["finish_reason"] = "tool_calls"
