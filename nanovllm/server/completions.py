@@ -94,7 +94,8 @@ class CompletionReply(Reply):
     """Writes completions."""
 
     ID_PREFIX = "cmpl"
-    KIND = CHUNK_KIND = "text_completion"
+    KIND = "text_completion"
+    CHUNK_KIND = KIND
 
     echo: Echo | None
 
@@ -104,27 +105,26 @@ class CompletionReply(Reply):
         return super().take(outputs)
 
     def write_part(self, index: int, part: RequestOutput, is_first: bool) -> JsonObject:
-        text = part["text"]
-        logprobs: JsonObject = {}
-        if is_first and part["logprobs"] is not None:
-            context = part["prompt_token_ids"] if self.echo is None else []
-            self.writers[index] = LogprobsWriter(self.vocabulary, context)
-        writer = self.writers.get(index)
+        echoed = ""
         if is_first and self.echo is not None:
             echoed = self.echo.read_text(index, self.vocabulary)
-            text = echoed + text
-            if writer is not None:
-                entries = part["prompt_logprobs"] or []
-                logprobs = writer.write_completion(
-                    part["prompt_token_ids"], entries, is_last=self.echo.is_all
-                )
-                writer.offset = len(echoed)
-        if writer is not None:
-            is_last = part["finish_reason"] is not None
-            new = writer.write_completion(part["token_ids"], part["logprobs"] or [], is_last)
-            for name, values in new.items():
-                logprobs[name] = logprobs.get(name, []) + values
-        return {"text": text, "logprobs": logprobs or None}
+        choice: JsonObject = {"text": echoed + part["text"]}
+        if part["logprobs"] is None:
+            return choice
+        prompt = part["prompt_token_ids"]
+        if is_first:
+            context = prompt if self.echo is None else []
+            self.writers[index] = LogprobsWriter(self.vocabulary, context)
+        writer = self.writers[index]
+        before: JsonObject = {}
+        if is_first and self.echo is not None:
+            entries = part["prompt_logprobs"] or []
+            before = writer.write_completion(prompt, entries, is_last=self.echo.is_all)
+            writer.offset = len(echoed)
+        is_last = part["finish_reason"] is not None
+        new = writer.write_completion(part["token_ids"], part["logprobs"], is_last)
+        choice["logprobs"] = {name: before.get(name, []) + new[name] for name in new}
+        return choice
 
 
 def _hide_tokens(output: RequestOutput) -> RequestOutput:

@@ -116,6 +116,8 @@ class EngineThread(threading.Thread):
         future: Future[object] = Future()
 
         def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function(*args))
             except Exception as error:
@@ -127,6 +129,7 @@ class EngineThread(threading.Thread):
         await asyncio.wrap_future(future)
 
     def _queue(self, command: Callable[[], None]) -> None:
+        """Run a command between two steps. Call it with the lock of the condition."""
         self._commands.append(command)
         self._condition.notify()
 

@@ -41,7 +41,7 @@ class Delta:
     """Collects OpenAI's delta: what is new in a message."""
 
     def __init__(self, is_parallel: bool, is_after_tag: bool) -> None:
-        """Unless `is_parallel`, only the first call is sent. `is_after_tag` see `begin_content`."""
+        """Unless `is_parallel`, only the first call is sent. `begin_content` sets is_after_tag."""
         self.is_parallel = is_parallel
         self.fields: JsonObject = {}
         self.num_calls = 0
