@@ -5,7 +5,7 @@ from dataclasses import fields
 from torch import Tensor
 
 from nanovllm.batch import Filters, Noise
-from nanovllm.kernels import OptimizedLayer
+from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.sampler import Sampler
 
 KNOWN_FIELDS = {

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.changes import has_parts
 from nanovllm.kernels.cpu import attention
 from nanovllm.kernels.cpu.elementwise import (
@@ -30,6 +29,7 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedWeight,
     Weight,
 )
+from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.linear import Linear
 from nanovllm.models.decoder import CosSin, DecoderLayer, DecoderLayers
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.cpu.elementwise import FastMLP, FastZeroCenteredRMSNorm, Norm, run_on_one_rank
 from nanovllm.kernels.cpu.library import load, structure
 from nanovllm.kernels.cpu.prepacked import (
@@ -17,6 +16,7 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedWeight,
     Weight,
 )
+from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.gated_delta import GatedDeltaRule
 from nanovllm.models.decoder import CosSin
 from nanovllm.models.qwen3_5 import DeltaLayer, GatedDeltaNet

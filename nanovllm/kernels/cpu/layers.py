@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Filters, Noise
-from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.cpu.elementwise import (
     FastAttention,
     FastMLP,
@@ -26,6 +25,7 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedExperts,
     PrepackedRowParallelLinear,
 )
+from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.kernels.sampler import OptimizedSampler
 
 

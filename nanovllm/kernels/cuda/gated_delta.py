@@ -8,12 +8,12 @@ import triton
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.cuda.gated_delta_kernels import (
     advance_states_kernel,
     prepare_chunks_kernel,
 )
 from nanovllm.kernels.cuda.launch import is_aligned, prepare
+from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.gated_delta import GatedDeltaRule
 
 _CHUNK = 32  # not tuned on a GPU, as the numbers of warps

@@ -13,7 +13,6 @@ import triton
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.changes import has_parts
 from nanovllm.kernels.cuda.attention import store_kvcache
 from nanovllm.kernels.cuda.gated_delta import FastGatedDeltaRule
@@ -29,7 +28,8 @@ from nanovllm.kernels.cuda.quantized import (
     FastQuantizedRowParallelLinear,
 )
 from nanovllm.kernels.cuda.sampler import FastSampler
-from nanovllm.kernels.self_test import find_failure
+from nanovllm.kernels.fallback import find_failure
+from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.decoder import MLP, Attention, CosSin, DecoderLayer, DecoderLayers
 

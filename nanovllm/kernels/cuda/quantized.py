@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.cuda.launch import describe_gpu, is_aligned, prepare
+from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import QuantizedWeight
