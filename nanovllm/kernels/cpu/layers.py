@@ -35,7 +35,7 @@ class FastSampler(OptimizedSampler):
     Penalties and filters return float32. The library of the model's dtype reads these logits too.
     """
 
-    def filter(self, logits: Tensor, filters: Filters) -> Tensor:
+    def fast_filter(self, logits: Tensor, filters: Filters) -> Tensor:
         logits = logits.contiguous()
         output = torch.empty_like(logits, dtype=torch.float32)
         num_rows, vocab_size = logits.shape
@@ -54,7 +54,7 @@ class FastSampler(OptimizedSampler):
         )
         return output
 
-    def draw(self, logits: Tensor, noise: Noise | None) -> Tensor:
+    def fast_draw(self, logits: Tensor, noise: Noise | None) -> Tensor:
         logits = logits.contiguous()
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         load(self.dtype).sample(

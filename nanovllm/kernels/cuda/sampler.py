@@ -24,7 +24,7 @@ class FastSampler(OptimizedSampler):
     The logits of several ranks can have padding between their rows.
     """
 
-    def draw(self, logits: Tensor, noise: Noise | None) -> Tensor:
+    def fast_draw(self, logits: Tensor, noise: Noise | None) -> Tensor:
         if noise is None:
             return find_best(logits)
         logits = logits.contiguous()
@@ -46,7 +46,7 @@ class FastSampler(OptimizedSampler):
         best = scores.argmax(-1, keepdim=True)
         return tokens.gather(1, best).squeeze(1)
 
-    def filter(self, logits: Tensor, filters: Filters) -> Tensor:
+    def fast_filter(self, logits: Tensor, filters: Filters) -> Tensor:
         """Filter without sorting.
 
         Probabilities are summed in another order. If a sum equals top_p up to rounding, one token
