@@ -1,6 +1,5 @@
 """RMSNorm, RoPE and SwiGLU in C++ (layers.h)."""
 
-import ctypes
 from types import NoneType
 from typing import ClassVar
 
@@ -8,7 +7,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.changes import has_parts, list_hooks
-from nanovllm.kernels.cpu.library import load, structure
+from nanovllm.kernels.cpu.declarations import Norm, Struct
+from nanovllm.kernels.cpu.library import load
 from nanovllm.kernels.cpu.prepacked import PrepackedWeight
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -18,16 +18,11 @@ from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import MLP, Attention, CosSin
 
 
-@structure
-class Norm(ctypes.Structure):
-    """Mirrors struct Norm of layers.h. Without a norm the weight is null."""
-
-    weight: ctypes.c_void_p
-    eps: ctypes.c_float
-
-    @classmethod
-    def describe(cls, norm: RMSNorm | None) -> "Norm":
-        return cls(norm.weight.data_ptr(), norm.eps) if norm is not None else cls()
+def describe_norm(norm: RMSNorm | None) -> Struct:
+    """Describe a norm for C++. Without one, the weight is null."""
+    if norm is None:
+        return Norm(weight=None, eps=0.0)
+    return Norm(weight=norm.weight.data_ptr(), eps=norm.eps)
 
 
 def run_on_one_rank(*linears: RowParallelLinear) -> bool:

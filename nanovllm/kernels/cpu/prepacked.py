@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.kernels.cpu.library import load, structure
+from nanovllm.kernels.cpu.declarations import Weight
+from nanovllm.kernels.cpu.library import load
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -19,15 +20,6 @@ _PANEL_WIDTH = 32  # WIDTH of gemm.h
 _CACHE_LINE = 64  # bytes
 _LARGEST_GROUP = 128  # MAX_GROUP_SIZE of quantized.h
 _CHUNK = 1 << 18  # bytes of codes that are prepacked at once, so that temporary copies stay cached
-
-
-@structure
-class Weight(ctypes.Structure):
-    """Mirrors struct Weight of gemm.h."""
-
-    panels: ctypes.c_void_p
-    bits: ctypes.c_int64
-    group_size: ctypes.c_int64
 
 
 class PrepackedWeight(nn.Module):
@@ -54,7 +46,9 @@ class PrepackedWeight(nn.Module):
             self.group_size = 0
             self.panels = self._prepack_floats(weight.detach())
         # What C++ functions take. It points to `panels`, so keep this object.
-        self.struct = Weight(self.panels.data_ptr(), self.bits, self.group_size)
+        self.struct = Weight(
+            panels=self.panels.data_ptr(), bits=self.bits, group_size=self.group_size
+        )
 
     @staticmethod
     def can_prepack(weight: Tensor | QuantizedWeight) -> bool:
