@@ -9,6 +9,7 @@ from torch import Tensor
 from nanovllm.kernels.changes import has_parts, list_hooks
 from nanovllm.kernels.cpu.declarations import Norm, Struct
 from nanovllm.kernels.cpu.library import load
+from nanovllm.kernels.cpu.panels import can_prepack
 from nanovllm.kernels.cpu.prepacked import PrepackedWeight
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -104,7 +105,7 @@ class FastMLP(OptimizedLayer, MLP):
         projection = self.gate_up_proj
         is_plain = has_parts(projection, {"": ColumnParallelLinear}) and projection.bias is None
         is_hooked = any(list_hooks(projection))
-        if is_plain and not is_hooked and PrepackedWeight.can_prepack(projection.weight):
+        if is_plain and not is_hooked and can_prepack(projection.weight):
             self.gate_up = PrepackedWeight(projection.weight, gated=True)
             del self.gate_up_proj
         return True
