@@ -15,7 +15,7 @@ and no constructor runs again. This is safe under four rules:
    GPUs therefore keeps all tensors of the layer it replaces. One for CPUs may release them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
@@ -50,15 +50,16 @@ class OptimizedLayer(nn.Module):
         return list_hooks(self)
 
 
-def install(kind: type[OptimizedLayer], layer: nn.Module, dtype: torch.dtype) -> None:
-    """Replace the class of a layer by `kind`, unless it cannot replace this layer."""
-    if type(layer) is not kind.replaces or has_overrides(layer):
-        return
-    layer.__class__ = kind
-    converted = cast(OptimizedLayer, layer)
-    converted.dtype = dtype
-    if not converted.convert():
-        uninstall(converted)
+def install(kinds: Iterable[type[OptimizedLayer]], layer: nn.Module, dtype: torch.dtype) -> None:
+    """Replace the class of a layer by the one of `kinds` that can replace it, if there is one."""
+    original = type(layer)
+    for kind in kinds:
+        if kind.replaces is original and not has_overrides(layer):
+            layer.__class__ = kind
+            converted = cast(OptimizedLayer, layer)
+            converted.dtype = dtype
+            if not converted.convert():
+                uninstall(layer)
 
 
 def uninstall(layer: nn.Module) -> None:

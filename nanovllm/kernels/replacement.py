@@ -30,19 +30,17 @@ def kernelize(
     names of the replaced classes, without those that failed.
     """
     optimized = find_optimized_layers(device.type, dtype)
-    simple = {each.replaces: each for each in optimized if not each.parts}
-    fused = {each.replaces: each for each in optimized if each.parts}
+    simple = [each for each in optimized if not each.parts]
+    fused = [each for each in optimized if each.parts]
     calls: list[Call] = []
     if run is not None and optimized:
         calls = record_calls(model, run, {each.replaces for each in optimized})
     # An MLP comes before its projections, so that it can still take their weights.
     for layer in model.modules():
-        if type(layer) in simple:
-            install(simple[type(layer)], layer, dtype)
+        install(simple, layer, dtype)
     # Layers that compute their parts need optimized parts, so these come first.
     for layer in reversed(list(model.modules())):
-        if type(layer) in fused:
-            install(fused[type(layer)], layer, dtype)
+        install(fused, layer, dtype)
     remove_failing_layers(model, calls)
     replaced = [each.replaces for each in model.modules() if isinstance(each, OptimizedLayer)]
     return [each.__name__ for each in dict.fromkeys(replaced)]

@@ -46,7 +46,6 @@ from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import sample_each_kind
 from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cuda import attention, graphs, layers, quantized
-from nanovllm.kernels.sampler import OptimizedSampler
 from nanovllm.layers.gated_delta import GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.quantized import Scheme
@@ -140,14 +139,14 @@ def launch_gated_delta(dtype, heads):
         layer(*inputs, states, worker.copy_to(batch, torch.device("cuda")))
 
 
-launch_sampler = OptimizedSampler.forward
+plain_forward = Sampler.forward
 
 
 def sample(sampler, logits, batch):
     """Launch the kernels of the sampler. All tokens are 0."""
     # torch gathers with indices that no kernel has written.
     with suppress(RuntimeError, IndexError):
-        launch_sampler(sampler, logits, batch)
+        plain_forward(sampler, logits, batch)
     return torch.zeros(len(logits), dtype=torch.int64)
 
 
@@ -227,7 +226,7 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
     attention.reason_unavailable = lambda *_: None
     graphs.capture = lambda step, device, previous: (SimpleNamespace(replay=lambda: None), step())
     model_runner.find_logprobs = lambda logits, tokens, nums: [{0: 0.0} for _ in nums]
-    OptimizedSampler.forward = sample
+    Sampler.forward = sample
     with tempfile.TemporaryDirectory() as directory:
         make_checkpoint(
             Path(directory), dtype=BF16, vocab_size=vocab_size, num_attention_heads=num_heads,

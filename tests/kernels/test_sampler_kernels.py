@@ -63,9 +63,9 @@ def change(group, **values):
 
 
 @all_kernels
-@pytest.mark.parametrize("group", ["noise", "filters", "batch"])
-def test_a_step_with_an_unknown_field_is_sampled_by_the_plain_sampler(
-    group, language, device, monkeypatch, capfd
+@pytest.mark.parametrize("group, method", [("noise", "draw"), ("filters", "filter")])
+def test_an_unknown_field_is_left_to_the_plain_sampler(
+    group, method, language, device, monkeypatch, capfd
 ):
     report_once.cache_clear()
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).to(device)
@@ -74,18 +74,15 @@ def test_a_step_with_an_unknown_field_is_sampled_by_the_plain_sampler(
     plain, optimized = make_samplers(50, F32, language, device)
     expected = plain(logits, batch)
     calls = []
-    for name in ("filter", "draw"):
-        original = getattr(Sampler, name)
+    original = getattr(Sampler, method)
 
-        def watched(*args, original=original):
-            calls.append(original.__name__)
-            return original(*args)
+    def watched(*args):
+        calls.append(method)
+        return original(*args)
 
-        monkeypatch.setattr(Sampler, name, watched)
+    monkeypatch.setattr(Sampler, method, watched)
 
     def add_field(value):
-        if group == "batch":
-            return change(batch, sigmas=value)
         return replace(batch, **{group: change(getattr(batch, group), sigmas=value)})
 
     assert torch.equal(optimized(logits, add_field(None)), expected)  # no row uses the option
@@ -93,11 +90,28 @@ def test_a_step_with_an_unknown_field_is_sampled_by_the_plain_sampler(
     assert not capfd.readouterr().err
     for _ in range(2):
         assert torch.equal(optimized(logits, add_field(torch.ones(2))), expected)
-    assert calls == ["filter", "draw"] * 2
+    assert calls == [method] * 2
     assert torch.equal(optimized(logits, batch), expected)
-    assert calls == ["filter", "draw"] * 2
+    assert calls == [method] * 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line == "nanovllm: the sampling kernels ignore sigmas: such steps use the plain sampler"
+
+
+@all_kernels
+def test_a_new_field_of_the_batch_is_left_to_the_plain_forward(language, device, monkeypatch):
+    """Kernels replace the methods that get Noise and Filters, not the one that gets the batch."""
+    forward = Sampler.forward
+
+    def add_bonus(sampler, logits, batch):
+        return forward(sampler, logits + batch.bonus, batch)
+
+    monkeypatch.setattr(Sampler, "forward", add_bonus)
+    bonus = torch.zeros(50, device=device)
+    bonus[7] = torch.inf
+    batch = make_sampling_batch([SamplingParams(top_k=3)] * 2, [1, 2], [5] * 2, 50, device)
+    for sampler in make_samplers(50, F32, language, device):
+        logits = torch.zeros(2, 50, device=device)
+        assert sampler(logits, change(batch, bonus=bonus)).tolist() == [7, 7]
 
 
 @needs_compiler
@@ -206,7 +220,7 @@ def test_optimized_filter_keeps_the_same_tokens(vocab_size, dtype, model_dtype, 
     for first in (0, len(kinds) - 12):  # all kinds, in two steps
         params = kinds[first : first + 12]
         batch = make_sampling_batch(params, [1] * 12, [2] * 12, vocab_size, device)
-        filtered = optimized.fast_filter(logits, batch.filters)
+        filtered = optimized.filter(logits, batch.filters)
         expected = plain.filter(logits, batch.filters)
         assert filtered.dtype == F32
         assert len(logits[filtered != expected].unique()) <= (1 if vocab_size > 1000 else 0)

@@ -26,7 +26,7 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedRowParallelLinear,
 )
 from nanovllm.kernels.optimized_layer import OptimizedLayer
-from nanovllm.kernels.sampler import OptimizedSampler
+from nanovllm.kernels.sampler import OptimizedSampler, has_unknown_fields
 
 
 class FastSampler(OptimizedSampler):
@@ -35,7 +35,9 @@ class FastSampler(OptimizedSampler):
     Penalties and filters return float32. The library of the model's dtype reads these logits too.
     """
 
-    def fast_filter(self, logits: Tensor, filters: Filters) -> Tensor:
+    def filter(self, logits: Tensor, filters: Filters) -> Tensor:
+        if has_unknown_fields(filters):
+            return super().filter(logits, filters)
         logits = logits.contiguous()
         output = torch.empty_like(logits, dtype=torch.float32)
         num_rows, vocab_size = logits.shape
@@ -54,7 +56,9 @@ class FastSampler(OptimizedSampler):
         )
         return output
 
-    def fast_draw(self, logits: Tensor, noise: Noise | None) -> Tensor:
+    def draw(self, logits: Tensor, noise: Noise | None) -> Tensor:
+        if noise is not None and has_unknown_fields(noise):
+            return super().draw(logits, noise)
         logits = logits.contiguous()
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         load(self.dtype).sample(
