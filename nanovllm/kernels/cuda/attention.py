@@ -19,7 +19,7 @@ from triton.language import constexpr
 
 from nanovllm.batch import Batch
 from nanovllm.kernels.cuda.attention_kernels import attend_kernel, combine_splits_kernel
-from nanovllm.kernels.cuda.launch import Description, Launch, describe, describe_gpu, prepare
+from nanovllm.kernels.cuda.launch import Launch, describe_gpu, prepare
 from nanovllm.layers.attention import MAX_DRAFT_LEN as MAX_DRAFT_LEN
 from nanovllm.layers.attention import make_cache as make_cache
 
@@ -135,7 +135,9 @@ def _attend(
     num_prefills = len(batch.prefills)
     kernels = _prepare(
         is_decode,
-        describe(query),
+        query.device,
+        query.dtype,
+        query.data_ptr() % 16,
         num_heads,
         num_kv_heads,
         head_dim,
@@ -192,13 +194,14 @@ class _Kernels(NamedTuple):
 @cache
 def _prepare(
     is_decode: bool,
-    query: Description,
+    device: torch.device,
+    dtype: torch.dtype,
+    alignment: int,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     block_size: int,
 ) -> _Kernels:
-    device, dtype, _ = query
     group_size = num_heads // num_kv_heads
     dim = triton.next_power_of_2(head_dim)
     if dtype != torch.float32:

@@ -30,9 +30,6 @@ class Launch:
             self.compiled = self.kernel[grid](*args, **self.constants, enable_fp_fusion=True)
 
 
-# What Triton specializes on: the GPU and the dtype of a tensor, and whether it is aligned.
-Description = tuple[torch.device, torch.dtype, bool]
-
 _launches: dict[object, Launch] = {}
 
 
@@ -48,8 +45,7 @@ def prepare(
     kernel for other arguments is launched: tests/kernels/test_launch.py compares all arguments.
     """
     # A kernel is known by its id, because Triton's own hash of it takes longer than all the rest.
-    described = [describe(each) if each is not None else None for each in inputs]
-    key = (id(kernel), sizes, *described, *constants.values())
+    key = (id(kernel), sizes, *map(describe, inputs), *constants.values())
     launch = _launches.get(key)
     if launch is None:
         launch = Launch(kernel, **constants)
@@ -57,8 +53,11 @@ def prepare(
     return launch
 
 
-def describe(tensor: Tensor) -> Description:
-    return tensor.device, tensor.dtype, tensor.data_ptr() % 16 == 0
+def describe(tensor: Tensor | None) -> object:
+    """Return what Triton specializes on, and the index of the GPU, or None."""
+    if tensor is not None:
+        return tensor.get_device(), tensor.dtype, tensor.data_ptr() % 16
+    return None
 
 
 @cache
