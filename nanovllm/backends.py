@@ -1,6 +1,6 @@
 """The attention backends by name. A new backend is registered here and nowhere else.
 
-config.py takes the valid values of `attention_backend` from this table. kernels/__init__.py imports
+config.py takes the valid values of `attention_backend` from this table. kernels/select.py imports
 the backend that an engine uses. tests/kernels/test_attention.py checks every backend that runs
 here. This module imports none of them, because options must be checked without Triton and
 flash-attn.

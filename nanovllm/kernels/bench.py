@@ -2,8 +2,8 @@
 
     python -m nanovllm.kernels.bench --dtype float32
 
-self_test.py makes the inputs. Caches are flushed before each timed call, because in a model the
-weights of the other layers evict the K/V between two calls.
+attention_check.py makes the inputs. Caches are flushed before each timed call, because in a model
+the weights of the other layers evict the K/V between two calls.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from dataclasses import replace
 import torch
 
 from nanovllm.backends import BACKENDS
-from nanovllm.kernels import select_backend
-from nanovllm.kernels.self_test import Shape, compare_with_torch
+from nanovllm.kernels.attention_check import Shape, compare_with_torch
+from nanovllm.kernels.select import select_backend
 from nanovllm.utils.terminal import run_program
 
 QWEN3_HEADS = (16, 8, 128)  # heads, KV heads and head_dim of Qwen3-0.6B

@@ -1,31 +1,35 @@
 """What the optimized samplers for CPUs and GPUs have in common."""
 
-from dataclasses import fields
-
 from torch import Tensor
 
 from nanovllm.batch import Filters, Noise
-from nanovllm.kernels import OptimizedLayer
+from nanovllm.kernels.fallback import report_once
+from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.sampler import Sampler
 
-KNOWN_FIELDS = {
-    Noise: {"temperatures", "keys"},
-    Filters: {"rows", "temperatures", "top_ks", "top_ps", "min_ps", "max_top_k"},
-}
+# The fields of Noise and Filters with which the kernels compute.
+_KNOWN_FIELDS = {
+    "temperatures", "keys", "rows", "top_ks", "top_ps", "min_ps", "max_top_k",
+}  # fmt: skip
 
 
 class OptimizedSampler(OptimizedLayer, Sampler):
+    """Replaces `filter` and `draw` by kernels, for steps whose fields they know.
+
+    With any other field the plain method computes the step. A new sampling option therefore works
+    without a change in kernels/, and only its own steps are slower.
+    """
+
     replaces = Sampler
 
     token_hashes: Tensor
 
-    def convert(self) -> bool:
-        """Raise NotImplementedError if there are fields that the kernels would ignore."""
-        for kind, known in KNOWN_FIELDS.items():
-            unknown = {field.name for field in fields(kind)} - known
-            if unknown:
-                raise NotImplementedError(
-                    f"{type(self).__module__}.{type(self).__name__} ignores {sorted(unknown)} of"
-                    f" {kind.__name__}: implement them there, or set enable_kernels=False"
-                )
-        return True
+
+def has_unknown_fields(group: Filters | Noise) -> bool:
+    """Return whether kernels would ignore a field. One that is None has no effect."""
+    unknown = sorted(vars(group).keys() - _KNOWN_FIELDS)
+    unknown = [name for name in unknown if getattr(group, name) is not None]
+    if unknown:
+        names = ", ".join(unknown)
+        report_once(f"the sampling kernels ignore {names}: such steps use the plain sampler")
+    return bool(unknown)

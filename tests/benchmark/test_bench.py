@@ -23,8 +23,8 @@ from nanovllm.benchmark.roofline import PeakRates, find_roofline_fraction, measu
 from nanovllm.checkpoints.formats import FP8, GPTQ
 from nanovllm.checkpoints.quantization import INT4, INT8, Quantization
 from nanovllm.kernels import bench as kernels_bench
+from nanovllm.kernels.attention_check import Shape, compare_with_torch, make_batch
 from nanovllm.kernels.bench import QWEN3_HEADS, TOLERANCES
-from nanovllm.kernels.self_test import Shape, compare_with_torch, make_batch
 from nanovllm.layers import attention as reference
 
 SIZES = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "2", "5"]

@@ -40,9 +40,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from nanovllm import LLM, SamplingParams, kernels
+from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.engine import model_runner
+from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cuda import attention, graphs, layers, quantized
 from nanovllm.layers.gated_delta import GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear
@@ -103,7 +104,7 @@ def launch_model(dtype, head_dim, group_size):
     model = spec.make_model(attention)
     sampler = Sampler(spec.vocab_size)
     for module in (model, sampler):
-        kernels.kernelize(module, device, dtype)
+        kernelize(module, device, dtype)
     kv_caches = [torch.empty(2, 8, 16, 2, head_dim, dtype=dtype) for _ in range(2)]
     tables = torch.zeros(3, 19, dtype=torch.int32)
     batch = worker.copy_to(make_batch([1, 5, 33], [300, 5, 133], tables), device)
@@ -119,7 +120,7 @@ def launch_quantized(dtype, scheme):
     for in_features, out_features, bias in ((1024, 3072, False), (336, 1009, True)):
         layer = ColumnParallelLinear(in_features, {"": out_features}, bias, dtype)
         quantize_layer(layer, scheme)
-        kernels.kernelize(layer, torch.device("cuda"), dtype)
+        kernelize(layer, torch.device("cuda"), dtype)
 
 
 @torch.inference_mode()
@@ -128,7 +129,7 @@ def launch_gated_delta(dtype, heads):
     layer = GatedDeltaRule(
         *heads, key_dim=128, value_dim=128, conv_size=4, norm_eps=1e-6, dtype=dtype
     )
-    kernels.kernelize(layer, torch.device("cuda"), dtype)
+    kernelize(layer, torch.device("cuda"), dtype)
     sizes = [sum(layer.qkv_sizes), layer.qkv_sizes[2], layer.num_value_heads, layer.num_value_heads]
     states = torch.empty(1, layer.matrices_size + 3 * sizes[0])
     for query_lens in ([1, 33], [1, 1]):
@@ -257,7 +258,7 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
 def run(arch, is_serving, has_all_models):
     launched = []
     driver.set_active(make_driver(arch, launched))
-    kernels.find_optimized_layers = lambda device_type, dtype: layers.OPTIMIZED_LAYERS
+    replacement.find_optimized_layers = lambda device_type, dtype: layers.OPTIMIZED_LAYERS
     # The tensors of a batch are parts of one, as on a GPU.
     worker.copy_to = lambda batch, device: unpack(pack(batch))
     for module in (attention, quantized):

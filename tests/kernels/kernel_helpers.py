@@ -12,7 +12,7 @@ import torch
 from conftest import DEVICE, make_batch
 from torch import nn
 
-from nanovllm import kernels
+from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cpu import layers as cpu_layers
 from nanovllm.kernels.cpu.gated_delta import FastGatedDeltaRule
 from nanovllm.layers import attention as torch_backend
@@ -74,8 +74,8 @@ def optimize(module, language, dtype=torch.float32):
         layers = triton_layers().OPTIMIZED_LAYERS
     else:
         layers = cpu_layers.OPTIMIZED_LAYERS
-    with patch.object(kernels, "find_optimized_layers", lambda device_type, dtype: layers):
-        kernels.kernelize(module, DEVICE, dtype)
+    with patch.object(replacement, "find_optimized_layers", lambda device_type, dtype: layers):
+        kernelize(module, DEVICE, dtype)
     return module
 
 

@@ -23,8 +23,8 @@ from kernel_helpers import (
 )
 
 from nanovllm.backends import BACKENDS
+from nanovllm.kernels.attention_check import check_backend
 from nanovllm.kernels.cpu import attention as cpp_backend
-from nanovllm.kernels.self_test import check_backend
 from nanovllm.layers import attention as torch_backend
 
 # num_heads, num_kv_heads, head_dim

@@ -25,8 +25,9 @@ from torch import nn
 from torch.testing import assert_close
 from transformers import Qwen3MoeConfig
 
-from nanovllm import LLM, SamplingParams, kernels
+from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.tensor_files import TensorFiles
+from nanovllm.kernels import replacement
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.norm import RMSNorm
@@ -161,7 +162,7 @@ def test_engine_with_triton_kernels_matches_transformers(tmp_path, monkeypatch):
     shape = {"head_dim": 20, "mlp_only_layers": [0], **experts}
     oracle = Oracle(make_checkpoint(tmp_path, family=Qwen3MoeConfig, **shape))
     layers = triton_layers()
-    monkeypatch.setattr(kernels, "find_optimized_layers", lambda *_: layers.OPTIMIZED_LAYERS)
+    monkeypatch.setattr(replacement, "find_optimized_layers", lambda *_: layers.OPTIMIZED_LAYERS)
     options = {"kvcache_block_size": 16, "num_kvcache_blocks": 4, "max_num_batched_tokens": 24}
     llm = LLM(str(tmp_path), device=DEVICE.type, attention_backend="triton", **options)
     kinds = {type(layer) for layer in llm.model_runner.executor.worker.model.modules()}

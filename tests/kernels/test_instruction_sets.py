@@ -23,6 +23,7 @@ from torch.testing import assert_close
 from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.cpu import library
+from nanovllm.kernels.cpu.panels import can_prepack
 from nanovllm.kernels.cpu.prepacked import PrepackedWeight
 from nanovllm.layers.quantized import QuantizedWeight
 
@@ -90,7 +91,7 @@ def test_prepacked_weight_multiplies_like_a_linear_layer(
 
 def test_16_bit_inputs_are_prepacked_in_pairs(dtype):
     is_32_bit = dtype == torch.float32
-    assert PrepackedWeight.can_prepack(torch.ones(40, 31, dtype=dtype)) == is_32_bit
+    assert can_prepack(torch.ones(40, 31, dtype=dtype)) == is_32_bit
 
 
 @pytest.mark.parametrize("in_features, out_features", [(2, 1), (30, 16), (64, 100), (1030, 48)])

@@ -21,10 +21,11 @@ from kernel_helpers import (
     triton_layers,
 )
 
-from nanovllm import SamplingParams, kernels
+from nanovllm import SamplingParams
 from nanovllm.backends import BACKENDS
+from nanovllm.kernels import fallback, replacement, select
+from nanovllm.kernels.attention_check import check_backend
 from nanovllm.kernels.cpu import library
-from nanovllm.kernels.self_test import check_backend
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import Attention, DecoderLayer, DecoderLayers
@@ -83,24 +84,24 @@ def test_auto_skips_a_backend_that_fails_on_this_gpu(monkeypatch, capfd, forget_
     monkeypatch.setitem(sys.modules, BACKENDS["flash_attn"].module, None)
     monkeypatch.setitem(sys.modules, BACKENDS["triton"].module, failing)
     monkeypatch.setattr(
-        kernels, "check_backend", lambda backend, device, *rest: check_backend(backend, CPU, *rest)
+        select, "check_backend", lambda backend, device, *rest: check_backend(backend, CPU, *rest)
     )
     gpu_model = (torch.device("cuda"), torch.bfloat16, 64, None)
-    assert kernels.select_backend("auto", *gpu_model) == (torch_backend, 16)
+    assert select.select_backend("auto", *gpu_model) == (torch_backend, 16)
     reason = "'triton' cannot run here: the kernels fail on this GPU: RuntimeError('no kernel image"
     assert reason in capfd.readouterr().err
     with pytest.raises(ValueError, match="no kernel image"):
-        kernels.select_backend("triton", *gpu_model)
+        select.select_backend("triton", *gpu_model)
 
 
 @needs_triton
 def test_small_blocks_on_a_gpu_are_explained_once(monkeypatch, capfd, forget_kernels):
     """As those of the two engines in example.py."""
     monkeypatch.setitem(sys.modules, BACKENDS["flash_attn"].module, None)
-    monkeypatch.setattr(kernels, "check_backend", lambda *_: None)
+    monkeypatch.setattr(select, "check_backend", lambda *_: None)
     gpu_model = (torch.device("cuda"), torch.bfloat16, 64, 4)
     for _ in range(2):
-        assert kernels.select_backend("auto", *gpu_model) == (torch_backend, 4)
+        assert select.select_backend("auto", *gpu_model) == (torch_backend, 4)
     messages = capfd.readouterr().err
     assert messages.count("plain torch attention, which is slower with many or long") == 1
     assert "kvcache_block_size must be a power of two and at least 16, not 4" in messages
@@ -110,7 +111,7 @@ def test_small_blocks_on_a_gpu_are_explained_once(monkeypatch, capfd, forget_ker
 def forget_kernels():
     """Clear the caches of what works here, before and after the test."""
     cached = [library.reason_unavailable, library.load]
-    cached += [kernels.find_optimized_layers, kernels.report_once]
+    cached += [replacement.find_optimized_layers, fallback.report_once]
     for function in cached:
         function.cache_clear()
     yield
@@ -121,7 +122,7 @@ def forget_kernels():
 @needs_triton
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="Triton works there")
 def test_without_a_gpu_triton_layers_are_not_used(forget_kernels, capfd):
-    assert kernels.find_optimized_layers("cuda", torch.float32) == []
+    assert replacement.find_optimized_layers("cuda", torch.float32) == []
     assert "plain torch layers, which are slow:" in capfd.readouterr().err
 
 

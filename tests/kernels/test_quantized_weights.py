@@ -14,6 +14,7 @@ from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.kernels import kernelize
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
+from nanovllm.kernels.cpu.panels import can_prepack
 from nanovllm.kernels.cpu.prepacked import (
     PrepackedEmbedding,
     PrepackedExperts,
@@ -111,10 +112,10 @@ def test_inputs_of_any_size_are_multiplied(factor):
 def test_groups_that_kernels_do_not_know_are_not_prepacked():
     for group_size, is_known in ((32, True), (96, True), (128, True), (16, False), (256, False)):
         weight = QuantizedWeight.quantize(torch.ones(4, 256), Scheme(8, group_size))
-        assert PrepackedWeight.can_prepack(weight) == is_known
+        assert can_prepack(weight) == is_known
     for dtype in DTYPES:
         weight = QuantizedWeight.quantize(torch.ones(4, 31, dtype=dtype), INT8)
-        assert PrepackedWeight.can_prepack(weight) == (dtype == torch.float32)
+        assert can_prepack(weight) == (dtype == torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -4,16 +4,17 @@ The logits have the model's dtype, or float32 as after penalties and filters.
 """
 
 from copy import deepcopy
-from dataclasses import make_dataclass
+from dataclasses import make_dataclass, replace
 
 import pytest
 import torch
-from conftest import cover_pairs, make_sampling_batch
-from kernel_helpers import all_kernels, optimize
+from conftest import cover_pairs, generate_ids, make_sampling_batch
+from kernel_helpers import all_kernels, needs_compiler, optimize
 
 from nanovllm import SamplingParams
-from nanovllm.batch import Filters, Noise, SamplingBatch
-from nanovllm.kernels.sampler import KNOWN_FIELDS
+from nanovllm.batch import SamplingBatch
+from nanovllm.kernels.fallback import report_once
+from nanovllm.kernels.sampler import OptimizedSampler
 from nanovllm.layers.sampler import Sampler
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -53,17 +54,93 @@ def test_optimized_sampler_draws_the_same_tokens(vocab_size, dtype, model_dtype,
     assert optimized(logits[:0], SamplingBatch()).shape == (0,)
 
 
+def change(group, **values):
+    """Add fields to Noise, Filters or SamplingBatch, as a new sampling option would."""
+    kind = type(group)
+    names = [(name, type(value)) for name, value in values.items()]
+    longer = make_dataclass(kind.__name__, names, bases=(kind,), frozen=True, kw_only=True)
+    return longer(**{**vars(group), **values})
+
+
 @all_kernels
-@pytest.mark.parametrize("group", [Noise, Filters])
-def test_a_field_that_an_optimized_sampler_would_ignore_is_an_error(
-    group, language, device, monkeypatch
+@pytest.mark.parametrize("group, method", [("noise", "draw"), ("filters", "filter")])
+def test_an_unknown_field_is_left_to_the_plain_sampler(
+    group, method, language, device, monkeypatch, capfd
 ):
-    name = group.__name__
-    longer = make_dataclass(name, [("new_field", int)], bases=(group,), frozen=True)
-    monkeypatch.setitem(KNOWN_FIELDS, longer, KNOWN_FIELDS[group])
-    complaint = rf"FastSampler ignores \['new_field'\] of {name}"
-    with pytest.raises(NotImplementedError, match=complaint):
-        make_samplers(5, F32, language, device)
+    report_once.cache_clear()
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).to(device)
+    params = [SamplingParams(top_p=0.9), SamplingParams(top_k=2), SamplingParams(temperature=0.0)]
+    batch = make_sampling_batch(params, [1, 2, 3], [5] * 3, 50, device)
+    plain, optimized = make_samplers(50, F32, language, device)
+    expected = plain(logits, batch)
+    calls = []
+    original = getattr(Sampler, method)
+
+    def watched(*args):
+        calls.append(method)
+        return original(*args)
+
+    monkeypatch.setattr(Sampler, method, watched)
+
+    def add_field(value):
+        return replace(batch, **{group: change(getattr(batch, group), sigmas=value)})
+
+    assert torch.equal(optimized(logits, add_field(None)), expected)  # no row uses the option
+    assert not calls
+    assert not capfd.readouterr().err
+    for _ in range(2):
+        assert torch.equal(optimized(logits, add_field(torch.ones(2))), expected)
+    assert calls == [method] * 2
+    assert torch.equal(optimized(logits, batch), expected)
+    assert calls == [method] * 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == "nanovllm: the sampling kernels ignore sigmas: such steps use the plain sampler"
+
+
+@all_kernels
+def test_a_new_field_of_the_batch_is_left_to_the_plain_forward(language, device, monkeypatch):
+    """Kernels replace the methods that get Noise and Filters, not the one that gets the batch."""
+    forward = Sampler.forward
+
+    def add_bonus(sampler, logits, batch):
+        return forward(sampler, logits + batch.bonus, batch)
+
+    monkeypatch.setattr(Sampler, "forward", add_bonus)
+    bonus = torch.zeros(50, device=device)
+    bonus[7] = torch.inf
+    batch = make_sampling_batch([SamplingParams(top_k=3)] * 2, [1, 2], [5] * 2, 50, device)
+    for sampler in make_samplers(50, F32, language, device):
+        logits = torch.zeros(2, 50, device=device)
+        assert sampler(logits, change(batch, bonus=bonus)).tolist() == [7, 7]
+
+
+@needs_compiler
+def test_a_new_option_of_the_plain_sampler_works_with_kernels(make_llm, monkeypatch, capfd):
+    """Without a change in kernels/: only Filters, the plain filter and prepare_sampling know it."""
+    report_once.cache_clear()
+
+    def allow_one_token(logits, filters):
+        assert filters.only == 7
+        only = torch.full_like(logits, -torch.inf)
+        only[:, filters.only] = 0.0
+        return only
+
+    llm = make_llm(device="cpu")
+    runner = llm.model_runner
+    assert isinstance(runner.sampler, OptimizedSampler)
+    monkeypatch.setattr("nanovllm.layers.sampler.filter_logits", allow_one_token)
+    prepare = runner.prepare_sampling
+
+    def prepare_sampling(*args):
+        batch = prepare(*args)
+        if batch.filters is None:
+            return batch
+        return replace(batch, filters=change(batch.filters, only=7))
+
+    monkeypatch.setattr(runner, "prepare_sampling", prepare_sampling)
+    params = SamplingParams(top_p=0.9, max_tokens=3, ignore_eos=True)
+    assert generate_ids(llm, [[1, 2, 3], [4, 5]], params) == [[7, 7, 7], [7, 7, 7]]
+    assert capfd.readouterr().err.count("the sampling kernels ignore only") == 1
 
 
 EXTREME_PARAMS = [

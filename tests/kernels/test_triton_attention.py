@@ -42,8 +42,8 @@ def test_decodes_beside_a_prompt_add_no_tiles(monkeypatch):
 )
 def test_16_bit_tiles_are_not_of_32(head_dim, is_decode):
     """Some releases of Triton fault with them on Hopper."""
-    shape = (4, 2, head_dim, 16, True)
-    kernels = triton_backend._prepare(is_decode, DEVICE, torch.float16, *shape)
+    query = (DEVICE, torch.float16, 0)
+    kernels = triton_backend._prepare(is_decode, *query, 4, 2, head_dim, 16)
     width = 64 if head_dim <= 64 else 256
     assert kernels.attend.constants["D"] == width
     assert kernels.attend.constants["N"] != 32

@@ -90,9 +90,9 @@ def test_bfloat16_is_closer_to_float32_than_transformers():
 
 def test_steps_with_experts_run_eager(monkeypatch):
     """Shapes depend on the routing. A model with dense layers only is captured."""
-    monkeypatch.setattr("nanovllm.kernels.CudaGraphs", lambda *arguments: MagicMock())
-    monkeypatch.setattr("nanovllm.kernels.copy_to", lambda batch, device: batch)
-    monkeypatch.setattr("nanovllm.kernels.can_replay", lambda *arguments: True)
+    monkeypatch.setattr("nanovllm.kernels.cuda.graphs.CudaGraphs", lambda *arguments: MagicMock())
+    monkeypatch.setattr("nanovllm.kernels.cuda.graphs.copy_to", lambda batch, device: batch)
+    monkeypatch.setattr("nanovllm.kernels.cuda.graphs.can_replay", lambda *arguments: True)
     backend = SimpleNamespace(SUPPORTS_CUDA_GRAPHS=True)
     kv_caches = [SimpleNamespace(device=torch.device("cuda"))]
     for dense_layers, is_captured in (({0}, False), ({0, 1}, True)):

@@ -65,7 +65,7 @@ def find_imports(module, source):
     """Return the modules that `source` imports, also in functions and for type checkers.
 
     Strings that name a module count, because import_module may get them. In the registry of
-    backends they count as imports of nanovllm.kernels.
+    backends they count as imports of nanovllm.kernels.select.
     """
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -78,7 +78,7 @@ def find_imports(module, source):
                 found.add(name if name in SOURCES else node.module)
         elif isinstance(node, ast.Constant) and module != "nanovllm.backends":
             found.update({node.value} & SOURCES.keys() - {"nanovllm"})
-    if module == "nanovllm.kernels":
+    if module == "nanovllm.kernels.select":
         found.update(registration.module for registration in BACKENDS.values())
     return found
 

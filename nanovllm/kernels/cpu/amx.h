@@ -12,6 +12,7 @@
 // BLOCK, num_rows / ROWS, BLOCK / LINE, ROWS, LINE]: a BLOCK of inputs of all rows, then the next
 // block. BLOCK inputs of a panel fit into the L1 cache, which the rows bypass.
 #pragma once
+#include "panels.h"
 
 constexpr int64_t ROWS = 32;
 constexpr int64_t MIN_ROWS = ROWS;

@@ -3,7 +3,7 @@
 #include "gated_delta.h"
 #include "gemm.h"
 
-struct DeltaLayer {  // mirrored by gated_delta.py
+struct DeltaLayer {  // filled by Python: see declarations.py
     Norm input_norm;
     Norm post_attention_norm;
     const DeltaRule* rule;

@@ -1,16 +1,17 @@
 """RMSNorm, RoPE and SwiGLU in C++ (layers.h)."""
 
-import ctypes
 from types import NoneType
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.changes import has_parts, list_hooks
-from nanovllm.kernels.cpu.library import load, structure
+from nanovllm.kernels.cpu.declarations import Norm, Struct
+from nanovllm.kernels.cpu.library import load
+from nanovllm.kernels.cpu.panels import can_prepack
 from nanovllm.kernels.cpu.prepacked import PrepackedWeight
+from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
@@ -18,16 +19,11 @@ from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import MLP, Attention, CosSin
 
 
-@structure
-class Norm(ctypes.Structure):
-    """Mirrors struct Norm of layers.h. Without a norm the weight is null."""
-
-    weight: ctypes.c_void_p
-    eps: ctypes.c_float
-
-    @classmethod
-    def describe(cls, norm: RMSNorm | None) -> "Norm":
-        return cls(norm.weight.data_ptr(), norm.eps) if norm is not None else cls()
+def describe_norm(norm: RMSNorm | None) -> Struct:
+    """Describe a norm for C++. Without one, the weight is null."""
+    if norm is None:
+        return Norm(weight=None, eps=0.0)
+    return Norm(weight=norm.weight.data_ptr(), eps=norm.eps)
 
 
 def run_on_one_rank(*linears: RowParallelLinear) -> bool:
@@ -109,7 +105,7 @@ class FastMLP(OptimizedLayer, MLP):
         projection = self.gate_up_proj
         is_plain = has_parts(projection, {"": ColumnParallelLinear}) and projection.bias is None
         is_hooked = any(list_hooks(projection))
-        if is_plain and not is_hooked and PrepackedWeight.can_prepack(projection.weight):
+        if is_plain and not is_hooked and can_prepack(projection.weight):
             self.gate_up = PrepackedWeight(projection.weight, gated=True)
             del self.gate_up_proj
         return True

@@ -8,7 +8,7 @@
 #include "layers.h"
 #include "prefill.h"
 
-struct Layer {  // mirrored by fused_layers.py
+struct Layer {  // filled by Python: see declarations.py
     Norm input_norm;
     Norm post_attention_norm;
     Norm q_norm;

@@ -13,50 +13,28 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.changes import has_parts
 from nanovllm.kernels.cpu import attention
+from nanovllm.kernels.cpu.declarations import Layer, Struct
 from nanovllm.kernels.cpu.elementwise import (
     FastAttention,
     FastMLP,
     FastRMSNorm,
-    Norm,
+    describe_norm,
     run_on_one_rank,
 )
-from nanovllm.kernels.cpu.library import load, structure
+from nanovllm.kernels.cpu.library import load
 from nanovllm.kernels.cpu.prepacked import (
     PrepackedColumnParallelLinear,
     PrepackedRowParallelLinear,
     PrepackedWeight,
-    Weight,
 )
+from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.linear import Linear
 from nanovllm.models.decoder import CosSin, DecoderLayer, DecoderLayers
 
 # A step of more tokens is computed layer by layer, because CPython handles Ctrl-C between calls.
 MAX_TOKENS_PER_CALL = 512
-
-
-@structure
-class _Layer(ctypes.Structure):
-    """Mirrors struct Layer of fused_layers.h."""
-
-    input_norm: Norm
-    post_attention_norm: Norm
-    q_norm: Norm
-    k_norm: Norm
-    qkv_bias: ctypes.c_void_p
-    o_bias: ctypes.c_void_p
-    qkv: Weight
-    o: Weight
-    gate_up: Weight
-    down: Weight
-    hidden_size: ctypes.c_int64
-    num_heads: ctypes.c_int64
-    num_kv_heads: ctypes.c_int64
-    head_dim: ctypes.c_int64
-    intermediate_size: ctypes.c_int64
-    scale: ctypes.c_float
 
 
 class FusedLayers(OptimizedLayer, DecoderLayers):
@@ -86,12 +64,12 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         return True
 
     @cached_property
-    def structs(self) -> "ctypes.Array[_Layer] | None":
+    def structs(self) -> "ctypes.Array[Struct] | None":
         """Made by the first step. None if a part was replaced after `convert`."""
         if not self.convert():
             return None
         self.kept = self.list_tensors()
-        return (_Layer * len(self))(*map(_make_struct, self))
+        return (Layer * len(self))(*map(_make_struct, self))
 
     def forward(self, x: Tensor, cos_sin: CosSin, kv_caches: list[Tensor], batch: Batch) -> Tensor:
         """The last layer computes only K/V for tokens without logits."""
@@ -133,7 +111,7 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         pointers = [kv_cache.data_ptr() for kv_cache in kv_caches]
         num_blocks, block_size = kv_caches[0].shape[1:3]
         load(x.dtype).decoder_layers(
-            ctypes.byref(structs, first * ctypes.sizeof(_Layer)),
+            ctypes.byref(structs, first * ctypes.sizeof(Layer)),
             (ctypes.c_void_p * len(pointers))(*pointers),
             len(kv_caches),
             num_blocks * block_size,
@@ -154,15 +132,15 @@ def _find_bias(linear: Linear) -> int | None:
     return linear.bias.data_ptr() if linear.bias is not None else None
 
 
-def _make_struct(layer: Any) -> _Layer:
+def _make_struct(layer: Any) -> Struct:
     """Describe a layer, whose parts are optimized. The struct points to their tensors."""
     attn = layer.self_attn
     gate_up = layer.mlp.gate_up
-    return _Layer(
-        input_norm=Norm.describe(layer.input_layernorm),
-        post_attention_norm=Norm.describe(layer.post_attention_layernorm),
-        q_norm=Norm.describe(attn.q_norm),
-        k_norm=Norm.describe(attn.k_norm),
+    return Layer(
+        input_norm=describe_norm(layer.input_layernorm),
+        post_attention_norm=describe_norm(layer.post_attention_layernorm),
+        q_norm=describe_norm(attn.q_norm),
+        k_norm=describe_norm(attn.k_norm),
         qkv_bias=_find_bias(attn.qkv_proj),
         o_bias=_find_bias(attn.o_proj),
         qkv=attn.qkv_proj.prepacked.struct,

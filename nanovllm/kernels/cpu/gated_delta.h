@@ -12,7 +12,7 @@ constexpr int64_t TOKENS_AT_ONCE = 64;
 constexpr int64_t COLUMN_VECTORS = 4;
 constexpr int64_t COLUMNS = COLUMN_VECTORS * LANES;
 
-struct DeltaRule {             // mirrored by gated_delta.py
+struct DeltaRule {             // filled by Python: see declarations.py
     const float* conv_weight;  // [conv_size, num_channels]
     const float* A_log;
     const float* dt_bias;

@@ -8,41 +8,31 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kernels import OptimizedLayer
-from nanovllm.kernels.cpu.elementwise import FastMLP, FastZeroCenteredRMSNorm, Norm, run_on_one_rank
-from nanovllm.kernels.cpu.library import load, structure
+from nanovllm.kernels.cpu import declarations
+from nanovllm.kernels.cpu.declarations import Struct
+from nanovllm.kernels.cpu.elementwise import (
+    FastMLP,
+    FastZeroCenteredRMSNorm,
+    describe_norm,
+    run_on_one_rank,
+)
+from nanovllm.kernels.cpu.library import load
 from nanovllm.kernels.cpu.prepacked import (
     PrepackedColumnParallelLinear,
     PrepackedRowParallelLinear,
     PrepackedWeight,
-    Weight,
 )
+from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.gated_delta import GatedDeltaRule
 from nanovllm.models.decoder import CosSin
 from nanovllm.models.qwen3_5 import DeltaLayer, GatedDeltaNet
-
-
-@structure
-class _DeltaRule(ctypes.Structure):
-    """Mirrors struct DeltaRule of gated_delta.h."""
-
-    conv_weight: ctypes.c_void_p
-    A_log: ctypes.c_void_p
-    dt_bias: ctypes.c_void_p
-    norm_weight: ctypes.c_void_p
-    num_key_heads: ctypes.c_int64
-    num_value_heads: ctypes.c_int64
-    key_dim: ctypes.c_int64
-    value_dim: ctypes.c_int64
-    conv_size: ctypes.c_int64
-    norm_eps: ctypes.c_float
 
 
 class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
     replaces = GatedDeltaRule
 
     taps: Tensor  # conv_weight as float32 [conv_size, sum(qkv_sizes)]
-    struct: _DeltaRule  # points to `taps` and to parameters
+    struct: Struct  # points to `taps` and to parameters
 
     def convert(self) -> bool:
         read = (self.A_log, self.dt_bias, self.norm_weight)
@@ -50,7 +40,7 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
             return False
         self.read = read  # the struct points to these
         self.taps = self.conv_weight.detach()[:, 0].T.float().contiguous()
-        self.struct = _DeltaRule(
+        self.struct = declarations.DeltaRule(
             conv_weight=self.taps.data_ptr(),
             A_log=self.A_log.data_ptr(),
             dt_bias=self.dt_bias.data_ptr(),
@@ -90,22 +80,6 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
         return output
 
 
-@structure
-class _DeltaLayer(ctypes.Structure):
-    """Mirrors struct DeltaLayer of delta_layer.h."""
-
-    input_norm: Norm
-    post_attention_norm: Norm
-    rule: ctypes.c_void_p
-    qkvz: Weight
-    ba: Weight
-    out: Weight
-    gate_up: Weight
-    down: Weight
-    hidden_size: ctypes.c_int64
-    intermediate_size: ctypes.c_int64
-
-
 class FastDeltaLayer(OptimizedLayer, DeltaLayer):
     """Calls no part. The parts are optimized as well, and have what the C++ code reads."""
 
@@ -133,15 +107,15 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
         return not has_bias and run_on_one_rank(net.out_proj, down_proj)
 
     @cached_property
-    def struct(self) -> _DeltaLayer | None:
+    def struct(self) -> Struct | None:
         """Made by the first step. None if a part was replaced after `convert`."""
         if not self.convert():
             return None
         self.kept = self.list_tensors()
         net, mlp = cast(Any, self.linear_attn), cast(Any, self.mlp)
-        return _DeltaLayer(
-            input_norm=Norm.describe(self.input_layernorm),
-            post_attention_norm=Norm.describe(self.post_attention_layernorm),
+        return declarations.DeltaLayer(
+            input_norm=describe_norm(self.input_layernorm),
+            post_attention_norm=describe_norm(self.post_attention_layernorm),
             rule=ctypes.addressof(net.delta_rule.struct),
             qkvz=net.in_proj_qkvz.prepacked.struct,
             ba=net.in_proj_ba.prepacked.struct,

@@ -1,77 +1,22 @@
-// GEMM with prepacked weights, with AMX or with the vectors of any processor.
+// GEMM with prepacked weights.
 //
-// A weight [out_features, in_features] is stored in panels of WIDTH outputs: [depth / PAIR, WIDTH,
-// PAIR]. In 16-bit dtypes two adjacent inputs of an output are a pair, as AMX requires. In float32
-// PAIR is 1. Depth is in_features rounded up, and the padding is zero. A panel stays in a core's
-// cache while all rows of x are multiplied by it, a few at a time. Meanwhile the next panel is
-// prefetched. quantized.h has the panels of quantized weights.
+// A panel stays in a core's cache while all rows of x are multiplied by it, a few at a time.
+// Meanwhile the next panel is prefetched.
 #pragma once
+#include "rows.h"
 #include "team.h"
 
-constexpr int64_t PAIR = sizeof(T) == 2 ? 2 : 1;
-constexpr int64_t WIDTH = 32;
-constexpr int64_t LINE = 64 / sizeof(T);  // numbers in a cache line
-constexpr int64_t TASKS_PER_THREAD = 4;
-
-// Rows are an odd number of cache lines apart. With a power of two, they would compete for few sets
-// of the caches.
-static int64_t find_stride(int64_t size) { return round_up(size, 2 * LINE) + LINE; }
-
-struct Weight {  // mirrored by prepacked.py
-    const void* panels;
-    int64_t bits;        // of a code, or 0 if the panels have numbers of type T
-    int64_t group_size;  // inputs that share a scale and a zero
-
-    int64_t block_size() const {  // bytes of a group of a quantized panel
-        return WIDTH * (sizeof(float) + sizeof(int16_t)) + WIDTH * group_size * bits / 8;
-    }
-
-    const T* find_panel(int64_t panel, int64_t in_features) const {
-        int64_t size = bits ? round_up(in_features, group_size) / group_size * block_size()
-                            : WIDTH * round_up(in_features, LINE) * sizeof(T);
-        return (const T*)((const char*)panels + panel * size);
-    }
-};
-
-// The epilogue of a panel's sums. It adds `bias` and `residual`, which has the shape of the output.
-// If the panel is `gated`, its first half is gate and its second half up, and the result is
-// silu(gate) * up.
-struct Epilogue {
-    int64_t size;  // outputs of this panel
-    const T* bias = nullptr;
-    const T* residual = nullptr;
-    bool gated = false;
-
-    // Store one row. `offset` is its distance from the first row in the output.
-    void store(const float* sums, T* output, int64_t offset) const {
-        auto finish = [&](int64_t i) {
-            Vector sum = load(sums + i);
-            if (gated) sum = silu(sum) * load(sums + WIDTH / 2 + i);
-            if (bias) sum += widen(bias + i, size - i);
-            if (residual) sum += widen(residual + offset + i, size - i);
-            return sum;
-        };
-        __builtin_prefetch(output + offset + size, 1);  // this row of the next panel
-        if (size == WIDTH)
-            for (int64_t i = 0; i < WIDTH; i += 2 * LANES)
-                narrow(finish(i), finish(i + LANES), output + offset + i);
-        else
-            for (int64_t i = 0; i < size; i += LANES)
-                narrow(finish(i), output + offset + i, size - i);
-    }
-};
-
-// Rows holds up to MAX_ROWS rows of x and multiplies ROWS of them at a time. As many rows as fit
-// into CACHED_BYTES, but at least MIN_ROWS, are multiplied by all panels before the next ones,
-// because reading the weights again would take longer. Tiles is the state of a thread while it
-// multiplies. library.py defines MAY_USE_AMX if Linux permits the use of AMX.
-#if defined(T_IS_BFLOAT16) && defined(__AMX_BF16__) && defined(MAY_USE_AMX)
-#define USE_AMX
-#include "amx.h"
-#else
-#include "plain.h"
+#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__)) || \
+    (defined(__SSE2__) && !defined(__AVX__))
+#define MULTIPLIES_PAIRS  // of 16-bit integers, in whole vectors
 #endif
-#include "quantized.h"
+#if defined(T_IS_16_BITS) && defined(MULTIPLIES_PAIRS) && !defined(USE_AMX)
+#include "planes.h"
+#else
+#include "dequantized.h"
+#endif
+
+constexpr int64_t TASKS_PER_THREAD = 4;
 
 // AnyRows is Rows or QuantizedRows.
 template <class AnyRows>

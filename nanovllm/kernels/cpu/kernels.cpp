@@ -8,7 +8,8 @@
 // GNU C++20 is assumed, which gcc and clang compile: C++20 with vectors of numbers (vector_size),
 // and arrays whose length is known at run time. Reading order:
 //
-//     common.h  team.h  layers.h  decode.h  gemm.h (amx.h or plain.h, quantized.h, planes.h)
+//     common.h  team.h  layers.h  decode.h
+//     panels.h  rows.h (amx.h or plain.h)  quantized.h  planes.h or dequantized.h  gemm.h
 //     prefill.h  fused_layers.h  gated_delta.h  delta_layer.h  sampler.h
 #include "delta_layer.h"
 #include "fused_layers.h"

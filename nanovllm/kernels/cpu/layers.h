@@ -10,7 +10,7 @@ static float mean_square(const Number* x, int64_t size) {
     return horizontal_sum(squares) / size;
 }
 
-struct Norm {  // mirrored by elementwise.py
+struct Norm {  // filled by Python: see declarations.py
     const T* weight;  // can be null where a norm is optional
     float eps;
 };

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Filters, Noise
-from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.cpu.elementwise import (
     FastAttention,
     FastMLP,
@@ -26,7 +25,8 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedExperts,
     PrepackedRowParallelLinear,
 )
-from nanovllm.kernels.sampler import OptimizedSampler
+from nanovllm.kernels.optimized_layer import OptimizedLayer
+from nanovllm.kernels.sampler import OptimizedSampler, has_unknown_fields
 
 
 class FastSampler(OptimizedSampler):
@@ -36,6 +36,8 @@ class FastSampler(OptimizedSampler):
     """
 
     def filter(self, logits: Tensor, filters: Filters) -> Tensor:
+        if has_unknown_fields(filters):
+            return super().filter(logits, filters)
         logits = logits.contiguous()
         output = torch.empty_like(logits, dtype=torch.float32)
         num_rows, vocab_size = logits.shape
@@ -55,6 +57,8 @@ class FastSampler(OptimizedSampler):
         return output
 
     def draw(self, logits: Tensor, noise: Noise | None) -> Tensor:
+        if noise is not None and has_unknown_fields(noise):
+            return super().draw(logits, noise)
         logits = logits.contiguous()
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         load(self.dtype).sample(

@@ -18,34 +18,14 @@ import tempfile
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import xxhash
 from torch import Tensor
 
+from nanovllm.kernels.cpu.declarations import read_functions
 from nanovllm.utils.terminal import report
 
-S = TypeVar("S", bound=ctypes.Structure)
-
-
-KINDS = {"P": ctypes.c_void_p, "I": ctypes.c_int64, "F": ctypes.c_float}
-SIGNATURES = {  # parameters of the functions in kernels.cpp: pointer, int64_t or float
-    "store_kvcache": "PPIIPIIPP",
-    "decode_attention": "PPPPPPPIIIIIIF",
-    "prefill_attention": "PPPPPPPIIIIIIF",
-    "decoder_layers": "PPIIPPPPPPPIIIII",
-    "linear": "PPPPPIIIIII",
-    "gather_rows": "PPPII",
-    "rms_norm": "PPPIIFI",
-    "cos_and_sin": "PPFPPII",
-    "rotary": "PPPPPIIIIIF",
-    "silu_and_mul": "PPII",
-    "gated_delta_rule": "PPPPPIIIIPPPPIP",
-    "delta_layer": "PPPPPPII",
-    "filter_logits": "PIPPPPPPIII",
-    "sample": "PIPPPPII",
-}
 SHORT_QUERY = 8  # tokens of a query that decode.h computes as separate decodes
 SOURCE = Path(__file__).with_name("kernels.cpp")
 DEFINES = {
@@ -113,12 +93,11 @@ def load(dtype: torch.dtype) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError:  # missing or damaged
         library = _build(compiler, dtype, path)
-    for name, kinds in SIGNATURES.items():
-        function = getattr(library, name, None)  # a library made for a test lacks some
-        if function is not None:
-            function.argtypes = [KINDS[kind] for kind in kinds]
-            function.restype = None
-            setattr(library, name, partial(_call, function))
+    for name, types in read_functions(sources.decode()).items():
+        function = getattr(library, name)
+        function.argtypes = types
+        function.restype = None
+        setattr(library, name, partial(_call, function))
     return library
 
 
@@ -163,9 +142,3 @@ def _run(*command: str) -> bytes:
         output = done.stderr.decode(errors="replace")
         raise OSError(f"{command[0]} exited with code {done.returncode}: {output}")
     return done.stdout
-
-
-def structure(cls: type[S]) -> type[S]:
-    """Class decorator: give a structure the fields that its annotations declare, as in C."""
-    cls._fields_ = list(cls.__annotations__.items())
-    return cls

@@ -10,7 +10,7 @@
 // the panel are widened once into the L1 cache, in the order in which they are read: [2 * WIDTH /
 // TILE, BLOCK / 2, TILE], where TILE elements fill VECTORS vectors.
 #pragma once
-#include "common.h"
+#include "panels.h"
 
 #ifdef IN_PAIRS
 using Pair = int32_t;

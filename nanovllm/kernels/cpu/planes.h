@@ -16,6 +16,7 @@
 // the result for a row does not depend on the other rows.
 #pragma once
 #include "quantized.h"
+#include "rows.h"
 
 class QuantizedRows {
     static constexpr int64_t NUM_PLANES = 3;

@@ -19,7 +19,7 @@ from triton.language import constexpr
 
 from nanovllm.batch import Batch
 from nanovllm.kernels.cuda.attention_kernels import attend_kernel, combine_splits_kernel
-from nanovllm.kernels.cuda.launch import Launch, describe_gpu, is_aligned, prepare
+from nanovllm.kernels.cuda.launch import Launch, describe_gpu, prepare
 from nanovllm.layers.attention import MAX_DRAFT_LEN as MAX_DRAFT_LEN
 from nanovllm.layers.attention import make_cache as make_cache
 
@@ -28,11 +28,34 @@ PREFERRED_BLOCK_SIZE = 16
 SUPPORTS_CUDA_GRAPHS = True
 
 _LOG2_E = 1.4426950408889634
-# These constants and those of _choose_tile were chosen without a GPU, and are not tuned on one.
-_MIN_TOKENS_PER_SPLIT = 256
+
+
+class _Tile(NamedTuple):
+    rows: int  # query rows
+    tokens: int  # context tokens
+    num_warps: int
+    num_stages: int
+
+
+# All numbers from here to `reason_unavailable` were chosen without a GPU, so that the compiler
+# spills no registers (tests/kernels/compiled.py). None is tuned on a GPU.
 _MAX_SPLITS = 64
+_MIN_TOKENS_PER_SPLIT = 256
 # Contexts of decodes are split until there are this many programs per multiprocessor.
 _PROGRAMS_PER_PROCESSOR = 4
+_FLOAT32_TILE = _Tile(16, 16, 4, 2)  # GEMM without matrix instructions
+# Tiles of 16-bit numbers, by head_dim, which is rounded up to one of these. Hopper and Blackwell
+# (wgmma, tcgen05) multiply with K/V from shared memory, others from registers. With fewer than 5
+# stages the next tile is not fetched ahead, because it waits for its entries of the block table.
+_TILES = {
+    "decode": {64: _Tile(16, 64, 4, 3), 128: _Tile(16, 64, 4, 3), 256: _Tile(16, 16, 4, 3)},
+    "prefill": {64: _Tile(128, 64, 8, 5), 128: _Tile(128, 32, 8, 5), 256: _Tile(64, 16, 8, 5)},
+    "prefill, Hopper": {
+        64: _Tile(128, 64, 8, 5),
+        128: _Tile(128, 64, 8, 5),
+        256: _Tile(64, 64, 8, 3),  # not 32 tokens, because of the faults that _prepare avoids
+    },
+}
 
 
 def reason_unavailable(
@@ -56,9 +79,8 @@ def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Te
     row_size = num_kv_heads * head_dim
     assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1) and kv_cache.is_contiguous()
     sizes = (key.stride(0), value.stride(0), row_size)
-    launch_key = (key.device, key.dtype, *sizes, is_aligned(key), is_aligned(value))
     block = min(1024, triton.next_power_of_2(row_size))
-    launch = prepare(_store_kvcache_kernel, *launch_key, BLOCK=block)
+    launch = prepare(_store_kvcache_kernel, (key, value), *sizes, BLOCK=block)
     launch((num_tokens, 1, 1), key, value, *kv_cache, slot_mapping, *sizes)
 
 
@@ -115,11 +137,11 @@ def _attend(
         is_decode,
         query.device,
         query.dtype,
+        query.data_ptr() % 16,
         num_heads,
         num_kv_heads,
         head_dim,
         block_size,
-        is_aligned(query),
     )
     num_splits = 1
     # Of each split: the normalized output, and log2 of its sum of exponentials.
@@ -169,23 +191,16 @@ class _Kernels(NamedTuple):
     unused: Tensor  # in place of the buffers if there is one split
 
 
-class _Tile(NamedTuple):
-    rows: int  # query rows
-    tokens: int  # context tokens
-    num_warps: int
-    num_stages: int
-
-
 @cache
 def _prepare(
     is_decode: bool,
     device: torch.device,
     dtype: torch.dtype,
+    alignment: int,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     block_size: int,
-    aligned: bool,
 ) -> _Kernels:
     group_size = num_heads // num_kv_heads
     dim = triton.next_power_of_2(head_dim)
@@ -222,22 +237,12 @@ def _prepare(
 
 
 def _choose_tile(is_decode: bool, dim: int, dtype: torch.dtype, major: int) -> _Tile:
-    """Return tile sizes for which the compiler spills no registers. Not tuned on a GPU."""
-    if dtype == torch.float32:  # GEMM of tiles without matrix instructions
-        return _Tile(rows=16, tokens=16, num_warps=4, num_stages=2)
-    if is_decode:
-        tokens = 64 if dim <= 128 else 16
-        return _Tile(rows=16, tokens=tokens, num_warps=4, num_stages=3)
-    # Hopper and Blackwell (wgmma, tcgen05) multiply with K/V from shared memory, others from
-    # registers.
-    is_recent = major in (9, 10)
-    if is_recent and dim > 128:  # not 32 tokens, because of the faults that _prepare avoids
-        return _Tile(rows=64, tokens=64, num_warps=8, num_stages=3)
-    numbers_per_tile = 8192 if is_recent else 4096
-    rows = 128 if dim <= 128 else 64
-    # With fewer than 5 stages the next tile is not fetched ahead, because it waits for its entries
-    # of the block table.
-    return _Tile(rows, tokens=min(64, numbers_per_tile // dim), num_warps=8, num_stages=5)
+    if dtype == torch.float32:
+        return _FLOAT32_TILE
+    kind = "decode" if is_decode else "prefill"
+    if kind == "prefill" and major in (9, 10):
+        kind = "prefill, Hopper"
+    return _TILES[kind][dim]
 
 
 def _count_splits(num_programs: int, max_context_len: int, num_processors: int) -> int:

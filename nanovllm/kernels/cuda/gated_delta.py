@@ -8,12 +8,13 @@ import triton
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.cuda.gated_delta_kernels import (
     advance_states_kernel,
+    find_row_size,
     prepare_chunks_kernel,
 )
-from nanovllm.kernels.cuda.launch import is_aligned, prepare
+from nanovllm.kernels.cuda.launch import prepare
+from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.gated_delta import GatedDeltaRule
 
 _CHUNK = 32  # not tuned on a GPU, as the numbers of warps
@@ -41,12 +42,11 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
         chunk = _CHUNK if is_chunked else 1
         k = max(16, triton.next_power_of_2(self.key_dim))  # as tl.dot takes them
         v = max(16, triton.next_power_of_2(self.value_dim))
-        # Of a token: decayed q and k, w, x, decay in 16 bytes, and scores.
-        prepared = states.new_empty(num_tokens, num_heads, 3 * k + v + 4 + chunk)
+        prepared = states.new_empty(num_tokens, num_heads, find_row_size(k, v, chunk))
         output = gate.new_empty(gate.shape)
         windows = states[:, self.matrices_size :]
         strides = [each.stride(0) for each in inputs]
-        key = (qkv.device, qkv.dtype, *strides, *map(is_aligned, (*inputs, states, windows)))
+        read = (*inputs, states, windows)
         constants = {
             "NUM_HEADS": num_heads,
             "GROUP": num_heads // self.num_key_heads,
@@ -60,7 +60,7 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
             "ROW": prepared.shape[2],
             "CHUNK": chunk,
         }
-        launch = prepare(prepare_chunks_kernel, *key, **constants, num_warps=8)
+        launch = prepare(prepare_chunks_kernel, read, *strides, **constants, num_warps=8)
         launch(
             ((num_tokens // chunk + num_seqs) * num_heads, 1, 1),
             qkv,
@@ -82,7 +82,13 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
         # Decodes, and then all other sequences.
         for length in sorted({1, chunk} if has_decodes else {chunk}):
             launch = prepare(
-                advance_states_kernel, *key, C=length, **constants, num_warps=8, num_stages=2
+                advance_states_kernel,
+                read,
+                *strides,
+                C=length,
+                **constants,
+                num_warps=8,
+                num_stages=2,
             )
             launch(
                 (num_heads, num_seqs, 1),

@@ -10,6 +10,13 @@ A program of the second kernel takes one value head of a sequence through all of
 
     u = x - w S    output = (decayed q) S + scores u    S = decay S + (k decayed to the end)^T u
 
+Between the two, a row of `prepared` is float32 and has, for a token and a head (K and V are key_dim
+and value_dim, rounded up; `advance_states_kernel` needs the decay of a chunk's last token only):
+
+    offset    0          K          2K     3K     3K + V        3K + V + 4
+              decayed q  decayed k  w      x      decay         scores
+    numbers   K          K          K      V      1, padded: 4  C, with the tokens of the chunk
+
 S stays in registers. It is transposed, because matrix instructions take only their left operand
 from there. A decode is a chunk of one token, so that its products need no matrix instructions.
 """
@@ -19,6 +26,11 @@ import triton.language as tl
 from triton.language import constexpr
 
 from nanovllm.kernels.cuda.attention_kernels import find_tile
+
+
+def find_row_size(k: int, v: int, chunk: int) -> int:
+    """Return the numbers in a row of `prepared`."""
+    return 3 * k + v + 4 + chunk
 
 
 # Slots and bounds can have any alignment in a packed batch.

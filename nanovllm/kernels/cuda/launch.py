@@ -1,5 +1,6 @@
 """Caches compiled Triton kernels, because Triton's dispatch costs the host more than a launch."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -10,9 +11,7 @@ from torch import Tensor
 class Launch:
     """A Triton kernel with fixed constants. The first call compiles it, later calls only launch it.
 
-    Everything else that Triton specializes on must be identical in all calls: the GPU, the dtypes,
-    the integers, which tensors are None, and which are aligned to 16 bytes, as new tensors of torch
-    are. The owner of a Launch keeps all of these in its cache key.
+    Everything else that Triton specializes on must be identical in all calls. `prepare` sees to it.
     """
 
     # Triton annotates neither kernels nor compiled kernels.
@@ -31,14 +30,34 @@ class Launch:
             self.compiled = self.kernel[grid](*args, **self.constants, enable_fp_fusion=True)
 
 
-@cache
-def prepare(kernel: Any, *key: object, **constants: object) -> Launch:
-    """Return the kernel with these constants, for all calls with the same `key`."""
-    return Launch(kernel, **constants)
+_launches: dict[object, Launch] = {}
 
 
-def is_aligned(tensor: Tensor) -> bool:
-    return tensor.data_ptr() % 16 == 0
+def prepare(
+    kernel: Any, inputs: Sequence[Tensor | None], *sizes: int, **constants: object
+) -> Launch:
+    """Return the kernel for these inputs, sizes and constants.
+
+    Triton compiles a variant for each GPU, for each dtype, alignment to 16 bytes and absence of a
+    tensor, and for integers. Looking at all arguments would cost as much as Triton's dispatch.
+    Therefore `inputs` has the tensors that callers pass on, which can be views or None, and `sizes`
+    the integers. All other tensors are weights or new, so they are aligned. If one is missing, a
+    kernel for other arguments is launched: tests/kernels/test_launch.py compares all arguments.
+    """
+    # A kernel is known by its id, because Triton's own hash of it takes longer than all the rest.
+    key = (id(kernel), sizes, *map(describe, inputs), *constants.values())
+    launch = _launches.get(key)
+    if launch is None:
+        launch = Launch(kernel, **constants)
+        _launches[key] = launch
+    return launch
+
+
+def describe(tensor: Tensor | None) -> object:
+    """Return what Triton specializes on, and the index of the GPU, or None."""
+    if tensor is not None:
+        return tensor.get_device(), tensor.dtype, tensor.data_ptr() % 16
+    return None
 
 
 @cache

@@ -13,11 +13,10 @@ import triton
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kernels import OptimizedLayer
 from nanovllm.kernels.changes import has_parts
 from nanovllm.kernels.cuda.attention import store_kvcache
 from nanovllm.kernels.cuda.gated_delta import FastGatedDeltaRule
-from nanovllm.kernels.cuda.launch import is_aligned, prepare
+from nanovllm.kernels.cuda.launch import prepare
 from nanovllm.kernels.cuda.layer_kernels import (
     add_rms_norm_kernel,
     rotate_and_store_kernel,
@@ -29,7 +28,8 @@ from nanovllm.kernels.cuda.quantized import (
     FastQuantizedRowParallelLinear,
 )
 from nanovllm.kernels.cuda.sampler import FastSampler
-from nanovllm.kernels.self_test import find_failure
+from nanovllm.kernels.fallback import find_failure
+from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.decoder import MLP, Attention, CosSin, DecoderLayer, DecoderLayers
 
@@ -89,8 +89,8 @@ def add_rms_norm(
     normed = torch.empty_like(x)
     block = triton.next_power_of_2(size)
     num_warps = min(max(4, block // 512), 16)
-    key = (x.device, x.dtype, size, is_aligned(x), branch is None)
-    launch = prepare(add_rms_norm_kernel, *key, BLOCK=block, num_warps=num_warps)
+    inputs = (x, branch)
+    launch = prepare(add_rms_norm_kernel, inputs, size, BLOCK=block, num_warps=num_warps)
     launch((x.numel() // size, 1, 1), x, branch, weight, total, normed, size, eps)
     return total, normed
 
@@ -140,10 +140,12 @@ def rotate_and_store(
     block = triton.next_power_of_2(head_dim // 2)
     max_heads = max(1, _ROTATED_NUMBERS // (2 * block))
     heads = min(triton.next_power_of_2(num_all_heads), max_heads)  # heads per program
-    key = (qkv.device, qkv.dtype, values_offset, is_aligned(qkv), q_norm is None)
+    q_weight = q_norm.weight if q_norm is not None else None
+    k_weight = k_norm.weight if k_norm is not None else None
     launch = prepare(
         rotate_and_store_kernel,
-        *key,
+        (qkv, q_weight),
+        values_offset,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
@@ -154,8 +156,8 @@ def rotate_and_store(
     launch(
         (num_tokens, triton.cdiv(num_all_heads, heads), 1),
         qkv,
-        q_norm.weight if q_norm is not None else None,
-        k_norm.weight if k_norm is not None else None,
+        q_weight,
+        k_weight,
         q_norm.eps if q_norm is not None else 0.0,
         k_norm.eps if k_norm is not None else 0.0,
         *cos_sin,
@@ -175,8 +177,7 @@ class FastMLP(OptimizedLayer, MLP):
         assert gate_up.is_contiguous()
         num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         output = gate_up.new_empty(num_tokens, size)
-        key = (gate_up.device, gate_up.dtype, size, is_aligned(gate_up))
-        launch = prepare(silu_and_mul_kernel, *key, BLOCK=_SWIGLU_BLOCK)
+        launch = prepare(silu_and_mul_kernel, (gate_up,), size, BLOCK=_SWIGLU_BLOCK)
         launch((num_tokens, triton.cdiv(size, _SWIGLU_BLOCK), 1), gate_up, output, size)
         return self.down_proj(output)
 

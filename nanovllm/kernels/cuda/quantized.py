@@ -14,7 +14,7 @@ Rows of codes whose size is not a multiple of 4 bytes are read byte by byte, whi
 The experts of an MoE and the look-up of embeddings keep the code of layers/ and models/.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,17 +22,29 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from nanovllm.kernels import OptimizedLayer
-from nanovllm.kernels.cuda.launch import describe_gpu, is_aligned, prepare
+from nanovllm.kernels.cuda.launch import describe_gpu, prepare
+from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.utils.arithmetic import cdiv
 
-# These constants and the tiles of `FastQuantizedLayer.multiply` are not tuned on a GPU.
-_K = 128  # the largest group, so that a tile has whole groups
+
+class _Tile(NamedTuple):
+    rows: int  # of x
+    outputs: int
+    num_warps: int
+    programs: int  # that fit a multiprocessor
+
+
+# Not tuned on a GPU.
+_K = 128  # inputs of a tile: the largest group, so that a tile has whole groups
 _NUM_STAGES = 3  # 8 to 16 KB of codes in flight per program
-_FEW_ROWS = 16  # the fewest that tl.dot takes
+# tl.dot takes at least 16 rows. A thread has about 128 registers. float32 has no matrix
+# instructions, and larger tiles of it would spill.
+_SMALL_TILE = _Tile(rows=16, outputs=64, num_warps=4, programs=4)
+# One program takes most registers of a multiprocessor. With more rows it would spill.
+_LARGE_TILE = _Tile(rows=64, outputs=128, num_warps=8, programs=1)
 
 
 class FastQuantizedLayer(OptimizedLayer):
@@ -42,7 +54,7 @@ class FastQuantizedLayer(OptimizedLayer):
         """Compile the kernels for few and for many rows, so that serving compiles none."""
         if not isinstance(self.weight, QuantizedWeight):
             return False
-        for num_rows in (1, _FEW_ROWS + 1):
+        for num_rows in (_SMALL_TILE.rows, _LARGE_TILE.rows):
             x = self.weight.new_empty([num_rows, self.weight.in_features]).zero_()
             self.multiply(x, getattr(self, "bias", None))  # an embedding has no bias
         return True
@@ -54,36 +66,25 @@ class FastQuantizedLayer(OptimizedLayer):
         num_rows = len(x)
         out_features, in_features = weight.shape
         is_float32 = x.dtype == torch.float32
-        if num_rows <= _FEW_ROWS or is_float32:
-            # Four programs fit a multiprocessor, with about 128 registers per thread. float32 has
-            # no matrix instructions, and larger tiles of it would spill.
-            m, n, num_warps, programs = _FEW_ROWS, 64, 4, 4
-        else:
-            # One program takes most registers of a multiprocessor. With more rows it would spill.
-            m, n, num_warps, programs = 64, 128, 8, 1
+        tile = _SMALL_TILE if num_rows <= _SMALL_TILE.rows or is_float32 else _LARGE_TILE
         launch = prepare(
             _multiply_kernel,
-            x.device,
-            x.dtype,
+            (x, bias),
             out_features,
-            is_aligned(x),
-            bias is None,
             IN_FEATURES=in_features,
             BITS=weight.scheme.bits,
             GROUP=weight.scheme.group_size,
-            N=n,
-            M=m,
+            N=tile.outputs,
+            M=tile.rows,
             K=_K,
             PRECISION="ieee" if is_float32 else "tf32",  # no effect on 16-bit operands
-            num_warps=num_warps,
+            num_warps=tile.num_warps,
             num_stages=_NUM_STAGES,
         )
-        tiles = (cdiv(out_features, n), cdiv(num_rows, m))
-        _, num_processors = describe_gpu(x.device)
-        wanted = max(1, programs * num_processors // max(1, tiles[0] * tiles[1]))  # splits
-        steps = cdiv(in_features, _K)
-        steps_per_split = cdiv(steps, wanted)
-        num_splits = cdiv(steps, steps_per_split)
+        tiles = (cdiv(out_features, tile.outputs), cdiv(num_rows, tile.rows))
+        num_steps = cdiv(in_features, _K)
+        steps_per_split = _count_steps_per_split(tiles[0] * tiles[1], num_steps, tile, x)
+        num_splits = cdiv(num_steps, steps_per_split)
         output = x.new_empty(num_rows, out_features)
         sums = x.new_empty(num_splits if num_splits > 1 else 0, *output.shape, dtype=torch.float32)
         launch(
@@ -100,6 +101,13 @@ class FastQuantizedLayer(OptimizedLayer):
             steps_per_split,
         )
         return output if num_splits == 1 else sums.sum(0).to(x.dtype)
+
+
+def _count_steps_per_split(num_tiles: int, num_steps: int, tile: _Tile, x: Tensor) -> int:
+    """Return the steps of _K inputs of a program, so that splits of the inputs fill the GPU."""
+    _, num_processors = describe_gpu(x.device)
+    num_splits = max(1, tile.programs * num_processors // max(1, num_tiles))
+    return cdiv(num_steps, num_splits)
 
 
 class FastQuantizedColumnParallelLinear(FastQuantizedLayer, ColumnParallelLinear):

@@ -5,6 +5,8 @@ of a row, and torch takes the maximum over the parts. To filter, a program passe
 times and searches by bisection for the lowest logit to keep.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -12,10 +14,19 @@ from torch import Tensor
 from triton.language import constexpr
 
 from nanovllm.batch import Filters, Noise
-from nanovllm.kernels.sampler import OptimizedSampler
-from nanovllm.layers.sampler import find_best
+from nanovllm.kernels.sampler import OptimizedSampler, has_unknown_fields
 
 _BLOCK = 4096  # tokens of the vocabulary that a program holds at a time. Not tuned on a GPU.
+
+
+class _Cut(NamedTuple):
+    """The lowest logit that stays, and the tokens at or above it, and above it. Mass is weight."""
+
+    logit: Any
+    count: Any
+    mass: Any
+    count_above: Any
+    mass_above: Any
 
 
 class FastSampler(OptimizedSampler):
@@ -25,8 +36,8 @@ class FastSampler(OptimizedSampler):
     """
 
     def draw(self, logits: Tensor, noise: Noise | None) -> Tensor:
-        if noise is None:
-            return find_best(logits)
+        if noise is None or has_unknown_fields(noise):
+            return super().draw(logits, noise)
         logits = logits.contiguous()
         num_rows, vocab_size = logits.shape
         grid = (num_rows, triton.cdiv(vocab_size, _BLOCK))
@@ -53,6 +64,8 @@ class FastSampler(OptimizedSampler):
         more or less can stay. A row with an infinite logit keeps more tokens than necessary, which
         changes nothing.
         """
+        if has_unknown_fields(filters):
+            return super().filter(logits, filters)
         logits = logits.contiguous()
         output = logits.to(torch.float32, copy=True)
         _filter_kernel[(len(filters.rows),)](
@@ -150,24 +163,24 @@ def _filter_kernel(
         logits = _load_logits(logits_ptr, start + tl.arange(0, BLOCK), vocab_size)
         masses += tl.exp((logits - highest) * scale)
 
-    cut = float("-inf")
-    count = vocab_size
     mass = tl.sum(masses)
     kept_mass = mass
+    # Nothing is cut yet: all tokens stay.
+    cut = _Cut(float("-inf"), vocab_size, mass, 0, 0.0)
     if (top_k < vocab_size) & (highest < float("inf")):
-        cut, count, mass, kept_mass = _find_cut(
-            logits_ptr, vocab_size, highest, scale, cut, count, mass, top_k, float("inf"), BLOCK
-        )
+        cut = _find_cut(logits_ptr, vocab_size, highest, scale, cut, top_k, float("inf"), BLOCK)
+        # More than top_k tokens stay if some have the logit of the cut. Only top_k of them count.
+        num_at_cut = cut.count - cut.count_above
+        missing_mass = (top_k - cut.count_above) * (cut.mass - cut.mass_above) / num_at_cut
+        kept_mass = cut.mass_above + missing_mass
     if (top_p < 1) & (highest < float("inf")):
         max_mass = top_p * kept_mass
-        cut, count, mass, kept_mass = _find_cut(
-            logits_ptr, vocab_size, highest, scale, cut, count, mass, top_k, max_mass, BLOCK
-        )
+        cut = _find_cut(logits_ptr, vocab_size, highest, scale, cut, top_k, max_mass, BLOCK)
     for start in range(0, vocab_size, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
         logits = _load_logits(logits_ptr, tokens, vocab_size)
         # False for NaN, which therefore stays.
-        is_removed = (logits < cut) | (tl.exp((logits - highest) * scale) < min_p)
+        is_removed = (logits < cut.logit) | (tl.exp((logits - highest) * scale) < min_p)
         mask = is_removed & (tokens < vocab_size)
         tl.store(output_ptr + row * vocab_size + tokens, float("-inf"), mask=mask)
 
@@ -178,9 +191,7 @@ def _find_cut(
     vocab_size,
     highest,
     scale,
-    low,
-    count_low,
-    mass_low,
+    cut,
     max_count,
     max_mass,
     BLOCK: constexpr,
@@ -188,10 +199,19 @@ def _find_cut(
     """Find the lowest logit that stays: fewer than max_count tokens, with less mass than max_mass,
     have higher logits.
 
-    Bisection between `low` and `highest`. The tokens at or above `low` are count_low, and have
-    mass_low. Returns these three values for the cut, and the mass of the first max_count tokens,
-    which is valid if max_count is the only bound.
+    Bisection between the logit of `cut`, an earlier cut, and the highest. With logits 5, 4, 4, 2, 1
+    and max_count 2:
+
+        low  high  pivot  above it
+        -inf  5    -inf   5 4 4 2 1    too many: low becomes the lowest of them, 1
+         1    5     3     5 4 4        too many: low becomes 4
+         4    5     4.5   5            few enough: high becomes the highest of the others, 4
+
+    The result is the cut at 4, with the counts of 5 4 4 and of 5, and their masses.
     """
+    low = cut.logit
+    count_low = cut.count
+    mass_low = cut.mass
     high = highest
     count_high = 0  # number of tokens above `high`
     mass_high = 0.0
@@ -221,10 +241,7 @@ def _find_cut(
             low = tl.min(above)
             count_low = count
             mass_low = mass
-    # Tokens with equal logits have equal mass.
-    missing_mass = (max_count - count_high) * (mass_low - mass_high) / (count_low - count_high)
-    kept_mass = mass_high + missing_mass
-    return low, count_low, mass_low, kept_mass
+    return _Cut(low, count_low, mass_low, count_high, mass_high)
 
 
 @triton.jit

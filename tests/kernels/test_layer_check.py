@@ -10,10 +10,11 @@ from kernel_helpers import CPU, make_spec, needs_triton, randomize, triton_layer
 from torch import nn
 from transformers import Qwen3_5TextConfig
 
-from nanovllm import LLM, kernels
+from nanovllm import LLM
 from nanovllm.checkpoints.quantization import INT8
-from nanovllm.kernels import OptimizedLayer, kernelize
+from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cuda import graphs
+from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.gated_delta import GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -42,14 +43,12 @@ def fail(layer, *args):
 @pytest.fixture
 def stand_ins(monkeypatch):
     """An optimized subclass for each layer, which computes what the layer does."""
-    kernels.report_once.cache_clear()
     found = {}
     for layer in (*LAYERS, Sampler):
         members = {"replaces": layer, "forward": layer.forward}
         found[layer] = type(f"Fast{layer.__name__}", (OptimizedLayer, layer), members)
-    monkeypatch.setattr(kernels, "find_optimized_layers", lambda *_: list(found.values()))
+    monkeypatch.setattr(replacement, "find_optimized_layers", lambda *_: list(found.values()))
     yield found
-    kernels.report_once.cache_clear()
 
 
 def make_model(backend, is_quantized=lambda name: True):
@@ -108,7 +107,7 @@ def test_a_layer_that_does_not_store_keys_and_values_is_wrong(stand_ins, capfd, 
 @needs_triton
 def test_the_kernels_for_gpus_pass(monkeypatch, capfd):
     layers = triton_layers()
-    monkeypatch.setattr(kernels, "find_optimized_layers", lambda *_: layers.OPTIMIZED_LAYERS)
+    monkeypatch.setattr(replacement, "find_optimized_layers", lambda *_: layers.OPTIMIZED_LAYERS)
     model, run = make_model(import_module("nanovllm.kernels.cuda.attention"))
     kernelize(model, CPU, torch.float32, run)
     assert {type(each) for each in model.modules()}.isdisjoint(LAYERS)
@@ -216,7 +215,6 @@ def test_states_and_several_chunks_are_tested(hybrid, stand_ins, capfd, options,
 @pytest.mark.parametrize("fault", ["", "output", "K/V", "states"])
 def test_wrong_graphs_are_not_used(hybrid, monkeypatch, capfd, fault):
     """A stand-in for a graph computes again, but does not write what `fault` says."""
-    kernels.report_once.cache_clear()
     llm = LLM(hybrid, device="cpu", enable_kernels=False, num_kvcache_blocks=64)
     worker = llm.executor.worker
     decoder, caches = worker.model, worker.kv_caches
@@ -243,5 +241,5 @@ def test_wrong_graphs_are_not_used(hybrid, monkeypatch, capfd, fault):
         sizes = ([1, 2], worker.block_table_width, worker.max_model_len)
         captured = graphs.CudaGraphs(decoder, caches, *sizes)
         batch = worker._make_dummy_batch([1])
-        assert kernels.can_replay(captured, decoder, caches, batch) == (not fault)
+        assert graphs.can_replay(captured, decoder, caches, batch) == (not fault)
     assert ("replaced by eager steps" in capfd.readouterr().err) == bool(fault)

@@ -1,22 +1,17 @@
-"""Self-tests: compare attention backends, optimized layers and CUDA graphs with plain torch.
+"""Compares an attention backend with plain torch, on random batches.
 
-They run when an engine starts on a GPU, because a kernel that works on one GPU can fail on another
-one. A kernel that fails or differs is not used. `python -m nanovllm.kernels.bench` checks
-attention, too.
+An engine checks its backend when it starts on a GPU, because a kernel that works on one GPU can
+fail on another one. `python -m nanovllm.kernels.bench` runs the same comparison.
 
-For attention, K/V are random, their blocks are in random order, and the rest of the KV cache is
-NaN, so that a read out of bounds shows in the output. Layers get the inputs that they have in some
-steps of the plain model.
+K/V are random, their blocks are in random order, and the rest of the KV cache is NaN, so that a
+read out of bounds shows in the output.
 """
 
-from collections.abc import Callable, Iterable
-from copy import deepcopy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from nanovllm.batch import Batch
 from nanovllm.layers import attention as reference
@@ -37,19 +32,6 @@ class Shape:
     block_size: int
 
 
-def find_failure(run: Callable[[], object]) -> str | None:
-    """Run some kernels. Return why they fail, or None.
-
-    Triton needs a C compiler on the host, and a wheel may lack code for this GPU. Only a run shows
-    whether the kernels work.
-    """
-    try:
-        run()
-    except Exception as error:  # from the compiler, the driver or the launch
-        return f"the kernels fail on this GPU: {error!r}"
-    return None
-
-
 def check_backend(
     backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
 ) -> None:
@@ -68,90 +50,6 @@ def check_backend(
             block_size=block_size,
         )
         compare_with_torch(backend, shape, device, dtype, tolerance=0.2)
-
-
-class Call(NamedTuple):
-    run: Callable[..., Tensor]
-    args: tuple[Any, ...]  # before the call
-    expected: Tensor
-    expected_args: tuple[Any, ...]  # after the call, which can write to them
-
-
-@torch.inference_mode()
-def record_calls(model: nn.Module, run: Callable[[], object], kinds: set[type]) -> list[Call]:
-    """Return the first call of each of these classes of layers in each step of `run()`.
-
-    A step is a call of `model`. In a step, calls of parts come before those of the whole. Layers of
-    one class count as two if only some of them have quantized weights, because these run other
-    kernels.
-    """
-    inputs: dict[object, tuple[Any, ...]] = {}
-    steps: list[dict[object, Call]] = []
-
-    def find_key(layer: nn.Module) -> object:
-        return type(layer), type(getattr(layer, "weight", None))
-
-    def begin(layer: nn.Module, args: tuple[Any, ...]) -> None:
-        if layer is model:
-            inputs.clear()
-            steps.append({})
-        key = find_key(layer)
-        if type(layer) in kinds and key not in inputs:
-            inputs[key] = deepcopy(args)
-
-    def end(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        key = find_key(layer)
-        if type(layer) in kinds and key not in steps[-1]:
-            steps[-1][key] = Call(layer, inputs[key], output, deepcopy(args))
-
-    handles = []
-    for layer in model.modules():
-        handles += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)]
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [call for step in steps for call in step.values()]
-
-
-@torch.inference_mode()
-def check_call(call: Call) -> None:
-    """Raise RuntimeError if a call returns or writes other numbers, up to what rounding explains.
-
-    Rounding can change a few token ids. The error of what is written is relative to the change.
-    """
-    args = deepcopy(call.args)
-    output = call.run(*args)
-    expected = call.expected
-    if expected.is_floating_point():
-        errors = [find_distance(output, expected) / expected.float().norm()]
-    else:
-        errors = [(output != expected).float().mean()]
-    tensors = map(list_tensors, (call.args, args, call.expected_args))
-    for before, after, expected_after in zip(*tensors, strict=True):
-        if not torch.equal(after, expected_after):
-            change = find_distance(before, expected_after)
-            errors.append(find_distance(after, expected_after) / change)
-    tolerance = 0.01 if expected.dtype == torch.float32 else 0.1
-    for error in errors:
-        if not error.item() <= tolerance:  # also if it is NaN
-            raise RuntimeError(f"the error is {error.item():.2g} (tolerance {tolerance})")
-
-
-def find_distance(one: Tensor, other: Tensor) -> Tensor:
-    return (one.float() - other.float()).norm()
-
-
-def list_tensors(args: Iterable[Any]) -> list[Tensor]:
-    """List the tensors among arguments, and those in lists and tuples."""
-    tensors: list[Tensor] = []
-    for arg in args:
-        if isinstance(arg, Tensor):
-            tensors.append(arg)
-        elif isinstance(arg, (list, tuple)):
-            tensors += list_tensors(arg)
-    return tensors
 
 
 def make_batch(shape: Shape, random: torch.Generator) -> Batch:

@@ -1,0 +1,61 @@
+"""Reads what the C++ headers declare for Python, so that nothing is declared twice.
+
+A function for Python is `extern "C" void name(parameters)`. A struct for Python has its fields
+first, one on a line, up to an empty line or its end. Parameters and fields are pointers, int64_t,
+float, or a struct below. ctypes lays fields out as the C++ compiler does.
+"""
+
+import ctypes
+import re
+from pathlib import Path
+from typing import Any
+
+HEADERS = sorted(Path(__file__).parent.glob("*.h"))
+
+_types: dict[str, Any] = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
+
+
+class Struct(ctypes.Structure):
+    """A C struct. Raises TypeError unless every field is given, because ctypes ignores typos."""
+
+    def __init__(self, **values: Any) -> None:
+        names = [name for name, *_ in self._fields_]
+        if sorted(values) != sorted(names):
+            raise TypeError(f"struct {type(self).__name__} has {names}, not {list(values)}")
+        super().__init__(**values)
+
+
+def read_functions(source: str) -> dict[str, list[Any]]:
+    """Map the names of the functions for Python to the types of their parameters."""
+    functions = re.findall(r'^extern "C" void (\w+)\((.*?)\)', source, re.MULTILINE | re.DOTALL)
+    return {name: [_find_type(each) for each in parts.split(",")] for name, parts in functions}
+
+
+def read_struct(name: str) -> type[Struct]:
+    """Return a struct of the headers. The structs in it must have been read before."""
+    source = "".join(path.read_text() for path in HEADERS)
+    pattern = rf"^struct {name} {{[^\n]*\n(.*?)\n(?:\n|}};)"
+    (body,) = re.findall(pattern, source, re.MULTILINE | re.DOTALL)
+    fields = []
+    for line in body.splitlines():
+        declaration = line.partition(";")[0]
+        fields.append((declaration.split()[-1], _find_type(declaration)))
+    _types[name] = type(name, (Struct,), {"_fields_": fields})
+    return _types[name]
+
+
+def _find_type(declaration: str) -> Any:
+    """Return the type of `const T* x` or `int64_t num_rows`. Raises TypeError if it has none."""
+    if "*" in declaration:
+        return ctypes.c_void_p
+    kind, _ = declaration.split()
+    if kind not in _types:
+        raise TypeError(f"{declaration.strip()}: Python passes only pointers, {', '.join(_types)}")
+    return _types[kind]
+
+
+Norm = read_struct("Norm")
+Weight = read_struct("Weight")
+Layer = read_struct("Layer")
+DeltaRule = read_struct("DeltaRule")
+DeltaLayer = read_struct("DeltaLayer")

@@ -1,0 +1,112 @@
+"""Compares optimized layers with the plain layers that they replace, on recorded calls.
+
+When an engine starts on a GPU, some steps of the plain model are computed, and calls of its layers
+are recorded with their inputs and outputs. Each call is repeated after the layers were replaced. An
+optimized layer that fails or differs is not used. A CUDA graph is compared with eager steps in the
+same way.
+"""
+
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.kernels.fallback import find_failure
+from nanovllm.utils.terminal import report
+
+
+class Call(NamedTuple):
+    """A call of a layer: what it received, and what it returned and wrote."""
+
+    run: Callable[..., Tensor]
+    args: tuple[Any, ...]  # before the call
+    expected: Tensor
+    expected_args: tuple[Any, ...]  # after the call, which can write to them
+
+
+def passes_check(name: str, plain: str, call: Call) -> bool:
+    """Return whether a call does what is expected. If not, print that `plain` replaces `name`."""
+    reason = find_failure(partial(check_call, call))
+    if reason is not None:
+        report(f"{name} is replaced by {plain}, which is slower; please report this: {reason}")
+    return reason is None
+
+
+@torch.inference_mode()
+def record_calls(model: nn.Module, run: Callable[[], object], kinds: set[type]) -> list[Call]:
+    """Return the first call of each of these classes of layers in each step of `run()`.
+
+    A step is a call of `model`. In a step, calls of parts come before those of the whole. Layers of
+    one class count as two if only some of them have quantized weights, because these run other
+    kernels.
+    """
+    inputs: dict[object, tuple[Any, ...]] = {}
+    steps: list[dict[object, Call]] = []
+
+    def find_key(layer: nn.Module) -> object:
+        return type(layer), type(getattr(layer, "weight", None))
+
+    def begin(layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if layer is model:
+            inputs.clear()
+            steps.append({})
+        key = find_key(layer)
+        if type(layer) in kinds and key not in inputs:
+            inputs[key] = deepcopy(args)
+
+    def end(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        key = find_key(layer)
+        if type(layer) in kinds and key not in steps[-1]:
+            steps[-1][key] = Call(layer, inputs[key], output, deepcopy(args))
+
+    handles = []
+    for layer in model.modules():
+        handles += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [call for step in steps for call in step.values()]
+
+
+@torch.inference_mode()
+def check_call(call: Call) -> None:
+    """Raise RuntimeError if a call returns or writes other numbers, up to what rounding explains.
+
+    Rounding can change a few token ids. The error of what is written is relative to the change.
+    """
+    args = deepcopy(call.args)
+    output = call.run(*args)
+    expected = call.expected
+    if expected.is_floating_point():
+        errors = [find_distance(output, expected) / expected.float().norm()]
+    else:
+        errors = [(output != expected).float().mean()]
+    tensors = map(list_tensors, (call.args, args, call.expected_args))
+    for before, after, expected_after in zip(*tensors, strict=True):
+        if not torch.equal(after, expected_after):
+            change = find_distance(before, expected_after)
+            errors.append(find_distance(after, expected_after) / change)
+    tolerance = 0.01 if expected.dtype == torch.float32 else 0.1
+    for error in errors:
+        if not error.item() <= tolerance:  # also if it is NaN
+            raise RuntimeError(f"the error is {error.item():.2g} (tolerance {tolerance})")
+
+
+def find_distance(one: Tensor, other: Tensor) -> Tensor:
+    return (one.float() - other.float()).norm()
+
+
+def list_tensors(args: Iterable[Any]) -> list[Tensor]:
+    """List the tensors among arguments, and those in lists and tuples."""
+    tensors: list[Tensor] = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            tensors.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            tensors += list_tensors(arg)
+    return tensors

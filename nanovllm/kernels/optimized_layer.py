@@ -1,0 +1,67 @@
+"""Replaces a layer of a live model by an optimized subclass: `layer.__class__ = FastRMSNorm`.
+
+layers/ and models/ make the model and load its weights, and do not know this package. Afterwards a
+layer object changes its class. Its weights, its hooks and its place in the model stay as they are,
+and no constructor runs again. This is safe under four rules:
+
+1. The object is of exactly the class that the subclass `replaces`, and no attribute of it hides one
+   of its class. Otherwise code of a reader, a subclass or a patched method, would have no effect.
+2. `convert` runs once, after the assignment, in place of a constructor. It makes every attribute
+   that the subclass adds. If this subclass cannot replace this layer, it returns False before it
+   has changed anything, and the object gets its class back.
+3. A subclass that computes parts of the layer without calling them names them in `parts`. It calls
+   them while they have hooks. changes.py finds hooks and overrides.
+4. `uninstall` gives a layer its class back if a check fails. Checks run on a GPU only. A layer for
+   GPUs therefore keeps all tensors of the layer it replaces. One for CPUs may release them.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.changes import has_overrides, has_parts, list_hooks
+
+
+class OptimizedLayer(nn.Module):
+    """Mixin for an optimized subclass of a layer."""
+
+    replaces: ClassVar[type[nn.Module]]  # exactly this class, and no subclass of it
+    # The parts that it computes without calling them, as in `has_parts`, with optimized classes.
+    parts: ClassVar[Mapping[str, Any]] = {}
+    dtype: torch.dtype  # the model's, set by `install`
+
+    def convert(self) -> bool:
+        """Convert the weights of a layer whose class was just replaced.
+
+        Return False, and change nothing, if this subclass cannot replace the layer.
+        """
+        return has_parts(self, self.parts)
+
+    def list_tensors(self) -> list[Any]:
+        """What raw pointers of C++ structs refer to. Keep it, because parts can be replaced."""
+        return [*self.parameters(), *list(self.modules())[1:]]
+
+    @cached_property
+    def hooks(self) -> list[Mapping[int, Any]]:
+        """Where hooks of its parts are registered. While there are any, it must call its parts."""
+        return list_hooks(self)
+
+
+def install(kinds: Iterable[type[OptimizedLayer]], layer: nn.Module, dtype: torch.dtype) -> None:
+    """Replace the class of a layer by the one of `kinds` that can replace it, if there is one."""
+    original = type(layer)
+    for kind in kinds:
+        if kind.replaces is original and not has_overrides(layer):
+            layer.__class__ = kind
+            converted = cast(OptimizedLayer, layer)
+            converted.dtype = dtype
+            if not converted.convert():
+                uninstall(layer)
+
+
+def uninstall(layer: nn.Module) -> None:
+    """Give an optimized layer back the class that was replaced."""
+    layer.__class__ = cast(OptimizedLayer, layer).replaces

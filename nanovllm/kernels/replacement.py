@@ -1,0 +1,76 @@
+"""Replaces the layers of a model by optimized ones, and undoes that if they fail on this GPU.
+
+In float32 an optimized layer differs from the original in rounding, mostly by the order of sums. In
+16-bit dtypes it rounds less often. SwiGLU is rounded once, where the original rounds silu(gate) and
+the result. With prepacked weights on a CPU, bias, residual and gate are applied in float32 before
+rounding. Each difference is about one unit in the last place.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.layer_check import Call, passes_check, record_calls
+from nanovllm.kernels.optimized_layer import OptimizedLayer, install, uninstall
+from nanovllm.utils.terminal import report
+
+
+def kernelize(
+    model: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    run: Callable[[], object] | None = None,
+) -> list[str]:
+    """Replace the layers of `model` by optimized subclasses, where there are any.
+
+    `run` calls the model for a self-test. An optimized layer that fails it is not used. Return the
+    names of the replaced classes, without those that failed.
+    """
+    optimized = find_optimized_layers(device.type, dtype)
+    simple = [each for each in optimized if not each.parts]
+    fused = [each for each in optimized if each.parts]
+    calls: list[Call] = []
+    if run is not None and optimized:
+        calls = record_calls(model, run, {each.replaces for each in optimized})
+    # An MLP comes before its projections, so that it can still take their weights.
+    for layer in model.modules():
+        install(simple, layer, dtype)
+    # Layers that compute their parts need optimized parts, so these come first.
+    for layer in reversed(list(model.modules())):
+        install(fused, layer, dtype)
+    remove_failing_layers(model, calls)
+    replaced = [each.replaces for each in model.modules() if isinstance(each, OptimizedLayer)]
+    return [each.__name__ for each in dict.fromkeys(replaced)]
+
+
+def remove_failing_layers(model: nn.Module, calls: list[Call]) -> None:
+    """Repeat calls of layers that were replaced. Where one fails, uninstall its class everywhere.
+
+    All calls are made, also those of a layer that was uninstalled, because all ranks must make the
+    same collective calls.
+    """
+    kinds = [type(call.run) for call in calls]
+    for call, kind in zip(calls, kinds, strict=True):
+        if not issubclass(kind, OptimizedLayer):
+            continue
+        if not passes_check(kind.__name__, kind.replaces.__name__, call):
+            for layer in model.modules():
+                if type(layer) is kind:
+                    uninstall(layer)
+
+
+@cache
+def find_optimized_layers(device_type: str, dtype: torch.dtype) -> list[type[OptimizedLayer]]:
+    """Return the optimized layers that work here. If there are none, print why."""
+    try:
+        module = import_module(f"nanovllm.kernels.{device_type}.layers")
+        reason = module.reason_unavailable(dtype)
+    except ImportError as error:  # no Triton
+        reason = str(error)
+    if reason is not None:
+        report(f"using plain torch layers, which are slow: {reason}")
+        return []
+    return module.OPTIMIZED_LAYERS

@@ -1,0 +1,41 @@
+"""Chooses the attention backend of an engine, among those that are registered in backends.py."""
+
+from functools import partial
+from importlib import import_module
+
+import torch
+
+from nanovllm.backends import BACKENDS
+from nanovllm.kernels.attention_check import check_backend
+from nanovllm.kernels.fallback import find_failure, report_once
+from nanovllm.layers.attention import Backend
+
+
+def select_backend(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None
+) -> tuple[Backend, int]:
+    """Return the named backend ("auto": the fastest that can run here) and its block size.
+
+    Raises ValueError if it cannot run here.
+    """
+    reasons: list[str] = []
+    candidates = [name]
+    if name == "auto":
+        candidates = [each for each, entry in BACKENDS.items() if device.type in entry.device_types]
+    for candidate in candidates:
+        try:
+            backend = import_module(BACKENDS[candidate].module)
+            size = block_size or backend.PREFERRED_BLOCK_SIZE
+            reason = backend.reason_unavailable(device, dtype, head_dim, size)
+            if reason is None and device.type == "cuda":
+                check = partial(check_backend, backend, device, dtype, head_dim, size)
+                reason = find_failure(check)
+        except ImportError as error:
+            reason = str(error)
+        if reason is None:
+            if candidate == "torch" and reasons:
+                kind = "which is slower with many or long sequences"
+                report_once(f"using plain torch attention, {kind}: {'; '.join(reasons)}")
+            return backend, size
+        reasons.append(f"attention_backend={candidate!r} cannot run here: {reason}")
+    raise ValueError("; ".join(reasons))

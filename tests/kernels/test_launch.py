@@ -1,0 +1,151 @@
+"""A Launch gets the same kind of arguments in all calls, because Triton does not look at them.
+
+The kernels run in the interpreter, or on a GPU.
+"""
+
+import pytest
+import torch
+from conftest import DEVICE
+from kernel_helpers import (
+    make_delta_rule,
+    make_delta_step,
+    make_step,
+    needs_triton,
+    optimize,
+    quantize,
+    randomize,
+)
+
+from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.quantized import Scheme
+
+pytest.importorskip("triton", reason="triton is not installed")
+from nanovllm.kernels.cuda import attention, launch, layers
+
+DTYPES = [torch.float32, torch.float16]
+
+
+def list_unspecialized(kernel, option):
+    return getattr(kernel, option, None) or getattr(kernel, "kwargs", {}).get(option) or ()
+
+
+def specialize(kernel, args):
+    """Return what Triton specializes on, for each argument."""
+    any_value = list_unspecialized(kernel, "do_not_specialize")
+    any_alignment = list_unspecialized(kernel, "do_not_specialize_on_alignment")
+    found = {}
+    for name, arg in zip(kernel.arg_names, args):
+        if isinstance(arg, torch.Tensor):
+            is_aligned = name in any_alignment or arg.data_ptr() % 16 == 0
+            found[name] = (arg.device, arg.dtype, is_aligned)
+        elif isinstance(arg, int) and name not in any_value:
+            found[name] = (arg == 1, arg % 16 == 0)
+        else:
+            found[name] = type(arg)
+    return found
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Compare each call of a Launch with its first one. Return the names of what was launched."""
+    first = {}
+    names = set()
+    call = launch.Launch.__call__
+
+    def compare(self, grid, *args):
+        kind = specialize(self.kernel, args)
+        assert first.setdefault(self, kind) == kind, self.kernel
+        names.add(self.kernel.__name__)
+        call(self, grid, *args)
+
+    monkeypatch.setattr(launch.Launch, "__call__", compare)
+    return names
+
+
+def make_views(shape, dtype):
+    """Return a tensor that is aligned, and one that is not."""
+    size = torch.Size(shape).numel()
+    numbers = torch.randn(size + 1).to(DEVICE, dtype)
+    return numbers[:size].view(shape), numbers[1:].view(shape)
+
+
+def run_norms(dtype):
+    for size in (64, 24):
+        weight = torch.ones(size, dtype=dtype, device=DEVICE)
+        for x in make_views((3, size), dtype):
+            for branch in (None, *make_views((3, size), dtype)):
+                layers.add_rms_norm(x, branch, weight, 1e-6)
+
+
+def run_attention(dtype):
+    for heads in ((4, 2, 32), (2, 1, 16)):
+        num_heads, num_kv_heads, head_dim = heads
+        norm = randomize(RMSNorm(head_dim, 1e-6, dtype)).to(DEVICE)
+        for lengths in (([1, 1], [40, 300]), ([1, 20], [40, 20])):
+            query, kv_cache, batch = make_step(lengths, heads, 16, dtype, DEVICE)
+            num_tokens = len(query)
+            angles = torch.randn(num_tokens, 1, head_dim // 2, device=DEVICE)
+            slots = torch.arange(num_tokens + 1, dtype=torch.int32, device=DEVICE)[1:]
+            for each in make_views(query.shape, dtype):
+                attention.attend(each, kv_cache, batch, 0.1)
+            width = (num_heads + 2 * num_kv_heads) * head_dim
+            for qkv in make_views((num_tokens, width), dtype):
+                for each in (None, norm):
+                    layers.rotate_and_store(qkv, each, each, (angles, angles), kv_cache, slots)
+                key = qkv.unflatten(1, (-1, head_dim))[:, num_heads : num_heads + num_kv_heads]
+                attention.store_kvcache(key, key.contiguous(), kv_cache, slots)
+
+
+def run_quantized(dtype):
+    for out_features, bias in ((70, True), (64, False)):
+        layer = ColumnParallelLinear(96, {"": out_features}, bias, dtype)
+        layer = optimize(quantize(randomize(layer), Scheme(4, 32)).to(DEVICE), "triton", dtype)
+        for num_rows in (3, 40):
+            for x in make_views((num_rows, 96), dtype):
+                layer(x)
+
+
+def run_gated_delta(dtype):
+    for shape in ((2, 4, 20, 24), (1, 3, 5, 7)):
+        layer = optimize(make_delta_rule(shape, dtype), "triton", dtype).to(DEVICE)
+        for lengths in ([1, 1], [40, 1], [3]):
+            inputs, states, batch = make_delta_step(layer, lengths)
+            layer(*inputs, states, batch)
+            layer(*[each.contiguous() for each in inputs], states, batch)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "run, kernels",
+    [
+        (run_norms, {"add_rms_norm_kernel"}),
+        (
+            run_attention,
+            {
+                "attend_kernel",
+                "combine_splits_kernel",
+                "rotate_and_store_kernel",
+                "_store_kvcache_kernel",
+            },
+        ),
+        (run_quantized, {"_multiply_kernel"}),
+        (run_gated_delta, {"prepare_chunks_kernel", "advance_states_kernel"}),
+    ],
+)
+def test_calls_of_a_launch_have_arguments_of_one_kind(run, kernels, dtype, launched):
+    run(dtype)
+    assert launched == kernels
+
+
+@needs_triton
+def test_a_key_that_misses_an_input_is_found(monkeypatch, launched):
+    prepare = launch.prepare
+
+    def prepare_without_branch(kernel, inputs, *sizes, **constants):
+        return prepare(kernel, inputs[:1], *sizes, **constants)
+
+    monkeypatch.setattr(layers, "prepare", prepare_without_branch)
+    with pytest.raises(AssertionError):
+        run_norms(torch.float32)
