@@ -43,7 +43,7 @@ from nanovllm.models.weights import choose_dtype
 from nanovllm.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import naming
-from nanovllm.worker.placement import engine_settings
+from nanovllm.worker.device import engine_settings
 
 Engine = TypeVar("Engine", bound="LLMEngine")
 Result = TypeVar("Result")

@@ -25,8 +25,8 @@ from nanovllm.outputs import Logprobs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.arithmetic import cdiv
 from nanovllm.utils.transfers import to_device
+from nanovllm.worker.device import engine_settings
 from nanovllm.worker.executor import Executor, MultiRankExecutor
-from nanovllm.worker.placement import engine_settings
 
 # What profile and warm-up runs sample with.
 KINDS = [

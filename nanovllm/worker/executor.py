@@ -39,7 +39,7 @@ import torch.distributed as dist
 from nanovllm.config import Config
 from nanovllm.models.spec import ModelSpec
 from nanovllm.utils.checks import naming
-from nanovllm.worker.placement import Place
+from nanovllm.worker.process_groups import Place
 from nanovllm.worker.worker import Worker
 
 Result = TypeVar("Result")

@@ -34,9 +34,10 @@ from nanovllm.utils.checks import naming
 from nanovllm.utils.packing import pack, unpack
 from nanovllm.utils.terminal import report
 from nanovllm.utils.transfers import copy_to
+from nanovllm.worker.device import engine_settings, find_device
 from nanovllm.worker.dummy_steps import find_largest_step, make_dummy_batch, make_test_batches
 from nanovllm.worker.memory import ENLARGE_ADVICE, MemoryMeter, count_blocks, show_bytes
-from nanovllm.worker.placement import Place, connect, engine_settings, find_device
+from nanovllm.worker.process_groups import Place, connect
 from nanovllm.worker.state_slots import FIRST_LANE, count_slots
 
 _DEFAULT_MAX_MODEL_LEN = 4096

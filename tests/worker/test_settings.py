@@ -11,7 +11,7 @@ from front_helpers import PROMPTS, interrupt_in
 
 from nanovllm import SamplingParams, kernels
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.worker.placement import find_device
+from nanovllm.worker.device import find_device
 from nanovllm.worker.worker import Worker
 
 
