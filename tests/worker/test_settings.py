@@ -11,6 +11,7 @@ from front_helpers import PROMPTS, interrupt_in
 
 from nanovllm import SamplingParams, kernels
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.worker import startup
 from nanovllm.worker.device import find_device
 from nanovllm.worker.worker import Worker
 
@@ -97,7 +98,7 @@ def test_the_engine_computes_on_its_gpu_without_autocast(make_llm, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_index", device_index)
     parts = [
         (kernels, "select_backend"),
-        (Worker, "_allocate"),
+        (startup, "allocate"),
         (kernels, "capture_decode_steps"),
         (Worker, "compute"),
         (ModelRunner, "prepare_sampling"),
