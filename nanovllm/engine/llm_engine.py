@@ -109,7 +109,7 @@ class LLMEngine:
             raise needs_llm("num_speculative_tokens")
         if self.config.trace is not None:
             raise needs_llm("trace")
-        if spec.count_slot_bytes() > 0:
+        if spec.has_states:
             raise needs_llm("a model with recurrent states")
         return ModelRunner(self.config, spec, directory)
 

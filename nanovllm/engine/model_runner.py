@@ -27,6 +27,7 @@ from nanovllm.utils.arithmetic import cdiv
 from nanovllm.utils.transfers import to_device
 from nanovllm.worker.device import engine_settings
 from nanovllm.worker.executor import Executor, MultiRankExecutor
+from nanovllm.worker.startup import start_worker
 
 # What profile and warm-up runs sample with.
 KINDS = [
@@ -64,7 +65,7 @@ class ModelRunner:
             if worker.kernels is not None:
                 run = self._sample_test_rows if self.device.type == "cuda" else None
                 worker.kernels.kernelize(self.sampler, self.device, spec.dtype, run)
-            self.executor.call(worker.start, self._sample_dummy_step)
+            self.executor.call(start_worker, worker, self._sample_dummy_step)
         self.num_lanes = worker.num_lanes
         # The block tables of all lanes, so that a decode need not copy its whole table.
         self.block_tables = np.zeros((self.num_lanes, worker.block_table_width), np.int32)
