@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import TypeVar
 
 import pytest
@@ -34,8 +34,8 @@ from nanovllm.backends import BACKENDS
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import Config
 from nanovllm.engine.extension import Extension
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import Sequence
+from nanovllm.layers import sampling_batch
 
 Feature = TypeVar("Feature", bound=Extension)
 VOCAB_SIZE = 97
@@ -274,6 +274,5 @@ def make_sampling_batch(
     device: str = "cpu",
 ) -> SamplingBatch:
     """Prepare the SamplingBatch of rows that sample the tokens at `positions`."""
-    runner = SimpleNamespace(vocab_size=vocab_size, device=torch.device(device))
     rows = [Sequence(0, [0], p, seed=seed) for p, seed in zip(params, seeds, strict=True)]
-    return ModelRunner.prepare_sampling(runner, rows, positions)
+    return sampling_batch.make_sampling_batch(rows, positions, vocab_size, torch.device(device))
