@@ -1,5 +1,6 @@
 """The KV cache gets the memory that is left, and the profile run finds out how much that is."""
 
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -8,8 +9,9 @@ from conftest import VOCAB_SIZE
 
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.engine.model_runner import sample_each_kind
+from nanovllm.layers import attention
 from nanovllm.layers.tensor_parallel import ALONE
-from nanovllm.worker import cache_plan
+from nanovllm.worker import cache_plan, startup
 from nanovllm.worker.cache_plan import plan_cache
 from nanovllm.worker.memory import find_available_memory, show_bytes
 from nanovllm.worker.startup import profile
@@ -23,6 +25,23 @@ def test_given_bytes_are_divided_into_blocks(make_llm):
     for num_kvcache_blocks, expected in ((None, 10), (7, 7)):
         llm = make_llm(num_kvcache_blocks=num_kvcache_blocks, kvcache_memory_bytes=budget)
         assert llm.stats["num_blocks"] == expected
+
+
+def test_a_backend_determines_the_bytes_of_a_block(make_llm, monkeypatch):
+    """In a cache of 16 bits, twice as many blocks have room as in one of 32 bits."""
+
+    def make_cache(*args):
+        *shape, _, device = args
+        return attention.make_cache(*shape, torch.bfloat16, device)
+
+    backend = SimpleNamespace(**{**vars(attention), "make_cache": make_cache})
+    monkeypatch.setattr(startup, "attention", backend)
+    budget = 10 * BLOCK_BYTES
+    llm = make_llm(
+        num_kvcache_blocks=None, kvcache_memory_bytes=budget, device="cpu", enable_kernels=False
+    )
+    assert llm.stats["num_blocks"] == 20
+    assert sum(cache.nbytes for cache in llm.executor.worker.kv_caches) == budget
 
 
 @pytest.mark.parametrize(
