@@ -240,7 +240,7 @@ def make_batch(query_lens, context_lens, block_tables, device="cpu") -> Batch:
 
 def find_extension(llm: LLM, kind: type[Feature]) -> Feature:
     """The optional feature of an engine's scheduler that is of this class."""
-    (found,) = [each for each in llm.scheduler.extensions.extensions if isinstance(each, kind)]
+    (found,) = [each for each in llm.scheduler.extensions.features if isinstance(each, kind)]
     return found
 
 

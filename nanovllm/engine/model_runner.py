@@ -65,7 +65,7 @@ class ModelRunner:
             if worker.kernels is not None:
                 run = self._sample_test_rows if self.device.type == "cuda" else None
                 worker.kernels.kernelize(self.sampler, self.device, spec.dtype, run)
-            self.executor.call(start_worker, worker, self._sample_dummy_step)
+            self.executor.call(start_worker, worker, self.sample_each_kind)
         self.num_lanes = worker.num_lanes
         # The block tables of all lanes, so that a decode need not copy its whole table.
         self.block_tables = np.zeros((self.num_lanes, worker.block_table_width), np.int32)
@@ -144,8 +144,21 @@ class ModelRunner:
         batch = make_sampling_batch(rows, [1] * len(rows), self.vocab_size, self.device)
         self.sampler(logits.to(self.device, self.dtype), batch)
 
-    def _sample_dummy_step(self, logits: Tensor) -> None:
-        sample_each_kind(self.sample, logits, self.executor.worker.max_model_len)
+    def sample_each_kind(self, logits: Tensor) -> None:
+        """Sample from `logits` [num_rows, vocab_size] with each kind of parameters.
+
+        On a GPU this lets MemoryMeter see the peak of sampling, and compiles the kernels. The
+        memory of penalties depends on the longest sequence.
+        """
+        longest = [0] * self.executor.worker.max_model_len
+        for params in KINDS:
+            seqs: list[Sequence] = []
+            for seq_id in range(len(logits)):
+                token_ids = longest if seq_id == 0 else [0]
+                seq = Sequence(seq_id, token_ids, params, stop_token_ids=frozenset([0]))
+                seq.num_logits = 1
+                seqs.append(seq)
+            self.sample(logits, seqs)
 
 
 def flatten(seqs: list[Sequence], block_tables: np.ndarray, size: int) -> dict[str, np.ndarray]:
@@ -218,21 +231,3 @@ def split_rows(values: list[Value], seqs: list[Sequence]) -> list[list[Value]]:
         parts.append(values[start:end])
         start = end
     return parts
-
-
-def sample_each_kind(
-    sample: Callable[[Tensor, list[Sequence]], object], logits: Tensor, max_model_len: int
-) -> None:
-    """Sample from `logits` [num_rows, vocab_size] with each kind of parameters.
-
-    On a GPU this lets MemoryMeter see the peak of sampling, and compiles the kernels. The memory of
-    penalties depends on the longest sequence.
-    """
-    for params in KINDS:
-        seqs: list[Sequence] = []
-        for seq_id in range(len(logits)):
-            num_tokens = max_model_len if seq_id == 0 else 1
-            seq = Sequence(seq_id, [0] * num_tokens, params, stop_token_ids=frozenset([0]))
-            seq.num_logits = 1
-            seqs.append(seq)
-        sample(logits, seqs)

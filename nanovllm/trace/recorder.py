@@ -73,7 +73,7 @@ class Recorder(Extension):
     def _merge(self, point: str, *args: Any) -> Args:
         """What all extensions say at one of the points that describe."""
         merged: Args = {}
-        for each in self.scheduler.extensions.extensions:
+        for each in self.scheduler.extensions.features:
             merged |= getattr(each, point)(*args)
         return merged
 
