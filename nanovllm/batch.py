@@ -76,18 +76,15 @@ def make_batch(
     with block_tables.device:
         lens = torch.tensor(query_lens, dtype=torch.int32)
         contexts = torch.tensor(context_lens, dtype=torch.int32)
-        numbers = torch.arange(max(context_lens), dtype=torch.int32)
-    positions: list[Tensor] = []
-    slots: list[Tensor] = []
-    for query_len, context_len, table in zip(query_lens, context_lens, block_tables):
-        own = numbers[context_len - query_len : context_len]
-        positions.append(own)
-        slots.append(table[own // block_size] * block_size + own % block_size)
+        seq_index = torch.arange(len(lens)).repeat_interleave(lens)  # for each token
+        tokens = torch.arange(len(seq_index), dtype=torch.int32)
     cu_seqlens_q = F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+    positions = tokens + (contexts - cu_seqlens_q[1:])[seq_index]
+    blocks = block_tables[seq_index, positions // block_size]
     return Batch(
-        input_ids=lens.new_zeros(sum(query_lens)),
-        positions=torch.cat(positions),
-        slot_mapping=torch.cat(slots),
+        input_ids=torch.zeros_like(tokens),
+        positions=positions,
+        slot_mapping=blocks * block_size + positions % block_size,
         cu_seqlens_q=cu_seqlens_q,
         context_lens=contexts,
         block_tables=block_tables,
