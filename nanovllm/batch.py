@@ -19,16 +19,16 @@ model and its attention read it. Three sequences that compute 3, 1 and 2 tokens 
 that K/V are not stored. `context_lens` counts the tokens that the last query token attends to,
 itself included. `block_tables` has the physical blocks of each context, and entries past its end
 are not read. `logits_indices` selects the tokens whose logits are wanted. Layers with a recurrent
-state read that of a sequence from slot `read_slots` and write it to slot `write_slots`. Slot 0 is
-for padding (worker/state_slots.py). `prefills` are the sequences with more than one query token,
-because kernels compute the others differently. All tensors of a Batch are int32, so that it can be
-sent as one concatenated tensor.
+state read that of a sequence from state slot `read_slots` and write it to state slot `write_slots`.
+State slot 0 is for padding (worker/state_slots.py). `prefills` are the sequences with more than one
+query token, because kernels compute the others differently. All tensors of a Batch are int32, so
+that it can be sent as one concatenated tensor.
 
 utils/packing.py iterates over the fields to send a batch to other ranks and to copy it into CUDA
-graphs. A new field therefore needs one line below, and one wherever a Batch is made. (A number, or
-a tensor of a new shape, also needs an entry in the layouts of graphs.py.) A tensor is declared with
-its shape. `padding` is for the rows that a graph has beyond those of the batch, and 0 if not given.
-Numbers are fixed when a graph is captured, see graphs.py.
+graphs. A new field therefore needs one line below, one in make_batch and one in ModelRunner. (A
+number, or a tensor of a new shape, also needs an entry in the layouts of graphs.py.) A tensor is
+declared with its shape. `padding` is for the rows that a graph has beyond those of the batch, and 0
+if not given. Numbers are fixed when a graph is captured, see graphs.py.
 
 Noise and Filters say how to sample. They go to the sampler only, on rank 0.
 """
@@ -64,6 +64,37 @@ class Batch:
         Computed once for all layers.
         """
         return F.pad(self.context_lens.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def make_batch(
+    query_lens: list[int], context_lens: list[int], block_tables: Tensor, block_size: int
+) -> Batch:
+    """Make a batch without sequences, for dummy steps and tests, on the device of `block_tables`.
+
+    Token ids and state slots are 0. The last token of each sequence needs logits.
+    """
+    with block_tables.device:
+        lens = torch.tensor(query_lens, dtype=torch.int32)
+        contexts = torch.tensor(context_lens, dtype=torch.int32)
+        seq_index = torch.arange(len(lens)).repeat_interleave(lens)  # for each token
+        tokens = torch.arange(len(seq_index), dtype=torch.int32)
+    cu_seqlens_q = F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+    positions = tokens + (contexts - cu_seqlens_q[1:])[seq_index]
+    blocks = block_tables[seq_index, positions // block_size]
+    return Batch(
+        input_ids=torch.zeros_like(tokens),
+        positions=positions,
+        slot_mapping=blocks * block_size + positions % block_size,
+        cu_seqlens_q=cu_seqlens_q,
+        context_lens=contexts,
+        block_tables=block_tables,
+        logits_indices=cu_seqlens_q[1:] - 1,
+        read_slots=torch.zeros_like(lens),
+        write_slots=torch.zeros_like(lens),
+        prefills=(lens > 1).nonzero().flatten().int(),
+        max_seqlen_q=max(query_lens),
+        max_seqlen_k=max(context_lens),
+    )
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from nanovllm.utils.checks import (
     check_number,
     check_type,
 )
-from nanovllm.worker.state_slots import list_snapshot_slots
+from nanovllm.worker.state_slots import StateSlots
 
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -84,8 +84,8 @@ class LLM(ThreadSafeEngine):
         extensions: list[Extension] = [PromptScores()]
         if config.num_speculative_tokens:
             extensions.append(Drafts(make_speculator(config, runner, self.max_model_len)))
-        if spec.count_slot_bytes() > 0:
-            extensions.append(RecurrentStates(list_snapshot_slots(config, runner.num_lanes)))
+        if spec.has_states:
+            extensions.append(RecurrentStates(StateSlots(config, runner.num_lanes)))
         if self.timeline is not None:
             self.recorder = Recorder(self.timeline)
             runner.processors = [self.recorder.watch(runner.processors)]

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -28,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm import batch as batches
 from nanovllm.backends import BACKENDS
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import Config
@@ -228,30 +230,12 @@ def find_obstacle(
     )
 
 
-def make_batch(
-    query_lens: list[int],
-    context_lens: list[int],
-    block_tables: torch.Tensor,
-    device: torch.device | str = "cpu",
-) -> Batch:
-    """Make a batch for attention. Tokens, slots and states are 0, the last tokens need logits."""
-    zeros = torch.zeros(sum(query_lens), dtype=torch.int32, device=device)
-    bounds = torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32)
-    lens = torch.tensor(context_lens, dtype=torch.int32, device=device)
-    return Batch(
-        input_ids=zeros,
-        positions=zeros,
-        slot_mapping=zeros,
-        cu_seqlens_q=bounds,
-        context_lens=lens,
-        block_tables=block_tables.to(device),
-        logits_indices=bounds[1:] - 1,
-        read_slots=torch.zeros_like(lens),
-        write_slots=torch.zeros_like(lens),
-        prefills=(bounds.diff() > 1).nonzero().flatten().int(),
-        max_seqlen_q=max(query_lens),
-        max_seqlen_k=max(context_lens),
-    )
+def make_batch(query_lens, context_lens, block_tables, device="cpu") -> Batch:
+    """Make a batch for attention. Tokens and states are 0, and all K/V go to slot 0."""
+    tables = block_tables.to(device)
+    batch = batches.make_batch(query_lens, context_lens, tables, max(context_lens))
+    zeros = torch.zeros_like(batch.input_ids)
+    return replace(batch, positions=zeros, slot_mapping=zeros)
 
 
 def find_extension(llm: LLM, kind: type[Feature]) -> Feature:

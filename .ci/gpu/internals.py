@@ -30,7 +30,7 @@ from nanovllm.kernels.cuda import attention, graphs
 from nanovllm.kernels.self_test import Shape as Shape
 from nanovllm.kernels.self_test import compare_with_torch
 from nanovllm.worker import executor
-from nanovllm.worker.placement import Place
+from nanovllm.worker.process_groups import Place
 
 
 def check_attention(shape: Shape, dtype: str) -> tuple[Callable[[], object], float]:
@@ -62,12 +62,12 @@ def time_attention(
 @contextmanager
 def one_rank_with_collectives() -> Iterator[None]:
     """Let engines have one rank that makes all collective calls, as each of several ranks does."""
-    make = executor.Worker
+    load = executor.load_worker
 
-    def make_worker(*args):
-        return make(*args, Place(0, 0, dist.HashStore()))
+    def load_worker(*args):
+        return load(*args, Place(0, 0, dist.HashStore()))
 
-    with patch.object(executor, "Worker", make_worker):
+    with patch.object(executor, "load_worker", load_worker):
         yield
 
 

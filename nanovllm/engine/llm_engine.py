@@ -46,7 +46,7 @@ from nanovllm.models.weights import choose_dtype
 from nanovllm.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import naming
-from nanovllm.worker.placement import engine_settings
+from nanovllm.worker.device import engine_settings
 
 Engine = TypeVar("Engine", bound="LLMEngine")
 
@@ -113,7 +113,7 @@ class LLMEngine:
             raise needs_llm("num_speculative_tokens")
         if self.config.trace is not None:
             raise needs_llm("trace")
-        if spec.count_slot_bytes() > 0:
+        if spec.has_states:
             raise needs_llm("a model with recurrent states")
 
     def make_extensions(self, spec: ModelSpec) -> list[Extension]:

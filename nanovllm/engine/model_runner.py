@@ -24,8 +24,9 @@ from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import Logprobs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.arithmetic import cdiv
+from nanovllm.worker.device import engine_settings
 from nanovllm.worker.executor import Executor, MultiRankExecutor
-from nanovllm.worker.placement import engine_settings
+from nanovllm.worker.startup import start_worker
 from nanovllm.worker.state_slots import FIRST_LANE
 
 # What profile and warm-up runs sample with.
@@ -64,7 +65,7 @@ class ModelRunner:
             if worker.kernels is not None:
                 run = self._sample_test_rows if self.device.type == "cuda" else None
                 worker.kernels.kernelize(self.sampler, self.device, spec.dtype, run)
-            self.executor.call(worker.start, self.sample_each_kind)
+            self.executor.call(start_worker, worker, self.sample_each_kind)
         self.num_lanes = worker.num_lanes
         # The block tables of all lanes, so that a decode need not copy its whole table.
         self.block_tables = np.zeros((self.num_lanes, worker.block_table_width), np.int32)

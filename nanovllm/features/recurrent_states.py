@@ -1,9 +1,9 @@
 """Recurrent states: what some layers keep of a sequence instead of K/V (Qwen3.5).
 
-A state has a fixed size, and each token changes all of it. A sequence reads its state from one slot
-and writes it to another one, mostly to that of its lane. It starts from a slot of zeros. The slots
-are data in the batch, so nothing is zeroed, copied, or decided by the shape of a batch. slots.py
-draws which slots there are.
+A state has a fixed size, and each token changes all of it. A sequence reads its state from one
+state slot and writes it to another one, mostly to that of its lane. It starts from a slot of zeros.
+These slots are data in the batch, so nothing is zeroed, copied, or decided by the shape of a batch.
+worker/state_slots.py draws which state slots there are.
 
 K/V of a prefix serve any sequence that begins alike, but the state after a prefix is gone when the
 next token is computed. A snapshot is a state that is kept. It belongs to the hash of the last block
@@ -37,7 +37,7 @@ from nanovllm.engine.extension import Extension
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import FinishReason
-from nanovllm.worker.state_slots import FIRST_LANE, ZEROS, find_second_slot
+from nanovllm.worker.state_slots import FIRST_LANE, ZEROS, StateSlots
 
 
 @dataclass
@@ -57,8 +57,9 @@ class RecurrentStates(Extension):
 
     scheduler: Scheduler
 
-    def __init__(self, snapshot_slots: range) -> None:
-        self.snapshot_slots = snapshot_slots
+    def __init__(self, state_slots: StateSlots) -> None:
+        self.state_slots = state_slots
+        self.snapshot_slots = state_slots.snapshots
 
     def reset(self) -> None:
         self.slots: dict[Sequence, Slots] = {}  # of sequences that the queue's head has been
@@ -142,7 +143,7 @@ class RecurrentStates(Extension):
             slots = self.slots[seq]
             has_draft = seq.num_logits > 1
             if has_draft and slots.write == slots.read:
-                slots.write = find_second_slot(seq.lane, self.scheduler.max_num_seqs)
+                slots.write = self.state_slots.second(seq.lane)
             start = seq.num_computed_tokens
             self.spans.append((seq, start, start + seq.num_scheduled_tokens))
 

@@ -49,7 +49,11 @@ class Backend(Protocol):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """Make the KV cache of one layer. Block 0 has no NaN, because dummy batches read it."""
+        """Make the KV cache of one layer. Block 0 has no NaN, because dummy batches read it.
+
+        The bytes of a block follow from this tensor. The worker makes it on the meta device to
+        count them.
+        """
 
     def store_kvcache(
         self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

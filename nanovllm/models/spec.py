@@ -69,8 +69,9 @@ class ModelSpec:
         return True
 
     @property
-    def num_kv_layers(self) -> int:
-        return sum(map(self.has_attention, range(self.num_layers)))
+    def has_states(self) -> bool:
+        """Whether there are layers with a recurrent state."""
+        return not all(map(self.has_attention, range(self.num_layers)))
 
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
         raise NotImplementedError
@@ -79,36 +80,3 @@ class ModelSpec:
         """Add an output head for hidden states of `size`, unless the embedding is the head."""
         head = None if self.tie_embeddings else Embedding(self.vocab_size, size, self.dtype, tp)
         return CausalLM(model, head)
-
-    def make_caches(
-        self,
-        backend: Backend,
-        num_blocks: int,
-        block_size: int,
-        num_slots: int,
-        device: torch.device,
-        tp: TensorParallel = ALONE,
-    ) -> list[Tensor]:
-        """Make what each layer keeps between steps: K/V of one rank's heads, or states of zeros."""
-        num_kv_heads, _ = tp.divide(self.num_kv_heads)
-        shape = (num_blocks, block_size, num_kv_heads, self.head_dim)
-        caches: list[Tensor] = []
-        for layer in range(self.num_layers):
-            if self.has_attention(layer):
-                cache = backend.make_cache(*shape, self.dtype, device)
-            else:
-                size = self.state_size // tp.size
-                cache = torch.zeros(num_slots, size, dtype=torch.float32, device=device)
-            caches.append(cache)
-        return caches
-
-    def count_block_bytes(self, block_size: int, tp: TensorParallel = ALONE) -> int:
-        """The bytes of a block in all caches: 2 for K and V, per layer, head and dimension."""
-        num_kv_heads, _ = tp.divide(self.num_kv_heads)
-        token_bytes = 2 * self.num_kv_layers * num_kv_heads * self.head_dim * self.dtype.itemsize
-        return block_size * token_bytes
-
-    def count_slot_bytes(self, tp: TensorParallel = ALONE) -> int:
-        """The bytes of a sequence's recurrent states in all layers. 0 if there are none."""
-        num_states = self.num_layers - self.num_kv_layers
-        return num_states * self.state_size // tp.size * torch.float32.itemsize

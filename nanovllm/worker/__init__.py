@@ -1,9 +1,16 @@
 """Runs: the model and the KV cache of each rank. It receives batches, and no sequences.
 
-worker.py       one rank: loads the model, and computes a batch
-executor.py     drives the workers of all ranks
-placement.py    devices and process groups
-memory.py       how many blocks and lanes fit into memory
-dummy_steps.py  batches for self-tests, the profile run and warm-up runs
-state_slots.py  the places of recurrent states
+worker.py          one rank that runs: turns batches into logits
+startup.py         makes a worker: loads weights, optimizes layers, sizes and allocates the caches
+cache_plan.py      how many blocks and lanes fit into memory
+memory.py          measures the memory of a GPU or of a machine
+dummy_steps.py     steps before the first request: self-tests, profile run, warm-up runs
+state_slots.py     where recurrent states are kept
+executor.py        drives the workers of all ranks
+rank_process.py    the processes of ranks 1 and up
+torchrun.py        ranks that a launcher has started
+process_groups.py  where ranks meet
+device.py          the device of a rank, and the torch settings with which an engine computes
+
+It must not know sequences, requests or text, nor what a scheduler decides.
 """

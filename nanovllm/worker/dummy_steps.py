@@ -1,80 +1,75 @@
-"""The dummy batches at the start of an engine: for self-tests, the profile run and warm-up runs.
+"""Steps before the first request: for self-tests, the profile run and warm-up runs.
 
 A batch is plain tensors, so it needs no sequences.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from nanovllm.batch import Batch
+from nanovllm.batch import Batch, make_batch
 from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.transfers import copy_to
 from nanovllm.worker.state_slots import ZEROS
+from nanovllm.worker.worker import Worker
 
 _TEST_LEN = 33  # tokens of a context: two chunks of recurrent states, and a large tile of GEMMs
 
 
-def make_dummy_batch(query_lens: list[int], block_table_width: int, max_seqlen_k: int) -> Batch:
-    """A batch of whole prompts in block 0. Kernels are launched for contexts of max_seqlen_k."""
-    num_tokens = sum(query_lens)
-    num_seqs = len(query_lens)
-    with torch.device("cpu"):
-        context_lens = torch.tensor(query_lens, dtype=torch.int32)
-        cu_seqlens_q = torch.zeros(num_seqs + 1, dtype=torch.int32)
-        cu_seqlens_q[1:] = context_lens.cumsum(0)
-        zeros = torch.zeros(num_tokens, dtype=torch.int32)
-        block_tables = torch.zeros(num_seqs, block_table_width, dtype=torch.int32)
-        slots = torch.zeros(num_seqs, dtype=torch.int32)
-    return Batch(
+def run_dummy_step(worker: Worker, query_lens: list[int]) -> Tensor:
+    """Compute a step of whole prompts. Return its logits."""
+    return worker.compute_logits(worker.compute(make_dummy_batch(worker, query_lens)))
+
+
+def make_dummy_batch(worker: Worker, query_lens: list[int]) -> Batch:
+    """A batch of whole prompts in block 0. Kernels are launched for contexts of max_model_len."""
+    width = worker.block_table_width
+    block_tables = torch.zeros(len(query_lens), width, dtype=torch.int32, device="cpu")
+    batch = make_batch(query_lens, query_lens, block_tables, worker.block_size)
+    return replace(
+        batch,
         # Captured steps have 0, so a replay that does not read its input is noticed.
-        input_ids=torch.ones_like(zeros),
-        positions=zeros,
-        slot_mapping=zeros,
-        cu_seqlens_q=cu_seqlens_q,
-        context_lens=context_lens,
-        block_tables=block_tables,
-        logits_indices=cu_seqlens_q[1:] - 1,
-        read_slots=slots + ZEROS,  # never written, so a repeated step reads the same state
-        write_slots=slots,
-        prefills=(context_lens > 1).nonzero().flatten().int(),
-        max_seqlen_q=max(query_lens),
-        max_seqlen_k=max_seqlen_k,
+        input_ids=torch.ones_like(batch.input_ids),
+        # Never written, so a repeated step reads the same state.
+        read_slots=torch.full_like(batch.read_slots, ZEROS),
+        max_seqlen_k=worker.max_model_len,
     )
 
 
-def find_largest_step(num_seqs: int, max_num_tokens: int, max_model_len: int) -> list[int]:
+def find_largest_step(worker: Worker) -> list[int]:
     """The query lengths of a step that needs as much memory as any step can.
 
     Its sequences have as many tokens as they can have in one step.
     """
     query_lens: list[int] = []
-    num_left = max_num_tokens
-    for num_others in reversed(range(num_seqs)):  # each gets one token at least
-        query_len = min(max_model_len, num_left - num_others)
+    num_left = worker.config.max_num_batched_tokens
+    for num_others in reversed(range(worker.max_num_logits)):  # each gets one token at least
+        query_len = min(worker.max_model_len, num_left - num_others)
         query_lens.append(query_len)
         num_left -= query_len
     return query_lens
 
 
-def make_test_batches(block_size: int, vocab_size: int, max_model_len: int) -> Iterator[Batch]:
-    """A prompt beside a decode, and then two decodes. Each sequence has blocks and a slot."""
-    length = min(_TEST_LEN, max_model_len)  # tokens of each context
-    num_blocks = cdiv(length, block_size)  # for each sequence
-    with torch.device("cpu"):
-        order = torch.arange(max(length, 2 * num_blocks), dtype=torch.int32)
-    seqs = order[:2]
-    for query_len in (length, 1):
-        positions = torch.cat((order[length - query_len : length], order[length - 1 : length]))
-        slots = positions.clone()
-        slots[-1] += num_blocks * block_size
-        yield replace(
-            make_dummy_batch([query_len, 1], num_blocks, max_model_len),
-            input_ids=positions % vocab_size,
-            positions=positions,
-            slot_mapping=slots,
-            context_lens=torch.full_like(seqs, length),
-            block_tables=order[: 2 * num_blocks].view(2, -1),
-            read_slots=seqs,
-            write_slots=seqs,
+def run_test_steps(worker: Worker) -> None:
+    """Compute a prompt beside a decode, and then two decodes, for self-tests.
+
+    The steps have caches of their own, with random K/V and states. Each sequence has blocks and a
+    state slot.
+    """
+    length = min(_TEST_LEN, worker.max_model_len)  # tokens of each context
+    blocks_per_seq = cdiv(length, worker.block_size)
+    caches = worker.make_caches(2 * blocks_per_seq, 2, worker.device)
+    random = torch.Generator(worker.device).manual_seed(0)
+    for cache in caches:
+        cache.normal_(generator=random)
+    numbers = torch.arange(2 * blocks_per_seq, dtype=torch.int32, device="cpu")
+    for query_lens in ([length, 1], [1, 1]):
+        batch = make_batch(query_lens, [length, length], numbers.view(2, -1), worker.block_size)
+        batch = replace(
+            batch,
+            input_ids=batch.positions % worker.spec.vocab_size,
+            read_slots=numbers[:2],
+            write_slots=numbers[:2],
         )
+        worker.model(copy_to(batch, worker.device), caches)

@@ -3,84 +3,45 @@
 A Batch of tensors on the host is all that a step needs. With several ranks, each of them has a
 Worker: rank 0 runs a batch, and the others receive the same batch and compute their share in
 `serve`.
-
-The worker also decides what depends on both the checkpoint and the machine: the attention backend,
-the block size, the number of blocks and max_model_len.
 """
 
-from collections.abc import Callable
-from importlib import import_module
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.config import MAX_DRAFT_STEP, Config
-from nanovllm.layers import attention
+from nanovllm.config import Config
 from nanovllm.layers.attention import Backend
-from nanovllm.layers.tensor_parallel import ALONE
-from nanovllm.models.spec import ModelSpec
-from nanovllm.models.weights import (
-    allocate_model,
-    count_bytes,
-    init_dummy_weights,
-    load_checkpoint,
-    open_checkpoint,
-)
+from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.models.spec import CausalLM, ModelSpec
 from nanovllm.utils.arithmetic import cdiv
-from nanovllm.utils.checks import naming
 from nanovllm.utils.packing import pack, unpack
-from nanovllm.utils.terminal import report
 from nanovllm.utils.transfers import copy_to
-from nanovllm.worker.dummy_steps import find_largest_step, make_dummy_batch, make_test_batches
-from nanovllm.worker.memory import ENLARGE_ADVICE, MemoryMeter, count_blocks, show_bytes
-from nanovllm.worker.placement import Place, connect, engine_settings, find_device
-from nanovllm.worker.state_slots import FIRST_LANE, count_slots
-
-_DEFAULT_MAX_MODEL_LEN = 4096
+from nanovllm.worker.memory import MemoryMeter
 
 
+@dataclass(eq=False)
 class Worker:
-    """One rank's model, KV cache and CUDA graphs.
+    """One rank's model, KV cache and CUDA graphs. startup.py makes it."""
 
-    Raises ValueError for options that conflict with each other, the model or this machine.
-    """
-
-    # Set by `start`.
-    num_blocks: int
-    num_lanes: int  # sequences that can run at once
-    kv_caches: list[Tensor]  # each layer's K/V or states
-    graphs: Any  # CudaGraphs, or None
-
-    def __init__(
-        self, config: Config, spec: ModelSpec, directory: Path, place: Place | None = None
-    ) -> None:
-        """Load this rank's share of the weights. `place` is None if there is only one rank."""
-        if config.max_model_len is not None and config.max_model_len > spec.max_len:
-            raise ValueError(
-                f"max_model_len={config.max_model_len} exceeds the model's limit:"
-                f" lower it to {spec.max_len}"
-            )
-        self.config = config
-        self.spec = spec
-        # Without them, the worker runs layers/ and models/ as written.
-        self.kernels = import_module("nanovllm.kernels") if config.enable_kernels else None
-        self.max_model_len = config.max_model_len or min(spec.max_len, _DEFAULT_MAX_MODEL_LEN)
-        # Rows of logits in a step: one per sequence, or more with drafts.
-        num_rows = config.max_num_seqs
-        if config.num_speculative_tokens:
-            num_rows = max(num_rows, MAX_DRAFT_STEP)
-        self.max_num_logits = min(num_rows, config.max_num_batched_tokens)
-        self.device = find_device(config.device, place.local_rank if place else None)
-        self.tp = connect(self.device, config.tensor_parallel_size, place) if place else ALONE
-        # Triton uses the current GPU. On a CPU the index is None, which has no effect.
-        no_autocast = torch.autocast(self.device.type, enabled=False)
-        with torch.accelerator.device_index(self.device.index), no_autocast:
-            self._select_backend()
-            self.meter = MemoryMeter(self.device)
-            self._load_model(directory)
+    config: Config
+    spec: ModelSpec
+    device: torch.device
+    tp: TensorParallel  # this rank, and how it reaches the others
+    kernels: Any  # nanovllm.kernels, or None to run layers/ and models/ as written
+    backend: Backend  # stores K/V and attends to them
+    block_size: int
+    max_model_len: int
+    max_num_logits: int  # rows of logits that are computed at once
+    model: CausalLM  # this rank's share
+    meter: MemoryMeter | None  # on a GPU: what this rank has taken of its memory
+    # A loaded worker has no KV cache yet, see startup.allocate.
+    num_blocks: int = 0
+    num_lanes: int = 0  # sequences that can run at once
+    kv_caches: list[Tensor] = field(default_factory=list)  # each layer's K/V or states
+    graphs: Any = None  # CudaGraphs, or None
 
     def execute(self, batch: Batch) -> Tensor:
         """As `compute`, on rank 0. The other ranks compute their shares in `serve`."""
@@ -98,165 +59,27 @@ class Worker:
             return self.graphs.run(batch)
         return self.model(copy_to(batch, self.device), self.kv_caches)
 
-    def split_hidden(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Divide hidden states into parts of as many rows as the profile run had.
+    @torch.inference_mode()
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [num_rows, vocab_size] for at most `max_num_logits` rows, on rank 0."""
+        return self.model.compute_logits(hidden)
 
-        There is one part, unless a step scores prompts. All ranks have the same parts.
+    def split_hidden(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Divide hidden states into parts for `compute_logits`, the same ones on all ranks.
+
+        There is one part, unless a step scores prompts.
         """
         return hidden.split(self.max_num_logits)
 
-    @torch.inference_mode()
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [num_rows, vocab_size] for the rows of one part, on rank 0."""
-        return self.model.compute_logits(hidden)
-
     def serve(self) -> None:
         """Compute this rank's share of the batches that rank 0 runs, until rank 0 disconnects."""
-        with engine_settings(self.device):  # under torchrun, the caller's thread serves
-            self.start(sample=lambda logits: None)
-            while True:
-                try:
-                    message = self.tp.receive()
-                except RuntimeError:  # the connection has ended
-                    return
-                for rows in self.split_hidden(self.compute(unpack(message))):
-                    self.compute_logits(rows)
-
-    def _select_backend(self) -> None:
-        config, spec = self.config, self.spec
-        self.backend: Backend = attention
-        self.block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
-        if self.kernels is not None:
-            self.backend, self.block_size = self.kernels.select_backend(
-                config.attention_backend,
-                self.device,
-                spec.dtype,
-                spec.head_dim,
-                config.kvcache_block_size,
-            )
-
-    def _load_model(self, directory: Path) -> None:
-        config, spec = self.config, self.spec
-        with torch.device("cpu"):  # safetensors reads there, whatever the caller's default is
-            files = open_checkpoint(config, directory)
-            self.model = allocate_model(spec, self.backend, self.device, files, self.tp)
-            if files is None:
-                init_dummy_weights(self.model, config.seed)
-            else:
-                load_checkpoint(self.model, files, spec.quantization.format)
-        if self.tp.rank == 0:
-            report(f"weights: {show_bytes(count_bytes(self.model))}")
-        if self.kernels is not None:
-            run = self._run_test_steps if self.device.type == "cuda" else None
-            names = self.kernels.kernelize(self.model, self.device, spec.dtype, run)
-            if names and self.tp.rank == 0:
-                advice = "enable_kernels=False runs layers/ and models/ as written"
-                report(f"optimized layers: {', '.join(names)}; {advice}")
-
-    def _run_test_steps(self) -> None:
-        """Compute steps with random K/V and states, in caches of their own, for self-tests."""
-        batches = list(make_test_batches(self.block_size, self.spec.vocab_size, self.max_model_len))
-        num_blocks = batches[0].block_tables.numel()
-        num_slots = batches[0].read_slots.numel()
-        caches = self.spec.make_caches(
-            self.backend, num_blocks, self.block_size, num_slots, self.device, self.tp
-        )
-        random = torch.Generator(self.device).manual_seed(0)
-        for cache in caches:
-            cache.normal_(generator=random)
-        for batch in batches:
-            self.model(copy_to(batch, self.device), caches)
-
-    @property
-    def block_table_width(self) -> int:
-        """The blocks of the longest sequence."""
-        return cdiv(self.max_model_len, self.block_size)
-
-    def start(self, sample: Callable[[Tensor], object]) -> None:
-        """Allocate the KV cache, and compile the kernels of a GPU.
-
-        If the size of the cache depends on how much of a GPU's memory a step takes, a profile run
-        comes first. `sample` receives the logits of each dummy step. On ranks 1 and up it does
-        nothing. All ranks make the same steps, because these have collective operations.
-        """
-        config = self.config
-        on_gpu = self.device.type == "cuda"
-        is_given = config.num_kvcache_blocks is not None or config.kvcache_memory_bytes is not None
-        if on_gpu and not is_given:
-            sample(self._profile())
-        self._allocate_kv_cache()
-        if on_gpu:
-            sample(self._run_dummy_step([2, 1]))  # a chunk beside a decode
-            sample(self._run_dummy_step([1]))
-
-    def _profile(self) -> Tensor:
-        """Run the largest step, with a KV cache of one block. Return its logits."""
-        config = self.config
-        self._allocate(1, FIRST_LANE, config.max_num_seqs, is_profile=True)
-        max_num_tokens = config.max_num_batched_tokens
-        return self._run_dummy_step(
-            find_largest_step(self.max_num_logits, max_num_tokens, self.max_model_len)
-        )
-
-    def _run_dummy_step(self, query_lens: list[int]) -> Tensor:
-        return self.compute_logits(self.compute(self._make_dummy_batch(query_lens)))
-
-    def _make_dummy_batch(self, query_lens: list[int]) -> Batch:
-        return make_dummy_batch(query_lens, self.block_table_width, self.max_model_len)
-
-    def _allocate_kv_cache(self) -> None:
-        """Choose the size of the KV cache and allocate it."""
-        self.num_blocks, self.num_lanes, arithmetic = count_blocks(
-            self.config,
-            self.meter,
-            self.tp,
-            block_bytes=self.spec.count_block_bytes(self.block_size, self.tp),
-            slot_bytes=self.spec.count_slot_bytes(self.tp),
-            block_size=self.block_size,
-            max_model_len=self.max_model_len,
-        )
-        capacity = self.num_blocks * self.block_size
-        self.max_model_len = min(self.max_model_len, capacity)
-        if self.config.max_model_len is not None and self.config.max_model_len > capacity:
-            raise ValueError(
-                f"max_model_len={self.config.max_model_len} exceeds the capacity of the KV cache:"
-                f" lower it to {capacity}, or {ENLARGE_ADVICE}"
-            )
-        num_slots = count_slots(self.config, self.num_lanes)
-        self._allocate(self.num_blocks, num_slots, self.num_lanes)
-        if self.tp.rank == 0:
-            backend = f"{self.backend.NAME} attention"
-            report(f"{self.device}, {self.spec.dtype}, {backend}; {arithmetic}")
-
-    def _allocate(
-        self, num_blocks: int, num_slots: int, num_lanes: int, is_profile: bool = False
-    ) -> None:
-        config = self.config
-        # Release the old caches before new ones are allocated.
-        self.graphs = None
-        self.kv_caches = []
-        torch.cuda.empty_cache()  # no effect without a GPU
-        problem = (
-            f"no memory for {num_blocks} blocks of {self.block_size} tokens:"
-            " lower num_kvcache_blocks, kvcache_block_size or kvcache_memory_bytes"
-        )
-        if self.spec.count_slot_bytes(self.tp) > 0:
-            problem += f", or lower max_num_seqs, because there are {num_slots} recurrent states"
-        with naming(problem, RuntimeError):  # torch's own error on any device
-            self.kv_caches = self.spec.make_caches(
-                self.backend, num_blocks, self.block_size, num_slots, self.device, self.tp
-            )
-        if self.kernels is not None and not config.enforce_eager:
-            self.graphs = self.kernels.capture_decode_steps(
-                self.model,
-                self.backend,
-                self.kv_caches,
-                self._make_dummy_batch([1]),
-                max_num_seqs=min(num_lanes, config.max_num_batched_tokens),
-                block_table_width=self.block_table_width,
-                max_seqlen_k=self.max_model_len,
-                only_largest=is_profile,
-            )
+        while True:
+            try:
+                message = self.tp.receive()
+            except RuntimeError:  # the connection has ended
+                return
+            for rows in self.split_hidden(self.compute(unpack(message))):
+                self.compute_logits(rows)
 
     def disconnect(self) -> None:
         """Leave the process groups.
@@ -269,3 +92,25 @@ class Worker:
         if self.device.type == "cuda":
             self.tp.group.abort()  # ends a collective operation that waits for a lost rank
         self.tp.leave()
+
+    def make_caches(
+        self, num_blocks: int, num_state_slots: int, device: torch.device
+    ) -> list[Tensor]:
+        """Make what each layer keeps between steps: K/V of this rank's heads, or states."""
+        spec = self.spec
+        num_kv_heads, _ = self.tp.divide(spec.num_kv_heads)
+        shape = (num_blocks, self.block_size, num_kv_heads, spec.head_dim)
+        state_size = spec.state_size // self.tp.size
+        caches: list[Tensor] = []
+        for layer in range(spec.num_layers):
+            if spec.has_attention(layer):
+                cache = self.backend.make_cache(*shape, spec.dtype, device)
+            else:
+                cache = torch.zeros(num_state_slots, state_size, dtype=torch.float32, device=device)
+            caches.append(cache)
+        return caches
+
+    @property
+    def block_table_width(self) -> int:
+        """The blocks of the longest sequence."""
+        return cdiv(self.max_model_len, self.block_size)

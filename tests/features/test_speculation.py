@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
+from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -26,6 +27,7 @@ from nanovllm.features.speculation.drafts import (
 )
 from nanovllm.kernels.cpu import attention as cpp
 from nanovllm.layers import attention as torch_backend
+from nanovllm.worker.state_slots import StateSlots
 
 FREE = [0.0, *[1.0] * 256]  # costs of steps in which drafts cost nothing
 
@@ -33,7 +35,8 @@ FREE = [0.0, *[1.0] * 256]  # costs of steps in which drafts cost nothing
 def make_scheduler(speculator, block_manager, policy=Scheduler, has_states=False, **limits):
     extensions = [Drafts(speculator)]
     if has_states:
-        extensions.append(RecurrentStates(range(0)))
+        config = Config("", num_speculative_tokens=7, enable_prefix_caching=False)
+        extensions.append(RecurrentStates(StateSlots(config, limits["max_num_seqs"])))
     return policy(block_manager, extensions=extensions, **limits)
 
 

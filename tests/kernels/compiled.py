@@ -52,6 +52,7 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.models.weights import quantize_layer
 from nanovllm.utils.packing import pack, unpack
 from nanovllm.worker import worker
+from nanovllm.worker.dummy_steps import run_dummy_step
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of a block
@@ -244,7 +245,7 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
             limits = (width, rank.max_model_len)
             rank.graphs = graphs.CudaGraphs(rank.model, rank.kv_caches, sizes, *limits)
     for query_lens in ([2, 1], [1]):  # as at the start of an engine on a GPU
-        logits = rank.compute_logits(rank.compute(rank._make_dummy_batch(query_lens)))
+        logits = run_dummy_step(rank, query_lens)
         # As of three ranks, whose padding is cut off. Later logits are contiguous.
         logits = F.pad(logits, (0, 1))[:, :-1]
         runner.sample_each_kind(logits)

@@ -18,10 +18,11 @@ from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec
-from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 from nanovllm.models.moe import MoESpec
 from nanovllm.models.opt import OPTSpec
 from nanovllm.models.qwen3_5 import Qwen35Spec
+from nanovllm.worker.worker import Worker
 
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, expert_size=24, normalize_weights=True)
 DELTA = dict(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=24, conv_size=4)
@@ -195,7 +196,8 @@ def list_hooks(model):
 def compute(model, spec, backend):
     """Logits of a chunk behind a prefix and a decode."""
     random = torch.Generator().manual_seed(1)
-    caches = spec.make_caches(backend, 4, 16, 4, CPU)
+    worker = SimpleNamespace(spec=spec, backend=backend, block_size=16, tp=ALONE)
+    caches = Worker.make_caches(worker, 4, 4, CPU)
     for cache in caches:
         cache.copy_(torch.randn(cache.shape, generator=random))
     tables = torch.arange(4, dtype=torch.int32).view(2, 2)

@@ -3,7 +3,7 @@
 Without a GPU, a stand-in for a graph calls the captured function again on the static batch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import reload
 from types import SimpleNamespace
 from typing import Annotated
@@ -54,8 +54,9 @@ def capture_nothing(step, *_):
 
 @dataclass(frozen=True)
 class LongerBatch(Batch):
-    draws: Annotated[Tensor, "num_logits"]
-    states: Annotated[Tensor, "num_seqs", {"padding": -1}]
+    # make_batch sets no values for these.
+    draws: Annotated[Tensor | None, "num_logits"] = None
+    states: Annotated[Tensor | None, "num_seqs", {"padding": -1}] = None
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def make_longer_batch(monkeypatch):
         tables = torch.zeros(len(states), 2, dtype=torch.int32)
         batch = make_batch([1] * len(states), [5] * len(states), tables)
         more = [torch.tensor(values, dtype=torch.int32) for values in (draws, states)]
-        return LongerBatch(**vars(batch), draws=more[0], states=more[1])
+        return replace(batch, draws=more[0], states=more[1])
 
     monkeypatch.setattr(batch_module, "Batch", LongerBatch)
     reload(packing)

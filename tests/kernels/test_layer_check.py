@@ -1,5 +1,6 @@
 """What is wrong on a GPU is found at the start of an engine, and plain torch takes its place."""
 
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import MLP, Attention, DecoderLayers
 from nanovllm.models.weights import QUANTIZABLE, quantize_layer
+from nanovllm.worker.dummy_steps import make_dummy_batch, run_test_steps
 
 LINEAR = {ColumnParallelLinear, RowParallelLinear}
 LAYERS = {RMSNorm, MLP, Attention, DecoderLayers, *LINEAR}
@@ -122,7 +124,7 @@ def test_an_engine_replaces_a_wrong_sampler(make_llm, stand_ins, capfd, wrong):
     worker = runner.executor.worker
     expected = generate_ids(llm, random_prompt(0, 9), greedy(5))
     capfd.readouterr()
-    kernelize(worker.model, CPU, torch.float32, worker._run_test_steps)
+    kernelize(worker.model, CPU, torch.float32, partial(run_test_steps, worker))
     kernelize(runner.sampler, CPU, torch.float32, runner._sample_test_rows)
     assert isinstance(runner.sampler, stand_ins[Sampler])
     assert not capfd.readouterr().err
@@ -206,7 +208,7 @@ def test_states_and_several_chunks_are_tested(hybrid, stand_ins, capfd, options,
         stand_ins[each] = type(f"Fast{each.__name__}", (OptimizedLayer, each), members)
     stand_ins[layer].forward = wrong
     capfd.readouterr()
-    names = kernelize(worker.model, CPU, torch.float32, worker._run_test_steps)
+    names = kernelize(worker.model, CPU, torch.float32, partial(run_test_steps, worker))
     (message,) = capfd.readouterr().err.splitlines()
     assert f"Fast{layer.__name__} is replaced by {layer.__name__}" in message
     assert {"GatedDeltaRule", "RowParallelLinear"} - set(names) == {layer.__name__}
@@ -240,6 +242,6 @@ def test_wrong_graphs_are_not_used(hybrid, monkeypatch, capfd, fault):
     with torch.inference_mode():
         sizes = ([1, 2], worker.block_table_width, worker.max_model_len)
         captured = graphs.CudaGraphs(decoder, caches, *sizes)
-        batch = worker._make_dummy_batch([1])
+        batch = make_dummy_batch(worker, [1])
         assert graphs.can_replay(captured, decoder, caches, batch) == (not fault)
     assert ("replaced by eager steps" in capfd.readouterr().err) == bool(fault)

@@ -8,7 +8,7 @@ from glob import glob
 import psutil
 
 from nanovllm import LLM
-from nanovllm.worker.executor import _serve
+from nanovllm.worker.rank_process import run_rank
 from nanovllm.worker.worker import Worker
 
 
@@ -30,7 +30,7 @@ def check_nothing_is_left():
 
 
 def serve_and_fail(*args):
-    """Take the place of `_serve`. On rank 2 of 4, a step of several tokens fails."""
+    """Take the place of `run_rank`. On rank 2 of 4, a step of several tokens fails."""
     compute = Worker.compute
 
     def fail(self, batch):
@@ -39,7 +39,7 @@ def serve_and_fail(*args):
         return compute(self, batch)
 
     Worker.compute = fail
-    _serve(*args)
+    run_rank(*args)
 
 
 def join_as_rank_1(model, environment, log, is_failing):

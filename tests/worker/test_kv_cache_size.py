@@ -1,5 +1,6 @@
 """The KV cache gets the memory that is left, and the profile run finds out how much that is."""
 
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -7,9 +8,12 @@ import torch
 from conftest import VOCAB_SIZE
 
 from nanovllm.config import MAX_DRAFT_STEP, Config
+from nanovllm.layers import attention
 from nanovllm.layers.tensor_parallel import ALONE
-from nanovllm.worker import memory
-from nanovllm.worker.memory import count_blocks, find_available_memory
+from nanovllm.worker import cache_plan, startup
+from nanovllm.worker.cache_plan import plan_cache
+from nanovllm.worker.memory import find_available_memory, show_bytes
+from nanovllm.worker.startup import profile
 
 BLOCK_BYTES = 4 * 2 * 2 * 2 * 16 * 4  # block size, K and V, layers, KV heads, head_dim, float32
 
@@ -20,6 +24,23 @@ def test_given_bytes_are_divided_into_blocks(make_llm):
     for num_kvcache_blocks, expected in ((None, 10), (7, 7)):
         llm = make_llm(num_kvcache_blocks=num_kvcache_blocks, kvcache_memory_bytes=budget)
         assert llm.stats["num_blocks"] == expected
+
+
+def test_a_backend_determines_the_bytes_of_a_block(make_llm, monkeypatch):
+    """In a cache of 16 bits, twice as many blocks have room as in one of 32 bits."""
+
+    def make_cache(*args):
+        *shape, _, device = args
+        return attention.make_cache(*shape, torch.bfloat16, device)
+
+    backend = SimpleNamespace(**{**vars(attention), "make_cache": make_cache})
+    monkeypatch.setattr(startup, "attention", backend)
+    budget = 10 * BLOCK_BYTES
+    llm = make_llm(
+        num_kvcache_blocks=None, kvcache_memory_bytes=budget, device="cpu", enable_kernels=False
+    )
+    assert llm.stats["num_blocks"] == 20
+    assert sum(cache.nbytes for cache in llm.executor.worker.kv_caches) == budget
 
 
 @pytest.mark.parametrize(
@@ -54,7 +75,6 @@ def test_memory_is_limited_by_cgroups(tmp_path, membership, limits, left):
 class FakeGPU:
     """A MemoryMeter of a GPU with 100 MB, of which the profile run takes 10 MB."""
 
-    device = torch.device("cuda")
     total = 100_000_000
 
     def __init__(self, free_before):
@@ -67,16 +87,17 @@ class FakeGPU:
 def count_tokens_on_gpu(free, utilization, max_model_len):
     """Count the tokens that fit into a KV cache where a token takes 1000 bytes."""
     config = Config("", gpu_memory_utilization=utilization)
-    num_blocks, _, line = count_blocks(
+    plan = plan_cache(
         config,
         FakeGPU(free),
         block_bytes=10_000,
-        slot_bytes=0,
+        state_bytes=0,
         block_size=10,
         max_model_len=max_model_len,
     )
-    assert f"{num_blocks} blocks of 10" in line
-    return num_blocks * 10
+    assert f"{plan.num_blocks} blocks of 10" in plan.describe()
+    assert plan.num_tokens == plan.num_blocks * 10
+    return plan.num_tokens
 
 
 @pytest.mark.parametrize(
@@ -104,7 +125,7 @@ def test_the_profile_run_is_a_largest_step(make_llm, draft_len, num_logits):
     llm = make_llm(max_num_batched_tokens=301, max_num_seqs=7, num_speculative_tokens=draft_len)
     worker = llm.executor.worker
     worker.compute = Mock(wraps=worker.compute)
-    worker._profile()
+    profile(worker)
     (batch,) = worker.compute.call_args.args
     assert len(batch.input_ids) == 301
     assert len(batch.logits_indices) == num_logits
@@ -127,19 +148,20 @@ def test_the_profile_run_ends_with_the_costliest_sampling(make_llm):
         assert seq.stop_token_ids
 
 
-def count_with_states(meter, slot_bytes, tp=ALONE, **options):
-    """Count blocks and lanes, where a block of 10 tokens takes 1000 bytes."""
+def plan_with_states(meter, state_bytes, tp=ALONE, **options):
+    """Plan a cache in which a block of 10 tokens takes 1000 bytes."""
     config = Config("", **options)
-    sizes = dict(block_bytes=1000, slot_bytes=slot_bytes, block_size=10, max_model_len=1000)
-    return count_blocks(config, meter, tp, **sizes)
+    sizes = dict(block_bytes=1000, state_bytes=state_bytes, block_size=10, max_model_len=1000)
+    return plan_cache(config, meter, tp, **sizes)
 
 
 @pytest.mark.parametrize("num_drafts, num_lanes", [(0, 24), (3, 16)])
 def test_states_have_at_most_half_of_the_memory(num_drafts, num_lanes):
     """A lane has a state and a snapshot, and another state with drafts. 2 slots have no lane."""
     options = dict(kvcache_memory_bytes=100_000, num_speculative_tokens=num_drafts)
-    *found, line = count_with_states(FakeGPU(0), 1000, **options)
-    assert found == [50, num_lanes]
+    plan = plan_with_states(FakeGPU(0), 1000, **options)
+    assert (plan.num_blocks, plan.num_lanes) == (50, num_lanes)
+    line = plan.describe()
     assert f"50000 B for states of {num_lanes} lanes = 50000 B) / 1000 B" in line
     assert f"max_num_seqs is lowered from 256 to {num_lanes}" in line
 
@@ -151,37 +173,37 @@ def test_states_have_at_most_half_of_the_memory(num_drafts, num_lanes):
 def test_a_given_number_of_blocks_does_not_unbound_the_states(options, num_lanes):
     """The GPU has 80 MB for blocks and states. A state takes 1 MB."""
     meter = FakeGPU(100_000_000)
-    *found, line = count_with_states(meter, 1_000_000, num_kvcache_blocks=50, **options)
-    assert found == [50, num_lanes]
-    shown = f"{memory.show_bytes((2 + 2 * num_lanes) * 10**6)} for states of {num_lanes} lanes"
-    assert f"(as requested, beside {shown} = 50000 B)" in line
+    plan = plan_with_states(meter, 1_000_000, num_kvcache_blocks=50, **options)
+    assert (plan.num_blocks, plan.num_lanes) == (50, num_lanes)
+    shown = f"{show_bytes((2 + 2 * num_lanes) * 10**6)} for states of {num_lanes} lanes"
+    assert f"(as requested, beside {shown} = 50000 B)" in plan.describe()
 
 
 def test_states_of_lanes_without_a_block_are_not_allocated():
-    *found, line = count_with_states(FakeGPU(100_000_000), 1_000_000, num_kvcache_blocks=3)
-    assert found == [3, 3]
-    assert "8000000 B for states of 3 lanes" in line
+    plan = plan_with_states(FakeGPU(100_000_000), 1_000_000, num_kvcache_blocks=3)
+    assert (plan.num_blocks, plan.num_lanes) == (3, 3)
+    assert "8000000 B for states of 3 lanes" in plan.describe()
 
 
 def test_a_laptop_serves_16_sequences_with_states(monkeypatch):
     """With 12 of 16 GB free, and the states and K/V of Qwen3.5-0.8B."""
-    monkeypatch.setattr(memory, "find_available_memory", lambda: 12_000_000_000)
-    sizes = dict(block_bytes=16 * 12_288, slot_bytes=20_201_472, block_size=16, max_model_len=4096)
-    meter = Mock(device=torch.device("cpu"))
-    num_blocks, num_lanes, line = count_blocks(Config(""), meter, **sizes)
-    assert num_lanes >= 16
-    assert num_blocks * 16 >= 16 * 4096
+    monkeypatch.setattr(cache_plan, "find_available_memory", lambda: 12_000_000_000)
+    sizes = dict(block_bytes=16 * 12_288, state_bytes=20_201_472, block_size=16, max_model_len=4096)
+    plan = plan_cache(Config(""), None, **sizes)
+    assert plan.num_lanes >= 16
+    assert plan.num_tokens >= 16 * 4096
+    line = plan.describe()
     assert "(0.25 * 12.00 GB available / 1 ranks - 1.49 GB for states of 36 lanes" in line
 
 
-@pytest.mark.parametrize("slot_bytes", [2000, 6000])
-def test_no_memory_for_one_state_is_an_error(slot_bytes):
-    problem = f"states of one sequence take {4 * slot_bytes} B, more than half"
+@pytest.mark.parametrize("state_bytes", [2000, 6000])
+def test_no_memory_for_one_state_is_an_error(state_bytes):
+    problem = f"states of one sequence take {4 * state_bytes} B, more than half"
     with pytest.raises(ValueError, match=problem):
-        count_with_states(FakeGPU(0), slot_bytes, kvcache_memory_bytes=10_000)
+        plan_with_states(FakeGPU(0), state_bytes, kvcache_memory_bytes=10_000)
 
 
 def test_ranks_agree_on_the_smallest_numbers():
     tp = Mock(size=2, minimum=lambda numbers: [numbers[0] - 1, numbers[1] - 2, *numbers[2:]])
-    num_blocks, num_lanes, _ = count_with_states(FakeGPU(0), 1000, tp, kvcache_memory_bytes=100_000)
-    assert (num_blocks, num_lanes) == (49, 22)
+    plan = plan_with_states(FakeGPU(0), 1000, tp, kvcache_memory_bytes=100_000)
+    assert (plan.num_blocks, plan.num_lanes) == (49, 22)

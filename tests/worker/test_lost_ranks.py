@@ -22,7 +22,9 @@ from rank_helpers import check_nothing_is_left, find_ranks, serve_and_fail
 from nanovllm import llm as llm_module
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.worker import executor as executor_module
-from nanovllm.worker.executor import Failure, MultiRankExecutor
+from nanovllm.worker import rank_process
+from nanovllm.worker.executor import MultiRankExecutor
+from nanovllm.worker.rank_process import Failure
 from nanovllm.worker.worker import Worker
 
 nothing_is_left = pytest.fixture(autouse=True)(check_nothing_is_left)
@@ -102,7 +104,7 @@ def test_a_rank_fails(make_llm, monkeypatch):
     """The error has its traceback. Ranks that fail because of it are not named."""
     make_llm(tensor_parallel_size=2).exit()  # starts the fork server, which knows no PURPOSE
     monkeypatch.setenv("PURPOSE", "on purpose")
-    monkeypatch.setattr(executor_module, "_serve", serve_and_fail)
+    monkeypatch.setattr(rank_process, "run_rank", serve_and_fail)
     with make_llm(tensor_parallel_size=4) as llm:
         generate_ids(llm, [[1]], greedy(3))
         monkeypatch.setattr(executor_module, "_POLL_INTERVAL", 1.5)  # time for other ranks to fail
@@ -174,7 +176,7 @@ def test_a_dead_rank_is_the_cause(is_dead):
     process = SimpleNamespace(name="rank 3 of 4", exitcode=-11, join=print, kill=print)
     executor.processes = {pipe: process for pipe, _ in pipes}
     for moment, (_, other) in enumerate(pipes[:2]):
-        other.send(Failure(True, moment, True, f"rank {2 - moment} of 4 has failed"))
+        other.send(Failure(moment, True, f"rank {2 - moment} of 4 has failed"))
     if is_dead:
         pipes[2][1].close()
     expected = "rank 3 of 4 has ended with exit code -11" if is_dead else "rank 2 of 4 has failed"
@@ -201,14 +203,14 @@ def test_a_stuck_step_ends_when_the_group_is_aborted():
     aborted = threading.Event()
     executor = make_executor(MagicMock(disconnect=aborted.set))
     outcomes = SimpleQueue()
-    executor.tasks.put((outcomes, aborted.wait, (10,)))
+    executor.tasks.put(lambda: outcomes.put(aborted.wait(10)))
     executor.stop("of the test")
-    assert outcomes.get(timeout=10) == (True, None)
+    assert outcomes.get(timeout=10)
 
 
 def test_the_end_does_not_wait_for_a_stuck_abort(monkeypatch):
     """A traceback can keep the graphs alive."""
-    monkeypatch.setattr(executor_module, "_EXIT_TIMEOUT", 0.3)
+    monkeypatch.setattr(executor_module, "EXIT_TIMEOUT", 0.3)
     released = threading.Event()
     ended = []
 

@@ -25,7 +25,7 @@ from nanovllm import SamplingParams
 from nanovllm.layers.tensor_parallel import FIRST_PART
 from nanovllm.worker import executor as executor_module
 from nanovllm.worker.executor import MultiRankExecutor
-from nanovllm.worker.placement import Place, connect
+from nanovllm.worker.process_groups import Place, connect
 
 nothing_is_left = pytest.fixture(autouse=True)(check_nothing_is_left)
 PROMPT = random_prompt(3, 9)

@@ -12,7 +12,8 @@ from front_helpers import PROMPTS, interrupt_in
 from nanovllm import SamplingParams, kernels
 from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.worker.placement import find_device
+from nanovllm.worker import startup
+from nanovllm.worker.device import find_device
 from nanovllm.worker.worker import Worker
 
 
@@ -98,7 +99,7 @@ def test_the_engine_computes_on_its_gpu_without_autocast(make_llm, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_index", device_index)
     parts = [
         (kernels, "select_backend"),
-        (Worker, "_allocate"),
+        (startup, "allocate"),
         (kernels, "capture_decode_steps"),
         (Worker, "compute"),
         (model_runner, "make_sampling_batch"),

@@ -24,7 +24,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.features.speculation.costs import Candidate, StepCosts, measure_costs
 from nanovllm.outputs import FinishReason
-from nanovllm.worker.placement import engine_settings
+from nanovllm.worker.device import engine_settings
 
 LEARNING_RATE = 0.1  # weight of the newest draft token in the acceptance rate
 

@@ -1,0 +1,203 @@
+"""The start of a worker, from its weights to its first step.
+
+    load_worker      find the device, meet the other ranks, choose a backend, load the weights
+    start_worker     prepare the first step:
+    optimize           replace layers by optimized ones, on a GPU after self-tests
+    profile            run the largest step, if the cache gets the memory that this leaves of a GPU
+    fill_memory        plan the size of the KV cache, allocate it, and capture CUDA graphs
+    run_dummy_step     compile the kernels of a GPU
+
+All ranks make the same steps, because these have collective operations.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanovllm.config import MAX_DRAFT_STEP, Config
+from nanovllm.layers import attention
+from nanovllm.layers.attention import Backend
+from nanovllm.layers.tensor_parallel import ALONE
+from nanovllm.models import weights
+from nanovllm.models.spec import ModelSpec
+from nanovllm.utils.checks import naming
+from nanovllm.utils.terminal import report
+from nanovllm.worker.cache_plan import ENLARGE_ADVICE, plan_cache
+from nanovllm.worker.device import engine_settings, find_device
+from nanovllm.worker.dummy_steps import (
+    find_largest_step,
+    make_dummy_batch,
+    run_dummy_step,
+    run_test_steps,
+)
+from nanovllm.worker.memory import MemoryMeter, show_bytes
+from nanovllm.worker.process_groups import Place, connect
+from nanovllm.worker.state_slots import StateSlots
+from nanovllm.worker.worker import Worker
+
+_DEFAULT_MAX_MODEL_LEN = 4096
+
+
+def load_worker(
+    config: Config, spec: ModelSpec, directory: Path, place: Place | None = None
+) -> Worker:
+    """Load one rank's share of the weights. `place` is None if there is only one rank.
+
+    Raises ValueError for options that conflict with each other, the model or this machine.
+    """
+    if config.max_model_len is not None and config.max_model_len > spec.max_len:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} exceeds the model's limit:"
+            f" lower it to {spec.max_len}"
+        )
+    # Rows of logits in a step: one per sequence, or more with drafts.
+    num_rows = config.max_num_seqs
+    if config.num_speculative_tokens:
+        num_rows = max(num_rows, MAX_DRAFT_STEP)
+    device = find_device(config.device, place.local_rank if place else None)
+    tp = connect(device, config.tensor_parallel_size, place) if place else ALONE
+    kernels = import_module("nanovllm.kernels") if config.enable_kernels else None
+    backend: Backend = attention
+    block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
+    with engine_settings(device), torch.inference_mode(False):
+        if kernels is not None:
+            backend, block_size = kernels.select_backend(
+                config.attention_backend,
+                device,
+                spec.dtype,
+                spec.head_dim,
+                config.kvcache_block_size,
+            )
+        meter = MemoryMeter(device) if device.type == "cuda" else None
+        with torch.device("cpu"):  # safetensors reads there, whatever the caller's default is
+            files = weights.open_checkpoint(config, directory)
+            model = weights.allocate_model(spec, backend, device, files, tp)
+            if files is None:
+                weights.init_dummy_weights(model, config.seed)
+            else:
+                weights.load_checkpoint(model, files, spec.quantization.format)
+    if tp.rank == 0:
+        report(f"weights: {show_bytes(weights.count_bytes(model))}")
+    return Worker(
+        config=config,
+        spec=spec,
+        device=device,
+        tp=tp,
+        kernels=kernels,
+        backend=backend,
+        block_size=block_size,
+        max_model_len=config.max_model_len or min(spec.max_len, _DEFAULT_MAX_MODEL_LEN),
+        max_num_logits=min(num_rows, config.max_num_batched_tokens),
+        model=model,
+        meter=meter,
+    )
+
+
+def start_worker(worker: Worker, sample: Callable[[Tensor], object]) -> None:
+    """Prepare a loaded worker for its first step.
+
+    `sample` receives the logits of each dummy step, because sampling takes memory and has kernels,
+    too. On ranks 1 and up it does nothing.
+    """
+    config = worker.config
+    is_given = config.num_kvcache_blocks is not None or config.kvcache_memory_bytes is not None
+    on_gpu = worker.device.type == "cuda"
+    optimize(worker)
+    if on_gpu and not is_given:
+        sample(profile(worker))
+    fill_memory(worker)
+    if on_gpu:
+        sample(run_dummy_step(worker, [2, 1]))  # a chunk beside a decode
+        sample(run_dummy_step(worker, [1]))
+
+
+def serve_rank(config: Config, spec: ModelSpec, directory: Path, place: Place) -> None:
+    """Be rank 1 or up, until rank 0 disconnects."""
+    worker = load_worker(config, spec, directory, place)
+    with engine_settings(worker.device):  # under torchrun, the caller's thread serves
+        start_worker(worker, sample=lambda logits: None)
+        worker.serve()
+    worker.disconnect()
+
+
+@torch.inference_mode(False)  # so that weights which are converted stay ordinary tensors
+def optimize(worker: Worker) -> None:
+    """Replace layers by optimized ones."""
+    if worker.kernels is None:
+        return
+    run = partial(run_test_steps, worker) if worker.device.type == "cuda" else None
+    names = worker.kernels.kernelize(worker.model, worker.device, worker.spec.dtype, run)
+    if names and worker.tp.rank == 0:
+        advice = "enable_kernels=False runs layers/ and models/ as written"
+        report(f"optimized layers: {', '.join(names)}; {advice}")
+
+
+def profile(worker: Worker) -> Tensor:
+    """Run the largest step, in a KV cache of one block. Return its logits."""
+    allocate(worker, num_blocks=1, num_lanes=0)
+    capture_graphs(worker, worker.config.max_num_seqs, only_largest=True)
+    return run_dummy_step(worker, find_largest_step(worker))
+
+
+def fill_memory(worker: Worker) -> None:
+    """Give the worker a KV cache of the size that its options or its memory determine."""
+    config = worker.config
+    meta = torch.device("meta")  # its tensors have a size, but no memory
+    plan = plan_cache(
+        config,
+        worker.meter,
+        worker.tp,
+        block_bytes=sum(cache.nbytes for cache in worker.make_caches(1, 0, meta)),
+        state_bytes=sum(cache.nbytes for cache in worker.make_caches(0, 1, meta)),
+        block_size=worker.block_size,
+        max_model_len=worker.max_model_len,
+    )
+    if config.max_model_len is not None and config.max_model_len > plan.num_tokens:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} exceeds the capacity of the KV cache:"
+            f" lower it to {plan.num_tokens}, or {ENLARGE_ADVICE}"
+        )
+    worker.max_model_len = min(worker.max_model_len, plan.num_tokens)
+    problem = (
+        f"no memory for {plan.num_blocks} blocks of {plan.block_size} tokens:"
+        " lower num_kvcache_blocks, kvcache_block_size or kvcache_memory_bytes, or max_num_seqs if"
+        " the model has recurrent states"
+    )
+    with naming(problem, RuntimeError):  # torch's own error on any device
+        allocate(worker, plan.num_blocks, plan.num_lanes)
+    capture_graphs(worker, plan.num_lanes)
+    if worker.tp.rank == 0:
+        backend = f"{worker.backend.NAME} attention"
+        report(f"{worker.device}, {worker.spec.dtype}, {backend}; {plan.describe()}")
+
+
+def allocate(worker: Worker, num_blocks: int, num_lanes: int) -> None:
+    """Replace the KV cache by one of this size, which has no CUDA graphs yet."""
+    # Release the old caches before new ones are allocated.
+    worker.graphs = None
+    worker.kv_caches = []
+    torch.cuda.empty_cache()  # no effect without a GPU
+    num_state_slots = StateSlots(worker.config, num_lanes).count
+    worker.kv_caches = worker.make_caches(num_blocks, num_state_slots, worker.device)
+    worker.num_blocks = num_blocks
+    worker.num_lanes = num_lanes
+
+
+def capture_graphs(worker: Worker, num_lanes: int, only_largest: bool = False) -> None:
+    """Capture CUDA graphs of decodes, where there is a GPU for them."""
+    config = worker.config
+    if worker.kernels is not None and not config.enforce_eager:
+        worker.graphs = worker.kernels.capture_decode_steps(
+            worker.model,
+            worker.backend,
+            worker.kv_caches,
+            make_dummy_batch(worker, [1]),
+            max_num_seqs=min(num_lanes, config.max_num_batched_tokens),
+            block_table_width=worker.block_table_width,
+            max_seqlen_k=worker.max_model_len,
+            only_largest=only_largest,
+        )
