@@ -6,16 +6,21 @@ features need not know each other. LLM makes the list of extensions:
     begin_step
         limit_prefix, may_start, admitted    for a waiting sequence
         limit_tokens                         for a chunk
-        preempting                           for a running sequence
+        releasing                            for a running sequence that is preempted
     planned                                  the step can still be extended, within its budget
+    prepared                                 the batch can still be changed
+    computed                                 logits, before any of them is sampled
     sampled                                  in reverse order, as nested calls return
     recorded                                 the tokens are appended
-    finished, reset                          also between steps
+    releasing, finished, reset               also between steps
 """
 
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
+
+from nanovllm.batch import Batch
 from nanovllm.engine.block_manager import Block
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import FinishReason
@@ -47,11 +52,23 @@ class Extension:
         """Return how many of the tokens that fit into the step are scheduled."""
         return num_tokens
 
-    def preempting(self, seq: Sequence) -> None:
-        """A running sequence is about to lose its blocks and its lane."""
+    def releasing(self, seq: Sequence) -> None:
+        """A sequence, preempted or with a finish_reason, is about to lose its blocks and lane."""
 
     def planned(self, seqs: list[Sequence]) -> None:
         """The policy has planned the step. The rest of its budget can still be used."""
+
+    def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
+        """Return the batch that the model receives, on the host."""
+        return batch
+
+    def computed(self, batch: Batch, logits: Tensor) -> Tensor:
+        """Return the rows of `logits` that are sampled.
+
+        If a batch has very many rows, they come in parts. With several ranks this runs in rank 0's
+        thread, which finishes the step of a call that was interrupted.
+        """
+        return logits
 
     def sampled(self, seqs: list[Sequence], token_ids: list[list[int]]) -> list[list[int]]:
         """Return the valid ones of the tokens that were sampled for each sequence."""
@@ -79,10 +96,8 @@ class Extension:
 class Extensions(Extension):
     """A list of extensions, as one."""
 
-    def __init__(self, extensions: Iterable[Extension], scheduler: object) -> None:
+    def __init__(self, extensions: Iterable[Extension] = ()) -> None:
         self.extensions = list(extensions)
-        for each in self.extensions:
-            each.scheduler = scheduler
 
     def reset(self) -> None:
         for each in self.extensions:
@@ -109,13 +124,23 @@ class Extensions(Extension):
             num_tokens = each.limit_tokens(seq, num_tokens)
         return num_tokens
 
-    def preempting(self, seq: Sequence) -> None:
+    def releasing(self, seq: Sequence) -> None:
         for each in self.extensions:
-            each.preempting(seq)
+            each.releasing(seq)
 
     def planned(self, seqs: list[Sequence]) -> None:
         for each in self.extensions:
             each.planned(seqs)
+
+    def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
+        for each in self.extensions:
+            batch = each.prepared(seqs, batch)
+        return batch
+
+    def computed(self, batch: Batch, logits: Tensor) -> Tensor:
+        for each in self.extensions:
+            logits = each.computed(batch, logits)
+        return logits
 
     def sampled(self, seqs: list[Sequence], token_ids: list[list[int]]) -> list[list[int]]:
         for each in reversed(self.extensions):
@@ -129,19 +154,3 @@ class Extensions(Extension):
     def finished(self, seq: Sequence, reason: FinishReason) -> None:
         for each in self.extensions:
             each.finished(seq, reason)
-
-    def describe_settings(self) -> dict[str, Any]:
-        return _merge([each.describe_settings() for each in self.extensions])
-
-    def describe_step(self) -> dict[str, Any]:
-        return _merge([each.describe_step() for each in self.extensions])
-
-    def describe_sequence(self, seq: Sequence) -> dict[str, Any]:
-        return _merge([each.describe_sequence(seq) for each in self.extensions])
-
-
-def _merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for part in parts:
-        merged |= part
-    return merged

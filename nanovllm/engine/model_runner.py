@@ -4,7 +4,7 @@ It uses sequences, but not the queues.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanovllm.batch import Batch, Filters, Noise, SamplingBatch
 from nanovllm.config import Config
+from nanovllm.engine.extension import Extension
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.logprobs import find_logprobs
 from nanovllm.layers.noise import make_noise_keys
@@ -27,6 +28,7 @@ from nanovllm.utils.arithmetic import cdiv
 from nanovllm.utils.transfers import to_device
 from nanovllm.worker.executor import Executor, MultiRankExecutor
 from nanovllm.worker.placement import engine_settings
+from nanovllm.worker.state_slots import FIRST_LANE
 
 # What profile and warm-up runs sample with.
 KINDS = [
@@ -47,13 +49,13 @@ class ModelRunner:
     Raises ValueError as Worker does, and RuntimeError as MultiRankExecutor does.
     """
 
-    # What is applied to the logits before a token is sampled, in this order.
-    processors: Iterable[LogitsProcessor] = (apply_penalties,)
-
     def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
         executor_class = Executor if config.tensor_parallel_size == 1 else MultiRankExecutor
         self.executor = executor_class(config, spec, directory)
         weakref.finalize(self, self.executor.stop, "the engine is gone")  # also at interpreter exit
+        self.extensions = Extension()  # none while the engine starts
+        # What is applied to the logits before a token is sampled, in this order.
+        self.processors: list[LogitsProcessor] = [apply_penalties]
         worker = self.executor.worker
         self.vocab_size = spec.vocab_size
         self.dtype = spec.dtype
@@ -71,11 +73,15 @@ class ModelRunner:
 
     def forward(self, seqs: list[Sequence]) -> Tensor:
         """Compute the scheduled tokens. Return logits [num_logits of all seqs, vocab_size]."""
-        return self.executor.call(self._execute, self.prepare_batch(seqs))
+        batch = self.extensions.prepared(seqs, self.prepare_batch(seqs))
+        return self.executor.call(self._execute, batch)
 
     def _execute(self, batch: Batch) -> Tensor:
         worker = self.executor.worker
-        return worker.compute_logits(worker.execute(batch))
+        parts: list[Tensor] = []
+        for hidden in worker.split_hidden(worker.execute(batch)):
+            parts.append(self.extensions.computed(batch, worker.compute_logits(hidden)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def prepare_batch(self, seqs: list[Sequence]) -> Batch:
         """Flatten the scheduled tokens, on the host. batch.py draws the result.
@@ -92,18 +98,16 @@ class ModelRunner:
                 self.block_tables[seq.lane, : len(seq.block_table)] = seq.block_table
         max_seqlen_q = max([seq.num_scheduled_tokens for seq in seqs])
         max_seqlen_k = max([seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs])
-        lanes = [seq.lane for seq in seqs]
+        lanes = np.array([seq.lane for seq in seqs], np.int32)
         block_tables = self.block_tables[lanes, : cdiv(max_seqlen_k, size)]
         only_decodes = max_seqlen_q == 1 and has_one_row_each(seqs)
         if only_decodes:
             arrays = flatten_decodes(seqs, size)
         else:
             arrays = flatten(seqs, block_tables, size)
-        arrays |= {
-            "block_tables": block_tables,
-            "read_slots": np.array([seq.read_slot for seq in seqs], np.int32),
-            "write_slots": np.array([seq.write_slot for seq in seqs], np.int32),
-        }
+        arrays["block_tables"] = block_tables
+        # The slots of the lanes. An extension chooses others where a model has recurrent states.
+        arrays["read_slots"] = arrays["write_slots"] = lanes + FIRST_LANE
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return Batch(**tensors, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
 

@@ -66,7 +66,7 @@ def parse_request(
         outputs: Any = params.structured_outputs
         if is_chat and parses_reasoning and outputs is not None:
             # The constraint alone, because behind reasoning it would fail only when that has ended.
-            llm.input_processor.grammar_compiler.compile(params, params.n)
+            llm.grammar_compiler.compile(params, params.n)
             outputs = delay_constraint(outputs, given, prompts[0], llm)
             params = replace(params, structured_outputs=outputs)
         return given, llm.prepare_prompts(prompts, params)

@@ -257,9 +257,9 @@ def test_a_model_thinks_and_then_obeys(llm):
     bias = {str(token): 9 for token in llm.tokenizer.encode("</think>", add_special_tokens=False)}
     given, prompts = parse(llm, parses_reasoning=True, logit_bias=bias, **options)
     reply = Reply(given, "model", True, llm, True)
-    with llm._queued(prompts, {}) as [request]:
+    with llm.queued(prompts, {}) as [request]:
         while request.finish_reason is None:
-            llm._run_step()
+            llm.step({})
         reply.take({0: request.output()})
     (choice,) = reply.write_whole()["choices"]
     assert choice["finish_reason"] in ("stop", "length")

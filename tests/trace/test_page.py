@@ -31,6 +31,7 @@ def describe(scheduler, seqs):
     for each in scheduler.extensions.extensions:
         features |= vars(each)
     drafts = features.get("drafts", {})
+    slots = features.get("slots", {})
     free = list(manager.free_block_ids)
     cached = {block.block_id: block.hash for block in manager.blocks if block.hash != -1}
     num_used = manager.num_blocks - len(free)
@@ -49,7 +50,7 @@ def describe(scheduler, seqs):
         "free": free[:40],
         "used": num_used,
         "reusable": num_reusable,
-        "held": [seq.read_slot for seq in running],
+        "held": [slots[seq].read for seq in running] if slots else [0] * len(running),
         "snapshots": [
             [slot, f"{hash_:032x}"] for hash_, slot in features.get("snapshots", {}).items()
         ],
