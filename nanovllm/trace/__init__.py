@@ -9,7 +9,8 @@ tour.py       four requests under two policies, which example.py shows
 
 from nanovllm.trace.page import make_page, save_page
 from nanovllm.trace.picture import draw
-from nanovllm.trace.reader import Step, read
+from nanovllm.trace.reader import read
+from nanovllm.trace.step import Step
 from nanovllm.trace.text import render
 
 __all__ = ["Step", "draw", "make_page", "read", "render", "save_page"]

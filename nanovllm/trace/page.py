@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nanovllm.trace.reader import Step
+from nanovllm.trace.step import Step
 from nanovllm.utils.checks import naming
 
 # Rows omit these values and empty ones, because most work is a decode within a block.

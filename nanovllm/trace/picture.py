@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanovllm.trace.reader import BLOCK_STATES, Step
+from nanovllm.trace.step import BLOCK_STATES, Step
 from nanovllm.utils.arithmetic import cdiv
 from nanovllm.utils.checks import naming
 

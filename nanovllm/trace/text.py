@@ -4,7 +4,7 @@ import re
 from itertools import accumulate
 from textwrap import wrap
 
-from nanovllm.trace.reader import BLOCK_STATES, Step
+from nanovllm.trace.step import BLOCK_STATES, Step
 
 _NAME_WIDTH = 10  # width of the column of row names
 # What the cells of lanes can contain: a pattern of it, and an example with its meaning.

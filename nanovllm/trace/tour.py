@@ -14,7 +14,8 @@ from nanovllm.engine.extension import Extension
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.trace.reader import Step, read
+from nanovllm.trace.reader import read
+from nanovllm.trace.step import Step
 from nanovllm.trace.text import render
 
 # Four requests of 22, 16, 30 and 9 tokens. B is a prefix of A, and arrives with C and D later.
@@ -92,9 +93,12 @@ class StepPrinter(Extension):
     def begin_step(self) -> None:
         self.step += 1
 
-    def prepared(self, seqs: list[Sequence], batch: Batch) -> None:
-        if self.step not in SHOWN_BLOCKS:
-            return
+    def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
+        if self.step in SHOWN_BLOCKS:
+            self.print_step(seqs, batch)
+        return batch
+
+    def print_step(self, seqs: list[Sequence], batch: Batch) -> None:
         print(f"\nStep {self.step} as the model receives it (slot = block * 4 + position % 4)")
         for index, seq in enumerate(seqs):
             start, end = batch.cu_seqlens_q[index : index + 2].tolist()

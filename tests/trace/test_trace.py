@@ -42,7 +42,7 @@ def check_trace(path, llm):
     """Check the events against each other and against the engine's statistics."""
     events = json.loads(path.read_bytes())
     spans = [event for event in events if event["ph"] == "X"]
-    steps = [event for event in spans if "kind" in event["args"]]
+    steps = [event for event in events if event["cat"] == "step"]
     lanes = [event for event in spans if event["tid"] > 0]
     blocks = [event["args"] for event in events if event["name"] == "blocks"]
     assert [step["args"]["step"] for step in steps] == list(range(len(steps)))
