@@ -41,11 +41,11 @@ def shorten(step: Step) -> dict[str, Any]:
     """
     rows: list[list[Any]] = []
     for lane, work in step.lanes.items():
-        row = [work["request_id"], work["new_token_ids"]]
-        unusual: dict[str, Any] = {}
-        for name, value in work.items():
-            if value and value != _USUAL.get(name) and name not in ("request_id", "new_token_ids"):
-                unusual[name] = value
+        others = dict(work)
+        row = [others.pop("request_id"), others.pop("new_token_ids")]
+        unusual = {
+            key: value for key, value in others.items() if value and value != _USUAL.get(key)
+        }
         if unusual:
             row.append({"lane": lane, **unusual})
         rows.append(row)

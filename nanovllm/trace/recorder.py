@@ -29,13 +29,8 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.features.speculation.drafts import count_matches
 from nanovllm.trace.step import Facts, Step
 from nanovllm.trace.timeline import Timeline
+from nanovllm.utils.arithmetic import cdiv
 
-_COUNTERS = (
-    "num_prefill_tokens",
-    "num_decode_tokens",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-)
 _NUM_WAITING = 10  # requests of the queue that a step records
 _NUM_FREE = 40  # free blocks that a step records
 _NUM_CHOICES = 12  # tokens that a step records of those that a grammar allows
@@ -46,10 +41,9 @@ class Work:
     """What a step does with a sequence, before its result."""
 
     seq: Sequence
-    lane: int
     length: int  # number of tokens before the step, without the draft
     block_table: list[int]  # a copy
-    facts: Facts
+    plan: Facts
 
 
 class Recorder(Extension):
@@ -83,7 +77,7 @@ class Recorder(Extension):
         self.timeline.reset()
 
     def begin_step(self) -> None:
-        self.timeline.start_step()
+        self.timeline.mark_time("start")
         self.new_seqs: set[Sequence] = set()  # admitted in this step
         self.preempted: dict[int, Facts] = {}  # lane -> the sequence, in this step
         self.choices: dict[Sequence, Facts] = {}  # those that grammars leave
@@ -122,25 +116,26 @@ class Recorder(Extension):
 
     def releasing(self, seq: Sequence) -> None:
         if seq.finish_reason is None:
-            blocks = list(seq.block_table)
-            self.preempted[seq.lane] = {"request_id": seq.seq_id, "blocks": blocks}
+            self.preempted[seq.lane] = {
+                "request_id": seq.seq_id,
+                "blocks": list(seq.block_table),
+            }
 
     def sampled(self, seqs: list[Sequence], token_ids: list[list[int]]) -> list[list[int]]:
         self.timeline.mark_time("sample")
-        self.info = self._describe_plan(seqs)
-        self.works = [self._make_work(seq) for seq in seqs]
-        self.before = {name: getattr(self.scheduler, name) for name in _COUNTERS}
+        self.works = {seq.lane: self._make_work(seq) for seq in seqs}
+        self.plan = self._describe_plan(seqs)
         return token_ids
 
     def recorded(self, seqs: list[Sequence]) -> None:
-        lanes = {work.lane: work.facts | self._describe_progress(work) for work in self.works}
-        info = self.info | self._describe_result()
+        lanes = {lane: self._describe_work(work) for lane, work in self.works.items()}
+        info = self.plan | self._describe_result()
         self.timeline.write_step(Step(info, lanes, self.preempted))
 
     def _describe_plan(self, seqs: list[Sequence]) -> Facts:
         """Facts about the step, before its result. What does not change is not written again."""
         scheduler = self.scheduler
-        kinds = {_name_kind(seq) for seq in seqs}
+        kinds = {work.plan["kind"] for work in self.works.values()}
         waiting = islice(scheduler.waiting, _NUM_WAITING)
         free = islice(scheduler.block_manager.free_block_ids, _NUM_FREE)
         return {
@@ -164,7 +159,6 @@ class Recorder(Extension):
             "used": manager.num_blocks - num_free,
             "reusable": num_reusable,
             "empty": num_free - num_reusable,
-            **{name: getattr(scheduler, name) - self.before[name] for name in _COUNTERS},
         }
 
     def _make_work(self, seq: Sequence) -> Work:
@@ -175,32 +169,31 @@ class Recorder(Extension):
         block_table = list(seq.block_table)
         is_new = seq in self.new_seqs
         start = seq.num_computed_tokens
-        num_tokens = seq.num_scheduled_tokens - num_draft_tokens
-        block_size = self.scheduler.block_size
-        first_block = 0 if is_new else start // block_size
-        is_within_block = seq.num_scheduled_tokens == 1 and start % block_size != 0
+        end = start + seq.num_scheduled_tokens - num_draft_tokens
+        num_known_blocks = 0 if is_new else cdiv(start, self.scheduler.block_size)
         facts: Facts = {
             "request_id": seq.seq_id,
-            "kind": _name_kind(seq),
-            "num_tokens": num_tokens,
+            "kind": "decode" if seq.is_decode else "prefill",
+            "num_tokens": end - start,
             "num_reused_tokens": start if is_new else 0,
-            "blocks": [] if is_within_block else block_table[first_block:],
-            "full_blocks": self._describe_blocks(seq, block_table, start, start + num_tokens),
+            "blocks": block_table[num_known_blocks:],
+            "full_blocks": self._describe_blocks(seq, block_table, start, end),
             **features,
             **self.choices.get(seq, {}),
         }
         if is_new:
             facts["num_prompt_tokens"] = seq.num_prompt_tokens
             facts["token_ids"] = seq.token_ids[:length]
-        return Work(seq, seq.lane, length, block_table, facts)
+        return Work(seq, length, block_table, facts)
 
-    def _describe_progress(self, work: Work) -> Facts:
-        """Facts about what the step has added to a sequence."""
+    def _describe_work(self, work: Work) -> Facts:
+        """The plan, and facts about what the step has added to a sequence."""
         seq = work.seq
         new_token_ids = seq.token_ids[work.length :]
-        num_accepted = count_matches(work.facts.get("draft_token_ids", []), new_token_ids)
+        num_accepted = count_matches(work.plan.get("draft_token_ids", []), new_token_ids)
         end = work.length + num_accepted
         return {
+            **work.plan,
             "new_token_ids": new_token_ids,
             "num_accepted_tokens": num_accepted,
             "accepted_blocks": self._describe_blocks(seq, work.block_table, work.length, end),
@@ -209,10 +202,10 @@ class Recorder(Extension):
 
     def _describe_blocks(
         self, seq: Sequence, block_table: list[int], start: int, end: int
-    ) -> list[tuple[int, bool, str, str]]:
+    ) -> list[tuple[int, bool, str]]:
         """Describe the blocks that the tokens from position `start` to `end` make full.
 
-        For each: its id, whether it is cached, its hash, and the hash of the block before it.
+        For each: its id, whether it is cached, and its hash.
         """
         manager = self.scheduler.block_manager
         if not manager.enable_prefix_caching:
@@ -221,13 +214,8 @@ class Recorder(Extension):
         for index in range(start // manager.block_size, end // manager.block_size):
             block = manager.blocks[block_table[index]]
             block_hash = show_hash(seq.block_hashes[index])
-            parent = show_hash(seq.block_hashes[index - 1]) if index > 0 else ""
-            described.append((block.block_id, block.is_cached, block_hash, parent))
+            described.append((block.block_id, block.is_cached, block_hash))
         return described
-
-
-def _name_kind(seq: Sequence) -> str:
-    return "decode" if seq.is_decode else "prefill"
 
 
 def describe_choice(logits: Tensor, processed: Tensor) -> Facts:

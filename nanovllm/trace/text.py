@@ -30,7 +30,7 @@ def render(steps: list[Step], width: int = 100) -> str:
     for name in ("waiting", *BLOCK_STATES):
         rows[name] = [str(step.info[name]) for step in steps]
     widths = [max(map(len, column)) + 1 for column in zip(*rows.values())]
-    num_shown = sum(end <= width - _NAME_WIDTH for end in accumulate(widths))
+    num_shown = len([end for end in accumulate(widths) if end <= width - _NAME_WIDTH])
     lines: list[str] = []
     for name, row in rows.items():
         line = "".join(cell.ljust(size) for cell, size in zip(row, widths[:num_shown]))

@@ -29,28 +29,16 @@ Event = dict[str, Any]
 
 PHASES = ("schedule", "prepare", "forward", "sample")
 COUNTERS = {"sequences": ("waiting", "running"), "blocks": BLOCK_STATES}
-# The category of an event, and the "ph" by which the format says how it is drawn.
-_CATEGORIES = {
-    "settings": "M",
-    "track": "M",
-    "step": "X",
-    "phase": "X",
-    "work": "X",
-    "preemption": "i",
-    "counters": "C",
-}
+# How the format draws the categories of events ("ph"). All others have a duration: "X".
+_DRAWN = {"settings": "M", "track": "M", "preemption": "i", "counters": "C"}
 _END = b"\n]\n"
 _encode = json.JSONEncoder(separators=(",", ":")).encode
-
-
-def plural(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def make_event(category: str, track: int, name: str, facts: Facts, **when: int) -> Event:
     return {
         "cat": category,
-        "ph": _CATEGORIES[category],
+        "ph": _DRAWN.get(category, "X"),
         "pid": 1,
         "tid": track,
         "name": name,
@@ -74,8 +62,7 @@ class Timeline:
         The next step writes all its lists and texts, because an interrupt may have prevented the
         last step from being written.
         """
-        self.is_reset = True
-        self.last: Facts = {}  # those of the last step
+        self.last: Facts = {}  # the info of the last step, empty after a reset
         self.named: set[int] = set()  # tokens whose texts are written
 
     def begin(self, settings: Facts, vocabulary: Vocabulary, warn: Callable[[str], None]) -> None:
@@ -90,12 +77,8 @@ class Timeline:
             events.append(make_event("track", lane + 1, "thread_name", {"name": f"lane {lane}"}))
         self.write(events)
 
-    def start_step(self) -> None:
-        self.times = {}
-        self.mark_time("start")
-
     def mark_time(self, phase: str) -> None:
-        """Record the end of a phase. If it ends several times, the last one counts.
+        """Record the end of a phase, or "start". The last call for a phase counts.
 
         Times are in microseconds since the timeline was made.
         """
@@ -106,7 +89,7 @@ class Timeline:
 
         Its work and its preemptions get names from their `kind` and `request_id`.
         """
-        info: Facts = {"step": self.num_steps, "is_reset": self.is_reset}
+        info: Facts = {"step": self.num_steps, "is_reset": not self.last}
         info["texts"] = self._name_tokens(step.lanes.values())
         for name, value in step.info.items():
             if not isinstance(value, list) or value != self.last.get(name):
@@ -119,7 +102,8 @@ class Timeline:
             info[f"{name}_ms"] = (stop - start) / 1e3
             events.append(make_event("phase", 0, name, {}, ts=start, dur=stop - start))
             start = stop
-        title = f"{info['kind']}: {plural(info['num_tokens'], 'token')}"
+        noun = "token" if info["num_tokens"] == 1 else "tokens"
+        title = f"{info['kind']}: {info['num_tokens']} {noun}"
         events.insert(0, make_event("step", 0, title, info, **span))
         for lane, work in step.lanes.items():
             name = f"{work['kind']} {work['request_id']}"
@@ -128,10 +112,9 @@ class Timeline:
             name = f"preempted {seq['request_id']}"
             events.append(make_event("preemption", lane + 1, name, seq, ts=span["ts"]))
         for name, counters in COUNTERS.items():
-            numbers = {counter: info[counter] for counter in counters}
+            numbers = {each: info[each] for each in counters}
             events.append(make_event("counters", 0, name, numbers, ts=start))
         self.last = step.info
-        self.is_reset = False
         self.num_steps += 1
         self.write(events)  # last, so that an interrupt that follows finds the state above
 
@@ -162,11 +145,11 @@ class TraceFile(Timeline):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Raises ValueError if the file cannot be written."""
         super().__init__()
-        title = make_event("track", 0, "thread_name", {"name": "steps"})
+        first = _encode(make_event("track", 0, "thread_name", {"name": "steps"}))
         try:
             # With "+", opening a named pipe does not wait for a reader, and `seek` rejects it.
             self.file = open(path, "w+b", buffering=0)
-            self.file.write(b"[\n" + _encode(title).encode() + _END)
+            self.file.write(b"[\n" + first.encode() + _END)
             self.file.seek(-len(_END), os.SEEK_END)
         except (OSError, ValueError) as error:
             raise ValueError(f"trace={os.fspath(path)!r} cannot be written: {error}") from error
@@ -186,8 +169,7 @@ class TraceFile(Timeline):
                 self.file.truncate(end)
                 self.file.seek(end)
                 self.file.write(_END)
-            message = f"trace={self.file.name!r} is incomplete, recording stopped: {error}"
-            self.warn(message)
+            self.warn(f"trace={self.file.name!r} is incomplete, recording stopped: {error}")
 
     def close(self) -> None:
         self.file.close()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import make_checkpoint
 from project_helpers import ROOT, reject, start
-from transformers import Qwen3_5TextConfig, Qwen3Config
+from transformers import Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from bench import main
 from nanovllm import DEMO_MODEL
@@ -31,16 +31,16 @@ from nanovllm.models.architectures import read_spec
 
 SIZES = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "2", "5"]
 TINY = [*SIZES, "--model", DEMO_MODEL, "--set", "device=cpu"]
-QWEN3 = Qwen3Config(
-    architectures=["Qwen3ForCausalLM"],
-    vocab_size=10,
-    num_hidden_layers=3,
-    hidden_size=8,
-    intermediate_size=16,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=4,
-)
+SMALL_SHAPE = {
+    "vocab_size": 10,
+    "num_hidden_layers": 3,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+}
+QWEN3 = Qwen3Config(**SMALL_SHAPE, architectures=["Qwen3ForCausalLM"])
 CPU = torch.device("cpu")
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -197,6 +197,20 @@ def test_roofline_counts_recurrent_states():
     spec = read_spec(config, BFLOAT16, 1)
     least = roofline.compute_roofline_seconds(spec, requests, 0, SLOW_MEMORY)
     assert least == pytest.approx(0.026752 + 7.328)
+
+
+def test_roofline_counts_the_experts_of_a_token():
+    """In each of 3 layers a token uses attention, the router, and 2 of 6 experts."""
+    config = Qwen3MoeConfig(
+        **SMALL_SHAPE,
+        architectures=["Qwen3MoeForCausalLM"],
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    )
+    attention = 3 * (2 * 8 * 8 + 2 * 8 * 4)
+    sizes = roofline.find_sizes(read_spec(config, BFLOAT16, 1))
+    assert sizes.matrices == attention + 3 * (8 * 6 + 2 * 3 * 8 * 16)
 
 
 def test_roofline_counts_what_the_option_quantizes():
