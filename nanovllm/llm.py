@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from nanovllm.config import Config, takes
 from nanovllm.engine.extension import Extension
-from nanovllm.engine.input_processor import ChooseRequest, PreparedPrompt, Prompt, list_prompts
+from nanovllm.engine.input_processor import ChooseRequest, PreparedPrompt, Prompt
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.features.beam_search import BeamSearch, make_output, search_together
 from nanovllm.features.prompt_logprobs import PromptScores
@@ -46,6 +46,13 @@ class ProgressBar(tqdm):
     """
 
     _lock = RLock()
+
+
+def list_prompts(prompts: Any) -> Sequence[Any]:
+    """Return the prompts of a call, which has been given one prompt or a list of them."""
+    is_list = isinstance(prompts, (list, tuple))
+    are_many = is_list and all(isinstance(prompt, (str, list, tuple)) for prompt in prompts[:1])
+    return prompts if are_many else [prompts]
 
 
 class LLM(ThreadSafeEngine):

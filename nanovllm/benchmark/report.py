@@ -34,7 +34,6 @@ READING = f"""\
 Look at output tok/s: the tokens generated per second, over a whole run with its prefills.
 % of roofline is the minimum time of the workload at the peak rates, divided by the measured time.
 {NOTE}"""
-NO_STATS: dict[str, int] = {}
 
 
 def describe_hardware(device: torch.device) -> str:
@@ -93,7 +92,7 @@ class Table:
         print(f"roofline: at least {self.least:.3g} seconds")
         print(f"\n{'':20}" + "".join(f"{column:>15}" for column in COLUMNS), flush=True)
 
-    def print_row(self, label: str, seconds: float, stats: Mapping[str, int] = NO_STATS) -> None:
+    def print_row(self, label: str, seconds: float, stats: dict[str, int]) -> None:
         cells = [
             f"{self.num_prompt_tokens:15}",
             f"{self.num_output_tokens:15}",
@@ -115,7 +114,7 @@ class Table:
         """Print the medians, the ratios, and how to read them. Return all figures."""
         for name, seconds in medians.items():
             if len(times[name]) > 1:
-                self.print_row(f"{name} median", seconds)
+                self.print_row(f"{name} median", seconds, {})
         for pair, ratio in ratios.items():
             print(f"{pair}: {ratio:.2f}x throughput (ratio of medians)")
         print(f"\n{READING}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 from transformers import PreTrainedTokenizerBase
@@ -55,13 +55,6 @@ def choose_plain_request(params: SamplingParams, num_samples: int) -> MakeReques
     if params.structured_outputs is not None:
         raise needs_llm("structured_outputs")
     return Request
-
-
-def list_prompts(prompts: Any) -> Sequence[Any]:
-    """Return the prompts of a call, which has been given one prompt or a list of them."""
-    is_list = isinstance(prompts, (list, tuple))
-    are_many = is_list and all(isinstance(prompt, (str, list, tuple)) for prompt in prompts[:1])
-    return prompts if are_many else [prompts]
 
 
 class InputProcessor:

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from nanovllm.engine.block_manager import Block, BlockManager
-from nanovllm.engine.extension import Extension, Extensions
+from nanovllm.engine.extension import Extension
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import FinishReason
 
@@ -49,8 +49,8 @@ class Scheduler:
         max_num_batched_tokens: int,
         extensions: Iterable[Extension] = (),
     ) -> None:
-        self.extensions = Extensions(extensions)
-        for each in self.extensions.extensions:
+        self.extensions = Extension(extensions)
+        for each in self.extensions.features:
             # Weakly, so that no reference goes in a circle, and an engine is freed at its last one.
             each.scheduler = weakref.proxy(self)
         self.block_manager = block_manager

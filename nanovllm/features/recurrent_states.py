@@ -8,10 +8,10 @@ draws which slots there are.
 K/V of a prefix serve any sequence that begins alike, but the state after a prefix is gone when the
 next token is computed. A snapshot is a state that is kept. It belongs to the hash of the last block
 before it, and a sequence can reuse a prefix only up to a snapshot. A snapshot takes as much memory
-as the K/V of many tokens, so it is left only where it has proved useful: where the K/V of an
-earlier sequence stop to match, such as at the end of a system prompt. The first sequence with this
-prefix computes it, the second one computes it again and leaves the snapshot, and all others reuse
-it.
+as the K/V of many tokens, so it is left only where it has proved useful: at the point up to which
+the K/V of an earlier sequence match, such as at the end of a system prompt. The first sequence with
+this prefix computes it, the second one computes it again and leaves the snapshot, and all others
+reuse it.
 
     first    | system prompt | question         |
     second   | system prompt * other question   |    * a chunk ends here, its state is kept

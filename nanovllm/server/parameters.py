@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.input_processor import PreparedPrompt, Prompt, list_prompts
+from nanovllm.engine.input_processor import PreparedPrompt, Prompt
+from nanovllm.llm import list_prompts
 from nanovllm.server.constraints import constrain, delay_constraint
 from nanovllm.server.errors import ApiError, JsonObject, blaming
 from nanovllm.server.parameter_table import (

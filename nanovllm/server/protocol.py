@@ -11,8 +11,9 @@ from typing import Any
 from uuid import uuid4
 
 from nanovllm import LLM
-from nanovllm.engine.input_processor import PreparedPrompt, list_prompts
+from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.engine.request import Request
+from nanovllm.llm import list_prompts
 from nanovllm.outputs import PromptLogprobs, RequestOutput
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject

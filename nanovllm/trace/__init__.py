@@ -1,10 +1,13 @@
 """The timeline of an engine: recorded in a trace file, read, and shown as text, plot or page.
 
+step.py       what a trace holds of a step
 recorder.py   LLM(..., trace="trace.json") records its steps
-timeline.py   the events of a step, and the file
+timeline.py   a step as events, and the file
 reader.py     the file as a list of steps
 text.py       steps as text         picture.py   as a plot        page.py   as an HTML page
 tour.py       four requests under two policies, which example.py shows
+
+LLM imports this folder, which therefore knows the engine but not LLM.
 """
 
 from nanovllm.trace.page import make_page, save_page

@@ -11,6 +11,10 @@ Recorder is the last of the engine's extensions. In a step:
 A Work is made before the result is recorded, because that removes drafts, and the lane and the
 blocks of a sequence that finishes. An interrupted step needs no cleanup, because `begin_step`
 discards what an earlier step has collected.
+
+A new fact is a line in one place. Facts about a step are in `_describe_plan` and
+`_describe_result`, before and after it. Facts about a sequence are in `_make_work` and
+`_describe_work`. The file, the reader and the data of the page then have it, too.
 """
 
 from dataclasses import dataclass
@@ -69,7 +73,7 @@ class Recorder(Extension):
     def _merge(self, point: str, *args: Any) -> Facts:
         """What all extensions say at one of the points that describe."""
         merged: Facts = {}
-        for each in self.scheduler.extensions.extensions:
+        for each in self.scheduler.extensions.features:
             merged |= getattr(each, point)(*args)
         return merged
 
@@ -133,7 +137,7 @@ class Recorder(Extension):
         self.timeline.write_step(Step(info, lanes, self.preempted))
 
     def _describe_plan(self, seqs: list[Sequence]) -> Facts:
-        """Facts about the step, before its result. What does not change is not written again."""
+        """Facts about the step, before its result."""
         scheduler = self.scheduler
         kinds = {work.plan["kind"] for work in self.works.values()}
         waiting = islice(scheduler.waiting, _NUM_WAITING)
@@ -171,7 +175,7 @@ class Recorder(Extension):
         start = seq.num_computed_tokens
         end = start + seq.num_scheduled_tokens - num_draft_tokens
         num_known_blocks = 0 if is_new else cdiv(start, self.scheduler.block_size)
-        facts: Facts = {
+        facts = {
             "request_id": seq.seq_id,
             "kind": "decode" if seq.is_decode else "prefill",
             "num_tokens": end - start,

@@ -1,7 +1,7 @@
 """A tour of the scheduler: four requests, two policies, and two steps as the model receives them.
 
 example.py prints it. LLM imports this folder, so the tour cannot import LLM and gets it as an
-argument. Any engine can be watched in this way: append an Extension to those of its scheduler.
+argument. Any engine can be watched in this way: add an Extension to those of its scheduler.
 """
 
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def show_scheduling(llm_class: Callable[..., LLMEngine], model: str) -> list[lis
             with llm_class(model, trace=trace, **OPTIONS, **options) as llm:
                 if not timelines:
                     printer = StepPrinter(llm.scheduler.block_manager.blocks)
-                    llm.scheduler.extensions.extensions.append(printer)
+                    llm.scheduler.extensions.features += (printer,)
                 serve(llm)
             timelines.append(read(trace))
         print(f"\n{policy}\n{render(timelines[-1])}")

@@ -28,7 +28,7 @@ def describe(scheduler, seqs):
     manager = scheduler.block_manager
     running = scheduler.running
     features = {}  # attributes of all extensions
-    for each in scheduler.extensions.extensions:
+    for each in scheduler.extensions.features:
         features |= vars(each)
     drafts = features.get("drafts", {})
     slots = features.get("slots", {})
