@@ -29,6 +29,7 @@ from nanovllm.kernels.bench import TOLERANCES, time_call
 from nanovllm.kernels.cuda import attention, graphs
 from nanovllm.kernels.self_test import Shape as Shape
 from nanovllm.kernels.self_test import compare_with_torch
+from nanovllm.models.architectures import read_spec as read_spec
 from nanovllm.worker import executor
 from nanovllm.worker.process_groups import Place
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 # A wrong kernel is replaced by plain torch when an engine starts, with one of these messages.
 FAILURE = re.compile("^FAIL|please report this|kernels fail on this GPU")
 FIGURES = re.compile(
-    r"^(ok |decode |prefill |host time|ceilings|roofline|nanovllm (median|\d)|\| "
+    r"^(ok |decode |prefill |host time|ceilings|peak_rates|roofline|nanovllm (median|\d)|\| "
     r"|[\w.-]+: \d+ passed)"
 )
 MAX_LINES = 90  # of a job in the summary

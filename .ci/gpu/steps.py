@@ -21,7 +21,15 @@ from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import torch
-from internals import DEVICE, ON_GPU, SHAPES, describe_hardware, find_sizes, measure_peak_rates
+from internals import (
+    DEVICE,
+    ON_GPU,
+    SHAPES,
+    describe_hardware,
+    find_sizes,
+    measure_peak_rates,
+    read_spec,
+)
 from torch.profiler import ProfilerActivity, profile
 
 from nanovllm import LLM, SamplingParams
@@ -42,7 +50,7 @@ if ON_GPU:
     WORKLOAD = Workload("qwen3-0.6b", [1, 32, 256], 1000, 64, [1024, 8000], num_steps=60)
 NUM_PROFILED_STEPS = 8
 HARDWARE = describe_hardware(DEVICE)
-SIZES = find_sizes(SHAPES[WORKLOAD.model])
+SIZES = find_sizes(read_spec(SHAPES[WORKLOAD.model], torch.bfloat16, 1))
 PEAK = measure_peak_rates(DEVICE, torch.bfloat16)
 random_ids = random.Random(0)
 

@@ -3,16 +3,16 @@
 import atexit
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.benchmark.setting import Setting
 from nanovllm.checkpoints.checkpoint import LOCAL
-from nanovllm.checkpoints.quantization import Quantization, read_quantization
 
 # Options that mean the same in vLLM.
 _OPTIONS_OF_VLLM = (
@@ -35,29 +35,6 @@ class Request(NamedTuple):
     num_tokens: int  # to generate
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What all engines are made from."""
-
-    model: str  # a checkpoint directory
-    hf_config: PretrainedConfig
-    options: dict[str, Any]  # options of nanovllm's LLM
-    temperature: float
-    batch_size: int  # for transformers
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self.options["device"])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return getattr(torch, self.options["dtype"])
-
-    @property
-    def quantization(self) -> Quantization:
-        return read_quantization(self.hf_config, self.options["quantization"])
-
-
 class Engine(Protocol):
     """An engine that can be timed."""
 
@@ -74,9 +51,7 @@ class NanoVLLM(Engine):
         atexit.register(self.llm.exit)
         self.stats = {}
         self.make_params = partial(SamplingParams, temperature=setting.temperature, ignore_eos=True)
-        backend = self.llm.model_runner.executor.worker.backend.NAME
-        num_blocks = self.llm.stats["num_blocks"]
-        self.description = f"attention backend {backend}, {num_blocks} KV cache blocks"
+        self.description = describe(self.llm)
 
     def run(self, requests: list[Request]) -> list[list[int]]:
         params = [self.make_params(max_tokens=request.num_tokens) for request in requests]
@@ -91,6 +66,12 @@ class NanoVLLM(Engine):
         return [output["token_ids"] for output in outputs]
 
 
+def describe(llm: LLM) -> str:
+    """Name the parts of an engine that its speed depends on."""
+    worker = llm.executor.worker
+    return f"attention backend {worker.backend.NAME}, {worker.num_blocks} KV cache blocks"
+
+
 class Transformers(Engine):
     """Runs static batches of requests with similar output lengths.
 
@@ -102,7 +83,7 @@ class Transformers(Engine):
         self.stats = {}
         self.device = setting.device
         self.batch_size = setting.batch_size
-        options = {"dtype": setting.dtype, "attn_implementation": "sdpa"}
+        options = {"dtype": setting.spec.dtype, "attn_implementation": "sdpa"}
         if setting.options["load_format"] == "dummy":
             with self.device:
                 self.model = AutoModelForCausalLM.from_config(
@@ -176,3 +157,11 @@ ENGINES: dict[str, Callable[[Setting], Engine]] = {
     "transformers": Transformers,
     "vllm": VLLM,
 }
+
+
+def start_engines(names: list[str], setting: Setting) -> dict[str, Engine]:
+    """Start the engines of `names`, or with --request-rate one of nanovllm for each policy."""
+    engines: dict[str, Engine] = {}
+    for policy, options in setting.policies.items():
+        engines[policy] = NanoVLLM(replace(setting, options={**setting.options, **options}))
+    return engines or {name: ENGINES[name](setting) for name in dict.fromkeys(names)}

@@ -11,17 +11,23 @@ A request has one ttft, tpot and e2el. The itl of all requests form one list, so
 shows in its tail. Sarathi-Serve (Agrawal et al. 2024) calls itl "time between tokens".
 """
 
+import argparse
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from nanovllm.benchmark.engines import NanoVLLM, Request
+from nanovllm.benchmark.engines import Engine, NanoVLLM, Request
 from nanovllm.utils.checks import naming
 
 PERCENTILES = (50, 90, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")
 _SHOWN = METRICS[:3]  # in the table; JSON has all
+READING = """\
+Look at the p99 of ttft, the wait for the first token, and of itl, the pauses between tokens.
+Compare policies at the same rate."""
+Row = dict[str, Any]  # a line of the table, for JSON and for the plot
 
 
 def draw_arrivals(num_requests: int, rate: float, seed: int) -> list[float]:
@@ -80,6 +86,25 @@ def summarize(requests: list[Request], times: list[list[float]]) -> dict[str, fl
     return summary
 
 
+def compare_policies(
+    args: argparse.Namespace, engines: Mapping[str, Engine], runs: list[list[Request]]
+) -> dict[str, list[Row]]:
+    """Serve the requests of a run at each rate with each policy. Print and return the latencies."""
+    print_head()
+    rows: list[Row] = []
+    for rate, requests in zip(args.request_rate, runs, strict=True):
+        arrivals = draw_arrivals(len(requests), rate, args.seed)
+        for policy, engine in engines.items():
+            assert isinstance(engine, NanoVLLM), "the others do not show their steps"
+            summary = summarize(requests, serve(engine, requests, arrivals))
+            print_row(rate, policy, summary)
+            rows.append({"request_rate": rate, "policy": policy, **summary})
+    print(f"\n{READING}")
+    if args.output:
+        plot(rows, args.output)
+    return {"request_rates": rows}
+
+
 def print_head() -> None:
     titles = "".join(f"{f'{metric} p50/p90/p99, ms':>28}" for metric in _SHOWN)
     print(f"\n{'requests/s':>10}  {'policy':24}{'output tok/s':>12}{titles}")
@@ -93,7 +118,7 @@ def print_row(rate: float, policy: str, summary: dict[str, float]) -> None:
     print(f"{rate:10g}  {policy:24}{summary['output_throughput']:12.1f}{cells}", flush=True)
 
 
-def plot(rows: list[dict[str, Any]], path: str) -> None:
+def plot(rows: list[Row], path: str) -> None:
     """Draw p50 and p99 of ttft and itl over the request rate, a color for each policy.
 
     Raises ValueError without matplotlib, or for an unknown suffix.

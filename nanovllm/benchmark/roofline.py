@@ -7,15 +7,18 @@ from a data sheet.
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.benchmark import Timer
-from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from nanovllm.benchmark.engines import Request
-from nanovllm.checkpoints.quantization import NOT_QUANTIZED, Quantization
+from nanovllm.layers import attention
+from nanovllm.layers.embedding import Embedding
+from nanovllm.layers.linear import Linear
 from nanovllm.layers.quantized import Scheme
+from nanovllm.models.moe import Experts, MoESpec
+from nanovllm.models.spec import ModelSpec
 
-NOTE = "above 100% (null in JSON), caches or kernels exceed the measured rates"
+NOTE = "Above 100% (null in JSON), caches or kernels are faster than the measured peak rates."
 
 
 class PeakRates(NamedTuple):
@@ -101,48 +104,33 @@ class ModelSizes(NamedTuple):
     head: int  # weights of the output head
     attention: int  # FLOPs for each pair of a query token and a context token
     key_value: int  # elements of K/V for each token
-    state: int  # elements of the recurrent states of a sequence, in float32
 
 
-def find_sizes(config: PretrainedConfig) -> ModelSizes:
+def find_sizes(spec: ModelSpec) -> ModelSizes:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    head = model.get_output_embeddings().weight.numel()
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    matrices = sum(linear.weight.numel() for linear in linears) - head
-    if hasattr(config, "num_experts_per_tok"):
-        experts = [parameter for parameter in model.parameters() if parameter.dim() == 3]
-        num_weights = sum(expert.numel() for expert in experts)
-        matrices += num_weights * config.num_experts_per_tok // config.num_experts
-    num_state_layers = (getattr(config, "layer_types", None) or []).count("linear_attention")
-    num_layers = config.num_hidden_layers - num_state_layers  # with attention
-    num_heads = config.num_attention_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        model = spec.make_model(attention)
+    matrices = 0
+    head = 0
+    for layer in model.modules():
+        if isinstance(layer, Linear):
+            matrices += layer.weight.numel()
+        elif isinstance(layer, Embedding):  # the last one is the head
+            head = layer.weight.numel()
+        elif isinstance(layer, Experts):
+            assert isinstance(spec, MoESpec)
+            num_weights = sum(parameter.numel() for parameter in layer.parameters())
+            matrices += num_weights * spec.num_experts_per_tok // spec.num_experts
     return ModelSizes(
         matrices=matrices,
         head=head,
-        attention=2 * 2 * num_layers * num_heads * head_dim,  # query * key, weight * value
-        key_value=2 * num_layers * num_kv_heads * head_dim,
-        state=num_state_layers * _count_state(config) if num_state_layers else 0,
+        # query * key, weight * value
+        attention=2 * 2 * spec.num_kv_layers * spec.num_heads * spec.head_dim,
+        key_value=2 * spec.num_kv_layers * spec.num_kv_heads * spec.head_dim,
     )
 
 
-def _count_state(config: PretrainedConfig) -> int:
-    """Count the elements of a layer's state, see layers/gated_delta.py."""
-    key_dim = config.linear_key_head_dim
-    value_size = config.linear_num_value_heads * config.linear_value_head_dim
-    num_channels = 2 * config.linear_num_key_heads * key_dim + value_size
-    return key_dim * value_size + (config.linear_conv_kernel_dim - 1) * num_channels
-
-
 def compute_roofline_seconds(
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    requests: list[Request],
-    shared_prefix: int,
-    peak: PeakRates,
-    quantization: Quantization = NOT_QUANTIZED,
+    spec: ModelSpec, requests: list[Request], shared_prefix: int, peak: PeakRates
 ) -> float:
     """Compute the minimum seconds for `requests`: one prefill, then the fewest decode steps.
 
@@ -153,12 +141,12 @@ def compute_roofline_seconds(
                        2 * (matrices + head) * sequences + attention * context tokens, in FLOPs
                        matrices + head + key_value * context tokens, in elements to read, of
                        which quantized weights take fewer bytes
-                       2 * state * sequences, in float32 elements to read and to write
+                       2 * bytes of recurrent states * sequences, to read and to write
 
     A prefill is bound by FLOPs, a decode step by FLOPs or by bandwidth, whichever takes longer. A
     shared prefix counts once. The FLOPs of a recurrent state are few and are not counted.
     """
-    sizes = find_sizes(config)
+    sizes = find_sizes(spec)
     num_repeats = len(requests) - 1
     lengths = [len(request.prompt) for request in requests]
     num_tokens = sum(lengths) - shared_prefix * num_repeats
@@ -168,17 +156,17 @@ def compute_roofline_seconds(
     seconds = flops / peak.flops_per_second
     num_weights = sizes.matrices + sizes.head
     # Weights whose codes are read as floats are quantized by the option, as in models/weights.py.
+    quantization = spec.quantization
     stored = None if quantization.format is None else quantization.format.scheme
-    linear = stored or quantization.linear
-    weight_bytes = _count_bytes(sizes.matrices, linear, dtype)
-    weight_bytes += _count_bytes(sizes.head, quantization.head, dtype)
+    weight_bytes = _count_bytes(sizes.matrices, stored or quantization.linear, spec.dtype)
+    weight_bytes += _count_bytes(sizes.head, quantization.head, spec.dtype)
     for step in range(1, max(request.num_tokens for request in requests)):
         running = [request for request in requests if request.num_tokens > step]
         num_context_tokens = sum(len(request.prompt) + step for request in running)
         flops = 2 * num_weights * len(running) + sizes.attention * num_context_tokens
         num_read_tokens = num_context_tokens - shared_prefix * (len(running) - 1)
-        num_bytes = weight_bytes + sizes.key_value * num_read_tokens * dtype.itemsize
-        num_bytes += 2 * sizes.state * len(running) * torch.float32.itemsize
+        num_bytes = weight_bytes + sizes.key_value * num_read_tokens * spec.dtype.itemsize
+        num_bytes += 2 * spec.count_slot_bytes() * len(running)
         seconds += max(flops / peak.flops_per_second, num_bytes / peak.bytes_per_second)
     return seconds
 

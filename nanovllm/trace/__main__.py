@@ -12,7 +12,7 @@ import argparse
 import shutil
 from pathlib import Path
 
-from nanovllm.trace import draw, make_page, read, render
+from nanovllm.trace import draw, read, render, save_page
 from nanovllm.utils.terminal import run_program
 
 
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         timelines = [read(path) for path in args.trace]
         if args.output.endswith(".html"):
-            Path(args.output).write_text(make_page(timelines), "utf-8")
+            save_page(timelines, args.output)
         elif len(timelines) > 1:
             raise ValueError("only a page can show two traces: pass -o timeline.html")
         elif args.output:

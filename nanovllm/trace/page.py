@@ -4,25 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nanovllm.trace.reader import Step
+from nanovllm.trace.step import Step
+from nanovllm.utils.checks import naming
 
-# A decode within a block. Rows omit these values, because most work is such a decode.
-_COMMON_WORK = {
-    "kind": "decode",
-    "num_tokens": 1,
-    "num_reused_tokens": 0,
-    "num_accepted_tokens": 0,
-    "draft_token_ids": [],
-    "preferred_token_ids": [],
-    "num_allowed_tokens": 0,
-    "allowed_token_ids": [],
-    "slots": [],
-    "snapshot": "",
-    "blocks": [],
-    "full_blocks": [],
-    "accepted_blocks": [],
-    "finish_reason": None,
-}
+# Rows omit these values and empty ones, because most work is a decode within a block.
+_USUAL = {"kind": "decode", "num_tokens": 1}
 
 
 def make_page(timelines: list[list[Step]]) -> str:
@@ -36,26 +22,32 @@ def make_page(timelines: list[list[Step]]) -> str:
     return read_template().replace("TIMELINES", data)
 
 
+def save_page(timelines: list[list[Step]], path: str) -> None:
+    """Write the page of `make_page`. Raises ValueError if that fails."""
+    page = make_page(timelines)
+    with naming(f"cannot write {path}", OSError):
+        Path(path).write_text(page, "utf-8")
+
+
 def read_template() -> str:
     """Return page.html. The caller replaces TIMELINES by JSON, an empty list for a live page."""
-    template = Path(__file__).with_name("page.html").read_text("utf-8")
-    return template.replace("COMMON_WORK", json.dumps(_COMMON_WORK))
+    return Path(__file__).with_name("page.html").read_text("utf-8")
 
 
 def shorten(step: Step) -> dict[str, Any]:
     """The step as page.html reads it.
 
-    A row is [request_id, new_token_ids], and {lane, uncommon values} if there are any.
+    A row is [request_id, new_token_ids], and {lane, unusual values} if there are any.
     """
     rows: list[list[Any]] = []
     for lane, work in step.lanes.items():
-        uncommon: dict[str, Any] = {}
-        for name, value in work.items():
-            if _COMMON_WORK.get(name) != value:
-                uncommon[name] = value
-        row = [uncommon.pop("request_id"), uncommon.pop("new_token_ids")]
-        if uncommon:
-            row.append({"lane": lane, **uncommon})
+        others = dict(work)
+        row = [others.pop("request_id"), others.pop("new_token_ids")]
+        unusual = {
+            key: value for key, value in others.items() if value and value != _USUAL.get(key)
+        }
+        if unusual:
+            row.append({"lane": lane, **unusual})
         rows.append(row)
     preempted = [{"lane": lane, **args} for lane, args in step.preempted.items()]
     return {**step.info, "rows": rows, "preempted": preempted}

@@ -1,8 +1,6 @@
 """Draws a trace as a plot: lanes above, the pool of blocks below. Needs matplotlib (extra plot)."""
 
-from typing import Any
-
-from nanovllm.trace.reader import BLOCK_STATES, Step
+from nanovllm.trace.step import BLOCK_STATES, Step
 from nanovllm.utils.arithmetic import cdiv
 from nanovllm.utils.checks import naming
 
@@ -28,39 +26,27 @@ def draw(steps: list[Step], path: str) -> None:
     lanes, pool = figure.subplots(2, sharex=True, height_ratios=[max(2, num_rows), 3])
     for x, step in enumerate(steps):
         for lane, work in step.lanes.items():
-            _draw_work(lanes, x, lane, work)
-        xs = [x] * len(step.preempted)
-        lanes.plot(xs, list(step.preempted), "kx", markersize=7, markeredgewidth=2)
-    lanes.set(
-        xlim=(0, len(steps)),
-        ylim=(num_lanes - 0.5, -0.5),
-        ylabel="lane",
-        yticks=range(0, num_lanes, cdiv(num_lanes, 16)),
-    )
+            lanes.barh(
+                lane,
+                1,
+                left=x,
+                color=f"C{work['request_id'] % 10}",
+                alpha=0.9 if work["kind"] == "prefill" else 0.35,
+                hatch="////" if work["num_reused_tokens"] else "",
+                edgecolor="white",
+            )
+        for lane in step.preempted:
+            lanes.plot(x, lane, "kx", markersize=7, markeredgewidth=2)
+    yticks = range(0, num_lanes, cdiv(num_lanes, 16))
+    lanes.set(xlim=(0, len(steps)), ylim=(num_lanes - 0.5, -0.5), ylabel="lane", yticks=yticks)
+    # The counters are those after a step, so the last ones are repeated at the right edge.
+    edges = [*steps, steps[-1]]
+    counters: dict[str, list[int]] = {}
+    for name in BLOCK_STATES:
+        counters[name] = [step.info[name] for step in edges]
+    xs = range(len(edges))
+    pool.stackplot(xs, counters.values(), step="post", labels=counters, colors=_COLORS)
+    pool.set(xlabel="step", ylabel="blocks", ylim=(0, steps[0].settings["num_blocks"]))
     figure.suptitle(_TITLE, size=9)
-    _draw_pool(pool, steps)
     figure.legend(loc="outside lower right", fontsize=8, ncols=3)
     figure.savefig(path, dpi=200)
-
-
-def _draw_work(axes: Any, x: int, lane: int, work: dict[str, Any]) -> None:
-    axes.barh(
-        lane,
-        1,
-        left=x,
-        color=f"C{work['request_id'] % 10}",
-        alpha=0.9 if work["kind"] == "prefill" else 0.35,
-        hatch="////" if work["num_reused_tokens"] else "",
-        edgecolor="white",
-    )
-
-
-def _draw_pool(axes: Any, steps: list[Step]) -> None:
-    # The counters are those after a step, so the last ones are repeated at the right edge.
-    series: list[list[int]] = []
-    for name in BLOCK_STATES:
-        series.append([step.info[name] for step in (*steps, steps[-1])])
-    xs = range(len(steps) + 1)
-    axes.stackplot(xs, series, step="post", labels=BLOCK_STATES, colors=_COLORS)
-    num_blocks = sum(numbers[0] for numbers in series)
-    axes.set(xlabel="step", ylabel="blocks", ylim=(0, num_blocks))

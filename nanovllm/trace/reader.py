@@ -1,22 +1,10 @@
 """Converts the events that timeline.py writes to steps, which text, plot and page show."""
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-BLOCK_STATES = ("used", "reusable", "empty")
-
-
-@dataclass
-class Step:
-    """One step of a trace: counters, queues, and the work of each lane."""
-
-    # Kind, numbers of tokens, milliseconds, the queues when they change, counters after the step.
-    info: dict[str, Any]
-    settings: dict[str, Any]  # the engine's, from the first event
-    lanes: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> kind, tokens, result
-    preempted: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> request_id, blocks
+from nanovllm.trace.step import Facts, Step
 
 
 def read(path: str | Path) -> list[Step]:
@@ -41,19 +29,17 @@ class Reader:
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
-        self.settings: dict[str, Any] = {}
+        self.settings: Facts = {}
 
     def add(self, event: dict[str, Any]) -> None:
+        kind = event["cat"]
+        facts = event["args"]
         lane = event["tid"] - 1
-        args = event["args"]
-        kind = event["name"].split()[0]
-        if "kind" in args:  # a step begins
-            self.steps.append(Step(args, self.settings))
-        elif "block_size" in args:
-            self.settings.update(args)
-        elif event["ph"] == "C":
-            self.steps[-1].info.update(args)
-        elif kind == "preempted":
-            self.steps[-1].preempted[lane] = args
-        elif kind in ("prefill", "decode"):
-            self.steps[-1].lanes[lane] = {"kind": kind, **args}
+        if kind == "settings":
+            self.settings.update(facts)
+        elif kind == "step":
+            self.steps.append(Step(facts, {}, {}, self.settings))
+        elif kind == "work":
+            self.steps[-1].lanes[lane] = facts
+        elif kind == "preemption":
+            self.steps[-1].preempted[lane] = facts

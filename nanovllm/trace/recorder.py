@@ -11,6 +11,10 @@ Recorder is the last of the engine's extensions. In a step:
 A Work is made before the result is recorded, because that removes drafts, and the lane and the
 blocks of a sequence that finishes. An interrupted step needs no cleanup, because `begin_step`
 discards what an earlier step has collected.
+
+A new fact is a line in one place. Facts about a step are in `_describe_plan` and
+`_describe_result`, before and after it. Facts about a sequence are in `_make_work` and
+`_describe_work`. The file, the reader and the data of the page then have it, too.
 """
 
 from dataclasses import dataclass
@@ -27,14 +31,10 @@ from nanovllm.engine.model_runner import LogitsProcessor
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.speculation.drafts import count_matches
-from nanovllm.trace.timeline import Args, Event, Timeline, make_event
+from nanovllm.trace.step import Facts, Step
+from nanovllm.trace.timeline import Timeline
+from nanovllm.utils.arithmetic import cdiv
 
-_COUNTERS = (
-    "num_prefill_tokens",
-    "num_decode_tokens",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-)
 _NUM_WAITING = 10  # requests of the queue that a step records
 _NUM_FREE = 40  # free blocks that a step records
 _NUM_CHOICES = 12  # tokens that a step records of those that a grammar allows
@@ -42,12 +42,12 @@ _NUM_CHOICES = 12  # tokens that a step records of those that a grammar allows
 
 @dataclass
 class Work:
-    """What a step does with a sequence. The result completes the args of the event."""
+    """What a step does with a sequence, before its result."""
 
     seq: Sequence
     length: int  # number of tokens before the step, without the draft
     block_table: list[int]  # a copy
-    event: Event
+    plan: Facts
 
 
 class Recorder(Extension):
@@ -58,7 +58,7 @@ class Recorder(Extension):
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
 
-    def describe_engine(self) -> Args:
+    def describe_engine(self) -> Facts:
         """Describe what does not change from step to step."""
         scheduler = self.scheduler
         return {
@@ -70,9 +70,9 @@ class Recorder(Extension):
             **self._merge("describe_settings"),
         }
 
-    def _merge(self, point: str, *args: Any) -> Args:
+    def _merge(self, point: str, *args: Any) -> Facts:
         """What all extensions say at one of the points that describe."""
-        merged: Args = {}
+        merged: Facts = {}
         for each in self.scheduler.extensions.features:
             merged |= getattr(each, point)(*args)
         return merged
@@ -81,10 +81,10 @@ class Recorder(Extension):
         self.timeline.reset()
 
     def begin_step(self) -> None:
-        self.timeline.start_step()
+        self.timeline.mark_time("start")
         self.new_seqs: set[Sequence] = set()  # admitted in this step
-        self.preemptions: list[Event] = []  # in this step
-        self.choices: dict[Sequence, Args] = {}  # those that grammars leave
+        self.preempted: dict[int, Facts] = {}  # lane -> the sequence, in this step
+        self.choices: dict[Sequence, Facts] = {}  # those that grammars leave
 
     def planned(self, seqs: list[Sequence]) -> None:
         self.timeline.mark_time("schedule")
@@ -119,93 +119,85 @@ class Recorder(Extension):
         self.new_seqs.add(seq)
 
     def releasing(self, seq: Sequence) -> None:
-        if seq.finish_reason is not None:
-            return
-        args = {"request_id": seq.seq_id, "blocks": list(seq.block_table)}
-        name = f"preempted {seq.seq_id}"
-        event = make_event("i", seq.lane + 1, name, args, **self.timeline.start)
-        self.preemptions.append(event)
+        if seq.finish_reason is None:
+            self.preempted[seq.lane] = {
+                "request_id": seq.seq_id,
+                "blocks": list(seq.block_table),
+            }
 
     def sampled(self, seqs: list[Sequence], token_ids: list[list[int]]) -> list[list[int]]:
         self.timeline.mark_time("sample")
-        kinds = {_name_kind(seq) for seq in seqs}
-        self.step: Args = {
-            "kind": "mixed" if len(kinds) > 1 else kinds.pop(),
-            "num_tokens": sum(seq.num_scheduled_tokens for seq in seqs),
-        }
-        self.queues = self._describe_queues()
-        self.works = [self._make_work(seq) for seq in seqs]
-        self.before = {name: getattr(self.scheduler, name) for name in _COUNTERS}
+        self.works = {seq.lane: self._make_work(seq) for seq in seqs}
+        self.plan = self._describe_plan(seqs)
         return token_ids
 
     def recorded(self, seqs: list[Sequence]) -> None:
-        for name in _COUNTERS:
-            self.step[name] = getattr(self.scheduler, name) - self.before[name]
-        for work in self.works:
-            self._complete(work)
-        lane_events = [*self.preemptions, *[work.event for work in self.works]]
-        self.timeline.write_step(self.step, self.queues, lane_events, self._count())
+        lanes = {lane: self._describe_work(work) for lane, work in self.works.items()}
+        info = self.plan | self._describe_result()
+        self.timeline.write_step(Step(info, lanes, self.preempted))
 
-    def _describe_queues(self) -> Args:
+    def _describe_plan(self, seqs: list[Sequence]) -> Facts:
+        """Facts about the step, before its result."""
         scheduler = self.scheduler
+        kinds = {work.plan["kind"] for work in self.works.values()}
         waiting = islice(scheduler.waiting, _NUM_WAITING)
         free = islice(scheduler.block_manager.free_block_ids, _NUM_FREE)
         return {
+            "kind": "mixed" if len(kinds) > 1 else kinds.pop(),
+            "num_tokens": sum(seq.num_scheduled_tokens for seq in seqs),
             "waiting_requests": [(seq.seq_id, len(seq.token_ids)) for seq in waiting],
             "running_requests": [seq.seq_id for seq in scheduler.running],
             "next_free_blocks": list(free),
             **self._merge("describe_step"),
         }
 
-    def _count(self) -> dict[str, dict[str, int]]:
+    def _describe_result(self) -> Facts:
+        """Facts about the step, after it."""
         scheduler = self.scheduler
         manager = scheduler.block_manager
         num_free = len(manager.free_block_ids)
-        reusable = [i for i in manager.free_block_ids if manager.blocks[i].is_cached]
+        num_reusable = len([i for i in manager.free_block_ids if manager.blocks[i].is_cached])
         return {
-            "sequences": {"waiting": len(scheduler.waiting), "running": len(scheduler.running)},
-            "blocks": {
-                "used": manager.num_blocks - num_free,
-                "reusable": len(reusable),
-                "empty": num_free - len(reusable),
-            },
+            "waiting": len(scheduler.waiting),
+            "running": len(scheduler.running),
+            "used": manager.num_blocks - num_free,
+            "reusable": num_reusable,
+            "empty": num_free - num_reusable,
         }
 
     def _make_work(self, seq: Sequence) -> Work:
-        """Describe what the step computes of a sequence, before its result."""
-        features = {"draft_token_ids": [], **self._merge("describe_sequence", seq)}
-        draft: list[int] = features["draft_token_ids"]
-        length = len(seq.token_ids) - len(draft)
+        """Facts about what the step computes of a sequence, before its result."""
+        features = self._merge("describe_sequence", seq)
+        num_draft_tokens = len(features.get("draft_token_ids", ()))
+        length = len(seq.token_ids) - num_draft_tokens
         block_table = list(seq.block_table)
         is_new = seq in self.new_seqs
         start = seq.num_computed_tokens
-        num_tokens = seq.num_scheduled_tokens - len(draft)
-        block_size = self.scheduler.block_size
-        first_block = 0 if is_new else start // block_size
-        is_within_block = seq.num_scheduled_tokens == 1 and start % block_size != 0
-        args: Args = {
+        end = start + seq.num_scheduled_tokens - num_draft_tokens
+        num_known_blocks = 0 if is_new else cdiv(start, self.scheduler.block_size)
+        facts = {
             "request_id": seq.seq_id,
-            "num_tokens": num_tokens,
+            "kind": "decode" if seq.is_decode else "prefill",
+            "num_tokens": end - start,
             "num_reused_tokens": start if is_new else 0,
-            "blocks": [] if is_within_block else block_table[first_block:],
-            "full_blocks": self._describe_blocks(seq, block_table, start, start + num_tokens),
+            "blocks": block_table[num_known_blocks:],
+            "full_blocks": self._describe_blocks(seq, block_table, start, end),
+            **features,
+            **self.choices.get(seq, {}),
         }
         if is_new:
-            args["num_prompt_tokens"] = seq.num_prompt_tokens
-            args["token_ids"] = seq.token_ids[:length]
-        args |= features
-        args |= self.choices.get(seq, {})
-        name = f"{_name_kind(seq)} {seq.seq_id}"
-        event = make_event("X", seq.lane + 1, name, args, **self.timeline.span)
-        return Work(seq, length, block_table, event)
+            facts["num_prompt_tokens"] = seq.num_prompt_tokens
+            facts["token_ids"] = seq.token_ids[:length]
+        return Work(seq, length, block_table, facts)
 
-    def _complete(self, work: Work) -> None:
-        """Describe what the step has added to a sequence."""
+    def _describe_work(self, work: Work) -> Facts:
+        """The plan, and facts about what the step has added to a sequence."""
         seq = work.seq
         new_token_ids = seq.token_ids[work.length :]
-        num_accepted = count_matches(work.event["args"]["draft_token_ids"], new_token_ids)
+        num_accepted = count_matches(work.plan.get("draft_token_ids", []), new_token_ids)
         end = work.length + num_accepted
-        work.event["args"] |= {
+        return {
+            **work.plan,
             "new_token_ids": new_token_ids,
             "num_accepted_tokens": num_accepted,
             "accepted_blocks": self._describe_blocks(seq, work.block_table, work.length, end),
@@ -214,10 +206,10 @@ class Recorder(Extension):
 
     def _describe_blocks(
         self, seq: Sequence, block_table: list[int], start: int, end: int
-    ) -> list[tuple[int, bool, str, str]]:
+    ) -> list[tuple[int, bool, str]]:
         """Describe the blocks that the tokens from position `start` to `end` make full.
 
-        For each: its id, whether it is cached, its hash, and the hash of the block before it.
+        For each: its id, whether it is cached, and its hash.
         """
         manager = self.scheduler.block_manager
         if not manager.enable_prefix_caching:
@@ -226,16 +218,11 @@ class Recorder(Extension):
         for index in range(start // manager.block_size, end // manager.block_size):
             block = manager.blocks[block_table[index]]
             block_hash = show_hash(seq.block_hashes[index])
-            parent = show_hash(seq.block_hashes[index - 1]) if index > 0 else ""
-            described.append((block.block_id, block.is_cached, block_hash, parent))
+            described.append((block.block_id, block.is_cached, block_hash))
         return described
 
 
-def _name_kind(seq: Sequence) -> str:
-    return "decode" if seq.is_decode else "prefill"
-
-
-def describe_choice(logits: Tensor, processed: Tensor) -> Args:
+def describe_choice(logits: Tensor, processed: Tensor) -> Facts:
     """Describe a row of logits: what the model prefers, and what may be sampled."""
     num_allowed = int((processed > -torch.inf).sum())
     num_choices = min(_NUM_CHOICES, len(logits))

@@ -1,21 +1,28 @@
 """Shows a trace as text: lanes as rows, steps as columns. ASCII, which every terminal has."""
 
+import re
 from itertools import accumulate
 from textwrap import wrap
 
-from nanovllm.trace.reader import BLOCK_STATES, Step
+from nanovllm.trace.step import BLOCK_STATES, Step
 
 _NAME_WIDTH = 10  # width of the column of row names
-_LEGEND = (
-    "A22: prefill of 22 tokens of A; A+4: prefill of 4 tokens after a hit; a: decode;"
-    " a+2: decode with 2 accepted draft tokens; !A: preemption",
-    "after the step: waiting requests; used, reusable (free, in the prefix cache), empty blocks",
+# What the cells of lanes can contain: a pattern of it, and an example with its meaning.
+_LEGEND = {
+    r"[A-Z]\d": "A22: prefill of 22 tokens of A",
+    r"[A-Z]\+": "A+4: prefill of 4 tokens after a hit",
+    r"\*": "A16*: prefill of 16 tokens whose state is kept as a snapshot",
+    r"[ |][a-z]\b(?!\+)": "a: decode",
+    r"[a-z]\+": "a+2: decode with 2 accepted draft tokens",
+    r"!": "!A: preemption",
+}
+_COUNTERS = (
+    "after the step: waiting requests; used, reusable (free, in the prefix cache), empty blocks"
 )
-_SNAPSHOTS = "A16*: the state after this chunk is kept as a snapshot"
 
 
 def render(steps: list[Step], width: int = 100) -> str:
-    """Render the steps that fit into `width` columns, the first ones, and a legend."""
+    """Render the first steps, as many as fit into `width` columns, and a legend."""
     rows = {"step": [str(index) for index in range(len(steps))]}
     for lane in sorted({lane for step in steps for lane in (*step.lanes, *step.preempted)}):
         rows[f"lane {lane}"] = [_cell(step, lane) for step in steps]
@@ -23,19 +30,19 @@ def render(steps: list[Step], width: int = 100) -> str:
     for name in ("waiting", *BLOCK_STATES):
         rows[name] = [str(step.info[name]) for step in steps]
     widths = [max(map(len, column)) + 1 for column in zip(*rows.values())]
-    num_shown = sum(end <= width - _NAME_WIDTH for end in accumulate(widths))
+    num_shown = len([end for end in accumulate(widths) if end <= width - _NAME_WIDTH])
     lines: list[str] = []
     for name, row in rows.items():
         line = "".join(cell.ljust(size) for cell, size in zip(row, widths[:num_shown]))
         lines.append(f"{name:>8} |{line}".rstrip())
+    drawn = "\n".join(lines)
+    legend = [meaning for pattern, meaning in _LEGEND.items() if re.search(pattern, drawn)]
     lines.append("")
     num_more = len(steps) - num_shown
     if num_more:
         more = "step does" if num_more == 1 else "steps do"
         lines += wrap(f"{num_more} more {more} not fit: -o timeline.html shows all", width)
-    has_states = "snapshot_slots" in steps[0].settings
-    for sentence in (*_LEGEND, _SNAPSHOTS) if has_states else _LEGEND:
-        lines += wrap(sentence, width)
+    lines += [*wrap("; ".join(legend), width), *wrap(_COUNTERS, width)]
     return "\n".join(lines)
 
 

@@ -5,12 +5,12 @@
     lane 1    | prefill 1            | decode 1         |    tokens that are computed and reused
     counters    waiting and running sequences; used, reusable and empty blocks
 
-ui.perfetto.dev opens the file. The events' args also hold what the page of `python -m
-nanovllm.trace` needs to draw the pool of blocks: token ids and texts, blocks, hashes of full
-blocks, queues and the next free blocks. For a model with recurrent states they hold slots and
-snapshots, and for structured outputs the tokens that may come next and those that the model
-prefers. To keep the file small, a step has only the queues that have changed and the texts that are
-new. A trace contains the prompts and the outputs.
+ui.perfetto.dev opens the file. The category of an event ("cat") says what it is. Its args also hold
+what the page of `python -m nanovllm.trace` needs to draw the pool of blocks: token ids and texts,
+blocks, hashes of full blocks, queues and the next free blocks. For a model with recurrent states
+they hold slots and snapshots, and for structured outputs the tokens that may come next and those
+that the model prefers. To keep the file small, a step has only the lists that have changed and the
+texts that are new. A trace contains the prompts and the outputs.
 
 A step is written when it ends. The file is a complete JSON array after every step, because each
 write replaces the closing bracket. What happens in the engine is described by recorder.py.
@@ -19,25 +19,32 @@ write replaces the closing bracket. What happens in the engine is described by r
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from nanovllm.text.vocabulary import Vocabulary
+from nanovllm.trace.step import BLOCK_STATES, Facts, Step
 
-Args = dict[str, Any]
 Event = dict[str, Any]
 
 PHASES = ("schedule", "prepare", "forward", "sample")
+COUNTERS = {"sequences": ("waiting", "running"), "blocks": BLOCK_STATES}
+# How the format draws the categories of events ("ph"). All others have a duration: "X".
+_DRAWN = {"settings": "M", "track": "M", "preemption": "i", "counters": "C"}
 _END = b"\n]\n"
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def plural(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def make_event(phase: str, track: int, name: str, args: Args, **when: int) -> Event:
-    return {"ph": phase, "pid": 1, "tid": track, "name": name, "args": args, **when}
+def make_event(category: str, track: int, name: str, facts: Facts, **when: int) -> Event:
+    return {
+        "cat": category,
+        "ph": _DRAWN.get(category, "X"),
+        "pid": 1,
+        "tid": track,
+        "name": name,
+        "args": facts,
+        **when,
+    }
 
 
 class Timeline:
@@ -52,87 +59,75 @@ class Timeline:
     def reset(self) -> None:
         """Record that the KV cache was emptied.
 
-        The next step writes all its queues and texts, because an interrupt may have prevented the
+        The next step writes all its lists and texts, because an interrupt may have prevented the
         last step from being written.
         """
-        self.is_reset = True
-        self.queues: Args = {}  # as the last step wrote them
+        self.last: Facts = {}  # the info of the last step, empty after a reset
         self.named: set[int] = set()  # tokens whose texts are written
 
-    def begin(self, settings: Args, vocabulary: Vocabulary, warn: Callable[[str], None]) -> None:
+    def begin(self, settings: Facts, vocabulary: Vocabulary, warn: Callable[[str], None]) -> None:
         """Write the engine's settings and the names of the lanes.
 
         `warn` is called with what the engine's caller should know.
         """
         self.warn = warn
         self.vocabulary = vocabulary
-        events = [make_event("M", 0, "process_name", {"name": "nanovllm", **settings})]
+        events = [make_event("settings", 0, "process_name", {"name": "nanovllm", **settings})]
         for lane in range(settings["max_num_seqs"]):
-            events.append(make_event("M", lane + 1, "thread_name", {"name": f"lane {lane}"}))
+            events.append(make_event("track", lane + 1, "thread_name", {"name": f"lane {lane}"}))
         self.write(events)
 
-    def start_step(self) -> None:
-        self.times = {}
-        self.mark_time("start")
-
     def mark_time(self, phase: str) -> None:
-        """Record the end of a phase. If it ends several times, the last one counts.
+        """Record the end of a phase, or "start". The last call for a phase counts.
 
         Times are in microseconds since the timeline was made.
         """
         self.times[phase] = (time.perf_counter_ns() - self.origin) // 1000
 
-    @property
-    def start(self) -> dict[str, int]:
-        """When the step started, for events without a duration."""
-        return {"ts": self.times["start"]}
+    def write_step(self, step: Step) -> None:
+        """Write a step as events. Of its lists and texts, only those that have changed or are new.
 
-    @property
-    def span(self) -> dict[str, int]:
-        """When the step started and how long it took, for the events that last as long."""
-        return {**self.start, "dur": self.times["sample"] - self.times["start"]}
-
-    def write_step(
-        self,
-        args: Args,
-        queues: Args,
-        lane_events: list[Event],
-        counters: dict[str, dict[str, int]],
-    ) -> None:
-        """Write a step, the events of its lanes, and the counters after it.
-
-        Of `queues`, and of the texts of its tokens, the step gets those that are not written yet.
+        Its work and its preemptions get names from their `kind` and `request_id`.
         """
-        args |= {"step": self.num_steps, "is_reset": self.is_reset}
-        args["texts"] = self._name_tokens(lane_events)
-        for name, queue in queues.items():
-            if queue != self.queues.get(name):
-                args[name] = queue
-        title = f"{args['kind']}: {plural(args['num_tokens'], 'token')}"
-        events = [make_event("X", 0, title, args, **self.span), *lane_events]
+        info: Facts = {"step": self.num_steps, "is_reset": not self.last}
+        info["texts"] = self._name_tokens(step.lanes.values())
+        for name, value in step.info.items():
+            if not isinstance(value, list) or value != self.last.get(name):
+                info[name] = value
         start = self.times["start"]
+        span = {"ts": start, "dur": self.times["sample"] - start}
+        events: list[Event] = []
         for name in PHASES:
             stop = self.times[name]
-            args[f"{name}_ms"] = (stop - start) / 1e3
-            events.append(make_event("X", 0, name, {}, ts=start, dur=stop - start))
+            info[f"{name}_ms"] = (stop - start) / 1e3
+            events.append(make_event("phase", 0, name, {}, ts=start, dur=stop - start))
             start = stop
-        for name, numbers in counters.items():
-            events.append(make_event("C", 0, name, numbers, ts=start))
-        self.queues = queues
-        self.is_reset = False
+        noun = "token" if info["num_tokens"] == 1 else "tokens"
+        title = f"{info['kind']}: {info['num_tokens']} {noun}"
+        events.insert(0, make_event("step", 0, title, info, **span))
+        for lane, work in step.lanes.items():
+            name = f"{work['kind']} {work['request_id']}"
+            events.append(make_event("work", lane + 1, name, work, **span))
+        for lane, seq in step.preempted.items():
+            name = f"preempted {seq['request_id']}"
+            events.append(make_event("preemption", lane + 1, name, seq, ts=span["ts"]))
+        for name, counters in COUNTERS.items():
+            numbers = {each: info[each] for each in counters}
+            events.append(make_event("counters", 0, name, numbers, ts=start))
+        self.last = step.info
         self.num_steps += 1
         self.write(events)  # last, so that an interrupt that follows finds the state above
 
-    def _name_tokens(self, lane_events: list[Event]) -> dict[int, str]:
+    def _name_tokens(self, works: Iterable[Facts]) -> dict[int, str]:
         """Return the texts of tokens of this step that no earlier step has written."""
         if self.vocabulary.tokenizer is None:
             return {}
-        shown: list[int] = []
-        for event in lane_events:
-            for name, value in event["args"].items():
+        shown: set[int] = set()
+        for work in works:
+            for name, value in work.items():
                 if name.endswith("token_ids"):
-                    shown += value
-        new = set(shown) - self.named
+                    shown.update(value)
+        new = shown - self.named
         self.named |= new
         return {token_id: self.vocabulary.name(token_id) for token_id in sorted(new)}
 
@@ -150,11 +145,11 @@ class TraceFile(Timeline):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Raises ValueError if the file cannot be written."""
         super().__init__()
-        title = make_event("M", 0, "thread_name", {"name": "steps"})
+        first = _encode(make_event("track", 0, "thread_name", {"name": "steps"}))
         try:
             # With "+", opening a named pipe does not wait for a reader, and `seek` rejects it.
             self.file = open(path, "w+b", buffering=0)
-            self.file.write(b"[\n" + _encode(title).encode() + _END)
+            self.file.write(b"[\n" + first.encode() + _END)
             self.file.seek(-len(_END), os.SEEK_END)
         except (OSError, ValueError) as error:
             raise ValueError(f"trace={os.fspath(path)!r} cannot be written: {error}") from error
@@ -174,8 +169,7 @@ class TraceFile(Timeline):
                 self.file.truncate(end)
                 self.file.seek(end)
                 self.file.write(_END)
-            message = f"trace={self.file.name!r} is incomplete, recording stopped: {error}"
-            self.warn(message)
+            self.warn(f"trace={self.file.name!r} is incomplete, recording stopped: {error}")
 
     def close(self) -> None:
         self.file.close()

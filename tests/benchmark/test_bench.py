@@ -12,20 +12,22 @@ import pytest
 import torch
 from conftest import make_checkpoint
 from project_helpers import ROOT, reject, start
-from transformers import Qwen3_5TextConfig, Qwen3Config
+from transformers import Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from bench import main
 from nanovllm import DEMO_MODEL
 from nanovllm.benchmark import roofline
-from nanovllm.benchmark.arguments import make_parser, make_setting
+from nanovllm.benchmark.arguments import make_parser
 from nanovllm.benchmark.engines import NanoVLLM, Request
 from nanovllm.benchmark.roofline import PeakRates, find_roofline_fraction, measure_peak_rates
+from nanovllm.benchmark.setting import make_setting
 from nanovllm.checkpoints.formats import FP8, GPTQ
 from nanovllm.checkpoints.quantization import INT4, INT8, Quantization
 from nanovllm.kernels import bench as kernels_bench
 from nanovllm.kernels.attention_check import Shape, compare_with_torch, make_batch
 from nanovllm.kernels.bench import QWEN3_HEADS, TOLERANCES
 from nanovllm.layers import attention as reference
+from nanovllm.models.architectures import read_spec
 
 SIZES = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "2", "5"]
 TINY = [*SIZES, "--model", DEMO_MODEL, "--set", "device=cpu"]
@@ -38,6 +40,7 @@ SMALL_SHAPE = {
     "num_key_value_heads": 1,
     "head_dim": 4,
 }
+QWEN3 = Qwen3Config(**SMALL_SHAPE, architectures=["Qwen3ForCausalLM"])
 CPU = torch.device("cpu")
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -159,9 +162,9 @@ def test_roofline_counts_necessary_flops_and_bytes(shared_prefix, dtype, peak, s
     Decode with a context of 6: 2 * 1808 + 96 * 6 FLOPs, 1808 + 24 * 6 numbers.
     If 2 tokens are shared, 4 are computed with 8 pairs, and the first decodes read 6, not 8.
     """
-    config = Qwen3Config(**SMALL_SHAPE)
+    spec = read_spec(QWEN3, dtype, 1)
     requests = [Request([1, 2, 3, 4], 3), Request([1, 2], 2)]
-    least = roofline.compute_roofline_seconds(config, dtype, requests, shared_prefix, peak)
+    least = roofline.compute_roofline_seconds(spec, requests, shared_prefix, peak)
     assert least == pytest.approx(seconds)
 
 
@@ -176,6 +179,7 @@ def test_roofline_counts_recurrent_states():
     Decode: 2 bytes * (2256 + 8 * 8) + 2 * 168 * 2 sequences * 4 bytes = 7328.
     """
     config = Qwen3_5TextConfig(
+        architectures=["Qwen3_5ForCausalLM"],
         vocab_size=10,
         num_hidden_layers=3,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
@@ -190,19 +194,33 @@ def test_roofline_counts_recurrent_states():
         linear_value_head_dim=6,
     )
     requests = [Request([1, 2, 3, 4], 2), Request([1, 2], 2)]
-    least = roofline.compute_roofline_seconds(config, BFLOAT16, requests, 0, SLOW_MEMORY)
+    spec = read_spec(config, BFLOAT16, 1)
+    least = roofline.compute_roofline_seconds(spec, requests, 0, SLOW_MEMORY)
     assert least == pytest.approx(0.026752 + 7.328)
+
+
+def test_roofline_counts_the_experts_of_a_token():
+    """In each of 3 layers a token uses attention, the router, and 2 of 6 experts."""
+    config = Qwen3MoeConfig(
+        **SMALL_SHAPE,
+        architectures=["Qwen3MoeForCausalLM"],
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    )
+    attention = 3 * (2 * 8 * 8 + 2 * 8 * 4)
+    sizes = roofline.find_sizes(read_spec(config, BFLOAT16, 1))
+    assert sizes.matrices == attention + 3 * (8 * 6 + 2 * 3 * 8 * 16)
 
 
 def test_roofline_counts_what_the_option_quantizes():
     """Also weights whose codes are read as floats, but not those whose codes are kept."""
-    config = Qwen3Config(**SMALL_SHAPE)
+    spec = read_spec(QWEN3, BFLOAT16, 1)
     requests = [Request([1, 2, 3, 4], 3)]
 
     def count(quantization):
-        return roofline.compute_roofline_seconds(
-            config, BFLOAT16, requests, 0, SLOW_MEMORY, quantization
-        )
+        quantized = replace(spec, quantization=quantization)
+        return roofline.compute_roofline_seconds(quantized, requests, 0, SLOW_MEMORY)
 
     of_option = Quantization(INT4, INT8)
     assert count(replace(of_option, format=FP8())) == count(of_option) < count(Quantization())

@@ -13,13 +13,14 @@ from browser import browse, needs_browser, run_script
 from conftest import find_extension, greedy, random_prompt
 from project_helpers import SMALL
 
-from example import show_scheduling
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.server.playground import QWEN3_5
+from nanovllm.trace import save_page
 from nanovllm.trace.__main__ import main as trace_main
+from nanovllm.trace.tour import show_scheduling
 
 
 def describe(scheduler, seqs):
@@ -269,12 +270,8 @@ def test_a_single_step_of_a_single_token(tmp_path):
 
 @pytest.fixture(scope="module")
 def example_page(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("page")
-    page = directory / "timeline.html"
-    traces = [directory / "mixed.json", directory / "prefill_first.json"]
-    show_scheduling(traces[0], enable_chunked_prefill=True)
-    show_scheduling(traces[1], enable_chunked_prefill=False)
-    trace_main([*map(str, traces), "-o", str(page)])
+    page = tmp_path_factory.mktemp("page") / "timeline.html"
+    save_page(show_scheduling(LLM, DEMO_MODEL), str(page))
     return page
 
 

@@ -1,0 +1,16 @@
+"""What a trace holds of a step. recorder.py makes it, timeline.py writes it, reader.py reads it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Facts = dict[str, Any]  # names and values, which JSON can hold
+
+BLOCK_STATES = ("used", "reusable", "empty")
+
+
+@dataclass
+class Step:
+    info: Facts  # about the whole step
+    lanes: dict[int, Facts]  # lane -> what the step does with the sequence in it
+    preempted: dict[int, Facts]  # lane -> the sequence that has lost it
+    settings: Facts = field(default_factory=dict)  # of the engine, the same for all steps

@@ -1,0 +1,117 @@
+"""A tour of the scheduler: four requests, two policies, and two steps as the model receives them.
+
+example.py prints it. LLM imports this folder, so the tour cannot import LLM and gets it as an
+argument. Any engine can be watched in this way: add an Extension to those of its scheduler.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from nanovllm.batch import Batch
+from nanovllm.engine.block_manager import Block, show_hash
+from nanovllm.engine.extension import Extension
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.trace.reader import read
+from nanovllm.trace.step import Step
+from nanovllm.trace.text import render
+
+# Four requests of 22, 16, 30 and 9 tokens. B is a prefix of A, and arrives with C and D later.
+PROMPTS = {
+    "A": "You are a small and friendly assistant. What is 12 + 30?",
+    "B": "You are a small and friendly assistant. What is ",
+    "C": "All prime numbers within 100: 2, 3, 5, 7, 11, 13, 17, 19,",
+    "D": "count from 3 to 17",
+}
+NUM_OUTPUT_TOKENS = 14
+NUM_STEPS_OF_A = 3  # before the others arrive
+OPTIONS = {
+    "kvcache_block_size": 4,
+    "num_kvcache_blocks": 24,
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 4,
+}
+POLICIES = {
+    "mixed steps": {"enable_chunked_prefill": True},
+    "prefill first": {"enable_chunked_prefill": False},
+}
+# The steps of the first policy that are shown, with the ids of the blocks to look at.
+SHOWN_BLOCKS = {3: [3, 7, 14], 4: [14]}
+REMARK = """\
+  Blocks 0 to 3 hold all tokens of B, but B's last token must be computed for its
+  logits. Block 7 is therefore a duplicate of block 3.
+  Block 14 has 3 of its 4 tokens, because the token budget is used up. The next
+  step fills and caches it."""
+
+
+def show_scheduling(llm_class: Callable[..., LLMEngine], model: str) -> list[list[Step]]:
+    """Print the timelines of the four requests under each policy, and return them.
+
+    `llm_class` is LLM, and `model` is the demo model.
+    """
+    print(
+        f"\n--- Inside the scheduler: 4 requests of {NUM_OUTPUT_TOKENS} output tokens,"
+        " 24 blocks of 4 tokens, at most 32 tokens per step\n"
+    )
+    for name, prompt in PROMPTS.items():
+        print(f"{name}: {prompt}")
+    timelines: list[list[Step]] = []
+    for policy, options in POLICIES.items():
+        with TemporaryDirectory() as directory:
+            trace = Path(directory, "trace.json")
+            with llm_class(model, trace=trace, **OPTIONS, **options) as llm:
+                if not timelines:
+                    printer = StepPrinter(llm.scheduler.block_manager.blocks)
+                    llm.scheduler.extensions.features += (printer,)
+                serve(llm)
+            timelines.append(read(trace))
+        print(f"\n{policy}\n{render(timelines[-1])}")
+    return timelines
+
+
+def serve(llm: LLMEngine) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
+    first, *others = PROMPTS.values()
+    llm.add_request(first, params)
+    for _ in range(NUM_STEPS_OF_A):
+        llm.step()
+    for prompt in others:
+        llm.add_request(prompt, params)
+    while not llm.is_finished():
+        llm.step()
+
+
+class StepPrinter(Extension):
+    """Prints the steps of SHOWN_BLOCKS as the model receives them."""
+
+    def __init__(self, blocks: list[Block]) -> None:
+        self.blocks = blocks
+        self.step = -1
+
+    def begin_step(self) -> None:
+        self.step += 1
+
+    def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
+        if self.step in SHOWN_BLOCKS:
+            self.print_step(seqs, batch)
+        return batch
+
+    def print_step(self, seqs: list[Sequence], batch: Batch) -> None:
+        print(f"\nStep {self.step} as the model receives it (slot = block * 4 + position % 4)")
+        for index, seq in enumerate(seqs):
+            start, end = batch.cu_seqlens_q[index : index + 2].tolist()
+            num_cached = int(batch.positions[start])
+            name = list(PROMPTS)[seq.seq_id]
+            print(f"  {name}: {num_cached} tokens in the KV cache, {end - start} to compute")
+            print(f"     block_table  {seq.block_table}")
+            print(f"     slot_mapping {batch.slot_mapping[start:end].tolist()}")
+        for block_id in SHOWN_BLOCKS[self.step]:
+            block = self.blocks[block_id]
+            state = "not cached"
+            if block.is_cached:
+                state = f"cached, hash {show_hash(block.hash)}, tokens {block.token_ids}"
+            print(f"  block {block_id}: {state}")
+        if self.step == min(SHOWN_BLOCKS):
+            print(REMARK)
