@@ -13,9 +13,8 @@ import torch
 from nanovllm import SamplingParams
 from nanovllm.benchmark.engines import ENGINES, Setting
 from nanovllm.benchmark.shapes import ON_CPU, ON_GPU, SHAPES
-from nanovllm.checkpoints.checkpoint import find_checkpoint, read_config
+from nanovllm.checkpoints.checkpoint import choose_dtype, find_checkpoint, read_config
 from nanovllm.config import DTYPES, QUANTIZATIONS, Config
-from nanovllm.models.weights import choose_dtype
 from nanovllm.utils.checks import parse_value
 
 # Of mixed steps under --request-rate: one that keeps steps short, and the default of LLM.

@@ -16,8 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanovllm.checkpoints.checkpoint import read_json
-from nanovllm.utils.checks import naming
+from nanovllm.utils.checks import naming, read_json
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
@@ -108,6 +107,11 @@ class TensorFiles:
                     f" {', '.join(dtypes)}"
                 )
         return stored
+
+
+def open_weights(directory: Path, load_format: str) -> TensorFiles | None:
+    """Open the tensors of a checkpoint. None: dummy weights need no files."""
+    return None if load_format == "dummy" else TensorFiles(directory)
 
 
 def _normalize(stored_name: str) -> str:

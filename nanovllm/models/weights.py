@@ -8,18 +8,15 @@ of the embedding. If both are stored, they are compared.
 """
 
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from nanovllm.checkpoints.formats import Format
 from nanovllm.checkpoints.quantization import Quantization
 from nanovllm.checkpoints.tensor_files import TensorFiles, summarize
-from nanovllm.config import Config
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import Linear, Target
@@ -36,22 +33,6 @@ QUANTIZABLE = (Linear, Embedding, Experts)  # layers whose matrices can be quant
 _KEPT = ("gate", "in_proj_ba")
 _SKIPPED_PARTS = ("model.visual.", "mtp.")
 _ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-
-
-def open_checkpoint(config: Config, directory: Path) -> TensorFiles | None:
-    """Open the files that `config` asks for. None: there are none, for dummy weights."""
-    return None if config.load_format == "dummy" else TensorFiles(directory)
-
-
-def choose_dtype(config: Config, hf_config: PretrainedConfig, directory: Path) -> torch.dtype:
-    """Return the dtype of `config`, or else of config.json, or else of the first floats stored."""
-    if config.dtype != "auto":
-        return getattr(torch, config.dtype)
-    if isinstance(hf_config.dtype, torch.dtype):
-        return hf_config.dtype
-    files = open_checkpoint(config, directory)
-    stored = None if files is None else files.find_stored_dtype()
-    return stored or torch.float32
 
 
 def allocate_model(

@@ -6,6 +6,7 @@ because it is slow for abstract base classes.
 """
 
 import ast
+import json
 import math
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -13,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from numbers import Integral, Real
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Checked")
@@ -141,6 +143,15 @@ def parse_value(text: str) -> object:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the object in a JSON file. Raises ValueError, naming the file, if there is none."""
+    with naming(path, OSError, ValueError, RecursionError):
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"expected a JSON object, found {type(content).__name__}")
+    return content
 
 
 def call_foreign(source: object, call: Callable[[], T]) -> T:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
+from nanovllm.checkpoints.tensor_files import open_weights
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
@@ -27,7 +28,6 @@ from nanovllm.models.weights import (
     count_bytes,
     init_dummy_weights,
     load_checkpoint,
-    open_checkpoint,
 )
 from nanovllm.utils.arithmetic import cdiv
 from nanovllm.utils.checks import naming
@@ -138,7 +138,7 @@ class Worker:
     def _load_model(self, directory: Path) -> None:
         config, spec = self.config, self.spec
         with torch.device("cpu"):  # safetensors reads there, whatever the caller's default is
-            files = open_checkpoint(config, directory)
+            files = open_weights(directory, config.load_format)
             self.model = allocate_model(spec, self.backend, self.device, files, self.tp)
             if files is None:
                 init_dummy_weights(self.model, config.seed)
