@@ -10,13 +10,59 @@ are not valid UTF-8, it releases nothing and decodes all of them again for each 
 tokens that cannot be decoded.
 """
 
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from nanovllm.utils.checks import raises_again
+
 Tokens = tuple[int, ...]
-# Tokens with complete text, that text, and the tokens after them, which are pending.
-Window = tuple[Tokens, str, Tokens]
+
+
+class Window(NamedTuple):
+    """The newest tokens, of which only the first ones have their final text."""
+
+    context: Tokens = ()  # decoded again together with the tokens after it
+    context_text: str = ""  # its text when it is decoded alone
+    pending: Tokens = ()  # they end within a character (with U+FFFD), or have no text
+
+
+class Progress(NamedTuple):
+    """What is decoded so far. A single store replaces it, so an interrupt cannot split it."""
+
+    num_tokens: int
+    text: str  # the text after the first context
+    window: Window
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """The search for stop strings in a text that grows."""
+
+    strings: tuple[str, ...]
+    num_searched: int = 0  # characters of the text
+    end: int | None = None  # where the stop string that ended the text begins
+
+    @property
+    def num_withheld(self) -> int:
+        """The number of last characters that may be the start of a stop string."""
+        return max(map(len, self.strings), default=1) - 1
+
+    def search(self, text: str, start: int, may_stop: bool) -> "StopStrings":
+        """Return the state after a search of what is new in `text`, and not before `start`.
+
+        If the text must not stop yet, the new characters count as searched.
+        """
+        end = self.end
+        if may_stop and end is None:
+            found: list[int] = []
+            for string in self.strings:
+                first = max(start, self.num_searched - len(string) + 1)
+                found.append(text.find(string, first))
+            end = min((index for index in found if index >= 0), default=None)
+        return StopStrings(self.strings, len(text), end)
 
 
 class Detokenizer:
@@ -33,8 +79,10 @@ class Detokenizer:
     fallback turns a whole run of byte tokens into U+FFFD if one byte is invalid. Released text is
     then kept. A token that the tokenizer cannot decode becomes U+FFFD.
 
-    token_ids | prompt ........ | ............ | context | pending |
-                | anchor | tail |                         `text` ends where the context ends
+    token_ids | prompt ............. | generated ................. |
+                 | context | pending |                               the first window
+                           | text ...................... |
+                                               | context | pending | the newest window
 
     Instances are copied shallowly, so no attribute is mutated in place.
     """
@@ -52,50 +100,43 @@ class Detokenizer:
         """`hidden_ids` are the special tokens without text, by default all of them."""
         self.tokenizer = tokenizer
         self.hidden_ids = hidden_ids
-        self.stop_strings = stop_strings
-        self.num_decoded_tokens = len(prompt_token_ids)
-        # The context is decoded with new tokens. `context_text` is its text when decoded alone.
-        # Pending tokens end within a character (with U+FFFD) or have no text.
-        self.window = self._find_anchor(prompt_token_ids)
-        anchor, self.anchor_text, tail = self.window
-        self.anchor_start = len(prompt_token_ids) - len(anchor) - len(tail)
-        self.tail_text = self._find_new_text(*self.window)
-        # The text after the anchor. It begins with complete characters of the tail, if there are
-        # any, see `_without_tail`.
-        self.text = ""
-        # With stop strings, the last characters of the text may be the start of one.
-        self.num_withheld = max(map(len, stop_strings), default=1) - 1
-        self.num_searched = 0  # characters already searched for stop strings
-        self.end: int | None = None  # where the stop string that ended the text begins
+        self.stops = StopStrings(stop_strings)
+        first = self._find_first_window(prompt_token_ids)
+        self.start = len(prompt_token_ids) - len(first.context) - len(first.pending)
+        self.start_text = first.context_text
+        # The decoded text begins with complete characters of these pending tokens, if there are
+        # any, see `_without_prompt`.
+        self.prompt_text = self._find_new_text(first)
+        self.progress = Progress(len(prompt_token_ids), "", first)
 
-    def _find_anchor(self, prompt_token_ids: list[int]) -> Window:
-        """The last tokens of a prompt: an anchor, its text, and the tail.
+    def _find_first_window(self, prompt_token_ids: list[int]) -> Window:
+        """The last tokens of a prompt, divided where their last complete character ends.
 
-        The anchor has text if the prompt has any, because some tokenizers strip the first space of
+        The context has text if the prompt has any, because some tokenizers strip the first space of
         what they decode. It does not begin within a character.
         """
-        window: Window = ((), "", ())
+        window = Window()
         size = self.MAX_CONTEXT
         while True:
             recent = tuple(prompt_token_ids[-size:])
             text = self._decode(recent)
             if text is None:
                 return window
-            window = self._split_off_tail(recent, text)
+            window = self._divide(recent, text)
             has_start = text != "" and not text.startswith("\ufffd")
             if has_start or size >= len(prompt_token_ids):
                 return window
             size *= 4
 
-    def _split_off_tail(self, token_ids: Tokens, text: str) -> Window:
+    def _divide(self, token_ids: Tokens, text: str) -> Window:
         """Divide tokens where their last complete character ends."""
         if text.endswith("\ufffd"):
-            for num_tail in range(1, 1 + min(3, len(token_ids))):  # a character has up to 4 bytes
-                anchor = token_ids[:-num_tail]
-                anchor_text = self._decode(anchor) or ""
-                if not anchor_text.endswith("\ufffd"):
-                    return anchor, anchor_text, token_ids[-num_tail:]
-        return token_ids, text, ()
+            for num_pending in range(1, 1 + min(3, len(token_ids))):  # a character has 4 bytes
+                context = token_ids[:-num_pending]
+                context_text = self._decode(context) or ""
+                if not context_text.endswith("\ufffd"):
+                    return Window(context, context_text, token_ids[-num_pending:])
+        return Window(token_ids, text)
 
     def read(self, token_ids: list[int], is_last: bool) -> str:
         """Decode new tokens, and return all text that can be released.
@@ -103,74 +144,61 @@ class Detokenizer:
         `is_last` if no tokens follow. `token_ids` has the prompt, too. With stop strings,
         `meets_stop_string` must have been called for each new token.
         """
-        if is_last and self.end is None:
-            whole = self._decode(token_ids[self.anchor_start :])
-            if whole is not None and whole.startswith(self.anchor_text + self.text):
-                return self._without_tail(whole[len(self.anchor_text) :])
-        if not self.stop_strings:
-            self.push_new(token_ids)
-        if is_last or self.end is not None:
-            text = (self.text + self._find_new_text(*self.window))[: self.end]
+        stops = self.stops
+        if is_last and stops.end is None:
+            whole = self._decode(token_ids[self.start :])
+            if whole is not None and whole.startswith(self.start_text + self.progress.text):
+                return self._without_prompt(whole[len(self.start_text) :])
+        if not stops.strings:
+            self._push_new(token_ids)
+        _, text, window = self.progress
+        if is_last or stops.end is not None:
+            text = (text + self._find_new_text(window))[: stops.end]
         else:
-            num_released = max(0, len(self.text) - self.num_withheld)
-            text = self.text[:num_released]
-        return self._without_tail(text)
+            num_released = max(0, len(text) - stops.num_withheld)
+            text = text[:num_released]
+        return self._without_prompt(text)
 
-    def _without_tail(self, text: str) -> str:
-        """Remove the longest common prefix of the text after the anchor and the tail.
+    def _without_prompt(self, text: str) -> str:
+        """Remove the longest common prefix of decoded text and the prompt's pending text.
 
-        It is the whole tail, unless new tokens complete its last character. If the text grows, the
-        result grows.
+        It is the whole pending text, unless new tokens complete its last character. If the text
+        grows, the result grows.
         """
-        tail = self.tail_text
-        while not text.startswith(tail):
-            tail = tail[:-1]
-        return text[len(tail) :]
+        pending = self.prompt_text
+        while not text.startswith(pending):
+            pending = pending[:-1]
+        return text[len(pending) :]
 
     def meets_stop_string(self, token_ids: list[int], may_stop: bool) -> bool:
         """Return whether the newest token completes a stop string. The text ends before it.
 
-        Call it after each token. An interrupted call can miss a stop string, so Request calls it on
-        a copy.
+        Call it after each token.
         """
-        num_searched = self.num_searched
-        self.push_new(token_ids)
-        text = self.text
-        _, _, pending = self.window
-        if pending:
+        self._push_new(token_ids)
+        _, text, window = self.progress
+        if window.pending:
             # A token can end a stop string and begin a character that is incomplete.
-            text += self._find_new_text(*self.window).rstrip("\ufffd")
-        self.num_searched = len(text)
-        if may_stop and self.end is None:
-            text_start = len(text) - len(self._without_tail(text))
-            starts: list[int] = []
-            for stop in self.stop_strings:
-                first = max(text_start, num_searched - len(stop) + 1)
-                starts.append(text.find(stop, first))
-            self.end = min((start for start in starts if start >= 0), default=None)
-        return self.end is not None
+            text += self._find_new_text(window).rstrip("\ufffd")
+        start = len(text) - len(self._without_prompt(text))
+        self.stops = self.stops.search(text, start, may_stop)
+        return self.stops.end is not None
 
-    def push_new(self, token_ids: list[int]) -> None:
+    def _push_new(self, token_ids: list[int]) -> None:
         """Decode the tokens that are new."""
-        for token_id in token_ids[self.num_decoded_tokens :]:
-            new_text, window = self._extend_window(token_id, *self.window)
-            # No call and no loop falls between these stores, so no KeyboardInterrupt does, either.
-            self.num_decoded_tokens, self.text, self.window = (
-                self.num_decoded_tokens + 1,
-                self.text + new_text,
-                window,
-            )
+        for token_id in token_ids[self.progress.num_tokens :]:
+            num_tokens, text, window = self.progress
+            new_text, window = self._extend(window, token_id)
+            self.progress = Progress(num_tokens + 1, text + new_text, window)
 
-    def _extend_window(
-        self, token_id: int, context: Tokens, context_text: str, pending: Tokens
-    ) -> tuple[str, Window]:
+    def _extend(self, window: Window, token_id: int) -> tuple[str, Window]:
         """Return the text that one more token releases, and the window after it."""
+        context, context_text, pending = window
         text = self._decode((*context, *pending, token_id))
         if text is None:
             # The token becomes U+FFFD, and its neighbors are decoded as if it did not exist.
-            new_text = self._find_new_text(context, context_text, pending)
-            still_pending = () if new_text else pending
-            return new_text + "\ufffd", (context, context_text, still_pending)
+            new_text = self._find_new_text(window)
+            return new_text + "\ufffd", window._replace(pending=() if new_text else pending)
         pending = (*pending, token_id)
         if not text.startswith(context_text):
             # The first bytes of a character can turn those of the context to U+FFFD as well.
@@ -180,14 +208,15 @@ class Detokenizer:
         new_text = text[len(context_text) :]
         is_incomplete = not new_text or new_text.endswith("\ufffd")
         if is_incomplete and len(pending) <= self.MAX_PENDING:
-            return "", (context, context_text, pending)
+            return "", Window(context, context_text, pending)
         if len(context + pending) > self.MAX_CONTEXT:
             context = ()
             text = self._decode(pending) or ""
-        return new_text, (context + pending, text, ())
+        return new_text, Window(context + pending, text)
 
-    def _find_new_text(self, context: Tokens, context_text: str, pending: Tokens) -> str:
-        """Return the text of `pending` after the context."""
+    def _find_new_text(self, window: Window) -> str:
+        """Return the text of the pending tokens after the context."""
+        context, context_text, pending = window
         if not pending:
             return ""
         text = self._decode(context + pending) or ""
@@ -207,8 +236,6 @@ class Detokenizer:
         try:
             return str(decode())
         except Exception as error:  # its type depends on the tokenizer
-            try:
-                decode()
-            except type(error):
+            if raises_again(decode, error):
                 return None
-            raise  # an exception of a signal handler, which does not come again
+            raise

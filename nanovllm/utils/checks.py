@@ -155,18 +155,27 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def call_foreign(source: object, call: Callable[[], T]) -> T:
-    """Run code of a tokenizer or a checkpoint, and turn its exceptions into ValueErrors.
-
-    That code can raise anything, and takes long enough for a signal handler to raise in the middle.
-    A second call tells the two apart, because an exception of a handler does not come again. Such
-    an exception is raised as it is.
-    """
+    """Run code of a tokenizer or a checkpoint, and turn its exceptions into ValueErrors."""
     try:
         return call()
     except Exception as error:
-        with naming(source, type(error)):
-            call()
+        if raises_again(call, error):
+            raise invalid(str(source), str(error), separator=": ") from error
         raise
+
+
+def raises_again(call: Callable[[], object], error: Exception) -> bool:
+    """Run a `call` that raised `error` once more. Return whether it does so again.
+
+    Code of a tokenizer can raise anything, and it runs long enough for a signal handler to raise in
+    the middle. The second run tells the two apart, because an exception of a handler does not come
+    again. The caller then raises it as it is.
+    """
+    try:
+        call()
+    except type(error):
+        return True
+    return False
 
 
 @contextmanager
