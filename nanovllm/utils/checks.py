@@ -132,9 +132,18 @@ check_str = partial(check_type, types=(str,), meaning="a str")
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """Require one of `choices`."""
     if not isinstance(value, str) or value not in choices:
-        meaning = ", ".join(map(repr, choices))
-        raise invalid(name, f"must be one of {meaning}, not {show(value)}")
+        raise invalid(name, f"must be one of {', '.join(map(repr, choices))}, not {show(value)}")
     return value
+
+
+def check_supported(settings: Mapping[str, object], **supported: tuple[object, ...]) -> None:
+    """Require supported values. A setting can be absent if None is one of them."""
+    for name, values in supported.items():
+        value = settings.get(name)
+        if value not in values:
+            raise ValueError(
+                f"{name} must be one of {', '.join(map(repr, values))}, not {show(value)}"
+            )
 
 
 def parse_value(text: str) -> object:
