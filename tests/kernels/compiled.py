@@ -49,7 +49,7 @@ from nanovllm.layers.gated_delta import GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.quantized import Scheme
 from nanovllm.layers.sampler import Sampler
-from nanovllm.models.weights import quantize_layer
+from nanovllm.models.quantized_layers import quantize_layer
 from nanovllm.utils.packing import pack, unpack
 from nanovllm.worker import worker
 

@@ -21,7 +21,7 @@ from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec
-from nanovllm.models.weights import QUANTIZABLE, quantize_layer
+from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
 from nanovllm.utils.arithmetic import cdiv
 
 CPU = torch.device("cpu")

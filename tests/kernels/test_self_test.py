@@ -21,7 +21,7 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import MLP, Attention, DecoderLayers
-from nanovllm.models.weights import QUANTIZABLE, quantize_layer
+from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
 
 LINEAR = {ColumnParallelLinear, RowParallelLinear}
 LAYERS = {RMSNorm, MLP, Attention, DecoderLayers, *LINEAR}
