@@ -24,7 +24,7 @@ from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import Logprobs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.arithmetic import cdiv
-from nanovllm.utils.transfers import to_device
+from nanovllm.utils.packing import to_device
 from nanovllm.worker.executor import Executor, MultiRankExecutor
 from nanovllm.worker.placement import engine_settings
 

@@ -32,8 +32,8 @@ from nanovllm.kernels.self_test import (
     record_calls,
 )
 from nanovllm.layers.attention import Backend
+from nanovllm.utils.packing import copy_to
 from nanovllm.utils.terminal import report
-from nanovllm.utils.transfers import copy_to
 
 report_once = cache(report)  # for messages that are the same for all engines of this process
 

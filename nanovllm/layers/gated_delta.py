@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.batch import Batch
-from nanovllm.layers.linear import Target, shard_rows
+from nanovllm.layers.linear import Target
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
 CHUNK = 64  # tokens per matrix product. More cost quadratic work, fewer cost more iterations
@@ -68,16 +68,17 @@ class GatedDeltaRule(nn.Module):
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
         """Checkpoints name these tensors as parts of the parent."""
         parent = name.rpartition(".")[0]
-        heads = [self.num_value_heads]
-        parts = {
-            "conv1d.weight": (self.conv_weight, self.qkv_sizes),
-            "A_log": (self.A_log, heads),
-            "dt_bias": (self.dt_bias, heads),
-        }
-        for key, (tensor, sizes) in parts.items():
-            full_sizes = [size * self.tp.size for size in sizes]
-            for target in shard_rows(tensor, full_sizes, self.tp):
-                yield f"{parent}.{key}", target
+        rank, num_ranks = self.tp.rank, self.tp.size
+        for key, tensor in (("A_log", self.A_log), ("dt_bias", self.dt_bias)):
+            size = len(tensor)
+            yield f"{parent}.{key}", Target(tensor, 0, rank * size, num_ranks * size)
+        row = 0
+        for size in self.qkv_sizes:  # each part of the convolution is sharded separately
+            rows = self.conv_weight[row : row + size]
+            start = num_ranks * row + rank * size
+            target = Target(rows, 0, start, num_ranks * sum(self.qkv_sizes))
+            yield f"{parent}.conv1d.weight", target
+            row += size
         yield f"{parent}.norm.weight", Target(self.norm_weight)
 
     def forward(

@@ -31,9 +31,8 @@ from nanovllm.models.weights import (
 )
 from nanovllm.utils.arithmetic import cdiv
 from nanovllm.utils.checks import naming
-from nanovllm.utils.packing import pack, unpack
+from nanovllm.utils.packing import copy_to, pack, unpack
 from nanovllm.utils.terminal import report
-from nanovllm.utils.transfers import copy_to
 from nanovllm.worker.dummy_steps import find_largest_step, make_dummy_batch, make_test_batches
 from nanovllm.worker.memory import ENLARGE_ADVICE, MemoryMeter, count_blocks, show_bytes
 from nanovllm.worker.placement import Place, connect, engine_settings, find_device
@@ -85,7 +84,7 @@ class Worker:
     def execute(self, batch: Batch) -> Tensor:
         """As `compute`, on rank 0. The other ranks compute their shares in `serve`."""
         if self.tp.size > 1:
-            self.tp.send(pack(batch))
+            self.tp.mailbox.send(pack(batch))
         return self.compute(batch)
 
     @torch.inference_mode()
@@ -116,7 +115,7 @@ class Worker:
             self.start(sample=lambda logits: None)
             while True:
                 try:
-                    message = self.tp.receive()
+                    message = self.tp.mailbox.receive()
                 except RuntimeError:  # the connection has ended
                     return
                 for rows in self.split_hidden(self.compute(unpack(message))):

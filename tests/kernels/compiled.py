@@ -118,7 +118,7 @@ def launch_model(dtype, head_dim, group_size):
 def launch_quantized(dtype, scheme):
     """Launch linear layers with and without a bias, of sizes that do and do not fill tiles."""
     for in_features, out_features, bias in ((1024, 3072, False), (336, 1009, True)):
-        layer = ColumnParallelLinear(in_features, {"": out_features}, bias, dtype)
+        layer = ColumnParallelLinear(in_features, [("", out_features)], bias, dtype)
         quantize_layer(layer, scheme)
         kernels.kernelize(layer, torch.device("cuda"), dtype)
 

@@ -21,7 +21,7 @@ from kernel_helpers import make_delta_rule, make_delta_step, optimize, quantize,
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.layers.linear import ColumnParallelLinear
-from nanovllm.utils.transfers import copy_to
+from nanovllm.utils.packing import copy_to
 
 pytestmark = pytest.mark.gpu
 graphs_and_eager = pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
@@ -92,7 +92,7 @@ def test_logits_are_as_exact_as_those_of_transformers(tmp_path, monkeypatch, dty
 @pytest.mark.parametrize("scheme", [INT4, INT8], ids=str)
 def test_quantized_layers_match_plain_ones_in_a_graph(scheme, num_rows):
     """Without a GPU, the interpreter multiplies bfloat16 incorrectly."""
-    layer = randomize(ColumnParallelLinear(4096, {"": 3000}, True, torch.bfloat16)).cuda()
+    layer = randomize(ColumnParallelLinear(4096, [("", 3000)], True, torch.bfloat16)).cuda()
     quantize(layer, scheme)
     x = torch.randn(num_rows, 4096, device="cuda").bfloat16()
     expected = layer(x)
