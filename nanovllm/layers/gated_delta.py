@@ -19,6 +19,7 @@ written by one sequence and read by another one in the same step.
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,15 @@ from nanovllm.layers.linear import Target
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
 CHUNK = 64  # tokens per matrix product. More cost quadratic work, fewer cost more iterations
+
+
+class DeltaInputs(NamedTuple):
+    """The projections of the tokens of a step."""
+
+    qkv: Tensor  # [num_tokens, sum(qkv_sizes)]
+    gate: Tensor  # [num_tokens, qkv_sizes[2]]
+    beta: Tensor  # [num_tokens, num_value_heads]
+    decay: Tensor  # [num_tokens, num_value_heads]
 
 
 class GatedDeltaRule(nn.Module):
@@ -81,21 +91,12 @@ class GatedDeltaRule(nn.Module):
             row += size
         yield f"{parent}.norm.weight", Target(self.norm_weight)
 
-    def forward(
-        self,
-        qkv: Tensor,
-        gate: Tensor,
-        beta: Tensor,
-        decay: Tensor,
-        states: Tensor,
-        batch: Batch,
-    ) -> Tensor:
-        """Compute the tokens of a step, from their projections.
+    def forward(self, inputs: DeltaInputs, states: Tensor, batch: Batch) -> Tensor:
+        """Compute the tokens of a step, with `states` [num_slots, state size].
 
-        qkv is [num_tokens, sum(qkv_sizes)], gate [num_tokens, qkv_sizes[2]], beta and decay
-        [num_tokens, num_value_heads], states [num_slots, state size]. Return [num_tokens,
-        qkv_sizes[2]].
+        Return [num_tokens, qkv_sizes[2]].
         """
+        qkv, gate, beta, decay = inputs
         beta = beta.float().sigmoid()
         log_decay = -self.A_log.exp() * F.softplus(decay.float() + self.dt_bias)
         old_states = states[batch.read_slots]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nanovllm.batch import Batch
 from nanovllm.layers.attention import Backend
-from nanovllm.layers.gated_delta import GatedDeltaRule
+from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.tensor_parallel import TensorParallel
@@ -127,4 +127,5 @@ class GatedDeltaNet(nn.Module):
         gate_size = self.in_proj_qkvz.shard_sizes[-1]
         qkv, gate = qkvz.split([qkvz.shape[-1] - gate_size, gate_size], dim=-1)
         beta, decay = self.in_proj_ba(x).chunk(2, dim=-1)
-        return self.out_proj(self.delta_rule(qkv, gate, beta, decay, states, batch))
+        inputs = DeltaInputs(qkv, gate, beta, decay)
+        return self.out_proj(self.delta_rule(inputs, states, batch))

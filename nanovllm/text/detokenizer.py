@@ -10,7 +10,6 @@ are not valid UTF-8, it releases nothing and decodes all of them again for each 
 tokens that cannot be decoded.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -21,34 +20,22 @@ from nanovllm.utils.checks import raises_again
 Tokens = tuple[int, ...]
 
 
-class Window(NamedTuple):
-    """The newest tokens, of which only the first ones have their final text."""
-
-    context: Tokens = ()  # decoded again together with the tokens after it
-    context_text: str = ""  # its text when it is decoded alone
-    pending: Tokens = ()  # they end within a character (with U+FFFD), or have no text
-
-
-class Progress(NamedTuple):
+class State(NamedTuple):
     """What is decoded so far. A single store replaces it, so an interrupt cannot split it."""
 
     num_tokens: int
-    text: str  # the text after the first context
-    window: Window
+    text: str = ""  # the text after the first context
+    context: Tokens = ()  # the newest tokens of the text, decoded together with those after it
+    context_text: str = ""  # their text when they are decoded alone
+    pending: Tokens = ()  # tokens that end within a character (with U+FFFD), or have no text
 
 
-@dataclass(frozen=True)
-class StopStrings:
+class StopStrings(NamedTuple):
     """The search for stop strings in a text that grows."""
 
     strings: tuple[str, ...]
     num_searched: int = 0  # characters of the text
     end: int | None = None  # where the stop string that ended the text begins
-
-    @property
-    def num_withheld(self) -> int:
-        """The number of last characters that may be the start of a stop string."""
-        return max(map(len, self.strings), default=1) - 1
 
     def search(self, text: str, start: int, may_stop: bool) -> "StopStrings":
         """Return the state after a search of what is new in `text`, and not before `start`.
@@ -80,9 +67,9 @@ class Detokenizer:
     then kept. A token that the tokenizer cannot decode becomes U+FFFD.
 
     token_ids | prompt ............. | generated ................. |
-                 | context | pending |                               the first window
+                 | context | pending |                               the first state
                            | text ...................... |
-                                               | context | pending | the newest window
+                                               | context | pending | the newest state
 
     Instances are copied shallowly, so no attribute is mutated in place.
     """
@@ -101,42 +88,45 @@ class Detokenizer:
         self.tokenizer = tokenizer
         self.hidden_ids = hidden_ids
         self.stops = StopStrings(stop_strings)
-        first = self._find_first_window(prompt_token_ids)
-        self.start = len(prompt_token_ids) - len(first.context) - len(first.pending)
-        self.start_text = first.context_text
+        # The last characters of the text may be the start of a stop string.
+        self.num_withheld = max(map(len, stop_strings), default=1) - 1
+        self.state = self._read_prompt(prompt_token_ids)
+        self.start = len(prompt_token_ids) - len(self.state.context) - len(self.state.pending)
+        self.start_text = self.state.context_text
         # The decoded text begins with complete characters of these pending tokens, if there are
         # any, see `_without_prompt`.
-        self.prompt_text = self._find_new_text(first)
-        self.progress = Progress(len(prompt_token_ids), "", first)
+        self.prompt_text = self._find_new_text(self.state)
 
-    def _find_first_window(self, prompt_token_ids: list[int]) -> Window:
+    def _read_prompt(self, prompt_token_ids: list[int]) -> State:
         """The last tokens of a prompt, divided where their last complete character ends.
 
         The context has text if the prompt has any, because some tokenizers strip the first space of
         what they decode. It does not begin within a character.
         """
-        window = Window()
+        state = State(len(prompt_token_ids))
         size = self.MAX_CONTEXT
         while True:
             recent = tuple(prompt_token_ids[-size:])
             text = self._decode(recent)
             if text is None:
-                return window
-            window = self._divide(recent, text)
+                return state
+            context, context_text = self._drop_incomplete(recent, text)
+            pending = recent[len(context) :]
+            state = State(len(prompt_token_ids), "", context, context_text, pending)
             has_start = text != "" and not text.startswith("\ufffd")
             if has_start or size >= len(prompt_token_ids):
-                return window
+                return state
             size *= 4
 
-    def _divide(self, token_ids: Tokens, text: str) -> Window:
-        """Divide tokens where their last complete character ends."""
+    def _drop_incomplete(self, token_ids: Tokens, text: str) -> tuple[Tokens, str]:
+        """Return the tokens up to their last complete character, and their text."""
         if text.endswith("\ufffd"):
-            for num_pending in range(1, 1 + min(3, len(token_ids))):  # a character has 4 bytes
-                context = token_ids[:-num_pending]
-                context_text = self._decode(context) or ""
-                if not context_text.endswith("\ufffd"):
-                    return Window(context, context_text, token_ids[-num_pending:])
-        return Window(token_ids, text)
+            for num_dropped in range(1, 1 + min(3, len(token_ids))):  # a character has 4 bytes
+                shorter = token_ids[:-num_dropped]
+                shorter_text = self._decode(shorter) or ""
+                if not shorter_text.endswith("\ufffd"):
+                    return shorter, shorter_text
+        return token_ids, text
 
     def read(self, token_ids: list[int], is_last: bool) -> str:
         """Decode new tokens, and return all text that can be released.
@@ -147,15 +137,15 @@ class Detokenizer:
         stops = self.stops
         if is_last and stops.end is None:
             whole = self._decode(token_ids[self.start :])
-            if whole is not None and whole.startswith(self.start_text + self.progress.text):
+            if whole is not None and whole.startswith(self.start_text + self.state.text):
                 return self._without_prompt(whole[len(self.start_text) :])
         if not stops.strings:
             self._push_new(token_ids)
-        _, text, window = self.progress
+        text = self.state.text
         if is_last or stops.end is not None:
-            text = (text + self._find_new_text(window))[: stops.end]
+            text = (text + self._find_new_text(self.state))[: stops.end]
         else:
-            num_released = max(0, len(text) - stops.num_withheld)
+            num_released = max(0, len(text) - self.num_withheld)
             text = text[:num_released]
         return self._without_prompt(text)
 
@@ -176,47 +166,48 @@ class Detokenizer:
         Call it after each token.
         """
         self._push_new(token_ids)
-        _, text, window = self.progress
-        if window.pending:
+        text = self.state.text
+        if self.state.pending:
             # A token can end a stop string and begin a character that is incomplete.
-            text += self._find_new_text(window).rstrip("\ufffd")
+            text += self._find_new_text(self.state).rstrip("\ufffd")
         start = len(text) - len(self._without_prompt(text))
         self.stops = self.stops.search(text, start, may_stop)
         return self.stops.end is not None
 
     def _push_new(self, token_ids: list[int]) -> None:
         """Decode the tokens that are new."""
-        for token_id in token_ids[self.progress.num_tokens :]:
-            num_tokens, text, window = self.progress
-            new_text, window = self._extend(window, token_id)
-            self.progress = Progress(num_tokens + 1, text + new_text, window)
+        for token_id in token_ids[self.state.num_tokens :]:
+            self.state = self._extend(self.state, token_id)
 
-    def _extend(self, window: Window, token_id: int) -> tuple[str, Window]:
-        """Return the text that one more token releases, and the window after it."""
-        context, context_text, pending = window
-        text = self._decode((*context, *pending, token_id))
-        if text is None:
+    def _extend(self, state: State, token_id: int) -> State:
+        """Return the state after one more token."""
+        num_tokens, text, context, context_text, pending = state
+        num_tokens += 1
+        recent_text = self._decode((*context, *pending, token_id))
+        if recent_text is None:
             # The token becomes U+FFFD, and its neighbors are decoded as if it did not exist.
-            new_text = self._find_new_text(window)
-            return new_text + "\ufffd", window._replace(pending=() if new_text else pending)
+            new_text = self._find_new_text(state)
+            still_pending = () if new_text else pending
+            text += new_text + "\ufffd"
+            return State(num_tokens, text, context, context_text, still_pending)
         pending = (*pending, token_id)
-        if not text.startswith(context_text):
+        if not recent_text.startswith(context_text):
             # The first bytes of a character can turn those of the context to U+FFFD as well.
             context = ()
             context_text = ""
-            text = self._decode(pending) or ""
-        new_text = text[len(context_text) :]
+            recent_text = self._decode(pending) or ""
+        new_text = recent_text[len(context_text) :]
         is_incomplete = not new_text or new_text.endswith("\ufffd")
         if is_incomplete and len(pending) <= self.MAX_PENDING:
-            return "", Window(context, context_text, pending)
+            return State(num_tokens, text, context, context_text, pending)
         if len(context + pending) > self.MAX_CONTEXT:
             context = ()
-            text = self._decode(pending) or ""
-        return new_text, Window(context + pending, text)
+            recent_text = self._decode(pending) or ""
+        return State(num_tokens, text + new_text, context + pending, recent_text)
 
-    def _find_new_text(self, window: Window) -> str:
+    def _find_new_text(self, state: State) -> str:
         """Return the text of the pending tokens after the context."""
-        context, context_text, pending = window
+        _, _, context, context_text, pending = state
         if not pending:
             return ""
         text = self._decode(context + pending) or ""

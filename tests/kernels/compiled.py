@@ -45,7 +45,7 @@ from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import sample_each_kind
 from nanovllm.kernels.cuda import attention, graphs, layers, quantized
-from nanovllm.layers.gated_delta import GatedDeltaRule
+from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.quantized import Scheme
 from nanovllm.layers.sampler import Sampler
@@ -133,9 +133,10 @@ def launch_gated_delta(dtype, heads):
     sizes = [sum(layer.qkv_sizes), layer.qkv_sizes[2], layer.num_value_heads, layer.num_value_heads]
     states = torch.empty(1, layer.matrices_size + 3 * sizes[0])
     for query_lens in ([1, 33], [1, 1]):
-        inputs = torch.empty(sum(query_lens), sum(sizes), dtype=dtype).split(sizes, dim=1)
+        projected = torch.empty(sum(query_lens), sum(sizes), dtype=dtype)
+        inputs = DeltaInputs(*projected.split(sizes, dim=1))
         batch = make_batch(query_lens, query_lens, torch.zeros(2, 1, dtype=torch.int32))
-        layer(*inputs, states, worker.copy_to(batch, torch.device("cuda")))
+        layer(inputs, states, worker.copy_to(batch, torch.device("cuda")))
 
 
 plain_forward = Sampler.forward
