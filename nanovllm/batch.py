@@ -11,8 +11,8 @@ model and its attention read it. Three sequences that compute 3, 1 and 2 tokens 
     context_lens   |    3     |  8 |   6   |
     block_tables   |    5     | 2 6|  1 9  |
     logits_indices |        2    3       5
-    read_slots     |    1     |  4 |   3   |
-    write_slots    |    2     |  4 |   3   |
+    read_slots     |    2     |  3 |   4   |
+    write_slots    |    2     |  3 |   4   |
     prefills       | 0, 2
 
 `slot_mapping` has the slot of each token's K/V: block id * block size + offset. A slot of -1 means

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from threading import RLock
 from typing import Any
 
@@ -10,11 +9,10 @@ from tqdm import tqdm
 
 from nanovllm.config import Config, takes
 from nanovllm.engine.extension import Extension
-from nanovllm.engine.input_processor import PreparedPrompt, Prompt, list_prompts
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.input_processor import ChooseRequest, PreparedPrompt, Prompt
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.features.beam_search import BeamSearch, make_output, search_together
-from nanovllm.features.prompt_logprobs import ScoringModelRunner
+from nanovllm.features.prompt_logprobs import PromptScores
 from nanovllm.features.recurrent_states import RecurrentStates
 from nanovllm.features.speculation.drafts import Drafts, make_speculator
 from nanovllm.features.structured_outputs.grammars import GrammarCompiler
@@ -26,7 +24,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import ChatTemplate, Message, Tool
 from nanovllm.text.vocabulary import Vocabulary
-from nanovllm.trace.recorder import Recorder, TracedModelRunner
+from nanovllm.trace.recorder import Recorder
 from nanovllm.trace.timeline import Timeline, TraceFile
 from nanovllm.utils.checks import (
     check_bool,
@@ -41,13 +39,20 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class ProgressBar(tqdm):
-    """A bar with a lock that is written in C, see `_take_turn`.
+    """A bar with a lock that is written in C, see features/thread_safety.py.
 
     tqdm's own lock is written in Python, so an interrupt can leave it held. All later calls of
     other threads would then wait for it.
     """
 
     _lock = RLock()
+
+
+def list_prompts(prompts: Any) -> Sequence[Any]:
+    """Return the prompts of a call, which has been given one prompt or a list of them."""
+    is_list = isinstance(prompts, (list, tuple))
+    are_many = is_list and all(isinstance(prompt, (str, list, tuple)) for prompt in prompts[:1])
+    return prompts if are_many else [prompts]
 
 
 class LLM(ThreadSafeEngine):
@@ -69,37 +74,34 @@ class LLM(ThreadSafeEngine):
             self._close_timeline()
             raise
 
-    def make_model_runner(self, spec: ModelSpec, directory: Path) -> ModelRunner:
-        runner: ModelRunner
-        if self.timeline is None:
-            runner = ScoringModelRunner(self.config, spec, directory)
-        else:
-            runner = TracedModelRunner(self.config, spec, directory, self.timeline)
-        runner.processors = (apply_grammars, apply_penalties)
-        return runner
+    def check_features(self, spec: ModelSpec) -> None:
+        """LLM has all features."""
 
     def make_extensions(self, spec: ModelSpec) -> list[Extension]:
         config = self.config
         runner = self.model_runner
-        extensions: list[Extension] = []
+        runner.processors = [apply_grammars, apply_penalties]
+        extensions: list[Extension] = [PromptScores()]
         if config.num_speculative_tokens:
             extensions.append(Drafts(make_speculator(config, runner, self.max_model_len)))
         if spec.count_slot_bytes() > 0:
             extensions.append(RecurrentStates(list_snapshot_slots(config, runner.num_lanes)))
         if self.timeline is not None:
             self.recorder = Recorder(self.timeline)
+            runner.processors = [self.recorder.watch(runner.processors)]
             extensions.append(self.recorder)
         return extensions
+
+    def make_chooser(self) -> ChooseRequest:
+        self.grammar_compiler = GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
+        return self.grammar_compiler.choose_request
 
     def _add_text(self) -> None:
         self.vocabulary = Vocabulary(self.tokenizer)
         self.chat_template = ChatTemplate(self.tokenizer)
-        compiler = GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
-        self.input_processor.grammar_compiler = compiler
-        self.input_processor.scores_prompts = True
         if self.timeline is not None:
             settings = self.recorder.describe_engine()
-            self.timeline.begin(settings, self.vocabulary, self._warnings.append)
+            self.timeline.begin(settings, self.vocabulary, self._warn)
 
     def make_timeline(self, config: Config) -> Timeline | None:
         return None if config.trace is None else TraceFile(config.trace)
@@ -241,7 +243,7 @@ class LLM(ThreadSafeEngine):
         self, prompts: list[PreparedPrompt], use_tqdm: bool = False
     ) -> list[RequestOutput]:
         # The outputs come from the requests, not from an inbox.
-        with self._queued(prompts, inbox={}) as requests:
+        with self.queued(prompts, inbox={}) as requests:
             finished = self._finish(requests)
             if use_tqdm:
                 finished = ProgressBar(finished, total=len(requests), unit="seq")
@@ -260,15 +262,14 @@ class LLM(ThreadSafeEngine):
                 del unfinished[request]
                 yield request
             if unfinished:
-                self._run_step()
+                self.step(inbox={})
 
     def _stream(self, prompts: list[PreparedPrompt]) -> Iterator[RequestOutput]:
         inbox: Inbox = {}
-        with self._queued(prompts, inbox) as requests:
+        with self.queued(prompts, inbox) as requests:
             num_unfinished = len(requests)
             while num_unfinished > 0:
-                self._run_step()
-                for output in self._take_turn(self._report, inbox):
+                for output in self.step(inbox):
                     if output["finish_reason"] is not None:
                         num_unfinished -= 1
                     yield output

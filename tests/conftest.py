@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import TypeVar
 
 import pytest
@@ -32,8 +32,8 @@ from nanovllm.backends import BACKENDS
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import Config
 from nanovllm.engine.extension import Extension
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import Sequence
+from nanovllm.layers import sampling_batch
 
 Feature = TypeVar("Feature", bound=Extension)
 VOCAB_SIZE = 97
@@ -256,7 +256,7 @@ def make_batch(
 
 def find_extension(llm: LLM, kind: type[Feature]) -> Feature:
     """The optional feature of an engine's scheduler that is of this class."""
-    (found,) = [each for each in llm.scheduler.extensions.extensions if isinstance(each, kind)]
+    (found,) = [each for each in llm.scheduler.extensions.features if isinstance(each, kind)]
     return found
 
 
@@ -290,6 +290,5 @@ def make_sampling_batch(
     device: str = "cpu",
 ) -> SamplingBatch:
     """Prepare the SamplingBatch of rows that sample the tokens at `positions`."""
-    runner = SimpleNamespace(vocab_size=vocab_size, device=torch.device(device))
     rows = [Sequence(0, [0], p, seed=seed) for p, seed in zip(params, seeds, strict=True)]
-    return ModelRunner.prepare_sampling(runner, rows, positions)
+    return sampling_batch.make_sampling_batch(rows, positions, vocab_size, torch.device(device))

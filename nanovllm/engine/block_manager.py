@@ -9,8 +9,8 @@ chained hash, which covers its own tokens and the hash of the block before it:
 
 A cached block is a full block that `hash_to_block_id` leads to, so that other sequences can hit it.
 A block that is computed again is an uncached duplicate. That happens if two sequences compute it at
-the same time, or if a hit ends before it: before the last token of a prompt, before the first token
-to be scored, or at a snapshot (recurrent_states.py).
+the same time, or if a hit ends before it: before the last token of a prompt, or earlier because an
+extension needs what the cache does not have, such as a recurrent state.
 
 A freed block keeps its content until it is taken for other tokens. `free_block_ids` is the
 eviction order: uncached blocks first, then the least recently used ones. Within a sequence the tail
@@ -85,7 +85,7 @@ class BlockManager:
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """Find the longest chain of cached blocks at the start of `seq`.
 
-        It ends before the first token whose logits are needed, which is at the latest the last one.
+        It ends before the last token, whose logits are needed.
         """
         prefix: list[Block] = []
         block = self.find_next_block(seq, 0)
@@ -96,7 +96,7 @@ class BlockManager:
 
     def find_next_block(self, seq: Sequence, index: int) -> Block | None:
         """Find the cached block that extends a prefix of `index` blocks, if there is one."""
-        if index >= seq.first_logits_position // self.block_size:
+        if index >= (len(seq.token_ids) - 1) // self.block_size:
             return None
         block_id = self.hash_to_block_id.get(self._hash(seq, index))
         if block_id is None:
@@ -114,7 +114,6 @@ class BlockManager:
     def allocate(self, seq: Sequence, prefix: list[Block]) -> bool:
         """Build the block table: `prefix`, then new blocks for all other tokens.
 
-        The tokens of `prefix` count as computed.
         Return False, and change nothing, if there are not enough free blocks.
         """
         if self.count_needed_blocks(seq, prefix) > len(self.free_block_ids):
@@ -124,7 +123,6 @@ class BlockManager:
                 del self.free_block_ids[block.block_id]
             block.ref_count += 1
         seq.block_table = [block.block_id for block in prefix]
-        seq.num_computed_tokens = len(prefix) * self.block_size
         return self.grow(seq)  # there are enough free blocks
 
     def grow(self, seq: Sequence) -> bool:
@@ -161,10 +159,12 @@ class BlockManager:
             block.hash = -1
             block.token_ids = []
 
-    def free(self, seq: Sequence, num_tokens: int = 0) -> None:
-        """Release the blocks of `seq`, except those of its first `num_tokens` tokens.
+    def release(self, seq: Sequence) -> None:
+        """Release all blocks of `seq`."""
+        self.truncate(seq, 0)
 
-        Its other tokens no longer count as computed.
+    def truncate(self, seq: Sequence, num_tokens: int) -> None:
+        """Release the blocks of `seq`, except those of its first `num_tokens` tokens.
 
         block_table | kept | kept | evicted second | evicted first |
                     `- num_tokens -'
@@ -178,7 +178,6 @@ class BlockManager:
             if not block.is_cached:
                 self._refresh_cached_copy(seq, index)
         seq.block_table = seq.block_table[:num_kept]
-        seq.num_computed_tokens = num_tokens
 
     def _add_to_free(self, block: Block) -> None:
         """Make a cached block the last to be taken, and an uncached block the first."""

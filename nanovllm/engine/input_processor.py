@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 from transformers import PreTrainedTokenizerBase
@@ -20,12 +20,17 @@ from nanovllm.utils.checks import call_foreign, check_int, check_type, invalid, 
 Prompt = str | list[int]
 
 
+MakeRequest = Callable[..., Request]
+# From the parameters that prompts share, and the number of their samples.
+ChooseRequest = Callable[[SamplingParams, int], MakeRequest]
+
+
 class PreparedPrompt(NamedTuple):
     """A prompt that is validated for this engine."""
 
     token_ids: list[int]
     params: SamplingParams
-    make_request: Callable[..., Request] = Request  # GrammarCompiler makes others
+    make_request: MakeRequest = Request
 
 
 # A token stands for at most as many characters as its entry in the vocabulary has, or for four
@@ -43,19 +48,17 @@ def needs_llm(name: str) -> Exception:
     return invalid(name, "needs nanovllm.LLM: LLMEngine alone does not serve it")
 
 
-def list_prompts(prompts: Any) -> Sequence[Any]:
-    """Return the prompts of a call, which has been given one prompt or a list of them."""
-    is_list = isinstance(prompts, (list, tuple))
-    are_many = is_list and all(isinstance(prompt, (str, list, tuple)) for prompt in prompts[:1])
-    return prompts if are_many else [prompts]
+def choose_plain_request(params: SamplingParams, num_samples: int) -> MakeRequest:
+    """Choose for LLMEngine alone, which rejects parameters that need a feature of LLM."""
+    if params.prompt_logprobs is not None:
+        raise needs_llm("prompt_logprobs")
+    if params.structured_outputs is not None:
+        raise needs_llm("structured_outputs")
+    return Request
 
 
 class InputProcessor:
     """Prepares prompts for one engine: its tokenizer, its vocabulary and its limits."""
-
-    # LLM sets both. LLMEngine alone rejects the parameters that need them.
-    grammar_compiler: Any = None  # a GrammarCompiler
-    scores_prompts = False
 
     def __init__(
         self,
@@ -64,8 +67,10 @@ class InputProcessor:
         default_params: SamplingParams,
         vocab_size: int,
         max_model_len: int,
+        choose_request: ChooseRequest,
     ) -> None:
         self.config = config
+        self.choose_request = choose_request
         self.tokenizer = tokenizer
         self.default_params = default_params
         self.vocab_size = vocab_size
@@ -88,17 +93,11 @@ class InputProcessor:
         check_type("sampling_params", params, (SamplingParams,), "SamplingParams")
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer: pass stop_token_ids instead of stop")
-        if params.prompt_logprobs is not None and not self.scores_prompts:
-            raise needs_llm("prompt_logprobs")
-        if params.structured_outputs is not None and self.grammar_compiler is None:
-            raise needs_llm("structured_outputs")
         for token_id in params.logit_bias or ():
             check_int("logit_bias", token_id, 0, self.vocab_size - 1)
         token_ids = [self._read_prompt(prompt) for prompt in prompts]
-        make_request: Callable[..., Request] = Request
-        if prompts and params.structured_outputs is not None:
-            # Once for all prompts, because this can take seconds.
-            make_request = self.grammar_compiler.compile(params, len(prompts) * params.n)
+        # Once for all prompts, because compiling a grammar can take seconds.
+        make_request = self.choose_request(params, len(prompts) * params.n)
         return [PreparedPrompt(ids, params, make_request) for ids in token_ids]
 
     def _read_prompt(self, prompt: Prompt) -> list[int]:

@@ -6,18 +6,14 @@
     while not engine.is_finished():
         outputs = engine.step()
 
-add_request, step and exit run their parts by `_take_turn`. Here that is a plain call, so the engine
-serves one thread, and an exception from a step leaves it unusable. features/thread_safety.py
-overrides it with a lock and the recovery of interrupted calls.
+It serves one thread, and an exception from a step leaves it unusable. The subclass in
+features/thread_safety.py adds a lock and the recovery of interrupted calls.
 """
 
 import operator
 import warnings
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, TypeVar
+from collections import defaultdict
+from typing import TypeVar
 
 import torch
 
@@ -25,7 +21,14 @@ from nanovllm.checkpoints.checkpoint import Checkpoint
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.extension import Extension
-from nanovllm.engine.input_processor import InputProcessor, PreparedPrompt, Prompt, needs_llm
+from nanovllm.engine.input_processor import (
+    ChooseRequest,
+    InputProcessor,
+    PreparedPrompt,
+    Prompt,
+    choose_plain_request,
+    needs_llm,
+)
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
@@ -38,7 +41,6 @@ from nanovllm.utils.checks import naming
 from nanovllm.worker.placement import engine_settings
 
 Engine = TypeVar("Engine", bound="LLMEngine")
-Result = TypeVar("Result")
 
 
 class LLMEngine:
@@ -62,10 +64,11 @@ class LLMEngine:
             config.tensor_parallel_size,
             config.quantization,
         )
+        self.check_features(spec)
         self.tokenizer = checkpoint.tokenizer
         # Ids above the vocabulary cannot be sampled.
         self.eos_token_ids = checkpoint.eos_token_ids.intersection(range(spec.vocab_size))
-        self.model_runner = self.make_model_runner(spec, checkpoint.directory)
+        self.model_runner = ModelRunner(config, spec, checkpoint.directory)
         self.device = self.model_runner.device
         self.executor = self.model_runner.executor
         worker = self.executor.worker
@@ -81,20 +84,21 @@ class LLMEngine:
             config.max_num_batched_tokens,
             self.make_extensions(spec),
         )
+        self.model_runner.extensions = self.scheduler.extensions
         self.input_processor = InputProcessor(
             config,
             tokenizer=self.tokenizer,
             default_params=checkpoint.default_params,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
+            choose_request=self.make_chooser(),
         )
         self.requests: dict[int, Request] = {}  # unfinished samples by seq_id, oldest first
         # The same by the seq_id of the first sample.
         self.samples_by_request = defaultdict[int, dict[Request, None]](dict)
         self._inbox: Inbox = {}  # for requests of add_request
-        self._warnings = deque[str]()  # to be issued after the step
 
-    def make_model_runner(self, spec: ModelSpec, directory: Path) -> ModelRunner:
+    def check_features(self, spec: ModelSpec) -> None:
         """Raises ValueError for a model or an option that needs a feature of LLM."""
         if self.config.num_speculative_tokens:
             raise needs_llm("num_speculative_tokens")
@@ -102,11 +106,14 @@ class LLMEngine:
             raise needs_llm("trace")
         if spec.count_slot_bytes() > 0:
             raise needs_llm("a model with recurrent states")
-        return ModelRunner(self.config, spec, directory)
 
     def make_extensions(self, spec: ModelSpec) -> list[Extension]:
-        """Make the optional features of the scheduler. LLM overrides this."""
+        """Make the optional features. LLM overrides this."""
         return []
+
+    def make_chooser(self) -> ChooseRequest:
+        """Return what chooses the kind of a request by its parameters. LLM overrides this."""
+        return choose_plain_request
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a prompt and return its request id. The ids of n samples are consecutive.
@@ -118,22 +125,12 @@ class LLMEngine:
 
     def add_prepared(self, prepared: PreparedPrompt) -> int:
         """As add_request, for a prompt that was prepared before."""
-        with self._queued([prepared], self._inbox) as requests:
-            return requests[0].seq_id
+        requests = self._make_requests([prepared], self._inbox)
+        self._queue(requests)
+        return requests[0].seq_id
 
-    @contextmanager
-    def _queued(self, prompts: list[PreparedPrompt], inbox: Inbox) -> Iterator[list[Request]]:
-        """Queue all prompts, or none. An exception inside the block cancels their requests."""
-        make_requests = self.input_processor.make_requests
-        requests = self._take_turn(make_requests, prompts, self.eos_token_ids, inbox)
-        try:
-            self._take_turn(self._queue, requests)
-            yield requests
-        except BaseException:
-            for request in requests:
-                request.inbox = {}  # the call has failed, so its cancellation is not reported
-            self._cancel(requests)
-            raise
+    def _make_requests(self, prompts: list[PreparedPrompt], inbox: Inbox) -> list[Request]:
+        return self.input_processor.make_requests(prompts, self.eos_token_ids, inbox)
 
     def _queue(self, requests: list[Request]) -> None:
         self.executor.raise_if_stopped()
@@ -142,33 +139,20 @@ class LLMEngine:
             self.requests[request.seq_id] = request
             self.samples_by_request[request.first_seq_id][request] = None
 
-    def _take_turn(self, call: Callable[..., Result], *args: Any) -> Result:
-        """Run call(*args), a part of a public call that must not overlap with others."""
-        return call(*args)
+    def step(self, inbox: Inbox | None = None) -> list[RequestOutput]:
+        """Run one step. Return the requests that gained tokens or finished since the last call.
 
-    def step(self) -> list[RequestOutput]:
-        """Run one step. Return the requests that gained tokens or finished since the last call."""
-        self._run_step()
-        return self._take_turn(self._report, self._inbox)
-
-    def _run_step(self) -> None:
-        with engine_settings(self.device):
-            self._take_turn(self._step)
-        # After the step, because a warning can be an error (-W error).
-        while self._warnings:
-            with suppress(IndexError):  # another thread was faster
-                message = self._warnings.popleft()
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-    def _step(self) -> None:
-        """Schedule, compute, sample and commit one step."""
+        They are those of one caller's `inbox`, or of add_request.
+        """
         self.executor.raise_if_stopped()
-        seqs = self.scheduler.schedule()
-        if seqs:
-            logits = self.model_runner.forward(seqs)
-            sampled, logprobs = self.model_runner.sample(logits, seqs)
-            self.scheduler.postprocess(seqs, sampled)
-            self._commit(seqs, logprobs)
+        with engine_settings(self.device):
+            seqs = self.scheduler.schedule()
+            if seqs:
+                logits = self.model_runner.forward(seqs)
+                sampled, logprobs = self.model_runner.sample(logits, seqs)
+                self.scheduler.postprocess(seqs, sampled)
+                self._commit(seqs, logprobs)
+        return self._report(self._inbox if inbox is None else inbox)
 
     def _commit(self, seqs: list[Sequence], logprobs: Logprobs) -> None:
         """Commit new tokens and finish reasons. They survive an interrupt from here on."""
@@ -181,7 +165,10 @@ class LLMEngine:
                 self._remove(request)
             if request.finish_reason == "error":
                 reason = request.explain_error()
-                self._warnings.append(f"request {request.seq_id} ends with an error: {reason}")
+                self._warn(f"request {request.seq_id} ends with an error: {reason}")
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def _report(self, inbox: Inbox) -> list[RequestOutput]:
         """Return the requests with progress that was not reported yet."""
@@ -247,9 +234,6 @@ class LLMEngine:
 
     def exit(self) -> None:
         """Release memory and stop the other ranks. A second call has no effect."""
-        self._take_turn(self._shut_down)
-
-    def _shut_down(self) -> None:
         self.executor.stop("this engine has been shut down by exit()")
         vars(self).pop("model_runner", None)
         vars(self.executor).pop("worker", None)  # both refer to the model

@@ -4,8 +4,7 @@ It uses sequences, but not the queues.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
-from itertools import islice
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,20 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.batch import Batch, Filters, Noise, SamplingBatch
+from nanovllm.batch import Batch
 from nanovllm.config import Config
+from nanovllm.engine.extension import Extension
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.logprobs import find_logprobs
-from nanovllm.layers.noise import make_noise_keys
 from nanovllm.layers.penalties import apply_penalties
 from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.sampling_batch import make_sampling_batch
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import Logprobs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.arithmetic import cdiv
-from nanovllm.utils.packing import to_device
 from nanovllm.worker.executor import Executor, MultiRankExecutor
 from nanovllm.worker.placement import engine_settings
+from nanovllm.worker.state_slots import FIRST_LANE
 
 # What profile and warm-up runs sample with.
 KINDS = [
@@ -47,13 +47,13 @@ class ModelRunner:
     Raises ValueError as Worker does, and RuntimeError as MultiRankExecutor does.
     """
 
-    # What is applied to the logits before a token is sampled, in this order.
-    processors: Iterable[LogitsProcessor] = (apply_penalties,)
-
     def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
         executor_class = Executor if config.tensor_parallel_size == 1 else MultiRankExecutor
         self.executor = executor_class(config, spec, directory)
         weakref.finalize(self, self.executor.stop, "the engine is gone")  # also at interpreter exit
+        self.extensions = Extension()  # none while the engine starts
+        # What is applied to the logits before a token is sampled, in this order.
+        self.processors: list[LogitsProcessor] = [apply_penalties]
         worker = self.executor.worker
         self.vocab_size = spec.vocab_size
         self.dtype = spec.dtype
@@ -64,18 +64,22 @@ class ModelRunner:
             if worker.kernels is not None:
                 run = self._sample_test_rows if self.device.type == "cuda" else None
                 worker.kernels.kernelize(self.sampler, self.device, spec.dtype, run)
-            self.executor.call(worker.start, self._sample_dummy_step)
+            self.executor.call(worker.start, self.sample_each_kind)
         self.num_lanes = worker.num_lanes
         # The block tables of all lanes, so that a decode need not copy its whole table.
         self.block_tables = np.zeros((self.num_lanes, worker.block_table_width), np.int32)
 
     def forward(self, seqs: list[Sequence]) -> Tensor:
         """Compute the scheduled tokens. Return logits [num_logits of all seqs, vocab_size]."""
-        return self.executor.call(self._execute, self.prepare_batch(seqs))
+        batch = self.extensions.prepared(seqs, self.prepare_batch(seqs))
+        return self.executor.call(self._execute, batch)
 
     def _execute(self, batch: Batch) -> Tensor:
         worker = self.executor.worker
-        return worker.compute_logits(worker.execute(batch))
+        parts: list[Tensor] = []
+        for hidden in worker.split_hidden(worker.execute(batch)):
+            parts.append(self.extensions.computed(batch, worker.compute_logits(hidden)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def prepare_batch(self, seqs: list[Sequence]) -> Batch:
         """Flatten the scheduled tokens, on the host. batch.py draws the result.
@@ -92,18 +96,15 @@ class ModelRunner:
                 self.block_tables[seq.lane, : len(seq.block_table)] = seq.block_table
         max_seqlen_q = max([seq.num_scheduled_tokens for seq in seqs])
         max_seqlen_k = max([seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs])
-        lanes = [seq.lane for seq in seqs]
+        lanes = np.array([seq.lane for seq in seqs], np.int32)
         block_tables = self.block_tables[lanes, : cdiv(max_seqlen_k, size)]
-        only_decodes = max_seqlen_q == 1 and has_one_row_each(seqs)
-        if only_decodes:
+        if max_seqlen_q == 1:
             arrays = flatten_decodes(seqs, size)
         else:
             arrays = flatten(seqs, block_tables, size)
-        arrays |= {
-            "block_tables": block_tables,
-            "read_slots": np.array([seq.read_slot for seq in seqs], np.int32),
-            "write_slots": np.array([seq.write_slot for seq in seqs], np.int32),
-        }
+        arrays["block_tables"] = block_tables
+        # The slots of the lanes. An extension chooses others where a model has recurrent states.
+        arrays["read_slots"] = arrays["write_slots"] = lanes + FIRST_LANE
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return Batch(**tensors, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
 
@@ -118,7 +119,8 @@ class ModelRunner:
         processed = logits
         if any([seq.needs_logits_processing for seq in seqs]):
             processed = self.process_logits(logits, rows)
-        tokens = self.sampler(processed, self.prepare_sampling(rows, positions))
+        batch = make_sampling_batch(rows, positions, self.vocab_size, self.device)
+        tokens = self.sampler(processed, batch)
         token_ids = self.executor.call(tokens.tolist)  # the host waits for the device here
         logprobs: Logprobs = None
         if any([seq.params.logprobs is not None for seq in seqs]):
@@ -132,52 +134,30 @@ class ModelRunner:
             logits = process(logits, rows)
         return logits
 
-    def prepare_sampling(self, rows: list[Sequence], positions: list[int]) -> SamplingBatch:
-        """The sampling parameters of each row. `positions` are those of the sampled tokens."""
-        temperatures = [seq.params.temperature for seq in rows]
-        if not any(temperatures):
-            return SamplingBatch()
-        keys = make_noise_keys([seq.seed for seq in rows], positions)
-        noise = Noise(
-            temperatures=to_device(np.array(temperatures, np.float32), self.device),
-            keys=to_device(keys, self.device),
-        )
-        filtered = [row for row, seq in enumerate(rows) if seq.needs_filtering]
-        if not filtered:
-            return SamplingBatch(noise)
-        top_ks: list[int] = []
-        settings: list[tuple[float, float, float]] = []  # temperature, top_p, min_p
-        for row in filtered:
-            params = rows[row].params
-            is_limited = 0 < params.top_k < self.vocab_size
-            top_ks.append(params.top_k if is_limited else self.vocab_size)
-            # The sum of all probabilities can round to 1 too early, so "off" is above 1.
-            top_p = params.top_p if params.top_p < 1.0 else 2.0
-            settings.append((params.temperature, top_p, params.min_p))
-        # One copy for each dtype, because each copy to a GPU has its own cost.
-        integers = to_device(np.array([filtered, top_ks]), self.device)
-        numbers = to_device(np.array(settings, np.float32).T.copy(), self.device)
-        filters = Filters(
-            rows=integers[0],
-            temperatures=numbers[0],
-            top_ks=integers[1],
-            top_ps=numbers[1],
-            min_ps=numbers[2],
-            max_top_k=max(top_ks),
-        )
-        return SamplingBatch(noise, filters)
-
     def _sample_test_rows(self) -> None:
         """Sample rows of random logits in each way, for the self-test of the sampler."""
         # Not the greedy kind, because 16-bit logits can be equal.
         rows = [Sequence(i, [0], params, seed=i) for i, params in enumerate(KINDS[1:] * 8)]
         generator = torch.Generator().manual_seed(0)
         logits = 3 * torch.randn(len(rows), self.vocab_size, device="cpu", generator=generator)
-        batch = self.prepare_sampling(rows, [1] * len(rows))
+        batch = make_sampling_batch(rows, [1] * len(rows), self.vocab_size, self.device)
         self.sampler(logits.to(self.device, self.dtype), batch)
 
-    def _sample_dummy_step(self, logits: Tensor) -> None:
-        sample_each_kind(self.sample, logits, self.executor.worker.max_model_len)
+    def sample_each_kind(self, logits: Tensor) -> None:
+        """Sample from `logits` [num_rows, vocab_size] with each kind of parameters.
+
+        On a GPU this lets MemoryMeter see the peak of sampling, and compiles the kernels. The
+        memory of penalties depends on the longest sequence.
+        """
+        longest = [0] * self.executor.worker.max_model_len
+        for params in KINDS:
+            seqs: list[Sequence] = []
+            for seq_id in range(len(logits)):
+                token_ids = longest if seq_id == 0 else [0]
+                seq = Sequence(seq_id, token_ids, params, stop_token_ids=frozenset([0]))
+                seq.num_logits = 1
+                seqs.append(seq)
+            self.sample(logits, seqs)
 
 
 def flatten(seqs: list[Sequence], block_tables: np.ndarray, size: int) -> dict[str, np.ndarray]:
@@ -209,63 +189,44 @@ def flatten(seqs: list[Sequence], block_tables: np.ndarray, size: int) -> dict[s
 
 
 def flatten_decodes(seqs: list[Sequence], size: int) -> dict[str, np.ndarray]:
-    """As `flatten`, for a step of decodes only. This takes half as long for 256 of them."""
+    """As `flatten`, if each sequence has one token. This takes half as long for 256 of them."""
     starts = [seq.num_computed_tokens for seq in seqs]
     ids = [seq.token_ids[start] for seq, start in zip(seqs, starts)]
     blocks = [seq.block_table[start // size] for seq, start in zip(seqs, starts)]
+    num_logits = [seq.num_logits for seq in seqs]
     input_ids, positions, block_ids = np.array((ids, starts, blocks), np.int32)
-    cu_seqlens_q = np.arange(len(seqs) + 1, dtype=np.int32)
     return {
         "input_ids": input_ids,
         "positions": positions,
         "slot_mapping": block_ids * size + positions % size,
-        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_q": np.arange(len(seqs) + 1, dtype=np.int32),
         "context_lens": positions + 1,
-        "logits_indices": cu_seqlens_q[:-1],
+        "logits_indices": np.flatnonzero(num_logits).astype(np.int32),
         "prefills": np.empty(0, np.int32),
     }
 
 
-def has_one_row_each(seqs: list[Sequence]) -> bool:
-    """Whether the step has neither partial prefills nor drafts."""
-    # A list here and elsewhere, because a generator takes longer.
-    return all([seq.num_logits == 1 for seq in seqs])
-
-
 def list_rows(seqs: list[Sequence]) -> tuple[list[Sequence], list[int]]:
     """The sequence of each row of logits, and the position of the token that the row samples."""
-    if has_one_row_each(seqs):  # fast path
-        return seqs, [len(seq.token_ids) for seq in seqs]
     rows: list[Sequence] = []
     positions: list[int] = []
     for seq in seqs:
         end = len(seq.token_ids)
-        rows += [seq] * seq.num_logits
-        positions += range(end - seq.num_logits + 1, end + 1)
+        if seq.num_logits == 1:  # faster than what follows, which would do the same
+            rows.append(seq)
+            positions.append(end)
+        else:
+            rows += [seq] * seq.num_logits
+            positions += range(end - seq.num_logits + 1, end + 1)
     return rows, positions
 
 
 def split_rows(values: list[Value], seqs: list[Sequence]) -> list[list[Value]]:
     """Split values, one per row of logits, into one list per sequence."""
-    if has_one_row_each(seqs):  # fast path
-        return [[value] for value in values]
-    remaining = iter(values)
-    return [list(islice(remaining, seq.num_logits)) for seq in seqs]
-
-
-def sample_each_kind(
-    sample: Callable[[Tensor, list[Sequence]], object], logits: Tensor, max_model_len: int
-) -> None:
-    """Sample from `logits` [num_rows, vocab_size] with each kind of parameters.
-
-    On a GPU this lets MemoryMeter see the peak of sampling, and compiles the kernels. The memory of
-    penalties depends on the longest sequence.
-    """
-    for params in KINDS:
-        seqs: list[Sequence] = []
-        for seq_id in range(len(logits)):
-            num_tokens = max_model_len if seq_id == 0 else 1
-            seq = Sequence(seq_id, [0] * num_tokens, params, stop_token_ids=frozenset([0]))
-            seq.num_logits = 1
-            seqs.append(seq)
-        sample(logits, seqs)
+    parts: list[list[Value]] = []
+    start = 0
+    for seq in seqs:
+        end = start + seq.num_logits
+        parts.append(values[start:end])
+        start = end
+    return parts

@@ -14,12 +14,13 @@ recomputed later, often from its own cached blocks. The oldest sequence is never
 another one, so every sequence finishes.
 """
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from nanovllm.engine.block_manager import Block, BlockManager
-from nanovllm.engine.extension import Extension, Extensions
+from nanovllm.engine.extension import Extension
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import FinishReason
 
@@ -48,7 +49,10 @@ class Scheduler:
         max_num_batched_tokens: int,
         extensions: Iterable[Extension] = (),
     ) -> None:
-        self.extensions = Extensions(extensions, self)
+        self.extensions = Extension(extensions)
+        for each in self.extensions.features:
+            # Weakly, so that no reference goes in a circle, and an engine is freed at its last one.
+            each.scheduler = weakref.proxy(self)
         self.block_manager = block_manager
         self.block_size = block_manager.block_size
         self.max_num_seqs = max_num_seqs
@@ -163,6 +167,7 @@ class Scheduler:
         self.blocked = None
         del self.waiting[seq]
         self.running.append(seq)
+        seq.num_computed_tokens = num_reused_tokens
         seq.status = SequenceStatus.RUNNING
         seq.lane = self.free_lanes.pop()
         if seq.num_cached_tokens is None:  # later admissions, after a preemption, are not counted
@@ -217,7 +222,6 @@ class Scheduler:
 
     def preempt(self, seq: Sequence) -> None:
         """Release the blocks of a running sequence and put it at the head of the queue."""
-        self.extensions.preempting(seq)
         self._release(seq)
         seq.status = SequenceStatus.WAITING
         self.waiting[seq] = None
@@ -253,16 +257,18 @@ class Scheduler:
         if reason == "error":  # its K/V may be NaN, and no other sequence must reuse them
             for block_id in seq.block_table:
                 self.block_manager.uncache(block_id)
+        seq.finish_reason = reason
         if seq.status is SequenceStatus.RUNNING:
             self._release(seq)
         self.waiting.pop(seq, None)
         seq.status = SequenceStatus.FINISHED
-        seq.finish_reason = reason
         self.extensions.finished(seq, reason)
 
     def _release(self, seq: Sequence) -> None:
+        self.extensions.releasing(seq)
         self.running.remove(seq)
-        self.block_manager.free(seq)
+        self.block_manager.release(seq)
+        seq.num_computed_tokens = 0
         self.free_lanes.append(seq.lane)
         seq.lane = -1
 

@@ -60,21 +60,12 @@ class Sequence:
         self.block_table: list[int] = []  # logical block -> physical block
         self.block_hashes: list[int] = []  # hashes of full blocks, computed when first needed
         self.lane = -1  # while running: its row in the model runner's block tables
-        # Where its recurrent state is, and where the current step writes it (recurrent_states.py).
-        self.read_slot = 0
-        self.write_slot = 0
-        self.snapshot_position = 0  # tokens after which its state is kept for other sequences
 
         # What the current step does with the sequence.
         self.num_scheduled_tokens = 0
         # Rows of logits, one for each of the newest scheduled tokens. 0 in a partial prefill.
         self.num_logits = 0
         self.is_decode = False  # all that was missing is the newest generated token
-
-    @property
-    def first_logits_position(self) -> int:
-        """Position of the first token whose logits are needed. Request overrides this."""
-        return len(self.token_ids) - 1
 
     def check_end(self) -> FinishReason | None:
         """Return why the newest token ends the sequence, or None if it does not."""

@@ -6,13 +6,16 @@ The logits at position i predict token i + 1. In a prompt that token is known, n
     tokens they predict    | 5  6  7  8 |       three rows of logits score the prompt, one samples
 
 `Request.prompt_logprobs` grows with every chunk. It depends only on the prompt, so it survives a
-preemption. A prefix hit ends at `Request.first_logits_position`, because a hit computes no logits.
+preemption. A prefix hit ends before the first token whose logits are still needed, because a hit
+computes no logits.
 
 A chunk can have more rows of logits than the profile run had. They are then computed in parts, and
 the rows of a part that score the prompt are reduced to a few numbers before the next part.
 """
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +23,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.block_manager import Block
+from nanovllm.engine.extension import Extension
 from nanovllm.engine.request import Request
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.logprobs import find_logprobs
 from nanovllm.outputs import PromptLogprobs
@@ -36,48 +41,75 @@ class PromptRow(NamedTuple):
     num_logprobs: int | None
 
 
-class ScoringModelRunner(ModelRunner):
-    """Also scores prompts. The sequences that ask for this are Requests."""
+@dataclass(frozen=True)
+class ScoringBatch(Batch):
+    """A batch with rows of logits that score prompts.
 
-    def forward(self, seqs: list[Sequence]) -> Tensor:
-        if all([seq.params.prompt_logprobs is None for seq in seqs]):
-            return super().forward(seqs)
-        batch, rows = self.add_rows(self.prepare_batch(seqs), seqs)
-        return self.executor.call(self._execute_rows, batch, rows)
+    The rows belong to the batch and not to the extension, because rank 0's thread may still compute
+    the batch of an interrupted step.
+    """
 
-    def add_rows(self, batch: Batch, seqs: list[Sequence]) -> tuple[Batch, list[PromptRow | None]]:
-        """Add the rows of logits that score prompts.
+    rows: Iterator[PromptRow | None]  # what each row of logits does. None: it samples a token
 
-        Return what each row does. None: it samples a token.
-        """
-        rows: list[PromptRow | None] = []
-        indices: list[int] = []
-        for seq, start in zip(seqs, batch.cu_seqlens_q.tolist()):
-            offset = start - seq.num_computed_tokens  # index in the batch minus position
-            end = seq.num_computed_tokens + seq.num_scheduled_tokens
-            if seq.params.prompt_logprobs is not None:
-                assert isinstance(seq, Request)
-                # The first position whose next token has no entry yet.
-                first = max(seq.num_computed_tokens, len(seq.prompt_logprobs) - 1)
-                for position in range(first, min(end, seq.num_prompt_tokens - 1)):
-                    token_id = seq.token_ids[position + 1]
-                    num_logprobs = seq.params.prompt_logprobs
-                    rows.append(PromptRow(seq.prompt_logprobs, token_id, num_logprobs))
-                    indices.append(offset + position)
-            rows += [None] * seq.num_logits
-            indices += range(offset + end - seq.num_logits, offset + end)
-        logits_indices = torch.from_numpy(np.array(indices, np.int32))
-        return replace(batch, logits_indices=logits_indices), rows
 
-    def _execute_rows(self, batch: Batch, rows: list[PromptRow | None]) -> Tensor:
-        worker = self.executor.worker
-        sampled: list[Tensor] = []
-        start = 0
-        for hidden in worker.split_hidden(worker.execute(batch)):
-            end = start + len(hidden)
-            sampled.append(score(worker.compute_logits(hidden), rows[start:end]))
-            start = end
-        return torch.cat(sampled)
+class PromptScores(Extension):
+    """Adds rows of logits to the batch, and takes them out of what is sampled."""
+
+    scheduler: Scheduler
+
+    def reset(self) -> None:
+        # Complete entries stay. Others get a new list, because an interrupted step of several ranks
+        # may still write to the old one.
+        for seq in self.scheduler.waiting:
+            if isinstance(seq, Request) and find_entries(seq) is not None:
+                seq.prompt_logprobs = [None]
+
+    def limit_prefix(self, seq: Sequence, prefix: list[Block]) -> list[Block]:
+        entries = find_entries(seq)
+        if entries is None:
+            return prefix
+        return prefix[: (len(entries) - 1) // self.scheduler.block_size]
+
+    def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
+        entries = [find_entries(seq) for seq in seqs]
+        return batch if entries.count(None) == len(seqs) else add_rows(batch, seqs, entries)
+
+    def computed(self, batch: Batch, logits: Tensor) -> Tensor:
+        if not isinstance(batch, ScoringBatch):
+            return logits
+        return score(logits, list(islice(batch.rows, len(logits))))
+
+
+def find_entries(seq: Sequence) -> PromptLogprobs | None:
+    """Return the entries that a request has so far, or None if it needs no more."""
+    if seq.params.prompt_logprobs is None:
+        return None
+    assert isinstance(seq, Request)
+    is_complete = len(seq.prompt_logprobs) == seq.num_prompt_tokens
+    return None if is_complete else seq.prompt_logprobs
+
+
+def add_rows(
+    batch: Batch, seqs: list[Sequence], all_entries: list[PromptLogprobs | None]
+) -> ScoringBatch:
+    """Add the rows of logits that score prompts."""
+    rows: list[PromptRow | None] = []
+    indices: list[int] = []
+    for seq, entries, start in zip(seqs, all_entries, batch.cu_seqlens_q.tolist()):
+        offset = start - seq.num_computed_tokens  # index in the batch minus position
+        end = seq.num_computed_tokens + seq.num_scheduled_tokens
+        if entries is not None:
+            # The first position whose next token has no entry yet.
+            first = max(seq.num_computed_tokens, len(entries) - 1)
+            for position in range(first, min(end, seq.num_prompt_tokens - 1)):
+                token_id = seq.token_ids[position + 1]
+                rows.append(PromptRow(entries, token_id, seq.params.prompt_logprobs))
+                indices.append(offset + position)
+        rows += [None] * seq.num_logits
+        indices += range(offset + end - seq.num_logits, offset + end)
+    logits_indices = torch.from_numpy(np.array(indices, np.int32))
+    fields = {**vars(batch), "logits_indices": logits_indices}
+    return ScoringBatch(**fields, rows=iter(rows))
 
 
 def score(logits: Tensor, rows: list[PromptRow | None]) -> Tensor:

@@ -8,10 +8,10 @@ draws which slots there are.
 K/V of a prefix serve any sequence that begins alike, but the state after a prefix is gone when the
 next token is computed. A snapshot is a state that is kept. It belongs to the hash of the last block
 before it, and a sequence can reuse a prefix only up to a snapshot. A snapshot takes as much memory
-as the K/V of many tokens, so it is left only where it has proved useful: where the K/V of an
-earlier sequence stop to match, such as at the end of a system prompt. The first sequence with this
-prefix computes it, the second one computes it again and leaves the snapshot, and all others reuse
-it.
+as the K/V of many tokens, so it is left only where it has proved useful: at the point up to which
+the K/V of an earlier sequence match, such as at the end of a system prompt. The first sequence with
+this prefix computes it, the second one computes it again and leaves the snapshot, and all others
+reuse it.
 
     first    | system prompt | question         |
     second   | system prompt * other question   |    * a chunk ends here, its state is kept
@@ -25,14 +25,28 @@ step.
 """
 
 from collections import OrderedDict
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import torch
+
+from nanovllm.batch import Batch
 from nanovllm.engine.block_manager import Block, show_hash
 from nanovllm.engine.extension import Extension
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import FinishReason
 from nanovllm.worker.state_slots import FIRST_LANE, ZEROS, find_second_slot
+
+
+@dataclass
+class Slots:
+    """Where the state of a sequence is, and where the current step writes it."""
+
+    read: int = ZEROS
+    write: int = ZEROS
+    snapshot_position: int = 0  # tokens after which the state is kept for other sequences
 
 
 class RecurrentStates(Extension):
@@ -47,6 +61,7 @@ class RecurrentStates(Extension):
         self.snapshot_slots = snapshot_slots
 
     def reset(self) -> None:
+        self.slots: dict[Sequence, Slots] = {}  # of sequences that the queue's head has been
         self.snapshots = OrderedDict[int, int]()  # hash -> slot, least recently used first
         self.new_snapshots: dict[int, int] = {}  # those that the current step writes
         # For each sequence of the step: its computed tokens before the step and after it.
@@ -54,8 +69,9 @@ class RecurrentStates(Extension):
 
     def limit_prefix(self, seq: Sequence, prefix: list[Block]) -> list[Block]:
         """Cut `prefix` where it ends at a snapshot."""
+        slots = self.slots.setdefault(seq, Slots())
         if seq.num_cached_tokens is None:  # after a preemption, the prefix is the sequence's own
-            seq.snapshot_position = len(prefix) * self.scheduler.block_size
+            slots.snapshot_position = len(prefix) * self.scheduler.block_size
         num_blocks = len(prefix)
         while num_blocks > 0 and prefix[num_blocks - 1].hash not in self.snapshots:
             num_blocks -= 1
@@ -69,16 +85,17 @@ class RecurrentStates(Extension):
         return self._find_snapshot_hash(seq) not in self.new_snapshots
 
     def admitted(self, seq: Sequence) -> None:
-        seq.read_slot = ZEROS
-        seq.write_slot = FIRST_LANE + seq.lane
+        slots = self.slots[seq]
+        slots.read = ZEROS
+        slots.write = FIRST_LANE + seq.lane
         if seq.num_computed_tokens > 0:
             last_block = seq.num_computed_tokens // self.scheduler.block_size - 1
             block_hash = seq.block_hashes[last_block]
-            seq.read_slot = self.snapshots[block_hash]
+            slots.read = self.snapshots[block_hash]
             self.snapshots.move_to_end(block_hash)
 
     def limit_tokens(self, seq: Sequence, num_tokens: int) -> int:
-        distance = seq.snapshot_position - seq.num_computed_tokens
+        distance = self.slots[seq].snapshot_position - seq.num_computed_tokens
         if 0 < distance <= num_tokens and self._begin_snapshot(seq):
             return distance
         return num_tokens
@@ -94,7 +111,7 @@ class RecurrentStates(Extension):
         slot = self._take_snapshot_slot()
         if slot is None:
             return False
-        seq.write_slot = slot
+        self.slots[seq].write = slot
         self.new_snapshots[block_hash] = slot
         return True
 
@@ -103,7 +120,7 @@ class RecurrentStates(Extension):
 
         Return None if all slots are in use.
         """
-        in_use = {each.read_slot for each in self.scheduler.running}
+        in_use = {self.slots[seq].read for seq in self.scheduler.running}
         in_use.update(self.new_snapshots.values())
         unused = set(self.snapshot_slots) - in_use
         if not unused:
@@ -116,17 +133,25 @@ class RecurrentStates(Extension):
 
     def _find_snapshot_hash(self, seq: Sequence) -> int:
         """The hash of the last block before snapshot_position, or -1 if no snapshot is wanted."""
-        num_blocks = seq.snapshot_position // self.scheduler.block_size
+        num_blocks = self.slots[seq].snapshot_position // self.scheduler.block_size
         return seq.block_hashes[num_blocks - 1] if num_blocks > 0 else -1
 
     def planned(self, seqs: list[Sequence]) -> None:
         self.spans = []
         for seq in seqs:
+            slots = self.slots[seq]
             has_draft = seq.num_logits > 1
-            if has_draft and seq.write_slot == seq.read_slot:
-                seq.write_slot = find_second_slot(seq.lane, self.scheduler.max_num_seqs)
+            if has_draft and slots.write == slots.read:
+                slots.write = find_second_slot(seq.lane, self.scheduler.max_num_seqs)
             start = seq.num_computed_tokens
             self.spans.append((seq, start, start + seq.num_scheduled_tokens))
+
+    def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
+        slots = [self.slots[seq] for seq in seqs]
+        read, write = np.array([(each.read, each.write) for each in slots], np.int32).T.copy()
+        return replace(
+            batch, read_slots=torch.from_numpy(read), write_slots=torch.from_numpy(write)
+        )
 
     def recorded(self, seqs: list[Sequence]) -> None:
         """Advance to the new states, and let other sequences find the new snapshots.
@@ -137,17 +162,19 @@ class RecurrentStates(Extension):
         for seq, start, end in self.spans:
             if seq.status is not SequenceStatus.RUNNING:
                 continue
+            slots = self.slots[seq]
             if seq.num_computed_tokens == end:
-                seq.read_slot = seq.write_slot
+                slots.read = slots.write
             else:
                 seq.num_computed_tokens = start
-            seq.write_slot = FIRST_LANE + seq.lane
+            slots.write = FIRST_LANE + seq.lane
         if self.new_snapshots:
             self.scheduler.blocked = None  # the head of the queue may reuse more now
         self.snapshots.update(self.new_snapshots)
         self.new_snapshots = {}
 
     def finished(self, seq: Sequence, reason: FinishReason) -> None:
+        self.slots.pop(seq, None)
         if reason == "error":  # the states that it has left may be NaN, too
             for block_hash in seq.block_hashes:
                 self.snapshots.pop(block_hash, None)
@@ -160,8 +187,6 @@ class RecurrentStates(Extension):
         return {"snapshots": [(slot, show_hash(each)) for each, slot in self.snapshots.items()]}
 
     def describe_sequence(self, seq: Sequence) -> dict[str, Any]:
+        slots = self.slots[seq]
         hashes = {slot: show_hash(each) for each, slot in self.new_snapshots.items()}
-        return {
-            "slots": [seq.read_slot, seq.write_slot],
-            "snapshot": hashes.get(seq.write_slot, ""),
-        }
+        return {"slots": [slots.read, slots.write], "snapshot": hashes.get(slots.write, "")}

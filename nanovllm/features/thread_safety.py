@@ -19,14 +19,20 @@ the request after its step, or the next call does if the step fails. Without a r
 
 import os
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from threading import Lock, get_ident
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from nanovllm.config import Config
-from nanovllm.engine.llm_engine import LLMEngine, Result
-from nanovllm.engine.request import Request
+from nanovllm.engine.input_processor import PreparedPrompt
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import Inbox, Request
+from nanovllm.outputs import RequestOutput
+
+Result = TypeVar("Result")
 
 
 class ThreadSafeEngine(LLMEngine):
@@ -43,6 +49,36 @@ class ThreadSafeEngine(LLMEngine):
         self._threads_inside: set[int] = set()  # those that hold the lock or wait for it
         self._aborted: deque[list[Request]] = deque()  # to be cancelled at the end of a call
         self._is_under_way = False
+        self._warnings = deque[str]()  # to be issued after the step
+
+    def add_prepared(self, prepared: PreparedPrompt) -> int:
+        with self.queued([prepared], self._inbox) as requests:
+            return requests[0].seq_id
+
+    @contextmanager
+    def queued(self, prompts: list[PreparedPrompt], inbox: Inbox) -> Iterator[list[Request]]:
+        """Queue all prompts, or none. An exception inside the block cancels their requests."""
+        requests = self._take_turn(self._make_requests, prompts, inbox)
+        try:
+            self._take_turn(self._queue, requests)
+            yield requests
+        except BaseException:
+            for request in requests:
+                request.inbox = {}  # the call has failed, so its cancellation is not reported
+            self._cancel(requests)
+            raise
+
+    def step(self, inbox: Inbox | None = None) -> list[RequestOutput]:
+        self._take_turn(super().step, {})
+        # Between the step and its report, because a warning can be an error (-W error).
+        while self._warnings:
+            with suppress(IndexError):  # another thread was faster
+                message = self._warnings.popleft()
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return self._take_turn(self._report, self._inbox if inbox is None else inbox)
+
+    def _warn(self, message: str) -> None:
+        self._warnings.append(message)
 
     def abort(self, request_id: int) -> None:
         """As LLMEngine.abort, from any thread at any moment. A running step ends first."""
@@ -55,7 +91,7 @@ class ThreadSafeEngine(LLMEngine):
 
     def exit(self) -> None:
         if self._process == os.getpid():  # a forked process owns nothing that could be released
-            super().exit()
+            self._take_turn(super().exit)
 
     def _take_turn(self, call: Callable[..., Result], *args: Any) -> Result:
         """Run call(*args) under the lock, after a reset if the previous call was interrupted.

@@ -6,6 +6,7 @@ embedding.py        the embedding and the output head
 norm.py             RMSNorm
 rotary.py           rotary position embedding
 sampler.py          temperature, filters, Gumbel-max
+sampling_batch.py   the parameters of all rows, as tensors
 noise.py            noise as a function of seed, position and token
 penalties.py        penalties, biases, and the ban of stop tokens
 logprobs.py         log probabilities of sampled tokens

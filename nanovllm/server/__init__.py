@@ -1,24 +1,44 @@
 """OpenAI's API over HTTP: `python -m nanovllm.server`. Needs the extra `serve`.
 
-__main__.py          options, signals, the web server
-connections.py       limits on connections
-middleware.py        the log of requests, rejection of foreign web pages
-openai_api.py        endpoints
-bodies.py            reads the JSON of requests
-grammar_utils/checks.py    the queue of grammars that clients wait for
-cancellation.py      ends work when its client leaves, or when the engine stops
-metrics.py           Prometheus' metrics
-parameters.py        reads the parameters of a request
-parameter_table.py   what each endpoint does with each parameter
-constraints.py       response_format and required tool calls as structured outputs
-tools.py             which tools a request allows, and a grammar of their calls
-protocol.py          OpenAI's objects: replies
-message_parser.py    content, reasoning and tool calls in the text of a reply
-call_parser.py       the tool calls in that text
-parameter_values.py  the values of parameters that a model writes without quotes
-text_stream.py       text that arrives in parts, for these parsers
-errors.py            OpenAI's objects: errors
-logprobs.py          log probabilities as text
-engine_thread.py     the thread that owns the engine
-playground.py        the live page: a recorded engine that can be held and stepped
+An endpoint that takes JSON is a function of the body and the engine: it returns the reply, or a
+Generation that the engine serves. To add one, write it in a file of its own, list its parameters in
+parameter_table.py, and give it a line in `Api.make_app` of openai_api.py.
+
+In reading order, the way of a request:
+
+__main__.py            options, signals, the web server
+openai_api.py          routes, and how a Generation is served
+chat_completions.py    POST /v1/chat/completions
+completions.py         POST /v1/completions, with echo
+tokenization.py        POST /tokenize and /detokenize
+parameters.py          parameters that endpoints have in common
+parameter_table.py     which parameters each endpoint has
+neutral_parameters.py  parameters of other servers, at values that change nothing
+replies.py             what replies have in common: chunks, usage
+logprobs.py            log probabilities as text
+errors.py              error objects
+engine_thread.py       the thread that owns the engine
+
+Tools, formats and reasoning:
+
+tools.py               which tools a reply may call, and a grammar of required calls
+constraints.py         response_format and required calls as structured outputs
+message_parser.py      content, reasoning and tool calls in the text of a reply
+call_parser.py         the tool calls in that text
+parameter_values.py    values that a model writes without quotes
+text_stream.py         text that arrives in parts, for these parsers
+
+HTTP:
+
+bodies.py              reads the JSON of requests, within limits on memory
+grammar_checks.py      the queue of grammars that clients wait for
+cancellation.py        ends work when its client leaves, or when the engine stops
+connections.py         limits on connections
+middleware.py          request ids, the log, rejection of foreign web pages
+metrics.py             Prometheus' metrics
+
+playground.py          the live page: a recorded engine that can be held and stepped
+
+The server uses LLM and the features behind it. It knows nothing of the scheduler, of models and of
+kernels; nothing but this folder knows the web framework. Only playground.py looks into an engine.
 """

@@ -87,7 +87,7 @@ class Bodies:
         If it needs a grammar that is not checked, it ends, so that the thread is free. It is called
         again after the check. Cancelling this call cancels the check.
         """
-        problem: ValueError | None = None
+        problem: BaseException | None = None
 
         def report_problem(check: GrammarCheck) -> None:
             raise problem or UncheckedGrammar(check)

@@ -112,21 +112,24 @@ class CallParser:
 
     def _read_head(self, start: int) -> Waiting[tuple[str, int]]:
         """Read the name of a call in JSON, and where its arguments begin, if they come next."""
-        for expected in ("{", '"name"', ":", '"'):
-            start, found = yield from self.stream.skip(start, (expected,))
+        name_start = yield from self._read_tokens(start, "{", '"name"', ":", '"')
+        if name_start is None:
+            return "", start
+        end, quote = yield from self.stream.find(('"', "\\"), name_start)
+        name = self.stream.text[name_start:end]
+        if quote != '"' or not NAME.fullmatch(name):
+            return "", start
+        start_of_rest = yield from self._read_tokens(end + 1, ",", '"arguments"', ":", "{")
+        return ("", start) if start_of_rest is None else (name, start_of_rest - 1)
+
+    def _read_tokens(self, start: int, *tokens: str) -> Waiting[int | None]:
+        """Return where the text after some tokens begins, or None if others come."""
+        for token in tokens:
+            start, found = yield from self.stream.skip(start, (token,))
             if not found:
-                return "", start
-            start += len(expected)
-        end, quote = yield from self.stream.find(('"', "\\"), start)
-        name = self.stream.text[start:end]
-        is_name = quote == '"' and NAME.fullmatch(name) is not None
-        start = end + 1
-        for expected in (",", '"arguments"', ":", "{"):
-            start, found = yield from self.stream.skip(start, (expected,))
-            if not found or not is_name:
-                return "", start
-            start += len(expected)
-        return name, start - 1
+                return None
+            start += len(token)
+        return start
 
     def _send_arguments(self, start: int) -> Waiting[int]:
         """Send the arguments that begin at `start`. Return where the call ends."""

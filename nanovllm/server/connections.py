@@ -5,7 +5,6 @@ arrived. Clients that send nothing would use up the file descriptors of the proc
 """
 
 import asyncio
-import json
 import re
 import resource
 from functools import cache
@@ -15,7 +14,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from nanovllm.server.errors import ApiError
-from nanovllm.server.middleware import log
+from nanovllm.server.middleware import log, respond_error
 
 REQUEST_SECONDS = 30  # for a client to connect and to send a request
 KEEP_ALIVE_SECONDS = 75  # between requests, longer than proxies reuse an idle connection
@@ -177,12 +176,12 @@ class Connection(HttpToolsProtocol):
         """Close the connection, with an error object unless a reply has begun."""
         if self.transport.is_closing():
             return
-        body = json.dumps(ApiError(message, status=status).describe())
-        head = (
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
+        response = respond_error(ApiError(message, status=status))
+        response.headers["connection"] = "close"
+        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"]
+        lines += [f"{name}: {value}" for name, value in response.headers.items()]
         cycle = self.running
         if cycle is None or cycle.response_complete or not cycle.response_started:
-            self.transport.write(f"{head}{body}".encode())
+            head = "\r\n".join([*lines, "", ""])
+            self.transport.write(head.encode() + bytes(response.body))
         self.transport.close()

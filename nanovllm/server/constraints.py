@@ -1,27 +1,17 @@
 """Makes structured_outputs out of response_format and of tools that a reply calls.
 
-    response_format            the format
-    tools, tool_choice auto    anything, or beside response_format: calls or the format
-    required, or a function    calls, also beside response_format
-
-With a reasoning parser, reasoning comes first, unless the prompt has closed it.
+response_format            the format
+tools, tool_choice auto    anything, or beside response_format: calls or the format
+required, or a function    calls, also beside response_format
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from nanovllm import LLM
-from nanovllm.features.structured_outputs.grammar_writer import (
-    allow_reasoning,
-    naming_outputs,
-    write_rules,
-)
+from nanovllm.features.structured_outputs.grammar_writer import naming_outputs, write_rules
 from nanovllm.features.structured_outputs.schemas import relax
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.server.errors import JsonObject
-from nanovllm.server.message_parser import find_last_tag, read_continued
-from nanovllm.server.tools import choose_tools, write_grammar
-from nanovllm.text.chat_template import Tool
-from nanovllm.text.vocabulary import END_THINK, THINK
+from nanovllm.server.tools import NO_TOOLS, ToolChoice, write_grammar
 from nanovllm.utils.checks import check_bool, invalid, show
 
 FORMAT_KEYS = {
@@ -31,30 +21,30 @@ FORMAT_KEYS = {
 }
 
 
-def constrain(given: JsonObject, llm: LLM, is_chat: bool) -> list[Tool]:
-    """Add structured_outputs to the parameters of a request, and return tools for the template.
+class Constraint(NamedTuple):
+    """What constrains a reply."""
 
-    given["tools"] becomes those that the reply may call. given["constrained_by"] is the parameter
-    that the constraint was made from, if it is not structured_outputs.
-    """
+    outputs: Any  # structured_outputs of SamplingParams. None: nothing
+    source: str = "structured_outputs"  # the parameter that they are made from, for errors
+
+
+def choose_constraint(given: JsonObject, tools: ToolChoice = NO_TOOLS) -> Constraint:
+    """Return what the parameters of a request, together, constrain."""
     schema = read_format(given)
-    tools: list[Tool] = []
-    if is_chat:
-        tools, required = choose_tools(given)
-        given["tools"] = tools
-        is_parallel = check_bool("parallel_tool_calls", given.get("parallel_tool_calls", True))
-        if required:
-            with naming_outputs("tools"):
-                grammar = write_grammar(required, is_parallel)
-            _add(given, "tool_choice", "tools", {"grammar": grammar})
-            # Without tools in the template, the grammar alone makes the model write a call.
-            return tools if llm.chat_template.uses_tools else []
-    if schema is not None:
-        outputs: JsonObject = {"json": schema}
-        if tools:
-            outputs = {"grammar": _write_alternatives(tools, is_parallel, schema)}
-        _add(given, "response_format", "response_format", outputs)
-    return tools
+    given_outputs = given.get("structured_outputs")
+    if not tools.required and schema is None:
+        return Constraint(given_outputs)
+    name = "tool_choice" if tools.required else "response_format"
+    if given_outputs is not None:
+        meaning = "and structured_outputs both constrain the reply: leave one of them out"
+        raise invalid(name, meaning)
+    if tools.required:
+        with naming_outputs("tools"):
+            grammar = write_grammar(tools.required, tools.is_parallel)
+        return Constraint({"grammar": grammar}, "tools")
+    if tools.tools:
+        return Constraint({"grammar": _write_alternatives(tools, schema)}, name)
+    return Constraint({"json": schema}, name)
 
 
 def read_format(given: JsonObject) -> JsonObject | None:
@@ -83,13 +73,13 @@ def read_format(given: JsonObject) -> JsonObject | None:
         return schema if strict else relax(schema)
 
 
-def _write_alternatives(tools: list[Tool], is_parallel: bool, schema: JsonObject) -> str:
+def _write_alternatives(tools: ToolChoice, schema: Any) -> str:
     """Write a grammar of calls or JSON.
 
     A call is optional, so unsupported keys of the tools' schemas are ignored.
     """
     with naming_outputs("tools"):
-        calls = write_grammar(tools, is_parallel, is_lenient=True)
+        calls = write_grammar(tools.tools, tools.is_parallel, is_lenient=True)
     with naming_outputs("response_format"):
         text = write_rules(StructuredOutputsParams(json=schema))
     parts = f"calls: %lark {{ {calls}\n}}\nformat: %lark {{ {text}\n}}"
@@ -101,19 +91,3 @@ def _check_keys(name: str, value: JsonObject, known: list[str]) -> None:
     for key in value:
         if key not in known and value[key] is not None:
             raise invalid(f"{name}.{key}", "is not supported: leave it out")
-
-
-def _add(given: JsonObject, name: str, source: str, structured_outputs: JsonObject) -> None:
-    """Let the parameter `name` constrain the reply, with schemas of the parameter `source`."""
-    if "structured_outputs" in given:
-        meaning = "and structured_outputs both constrain the reply: leave one of them out"
-        raise invalid(name, meaning)
-    given |= {"structured_outputs": structured_outputs, "constrained_by": source}
-
-
-def delay_constraint(
-    outputs: StructuredOutputsParams, given: JsonObject, prompt: list[int], llm: LLM
-) -> StructuredOutputsParams:
-    """Let reasoning come before a constraint, unless the prompt has closed it."""
-    tag = find_last_tag(prompt, read_continued(given), llm.vocabulary)
-    return outputs if tag == END_THINK else allow_reasoning(outputs, is_open=tag == THINK)

@@ -1,7 +1,7 @@
 """A thread that owns an engine, for callers on an event loop.
 
     async with engine.submit(prompts) as stream       event loop
-        EngineThread._add -> LLM.add_request          engine thread, between two steps
+        EngineThread.add -> LLM.add_prepared         engine thread, between two steps
     async for outputs in stream                       event loop
         Stream <- LLM.step                            engine thread, after a step
 
@@ -14,7 +14,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
 
 from nanovllm import LLM
 from nanovllm.engine.input_processor import PreparedPrompt
@@ -62,7 +65,11 @@ class Stream:
 
 
 class EngineThread(threading.Thread):
-    """Owns an engine and steps it while there are unfinished requests."""
+    """Owns an engine and steps it while there are unfinished requests.
+
+    A subclass can act at two points of its loop, `delay_step` and `stepped`. By `call` it runs
+    functions in this thread, such as `add`, `abort` and `replace`.
+    """
 
     # Between two hand-overs, for each unfinished choice: the chunks of 64 streams are 32 ms apart.
     # Twice as long gave 2% more tokens/s in a measurement on two cores.
@@ -73,12 +80,15 @@ class EngineThread(threading.Thread):
         self.llm = llm
         self.stop_reason: str | None = None
         self.stopping = asyncio.Event()  # set soon after stop_reason, on the event loop
+        self._loop: asyncio.AbstractEventLoop | None = None  # from start_on
         self._condition = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()  # to run between two steps
         self._streams: set[Stream] = set()  # open ones
         self._choices: dict[int, tuple[Stream, int]] = {}  # request id -> stream, index of choice
         self._news: dict[Stream, Outputs] = {}  # not handed over yet
         self._next_hand_over = 0.0
+
+    # On the event loop.
 
     def start_on(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the thread. It ends after `stop`, or if the engine fails."""
@@ -93,15 +103,37 @@ class EngineThread(threading.Thread):
             # A stream that is open when the engine stops ends with an error.
             self.raise_if_stopped()
             self._streams.add(stream)
-            self._commands.append(lambda: self._add(stream))
-            self._condition.notify()
+            self._queue(partial(self.add, stream))
         try:
             yield stream
         finally:
             with self._condition:
                 self._streams.discard(stream)
-                self._commands.append(lambda: self._abort(stream))
-                self._condition.notify()
+                self._queue(partial(self._abort, stream))
+
+    async def call(self, function: Callable[..., object], *args: Any) -> None:
+        """Run function(*args) in the engine thread, between two steps. It can raise."""
+        future: Future[object] = Future()
+
+        def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function(*args))
+            except Exception as error:
+                future.set_exception(error)
+
+        with self._condition:
+            self.raise_if_stopped()
+            self._queue(command)
+        await asyncio.wrap_future(future)
+
+    def _queue(self, command: Callable[[], None]) -> None:
+        """Run a command between two steps. Call it with the lock of the condition."""
+        self._commands.append(command)
+        self._condition.notify()
+
+    # In any thread.
 
     def raise_if_stopped(self) -> None:
         """Raise ApiError if the engine no longer serves requests."""
@@ -114,42 +146,60 @@ class EngineThread(threading.Thread):
             if self.stop_reason is None:
                 self.stop_reason = reason
             self._condition.notify()
-        self._loop.call_soon_threadsafe(self.stopping.set)
+        self.call_on_loop(self.stopping.set)
+
+    def call_on_loop(self, callback: Callable[[], None]) -> None:
+        assert self._loop is not None, "start_on comes first"
+        self._loop.call_soon_threadsafe(callback)
+
+    # In the engine thread.
 
     def run(self) -> None:
         try:
             while self.stop_reason is None:
                 with self._condition:
-                    self._condition.wait_for(self._is_due, self._delay())
+                    self._condition.wait_for(self._is_due, self._seconds_to_step())
                 while self._commands:
                     command = self._commands.popleft()
                     command()
-                if self.stop_reason is None and self._may_step():
+                if self.stop_reason is None and self._seconds_to_step() == 0:
                     with suppress(RuntimeWarning):  # concerns one request; raised with -W error
                         self._hand_over(self.llm.step())
+                    self.stepped()
         except Exception as error:
             self.stop(f"the engine failed: {error!r}")
             raise  # threading.excepthook prints the traceback
         finally:
-            self._end_streams(str(self.stop_reason))
+            with self._condition:
+                news: dict[Stream, Outputs] = {stream: {} for stream in self._streams}
+            self._put(news, self.stop_reason)
             self.llm.exit()
 
     def _is_due(self) -> bool:
-        return bool(self._commands) or self.stop_reason is not None or self._may_step()
+        is_due = bool(self._commands) or self.stop_reason is not None
+        return is_due or self._seconds_to_step() == 0
 
-    def _may_step(self) -> bool:
-        return not self.llm.is_finished()
+    def _seconds_to_step(self) -> float | None:
+        """Return when the next step is due, from now. None: not before a command."""
+        return None if self.llm.is_finished() else self.delay_step()
 
-    def _delay(self) -> float | None:
-        """Seconds until `_may_step` can change without a command. None: never."""
-        return None
+    def delay_step(self) -> float | None:
+        """Return for how many seconds to hold an engine that can step. None: until a command."""
+        return 0.0
 
-    def _add(self, stream: Stream) -> None:
-        for prompt in stream.prompts:
-            first_id = self.llm.add_prepared(prompt)
-            for request_id in range(first_id, first_id + prompt.params.n):
-                self._choices[request_id] = (stream, len(stream.request_ids))
-                stream.request_ids.append(request_id)
+    def stepped(self) -> None:
+        """A step has been taken, and its outputs have been handed over."""
+
+    def add(self, stream: Stream) -> None:
+        """Queue the requests of a stream."""
+        try:
+            for prompt in stream.prompts:
+                first_id = self.llm.add_prepared(prompt)
+                for request_id in range(first_id, first_id + prompt.params.n):
+                    self._choices[request_id] = (stream, len(stream.request_ids))
+                    stream.request_ids.append(request_id)
+        except ValueError as error:  # the prompts were checked for the engine before this one
+            self._put({stream: {}}, str(error))
 
     def _abort(self, stream: Stream) -> None:
         for request_id in stream.request_ids:
@@ -157,6 +207,24 @@ class EngineThread(threading.Thread):
             if choice is not None and choice[0] is stream:
                 del self._choices[request_id]
                 self.llm.abort(request_id)
+
+    def abort(self, request_id: int, reason: str) -> None:
+        """Abort a request, and end its stream with an error."""
+        self.llm.abort(request_id)
+        choice = self._choices.pop(request_id, None)
+        if choice is not None:
+            self._put({choice[0]: {}}, reason)
+
+    def replace(self, llm: LLM, reason: str) -> None:
+        """Go on with another engine, and end the streams that this one generates for.
+
+        Streams whose requests are not queued yet are served by the other engine.
+        """
+        self._put({stream: {} for stream, _ in self._choices.values()}, reason)
+        self._choices.clear()
+        self._news = {}
+        self.llm.exit()
+        self.llm = llm
 
     def _hand_over(self, outputs: list[RequestOutput]) -> None:
         """Give each stream its outputs, in one call of the event loop for all streams.
@@ -182,14 +250,6 @@ class EngineThread(threading.Thread):
             self._news = {}
             self._next_hand_over = now + self.seconds_per_choice * len(self._choices)
 
-    def _end_streams(self, reason: str) -> None:
-        """Fail all unfinished streams with `reason`."""
-        with self._condition:
-            news: dict[Stream, Outputs] = {stream: {} for stream in self._streams}
-        self._choices.clear()
-        self._news = {}
-        self._put(news, reason)
-
     def _put(self, news: dict[Stream, Outputs], error: str | None = None) -> None:
         """Give each stream its outputs on the event loop, and fail it if there is an error."""
 
@@ -197,4 +257,4 @@ class EngineThread(threading.Thread):
             for stream, outputs in news.items():
                 stream.put(outputs, error)
 
-        self._loop.call_soon_threadsafe(put_all)
+        self.call_on_loop(put_all)

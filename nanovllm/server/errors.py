@@ -11,6 +11,7 @@ from nanovllm.engine.input_processor import PromptTooLong
 JsonObject = dict[str, Any]
 
 MAX_MESSAGE = 500  # characters of an error, because a client's input can be part of it
+RETRY_SECONDS = 5  # for clients that get a 503
 
 
 @dataclass(eq=False)
@@ -21,6 +22,10 @@ class ApiError(Exception):
     param: str | None = None  # the parameter at fault
     code: str | None = None
     status: int = 400
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(RETRY_SECONDS)} if self.status == 503 else {}
 
     def describe(self) -> JsonObject:
         """Return OpenAI's error object."""
@@ -33,11 +38,13 @@ class ApiError(Exception):
 
 
 @contextmanager
-def blaming(given: JsonObject, default: str | None = None) -> Iterator[None]:
+def blaming(
+    given: JsonObject, default: str | None = None, constrained_by: str = "structured_outputs"
+) -> Iterator[None]:
     """Turn errors about the client's input into ApiError.
 
     Its parameter is the one that the error names, such as messages[1].content, if it is `given`.
-    An error of structured_outputs names the parameter that they were made from.
+    An error of structured_outputs names the parameter that they were made from, `constrained_by`.
     """
     try:
         yield
@@ -45,7 +52,7 @@ def blaming(given: JsonObject, default: str | None = None) -> Iterator[None]:
         message = str(error)
         name = getattr(error, "name", "")
         if name == "structured_outputs":
-            name = given.get("constrained_by", name)
+            name = constrained_by
             message = message.replace("structured_outputs", name, 1)
         is_given = re.split(r"[.\[]", name)[0] in given
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None

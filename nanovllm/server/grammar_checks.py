@@ -19,7 +19,7 @@ class SharedCheck:
     def __init__(self, check: GrammarCheck, executor: ThreadPoolExecutor) -> None:
         self.check = check
         loop = asyncio.get_running_loop()
-        self.result = loop.run_in_executor(executor, _run, check)
+        self.result = loop.run_in_executor(executor, check.run)
         self.num_clients = 0
 
     def cancel(self) -> None:
@@ -38,7 +38,7 @@ class GrammarChecks:
         self.executor = ThreadPoolExecutor(NUM_PROCESSES)
         self.checks: dict[bytes, SharedCheck] = {}
 
-    async def run(self, check: GrammarCheck) -> ValueError | None:
+    async def run(self, check: GrammarCheck) -> BaseException | None:
         """Wait for a check, and return the error of a grammar that did not pass.
 
         Raises ApiError if too many checks wait.
@@ -56,12 +56,4 @@ class GrammarChecks:
             if shared.num_clients == 0:
                 del self.checks[check.digest]
                 shared.cancel()
-        return shared.result.result()
-
-
-def _run(check: GrammarCheck) -> ValueError | None:
-    try:
-        check.run()
-    except ValueError as error:
-        return error
-    return None
+        return shared.result.exception()

@@ -8,11 +8,14 @@
 A special token adds no text, and has its name instead. So have candidates that were not sampled.
 """
 
-from nanovllm.outputs import PromptLogprobs
+from collections.abc import Sequence
+
 from nanovllm.server.errors import JsonObject
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.vocabulary import Vocabulary
 
+# For each token a dict from candidates to log probabilities, or None for the first of a prompt.
+Entries = Sequence[dict[int, float] | None]
 LEAST_LOGPROB = -9999.0  # stands for -inf, as in vLLM, because JSON has no infinity
 
 
@@ -29,9 +32,7 @@ class LogprobsWriter:
         self.text = ""  # text of the tokens after the prompt
         self.offset = 0  # where the next token begins in the text
 
-    def write_completion(
-        self, token_ids: list[int], entries: PromptLogprobs, is_last: bool
-    ) -> JsonObject:
+    def write_completion(self, token_ids: list[int], entries: Entries, is_last: bool) -> JsonObject:
         """Describe more tokens as a completion does. `is_last` if none follow."""
         found: JsonObject = {
             "tokens": [],
@@ -49,7 +50,7 @@ class LogprobsWriter:
         return found
 
     def write_chat(
-        self, token_ids: list[int], entries: PromptLogprobs, is_last: bool, num_top: int
+        self, token_ids: list[int], entries: Entries, is_last: bool, num_top: int
     ) -> JsonObject:
         """Describe more tokens as a chat does, each with its `num_top` best candidates."""
         content: list[JsonObject] = []

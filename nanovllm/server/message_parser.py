@@ -37,6 +37,63 @@ def find_last_tag(prompt: list[int], continued: str, vocabulary: Vocabulary) -> 
     return tags[-1] if tags else ""
 
 
+class Delta:
+    """Collects OpenAI's delta: what is new in a message."""
+
+    def __init__(self, is_parallel: bool, is_after_tag: bool) -> None:
+        """Unless `is_parallel`, only the first call is sent. `begin_content` sets is_after_tag."""
+        self.is_parallel = is_parallel
+        self.fields: JsonObject = {}
+        self.num_calls = 0
+        self.has_content = False
+        self.is_after_tag = is_after_tag
+        self.spaces = ""  # after the tag, while no word has come
+
+    def take(self) -> JsonObject:
+        """Return the delta, and begin the next one."""
+        fields = self.fields
+        self.fields = {}
+        return fields
+
+    def begin_content(self) -> None:
+        """A tag has ended. Spaces after it are content only if words come before and after them."""
+        self.is_after_tag = True
+
+    def add_content(self, text: str) -> None:
+        if self.is_after_tag:
+            text = self.spaces + text if self.has_content else text.lstrip()
+            is_blank = not text.strip()
+            self.spaces = text if is_blank else ""
+            if is_blank:
+                return
+            self.is_after_tag = False
+        if text:
+            self.add_text("content", text)
+            self.has_content = True
+
+    def add_text(self, name: str, text: str) -> None:
+        self.fields[name] = self.fields.get(name, "") + text
+
+    def add_call(self, name: str, arguments: str) -> None:
+        """Add a call, or without a name more arguments of the newest call."""
+        if name:
+            self.num_calls += 1
+        if not (name or arguments) or (self.num_calls > 1 and not self.is_parallel):
+            return
+        index = self.num_calls - 1
+        entries = self.fields.setdefault("tool_calls", [])
+        if name:
+            function = {"name": name, "arguments": arguments}
+            call_id = f"call_{uuid4().hex}"
+            entries.append(
+                {"index": index, "id": call_id, "type": "function", "function": function}
+            )
+        elif entries:
+            entries[-1]["function"]["arguments"] += arguments
+        else:
+            entries.append({"index": index, "function": {"arguments": arguments}})
+
+
 class MessageParser:
     """Parses the text of one choice, which arrives in parts."""
 
@@ -44,32 +101,25 @@ class MessageParser:
         self, parses_reasoning: bool, tools: list[Tool], is_parallel: bool, last_tag: str
     ) -> None:
         """Without tools, calls are content. `last_tag` is that of the prompt."""
-        self.is_parallel = is_parallel
-        self.num_calls = 0
+        self.delta = Delta(is_parallel, is_after_tag=parses_reasoning or len(tools) > 0)
         self.in_reasoning = parses_reasoning and last_tag == THINK
         # Where the reasoning begins and ends in the text. It has no end while it goes on.
         self.reasoning_start = 0
         self.reasoning_end: int | None = None if self.in_reasoning else 0
-        self.delta: JsonObject = {}  # what feed returns
+        self.may_end_reasoning = False  # after a call has, which some models write before </think>
         self.stream = TextStream()
         self.call_parser = CallParser(self.stream, tools, self._send_call)
         self.call_tags = (TOOL_CALL, FUNCTION) if tools else ()
-        self.may_end_reasoning = False  # after a call has, which some models write before </think>
         self.num_without_calls = 0  # characters that were searched for calls in vain
         self.in_block = False  # in a block without a call
-        self.has_content = False
-        # Spaces that follow a tag are content only if words come before and after them.
-        self.is_after_tag = parses_reasoning or len(tools) > 0
-        self.spaces = ""  # spaces after the tag, while no word has come
         self.parse = self._parse(may_think=parses_reasoning and not self.in_reasoning)
 
     def feed(self, text: str, is_last: bool) -> JsonObject:
         """Return OpenAI's delta for more text. `is_last` if none follows."""
         self.stream.text += text
         self.stream.is_last = is_last
-        self.delta = {}
         next(self.parse, None)
-        return self.delta
+        return self.delta.take()
 
     def _parse(self, may_think: bool) -> Waiting[None]:
         """Parse the reply. `may_think` if it can begin with <think>."""
@@ -135,46 +185,20 @@ class MessageParser:
         if self.in_reasoning:
             self.in_reasoning = False
             self.reasoning_end = self.stream.num_taken
-        self.is_after_tag = True
+        self.delta.begin_content()
 
     def _add_text(self, num_chars: int) -> None:
         """Add the first characters of the stream to the section that they belong to."""
         text = self.stream.take(num_chars)
         self.num_without_calls = max(0, self.num_without_calls - num_chars)
         if not self.in_reasoning:
-            self._add_content(text)
+            self.delta.add_content(text)
         elif text:
-            self.delta["reasoning"] = self.delta.get("reasoning", "") + text
-
-    def _add_content(self, text: str) -> None:
-        if self.is_after_tag:
-            text = self.spaces + text if self.has_content else text.lstrip()
-            is_blank = not text.strip()
-            self.spaces = text if is_blank else ""
-            if is_blank:
-                return
-            self.is_after_tag = False
-        if text:
-            self.delta["content"] = self.delta.get("content", "") + text
-            self.has_content = True
+            self.delta.add_text("reasoning", text)
 
     def _send_call(self, name: str, arguments: str) -> None:
-        """Add a call to the delta, or without a name more arguments of the newest call."""
+        """Take a call of `CallParser`, or without a name more arguments of the newest call."""
         if name:
             self.may_end_reasoning |= self.in_reasoning
             self._begin_content()
-            self.num_calls += 1
-        if not (name or arguments) or (self.num_calls > 1 and not self.is_parallel):
-            return
-        index = self.num_calls - 1
-        entries = self.delta.setdefault("tool_calls", [])
-        if name:
-            function = {"name": name, "arguments": arguments}
-            call_id = f"call_{uuid4().hex}"
-            entries.append(
-                {"index": index, "id": call_id, "type": "function", "function": function}
-            )
-        elif entries:
-            entries[-1]["function"]["arguments"] += arguments
-        else:
-            entries.append({"index": index, "function": {"arguments": arguments}})
+        self.delta.add_call(name, arguments)

@@ -51,10 +51,9 @@ class Metrics:
         """Return the engine's statistics. Prometheus calls this for each scrape."""
         metrics: list[Metric] = []
         stats: JsonObject = {**self.engine.llm.stats}
-        for name, text in GAUGES.items():
-            metrics.append(GaugeMetricFamily(f"nanovllm_{name}", text, value=stats[name]))
-        for name, text in COUNTERS.items():
-            metrics.append(CounterMetricFamily(f"nanovllm_{name}", text, value=stats[name]))
+        for family, texts in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, text in texts.items():
+                metrics.append(family(f"nanovllm_{name}", text, value=stats[name]))
         return metrics
 
     async def measure(self, stream: Stream) -> AsyncIterator[Outputs]:

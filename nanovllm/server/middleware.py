@@ -113,13 +113,15 @@ def show_path(scope: Scope) -> str:
     return quote(scope["path"][:200])
 
 
-def respond(content: JsonObject, status: int = 200) -> Response:
+def respond(
+    content: JsonObject, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
     """Return JSON in ASCII, which can hold any str, also lone surrogates."""
-    return Response(json.dumps(content), status, media_type="application/json")
+    return Response(json.dumps(content), status, headers, "application/json")
 
 
 def respond_error(error: ApiError) -> Response:
-    return respond(error.describe(), error.status)
+    return respond(error.describe(), error.status, error.headers)
 
 
 def log(line: str) -> None:

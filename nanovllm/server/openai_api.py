@@ -1,6 +1,6 @@
-"""The endpoints of OpenAI's API, over an EngineThread.
+"""The endpoints of OpenAI's API, over an EngineThread: their routes.
 
-protocol.py has the response objects.
+An endpoint that takes JSON is a function, see `Endpoint`, and a line of `Api.make_app`.
 """
 
 import json
@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import Any
 
 import prometheus_client as prometheus
@@ -24,13 +23,19 @@ from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.outputs import NAN_LOGITS
 from nanovllm.server.bodies import Bodies
 from nanovllm.server.cancellation import until_disconnect, until_stop
+from nanovllm.server.chat_completions import ChatEndpoint
+from nanovllm.server.completions import CompletionEndpoint
 from nanovllm.server.engine_thread import EngineThread, Outputs
 from nanovllm.server.errors import ApiError, JsonObject
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import Middleware, respond, respond_error, show_path
-from nanovllm.server.parameters import detokenize, parse_request, tokenize
-from nanovllm.server.protocol import END, Reply, write_event
+from nanovllm.server.replies import END, Generation, Reply, write_event
+from nanovllm.server.tokenization import detokenize, tokenize
 from nanovllm.utils.checks import show
+
+# What an endpoint makes of the JSON of a request: the reply, or what the engine must generate for
+# it. It is called in a thread, because tokenizing a long prompt would delay other requests.
+Endpoint = Callable[[JsonObject, LLM], JsonObject | Generation]
 
 BASE_BODY_BYTES = 2**20  # room for everything that is not a prompt
 MAX_BODY_BYTES = 2**25  # reached at a max_model_len of about 32,000
@@ -38,7 +43,6 @@ MAX_BODY_BYTES = 2**25  # reached at a max_model_len of about 32,000
 # token id takes 8 bytes, so this is room for 128 prompts of max_model_len ids, unless
 # MAX_BODY_BYTES is less.
 BODY_BYTES_PER_TOKEN = 1024
-RETRY_SECONDS = 5  # for clients that get a 503
 WELCOME = """nanovllm serves OpenAI's API under /v1. To watch an engine step by step, start
 
     python -m nanovllm.server --playground
@@ -67,15 +71,18 @@ class Api:
 
     def make_app(self, routes: Sequence[Route] = (), is_local: bool = False) -> ASGIApp:
         """Make the app. `routes` come before the API's. `is_local`: see Middleware."""
+        endpoints: dict[str, Endpoint] = {
+            "/v1/completions": CompletionEndpoint(self.model).parse,
+            "/v1/chat/completions": ChatEndpoint(self.model, self.parses_reasoning).parse,
+            "/tokenize": tokenize,
+            "/detokenize": detokenize,
+        }
         routes = [
             *routes,
-            Route("/v1/completions", partial(self.complete, is_chat=False), methods=["POST"]),
-            Route("/v1/chat/completions", partial(self.complete, is_chat=True), methods=["POST"]),
+            *[self._post(path, endpoint) for path, endpoint in endpoints.items()],
             Route("/v1/models", self.list_models),
             Route("/v1/models/", self.list_models),
             Route("/v1/models/{id:path}", self.show_model),
-            Route("/tokenize", partial(self.use_tokenizer, tokenize), methods=["POST"]),
-            Route("/detokenize", partial(self.use_tokenizer, detokenize), methods=["POST"]),
             Route("/version", self.show_version),
             Route("/ping", self.check_health, methods=["GET", "POST"]),
             Route("/health", self.check_health),
@@ -87,30 +94,30 @@ class Api:
         app = Starlette(routes=routes, exception_handlers=handlers)
         return Middleware(app, self.metrics, self.allowed_origins, is_local)
 
-    async def complete(self, request: Request, is_chat: bool) -> Response:
-        self._authorize(request)
-        read = self.bodies.read(request, partial(self._parse, is_chat))
-        reply, prompts = await until_stop(self.engine, read)
+    def _post(self, path: str, endpoint: Endpoint) -> Route:
+        """Make the route of an endpoint that takes JSON."""
+
+        def parse(body: JsonObject) -> JsonObject | Generation:
+            self._check_model(body.get("model"))
+            return endpoint(body, self.engine.llm)
+
+        async def respond_to(request: Request) -> Response:
+            self._authorize(request)
+            result = await until_stop(self.engine, self.bodies.read(request, parse))
+            if isinstance(result, Generation):
+                return await self._generate(request, result)
+            return respond(result)
+
+        return Route(path, respond_to, methods=["POST"])
+
+    async def _generate(self, request: Request, generation: Generation) -> Response:
         self.engine.raise_if_stopped()
-        if reply.is_stream:
+        if generation.reply.stream.is_stream:
             # The second header is for nginx.
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            events = self._stream(prompts, reply)
+            events = self._stream(*generation)
             return StreamingResponse(events, 200, headers, "text/event-stream")
-        return await until_disconnect(request, self._answer(prompts, reply))
-
-    def _parse(self, is_chat: bool, body: JsonObject) -> tuple[Reply, list[PreparedPrompt]]:
-        """Called in a thread, because tokenizing a long prompt would delay other requests."""
-        llm = self.engine.llm
-        self._check_model(body.get("model"))
-        given, prompts = parse_request(body, is_chat, llm, self.parses_reasoning)
-        reply = Reply(given, self.model, is_chat, llm, self.parses_reasoning)
-        return reply, [reply.show_tags(prompt) for prompt in prompts]
-
-    def _check_model(self, name: object) -> None:
-        if name not in (None, "", self.model, self.root):
-            message = f"the model {show(name)} does not exist: this server has {self.model!r}"
-            raise ApiError(message, "model", "model_not_found", status=404)
+        return await until_disconnect(request, self._answer(*generation))
 
     async def _serve(self, prompts: list[PreparedPrompt]) -> AsyncIterator[Outputs]:
         async with self.engine.submit(prompts) as stream:
@@ -136,17 +143,10 @@ class Api:
             reply.take(outputs)
         return respond(reply.write_whole())
 
-    async def use_tokenizer(
-        self, use: Callable[[JsonObject, LLM], JsonObject], request: Request
-    ) -> Response:
-        self._authorize(request)
-
-        def check_and_use(body: JsonObject) -> JsonObject:
-            self._check_model(body.get("model"))
-            return use(body, self.engine.llm)
-
-        read = self.bodies.read(request, check_and_use)
-        return respond(await until_stop(self.engine, read))
+    def _check_model(self, name: object) -> None:
+        if name not in (None, "", self.model, self.root):
+            message = f"the model {show(name)} does not exist: this server has {self.model!r}"
+            raise ApiError(message, "model", "model_not_found", status=404)
 
     async def show_version(self, request: Request) -> Response:
         return respond({"version": __version__})
@@ -208,8 +208,6 @@ async def handle_error(request: Request, error: Exception) -> Response:
         error = ApiError("the client has disconnected", status=499)
     elif not isinstance(error, ApiError):
         error = ApiError("internal error", status=500)
-    if error.status == 503:
-        headers["Retry-After"] = str(RETRY_SECONDS)
     response = respond_error(error)
     response.headers.update(headers)
     return response

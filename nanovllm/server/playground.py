@@ -8,8 +8,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from shutil import copytree, ignore_patterns
@@ -23,7 +22,6 @@ from transformers import Qwen3_5TextConfig
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.outputs import RequestOutput
 from nanovllm.server.bodies import Bodies
 from nanovllm.server.cancellation import until_stop
 from nanovllm.server.engine_thread import EngineThread, Stream
@@ -130,88 +128,45 @@ class Playground(EngineThread):
 
     # In the engine thread.
 
-    def replace(self, changes: dict[str, Any]) -> None:
+    def change_engine(self, changes: dict[str, Any]) -> None:
         """Start another engine. For invalid options, raise an error and keep this one."""
         options = {**self.options, **changes}
-        llm = self.make_llm(**options)
-        self._end_streams("the engine was replaced")
-        self.llm.exit()
-        self.llm = llm
+        self.replace(self.make_llm(**options), "the engine was replaced")
         self.options = options
         self.run_number += 1
-        self._announce()
-
-    def _add(self, stream: Stream) -> None:
-        try:
-            super()._add(stream)
-        except ValueError as error:  # the prompts were checked for the engine before this one
-            self._put({stream: {}}, str(error))
 
     def set_pace(self, pause: float | None, num_single_steps: int) -> None:
         self.pause = pause
         self.num_single_steps = num_single_steps
-        self._announce()
 
-    def add(self, stream: Stream) -> None:
-        self._add(stream)
-        self._announce()
+    def delay_step(self) -> float | None:
+        if self.num_single_steps > 0:
+            return 0.0
+        return None if self.pause is None else max(0.0, self.next_time - time.monotonic())
 
-    def abort(self, request_id: int) -> None:
-        self.llm.abort(request_id)
-        choice = self._choices.pop(request_id, None)
-        if choice is not None:  # a client of the API waits for it
-            stream, _ = choice
-            self._put({stream: {}}, "the request was aborted on the page")
-        self._announce()
-
-    def _end_streams(self, reason: str) -> None:
-        super()._end_streams(reason)
-        self._announce()  # to pages, which wait for the next step
-
-    def _may_step(self) -> bool:
-        if not super()._may_step():
-            return False
-        is_time = self.pause is not None and time.monotonic() >= self.next_time
-        return is_time or self.num_single_steps > 0
-
-    def _delay(self) -> float | None:
-        if self.pause is None or not super()._may_step():
-            return None
-        return max(0.0, self.next_time - time.monotonic())
-
-    def _hand_over(self, outputs: list[RequestOutput]) -> None:
-        super()._hand_over(outputs)
+    def stepped(self) -> None:
         self.num_single_steps = max(0, self.num_single_steps - 1)
         self.next_time = time.monotonic() + (self.pause or 0.0)
         if len(self.llm.timeline.steps) > MAX_STEPS and self.llm.is_finished():
-            self.replace({})
-        self._announce()
+            self.change_engine({})
+        self.announce()
 
-    def _announce(self) -> None:
+    # In any thread.
+
+    def stop(self, reason: str) -> None:
+        super().stop(reason)
+        self.announce()  # to pages, which wait for the next step
+
+    def announce(self) -> None:
+        """Make pages look for what is new."""
+
         def wake() -> None:
             self.changed.set()
             self.changed = asyncio.Event()
 
-        self._loop.call_soon_threadsafe(wake)
+        self.call_on_loop(wake)
 
     # On the event loop.
-
-    async def _call(self, function: Callable[..., None], *args: Any) -> None:
-        """Run function(*args) in the engine thread, between two steps."""
-        future: Future[None] = Future()
-
-        def command() -> None:
-            try:
-                function(*args)
-                future.set_result(None)
-            except Exception as error:
-                future.set_exception(error)
-
-        with self._condition:
-            self.raise_if_stopped()
-            self._commands.append(command)
-            self._condition.notify()
-        await asyncio.wrap_future(future)
 
     def routes(self, bodies: Bodies) -> list[Route]:
         self.bodies = bodies
@@ -274,11 +229,12 @@ class Playground(EngineThread):
         }
 
     async def take(
-        self, command: Callable[[JsonObject], Awaitable[None]], request: Request
+        self, command: Callable[[JsonObject], Coroutine[Any, Any, None]], request: Request
     ) -> Response:
         body = await until_stop(self, self.bodies.read(request, dict))
         with blaming(body):
-            await command(body)
+            await until_stop(self, command(body))
+        self.announce()
         return respond({})
 
     async def take_prompts(self, body: JsonObject) -> None:
@@ -291,20 +247,19 @@ class Playground(EngineThread):
             texts: Any = body.get("chats")
             check_type("chats", texts, (list,), "a list of str")
             prompts = llm.encode_chats([[{"role": "user", "content": text}] for text in texts])
-        prepare = partial(llm.prepare_prompts, prompts, params)
-        prepared = await until_stop(self, self.bodies.call(prepare))
-        await self._call(self.add, Stream(prepared))
+        prepared = await self.bodies.call(partial(llm.prepare_prompts, prompts, params))
+        await self.call(self.add, Stream(prepared))
 
     async def take_abort(self, body: JsonObject) -> None:
-        await self._call(self.abort, check_int("request_id", body.get("request_id"), 0))
+        request_id = check_int("request_id", body.get("request_id"), 0)
+        await self.call(self.abort, request_id, "the request was aborted on the page")
 
     async def take_pace(self, body: JsonObject) -> None:
         pause = body.get("pause")
         if pause is not None:
             pause = check_number("pause", pause, 0.0, 60.0)
-        num_steps = check_int("steps", body.get("steps", 0), 0)
-        await self._call(self.set_pace, pause, num_steps)
+        await self.call(self.set_pace, pause, check_int("steps", body.get("steps", 0), 0))
 
     async def take_options(self, body: JsonObject) -> None:
         check_names(body, DEFAULTS)
-        await self._call(self.replace, body)
+        await self.call(self.change_engine, body)

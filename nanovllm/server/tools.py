@@ -14,12 +14,13 @@ Where a call is required, a grammar makes any model write the first form.
 """
 
 import json
+from typing import NamedTuple
 
 from nanovllm.features.structured_outputs.schemas import COMBINATIONS, relax, write_schema
 from nanovllm.server.errors import JsonObject
 from nanovllm.text.chat_template import Tool, check_tools
 from nanovllm.text.vocabulary import END_TOOL_CALL, TOOL_CALL
-from nanovllm.utils.checks import invalid, show
+from nanovllm.utils.checks import check_bool, invalid, show
 
 # As json.dumps and templates write JSON. Small models can repeat optional spaces forever.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -27,10 +28,22 @@ JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 OBJECT = {"type": "object", "additionalProperties": False}
 
 
-def choose_tools(given: JsonObject) -> tuple[list[Tool], list[Tool]]:
-    """Return the tools of a request that the model is shown, and those of which it must call one.
+class ToolChoice(NamedTuple):
+    """What a request says of calls."""
 
-    Raises ValueError that names the parameter at fault.
+    tools: list[Tool]  # that the reply may call
+    required: list[Tool]  # of which it must call one
+    is_parallel: bool = True  # it may have several calls
+    is_named: bool = False  # the request names the function to call
+
+
+NO_TOOLS = ToolChoice([], [])
+
+
+def choose_tools(given: JsonObject) -> ToolChoice:
+    """Read tools, tool_choice and parallel_tool_calls.
+
+    Raises ValueError or TypeError that names the parameter at fault.
     """
     choice = given.get("tool_choice", "auto")
     tools = given.get("tools", [])
@@ -44,7 +57,9 @@ def choose_tools(given: JsonObject) -> tuple[list[Tool], list[Tool]]:
     if choice not in ("none", "auto") and not required:
         meaning = "'none' or 'auto', or with tools 'required' or the name of one"
         raise invalid("tool_choice", f"must be {meaning}, not {show(choice)}")
-    return [] if choice == "none" else tools, required
+    is_parallel = check_bool("parallel_tool_calls", given.get("parallel_tool_calls", True))
+    is_named = isinstance(choice, dict)
+    return ToolChoice([] if choice == "none" else tools, required, is_parallel, is_named)
 
 
 def write_grammar(tools: list[Tool], is_parallel: bool, is_lenient: bool = False) -> str:

@@ -1,11 +1,10 @@
 """Records the steps of an engine, for a Timeline to write.
 
-Recorder is the last extension of the scheduler. It shares the Timeline with the model runner. The
-engine therefore does not import this module. In a step:
+Recorder is the last of the engine's extensions. In a step:
 
     begin_step, planned      collect admissions and preemptions
-    prepare_batch, forward   end their phases
-    process_logits           describes the choice that a grammar leaves to the model
+    prepared, computed       end their phases
+    watch                    describes the choice that a grammar leaves to the model
     sampled                  makes a Work for each sequence
     recorded                 completes each Work with the result, and writes the step
 
@@ -16,20 +15,18 @@ discards what an earlier step has collected.
 
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.config import Config
 from nanovllm.engine.block_manager import show_hash
 from nanovllm.engine.extension import Extension
+from nanovllm.engine.model_runner import LogitsProcessor
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.prompt_logprobs import ScoringModelRunner
 from nanovllm.features.speculation.drafts import count_matches
-from nanovllm.models.spec import ModelSpec
 from nanovllm.trace.timeline import Args, Event, Timeline, make_event
 
 _COUNTERS = (
@@ -70,8 +67,15 @@ class Recorder(Extension):
             "max_num_seqs": scheduler.max_num_seqs,
             "max_num_batched_tokens": scheduler.max_num_batched_tokens,
             "enable_chunked_prefill": scheduler.splits_prompts,
-            **scheduler.extensions.describe_settings(),
+            **self._merge("describe_settings"),
         }
+
+    def _merge(self, point: str, *args: Any) -> Args:
+        """What all extensions say at one of the points that describe."""
+        merged: Args = {}
+        for each in self.scheduler.extensions.features:
+            merged |= getattr(each, point)(*args)
+        return merged
 
     def reset(self) -> None:
         self.timeline.reset()
@@ -80,21 +84,50 @@ class Recorder(Extension):
         self.timeline.start_step()
         self.new_seqs: set[Sequence] = set()  # admitted in this step
         self.preemptions: list[Event] = []  # in this step
+        self.choices: dict[Sequence, Args] = {}  # those that grammars leave
 
     def planned(self, seqs: list[Sequence]) -> None:
-        self.timeline.mark_time()
+        self.timeline.mark_time("schedule")
+
+    def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
+        self.timeline.mark_time("prepare")
+        return batch
+
+    def computed(self, batch: Batch, logits: Tensor) -> Tensor:
+        if logits.is_cuda:
+            # Otherwise the forward pass would be measured as sampling.
+            torch.cuda.synchronize(logits.device)
+        self.timeline.mark_time("forward")
+        return logits
+
+    def watch(self, processors: list[LogitsProcessor]) -> LogitsProcessor:
+        """Return a processor that applies all of them, and records what grammars do."""
+
+        def process(logits: Tensor, rows: list[Sequence]) -> Tensor:
+            processed = logits
+            for each in processors:
+                processed = each(processed, rows)
+            for row, seq in enumerate(rows):
+                is_first = seq not in self.choices  # other rows follow draft tokens
+                if seq.params.structured_outputs is not None and is_first:
+                    self.choices[seq] = describe_choice(logits[row], processed[row])
+            return processed
+
+        return process
 
     def admitted(self, seq: Sequence) -> None:
         self.new_seqs.add(seq)
 
-    def preempting(self, seq: Sequence) -> None:
+    def releasing(self, seq: Sequence) -> None:
+        if seq.finish_reason is not None:
+            return
         args = {"request_id": seq.seq_id, "blocks": list(seq.block_table)}
         name = f"preempted {seq.seq_id}"
-        event = make_event("i", seq.lane + 1, name, args, ts=self.timeline.times[0])
+        event = make_event("i", seq.lane + 1, name, args, **self.timeline.start)
         self.preemptions.append(event)
 
     def sampled(self, seqs: list[Sequence], token_ids: list[list[int]]) -> list[list[int]]:
-        self.timeline.mark_time()
+        self.timeline.mark_time("sample")
         kinds = {_name_kind(seq) for seq in seqs}
         self.step: Args = {
             "kind": "mixed" if len(kinds) > 1 else kinds.pop(),
@@ -121,7 +154,7 @@ class Recorder(Extension):
             "waiting_requests": [(seq.seq_id, len(seq.token_ids)) for seq in waiting],
             "running_requests": [seq.seq_id for seq in scheduler.running],
             "next_free_blocks": list(free),
-            **scheduler.extensions.describe_step(),
+            **self._merge("describe_step"),
         }
 
     def _count(self) -> dict[str, dict[str, int]]:
@@ -140,7 +173,7 @@ class Recorder(Extension):
 
     def _make_work(self, seq: Sequence) -> Work:
         """Describe what the step computes of a sequence, before its result."""
-        features = {"draft_token_ids": [], **self.scheduler.extensions.describe_sequence(seq)}
+        features = {"draft_token_ids": [], **self._merge("describe_sequence", seq)}
         draft: list[int] = features["draft_token_ids"]
         length = len(seq.token_ids) - len(draft)
         block_table = list(seq.block_table)
@@ -161,7 +194,7 @@ class Recorder(Extension):
             args["num_prompt_tokens"] = seq.num_prompt_tokens
             args["token_ids"] = seq.token_ids[:length]
         args |= features
-        args |= self.timeline.choices.get(seq.seq_id, {})
+        args |= self.choices.get(seq, {})
         name = f"{_name_kind(seq)} {seq.seq_id}"
         event = make_event("X", seq.lane + 1, name, args, **self.timeline.span)
         return Work(seq, length, block_table, event)
@@ -200,37 +233,6 @@ class Recorder(Extension):
 
 def _name_kind(seq: Sequence) -> str:
     return "decode" if seq.is_decode else "prefill"
-
-
-class TracedModelRunner(ScoringModelRunner):
-    """Records when the phases of a step end, and what grammars do to the logits."""
-
-    def __init__(
-        self, config: Config, spec: ModelSpec, directory: Path, timeline: Timeline
-    ) -> None:
-        self.timeline = timeline
-        super().__init__(config, spec, directory)
-
-    def prepare_batch(self, seqs: list[Sequence]) -> Batch:
-        batch = super().prepare_batch(seqs)
-        self.timeline.mark_time()
-        return batch
-
-    def forward(self, seqs: list[Sequence]) -> Tensor:
-        logits = super().forward(seqs)
-        if logits.is_cuda:
-            # Otherwise the forward pass would be measured as sampling.
-            torch.cuda.synchronize(logits.device)
-        self.timeline.mark_time()
-        return logits
-
-    def process_logits(self, logits: Tensor, rows: list[Sequence]) -> Tensor:
-        processed = super().process_logits(logits, rows)
-        for row, seq in enumerate(rows):
-            is_first = seq.seq_id not in self.timeline.choices  # other rows follow draft tokens
-            if seq.params.structured_outputs is not None and is_first:
-                self.timeline.choices[seq.seq_id] = describe_choice(logits[row], processed[row])
-        return processed
 
 
 def describe_choice(logits: Tensor, processed: Tensor) -> Args:

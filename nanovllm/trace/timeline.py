@@ -46,8 +46,7 @@ class Timeline:
     def __init__(self) -> None:
         self.origin = time.perf_counter_ns()
         self.num_steps = 0
-        self.times: list[int] = []  # starts of the phases of this step, then the end of the last
-        self.choices: dict[int, Args] = {}  # seq_id -> the choice that its grammar leaves
+        self.times: dict[str, int] = {}  # the start of this step, then the ends of its phases
         self.reset()
 
     def reset(self) -> None:
@@ -73,21 +72,25 @@ class Timeline:
         self.write(events)
 
     def start_step(self) -> None:
-        self.times = []
-        self.choices = {}
-        self.mark_time()
+        self.times = {}
+        self.mark_time("start")
 
-    def mark_time(self) -> None:
-        """Record the start of a step or the end of a phase.
+    def mark_time(self, phase: str) -> None:
+        """Record the end of a phase. If it ends several times, the last one counts.
 
         Times are in microseconds since the timeline was made.
         """
-        self.times.append((time.perf_counter_ns() - self.origin) // 1000)
+        self.times[phase] = (time.perf_counter_ns() - self.origin) // 1000
+
+    @property
+    def start(self) -> dict[str, int]:
+        """When the step started, for events without a duration."""
+        return {"ts": self.times["start"]}
 
     @property
     def span(self) -> dict[str, int]:
         """When the step started and how long it took, for the events that last as long."""
-        return {"ts": self.times[0], "dur": self.times[-1] - self.times[0]}
+        return {**self.start, "dur": self.times["sample"] - self.times["start"]}
 
     def write_step(
         self,
@@ -107,11 +110,14 @@ class Timeline:
                 args[name] = queue
         title = f"{args['kind']}: {plural(args['num_tokens'], 'token')}"
         events = [make_event("X", 0, title, args, **self.span), *lane_events]
-        for name, start, stop in zip(PHASES, self.times, self.times[1:]):
+        start = self.times["start"]
+        for name in PHASES:
+            stop = self.times[name]
             args[f"{name}_ms"] = (stop - start) / 1e3
             events.append(make_event("X", 0, name, {}, ts=start, dur=stop - start))
+            start = stop
         for name, numbers in counters.items():
-            events.append(make_event("C", 0, name, numbers, ts=self.times[-1]))
+            events.append(make_event("C", 0, name, numbers, ts=start))
         self.queues = queues
         self.is_reset = False
         self.num_steps += 1

@@ -100,19 +100,19 @@ def test_eviction_is_least_recently_used_and_tail_first():
     manager = BlockManager(7, BLOCK_SIZE)
     old = serve(manager, 1, 1, 2, 2, 3, 3, 9)  # in blocks 0 to 3
     new = serve(manager, 4, 4, 5, 5, 9)  # in blocks 4 to 6
-    manager.free(old)
-    manager.free(new)
+    manager.release(old)
+    manager.release(new)
     # Blocks 6 and 3 are not full, so no prompt can hit them.
     assert list(manager.free_block_ids) == [6, 3, 2, 1, 0, 5, 4]
     again = serve(manager, 1, 1, 2, 2, 3, 3, 8)
     assert again.block_table == [0, 1, 2, 6]
-    manager.free(again)
+    manager.release(again)
     assert list(manager.free_block_ids) == [6, 3, 5, 4, 2, 1, 0]
 
 
 def test_an_evicted_block_is_no_hit():
     manager = BlockManager(3, BLOCK_SIZE)
-    manager.free(serve(manager, 1, 1, 2, 2, 9))
+    manager.release(serve(manager, 1, 1, 2, 2, 9))
     assert serve(manager, 7, 7, 7).block_table == [2, 1]
     assert find_hits(manager, 1, 1, 2, 2, 9) == [0]
 
@@ -149,8 +149,8 @@ def test_a_successor_of_a_duplicate_can_be_hit():
 
 def test_a_listed_copy_is_evicted_after_the_successors_of_its_duplicate():
     manager, first, second = make_duplicates()
-    manager.free(first)
-    manager.free(second)
+    manager.release(first)
+    manager.release(second)
     assert list(manager.free_block_ids) == [2, 4, 1, 5, 3, 0]
 
 
@@ -207,7 +207,7 @@ def test_random_life(data, num_blocks, manager_class):
             else:
                 seq.token_ids.pop()
         if action == "free":
-            manager.free(seq)
+            manager.release(seq)
             live.remove(seq)
         assert succeeds or repr(vars(manager)) == before
         for seq in live:

@@ -127,8 +127,8 @@ def test_a_batch_looks_as_drawn_in_batch_py():
     tables[1, :2] = [2, 6]  # copied when an earlier step entered the block
     runner = SimpleNamespace(block_tables=tables, block_size=4)
     seqs = []
-    plans = [(0, 3, [5], 1, 2), (7, 1, [2, 6], 4, 4), (4, 2, [1, 9], 3, 3)]
-    for num_computed, num_scheduled, block_table, read_slot, write_slot in plans:
+    plans = [(0, 3, [5]), (7, 1, [2, 6]), (4, 2, [1, 9])]
+    for num_computed, num_scheduled, block_table in plans:
         seqs.append(
             SimpleNamespace(
                 lane=len(seqs),
@@ -137,8 +137,6 @@ def test_a_batch_looks_as_drawn_in_batch_py():
                 num_computed_tokens=num_computed,
                 num_scheduled_tokens=num_scheduled,
                 num_logits=1,
-                read_slot=read_slot,
-                write_slot=write_slot,
             )
         )
     batch = ModelRunner.prepare_batch(runner, seqs)
@@ -150,8 +148,8 @@ def test_a_batch_looks_as_drawn_in_batch_py():
         context_lens=[3, 8, 6],
         block_tables=[[5, 0], [2, 6], [1, 9]],
         logits_indices=[2, 3, 5],
-        read_slots=[1, 4, 3],
-        write_slots=[2, 4, 3],
+        read_slots=[2, 3, 4],
+        write_slots=[2, 3, 4],
         prefills=[0, 2],
         max_seqlen_q=3,
         max_seqlen_k=8,
@@ -178,8 +176,6 @@ def test_decodes_alone_are_flattened_as_beside_a_chunk():
                     num_computed_tokens=num_computed,
                     num_scheduled_tokens=num_scheduled,
                     num_logits=1,
-                    read_slot=10 + lane,
-                    write_slot=20 + lane,
                 )
             )
         return ModelRunner.prepare_batch(runner, seqs)

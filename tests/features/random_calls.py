@@ -11,8 +11,9 @@ from event_interrupts import ENGINE, PACKAGE, EventInterrupts, at_event
 from random_engines import Case
 
 from nanovllm import LLM, trace
-from nanovllm.engine.request import Request
+from nanovllm.engine.request import Inbox, Request
 from nanovllm.features.speculation.drafts import Drafts, PromptLookup
+from nanovllm.outputs import RequestOutput
 
 ACTIONS = {
     "step": 12,
@@ -68,13 +69,14 @@ class Calls:
             self._draft_often()
 
     def _watch_steps(self) -> None:
-        step = self.llm._step
+        step = self.llm.step
 
-        def step_and_check() -> None:
-            step()
-            check_between_steps(self.llm)
+        def step_and_check(inbox: Inbox | None = None) -> list[RequestOutput]:
+            outputs = step(inbox)
+            self.llm._take_turn(check_between_steps, self.llm)
+            return outputs
 
-        self.llm._step = step_and_check  # type: ignore[method-assign]
+        self.llm.step = step_and_check  # type: ignore[method-assign]
 
     def _draft_often(self) -> None:
         """Draft what is accepted often, as if drafts cost nothing."""

@@ -156,7 +156,7 @@ def test_a_loop_over_interrupted_steps_gets_all_results(demo, ctrl_c):
 
 @pytest.mark.parametrize(
     "where, error, num_calls",
-    [("prepare_batch", KeyboardInterrupt, 0), ("prepare_sampling", MemoryError, 1)],
+    [("prepare_batch", KeyboardInterrupt, 0), ("sample", MemoryError, 1)],
 )
 def test_an_interrupted_call_cancels_only_its_requests(tiny, make_llm, where, error, num_calls):
     """Blocks that are listed and were never written are not reused. The reset fails, too."""
@@ -260,7 +260,7 @@ def test_scores_of_a_prompt_survive_an_interrupt(tiny, make_llm):
         others = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS]
         for _ in range(num_steps):  # no request finishes in these
             llm.step()
-        for where in ("prepare_batch", "prepare_sampling"):
+        for where in ("prepare_batch", "sample"):
             interrupt_in(llm.model_runner, where, llm.step)
         last = finish(llm)
         assert last[scored]["prompt_logprobs"] == expected["prompt_logprobs"]

@@ -243,7 +243,7 @@ def test_every_eos_of_the_checkpoint_ends_the_text(make):
     llm = make()
     (token,) = llm.tokenizer.encode("q", add_special_tokens=False)
     llm.eos_token_ids |= {token}
-    llm.input_processor.grammar_compiler.eos_token_ids = llm.eos_token_ids
+    llm.grammar_compiler.eos_token_ids = llm.eos_token_ids
     output = run(llm, {"regex": "[ab]{3}[QZ]*"}, logit_bias={token: 100}, ignore_eos=True)
     assert re.fullmatch("[ab]{3}", output["text"])
     assert output["token_ids"][-1] == token
@@ -475,7 +475,7 @@ def test_a_draft_token_that_exceeds_limits_leaves_the_request_as_it_was(llm, mon
     monkeypatch.setitem(grammars.LIMITS, "max_items_in_row", 200)
     schema = {"properties": {"a": make_object(100), "b": {}}, "additionalProperties": False}
     params = SamplingParams(structured_outputs={"json": schema})
-    with llm._queued(llm.prepare_prompts("x", params), {}) as [request]:
+    with llm.queued(llm.prepare_prompts("x", params), {}) as [request]:
         expected = request.compute_masks()
         draft = llm.tokenizer.encode('{"a": {', add_special_tokens=False)
         request.token_ids += draft

@@ -43,7 +43,6 @@ from triton.runtime.jit import JITFunction
 from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.engine import model_runner
-from nanovllm.engine.model_runner import sample_each_kind
 from nanovllm.kernels.cuda import attention, graphs, layers, quantized
 from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear
@@ -248,7 +247,7 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
         logits = rank.compute_logits(rank.compute(rank._make_dummy_batch(query_lens)))
         # As of three ranks, whose padding is cut off. Later logits are contiguous.
         logits = F.pad(logits, (0, 1))[:, :-1]
-        sample_each_kind(runner.sample, logits, rank.max_model_len)
+        runner.sample_each_kind(logits)
     for name, (lengths, settings) in LIFE.items():
         part = name
         prompts = [[i + 1] * length for i, length in enumerate(lengths)]

@@ -76,17 +76,18 @@ def check_slots(llm, seqs):
     num_lanes = llm.scheduler.max_num_seqs
     kept = set(states.snapshots.values())
     new = set(states.new_snapshots.values())
-    written = [seq.write_slot for seq in seqs]
+    slots = states.slots
+    written = [slots[seq].write for seq in seqs]
     assert len(set(written)) == len(written)
     for seq in seqs:
         own = {FIRST_LANE + seq.lane}
         if llm.config.num_speculative_tokens:
             own.add(FIRST_LANE + num_lanes + seq.lane)
-        assert seq.write_slot in own | new
-        assert (seq.read_slot == ZEROS) == (seq.num_computed_tokens == 0)
-        assert seq.read_slot in own | {ZEROS, *states.snapshot_slots}
-        others = [other.read_slot for other in seqs if other is not seq]
-        assert seq.write_slot not in others
+        assert slots[seq].write in own | new
+        assert (slots[seq].read == ZEROS) == (seq.num_computed_tokens == 0)
+        assert slots[seq].read in own | {ZEROS, *states.snapshot_slots}
+        others = [slots[other].read for other in seqs if other is not seq]
+        assert slots[seq].write not in others
     assert kept.isdisjoint(written)
     assert new <= set(written)
 

@@ -93,11 +93,11 @@ def test_readme_code_runs(capsys):
 
 def test_readme_quotes_the_step():
     (quoted,) = find_code("py")
-    assert textwrap.indent(quoted, " " * 8) in inspect.getsource(LLMEngine._step)
+    assert textwrap.indent(quoted, " " * 12) in inspect.getsource(LLMEngine.step)
 
 
 def test_the_tour_names_every_module_once():
-    """A row names modules or folders. The row of _step names a module for a second time."""
+    """A row names modules or folders. The row of step names a module for a second time."""
     tour = README[README.index("## Reading in one evening") : README.index("## Glossary")]
     _, *cells = re.findall(r"^\| (`.*?) \|", tour, flags=re.MULTILINE)
     column = "\n".join(cells)

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 
 import httpx
 
+from nanovllm.server.chat_completions import ChatEndpoint
+from nanovllm.server.completions import CompletionEndpoint
+
 KEY = "secret"
 NUM_BLOCKS = 512
 OPTIONS = ["--dtype", "float32", "--num-kvcache-blocks", str(NUM_BLOCKS)]
@@ -16,6 +19,14 @@ OPTIONS += ["--kvcache-block-size", "16", "--max-model-len", "1024", "--api-key"
 HEADERS = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
 # Connections stay open, because thousands of requests take seconds on them.
 CLIENT = httpx.Client(timeout=60, limits=httpx.Limits(keepalive_expiry=1))
+
+
+def parse_body(llm, body, is_chat, parses_reasoning=False):
+    """What an endpoint makes of a body, without a server."""
+    endpoint = CompletionEndpoint("model")
+    if is_chat:
+        endpoint = ChatEndpoint("model", parses_reasoning)
+    return endpoint.parse(body, llm)
 
 
 @contextmanager

@@ -13,8 +13,8 @@ import signal, time
 from nanovllm import LLM, chat
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-run_step = LLM._run_step
-LLM._run_step = lambda llm: (time.sleep(0.01), run_step(llm))  # leaves time for Ctrl-C
+step = LLM.step
+LLM.step = lambda llm, inbox: (time.sleep(0.01), step(llm, inbox))[1]  # leaves time for Ctrl-C
 chat.main()
 """
 

@@ -192,6 +192,8 @@ def test_too_many_connections_get_a_503_and_one_line_in_the_log(server):
     url, process = server
     replies = [read_all(each) for each in [connect(url) for _ in range(150)]]
     assert {reply[9:12] for reply in replies} == {"408", "503"}
+    for reply in replies:
+        assert ("retry-after: 5" in reply.lower()) == (reply[9:12] == "503")
     post(url, SHORT, **{"X-Request-Id": "after-all"})
     lines = wait_for_line(process, "after-all")
     assert "out of system resource" not in "".join(lines)

@@ -7,6 +7,7 @@ import re
 import httpx
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from server_helpers import parse_body
 
 from nanovllm import DEMO_MODEL, LLM
 from nanovllm.features.structured_outputs import grammars
@@ -15,8 +16,6 @@ from nanovllm.outputs import NAN_LOGITS
 from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.errors import ApiError
 from nanovllm.server.openai_api import Api
-from nanovllm.server.parameters import parse_request
-from nanovllm.server.protocol import Reply
 
 TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[-1].content }}{{ start }}"
 PAIR = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -37,12 +36,12 @@ def llm():
 
 def parse(llm, parses_reasoning=False, is_chat=True, **body):
     prompt = MESSAGES if is_chat else {"prompt": "x"}
-    return parse_request({**prompt, **body}, is_chat, llm, parses_reasoning)
+    return parse_body(llm, {**prompt, **body}, is_chat, parses_reasoning)
 
 
 def allow(llm, *texts, **options):
     """Which of the texts a request allows."""
-    _, [(_, params, _)] = parse(llm, **options)
+    [(_, params, _)], _ = parse(llm, **options)
     limits = LLParserLimits(verbose_errors=False)
     grammar = make_grammar(params.structured_outputs)
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits)
@@ -220,9 +219,8 @@ def test_a_completion_has_no_thoughts(llm):
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_thoughts_and_json_are_divided(llm, is_stream):
-    api = Api(EngineThread(llm), "model", "model", parses_reasoning=True)
     text = f"<think>So.</think>\n\n{TEXT}"
-    reply, [(prompt, _, _)] = api._parse(True, {**MESSAGES, **JSON, "stream": is_stream})
+    [(prompt, _, _)], reply = parse(llm, parses_reasoning=True, **JSON, stream=is_stream)
     found = {"reasoning": "", "content": ""}
     for end in range(1 if is_stream else len(text), len(text) + 1):
         output = make_output(prompt, text[:end], end == len(text))
@@ -255,11 +253,10 @@ def test_a_model_thinks_and_then_obeys(llm):
     """The thoughts end because a bias ends them."""
     options = {**JSON, "chat_template_kwargs": {"start": "<think>"}, "max_tokens": 300, "seed": 1}
     bias = {str(token): 9 for token in llm.tokenizer.encode("</think>", add_special_tokens=False)}
-    given, prompts = parse(llm, parses_reasoning=True, logit_bias=bias, **options)
-    reply = Reply(given, "model", True, llm, True)
-    with llm._queued(prompts, {}) as [request]:
+    prompts, reply = parse(llm, parses_reasoning=True, logit_bias=bias, **options)
+    with llm.queued(prompts, {}) as [request]:
         while request.finish_reason is None:
-            llm._run_step()
+            llm.step({})
         reply.take({0: request.output()})
     (choice,) = reply.write_whole()["choices"]
     assert choice["finish_reason"] in ("stop", "length")

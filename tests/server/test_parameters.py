@@ -2,15 +2,17 @@
 
 import re
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from server_helpers import parse_body
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.features.structured_outputs.grammars import GrammarCompiler
-from nanovllm.server import parameters
 from nanovllm.server.errors import ApiError
-from nanovllm.server.parameters import CHAT, COMPLETION, parse_request
+from nanovllm.server.parameter_table import CHAT, COMPLETION, Use
+from nanovllm.server.tokenization import detokenize, tokenize
 
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -32,7 +34,7 @@ def call(name):
 
 def reject(llm, body, is_chat):
     with pytest.raises(ApiError) as caught:
-        parse_request({**VALID[is_chat], **body}, is_chat, llm)
+        parse_body(llm, {**VALID[is_chat], **body}, is_chat)
     return caught.value
 
 
@@ -47,21 +49,22 @@ def list_values(table, kind):
 
 @pytest.mark.parametrize("is_chat, table", [(True, CHAT), (False, COMPLETION)])
 def test_neutral_and_ignored_values_change_nothing(llm, is_chat, table):
-    expected = parse_request(VALID[is_chat], is_chat, llm)
-    accepted = [*list_values(table, list), *list_values(table, parameters.Use.IGNORED)]
+    expected = parse_body(llm, VALID[is_chat], is_chat)
+    accepted = [*list_values(table, list), *list_values(table, Use.IGNORED)]
     accepted += [(name, None) for name in [*table, "unknown"] if name not in VALID[is_chat]]
     assert len(accepted) > 50
     for name, value in accepted:
-        assert parse_request({**VALID[is_chat], name: value}, is_chat, llm) == expected, name
+        found = parse_body(llm, {**VALID[is_chat], name: value}, is_chat)
+        assert found == expected, name
 
 
 @pytest.mark.parametrize("is_chat, other", [(True, COMPLETION), (False, CHAT)])
 def test_neutral_values_of_the_other_endpoint_change_nothing(llm, is_chat, other):
-    _, expected = parse_request(VALID[is_chat], is_chat, llm)
+    expected = parse_body(llm, VALID[is_chat], is_chat).prompts
     for name, value in list_values(other, list):
         if name != "add_special_tokens":  # its neutral value differs
             body = {**VALID[is_chat], name: value}
-            assert parse_request(body, is_chat, llm)[1] == expected, name
+            assert parse_body(llm, body, is_chat).prompts == expected, name
 
 
 @pytest.mark.parametrize("is_chat, table", [(True, CHAT), (False, COMPLETION)])
@@ -223,7 +226,7 @@ def test_the_package_for_constraints_is_named_if_it_is_missing(llm, monkeypatch)
 def test_an_error_of_the_tokenizer_is_an_error_of_the_tokens(llm, monkeypatch):
     monkeypatch.setattr(llm, "tokenizer", SimpleNamespace(decode=lambda *_, **__: 1 // 0))
     with pytest.raises(ApiError, match="cannot decode") as caught:
-        parameters.detokenize({"tokens": [1]}, llm)
+        detokenize({"tokens": [1]}, llm)
     assert caught.value.param == "tokens"
 
 
@@ -252,9 +255,25 @@ def test_messages_of_errors(llm, is_chat, body, message):
     assert reject(llm, body, is_chat).message == message
 
 
+@pytest.mark.parametrize("name", ["tools", "chat_template_kwargs"])
+def test_a_lone_surrogate_is_blamed_on_its_parameter(llm, monkeypatch, name):
+    template = "{{ tools }}{{ text }}{{ messages[0].content }}"
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    text = "\ud800"
+    function = {**TOOL["function"], "description": text}
+    values = {"tools": [{**TOOL, "function": function}], "chat_template_kwargs": {"text": text}}
+    body = {**VALID[True], name: values[name]}
+    for parse in (partial(parse_body, is_chat=True), lambda llm, body: tokenize(body, llm)):
+        with pytest.raises(ApiError, match=f"{name}: .* surrogates not allowed") as caught:
+            parse(llm, body)
+        assert caught.value.param == name
+    message = {"messages": [{"role": "user", "content": text}]}
+    assert reject(llm, message, True).param == "messages"
+
+
 def test_a_reasoning_effort_is_checked_before_its_tokens_are_counted(llm):
     with pytest.raises(ApiError, match="reasoning_effort"):
-        parameters.tokenize({"messages": QUESTION, "reasoning_effort": {}}, llm)
+        tokenize({"messages": QUESTION, "reasoning_effort": {}}, llm)
 
 
 # What clients send in place of the documented values. An expected str is the parameter at fault.
@@ -307,7 +326,7 @@ def test_what_clients_stumble_over_is_decided(llm, body, expected):
     if isinstance(expected, str):
         assert reject(llm, body, is_chat=True).param == expected
         return
-    _, [(_, params, _)] = parse_request({**VALID[True], **body}, True, llm)
+    [(_, params, _)], _ = parse_body(llm, {**VALID[True], **body}, True)
     assert params == SamplingParams(**{"max_tokens": llm.max_model_len, **expected})
 
 
@@ -332,10 +351,10 @@ def test_defaults_come_from_the_checkpoint(llm, monkeypatch):
     defaults = SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
     monkeypatch.setattr(llm.input_processor, "default_params", defaults)
     body = {"prompt": "x", "temperature": None, "top_p": 1, "top_k": 0, "seed": -1}
-    _, [(_, params, _)] = parse_request(body, False, llm)
+    [(_, params, _)], _ = parse_body(llm, body, False)
     assert params == SamplingParams(temperature=0.6, top_k=0, top_p=1, max_tokens=16)
-    _, [(_, params, _)] = parse_request({**VALID[True], "temperature": 0}, True, llm)
+    [(_, params, _)], _ = parse_body(llm, {**VALID[True], "temperature": 0}, True)
     assert params == SamplingParams(temperature=0, top_k=20, top_p=0.95, max_tokens=1024)
     for seed in (-2, -(2**63), 2**64 - 1):
-        _, [(_, params, _)] = parse_request({"prompt": "x", "seed": seed}, False, llm)
+        [(_, params, _)], _ = parse_body(llm, {"prompt": "x", "seed": seed}, False)
         assert params.seed == seed

@@ -1,7 +1,9 @@
 """The playground shows an engine's steps, holds and replaces it, and keeps foreign pages out."""
 
+import asyncio
 import json
 import re
+import threading
 import time
 from pathlib import Path
 
@@ -144,6 +146,29 @@ def test_requests_of_the_api_fail_if_the_page_ends_them(url, name, body, message
         assert message in "\n".join(lines)
     command(url, "pace", FULL_SPEED)
     assert post(url, {"prompt": [5], "max_tokens": 2}).status_code == 200
+
+
+def test_a_request_that_waits_while_the_engine_is_replaced_is_served():
+    """The engine thread replaces the engine before it queues the request."""
+
+    async def submit():
+        engine = playground.Playground(DEMO_MODEL, {"dtype": "float32"})
+        engine.start_on(asyncio.get_running_loop())
+        gate = threading.Event()
+        calls = [asyncio.create_task(engine.call(gate.wait))]
+        calls.append(asyncio.create_task(engine.call(engine.change_engine, {})))
+        await asyncio.sleep(0)  # both are in the queue of the thread
+        params = SamplingParams(**GREEDY, ignore_eos=True)
+        async with engine.submit(engine.llm.prepare_prompts([5], params)) as requests:
+            gate.set()
+            async for outputs in requests:
+                output = outputs[0]
+        await asyncio.gather(*calls)
+        engine.stop("done")
+        await asyncio.to_thread(engine.join)
+        return output
+
+    assert len(asyncio.run(submit())["token_ids"]) == GREEDY["max_tokens"]
 
 
 @pytest.mark.parametrize(

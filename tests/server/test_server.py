@@ -23,7 +23,7 @@ from server_helpers import CLIENT, KEY, NUM_BLOCKS, OPTIONS, connect, post, star
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.server.__main__ import main
 from nanovllm.server.openai_api import MAX_BODY_BYTES
-from nanovllm.server.parameters import CHAT, COMPLETION
+from nanovllm.server.parameter_table import CHAT, COMPLETION
 
 LONG = {"prompt": [5], "max_tokens": 900, "ignore_eos": True, "n": 4}
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]

@@ -7,14 +7,13 @@ from itertools import chain
 
 import pytest
 from conftest import make_checkpoint
+from server_helpers import parse_body
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanovllm import LLM
 from nanovllm.server.logprobs import LogprobsWriter
-from nanovllm.server.parameters import parse_request
-from nanovllm.server.protocol import Reply
 
 SPECIAL = ["<s>", "</s>"]
 WORDS = ["▁", "▁the", "▁cat", "the", "a", "b", "é"]
@@ -63,15 +62,14 @@ def ask(llm, is_chat=False, **body):
         llm.tokenizer.chat_template = "{{ messages[0].content }}"
         body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
         body |= {"logprobs": True, "top_logprobs": 3}
-    given, [(prompt, params, _)] = parse_request(body, is_chat, llm)
-    reply = Reply(given, "model", is_chat, llm)
+    [(prompt, params, _)], reply = parse_body(llm, body, is_chat)
     llm.eos_token_ids = frozenset()
     for output in llm.stream([prompt], params):
-        if reply.is_stream:
+        if reply.stream.is_stream:
             yield from reply.write_chunk({0: output}).split("\n\n")[:-1]
         else:
             reply.take({0: output})
-    if not reply.is_stream:
+    if not reply.stream.is_stream:
         yield reply.write_whole()["choices"][0]
 
 

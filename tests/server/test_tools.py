@@ -5,14 +5,11 @@ import shutil
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from server_helpers import parse_body
 from transformers import AddedToken, AutoTokenizer
 
 from nanovllm import DEMO_MODEL, LLM
-from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.errors import ApiError
-from nanovllm.server.openai_api import Api
-from nanovllm.server.parameters import parse_request
-from nanovllm.server.protocol import Reply
 from nanovllm.server.tools import write_grammar
 from nanovllm.text.vocabulary import TAGS
 
@@ -46,8 +43,7 @@ def llm():
 
 def answer(llm, text, reason="stop", parses_reasoning=False, **body):
     """The choices of a reply, or of its chunks, if the model writes `text`."""
-    given, [(prompt, _, _)] = parse_request({**BODY, **body}, True, llm)
-    reply = Reply(given, "model", True, llm, parses_reasoning)
+    [(prompt, _, _)], reply = parse_body(llm, {**BODY, **body}, True, parses_reasoning)
     is_stream = body.get("stream", False)
     choices = []
     for end in range(1 if is_stream else len(text), len(text) + 1):
@@ -123,9 +119,8 @@ def special(tmp_path_factory):
 
 def reply_to(llm, text, is_chat=True, parses_reasoning=True, **body):
     """The chunks of the reply in which a model writes the tokens of a text, or the reply."""
-    api = Api(EngineThread(llm), "model", "model", parses_reasoning=parses_reasoning)
     messages = {"messages": BODY["messages"]} if is_chat else {"prompt": "a"}
-    reply, prompts = api._parse(is_chat, {**messages, **body})
+    prompts, reply = parse_body(llm, {**messages, **body}, is_chat, parses_reasoning)
     (request,) = llm.input_processor.make_requests(prompts, llm.eos_token_ids, {})
     token_ids = llm.tokenizer.encode(text, add_special_tokens=False)
     events = ""
@@ -133,9 +128,9 @@ def reply_to(llm, text, is_chat=True, parses_reasoning=True, **body):
         request.token_ids.append(token_id)
         request.finish_reason = "stop" if index == len(token_ids) else None
         request.commit()
-        if reply.is_stream:
+        if reply.stream.is_stream:
             events += reply.write_chunk({0: request.output()})
-    if reply.is_stream:
+    if reply.stream.is_stream:
         events += reply.write_end()
         return [json.loads(event[6:]) for event in events.split("\n\n")[:-2]]
     reply.take({0: request.output()})
@@ -196,15 +191,14 @@ def test_a_message_with_calls_needs_no_content(llm):
     for content in (None, "", []):
         message = {"role": "assistant", "content": content, "tool_calls": [call]}
         messages = [message, *BODY["messages"]]
-        given, _ = parse_request({"messages": messages}, True, llm)
-        assert given["messages"] == messages
+        parse_body(llm, {"messages": messages}, True)
 
 
 def test_a_call_that_was_cut_off_can_be_sent_back(llm):
     (choice,) = answer(llm, CALL[:-15], "length")
     message = choice["message"]
     assert message["tool_calls"][0]["function"]["arguments"] == '{"a": 1'
-    parse_request({**BODY, "messages": [message, *BODY["messages"]]}, True, llm)
+    parse_body(llm, {**BODY, "messages": [message, *BODY["messages"]]}, True)
 
 
 def test_a_template_can_read_tools_of_a_message_only(llm, monkeypatch):
@@ -212,13 +206,13 @@ def test_a_template_can_read_tools_of_a_message_only(llm, monkeypatch):
     template = "{% for m in messages %}{{ m.content }}{{ m['tools'] }}{% endfor %}"
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
     with pytest.raises(ApiError, match="tools need a chat template that uses them"):
-        parse_request(BODY, True, llm)
-    parse_request({**BODY, "tool_choice": "required"}, True, llm)
+        parse_body(llm, BODY, True)
+    parse_body(llm, {**BODY, "tool_choice": "required"}, True)
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", "none", None])
 def test_tools_are_shown_to_the_model_unless_it_must_not_call_them(llm, choice):
-    _, [(prompt, params, _)] = parse_request({**BODY, "tool_choice": choice}, True, llm)
+    [(prompt, params, _)], _ = parse_body(llm, {**BODY, "tool_choice": choice}, True)
     assert ("add" in llm.tokenizer.decode(prompt)) == (choice != "none")
     assert (params.structured_outputs is not None) == (choice == "required")
     (reply,) = answer(llm, CALL, tool_choice=choice)

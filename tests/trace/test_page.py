@@ -27,9 +27,10 @@ def describe(scheduler, seqs):
     manager = scheduler.block_manager
     running = scheduler.running
     features = {}  # attributes of all extensions
-    for each in scheduler.extensions.extensions:
+    for each in scheduler.extensions.features:
         features |= vars(each)
     drafts = features.get("drafts", {})
+    slots = features.get("slots", {})
     free = list(manager.free_block_ids)
     cached = {block.block_id: block.hash for block in manager.blocks if block.hash != -1}
     num_used = manager.num_blocks - len(free)
@@ -48,7 +49,7 @@ def describe(scheduler, seqs):
         "free": free[:40],
         "used": num_used,
         "reusable": num_reusable,
-        "held": [seq.read_slot for seq in running],
+        "held": [slots[seq].read for seq in running] if slots else [0] * len(running),
         "snapshots": [
             [slot, f"{hash_:032x}"] for hash_, slot in features.get("snapshots", {}).items()
         ],

@@ -7,7 +7,6 @@ import torch
 from conftest import VOCAB_SIZE
 
 from nanovllm.config import MAX_DRAFT_STEP, Config
-from nanovllm.engine.model_runner import sample_each_kind
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.worker import memory
 from nanovllm.worker.memory import count_blocks, find_available_memory
@@ -114,10 +113,12 @@ def test_the_profile_run_is_a_largest_step(make_llm, draft_len, num_logits):
 
 
 def test_the_profile_run_ends_with_the_costliest_sampling(make_llm):
-    sample = Mock(wraps=make_llm().model_runner.sample)
-    sample_each_kind(sample, torch.zeros(7, VOCAB_SIZE), 256)
+    llm = make_llm()
+    runner = llm.model_runner
+    runner.sample = sample = Mock(wraps=runner.sample)
+    runner.sample_each_kind(torch.zeros(7, VOCAB_SIZE))
     _, seqs = sample.call_args.args
-    assert max(len(seq.token_ids) for seq in seqs) == 256
+    assert max(len(seq.token_ids) for seq in seqs) == llm.max_model_len
     for seq in seqs:
         assert seq.params.penalizes
         assert seq.params.filters

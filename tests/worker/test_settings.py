@@ -10,6 +10,7 @@ from conftest import generate_ids
 from front_helpers import PROMPTS, interrupt_in
 
 from nanovllm import SamplingParams, kernels
+from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.worker.placement import find_device
 from nanovllm.worker.worker import Worker
@@ -100,7 +101,7 @@ def test_the_engine_computes_on_its_gpu_without_autocast(make_llm, monkeypatch):
         (Worker, "_allocate"),
         (kernels, "capture_decode_steps"),
         (Worker, "compute"),
-        (ModelRunner, "prepare_sampling"),
+        (model_runner, "make_sampling_batch"),
         (ModelRunner, "process_logits"),
     ]
     for owner, name in parts:

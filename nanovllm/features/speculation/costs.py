@@ -19,7 +19,6 @@ from nanovllm.config import MAX_DRAFT_STEP
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.arithmetic import cdiv
-from nanovllm.worker.state_slots import FIRST_LANE
 
 # Drafts must raise the predicted tokens per second by this factor. Smaller gains vanish, because
 # sequences end at different times.
@@ -102,8 +101,6 @@ def measure_costs(
             seq = Sequence(lane, [0] * (context_len + own_len - 1), SamplingParams())
             seq.block_table = [0] * cdiv(len(seq.token_ids), block_size)
             seq.lane = lane
-            seq.read_slot = FIRST_LANE + lane  # so that states are not read from a small cache
-            seq.write_slot = FIRST_LANE + lane
             seq.num_computed_tokens = context_len - 1
             seq.num_scheduled_tokens = own_len
             seq.num_logits = own_len

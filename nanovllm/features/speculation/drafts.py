@@ -72,7 +72,7 @@ class Drafts(Extension):
     def recorded(self, seqs: list[Sequence]) -> None:
         for seq in self.drafts:
             if seq.status is SequenceStatus.RUNNING:  # release the blocks of rejected tokens
-                self.scheduler.block_manager.free(seq, seq.num_computed_tokens)
+                self.scheduler.block_manager.truncate(seq, seq.num_computed_tokens)
 
     def finished(self, seq: Sequence, reason: FinishReason) -> None:
         self.proposals.pop(seq, None)

@@ -1,0 +1,125 @@
+"""What these scripts use of nanovllm besides LLM, bench.py and other commands.
+
+These names can move. `bash .ci/gpu/run 240 dry` uses each of them.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type == "cuda"
+if not ON_GPU:
+    # Triton reads this when it is imported. Its kernels then run on CPU tensors.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from nanovllm import LLM
+from nanovllm.benchmark.report import describe_hardware as describe_hardware
+from nanovllm.benchmark.report import find_versions as find_versions
+from nanovllm.benchmark.roofline import find_sizes as find_sizes
+from nanovllm.benchmark.roofline import measure_peak_rates as measure_peak_rates
+from nanovllm.benchmark.shapes import SHAPES as SHAPES
+from nanovllm.engine import model_runner
+from nanovllm.kernels.bench import TOLERANCES, time_call
+from nanovllm.kernels.cuda import attention, graphs
+from nanovllm.kernels.self_test import Shape as Shape
+from nanovllm.kernels.self_test import compare_with_torch
+from nanovllm.worker import executor
+from nanovllm.worker.placement import Place
+
+
+def check_attention(shape: Shape, dtype: str) -> tuple[Callable[[], object], float]:
+    """Compare Triton's attention with torch's. Return a call to be timed, and the error."""
+    _, attend, error = compare_with_torch(
+        attention, shape, DEVICE, getattr(torch, dtype), TOLERANCES[dtype]
+    )
+    return attend, error
+
+
+def time_attention(
+    shape: Shape, dtype: str, tile: tuple[int, ...] | None = None, programs: int | None = None
+) -> tuple[float, float]:
+    """Return the seconds and the error with another choice of the Triton backend.
+
+    A tile is (rows, tokens, warps, stages). Contexts are split for `programs` per multiprocessor.
+    """
+    changes: dict = {}
+    if tile is not None:
+        changes["_choose_tile"] = lambda *_: attention._Tile(*tile)
+    if programs is not None:
+        changes["_PROGRAMS_PER_PROCESSOR"] = programs
+    attention._prepare.cache_clear()  # it keeps the kernels of the last choice
+    with patch.multiple(attention, **changes) if changes else nullcontext():
+        attend, error = check_attention(shape, dtype)
+        return time_call(attend, DEVICE), error
+
+
+@contextmanager
+def one_rank_with_collectives() -> Iterator[None]:
+    """Let engines have one rank that makes all collective calls, as each of several ranks does."""
+    make = executor.Worker
+
+    def make_worker(*args):
+        return make(*args, Place(0, 0, dist.HashStore()))
+
+    with patch.object(executor, "Worker", make_worker):
+        yield
+
+
+def disconnect(llm: LLM) -> None:
+    llm.executor.worker.disconnect()
+
+
+class NoModel(torch.nn.Module):
+    """Stands for the decoder: returns the same rows in each step."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, batch, kv_caches):
+        return self.rows[: len(batch.logits_indices)]
+
+    def compute_logits(self, hidden):
+        return hidden
+
+
+def remove_the_gpu_work(llm: LLM, max_num_seqs: int, sampled: torch.Tensor) -> None:
+    """Replace what a GPU does in an engine on the CPU. What its host does is left.
+
+    Decodes are packed and copied as for CUDA graphs.
+    """
+    worker = llm.executor.worker
+    model = NoModel(torch.zeros(max_num_seqs, 8))
+    worker.model = model
+
+    def capture(step, *_):
+        return SimpleNamespace(replay=lambda: None), step()
+
+    with patch.object(graphs, "capture", capture):
+        worker.graphs = graphs.CudaGraphs(
+            model,
+            worker.kv_caches,
+            graphs.list_batch_sizes(max_num_seqs),
+            worker.block_table_width,
+            worker.max_model_len,
+        )
+    llm.model_runner.sampler = lambda logits, batch: sampled[: len(logits)]
+    # Into pinned memory, and to the device.
+    model_runner.to_device = lambda array, device: torch.from_numpy(array).clone().clone()
+
+
+def watch_steps(llm: LLM, see: Callable[[], object]) -> None:
+    """Call see() at the start of each step."""
+    schedule = llm.scheduler.schedule
+
+    def see_and_schedule():
+        see()
+        return schedule()
+
+    llm.scheduler.schedule = see_and_schedule

@@ -1,0 +1,136 @@
+"""Replies of endpoints that generate: what they have in common.
+
+completions.py and chat_completions.py have the rest. https://platform.openai.com/docs/api-reference
+"""
+
+import json
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+from uuid import uuid4
+
+from nanovllm.engine.input_processor import PreparedPrompt
+from nanovllm.outputs import RequestOutput
+from nanovllm.server.engine_thread import Outputs
+from nanovllm.server.errors import JsonObject
+from nanovllm.server.logprobs import LogprobsWriter
+from nanovllm.text.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """Whether a reply is streamed, and the fields of stream_options."""
+
+    is_stream: bool = False
+    include_usage: bool = False
+    # Report usage in each chunk. Ignored without include_usage, as in vLLM.
+    continuous_usage_stats: bool = False
+
+
+@dataclass
+class Reply(ABC):
+    """Writes the outputs of one request, whole or in chunks."""
+
+    # OpenAI's names.
+    ID_PREFIX: ClassVar[str]
+    KIND: ClassVar[str]
+    CHUNK_KIND: ClassVar[str]
+
+    model: str
+    stream: StreamOptions
+    vocabulary: Vocabulary
+
+    def __post_init__(self) -> None:
+        self.head = {
+            "id": f"{self.ID_PREFIX}-{uuid4().hex}",
+            "object": self.CHUNK_KIND if self.stream.is_stream else self.KIND,
+            "created": int(time.time()),
+            "model": self.model,
+        }
+        # What all chunks have in common is encoded once.
+        self.prefix = json.dumps(self.head).removesuffix("}")
+        self.suffix = ', "usage": null' if self.stream.include_usage else ""
+        self.newest: Outputs = {}
+        self.written: dict[int, tuple[int, int]] = {}  # choice -> characters and tokens
+        self.writers: dict[int, LogprobsWriter] = {}  # one per choice, if logprobs are requested
+
+    @abstractmethod
+    def write_part(self, index: int, part: RequestOutput, is_first: bool) -> JsonObject:
+        """Return the fields of a choice. `part` is an output without what has been written."""
+
+    def take(self, outputs: Outputs) -> Outputs:
+        """Keep new outputs, and return those to be written."""
+        self.newest.update(outputs)
+        return outputs
+
+    def write_chunk(self, outputs: Outputs) -> str:
+        """Return the events for new `outputs`. A token without text has an event, too."""
+        events: list[str] = []
+        for index, output in self.take(outputs).items():
+            choice = json.dumps(self._write_choice(index, output))
+            suffix = self.suffix
+            if self.stream.include_usage and self.stream.continuous_usage_stats:
+                usage = make_usage(len(output["prompt_token_ids"]), len(output["token_ids"]))
+                suffix = f', "usage": {json.dumps(usage)}'
+            events.append(write_event(f'{self.prefix}, "choices": [{choice}]{suffix}}}'))
+        return "".join(events)
+
+    def write_end(self) -> str:
+        """Return the events after the last token."""
+        if not self.stream.include_usage:
+            return END
+        usage = {**self.head, "choices": [], "usage": self.write_usage()}
+        return write_event(json.dumps(usage)) + END
+
+    def write_whole(self) -> JsonObject:
+        """Return the reply to a request that does not stream."""
+        choices = [self._write_choice(index, self.newest[index]) for index in sorted(self.newest)]
+        return {**self.head, "choices": choices, "usage": self.write_usage()}
+
+    def _write_choice(self, index: int, output: RequestOutput) -> JsonObject:
+        num_chars, num_tokens = self.written.get(index, (0, 0))
+        self.written[index] = (len(output["text"]), len(output["token_ids"]))
+        part: RequestOutput = {
+            **output,
+            "text": output["text"][num_chars:],
+            "token_ids": output["token_ids"][num_tokens:],
+        }
+        if output["logprobs"] is not None:
+            part["logprobs"] = output["logprobs"][num_tokens:]
+        choice = {"index": index, "finish_reason": output["finish_reason"], "logprobs": None}
+        return {**choice, **self.write_part(index, part, is_first=num_tokens == 0)}
+
+    def write_usage(self) -> JsonObject:
+        """Return OpenAI's usage object of the whole reply."""
+        num_prompt = num_cached = num_generated = 0
+        for output in self.newest.values():
+            num_generated += len(output["token_ids"])
+            if output["sample_index"] == 0:  # a prompt counts once
+                num_prompt += len(output["prompt_token_ids"])
+                num_cached += output["num_cached_tokens"]
+        details = {"prompt_tokens_details": {"cached_tokens": num_cached}}
+        return {**make_usage(num_prompt, num_generated), **details}
+
+
+class Generation(NamedTuple):
+    """What an endpoint makes of a request."""
+
+    prompts: list[PreparedPrompt]  # for the engine
+    reply: Reply  # writes what the engine generates
+
+
+def make_usage(num_prompt: int, num_generated: int) -> JsonObject:
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
+    }
+
+
+def write_event(data: str) -> str:
+    """Return a server-sent event. JSON in ASCII has no line separators, not even U+2028."""
+    return f"data: {data}\n\n"
+
+
+END = write_event("[DONE]")

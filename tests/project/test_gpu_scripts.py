@@ -1,0 +1,160 @@
+"""The scripts for a GPU stop in time, and a lost process hides no test and no figure.
+
+`bash .ci/gpu/run 240 dry`, which .ci/run calls, runs all of them on a CPU.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+
+import pytest
+from project_helpers import ROOT
+
+SCRIPTS = ROOT / ".ci" / "gpu"
+TESTS = """
+import os, time
+import pytest
+
+def test_passes():
+    pass
+
+def test_loses_the_gpu():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+def test_crashes():
+    os._exit(139)
+
+def test_hangs():
+    time.sleep(60)
+
+def test_skips():
+    pytest.skip("no reason")
+
+@pytest.fixture
+def broken():
+    yield
+    raise RuntimeError("broken fixture")
+
+def test_fails_in_its_fixture(broken):
+    pass
+
+def test_is_the_last_one():
+    pass
+"""
+
+
+def run_suite(folder, *arguments):
+    """Run suite.py in `folder`. Return what it prints, and the outcome of each test."""
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "suite.py", "few", *arguments],
+        cwd=folder,
+        env={**os.environ, "LOGS": str(folder), "TEST_SECONDS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    outcomes = {}
+    for line in (folder / "few.tests").read_text().splitlines():
+        result = json.loads(line)
+        outcomes[result["test"].partition("::test_")[2]] = result["outcome"]
+    return done, outcomes
+
+
+@pytest.fixture
+def tests(tmp_path):
+    (tmp_path / "test_few.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    return tmp_path
+
+
+def test_a_lost_process_hides_no_test(tests):
+    done, outcomes = run_suite(tests, "60")
+    assert outcomes == {
+        "passes": "passed",
+        "loses_the_gpu": "failed",
+        "crashes": "hung or crashed",
+        "hangs": "hung or crashed",
+        "skips": "skipped",
+        "fails_in_its_fixture": "failed",
+        "is_the_last_one": "passed",
+    }
+    assert done.returncode == 1
+    assert "few: 2 passed, 2 failed, 2 hung or crashed, 1 skipped; finished" in done.stdout
+    assert "test_fails_in_its_fixture  RuntimeError: broken fixture" in done.stdout
+
+
+def test_a_suite_stops_in_time(tests):
+    done, outcomes = run_suite(tests, "0", "-k", "hangs or last")
+    assert "out of time" in done.stdout
+    assert done.returncode == 1
+    assert "passed" not in outcomes.values()
+
+
+def test_an_empty_selection_is_a_failure(tests):
+    done, outcomes = run_suite(tests, "30", "-k", "nothing")
+    assert "pytest ended with 5 before any test" in done.stdout
+    assert done.returncode == 1
+    assert outcomes == {}
+
+
+def test_jobs_stop_in_time_and_leave_their_results(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    import jobs
+
+    figures = """printf 'decode 1\\nnoise\\n{"ms": 5}\\n{"half of a line'"""
+    child = 'import subprocess as s; s.run(["sleep", "30"])'
+    runner = jobs.Runner("a fast GPU", 300, one_thread=True)
+    assert not runner.has_failed
+    runner.run("first", [jobs.Job("figures", 30, figures)], side_by_side=False)
+    assert not runner.has_failed
+    wrong = "FastMLP is replaced by MLP, which is slower; please report this: the error is 2"
+    more = [
+        jobs.Job("slow", 1, f"python -c '{child}'"),
+        jobs.Job("wrong", 30, f"echo '{wrong}'"),
+        jobs.Job("missing", 30, "no-such-program"),
+    ]
+    runner.run("second", more, side_by_side=True)
+    runner.finish()
+    assert runner.has_failed
+    summary = (tmp_path / "summary.txt").read_text()
+    assert summary in capsys.readouterr().out
+    for part in ("a fast GPU", "\ndecode 1\n", "slow: OUT OF TIME", wrong, "missing: [Errno 2]"):
+        assert part in summary
+    assert "noise" not in summary
+    collected = json.loads((tmp_path / "figures.json").read_text())
+    assert collected["hardware"] == "a fast GPU"
+    assert collected["figures"] == [{"ms": 5}]
+    with tarfile.open(tmp_path / "logs.tar.gz") as archive:
+        assert {"logs/figures.log", "logs/slow.log"} <= set(archive.getnames())
+
+
+def run(*arguments):
+    """Run the entry with this interpreter, as if there were no GPU."""
+    return subprocess.run(
+        ["bash", SCRIPTS / "run", *arguments],
+        env={**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (["60", "everything"], "unknown stage everything: use env, smoke"),
+        ([], "torch finds no GPU"),
+    ],
+)
+def test_what_cannot_run_is_named(arguments, complaint):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert complaint in done.stdout
+
+
+def test_what_no_time_is_left_for_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    done = run("20", "dry")
+    assert done.returncode == 0
+    assert "left over: bash .ci/gpu/run 20 dry" in done.stdout
