@@ -119,5 +119,9 @@ class Config(Checked):
 def takes(
     options: Callable[Options, object],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Options], None]]:
-    """Show editors and `help` that an __init__ has the parameters of `options`."""
+    """Give an __init__ that passes all of its arguments on the signature of `options`.
+
+    LLM(model, **options) passes them to Config. Without this decorator, `help(LLM)` and editors
+    would show `*args, **options`, and type checkers would accept any option.
+    """
     return wraps(vars(options)["__init__"])

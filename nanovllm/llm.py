@@ -101,7 +101,7 @@ class LLM(ThreadSafeEngine):
         self.chat_template = ChatTemplate(self.tokenizer)
         if self.timeline is not None:
             settings = self.recorder.describe_engine()
-            self.timeline.begin(settings, self.vocabulary, self._warn)
+            self.timeline.begin(settings, self.vocabulary, self._warnings.append)
 
     def make_timeline(self, config: Config) -> Timeline | None:
         return None if config.trace is None else TraceFile(config.trace)

@@ -24,11 +24,11 @@ from nanovllm.benchmark.report import find_versions as find_versions
 from nanovllm.benchmark.roofline import find_sizes as find_sizes
 from nanovllm.benchmark.roofline import measure_peak_rates as measure_peak_rates
 from nanovllm.benchmark.shapes import SHAPES as SHAPES
-from nanovllm.engine import model_runner
+from nanovllm.kernels.attention_check import Shape as Shape
+from nanovllm.kernels.attention_check import compare_with_torch
 from nanovllm.kernels.bench import TOLERANCES, time_call
 from nanovllm.kernels.cuda import attention, graphs
-from nanovllm.kernels.self_test import Shape as Shape
-from nanovllm.kernels.self_test import compare_with_torch
+from nanovllm.layers import sampling_batch
 from nanovllm.models.architectures import read_spec as read_spec
 from nanovllm.worker import executor
 from nanovllm.worker.process_groups import Place
@@ -112,7 +112,7 @@ def remove_the_gpu_work(llm: LLM, max_num_seqs: int, sampled: torch.Tensor) -> N
         )
     llm.model_runner.sampler = lambda logits, batch: sampled[: len(logits)]
     # Into pinned memory, and to the device.
-    model_runner.to_device = lambda array, device: torch.from_numpy(array).clone().clone()
+    sampling_batch.to_device = lambda array, device: torch.from_numpy(array).clone().clone()
 
 
 def watch_steps(llm: LLM, see: Callable[[], object]) -> None:

@@ -104,11 +104,13 @@ class ModelSizes(NamedTuple):
     head: int  # weights of the output head
     attention: int  # FLOPs for each pair of a query token and a context token
     key_value: int  # elements of K/V for each token
+    state: int  # elements of recurrent states for each sequence
 
 
 def find_sizes(spec: ModelSpec) -> ModelSizes:
     with torch.device("meta"):
         model = spec.make_model(attention)
+    num_kv_layers = sum(map(spec.has_attention, range(spec.num_layers)))
     matrices = 0
     head = 0
     for layer in model.modules():
@@ -124,8 +126,9 @@ def find_sizes(spec: ModelSpec) -> ModelSizes:
         matrices=matrices,
         head=head,
         # query * key, weight * value
-        attention=2 * 2 * spec.num_kv_layers * spec.num_heads * spec.head_dim,
-        key_value=2 * spec.num_kv_layers * spec.num_kv_heads * spec.head_dim,
+        attention=2 * 2 * num_kv_layers * spec.num_heads * spec.head_dim,
+        key_value=2 * num_kv_layers * spec.num_kv_heads * spec.head_dim,
+        state=(spec.num_layers - num_kv_layers) * spec.state_size,
     )
 
 
@@ -166,7 +169,7 @@ def compute_roofline_seconds(
         flops = 2 * num_weights * len(running) + sizes.attention * num_context_tokens
         num_read_tokens = num_context_tokens - shared_prefix * (len(running) - 1)
         num_bytes = weight_bytes + sizes.key_value * num_read_tokens * spec.dtype.itemsize
-        num_bytes += 2 * spec.count_slot_bytes() * len(running)
+        num_bytes += 2 * sizes.state * torch.float32.itemsize * len(running)
         seconds += max(flops / peak.flops_per_second, num_bytes / peak.bytes_per_second)
     return seconds
 

@@ -11,11 +11,10 @@ from transformers import PretrainedConfig
 
 from nanovllm.benchmark.policies import OPTION, TOKEN_BUDGETS, list_policies, splits_prompts
 from nanovllm.benchmark.shapes import SHAPES
-from nanovllm.checkpoints.checkpoint import find_checkpoint, read_config
+from nanovllm.checkpoints.checkpoint import choose_dtype, find_checkpoint, read_config
 from nanovllm.config import Config
 from nanovllm.models.architectures import read_spec
 from nanovllm.models.spec import ModelSpec
-from nanovllm.models.weights import choose_dtype
 from nanovllm.sampling_params import SamplingParams
 
 

@@ -1,6 +1,6 @@
 """Reads checkpoints: their configuration, their tensors and their quantized formats.
 
-checkpoint.py    config.json, the tokenizer, generation_config.json
+checkpoint.py    opens a checkpoint: config.json, the tokenizer, generation_config.json, the dtype
 tensor_files.py  safetensors files, strictly
 quantization.py  settings of quantized checkpoints
 formats.py       how each format stores codes, scales and zeros

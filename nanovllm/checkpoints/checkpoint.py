@@ -1,16 +1,19 @@
-"""Reads the config, the tokenizer, the EOS token ids and the sampling defaults of a checkpoint."""
+"""Opens a checkpoint: everything that an engine reads from its directory, except the weights."""
 
-import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from nanovllm.config import MAX_SIZE
-from nanovllm.utils.checks import check_ints, naming
+from nanovllm.checkpoints.tensor_files import open_weights
+from nanovllm.config import MAX_SIZE, Config
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_ints, naming, read_json
 
 # Options of from_pretrained: run no code of the checkpoint, use no network.
 LOCAL: dict[str, bool] = {"trust_remote_code": False, "local_files_only": True}
@@ -25,7 +28,41 @@ _QUANTIZATION_FILES = {  # with the quant_method that their contents can omit
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }
+_GENERATION_CONFIG = "generation_config.json"
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What an engine needs of a checkpoint directory. models/ turns `hf_config` into a model."""
+
+    directory: Path
+    hf_config: PretrainedConfig
+    dtype: torch.dtype
+    tokenizer: PreTrainedTokenizerBase | None  # None: the checkpoint has none
+    eos_token_ids: frozenset[int]  # can exceed the vocabulary, see read_eos_token_ids
+    default_params: SamplingParams
+
+    @classmethod
+    def open(cls, config: Config) -> "Checkpoint":
+        """Find or download `config.model`, and read its files.
+
+        Raises ValueError, naming the file, if one is missing or invalid.
+        """
+        directory = find_checkpoint(os.fspath(config.model))
+        hf_config = read_config(directory)
+        tokenizer = read_tokenizer(directory)
+        defaults = read_generation_defaults(directory)
+        with naming(directory / _GENERATION_CONFIG, ValueError, TypeError):
+            default_params = SamplingParams(**defaults)
+        return cls(
+            directory=directory,
+            hf_config=hf_config,
+            dtype=choose_dtype(config, hf_config, directory),
+            tokenizer=tokenizer,
+            eos_token_ids=read_eos_token_ids(directory, hf_config, tokenizer),
+            default_params=default_params,
+        )
 
 
 def find_checkpoint(model: str) -> Path:
@@ -103,36 +140,35 @@ def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
         return AutoTokenizer.from_pretrained(directory, **LOCAL)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file. Raises ValueError, naming the file, if there is none."""
-    with naming(path, OSError, ValueError, RecursionError):
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError(f"expected a JSON object, found {type(content).__name__}")
-    return content
-
-
 def _read_generation_config(directory: Path) -> dict[str, Any]:
-    path = directory / "generation_config.json"
+    path = directory / _GENERATION_CONFIG
     return read_json(path) if path.exists() else {}
 
 
+def choose_dtype(config: Config, hf_config: PretrainedConfig, directory: Path) -> torch.dtype:
+    """Return the dtype of `config`, or else of config.json, or else of the first floats stored."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    if isinstance(hf_config.dtype, torch.dtype):
+        return hf_config.dtype
+    files = open_weights(directory, config.load_format)
+    stored = None if files is None else files.find_stored_dtype()
+    return stored or torch.float32
+
+
 def read_eos_token_ids(
-    directory: Path,
-    config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocab_size: int,
+    directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> frozenset[int]:
     """Return every EOS id of generation_config.json, config.json and the tokenizer.
 
     All of them count, because fine-tuned checkpoints often change only one: a chat model's
     tokenizer ends turns, while its config.json still names the EOS of the base model.
 
-    A negative id means none, as null does. Ids above the vocabulary are left out. They occur in
-    checkpoints with a reduced vocabulary, and cannot be sampled.
+    A negative id means none, as null does. Checkpoints with a reduced vocabulary can have ids above
+    it.
     """
     given = {
-        "generation_config.json": _read_generation_config(directory).get("eos_token_id"),
+        _GENERATION_CONFIG: _read_generation_config(directory).get("eos_token_id"),
         "config.json": config.eos_token_id,
         "tokenizer_config.json": None if tokenizer is None else tokenizer.eos_token_id,
     }
@@ -140,7 +176,7 @@ def read_eos_token_ids(
     for name, value in given.items():
         with naming(directory / name, TypeError, ValueError):
             token_ids.update(check_ints("eos_token_id", _list_ids(value), minimum=-MAX_SIZE))
-    return frozenset(token_id for token_id in token_ids if 0 <= token_id < vocab_size)
+    return frozenset(token_id for token_id in token_ids if token_id >= 0)
 
 
 def _list_ids(value: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from nanovllm.checkpoints.formats import (
     PackedFormat,
 )
 from nanovllm.layers.quantized import Scheme
-from nanovllm.utils.checks import check_choice, check_int, naming, show
+from nanovllm.utils.checks import check_choice, check_int, check_supported, naming
 
 INT8 = Scheme(bits=8, group_size=128)
 INT4 = Scheme(bits=4, group_size=64)
@@ -56,6 +56,10 @@ def read_quantization(config: PretrainedConfig, option: str | None) -> Quantizat
     source = getattr(config, "quantization_source", "quantization_config")
     with naming(source, Exception):  # an invalid value can raise anything
         settings = dict(settings)
+        # ModelOpt also stores its settings where it has quantized nothing but the KV cache.
+        modelopt = settings.get("quantization", settings)
+        if "quant_algo" in modelopt and modelopt["quant_algo"] is None:
+            return _OPTIONS[option]
         method = check_choice("quant_method", settings.get("quant_method"), tuple(_READERS))
         return replace(_OPTIONS[option], format=_READERS[method](settings))
 
@@ -64,9 +68,9 @@ def _read_gptq(settings: Settings) -> Format:
     if any(not pattern.startswith("-:") for pattern in settings.get("dynamic") or ()):
         raise ValueError("dynamic gives some layers other bits, which is not supported")
     versions = (None, "gptq", "gptq_v2")
-    _check(settings, format=versions, checkpoint_format=versions)
+    check_supported(settings, format=versions, checkpoint_format=versions)
     unused: tuple[object, ...] = (None, False, {})
-    _check(settings, is_marlin_format=unused, adapter=unused, pack_dtype=(None, "int32"))
+    check_supported(settings, is_marlin_format=unused, adapter=unused, pack_dtype=(None, "int32"))
     version = settings.get("checkpoint_format") or settings.get("format")
     format = _make_packed(
         GPTQ,
@@ -82,22 +86,22 @@ def _read_awq(settings: Settings) -> Format:
     # quant_config.json of AutoAWQ has other names.
     given = {"bits": settings.get("w_bit"), "group_size": settings.get("q_group_size")}
     settings = {**given, **settings}
-    _check(settings, version=(None, "gemm", "GEMM"), bits=(4,))
+    check_supported(settings, version=(None, "gemm", "GEMM"), bits=(4,))
     is_symmetric = not settings.get("zero_point", True)
     group_size = check_int("group_size", settings["group_size"], minimum=-1)
     return _make_packed(AWQ, settings["bits"], group_size, is_symmetric)
 
 
 def _read_compressed(settings: Settings) -> Format:
-    _check(settings, format=("pack-quantized",), transform_config=(None, {}))
-    _check(settings.get("sparsity_config") or {}, format=(None, "dense"))
+    check_supported(settings, format=("pack-quantized",), transform_config=(None, {}))
+    check_supported(settings.get("sparsity_config") or {}, format=(None, "dense"))
     named_groups = settings.get("config_groups") or {}
     groups = list(named_groups.values())
     if len(groups) != 1:
         raise ValueError(f"config_groups must have one group, not {', '.join(named_groups) or 0}")
-    _check(groups[0], input_activations=(None,), output_activations=(None,))
+    check_supported(groups[0], input_activations=(None,), output_activations=(None,))
     weights = groups[0].get("weights") or {}
-    _check(
+    check_supported(
         weights,
         type=(None, "int"),
         strategy=(None, "group", "channel"),
@@ -110,7 +114,7 @@ def _read_compressed(settings: Settings) -> Format:
 
 def _read_fp8(settings: Settings) -> Format:
     block = [FP8_BLOCK, FP8_BLOCK]
-    _check(settings, weight_block_size=(block,), activation_scheme=(None, "dynamic"))
+    check_supported(settings, weight_block_size=(block,), activation_scheme=(None, "dynamic"))
     return FP8()
 
 
@@ -122,14 +126,6 @@ _READERS = {
 }
 
 
-def _check(settings: Settings, **supported: tuple[object, ...]) -> None:
-    """Require supported values. A setting can be absent if None is one of them."""
-    for name, values in supported.items():
-        if settings.get(name) not in values:
-            given = show(settings.get(name))
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, not {given}")
-
-
 def _make_packed(
     kind: type[PackedFormat],
     bits: Any,
@@ -137,7 +133,7 @@ def _make_packed(
     is_symmetric: bool,
     zero_offset: int = 0,
 ) -> PackedFormat:
-    _check({"bits": bits}, bits=(4, 8))
+    check_supported({"bits": bits}, bits=(4, 8))
     size = 0 if group_size in (None, -1) else check_int("group_size", group_size, minimum=1)
     if size % 32 != 0:
         raise ValueError(f"group_size={size} must be -1 or a multiple of 32")

@@ -16,8 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanovllm.checkpoints.checkpoint import read_json
-from nanovllm.utils.checks import naming
+from nanovllm.utils.checks import naming, read_json
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
@@ -37,11 +36,17 @@ class TensorFiles:
         self._stored: dict[str, tuple[Path, str]] = {}  # file, and the name in it
         self._opened: set[str] = set()
         repeated: list[str] = []
-        for path, listed in _find_weight_files(directory).items():
-            with naming(path, *_DAMAGED, ValueError):
+        for path, listed in list_files(directory).items():
+            with naming(path, *_DAMAGED):
                 self._files[path] = safe_open(path, framework="pt")
-                stored_names = _select(self._files[path].keys(), listed)
-            for stored_name in stored_names:
+            names = self._files[path].keys()
+            missing = sorted((listed or set()).difference(names))
+            if missing:
+                problem = summarize(f"missing tensors, which {INDEX} lists", missing)
+                raise ValueError(f"{path}: {problem}")
+            for stored_name in names:
+                if listed is not None and stored_name not in listed:
+                    continue
                 name = _normalize(stored_name)
                 if name in self._stored:
                     repeated.append(f"{self.locate(name)} and {stored_name} in {path.name}")
@@ -56,9 +61,6 @@ class TensorFiles:
     def list_unread(self) -> list[str]:
         """Return the names of tensors that were not opened, in their order."""
         return [name for name in self._stored if name not in self._opened]
-
-    def rename(self, name: str, new_name: str) -> None:
-        self._stored[new_name] = self._stored.pop(name)
 
     def locate(self, name: str) -> str:
         """Return the stored name of a tensor and its file, for a message."""
@@ -110,6 +112,11 @@ class TensorFiles:
         return stored
 
 
+def open_weights(directory: Path, load_format: str) -> TensorFiles | None:
+    """Open the tensors of a checkpoint. None: dummy weights need no files."""
+    return None if load_format == "dummy" else TensorFiles(directory)
+
+
 def _normalize(stored_name: str) -> str:
     """Return the name that a tensor has in a model for text with a head.
 
@@ -127,21 +134,19 @@ def summarize(title: str, names: list[str]) -> str:
     return f"{title}: {shown}, ..." if len(names) > 5 else f"{title}: {shown}"
 
 
-def _select(names: list[str], listed: set[str] | None) -> list[str]:
-    """Return the tensors of a file that the index lists for it, or all if there is no index."""
-    if listed is None:
-        return names
-    missing = sorted(listed.difference(names))
-    if missing:
-        raise ValueError(summarize(f"missing tensors, which {INDEX} lists", missing))
-    return [name for name in names if name in listed]
+def list_files(directory: Path) -> dict[Path, set[str] | None]:
+    """Map each file with weights to the tensors that count in it. None: all of them.
 
+        index                                      files
+        lists files, and all are there             these, with the tensors that it lists
+        lists a missing file, as the result of a   model.safetensors
+        later save as one file
+        lists a missing file, otherwise            an error
+        none                                       model.safetensors, or else its shards, or else
+                                                   all *.safetensors
 
-def _find_weight_files(directory: Path) -> dict[Path, set[str] | None]:
-    """Map each file to the tensors that the index lists for it. None: there is no index.
-
-    When save_pretrained writes a single file, it removes the shards of an earlier save, but not
-    their index. Such an index does not count.
+    save_pretrained removes the shards of an earlier save, but not their index. Raises ValueError
+    that names the index if it is damaged, and if there are no files.
     """
     index = directory / INDEX
     if index.exists():
@@ -162,17 +167,14 @@ def _find_weight_files(directory: Path) -> dict[Path, set[str] | None]:
 
 
 def _read_index(path: Path) -> dict[Path, set[str] | None]:
-    """Read which tensors the index lists for each file.
-
-    Raises ValueError, naming the index, if it is damaged.
-    """
+    """Read which tensors the index lists for each file."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path}: weight_map must be an object that maps tensors to files")
-    files: defaultdict[Path, set[str]] = defaultdict(set)
+    files: defaultdict[str, set[str]] = defaultdict(set)
     for tensor, name in weight_map.items():
         # A path could lead out of the checkpoint.
         if not isinstance(name, str) or os.path.basename(name) != name:
             raise ValueError(f"{path}: the file of {tensor} must be a file's name, not {name!r}")
-        files[path.parent / name].add(tensor)
-    return {file: files[file] for file in sorted(files)}
+        files[name].add(tensor)
+    return {path.parent / name: files[name] for name in sorted(files)}

@@ -11,20 +11,13 @@ features/thread_safety.py adds a lock and the recovery of interrupted calls.
 """
 
 import operator
-import os
 import warnings
 from collections import defaultdict
 from typing import TypeVar
 
 import torch
 
-from nanovllm.checkpoints.checkpoint import (
-    find_checkpoint,
-    read_config,
-    read_eos_token_ids,
-    read_generation_defaults,
-    read_tokenizer,
-)
+from nanovllm.checkpoints.checkpoint import Checkpoint
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.extension import Extension
@@ -42,7 +35,6 @@ from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models.architectures import read_spec
 from nanovllm.models.spec import ModelSpec
-from nanovllm.models.weights import choose_dtype
 from nanovllm.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import naming
@@ -65,19 +57,18 @@ class LLMEngine:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        directory = find_checkpoint(os.fspath(config.model))
-        hf_config = read_config(directory)
-        dtype = choose_dtype(config, hf_config, directory)
-        spec = read_spec(hf_config, dtype, config.tensor_parallel_size, config.quantization)
-        self.tokenizer = read_tokenizer(directory)
-        self.eos_token_ids = read_eos_token_ids(
-            directory, hf_config, self.tokenizer, spec.vocab_size
+        checkpoint = Checkpoint.open(config)
+        spec = read_spec(
+            checkpoint.hf_config,
+            checkpoint.dtype,
+            config.tensor_parallel_size,
+            config.quantization,
         )
-        defaults = read_generation_defaults(directory)
-        with naming(directory / "generation_config.json", ValueError, TypeError):
-            default_params = SamplingParams(**defaults)
         self.check_features(spec)
-        self.model_runner = ModelRunner(config, spec, directory)
+        self.tokenizer = checkpoint.tokenizer
+        # Ids above the vocabulary cannot be sampled.
+        self.eos_token_ids = checkpoint.eos_token_ids.intersection(range(spec.vocab_size))
+        self.model_runner = ModelRunner(config, spec, checkpoint.directory)
         self.device = self.model_runner.device
         self.executor = self.model_runner.executor
         worker = self.executor.worker
@@ -97,7 +88,7 @@ class LLMEngine:
         self.input_processor = InputProcessor(
             config,
             tokenizer=self.tokenizer,
-            default_params=default_params,
+            default_params=checkpoint.default_params,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             choose_request=self.make_chooser(),

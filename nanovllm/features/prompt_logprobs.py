@@ -30,7 +30,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.logprobs import find_logprobs
 from nanovllm.outputs import PromptLogprobs
-from nanovllm.utils.transfers import to_device
+from nanovllm.utils.packing import to_device
 
 
 class PromptRow(NamedTuple):

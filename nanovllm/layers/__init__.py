@@ -12,5 +12,5 @@ penalties.py        penalties, biases, and the ban of stop tokens
 logprobs.py         log probabilities of sampled tokens
 quantized.py        quantized weights
 gated_delta.py      the gated delta rule (Qwen3.5)
-tensor_parallel.py  collective operations between ranks
+tensor_parallel.py  collective operations between ranks, and messages from rank 0
 """

@@ -19,16 +19,26 @@ written by one sequence and read by another one in the same step.
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.batch import Batch
-from nanovllm.layers.linear import Target, shard_rows
+from nanovllm.layers.linear import Target
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
 CHUNK = 64  # tokens per matrix product. More cost quadratic work, fewer cost more iterations
+
+
+class DeltaInputs(NamedTuple):
+    """The projections of the tokens of a step."""
+
+    qkv: Tensor  # [num_tokens, sum(qkv_sizes)]
+    gate: Tensor  # [num_tokens, qkv_sizes[2]]
+    beta: Tensor  # [num_tokens, num_value_heads]
+    decay: Tensor  # [num_tokens, num_value_heads]
 
 
 class GatedDeltaRule(nn.Module):
@@ -68,33 +78,25 @@ class GatedDeltaRule(nn.Module):
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
         """Checkpoints name these tensors as parts of the parent."""
         parent = name.rpartition(".")[0]
-        heads = [self.num_value_heads]
-        parts = {
-            "conv1d.weight": (self.conv_weight, self.qkv_sizes),
-            "A_log": (self.A_log, heads),
-            "dt_bias": (self.dt_bias, heads),
-        }
-        for key, (tensor, sizes) in parts.items():
-            full_sizes = [size * self.tp.size for size in sizes]
-            for target in shard_rows(tensor, full_sizes, self.tp):
-                yield f"{parent}.{key}", target
+        rank, num_ranks = self.tp.rank, self.tp.size
+        for key, tensor in (("A_log", self.A_log), ("dt_bias", self.dt_bias)):
+            size = len(tensor)
+            yield f"{parent}.{key}", Target(tensor, 0, rank * size, num_ranks * size)
+        row = 0
+        for size in self.qkv_sizes:  # each part of the convolution is sharded separately
+            rows = self.conv_weight[row : row + size]
+            start = num_ranks * row + rank * size
+            target = Target(rows, 0, start, num_ranks * sum(self.qkv_sizes))
+            yield f"{parent}.conv1d.weight", target
+            row += size
         yield f"{parent}.norm.weight", Target(self.norm_weight)
 
-    def forward(
-        self,
-        qkv: Tensor,
-        gate: Tensor,
-        beta: Tensor,
-        decay: Tensor,
-        states: Tensor,
-        batch: Batch,
-    ) -> Tensor:
-        """Compute the tokens of a step, from their projections.
+    def forward(self, inputs: DeltaInputs, states: Tensor, batch: Batch) -> Tensor:
+        """Compute the tokens of a step, with `states` [num_slots, state size].
 
-        qkv is [num_tokens, sum(qkv_sizes)], gate [num_tokens, qkv_sizes[2]], beta and decay
-        [num_tokens, num_value_heads], states [num_slots, state size]. Return [num_tokens,
-        qkv_sizes[2]].
+        Return [num_tokens, qkv_sizes[2]].
         """
+        qkv, gate, beta, decay = inputs
         beta = beta.float().sigmoid()
         log_decay = -self.A_log.exp() * F.softplus(decay.float() + self.dt_bias)
         old_states = states[batch.read_slots]

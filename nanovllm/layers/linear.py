@@ -9,14 +9,16 @@ into one matrix, so that one GEMM computes them:
 `targets` says which checkpoint tensors fill a layer. models/weights.py reads them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nanovllm.layers.quantized import multiply
+from nanovllm.layers.quantized import WeightLike, multiply
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
 
@@ -29,7 +31,7 @@ class Target:
     tensor.
     """
 
-    destination: Any  # a Tensor or a QuantizedWeight
+    destination: WeightLike
     dim: int = 0
     start: int = 0
     full_size: int | None = None
@@ -47,21 +49,6 @@ class Target:
         end = self.start + self.destination.shape[self.dim]
         before = [slice(None)] * self.dim
         return (*before, slice(self.start, end))
-
-
-def shard_rows(
-    destination: Any, full_sizes: list[int], tp: TensorParallel, unit: int = 1
-) -> Iterator[Target]:
-    """Yield targets of a checkpoint tensor whose rows have several parts.
-
-    `destination` has a rank's shard of each part, in whole units. The parts have `full_sizes`.
-    """
-    shards = [tp.divide(full_size, unit) for full_size in full_sizes]
-    rows = destination.split([size for size, _ in shards])
-    before = 0  # rows of earlier parts
-    for part, (_, start), full_size in zip(rows, shards, full_sizes):
-        yield Target(part, 0, before + start, sum(full_sizes))
-        before += full_size
 
 
 class Linear(nn.Module):
@@ -90,39 +77,41 @@ class Linear(nn.Module):
 class ColumnParallelLinear(Linear):
     """One or more projections of the same input, with concatenated outputs.
 
-    `parts` maps checkpoint names to full output sizes. A list has the sizes of parts of one tensor,
-    which are sharded separately. Each rank gets whole units of `unit` features, such as heads.
+    `parts` are the names of checkpoint tensors, with full output sizes. Each rank gets a shard of
+    every part, in whole units of `unit` features, such as heads. Parts with the same name are
+    consecutive rows of one tensor (Qwen3.5's in_proj_qkv).
     """
 
     def __init__(
         self,
         in_features: int,
-        parts: Mapping[str, int | list[int]],
+        parts: list[tuple[str, int]],
         bias: bool,
         dtype: torch.dtype,
         tp: TensorParallel = ALONE,
         unit: int = 1,
     ) -> None:
-        full_sizes: dict[str, list[int]] = {}
-        shard_sizes: dict[str, int] = {}  # this rank's
-        for name, size in parts.items():
-            full_sizes[name] = [size] if isinstance(size, int) else size
-            shard_sizes[name] = sum(tp.divide(each, unit)[0] for each in full_sizes[name])
-        super().__init__(in_features, sum(shard_sizes.values()), bias, dtype, tp)
-        self.full_sizes = full_sizes
+        shards = [tp.divide(full_size, unit) for _, full_size in parts]
+        shard_sizes = [size for size, _ in shards]
+        super().__init__(in_features, sum(shard_sizes), bias, dtype, tp)
+        self.projections = parts
         self.shard_sizes = shard_sizes
-        self.unit = unit
+        self.starts = [start for _, start in shards]  # of this rank's shard in each part
 
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
         parent = name.rpartition(".")[0]
-        parameters = {"weight": self.weight}
-        if self.bias is not None:
-            parameters["bias"] = self.bias
-        for key, parameter in parameters.items():
-            shards = parameter.split(list(self.shard_sizes.values()))
-            for (part, full_sizes), rows in zip(self.full_sizes.items(), shards):
-                for target in shard_rows(rows, full_sizes, self.tp, self.unit):
-                    yield f"{parent}.{part}.{key}", target
+        row = 0
+        before = Counter[str]()  # rows of a tensor that belong to earlier parts
+        shards = zip(self.projections, self.shard_sizes, self.starts)
+        for (part, full_size), size, start in shards:
+            rows = slice(row, row + size)
+            of_tensor = [each for other, each in self.projections if other == part]
+            make_target = partial(Target, start=before[part] + start, full_size=sum(of_tensor))
+            yield f"{parent}.{part}.weight", make_target(self.weight[rows])
+            if self.bias is not None:
+                yield f"{parent}.{part}.bias", make_target(self.bias[rows])
+            row += size
+            before[part] += full_size
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x, self.bias)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.transfers import to_device
+from nanovllm.utils.packing import to_device
 
 
 class Row(Protocol):
@@ -27,28 +27,38 @@ class Row(Protocol):
 
 
 def apply_penalties(logits: Tensor, seqs: Sequence[Row]) -> Tensor:
-    """Return `logits` [num_rows, vocab_size] with penalties, biases and bans.
+    """Return `logits` [num_rows, vocab_size] with penalties, biases and bans, in this order.
 
-    Each row has a sequence.
+    Each row has a sequence. What no row needs takes no time on the device.
     """
     penalized = [row for row, seq in enumerate(seqs) if seq.params.penalizes]
     if penalized:
         logits = penalize(logits.float(), penalized, [seqs[row] for row in penalized])
+    return ban_stop_tokens(add_biases(logits, seqs), seqs)
+
+
+def add_biases(logits: Tensor, seqs: Sequence[Row]) -> Tensor:
     biased: list[tuple[int, int, float]] = []  # row, token id, bias
-    banned: list[tuple[int, int]] = []  # row, token id
     for row, seq in enumerate(seqs):
         if seq.params.logit_bias is not None:
             biased += [(row, *item) for item in seq.params.logit_bias.items()]
+    if not biased:
+        return logits
+    rows, token_ids, biases = to_device(np.array(biased), logits.device).T
+    indices = (rows.long(), token_ids.long())  # float64 holds them exactly
+    return logits.float().index_put(indices, biases.float(), accumulate=True)
+
+
+def ban_stop_tokens(logits: Tensor, seqs: Sequence[Row]) -> Tensor:
+    """Ban the tokens that would end a sequence before min_tokens."""
+    banned: list[tuple[int, int]] = []  # row, token id
+    for row, seq in enumerate(seqs):
         if len(seq.token_ids) < seq.min_num_tokens:
             banned += [(row, token_id) for token_id in seq.stop_token_ids]
-    if biased:
-        indices = to_device(np.array([item[:2] for item in biased]), logits.device)
-        biases = to_device(np.array([item[2] for item in biased], np.float32), logits.device)
-        logits = logits.float().index_put(tuple(indices.T), biases, accumulate=True)
-    if banned:
-        rows, token_ids = to_device(np.array(banned), logits.device).T
-        logits = logits.index_put((rows, token_ids), logits.new_full((), -torch.inf))
-    return logits
+    if not banned:
+        return logits
+    rows, token_ids = to_device(np.array(banned), logits.device).T
+    return logits.index_put((rows, token_ids), logits.new_full((), -torch.inf))
 
 
 def penalize(logits: Tensor, rows: list[int], seqs: Sequence[Row]) -> Tensor:

@@ -21,8 +21,7 @@ References: Frantar et al. 2022 (GPTQ); Lin et al. 2023 (AWQ); llama.cpp's Q4_1 
 """
 
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +45,20 @@ class Scheme:
     @property
     def largest_code(self) -> int:
         return (1 << self.bits) - 1
+
+
+class WeightLike(Protocol):
+    """What models/weights.py needs of a weight that it fills: a Tensor or a QuantizedWeight."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def new_empty(self, size: list[int], /) -> Tensor:
+        """Make a float tensor of the weight's dtype and device."""
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+    def copy_(self, source: Any, /) -> Any: ...
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
@@ -118,7 +131,7 @@ class QuantizedWeight(nn.Module):
         repeated = per_group.repeat_interleave(self.scheme.group_size, dim=-1)
         return repeated[..., : self.in_features]
 
-    # What models/weights.py needs of the destination of a tensor.
+    # The methods of WeightLike.
 
     @property
     def shape(self) -> torch.Size:
@@ -140,9 +153,6 @@ class QuantizedWeight(nn.Module):
         groups = (*others, ..., slice(start // size, cdiv(end, size)))
         parts = (self.codes[packed], self.scales[groups], self.zeros[groups])
         return QuantizedWeight(self.scheme, end - start, self.dtype, *parts)
-
-    def split(self, sizes: list[int]) -> list["QuantizedWeight"]:
-        return [self[end - size : end] for size, end in zip(sizes, accumulate(sizes))]
 
     def copy_(self, source: "Tensor | QuantizedWeight") -> None:
         """Quantize a float tensor, or copy codes of the same scheme."""

@@ -9,7 +9,7 @@ import torch
 from nanovllm.batch import Filters, Noise, SamplingBatch
 from nanovllm.layers.noise import make_noise_keys
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.transfers import to_device
+from nanovllm.utils.packing import to_device
 
 
 class Row(Protocol):

@@ -1,10 +1,11 @@
 """Computes: the models, in plain PyTorch.
 
-decoder.py        Qwen3, Qwen2, Llama and Mistral
-moe.py            experts (Qwen3-MoE)
-qwen3_5.py        layers with recurrent states
-opt.py            OPT
-spec.py           the interface between the worker and a model
-architectures.py  config.json to a spec
-weights.py        makes a model, and loads its weights
+decoder.py           Qwen3, Qwen2, Llama and Mistral
+moe.py               experts (Qwen3-MoE)
+qwen3_5.py           layers with recurrent states
+opt.py               OPT
+spec.py              the interface between the worker and a model
+architectures.py     config.json to a spec
+quantized_layers.py  which layers are quantized
+weights.py           makes a model, and loads its weights
 """

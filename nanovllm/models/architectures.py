@@ -1,15 +1,14 @@
 """Converts a Hugging Face config to a ModelSpec. The engine learns the shapes of models only here.
 
-A family that differs by values is a row of ARCHITECTURES. A family that differs by structure has a
-reader here, and its spec in a file of its own. An unsupported feature is rejected with an error
-that names it, never ignored.
+A family is a row of ARCHITECTURES, at the end. If it differs by structure, it also has a spec in a
+file of its own. An unsupported feature is rejected with an error that names it, never ignored.
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PretrainedConfig
@@ -23,9 +22,15 @@ from nanovllm.models.moe import MoESpec
 from nanovllm.models.opt import OPTSpec
 from nanovllm.models.qwen3_5 import Qwen35Spec
 from nanovllm.models.spec import ModelSpec
-from nanovllm.utils.checks import check_choice, check_int, check_number, naming
+from nanovllm.utils.checks import (
+    check_choice,
+    check_int,
+    check_number,
+    check_supported,
+    naming,
+)
 
-Fields = dict[str, Any]
+Fields = Mapping[str, Any]  # of a spec, by their names
 _ROPE_TYPES = ("default", "dynamic", "linear", "yarn", "llama3")
 
 
@@ -42,19 +47,14 @@ def read_spec(
     path = Path(config.name_or_path or "", "config.json")
     with naming(path, Exception):  # an invalid value can raise anything
         name = next(iter(config.architectures or ()), None)
-        architecture = check_choice("architectures[0]", name, tuple(ARCHITECTURES))
+        family = ARCHITECTURES[check_choice("architectures[0]", name, tuple(ARCHITECTURES))]
         check_choice("dtype", str(dtype).removeprefix("torch."), DTYPES)
-        common = {
-            "vocab_size": _read_size(config, "vocab_size"),
-            "hidden_size": _read_size(config, "hidden_size"),
-            "num_layers": check_int("num_hidden_layers", config.num_hidden_layers, 1, MAX_LAYERS),
-            "num_heads": _read_size(config, "num_attention_heads"),
-            "tie_embeddings": config.tie_word_embeddings,
-            "max_len": _read_size(config, "max_position_embeddings"),
-            "dtype": dtype,
-            "quantization": read_quantization(config, quantization),
-        }
-        spec = ARCHITECTURES[architecture](config, common)
+        given = {name: getattr(config, name) for name in family.supported}
+        check_supported(given, **family.supported)
+        read = {**_read_fields(config, family.spec, family.names), **family.fixed}
+        computed = family.compute(config, read)
+        quantized = read_quantization(config, quantization)
+        spec = family.spec(**{**read, **computed, "dtype": dtype, "quantization": quantized})
         _check_ranks(spec, num_ranks)
         return spec
 
@@ -72,113 +72,93 @@ def _check_ranks(spec: ModelSpec, num_ranks: int) -> None:
         )
 
 
-def _read_size(config: PretrainedConfig, name: str) -> int:
-    return check_int(name, getattr(config, name), 1, MAX_SIZE)
+def _read_fields(
+    config: PretrainedConfig, spec: type[ModelSpec], names: Mapping[str, str]
+) -> dict[str, Any]:
+    """Read fields of `spec`. Counts and sizes are positive ints, other numbers are positive."""
+    types = {field.name: field.type for field in fields(spec)}
+    found: dict[str, Any] = {}
+    for field, name in names.items():
+        value = getattr(config, name)
+        if types[field] is int:
+            limit = MAX_LAYERS if field == "num_layers" else MAX_SIZE
+            value = check_int(name, value, 1, limit)
+        elif types[field] is float:
+            value = check_number(name, value, low=0.0, open_low=True)
+        found[field] = value
+    return found
 
 
-def _read_decoder(
+def _check_multiple(**sizes: int) -> None:
+    """Require that the first of two sizes is a multiple of the second one."""
+    (name, size), (unit_name, unit) = sizes.items()
+    if size % unit != 0:
+        raise ValueError(f"{name}={size} must be a multiple of {unit_name}={unit}")
+
+
+def _compute_decoder(
     config: PretrainedConfig,
-    common: Fields,
-    make: type[DecoderSpec] = DecoderSpec,
-    is_hybrid: bool = False,
-    **family: Any,
-) -> DecoderSpec:
-    """Read a decoder. `family` overrides fields that the model family fixes.
-
-    A hybrid has other layers than attention, and RoPE can rotate a part of a head.
-    """
-    check_choice("hidden_act", config.hidden_act, ("silu",))
-    num_heads = common["num_heads"]
-    num_kv_heads = _read_size(config, "num_key_value_heads")
-    if num_heads % num_kv_heads != 0:
-        raise ValueError(
-            f"num_attention_heads={num_heads} must be a multiple of"
-            f" num_key_value_heads={num_kv_heads}"
-        )
-    head_dim = getattr(config, "head_dim", None) or common["hidden_size"] // num_heads
+    given: Fields,
+    layer_types: tuple[str, ...] = ("full_attention",),
+    allow_partial_rope: bool = False,
+) -> dict[str, Any]:
+    """Compute what all decoders have. `layer_types` are those that the spec can make."""
+    num_heads = given["num_heads"]
+    _check_multiple(num_attention_heads=num_heads, num_key_value_heads=given["num_kv_heads"])
+    head_dim = getattr(config, "head_dim", None) or given["hidden_size"] // num_heads
     check_int("head_dim (by default hidden_size / num_attention_heads)", head_dim, 1, MAX_HEAD_DIM)
-    rope, max_len = _read_rope(config, head_dim, is_hybrid)
-    if not is_hybrid:
-        _check_full_attention(config, max_len)
-    has_bias = getattr(config, "attention_bias", False)
-    fields = {
-        **common,
-        "max_len": max_len,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "intermediate_size": _read_size(config, "intermediate_size"),
-        "norm_eps": check_number("rms_norm_eps", config.rms_norm_eps, low=0.0, open_low=True),
-        "rope": rope,
-        "qkv_bias": has_bias,
-        "o_bias": has_bias,
-        "mlp_bias": getattr(config, "mlp_bias", False),
-    }
-    return make(**{**fields, **family})
+    rope, max_len = _read_rope(config, head_dim, allow_partial_rope)
+    _check_layer_types(config, max_len, layer_types)
+    return {"head_dim": head_dim, "rope": rope, "max_len": max_len}
 
 
-def _check_full_attention(config: PretrainedConfig, max_len: int) -> None:
-    """Raise ValueError for sliding windows, unless the window covers every context."""
+def _check_layer_types(config: PretrainedConfig, max_len: int, supported: tuple[str, ...]) -> None:
+    """Raise ValueError for other layers. A window that covers every context is full attention."""
+    window = getattr(config, "sliding_window", None)
     # Without layer_types, a window is that of all layers.
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
-    window = getattr(config, "sliding_window", None) or max_len
-    if window >= max_len:
-        kinds.discard("sliding_attention")
-    if not kinds <= {"full_attention"}:
+    default = "full_attention" if window is None else "sliding_attention"
+    found = set(getattr(config, "layer_types", None) or [default])
+    if window is not None and window >= max_len:
+        found.discard("sliding_attention")
+    for unsupported in found.difference(supported):
         raise ValueError(
-            "sliding-window attention (sliding_window, layer_types, use_sliding_window)"
-            " is not supported"
+            f"layer_types must be {' or '.join(supported)}, not {unsupported}"
+            " (sliding-window attention: sliding_window, use_sliding_window)"
         )
 
 
-def _read_qwen3_moe(config: PretrainedConfig, common: Fields) -> DecoderSpec:
-    num_experts = _read_size(config, "num_experts")
-    sparse_step = _read_size(config, "decoder_sparse_step")
+def _compute_moe(config: PretrainedConfig, given: Fields) -> Fields:
+    sparse_step = check_int("decoder_sparse_step", config.decoder_sparse_step, 1, MAX_SIZE)
     dense_layers: set[int] = set()
-    for layer in range(common["num_layers"]):
+    for layer in range(given["num_layers"]):
         if (layer + 1) % sparse_step != 0 or layer in config.mlp_only_layers:
             dense_layers.add(layer)
-    num_chosen = check_int("num_experts_per_tok", config.num_experts_per_tok, 1, num_experts)
-    return _read_decoder(
-        config,
-        common,
-        MoESpec,
-        qk_norm=True,
-        mlp_bias=False,
-        num_experts=num_experts,
-        num_experts_per_tok=num_chosen,
-        expert_size=_read_size(config, "moe_intermediate_size"),
-        normalize_weights=config.norm_topk_prob,
-        dense_layers=frozenset(dense_layers),
-    )
+    num_chosen = given["num_experts_per_tok"]
+    check_int("num_experts_per_tok", num_chosen, 1, given["num_experts"])
+    return {**_compute_decoder(config, given), "dense_layers": frozenset(dense_layers)}
 
 
-def _read_qwen3_5(config: PretrainedConfig, common: Fields) -> DecoderSpec:
-    for kind in config.layer_types:
-        check_choice("layer_types", kind, ("linear_attention", "full_attention"))
-    attention_layers = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
-    if not attention_layers:
+def _compute_qwen3_5(config: PretrainedConfig, given: Fields) -> Fields:
+    types = ("linear_attention", "full_attention")
+    computed = _compute_decoder(config, given, types, allow_partial_rope=True)
+    layers = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    if not layers:
         raise ValueError("layer_types without full_attention are not supported")
-    num_key_heads = _read_size(config, "linear_num_key_heads")
-    num_value_heads = _read_size(config, "linear_num_value_heads")
-    if num_value_heads % num_key_heads != 0:
-        raise ValueError(
-            f"linear_num_value_heads={num_value_heads} must be a multiple of"
-            f" linear_num_key_heads={num_key_heads}"
-        )
-    return _read_decoder(
-        config,
-        common,
-        Qwen35Spec,
-        is_hybrid=True,
-        qk_norm=True,
-        mlp_bias=False,
-        attention_layers=frozenset(attention_layers),
-        num_key_heads=num_key_heads,
-        num_value_heads=num_value_heads,
-        key_dim=_read_size(config, "linear_key_head_dim"),
-        value_dim=_read_size(config, "linear_value_head_dim"),
-        conv_size=_read_size(config, "linear_conv_kernel_dim"),
+    _check_multiple(
+        linear_num_value_heads=given["num_value_heads"],
+        linear_num_key_heads=given["num_key_heads"],
     )
+    return {**computed, "attention_layers": frozenset(layers)}
+
+
+def _compute_opt(config: PretrainedConfig, given: Fields) -> Fields:
+    hidden_size, num_heads = given["hidden_size"], given["num_heads"]
+    _check_multiple(hidden_size=hidden_size, num_attention_heads=num_heads)
+    return {
+        "num_kv_heads": num_heads,
+        "head_dim": hidden_size // num_heads,
+        "final_norm": given["norm_first"] and not config._remove_final_layer_norm,
+    }
 
 
 def _read_rope(
@@ -215,34 +195,76 @@ def _read_rope(
     return spec, max_len
 
 
-def _read_opt(config: PretrainedConfig, common: Fields) -> OPTSpec:
-    check_choice("activation_function", config.activation_function, ("relu",))
-    hidden_size, num_heads = common["hidden_size"], common["num_heads"]
-    if hidden_size % num_heads != 0:
-        raise ValueError(
-            f"hidden_size={hidden_size} must be a multiple of num_attention_heads={num_heads}"
-        )
-    return OPTSpec(
-        **common,
-        embedding_size=_read_size(config, "word_embed_proj_dim"),
-        num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
-        intermediate_size=_read_size(config, "ffn_dim"),
-        norm_first=config.do_layer_norm_before,
-        final_norm=config.do_layer_norm_before and not config._remove_final_layer_norm,
-        norm_has_weights=config.layer_norm_elementwise_affine,
-        bias=config.enable_bias,
-    )
+class Family(NamedTuple):
+    """How the config.json of a family becomes a spec.
+
+    A field of the spec is in `names`, in `fixed`, or in what `compute` returns.
+    """
+
+    spec: type[ModelSpec]
+    names: Mapping[str, str]  # fields that config.json has, with their names there
+    fixed: Mapping[str, Any] = {}  # fields that are the same in all models of the family
+    # The other fields, from config.json and the fields of `names` and `fixed`.
+    compute: Callable[[PretrainedConfig, Fields], Fields] = _compute_decoder
+    # Fields of config.json that must have one of these values.
+    supported: Mapping[str, tuple[object, ...]] = {"hidden_act": ("silu",)}
 
 
-ARCHITECTURES: dict[str, Callable[[PretrainedConfig, Fields], ModelSpec]] = {
-    "LlamaForCausalLM": _read_decoder,
-    "MistralForCausalLM": partial(_read_decoder, qkv_bias=False, o_bias=False, mlp_bias=False),
-    "MinistralForCausalLM": partial(_read_decoder, qkv_bias=False, o_bias=False, mlp_bias=False),
-    "OPTForCausalLM": _read_opt,
-    "Qwen2ForCausalLM": partial(_read_decoder, qkv_bias=True, o_bias=False, mlp_bias=False),
-    "Qwen3ForCausalLM": partial(_read_decoder, qk_norm=True, mlp_bias=False),
-    "Qwen3MoeForCausalLM": _read_qwen3_moe,
-    "Qwen3_5ForCausalLM": _read_qwen3_5,
-    "Qwen3_5ForConditionalGeneration": _read_qwen3_5,
+# Fields of specs, with their names in config.json.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "tie_embeddings": "tie_word_embeddings",
+    "max_len": "max_position_embeddings",
+}
+_DECODER = {
+    **_SIZES,
+    "num_kv_heads": "num_key_value_heads",
+    "intermediate_size": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+}
+_WITH_BIASES = {**_DECODER, "qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+_MOE = {
+    **_WITH_BIASES,
+    "num_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_tok",
+    "expert_size": "moe_intermediate_size",
+    "normalize_weights": "norm_topk_prob",
+}
+_DELTA = {
+    **_WITH_BIASES,
+    "num_key_heads": "linear_num_key_heads",
+    "num_value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "conv_size": "linear_conv_kernel_dim",
+}
+_OPT = {
+    **_SIZES,
+    "embedding_size": "word_embed_proj_dim",
+    "intermediate_size": "ffn_dim",
+    "norm_first": "do_layer_norm_before",
+    "norm_has_weights": "layer_norm_elementwise_affine",
+    "bias": "enable_bias",
+}
+_NORMED = {"qk_norm": True}
+_QWEN3_5 = Family(Qwen35Spec, _DELTA, _NORMED, _compute_qwen3_5)
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Family(DecoderSpec, {**_WITH_BIASES, "mlp_bias": "mlp_bias"}),
+    "MistralForCausalLM": Family(DecoderSpec, _DECODER),
+    "MinistralForCausalLM": Family(DecoderSpec, _DECODER),
+    "OPTForCausalLM": Family(
+        OPTSpec,
+        _OPT,
+        compute=_compute_opt,
+        supported={"activation_function": ("relu",)},
+    ),
+    "Qwen2ForCausalLM": Family(DecoderSpec, _DECODER, {"qkv_bias": True}),
+    "Qwen3ForCausalLM": Family(DecoderSpec, _WITH_BIASES, _NORMED),
+    "Qwen3MoeForCausalLM": Family(MoESpec, _MOE, _NORMED, _compute_moe),
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5,
 }

@@ -64,19 +64,19 @@ class Attention(nn.Module):
         total_kv_size = spec.num_kv_heads * spec.head_dim
         self.qkv_proj = ColumnParallelLinear(
             spec.hidden_size,
-            {
-                "q_proj": self.NUM_QUERY_PARTS * total_q_size,
-                "k_proj": total_kv_size,
-                "v_proj": total_kv_size,
-            },
+            [
+                ("q_proj", self.NUM_QUERY_PARTS * total_q_size),
+                ("k_proj", total_kv_size),
+                ("v_proj", total_kv_size),
+            ],
             bias=spec.qkv_bias,
             dtype=spec.dtype,
             tp=tp,
             unit=spec.head_dim,
         )
         self.o_proj = RowParallelLinear(total_q_size, spec.hidden_size, spec.o_bias, spec.dtype, tp)
-        self.q_size = self.qkv_proj.shard_sizes["q_proj"] // self.NUM_QUERY_PARTS  # on this rank
-        self.kv_size = self.qkv_proj.shard_sizes["k_proj"]
+        query_size, self.kv_size, _ = self.qkv_proj.shard_sizes  # on this rank
+        self.q_size = query_size // self.NUM_QUERY_PARTS
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if spec.qk_norm:
@@ -109,7 +109,7 @@ class MLP(nn.Module):
     def __init__(self, spec: DecoderSpec, tp: TensorParallel) -> None:
         super().__init__()
         hidden_size, width = spec.hidden_size, spec.intermediate_size
-        parts = {"gate_proj": width, "up_proj": width}
+        parts = [("gate_proj", width), ("up_proj", width)]
         self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, spec.mlp_bias, spec.dtype, tp)
         self.down_proj = RowParallelLinear(width, hidden_size, spec.mlp_bias, spec.dtype, tp)
 

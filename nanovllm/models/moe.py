@@ -70,9 +70,8 @@ class Experts(nn.Module):
         start, full_size = self.tp.rank * size, self.tp.size * size
         for expert, (gate_up, down) in enumerate(zip(self.gate_up_proj, self.down_proj)):
             prefix = f"{name}.{expert}"
-            gate, up = gate_up.split([size, size])
-            yield f"{prefix}.gate_proj.weight", Target(gate, 0, start, full_size)
-            yield f"{prefix}.up_proj.weight", Target(up, 0, start, full_size)
+            yield f"{prefix}.gate_proj.weight", Target(gate_up[:size], 0, start, full_size)
+            yield f"{prefix}.up_proj.weight", Target(gate_up[size:], 0, start, full_size)
             yield f"{prefix}.down_proj.weight", Target(down, 1, start, full_size)
 
     def compute(self, expert: int, x: Tensor) -> Tensor:
@@ -104,7 +103,7 @@ class MoE(nn.Module):
         self.num_experts_per_tok = spec.num_experts_per_tok
         self.normalize_weights = spec.normalize_weights
         # The router. Without `tp` it is replicated on every rank.
-        parts = {"gate": spec.num_experts}
+        parts = [("gate", spec.num_experts)]
         self.gate = ColumnParallelLinear(spec.hidden_size, parts, False, spec.dtype)
         self.experts = Experts(spec, tp)
 

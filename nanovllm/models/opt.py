@@ -52,7 +52,7 @@ class OPTAttention(nn.Module):
         self.head_dim = spec.head_dim
         self.backend = backend
         size = spec.hidden_size
-        parts = {"q_proj": size, "k_proj": size, "v_proj": size}
+        parts = [("q_proj", size), ("k_proj", size), ("v_proj", size)]
         self.qkv_proj = ColumnParallelLinear(size, parts, spec.bias, spec.dtype, tp)
         self.out_proj = RowParallelLinear(size, size, spec.bias, spec.dtype, tp)
 
@@ -73,7 +73,7 @@ class OPTLayer(nn.Module):
         self.norm_first = spec.norm_first
         self.self_attn = OPTAttention(spec, backend, tp)
         self.self_attn_layer_norm = spec.make_norm()
-        self.fc1 = ColumnParallelLinear(hidden_size, {"fc1": width}, spec.bias, spec.dtype, tp)
+        self.fc1 = ColumnParallelLinear(hidden_size, [("fc1", width)], spec.bias, spec.dtype, tp)
         self.fc2 = RowParallelLinear(width, hidden_size, spec.bias, spec.dtype, tp)
         self.final_layer_norm = spec.make_norm()
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nanovllm.batch import Batch
 from nanovllm.layers.attention import Backend
-from nanovllm.layers.gated_delta import GatedDeltaRule
+from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.tensor_parallel import TensorParallel
@@ -104,10 +104,11 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         num_heads = spec.num_value_heads
         value_size = num_heads * spec.value_dim
-        parts = {"in_proj_qkv": spec.qkv_sizes, "in_proj_z": [value_size]}
+        parts = [("in_proj_qkv", size) for size in spec.qkv_sizes]
+        parts.append(("in_proj_z", value_size))
         self.in_proj_qkvz = ColumnParallelLinear(spec.hidden_size, parts, False, spec.dtype, tp)
         # A beta and a decay per head. Checkpoints with quantized weights keep these two as floats.
-        parts = {"in_proj_b": [num_heads], "in_proj_a": [num_heads]}
+        parts = [("in_proj_b", num_heads), ("in_proj_a", num_heads)]
         self.in_proj_ba = ColumnParallelLinear(spec.hidden_size, parts, False, spec.dtype, tp)
         self.delta_rule = GatedDeltaRule(
             num_key_heads=spec.num_key_heads,
@@ -122,7 +123,9 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = RowParallelLinear(value_size, spec.hidden_size, False, spec.dtype, tp)
 
     def forward(self, x: Tensor, states: Tensor, batch: Batch) -> Tensor:
-        sizes = list(self.in_proj_qkvz.shard_sizes.values())
-        qkv, gate = self.in_proj_qkvz(x).split(sizes, dim=-1)
+        qkvz = self.in_proj_qkvz(x)
+        gate_size = self.in_proj_qkvz.shard_sizes[-1]
+        qkv, gate = qkvz.split([qkvz.shape[-1] - gate_size, gate_size], dim=-1)
         beta, decay = self.in_proj_ba(x).chunk(2, dim=-1)
-        return self.out_proj(self.delta_rule(qkv, gate, beta, decay, states, batch))
+        inputs = DeltaInputs(qkv, gate, beta, decay)
+        return self.out_proj(self.delta_rule(inputs, states, batch))

@@ -8,50 +8,24 @@ of the embedding. If both are stored, they are compared.
 """
 
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from nanovllm.checkpoints.formats import Format
-from nanovllm.checkpoints.quantization import Quantization
 from nanovllm.checkpoints.tensor_files import TensorFiles, summarize
-from nanovllm.config import Config
 from nanovllm.layers.attention import Backend
-from nanovllm.layers.embedding import Embedding
-from nanovllm.layers.linear import Linear, Target
-from nanovllm.layers.quantized import QuantizedWeight, Scheme
+from nanovllm.layers.linear import Target
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
-from nanovllm.models.moe import Experts
+from nanovllm.models.quantized_layers import quantize_layers
 from nanovllm.models.spec import CausalLM, ModelSpec
 from nanovllm.utils.checks import naming
 
 _HEAD = "lm_head.weight"
-QUANTIZABLE = (Linear, Embedding, Experts)  # layers whose matrices can be quantized
-# What `quantization` keeps. A router is small, and its errors choose other experts. The decay of a
-# recurrent state acts on all later tokens.
-_KEPT = ("gate", "in_proj_ba")
 _SKIPPED_PARTS = ("model.visual.", "mtp.")
 _ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-
-
-def open_checkpoint(config: Config, directory: Path) -> TensorFiles | None:
-    """Open the files that `config` asks for. None: there are none, for dummy weights."""
-    return None if config.load_format == "dummy" else TensorFiles(directory)
-
-
-def choose_dtype(config: Config, hf_config: PretrainedConfig, directory: Path) -> torch.dtype:
-    """Return the dtype of `config`, or else of config.json, or else of the first floats stored."""
-    if config.dtype != "auto":
-        return getattr(torch, config.dtype)
-    if isinstance(hf_config.dtype, torch.dtype):
-        return hf_config.dtype
-    files = open_checkpoint(config, directory)
-    stored = None if files is None else files.find_stored_dtype()
-    return stored or torch.float32
 
 
 def allocate_model(
@@ -74,73 +48,10 @@ def allocate_model(
     # torch raises RuntimeError where a tensor's size overflows.
     with torch.device("meta"), naming(sizes, RuntimeError):
         model = spec.make_model(backend, tp)
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, QUANTIZABLE):
-            scheme = _find_scheme(spec.quantization, name, layer, files)
-            if scheme is not None:
-                quantize_layer(layer, scheme)
-                _check_shards(layer, name, scheme, tp)
+    quantize_layers(model, spec.quantization, files, tp)
     _check_size(model, sizes, device)
     # Module.to_empty would also drop the tensors that have values, such as RoPE's frequencies.
     return model._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device))
-
-
-def _find_scheme(
-    quantization: Quantization, name: str, layer: Any, files: TensorFiles | None
-) -> Scheme | None:
-    """Return the scheme of a layer's weights. None: they are floats.
-
-    Codes that the checkpoint stores keep their scheme. What it stores or reads as floats gets that
-    of the option `quantization`, except for the layers in _KEPT.
-    """
-    format = quantization.format
-    if format is not None and format.scheme is not None and _has_codes(format, name, layer, files):
-        return format.scheme
-    if _is_kept(name):
-        return None
-    return quantization.head if isinstance(layer, Embedding) else quantization.linear
-
-
-def _is_kept(name: str) -> bool:
-    return name.rpartition(".")[2] in _KEPT
-
-
-def _has_codes(format: Format, name: str, layer: Any, files: TensorFiles | None) -> bool:
-    """Return whether a checkpoint has codes for `layer`.
-
-    For dummy weights, all projections have codes, except those that no checkpoint quantizes.
-    Raises ValueError if only some parts of a merged projection have them.
-    """
-    if files is None:
-        return not isinstance(layer, Embedding) and not _is_kept(name)
-    parts = dict.fromkeys(key.rpartition(".")[0] for key, _ in layer.targets(name))
-    others = [part for part in parts if not format.is_stored(files, part)]
-    if 0 < len(others) < len(parts):
-        problem = f"{name} is only partly quantized, since {format.marker} is missing of these"
-        raise ValueError(summarize(problem, others))
-    return not others
-
-
-@torch.no_grad()
-def quantize_layer(layer: nn.Module, scheme: Scheme) -> None:
-    """Quantize the matrices of a layer. On `meta` this allocates nothing."""
-    for name, parameter in list(layer.named_parameters(recurse=False)):
-        if parameter.dim() > 1:
-            delattr(layer, name)
-            setattr(layer, name, QuantizedWeight.quantize(parameter, scheme))
-
-
-def _check_shards(layer: Any, name: str, scheme: Scheme, tp: TensorParallel) -> None:
-    """Raise ValueError if ranks would share a group of inputs."""
-    for key, target in layer.targets(name):
-        if target.dim == 1 and tp.size > 1:
-            num_groups, rest = divmod(target.full_shape[1], scheme.group_size)
-            if rest or num_groups % tp.size:
-                raise ValueError(
-                    f"tensor_parallel_size={tp.size} divides groups of {scheme.group_size} inputs"
-                    f" of {key}, which has {target.full_shape[1]}: use a divisor of"
-                    f" {1 if rest else num_groups}"
-                )
 
 
 def _check_size(model: nn.Module, sizes: str, device: torch.device) -> None:
@@ -198,7 +109,7 @@ def _resolve_tied_head(files: TensorFiles, targets: dict[str, list[Target]]) -> 
     """
     embedding = next(name for name in targets if name.endswith("embed_tokens.weight"))
     if embedding not in files:
-        files.rename(_HEAD, embedding)
+        targets[_HEAD] = targets.pop(embedding)
         return
     (target,) = targets[embedding]
     head, other = (files.open(name, target.full_shape) for name in (_HEAD, embedding))

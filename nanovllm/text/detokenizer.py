@@ -11,12 +11,45 @@ tokens that cannot be decoded.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from nanovllm.utils.checks import raises_again
+
 Tokens = tuple[int, ...]
-# Tokens with complete text, that text, and the tokens after them, which are pending.
-Window = tuple[Tokens, str, Tokens]
+
+
+class State(NamedTuple):
+    """What is decoded so far. A single store replaces it, so an interrupt cannot split it."""
+
+    num_tokens: int
+    text: str = ""  # the text after the first context
+    context: Tokens = ()  # the newest tokens of the text, decoded together with those after it
+    context_text: str = ""  # their text when they are decoded alone
+    pending: Tokens = ()  # tokens that end within a character (with U+FFFD), or have no text
+
+
+class StopStrings(NamedTuple):
+    """The search for stop strings in a text that grows."""
+
+    strings: tuple[str, ...]
+    num_searched: int = 0  # characters of the text
+    end: int | None = None  # where the stop string that ended the text begins
+
+    def search(self, text: str, start: int, may_stop: bool) -> "StopStrings":
+        """Return the state after a search of what is new in `text`, and not before `start`.
+
+        If the text must not stop yet, the new characters count as searched.
+        """
+        end = self.end
+        if may_stop and end is None:
+            found: list[int] = []
+            for string in self.strings:
+                first = max(start, self.num_searched - len(string) + 1)
+                found.append(text.find(string, first))
+            end = min((index for index in found if index >= 0), default=None)
+        return StopStrings(self.strings, len(text), end)
 
 
 class Detokenizer:
@@ -33,8 +66,10 @@ class Detokenizer:
     fallback turns a whole run of byte tokens into U+FFFD if one byte is invalid. Released text is
     then kept. A token that the tokenizer cannot decode becomes U+FFFD.
 
-    token_ids | prompt ........ | ............ | context | pending |
-                | anchor | tail |                         `text` ends where the context ends
+    token_ids | prompt ............. | generated ................. |
+                 | context | pending |                               the first state
+                           | text ...................... |
+                                               | context | pending | the newest state
 
     Instances are copied shallowly, so no attribute is mutated in place.
     """
@@ -52,50 +87,46 @@ class Detokenizer:
         """`hidden_ids` are the special tokens without text, by default all of them."""
         self.tokenizer = tokenizer
         self.hidden_ids = hidden_ids
-        self.stop_strings = stop_strings
-        self.num_decoded_tokens = len(prompt_token_ids)
-        # The context is decoded with new tokens. `context_text` is its text when decoded alone.
-        # Pending tokens end within a character (with U+FFFD) or have no text.
-        self.window = self._find_anchor(prompt_token_ids)
-        anchor, self.anchor_text, tail = self.window
-        self.anchor_start = len(prompt_token_ids) - len(anchor) - len(tail)
-        self.tail_text = self._find_new_text(*self.window)
-        # The text after the anchor. It begins with complete characters of the tail, if there are
-        # any, see `_without_tail`.
-        self.text = ""
-        # With stop strings, the last characters of the text may be the start of one.
+        self.stops = StopStrings(stop_strings)
+        # The last characters of the text may be the start of a stop string.
         self.num_withheld = max(map(len, stop_strings), default=1) - 1
-        self.num_searched = 0  # characters already searched for stop strings
-        self.end: int | None = None  # where the stop string that ended the text begins
+        self.state = self._read_prompt(prompt_token_ids)
+        self.start = len(prompt_token_ids) - len(self.state.context) - len(self.state.pending)
+        self.start_text = self.state.context_text
+        # The decoded text begins with complete characters of these pending tokens, if there are
+        # any, see `_without_prompt`.
+        self.prompt_text = self._find_new_text(self.state)
 
-    def _find_anchor(self, prompt_token_ids: list[int]) -> Window:
-        """The last tokens of a prompt: an anchor, its text, and the tail.
+    def _read_prompt(self, prompt_token_ids: list[int]) -> State:
+        """The last tokens of a prompt, divided where their last complete character ends.
 
-        The anchor has text if the prompt has any, because some tokenizers strip the first space of
+        The context has text if the prompt has any, because some tokenizers strip the first space of
         what they decode. It does not begin within a character.
         """
-        window: Window = ((), "", ())
+        state = State(len(prompt_token_ids))
         size = self.MAX_CONTEXT
         while True:
             recent = tuple(prompt_token_ids[-size:])
             text = self._decode(recent)
             if text is None:
-                return window
-            window = self._split_off_tail(recent, text)
+                return state
+            context, context_text = self._drop_incomplete(recent, text)
+            pending = recent[len(context) :]
+            state = State(len(prompt_token_ids), "", context, context_text, pending)
             has_start = text != "" and not text.startswith("\ufffd")
             if has_start or size >= len(prompt_token_ids):
-                return window
+                return state
             size *= 4
 
-    def _split_off_tail(self, token_ids: Tokens, text: str) -> Window:
-        """Divide tokens where their last complete character ends."""
+    def _drop_incomplete(self, token_ids: Tokens, text: str) -> tuple[Tokens, str]:
+        """Return the tokens up to their last complete character, and their text."""
         if text.endswith("\ufffd"):
-            for num_tail in range(1, 1 + min(3, len(token_ids))):  # a character has up to 4 bytes
-                anchor = token_ids[:-num_tail]
-                anchor_text = self._decode(anchor) or ""
-                if not anchor_text.endswith("\ufffd"):
-                    return anchor, anchor_text, token_ids[-num_tail:]
-        return token_ids, text, ()
+            for num_dropped in range(1, 1 + min(3, len(token_ids))):  # a character has 4 bytes
+                shorter = token_ids[:-num_dropped]
+                shorter_text = self._decode(shorter) or ""
+                if not shorter_text.endswith("\ufffd"):
+                    return shorter, shorter_text
+        return token_ids, text
 
     def read(self, token_ids: list[int], is_last: bool) -> str:
         """Decode new tokens, and return all text that can be released.
@@ -103,91 +134,80 @@ class Detokenizer:
         `is_last` if no tokens follow. `token_ids` has the prompt, too. With stop strings,
         `meets_stop_string` must have been called for each new token.
         """
-        if is_last and self.end is None:
-            whole = self._decode(token_ids[self.anchor_start :])
-            if whole is not None and whole.startswith(self.anchor_text + self.text):
-                return self._without_tail(whole[len(self.anchor_text) :])
-        if not self.stop_strings:
-            self.push_new(token_ids)
-        if is_last or self.end is not None:
-            text = (self.text + self._find_new_text(*self.window))[: self.end]
+        stops = self.stops
+        if is_last and stops.end is None:
+            whole = self._decode(token_ids[self.start :])
+            if whole is not None and whole.startswith(self.start_text + self.state.text):
+                return self._without_prompt(whole[len(self.start_text) :])
+        if not stops.strings:
+            self._push_new(token_ids)
+        text = self.state.text
+        if is_last or stops.end is not None:
+            text = (text + self._find_new_text(self.state))[: stops.end]
         else:
-            num_released = max(0, len(self.text) - self.num_withheld)
-            text = self.text[:num_released]
-        return self._without_tail(text)
+            num_released = max(0, len(text) - self.num_withheld)
+            text = text[:num_released]
+        return self._without_prompt(text)
 
-    def _without_tail(self, text: str) -> str:
-        """Remove the longest common prefix of the text after the anchor and the tail.
+    def _without_prompt(self, text: str) -> str:
+        """Remove the longest common prefix of decoded text and the prompt's pending text.
 
-        It is the whole tail, unless new tokens complete its last character. If the text grows, the
-        result grows.
+        It is the whole pending text, unless new tokens complete its last character. If the text
+        grows, the result grows.
         """
-        tail = self.tail_text
-        while not text.startswith(tail):
-            tail = tail[:-1]
-        return text[len(tail) :]
+        pending = self.prompt_text
+        while not text.startswith(pending):
+            pending = pending[:-1]
+        return text[len(pending) :]
 
     def meets_stop_string(self, token_ids: list[int], may_stop: bool) -> bool:
         """Return whether the newest token completes a stop string. The text ends before it.
 
-        Call it after each token. An interrupted call can miss a stop string, so Request calls it on
-        a copy.
+        Call it after each token.
         """
-        num_searched = self.num_searched
-        self.push_new(token_ids)
-        text = self.text
-        _, _, pending = self.window
-        if pending:
+        self._push_new(token_ids)
+        text = self.state.text
+        if self.state.pending:
             # A token can end a stop string and begin a character that is incomplete.
-            text += self._find_new_text(*self.window).rstrip("\ufffd")
-        self.num_searched = len(text)
-        if may_stop and self.end is None:
-            text_start = len(text) - len(self._without_tail(text))
-            starts: list[int] = []
-            for stop in self.stop_strings:
-                first = max(text_start, num_searched - len(stop) + 1)
-                starts.append(text.find(stop, first))
-            self.end = min((start for start in starts if start >= 0), default=None)
-        return self.end is not None
+            text += self._find_new_text(self.state).rstrip("\ufffd")
+        start = len(text) - len(self._without_prompt(text))
+        self.stops = self.stops.search(text, start, may_stop)
+        return self.stops.end is not None
 
-    def push_new(self, token_ids: list[int]) -> None:
+    def _push_new(self, token_ids: list[int]) -> None:
         """Decode the tokens that are new."""
-        for token_id in token_ids[self.num_decoded_tokens :]:
-            new_text, window = self._extend_window(token_id, *self.window)
-            # No call and no loop falls between these stores, so no KeyboardInterrupt does, either.
-            self.num_decoded_tokens, self.text, self.window = (
-                self.num_decoded_tokens + 1,
-                self.text + new_text,
-                window,
-            )
+        for token_id in token_ids[self.state.num_tokens :]:
+            self.state = self._extend(self.state, token_id)
 
-    def _extend_window(
-        self, token_id: int, context: Tokens, context_text: str, pending: Tokens
-    ) -> tuple[str, Window]:
-        """Return the text that one more token releases, and the window after it."""
-        text = self._decode((*context, *pending, token_id))
-        if text is None:
+    def _extend(self, state: State, token_id: int) -> State:
+        """Return the state after one more token."""
+        num_tokens, text, context, context_text, pending = state
+        num_tokens += 1
+        recent_text = self._decode((*context, *pending, token_id))
+        if recent_text is None:
             # The token becomes U+FFFD, and its neighbors are decoded as if it did not exist.
-            new_text = self._find_new_text(context, context_text, pending)
+            new_text = self._find_new_text(state)
             still_pending = () if new_text else pending
-            return new_text + "\ufffd", (context, context_text, still_pending)
+            text += new_text + "\ufffd"
+            return State(num_tokens, text, context, context_text, still_pending)
         pending = (*pending, token_id)
-        if not text.startswith(context_text):
+        if not recent_text.startswith(context_text):
             # The first bytes of a character can turn those of the context to U+FFFD as well.
             context = ()
             context_text = ""
-            text = self._decode(pending) or ""
-        new_text = text[len(context_text) :]
+            recent_text = self._decode(pending) or ""
+        new_text = recent_text[len(context_text) :]
         is_incomplete = not new_text or new_text.endswith("\ufffd")
         if is_incomplete and len(pending) <= self.MAX_PENDING:
-            return "", (context, context_text, pending)
+            return State(num_tokens, text, context, context_text, pending)
         if len(context + pending) > self.MAX_CONTEXT:
             context = ()
-            text = self._decode(pending) or ""
-        return new_text, (context + pending, text, ())
+            recent_text = self._decode(pending) or ""
+        return State(num_tokens, text + new_text, context + pending, recent_text)
 
-    def _find_new_text(self, context: Tokens, context_text: str, pending: Tokens) -> str:
-        """Return the text of `pending` after the context."""
+    def _find_new_text(self, state: State) -> str:
+        """Return the text of the pending tokens after the context."""
+        _, _, context, context_text, pending = state
         if not pending:
             return ""
         text = self._decode(context + pending) or ""
@@ -207,8 +227,6 @@ class Detokenizer:
         try:
             return str(decode())
         except Exception as error:  # its type depends on the tokenizer
-            try:
-                decode()
-            except type(error):
+            if raises_again(decode, error):
                 return None
-            raise  # an exception of a signal handler, which does not come again
+            raise

@@ -3,6 +3,5 @@
 checks.py      validates values, and names what is invalid
 arithmetic.py  integer arithmetic
 terminal.py    messages on stderr
-packing.py     a batch as one tensor
-transfers.py   copies to a device
+packing.py     how a batch travels: packed, copied to a device
 """

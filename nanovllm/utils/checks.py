@@ -6,6 +6,7 @@ because it is slow for abstract base classes.
 """
 
 import ast
+import json
 import math
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -13,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from numbers import Integral, Real
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Checked")
@@ -130,9 +132,18 @@ check_str = partial(check_type, types=(str,), meaning="a str")
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """Require one of `choices`."""
     if not isinstance(value, str) or value not in choices:
-        meaning = ", ".join(map(repr, choices))
-        raise invalid(name, f"must be one of {meaning}, not {show(value)}")
+        raise invalid(name, f"must be one of {', '.join(map(repr, choices))}, not {show(value)}")
     return value
+
+
+def check_supported(settings: Mapping[str, object], **supported: tuple[object, ...]) -> None:
+    """Require supported values. A setting can be absent if None is one of them."""
+    for name, values in supported.items():
+        value = settings.get(name)
+        if value not in values:
+            raise ValueError(
+                f"{name} must be one of {', '.join(map(repr, values))}, not {show(value)}"
+            )
 
 
 def parse_value(text: str) -> object:
@@ -143,19 +154,37 @@ def parse_value(text: str) -> object:
         return text
 
 
-def call_foreign(source: object, call: Callable[[], T]) -> T:
-    """Run code of a tokenizer or a checkpoint, and turn its exceptions into ValueErrors.
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the object in a JSON file. Raises ValueError, naming the file, if there is none."""
+    with naming(path, OSError, ValueError, RecursionError):
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"expected a JSON object, found {type(content).__name__}")
+    return content
 
-    That code can raise anything, and takes long enough for a signal handler to raise in the middle.
-    A second call tells the two apart, because an exception of a handler does not come again. Such
-    an exception is raised as it is.
-    """
+
+def call_foreign(source: object, call: Callable[[], T]) -> T:
+    """Run code of a tokenizer or a checkpoint, and turn its exceptions into ValueErrors."""
     try:
         return call()
     except Exception as error:
-        with naming(source, type(error)):
-            call()
+        if raises_again(call, error):
+            raise invalid(str(source), str(error), separator=": ") from error
         raise
+
+
+def raises_again(call: Callable[[], object], error: Exception) -> bool:
+    """Run a `call` that raised `error` once more. Return whether it does so again.
+
+    Code of a tokenizer can raise anything, and it runs long enough for a signal handler to raise in
+    the middle. The second run tells the two apart, because an exception of a handler does not come
+    again. The caller then raises it as it is.
+    """
+    try:
+        call()
+    except type(error):
+        return True
+    return False
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm.batch import Batch, make_batch
 from nanovllm.utils.arithmetic import cdiv
-from nanovllm.utils.transfers import copy_to
+from nanovllm.utils.packing import copy_to
 from nanovllm.worker.state_slots import ZEROS
 from nanovllm.worker.worker import Worker
 

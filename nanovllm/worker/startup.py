@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nanovllm.checkpoints.tensor_files import open_weights
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.layers import attention
 from nanovllm.layers.attention import Backend
@@ -74,7 +75,7 @@ def load_worker(
             )
         meter = MemoryMeter(device) if device.type == "cuda" else None
         with torch.device("cpu"):  # safetensors reads there, whatever the caller's default is
-            files = weights.open_checkpoint(config, directory)
+            files = open_weights(directory, config.load_format)
             model = weights.allocate_model(spec, backend, device, files, tp)
             if files is None:
                 weights.init_dummy_weights(model, config.seed)

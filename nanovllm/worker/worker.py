@@ -17,8 +17,7 @@ from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.spec import CausalLM, ModelSpec
 from nanovllm.utils.arithmetic import cdiv
-from nanovllm.utils.packing import pack, unpack
-from nanovllm.utils.transfers import copy_to
+from nanovllm.utils.packing import copy_to, pack, unpack
 from nanovllm.worker.memory import MemoryMeter
 
 
@@ -46,7 +45,7 @@ class Worker:
     def execute(self, batch: Batch) -> Tensor:
         """As `compute`, on rank 0. The other ranks compute their shares in `serve`."""
         if self.tp.size > 1:
-            self.tp.send(pack(batch))
+            self.tp.mailbox.send(pack(batch))
         return self.compute(batch)
 
     @torch.inference_mode()
@@ -75,7 +74,7 @@ class Worker:
         """Compute this rank's share of the batches that rank 0 runs, until rank 0 disconnects."""
         while True:
             try:
-                message = self.tp.receive()
+                message = self.tp.mailbox.receive()
             except RuntimeError:  # the connection has ended
                 return
             for rows in self.split_hidden(self.compute(unpack(message))):

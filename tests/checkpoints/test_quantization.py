@@ -612,6 +612,14 @@ def test_a_place_with_unsupported_settings_is_named(checkpoint, tmp_path, key, s
         load(tmp_path)
 
 
+@pytest.mark.parametrize("settings", [{"quantization": {"quant_algo": None}}, {"quant_algo": None}])
+def test_settings_that_quantize_nothing_are_ignored(checkpoint, tmp_path, settings):
+    """ModelOpt leaves its file behind."""
+    content = {"producer": {"name": "modelopt"}, **settings}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
+    assert tokens_of(tmp_path) == oracle_tokens(checkpoint, {})
+
+
 @pytest.mark.parametrize("is_inside", [False, True])
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
 def test_settings_of_a_model_with_images_are_found(tmp_path, key, is_inside):

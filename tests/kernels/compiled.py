@@ -45,11 +45,11 @@ from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.engine import model_runner
 from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cuda import attention, graphs, layers, quantized
-from nanovllm.layers.gated_delta import GatedDeltaRule
+from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.quantized import Scheme
 from nanovllm.layers.sampler import Sampler
-from nanovllm.models.weights import quantize_layer
+from nanovllm.models.quantized_layers import quantize_layer
 from nanovllm.utils.packing import pack, unpack
 from nanovllm.worker import worker
 from nanovllm.worker.dummy_steps import run_dummy_step
@@ -119,7 +119,7 @@ def launch_model(dtype, head_dim, group_size):
 def launch_quantized(dtype, scheme):
     """Launch linear layers with and without a bias, of sizes that do and do not fill tiles."""
     for in_features, out_features, bias in ((1024, 3072, False), (336, 1009, True)):
-        layer = ColumnParallelLinear(in_features, {"": out_features}, bias, dtype)
+        layer = ColumnParallelLinear(in_features, [("", out_features)], bias, dtype)
         quantize_layer(layer, scheme)
         kernelize(layer, torch.device("cuda"), dtype)
 
@@ -134,9 +134,10 @@ def launch_gated_delta(dtype, heads):
     sizes = [sum(layer.qkv_sizes), layer.qkv_sizes[2], layer.num_value_heads, layer.num_value_heads]
     states = torch.empty(1, layer.matrices_size + 3 * sizes[0])
     for query_lens in ([1, 33], [1, 1]):
-        inputs = torch.empty(sum(query_lens), sum(sizes), dtype=dtype).split(sizes, dim=1)
+        projected = torch.empty(sum(query_lens), sum(sizes), dtype=dtype)
+        inputs = DeltaInputs(*projected.split(sizes, dim=1))
         batch = make_batch(query_lens, query_lens, torch.zeros(2, 1, dtype=torch.int32))
-        layer(*inputs, states, worker.copy_to(batch, torch.device("cuda")))
+        layer(inputs, states, worker.copy_to(batch, torch.device("cuda")))
 
 
 plain_forward = Sampler.forward

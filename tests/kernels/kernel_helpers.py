@@ -16,12 +16,12 @@ from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cpu import layers as cpu_layers
 from nanovllm.kernels.cpu.gated_delta import FastGatedDeltaRule
 from nanovllm.layers import attention as torch_backend
-from nanovllm.layers.gated_delta import GatedDeltaRule
+from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec
-from nanovllm.models.weights import QUANTIZABLE, quantize_layer
+from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
 from nanovllm.utils.arithmetic import cdiv
 
 CPU = torch.device("cpu")
@@ -180,7 +180,7 @@ def make_delta_step(layer, lengths, read_slots=None, write_slots=None):
         layer.num_value_heads,
         layer.num_value_heads,
     ]
-    inputs = torch.randn(num_tokens, sum(widths)).to(dtype).split(widths, dim=1)
+    inputs = DeltaInputs(*torch.randn(num_tokens, sum(widths)).to(dtype).split(widths, dim=1))
     window_size = (layer.conv_weight.shape[2] - 1) * sum(layer.qkv_sizes)
     states = torch.randn(max(2 * num_seqs, 9), layer.matrices_size + window_size)
     read_slots = range(num_seqs) if read_slots is None else read_slots
@@ -200,8 +200,8 @@ def compare_delta_rules(lengths, shape, dtype):
     assert type(fast) is FastGatedDeltaRule
     inputs, states, batch = make_delta_step(plain, lengths)
     expected_states = states.clone()
-    expected = plain(*inputs, expected_states, batch)
-    output = fast(*inputs, states, batch)
+    expected = plain(inputs, expected_states, batch)
+    output = fast(inputs, states, batch)
     assert output.dtype == dtype
     limit = DELTA_TOLERANCE[dtype]
     torch.testing.assert_close(output, expected, atol=limit, rtol=limit)

@@ -60,7 +60,7 @@ SPECS = {
 EXCLUDED = {
     "alone it contradicts the shapes of the weights": [
         *["head_dim", "q_size", "kv_size", "key_dim", "value_dim", "num_key_heads"],
-        *["num_value_heads", "qkv_sizes", "matrices_size", "full_sizes", "shard_sizes", "unit"],
+        *["num_value_heads", "qkv_sizes", "matrices_size", "projections", "shard_sizes", "starts"],
         *["num_ids", "normalized_shape", "num_embeddings", "embedding_dim"],
     ],
     "it belongs to the tokenizer": ["vocab_size", "first_id"],

@@ -19,7 +19,7 @@ from kernel_helpers import (
 from nanovllm.checkpoints.quantization import INT8
 from nanovllm.kernels.cpu.gated_delta import FastDeltaLayer, FastGatedDeltaRule
 from nanovllm.kernels.cpu.prepacked import PrepackedRowParallelLinear
-from nanovllm.layers.gated_delta import GatedDeltaRule
+from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 from nanovllm.models.qwen3_5 import DeltaLayer, Qwen35Spec
 
@@ -55,12 +55,12 @@ def test_slots_that_are_not_written_stay_and_several_sequences_can_read_one(fast
     inputs, states, batch = make_delta_step(fast, lengths, **slots)
     states[1] = 0
     before = states.clone()
-    output = fast(*inputs, states, batch)
+    output = fast(inputs, states, batch)
     untouched = [0, 1, 3, 6]
     assert torch.equal(states[untouched], before[untouched])
     expected = before.clone()
     plain = make_delta_rule((2, 4, 16, 24))
-    torch.testing.assert_close(output, plain(*inputs, expected, batch), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output, plain(inputs, expected, batch), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -71,7 +71,7 @@ def test_a_sequence_does_not_depend_on_others_nor_on_its_chunks(dtype):
     lengths = [1, 200, 2, 65]
     inputs, states, batch = make_delta_step(fast, lengths)
     start = states.clone()
-    output = fast(*inputs, states, batch)
+    output = fast(inputs, states, batch)
     bounds = batch.cu_seqlens_q.tolist()
     for seq, chunks in enumerate([[1], [1, 2, 3, 65, 64, 65], [1, 1], [65]]):
         state = start[seq : seq + 1].clone()
@@ -79,7 +79,7 @@ def test_a_sequence_does_not_depend_on_others_nor_on_its_chunks(dtype):
         for size in chunks:
             _, _, alone = make_delta_step(fast, [size], [0], [0])
             tokens = slice(first, first + size)
-            part = fast(*[each[tokens] for each in inputs], state, alone)
+            part = fast(DeltaInputs(*[each[tokens] for each in inputs]), state, alone)
             assert torch.equal(part, output[tokens])
             first += size
         assert torch.equal(state[0], states[batch.write_slots[seq]])
@@ -89,11 +89,11 @@ def test_nan_stays_in_its_sequence(fast):
     """NaN of a token, of a state, and of a window."""
     lengths = [1, 70, 1, 3, 1]
     inputs, states, batch = make_delta_step(fast, lengths)
-    expected = fast(*inputs, states.clone(), batch)
+    expected = fast(inputs, states.clone(), batch)
     inputs[0][5] = torch.nan
     states[2, 0] = torch.nan
     states[4, -1] = torch.nan
-    output = fast(*inputs, states, batch)
+    output = fast(inputs, states, batch)
     of_clean = [0, 72, 73, 74]
     assert torch.equal(output[of_clean], expected[of_clean])
     assert output[5:71].isnan().any(-1).all()
@@ -104,24 +104,25 @@ def test_nan_stays_in_its_sequence(fast):
 
 def test_extreme_gates_and_decays_match_the_plain_layer(fast):
     """A decay of 0 forgets everything, and one of 1 nothing."""
-    (qkv, gate, beta, decay), states, batch = make_delta_step(fast, [6, 1])
+    inputs, states, batch = make_delta_step(fast, [6, 1])
     extremes = torch.tensor([-1e30, -100.0, 0.0, 19.9, 20.1, 1e30, 88.0])[:, None]
-    beta[:] = extremes.flip(0)
-    decay[:] = extremes
-    gate[:] = extremes.clamp(-100, 100)
+    inputs.beta[:] = extremes.flip(0)
+    inputs.decay[:] = extremes
+    inputs.gate[:] = extremes.clamp(-100, 100)
     expected = states.clone()
     plain = make_delta_rule((2, 4, 16, 24))
-    output = plain(qkv, gate, beta, decay, expected, batch)
-    torch.testing.assert_close(fast(qkv, gate, beta, decay, states, batch), output)
+    output = plain(inputs, expected, batch)
+    torch.testing.assert_close(fast(inputs, states, batch), output)
     torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_tokens_of_inputs_need_not_be_adjacent(fast):
     """The model splits one projection into these inputs."""
     inputs, states, batch = make_delta_step(fast, [1, 9])
-    expected = fast(*inputs, states.clone(), batch)
+    expected = fast(inputs, states.clone(), batch)
     sizes = [each.shape[1] for each in inputs]
-    output = fast(*torch.cat(inputs, dim=-1).split(sizes, dim=-1), states, batch)
+    parts = torch.cat(inputs, dim=-1).split(sizes, dim=-1)
+    output = fast(DeltaInputs(*parts), states, batch)
     assert output.is_contiguous() and torch.equal(output, expected)
     assert type(fast) is FastGatedDeltaRule
 

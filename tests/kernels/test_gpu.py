@@ -20,8 +20,9 @@ from kernel_helpers import make_delta_rule, make_delta_step, optimize, quantize,
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.checkpoints.quantization import INT4, INT8
+from nanovllm.layers.gated_delta import DeltaInputs
 from nanovllm.layers.linear import ColumnParallelLinear
-from nanovllm.utils.transfers import copy_to
+from nanovllm.utils.packing import copy_to
 
 pytestmark = pytest.mark.gpu
 graphs_and_eager = pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
@@ -92,7 +93,7 @@ def test_logits_are_as_exact_as_those_of_transformers(tmp_path, monkeypatch, dty
 @pytest.mark.parametrize("scheme", [INT4, INT8], ids=str)
 def test_quantized_layers_match_plain_ones_in_a_graph(scheme, num_rows):
     """Without a GPU, the interpreter multiplies bfloat16 incorrectly."""
-    layer = randomize(ColumnParallelLinear(4096, {"": 3000}, True, torch.bfloat16)).cuda()
+    layer = randomize(ColumnParallelLinear(4096, [("", 3000)], True, torch.bfloat16)).cuda()
     quantize(layer, scheme)
     x = torch.randn(num_rows, 4096, device="cuda").bfloat16()
     expected = layer(x)
@@ -115,16 +116,16 @@ def test_the_delta_rule_matches_the_plain_layer_without_host_synchronization(que
     slots = ([1, 1, 2, 3, 4, 5, 6], [7, 8, 2, 3, 4, 5, 6])
     on_cpu, initial_states, batch = make_delta_step(layer, query_lens, *slots)
     layer = layer.to("cuda")
-    inputs = [each.to("cuda") for each in on_cpu]
+    inputs = DeltaInputs(*[each.to("cuda") for each in on_cpu])
     states = initial_states.to("cuda")
     batch = copy_to(batch, torch.device("cuda"))
     expected_states = states.clone()
-    expected = layer(*inputs, expected_states, batch)
+    expected = layer(inputs, expected_states, batch)
     optimize(layer, "triton", torch.bfloat16)
-    layer(*inputs, states, batch)
+    layer(inputs, states, batch)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = layer(*inputs, states, batch)
+        output = layer(inputs, states, batch)
     states.copy_(initial_states)
     graph.replay()
     for ours, theirs in ((output, expected), (states, expected_states)):

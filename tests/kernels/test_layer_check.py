@@ -23,7 +23,7 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import MLP, Attention, DecoderLayers
-from nanovllm.models.weights import QUANTIZABLE, quantize_layer
+from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
 from nanovllm.worker.dummy_steps import make_dummy_batch, run_test_steps
 
 LINEAR = {ColumnParallelLinear, RowParallelLinear}
@@ -153,8 +153,8 @@ def hybrid(tmp_path_factory):
 
 
 def forget_states(layer, *args):
-    *inputs, states, batch = args
-    return layer.replaces.forward(layer, *inputs, states.clone(), batch)
+    inputs, states, batch = args
+    return layer.replaces.forward(layer, inputs, states.clone(), batch)
 
 
 def start_from_zeros(layer, *args):

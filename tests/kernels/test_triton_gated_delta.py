@@ -27,9 +27,9 @@ def test_steps_match_the_plain_layer(shape, conv_size, dtype, query_lens, read_s
     layer = make_delta_rule(shape, dtype, conv_size)
     inputs, states, batch = make_delta_step(layer, query_lens, read_slots, write_slots)
     expected_states = states.clone()
-    expected = layer(*inputs, expected_states, batch)
+    expected = layer(inputs, expected_states, batch)
     optimize(layer, "triton", dtype)
-    output = layer(*inputs, states, batch)
+    output = layer(inputs, states, batch)
     limit = TOLERANCE[dtype]
     assert output.dtype == dtype
     torch.testing.assert_close(output, expected, atol=limit, rtol=limit)

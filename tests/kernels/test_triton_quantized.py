@@ -22,7 +22,7 @@ def fill(layer, scheme):
 
 
 def make_column(scheme, dtype, out_features=70, in_features=323, bias=True):
-    return fill(ColumnParallelLinear(in_features, {"": out_features}, bias, dtype), scheme)
+    return fill(ColumnParallelLinear(in_features, [("", out_features)], bias, dtype), scheme)
 
 
 def make_row(scheme, dtype):

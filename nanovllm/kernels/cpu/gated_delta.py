@@ -23,7 +23,7 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedWeight,
 )
 from nanovllm.kernels.optimized_layer import OptimizedLayer
-from nanovllm.layers.gated_delta import GatedDeltaRule
+from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
 from nanovllm.models.decoder import CosSin
 from nanovllm.models.qwen3_5 import DeltaLayer, GatedDeltaNet
 
@@ -54,17 +54,9 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
         )
         return True
 
-    def forward(
-        self,
-        qkv: Tensor,
-        gate: Tensor,
-        beta: Tensor,
-        decay: Tensor,
-        states: Tensor,
-        batch: Batch,
-    ) -> Tensor:
+    def forward(self, inputs: DeltaInputs, states: Tensor, batch: Batch) -> Tensor:
+        gate = inputs.gate
         output = gate.new_empty(gate.shape)
-        inputs = (qkv, gate, beta, decay)
         assert all([each[:1].is_contiguous() for each in inputs])  # tokens need not be adjacent
         load(gate.dtype).gated_delta_rule(
             ctypes.byref(self.struct),

@@ -15,7 +15,7 @@ from nanovllm.kernels.cuda.gated_delta_kernels import (
 )
 from nanovllm.kernels.cuda.launch import prepare
 from nanovllm.kernels.optimized_layer import OptimizedLayer
-from nanovllm.layers.gated_delta import GatedDeltaRule
+from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
 
 _CHUNK = 32  # not tuned on a GPU, as the numbers of warps
 
@@ -23,16 +23,8 @@ _CHUNK = 32  # not tuned on a GPU, as the numbers of warps
 class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
     replaces = GatedDeltaRule
 
-    def forward(
-        self,
-        qkv: Tensor,
-        gate: Tensor,
-        beta: Tensor,
-        decay: Tensor,
-        states: Tensor,
-        batch: Batch,
-    ) -> Tensor:
-        inputs = (qkv, gate, beta, decay)
+    def forward(self, inputs: DeltaInputs, states: Tensor, batch: Batch) -> Tensor:
+        qkv, gate, beta, decay = inputs
         # Tokens need not be adjacent, so that the inputs can be parts of one projection.
         assert all([each.stride(1) == 1 for each in inputs]) and states.is_contiguous()
         num_tokens, num_seqs = len(qkv), len(batch.read_slots)
