@@ -59,6 +59,8 @@ class Config(Checked):
         enable_prefix_caching: Reuse full blocks of identical prefixes.
         enable_chunked_prefill: True: decodes and chunks of prompts share a step. False: prefill
             first, where a step has whole prompts or decodes, as in the vLLM V0 engine.
+        policy: The scheduling policy, a name in POLICIES of engine/scheduler.py. "auto": the one
+            that enable_chunked_prefill selects.
         enforce_eager: Disable CUDA graphs.
         enable_kernels: False: run only the plain torch code of layers/ and models/, for reading and
             debugging. Attention is then "torch".
@@ -93,6 +95,9 @@ class Config(Checked):
     kvcache_memory_bytes: int | None = checked(None, check_int, minimum=1, maximum=2**48)
     enable_prefix_caching: bool = checked(True, check_bool)
     enable_chunked_prefill: bool = checked(True, check_bool)
+    policy: Literal["auto", "mixed", "prefill_first"] = checked(
+        "auto", check_choice, choices=("auto", "mixed", "prefill_first")
+    )
     enforce_eager: bool = checked(False, check_bool)
     enable_kernels: bool = checked(True, check_bool)
     attention_backend: str = checked("auto", check_choice, choices=("auto", *BACKENDS))
@@ -114,6 +119,17 @@ class Config(Checked):
                 f"attention_backend={self.attention_backend!r} needs enable_kernels=True:"
                 " set it, or use attention_backend='torch'"
             )
+        if not self.enable_chunked_prefill and self.policy not in ("auto", "prefill_first"):
+            raise ValueError(
+                f"policy={self.policy!r} needs enable_chunked_prefill=True: leave out one of them"
+            )
+
+    @property
+    def policy_name(self) -> str:
+        """The policy, chosen by name or by enable_chunked_prefill."""
+        if self.policy != "auto":
+            return self.policy
+        return "mixed" if self.enable_chunked_prefill else "prefill_first"
 
 
 def takes(

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from nanovllm.benchmark.policies import OPTION, TOKEN_BUDGETS, list_policies, splits_prompts
+from nanovllm.benchmark.policies import TOKEN_BUDGETS, list_policies
 from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.checkpoints.checkpoint import choose_dtype, find_checkpoint, read_config
 from nanovllm.config import Config
+from nanovllm.engine.scheduler import POLICIES
 from nanovllm.models.architectures import read_spec
 from nanovllm.models.spec import ModelSpec
 from nanovllm.sampling_params import SamplingParams
@@ -93,8 +94,9 @@ def check_arguments(args: argparse.Namespace) -> None:
         return
     if args.engine != ["nanovllm"]:
         raise ValueError("--request-rate compares policies of nanovllm: leave out --engine")
-    if OPTION in dict(args.set):
-        raise ValueError(f"--request-rate sets {OPTION}: leave it out of --set")
+    for name in ("policy", "enable_chunked_prefill"):
+        if name in dict(args.set):
+            raise ValueError(f"--request-rate sets the policy: leave {name} out of --set")
 
 
 def check_lengths(config: Config, longest_prompt: int, longest: int) -> None:
@@ -104,8 +106,9 @@ def check_lengths(config: Config, longest_prompt: int, longest: int) -> None:
             f"--set max_model_len={config.max_model_len}: the longest request has {longest}"
             " tokens, raise it"
         )
-    if not splits_prompts(config) and config.max_num_batched_tokens < longest_prompt:
+    policy = POLICIES[config.policy_name]
+    if not policy.splits_prompts and config.max_num_batched_tokens < longest_prompt:
         raise ValueError(
-            f"the longest prompt has {longest_prompt} tokens, and prefill first does not split it:"
+            f"the longest prompt has {longest_prompt} tokens, and {policy.title} does not split it:"
             f" add --set max_num_batched_tokens={longest_prompt}"
         )

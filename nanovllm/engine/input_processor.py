@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nanovllm.config import Config
 from nanovllm.engine.request import Inbox, Request
+from nanovllm.engine.scheduler import POLICIES
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.utils.checks import call_foreign, check_int, check_type, invalid, naming
@@ -122,7 +123,7 @@ class InputProcessor:
         if num_tokens >= self.max_model_len:
             raise self._too_long(f"{num_tokens} tokens, which leave no room for output within")
         budget = self.config.max_num_batched_tokens
-        if num_tokens > budget and not self.config.enable_chunked_prefill:
+        if num_tokens > budget and not POLICIES[self.config.policy_name].splits_prompts:
             raise PromptTooLong(
                 f"a prompt of {num_tokens} tokens exceeds max_num_batched_tokens={budget}:"
                 " raise it, or set enable_chunked_prefill=True"

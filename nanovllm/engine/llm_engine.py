@@ -31,7 +31,7 @@ from nanovllm.engine.input_processor import (
 )
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Inbox, Request
-from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
+from nanovllm.engine.scheduler import POLICIES
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models.architectures import read_spec
 from nanovllm.models.spec import ModelSpec
@@ -77,8 +77,7 @@ class LLMEngine:
         block_manager = BlockManager(
             worker.num_blocks, worker.block_size, config.enable_prefix_caching
         )
-        policy = Scheduler if config.enable_chunked_prefill else PrefillFirstScheduler
-        self.scheduler = policy(
+        self.scheduler = POLICIES[config.policy_name](
             block_manager,
             self.model_runner.num_lanes,
             config.max_num_batched_tokens,

@@ -40,7 +40,8 @@ class Scheduler:
     step.
     """
 
-    splits_prompts = True
+    title = "mixed steps"
+    splits_prompts = True  # False: a prompt must fit into the budget of one step
 
     def __init__(
         self,
@@ -276,6 +277,7 @@ class Scheduler:
 class PrefillFirstScheduler(Scheduler):
     """Steps of whole prompts or of decodes. New prompts are not split."""
 
+    title = "prefill first"
     splits_prompts = False
 
     def plan(self) -> list[Sequence]:
@@ -292,3 +294,10 @@ class PrefillFirstScheduler(Scheduler):
     def _may_start(self, seq: Sequence, num_new_tokens: int, budget: int) -> bool:
         """Allow whole prompts, and a recomputation longer than one step at the start of a step."""
         return num_new_tokens <= budget or budget == self.max_num_batched_tokens
+
+
+# The values of the option `policy`.
+POLICIES: dict[str, type[Scheduler]] = {
+    "mixed": Scheduler,
+    "prefill_first": PrefillFirstScheduler,
+}

@@ -38,7 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "num_kvcache_blocks": 40,
     "max_num_batched_tokens": 32,
     "max_num_seqs": 6,
-    "enable_chunked_prefill": True,
+    "policy": "mixed",
     "enable_prefix_caching": True,
     "num_speculative_tokens": 0,
     "recurrent_states": False,
@@ -107,7 +107,10 @@ class Playground(EngineThread):
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         self.model = model
-        self.options = {**DEFAULTS, **options}
+        # One option chooses the policy, because the page can change it.
+        policy = Config.from_options(model, **options).policy_name
+        chosen = {"policy": policy, "enable_chunked_prefill": True}
+        self.options = {**DEFAULTS, **options, **chosen}
         # Number of the engine. A change also tells a page that the server was restarted.
         self.run_number = int(time.time())
         self.pause: float | None = 0.0  # seconds between two steps, None to hold

@@ -66,7 +66,8 @@ class Recorder(Extension):
             "block_size": scheduler.block_size,
             "max_num_seqs": scheduler.max_num_seqs,
             "max_num_batched_tokens": scheduler.max_num_batched_tokens,
-            "enable_chunked_prefill": scheduler.splits_prompts,
+            "policy": scheduler.title,
+            "splits_prompts": scheduler.splits_prompts,
             **self._merge("describe_settings"),
         }
 

@@ -12,6 +12,7 @@ from nanovllm.batch import Batch
 from nanovllm.engine.block_manager import Block, show_hash
 from nanovllm.engine.extension import Extension
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.scheduler import POLICIES
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.trace.reader import read
@@ -32,10 +33,6 @@ OPTIONS = {
     "num_kvcache_blocks": 24,
     "max_num_batched_tokens": 32,
     "max_num_seqs": 4,
-}
-POLICIES = {
-    "mixed steps": {"enable_chunked_prefill": True},
-    "prefill first": {"enable_chunked_prefill": False},
 }
 # The steps of the first policy that are shown, with the ids of the blocks to look at.
 SHOWN_BLOCKS = {3: [3, 7, 14], 4: [14]}
@@ -58,16 +55,16 @@ def show_scheduling(llm_class: Callable[..., LLMEngine], model: str) -> list[lis
     for name, prompt in PROMPTS.items():
         print(f"{name}: {prompt}")
     timelines: list[list[Step]] = []
-    for policy, options in POLICIES.items():
+    for name, policy in POLICIES.items():
         with TemporaryDirectory() as directory:
             trace = Path(directory, "trace.json")
-            with llm_class(model, trace=trace, **OPTIONS, **options) as llm:
+            with llm_class(model, trace=trace, policy=name, **OPTIONS) as llm:
                 if not timelines:
                     printer = StepPrinter(llm.scheduler.block_manager.blocks)
                     llm.scheduler.extensions.features += (printer,)
                 serve(llm)
             timelines.append(read(trace))
-        print(f"\n{policy}\n{render(timelines[-1])}")
+        print(f"\n{policy.title}\n{render(timelines[-1])}")
     return timelines
 
 

@@ -48,7 +48,7 @@ def test_every_rate_has_a_row_for_every_policy(capsys, tmp_path):
     main([*model, *sizes, *rates, "--json", *plot])
     output, log = capsys.readouterr()
     rows = json.loads(output)["request_rates"]
-    policies = ["mixed, budget 16", "mixed, budget 32", "prefill first"]
+    policies = ["mixed steps, budget 16", "mixed steps, budget 32", "prefill first"]
     found = [(row["request_rate"], row["policy"]) for row in rows]
     assert found == [(rate, policy) for rate in (500, 2000) for policy in policies]
     for row in rows:

@@ -10,6 +10,7 @@ from transformers import Qwen3_5TextConfig
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.scheduler import POLICIES
 
 POOL = {"num_kvcache_blocks": 24, "kvcache_block_size": 4, "max_num_batched_tokens": 60}
 NEEDS_LLM = "needs nanovllm.LLM"
@@ -41,6 +42,20 @@ def test_what_it_accepts_it_serves_as_llm_does(tiny, is_mixed):
     with LLM(tiny[0], enable_chunked_prefill=is_mixed, **POOL) as llm:
         assert found == run(llm, prompts, params)
         assert llm.stats["num_preemptions"]
+
+
+def test_a_policy_is_chosen_by_its_name_or_by_chunked_prefill(tiny):
+    for options, expected in [
+        ({}, "mixed"),
+        ({"enable_chunked_prefill": False}, "prefill_first"),
+        ({"policy": "prefill_first"}, "prefill_first"),
+    ]:
+        engine = LLMEngine(Config(tiny[0], **options, **POOL))
+        assert type(engine.scheduler) is POLICIES[expected]
+    with pytest.raises(ValueError, match="policy='mixed' needs enable_chunked_prefill=True"):
+        Config(tiny[0], policy="mixed", enable_chunked_prefill=False)
+    with pytest.raises(ValueError, match="policy must be"):
+        Config(tiny[0], policy="shortest_first")
 
 
 @pytest.mark.parametrize("option", [{"num_speculative_tokens": 2}, {"trace": "trace.json"}])

@@ -35,7 +35,7 @@ def server():
 def url(server):
     """The address of the server, with a new engine."""
     command(server, "pace", FULL_SPEED)
-    command(server, "engine", {**DEFAULTS, "enable_chunked_prefill": True})
+    command(server, "engine", {**DEFAULTS, "policy": "mixed"})
     return server
 
 
@@ -92,11 +92,11 @@ def test_the_engine_is_replaced(url):
     command(url, "pace", HOLD)
     command(url, "prompts", PROMPT)
     before = read_messages(url)[0]["run"]
-    changes = {"enable_chunked_prefill": False, "max_num_batched_tokens": 64}
+    changes = {"policy": "prefill_first", "max_num_batched_tokens": 64}
     command(url, "engine", changes)
     message = read_messages(url)[0]
     assert message["run"] == before + 1
-    assert message["settings"]["enable_chunked_prefill"] is False
+    assert message["settings"]["policy"] == "prefill first"
     assert message["is_idle"]
     for name in ("kvcache_block_size", "dtype"):
         response = post(url, {name: 1}, "/playground/engine")

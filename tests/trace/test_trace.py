@@ -76,7 +76,7 @@ def check_trace(path, llm):
     [
         {},
         {
-            "enable_chunked_prefill": False,
+            "policy": "prefill_first",
             "max_num_batched_tokens": 64,
             "tensor_parallel_size": 2,
         },
