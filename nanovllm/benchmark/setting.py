@@ -96,7 +96,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--request-rate compares policies of nanovllm: leave out --engine")
     for name in ("policy", "enable_chunked_prefill"):
         if name in dict(args.set):
-            raise ValueError(f"--request-rate sets the policy: leave {name} out of --set")
+            raise ValueError(f"--request-rate sets {name}: leave it out of --set")
 
 
 def check_lengths(config: Config, longest_prompt: int, longest: int) -> None:

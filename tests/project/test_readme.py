@@ -1,5 +1,6 @@
-"""The README's commands and code work, and its quotations match the package."""
+"""The READMEs' commands, code and links work, and their quotations match the package."""
 
+import ast
 import inspect
 import os
 import re
@@ -15,12 +16,17 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.utils import terminal
 
 PACKAGE = ROOT / "nanovllm"
-README = (ROOT / "README.md").read_text()
+READMES = [ROOT / "README.md", ROOT / ".ci/gpu/README.md", *sorted(PACKAGE.rglob("README.md"))]
+README = READMES[0].read_text()
 COMMANDS = re.findall(r"^python3 -m venv .*$", README, flags=re.MULTILINE)
 
 
-def find_code(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def find_code(language, text=README):
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def read(folder):
+    return (PACKAGE / folder / "README.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +52,7 @@ def test_first_command_is_the_example(printed):
 
 
 def test_readme_shows_what_is_printed(printed):
-    (console,) = find_code("console")
+    (console,) = find_code("console", read("trace"))
     command, _, shown = console.partition("\n")
     assert command.startswith("$ python example.py")
     assert shown in printed
@@ -82,39 +88,64 @@ def test_second_command_is_what_ci_runs():
 
 
 def test_readme_code_runs(capsys):
-    code, structured, with_ray = find_code("python")
     names = {}
+    (code,) = find_code("python")
     exec(code, names)
     assert "42" in capsys.readouterr().out
+    (structured,) = find_code("python", read("features"))
     exec(structured, names)
     assert capsys.readouterr().out.strip() == structured.split("# ")[1].strip()
-    assert with_ray.startswith("import ray\n")  # test_ray.py runs it
 
 
-def test_readme_quotes_the_step():
-    (quoted,) = find_code("py")
-    assert textwrap.indent(quoted, " " * 12) in inspect.getsource(LLMEngine.step)
+def test_readmes_quote_the_package():
+    (step,) = find_code("py")
+    assert textwrap.indent(step, " " * 12) in inspect.getsource(LLMEngine.step)
+    (family,) = find_code("py", read("models"))
+    assert family in (PACKAGE / "models/architectures.py").read_text()
 
 
-def test_the_tour_names_every_module_once():
-    """A row names modules or folders. The row of step names a module for a second time."""
-    tour = README[README.index("## Reading in one evening") : README.index("## Glossary")]
-    _, *cells = re.findall(r"^\| (`.*?) \|", tour, flags=re.MULTILINE)
-    column = "\n".join(cells)
-    named = re.findall(r"`(\S+\.py)`", column)
-    folders = re.findall(r"`(\w+/)`", column)
-    assert len(set(named)) == len(named)
-    for path in PACKAGE.rglob("*.py"):
-        module = str(path.relative_to(PACKAGE))
-        if module in named:
-            named.remove(module)
-        elif path.name != "__init__.py":
-            assert module.startswith(("demo_model", *folders)), module
-    assert named == []
+@pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if target.startswith("http"):
+            continue
+        name, _, heading = target.partition("#")
+        found = path.parent / name if name else path
+        assert found.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", found.read_text(), flags=re.MULTILINE)
+            links = [re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings]
+            assert heading in links, target
 
 
-def test_readmes_pictures_are_there():
-    pictures = re.findall(r"\]\((\.github/[^)]+)\)", README)
-    assert pictures
-    for picture in pictures:
-        assert (ROOT / picture).exists()
+@pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_are_named_exist(path):
+    """Names are relative to the package, or to the folder of the README, tests/ or the project."""
+    roots = [PACKAGE, path.parent, ROOT, ROOT / "tests"]
+    for name in re.findall(r"`([\w./]+(?:\.py|/))[`, ]", path.read_text()):
+        assert any((root / name).exists() for root in roots), name
+
+
+def test_programs_take_the_options_that_readmes_show():
+    """Each `python -m` and each program with options is started with --help."""
+    text = "\n".join(path.read_text() for path in READMES)
+    commands = re.findall(
+        r"python (-m nanovllm[\w.]+|bench\.py|example\.py)((?: [^`\n|>]*)?)", text
+    )
+    assert len(commands) > 8
+    helps = {}
+    for program, rest in commands:
+        if program not in helps:
+            done = start(*program.split(), "--help")
+            assert done.returncode == 0, done.stderr
+            helps[program] = done.stdout
+        for option in re.findall(r"--[a-z][\w-]*", rest):
+            assert option in helps[program], (program, option)
+
+
+@pytest.mark.parametrize("room", [path.parent for path in PACKAGE.rglob("__init__.py")], ids=str)
+def test_a_door_sign_names_every_file_of_its_room(room):
+    sign = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+    if room != PACKAGE and room.name != "demo_model":
+        for path in room.glob("*.py"):
+            assert path.name in sign or path.name == "__init__.py", path.name

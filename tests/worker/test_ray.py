@@ -1,4 +1,4 @@
-"""The README's replicas under Ray Data give every answer once, although one replica is killed."""
+"""The replicas of the worker's README under Ray Data give every answer once, although one replica is killed."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from nanovllm import DEMO_MODEL, LLM
 
 pytest.importorskip("ray.data", reason="ray is not installed")
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+README = (Path(__file__).parents[2] / "nanovllm/worker/README.md").read_text()
 (SCRIPT,) = re.findall(r"```python\n(import ray\n.*?)```", README, flags=re.DOTALL)
 
 
