@@ -55,7 +55,7 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
         return True
 
     def forward(self, inputs: DeltaInputs, states: Tensor, batch: Batch) -> Tensor:
-        gate = inputs.gate
+        _, gate, _, _ = inputs
         output = gate.new_empty(gate.shape)
         assert all([each[:1].is_contiguous() for each in inputs])  # tokens need not be adjacent
         load(gate.dtype).gated_delta_rule(
