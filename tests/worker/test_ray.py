@@ -1,4 +1,4 @@
-"""The replicas of the worker's README under Ray Data give every answer once, although one replica is killed."""
+"""The worker's README under Ray Data gives every answer once, although one replica is killed."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Kernels for GPUs, in Triton. A file x_kernels.py has the kernels that x.py launches.
+"""Kernels for GPUs, in Triton, and CUDA graphs.
 
 layers.py       the list of optimized layers: norms, RoPE with the K/V store, SwiGLU
 launch.py       caches compiled kernels
@@ -8,4 +8,7 @@ sampler.py      the sampler
 quantized.py    linear layers with quantized weights
 gated_delta.py  the gated delta rule
 graphs.py       decode steps as CUDA graphs
+
+The kernels that these files launch are in layer_kernels.py, attention_kernels.py and
+gated_delta_kernels.py, or in the same file.
 """
