@@ -184,7 +184,8 @@ class LLM(ThreadSafeEngine):
                 "the checkpoint has no tokenizer: pass token ids to generate instead of chat"
             )
         texts = self.chat_template.render(conversations, **options)
-        return [self.input_processor.tokenize(text, add_special_tokens=False) for text in texts]
+        tokenize = self.input_processor.encoder.tokenize
+        return [tokenize(text, add_special_tokens=False) for text in texts]
 
     def beam_search(
         self,

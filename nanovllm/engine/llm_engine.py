@@ -124,12 +124,10 @@ class LLMEngine:
 
     def add_prepared(self, prepared: PreparedPrompt) -> int:
         """As add_request, for a prompt that was prepared before."""
-        requests = self._make_requests([prepared], self._inbox)
+        make_requests = self.input_processor.make_requests
+        requests = make_requests([prepared], self.eos_token_ids, self._inbox)
         self._queue(requests)
         return requests[0].seq_id
-
-    def _make_requests(self, prompts: list[PreparedPrompt], inbox: Inbox) -> list[Request]:
-        return self.input_processor.make_requests(prompts, self.eos_token_ids, inbox)
 
     def _queue(self, requests: list[Request]) -> None:
         self.executor.raise_if_stopped()

@@ -36,20 +36,19 @@ class Sequence:
     params: SamplingParams
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
-    max_num_tokens: int = 2**31  # limit on prompt and generated tokens together
+    max_model_len: int = 2**31
 
     def __post_init__(self) -> None:
         params = self.params
         self.token_ids = list(self.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
-        self.max_num_tokens = min(self.max_num_tokens, self.num_prompt_tokens + params.max_tokens)
+        # The limit on prompt and generated tokens together.
+        self.max_num_tokens = min(self.max_model_len, self.num_prompt_tokens + params.max_tokens)
         self.finish_reason: FinishReason | None = None
         # Precomputed, because the model runner asks for them in every step.
         self.needs_filtering = params.temperature > 0 and params.filters
-        self.needs_logits_processing = bool(
-            params.penalizes or params.min_tokens or params.structured_outputs or params.logit_bias
-        )
+        self.needs_logits_processing = params.changes_logits
         self.restart()
 
     def restart(self) -> None:

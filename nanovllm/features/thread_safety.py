@@ -58,7 +58,8 @@ class ThreadSafeEngine(LLMEngine):
     @contextmanager
     def queued(self, prompts: list[PreparedPrompt], inbox: Inbox) -> Iterator[list[Request]]:
         """Queue all prompts, or none. An exception inside the block cancels their requests."""
-        requests = self._take_turn(self._make_requests, prompts, inbox)
+        make_requests = self.input_processor.make_requests
+        requests = self._take_turn(make_requests, prompts, self.eos_token_ids, inbox)
         try:
             self._take_turn(self._queue, requests)
             yield requests

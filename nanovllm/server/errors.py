@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.engine.input_processor import PromptTooLong
+from nanovllm.text.prompt_encoder import PromptTooLong
 
 JsonObject = dict[str, Any]
 

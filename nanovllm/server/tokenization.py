@@ -21,7 +21,7 @@ def tokenize(body: JsonObject, llm: LLM) -> JsonObject:
             prompt: Any = given.get("prompt")
             check_str("prompt", prompt)
             adds_special = check_bool("add_special_tokens", given.get("add_special_tokens", True))
-            ids = llm.input_processor.tokenize(prompt, adds_special)
+            ids = llm.input_processor.encoder.tokenize(prompt, adds_special)
     return {"tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len}
 
 

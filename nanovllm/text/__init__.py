@@ -1,6 +1,7 @@
 """Text: from messages to a prompt, and from tokens to text.
 
-chat_template.py  messages of OpenAI's API to a prompt
-detokenizer.py    tokens to text that only grows; stop strings in it
-vocabulary.py     names and bytes of single tokens
+chat_template.py   messages of OpenAI's API to a prompt
+prompt_encoder.py  prompts to token ids
+detokenizer.py     tokens to text that only grows; stop strings in it
+vocabulary.py      names and bytes of single tokens
 """

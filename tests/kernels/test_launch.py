@@ -16,6 +16,7 @@ from kernel_helpers import (
     randomize,
 )
 
+from nanovllm.layers.gated_delta import DeltaInputs
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.quantized import Scheme
@@ -99,7 +100,7 @@ def run_attention(dtype):
 
 def run_quantized(dtype):
     for out_features, bias in ((70, True), (64, False)):
-        layer = ColumnParallelLinear(96, {"": out_features}, bias, dtype)
+        layer = ColumnParallelLinear(96, [("", out_features)], bias, dtype)
         layer = optimize(quantize(randomize(layer), Scheme(4, 32)).to(DEVICE), "triton", dtype)
         for num_rows in (3, 40):
             for x in make_views((num_rows, 96), dtype):
@@ -111,8 +112,8 @@ def run_gated_delta(dtype):
         layer = optimize(make_delta_rule(shape, dtype), "triton", dtype).to(DEVICE)
         for lengths in ([1, 1], [40, 1], [3]):
             inputs, states, batch = make_delta_step(layer, lengths)
-            layer(*inputs, states, batch)
-            layer(*[each.contiguous() for each in inputs], states, batch)
+            layer(inputs, states, batch)
+            layer(DeltaInputs(*[each.contiguous() for each in inputs]), states, batch)
 
 
 @needs_triton

@@ -13,8 +13,10 @@ from kernel_helpers import all_kernels, needs_compiler, optimize
 
 from nanovllm import SamplingParams
 from nanovllm.batch import SamplingBatch
+from nanovllm.engine import model_runner
 from nanovllm.kernels.fallback import report_once
 from nanovllm.kernels.sampler import OptimizedSampler
+from nanovllm.layers import sampling_batch
 from nanovllm.layers.sampler import Sampler
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -116,7 +118,7 @@ def test_a_new_field_of_the_batch_is_left_to_the_plain_forward(language, device,
 
 @needs_compiler
 def test_a_new_option_of_the_plain_sampler_works_with_kernels(make_llm, monkeypatch, capfd):
-    """Without a change in kernels/: only Filters, the plain filter and prepare_sampling know it."""
+    """Only Filters, the plain filter and make_sampling_batch know it."""
     report_once.cache_clear()
 
     def allow_one_token(logits, filters):
@@ -126,18 +128,16 @@ def test_a_new_option_of_the_plain_sampler_works_with_kernels(make_llm, monkeypa
         return only
 
     llm = make_llm(device="cpu")
-    runner = llm.model_runner
-    assert isinstance(runner.sampler, OptimizedSampler)
+    assert isinstance(llm.model_runner.sampler, OptimizedSampler)
     monkeypatch.setattr("nanovllm.layers.sampler.filter_logits", allow_one_token)
-    prepare = runner.prepare_sampling
 
-    def prepare_sampling(*args):
-        batch = prepare(*args)
+    def make_batch(*args):
+        batch = sampling_batch.make_sampling_batch(*args)
         if batch.filters is None:
             return batch
         return replace(batch, filters=change(batch.filters, only=7))
 
-    monkeypatch.setattr(runner, "prepare_sampling", prepare_sampling)
+    monkeypatch.setattr(model_runner, "make_sampling_batch", make_batch)
     params = SamplingParams(top_p=0.9, max_tokens=3, ignore_eos=True)
     assert generate_ids(llm, [[1, 2, 3], [4, 5]], params) == [[7, 7, 7], [7, 7, 7]]
     assert capfd.readouterr().err.count("the sampling kernels ignore only") == 1

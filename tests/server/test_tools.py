@@ -113,7 +113,9 @@ def special(tmp_path_factory):
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)
     with LLM(str(directory), dtype="float32", num_kvcache_blocks=64) as llm:
-        llm.input_processor.vocab_size = len(tokenizer)  # the model itself writes nothing here
+        # The model itself writes nothing here.
+        llm.input_processor.encoder.vocab_size = len(tokenizer)
+        llm.input_processor.vocab_size = len(tokenizer)
         yield llm
 
 

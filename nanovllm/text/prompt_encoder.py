@@ -1,0 +1,82 @@
+"""Turns prompts into token ids, and rejects those that no engine of this size can serve."""
+
+import operator
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nanovllm.utils.checks import call_foreign, check_int, check_type, naming
+
+# A token stands for at most as many characters as its entry in the vocabulary has, or for four
+# times as many if the text is normalized, because Unicode composes up to four characters.
+# Tokenizers that drop characters are the exception: their longer texts are rejected, too.
+_CHARS_PER_SIGN = 4
+
+
+class PromptTooLong(ValueError):
+    """A prompt has more tokens than this engine can serve."""
+
+
+class PromptEncoder:
+    """Encodes prompts for one vocabulary and one max_model_len."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, max_model_len: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.max_chars = 0  # no prompt can have more
+        if tokenizer is not None:
+            longest = max(map(len, tokenizer.get_vocab()))
+            self.max_chars = _CHARS_PER_SIGN * longest * max_model_len
+
+    def encode(self, prompt: Any) -> list[int]:
+        """Return the token ids of a prompt, which is a text or token ids.
+
+        Raises ValueError or TypeError for what can never be served.
+        """
+        if isinstance(prompt, str):
+            token_ids = self.tokenize(prompt)
+            self._check_len(len(token_ids))
+        else:
+            check_type("a prompt", prompt, (list, tuple), "a str or a list of token ids")
+            self._check_len(len(prompt))  # before a pass over all of them
+            if bool in map(type, prompt):
+                raise TypeError("each token id of a prompt must be an int, not a bool")
+            problem = "a prompt must be a str or a list of token ids"
+            with naming(problem, TypeError, kind=TypeError):
+                token_ids = [operator.index(token_id) for token_id in prompt]
+        if not token_ids:
+            raise ValueError("a prompt must have at least one token")
+        check_int("each token id of a prompt", min(token_ids), 0, self.vocab_size - 1)
+        check_int("each token id of a prompt", max(token_ids), 0, self.vocab_size - 1)
+        return token_ids
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text.
+
+        Raises ValueError for a text that cannot fit, without tokenizing it, or that the tokenizer
+        rejects.
+        """
+        if self.tokenizer is None:
+            raise ValueError("the checkpoint has no tokenizer: a prompt must be token ids, not str")
+        if len(text) > self.max_chars:  # tokenizing 32 MB takes a minute and gigabytes
+            raise self._too_long(f"{len(text)} characters, which exceed")
+        problem = "the tokenizer cannot encode the prompt"
+        with naming(problem, ValueError):
+            text.encode()  # the error of a lone surrogate, which tokenizers do not describe
+        encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return call_foreign(problem, encode)
+
+    def _check_len(self, num_tokens: int) -> None:
+        if num_tokens >= self.max_model_len:
+            raise self._too_long(f"{num_tokens} tokens, which leave no room for output within")
+
+    def _too_long(self, size: str) -> PromptTooLong:
+        """Make an error that begins like OpenAI's, which clients recognize by its words."""
+        return PromptTooLong(
+            f"This model's maximum context length is {self.max_model_len} tokens. However, the"
+            f" prompt has {size} max_model_len={self.max_model_len}: shorten it"
+        )
