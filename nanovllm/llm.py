@@ -9,7 +9,8 @@ from tqdm import tqdm
 
 from nanovllm.config import Config, takes
 from nanovllm.engine.extension import Extension
-from nanovllm.engine.input_processor import ChooseRequest, PreparedPrompt, Prompt
+from nanovllm.engine.input_processor import ChooseFactory, PreparedPrompt, Prompt
+from nanovllm.engine.model_runner import LogitsProcessor
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.features.beam_search import BeamSearch, make_output, search_together
 from nanovllm.features.prompt_logprobs import PromptScores
@@ -58,7 +59,7 @@ def list_prompts(prompts: Any) -> Sequence[Any]:
 class LLM(ThreadSafeEngine):
     """An engine for one model: LLM("Qwen/Qwen3-0.6B", max_model_len=2048).
 
-    `Config` documents the options.
+    `Config` documents the options. Use it as a context manager, or call `exit()` at the end.
     """
 
     @takes(Config)
@@ -67,7 +68,7 @@ class LLM(ThreadSafeEngine):
         self.timeline = self.make_timeline(config)
         try:
             super().__init__(config)
-            self._add_text()
+            self._add_chat()
         except BaseException:
             if "executor" in vars(self):
                 self.executor.stop("the engine did not start")
@@ -80,7 +81,6 @@ class LLM(ThreadSafeEngine):
     def make_extensions(self, spec: ModelSpec) -> list[Extension]:
         config = self.config
         runner = self.model_runner
-        runner.processors = [apply_grammars, apply_penalties]
         extensions: list[Extension] = [PromptScores()]
         if config.num_speculative_tokens:
             extensions.append(Drafts(make_speculator(config, runner, self.max_model_len)))
@@ -88,15 +88,19 @@ class LLM(ThreadSafeEngine):
             extensions.append(RecurrentStates(StateSlots(config, runner.num_lanes)))
         if self.timeline is not None:
             self.recorder = Recorder(self.timeline)
-            runner.processors = [self.recorder.watch(runner.processors)]
             extensions.append(self.recorder)
         return extensions
 
-    def make_chooser(self) -> ChooseRequest:
-        self.grammar_compiler = GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
-        return self.grammar_compiler.choose_request
+    def make_processors(self) -> list[LogitsProcessor]:
+        processors: list[LogitsProcessor] = [apply_grammars, apply_penalties]
+        return processors if self.timeline is None else [self.recorder.watch(processors)]
 
-    def _add_text(self) -> None:
+    def make_factory_chooser(self) -> ChooseFactory:
+        self.grammar_compiler = GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
+        return self.grammar_compiler.choose_factory
+
+    def _add_chat(self) -> None:
+        """Make what text needs, and begin the trace, which has the texts of tokens."""
         self.vocabulary = Vocabulary(self.tokenizer)
         self.chat_template = ChatTemplate(self.tokenizer)
         if self.timeline is not None:
@@ -215,7 +219,7 @@ class LLM(ThreadSafeEngine):
         for search, first in zip(searches, search_together(searches, self._generate)):
             outputs: list[RequestOutput] = []
             for beam in search.finished:
-                # In turn, because the ids of n samples are consecutive.
+                # Under the lock, because the ids of n samples are consecutive.
                 request_id = self._take_turn(next, self.input_processor.ids)
                 output = make_output(search.prompt, beam, first, self.tokenizer)
                 outputs.append({**output, "request_id": request_id})
@@ -256,7 +260,8 @@ class LLM(ThreadSafeEngine):
         """Run steps until all of `requests` have finished, and yield each one when it has."""
         unfinished = dict.fromkeys(requests)
         while unfinished:
-            # Requests start in order, so only the first ones can have finished.
+            # Requests start in order. A later one can only have been aborted, and is yielded when
+            # its turn comes.
             started = islice(unfinished, self.config.max_num_seqs)
             finished = [each for each in started if each.seq_id not in self.requests]
             for request in finished:

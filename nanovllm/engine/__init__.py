@@ -1,4 +1,4 @@
-"""Decides: the core of the engine, in the order in which it is read.
+"""Decides: the core of the engine. After `LLMEngine.step`, read it in this order.
 
 sequence.py         the scheduling state of one sequence
 scheduler.py        two queues, two policies, preemption
@@ -10,5 +10,5 @@ input_processor.py  prompts to requests
 request.py          a sequence with text, as its caller sees it
 
 The core imports nothing of features/. Only input_processor.py, request.py and llm_engine.py use
-text, and only model_runner.py and llm_engine.py use tensors.
+text, and only model_runner.py computes with tensors.
 """

@@ -85,7 +85,7 @@ class BlockManager:
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """Find the longest chain of cached blocks at the start of `seq`.
 
-        It ends before the last token, whose logits are needed.
+        The chain ends before the last token, whose logits are needed.
         """
         prefix: list[Block] = []
         block = self.find_next_block(seq, 0)
@@ -136,9 +136,9 @@ class BlockManager:
     def cache_full_blocks(self, seq: Sequence, start: int, end: int) -> None:
         """Cache the blocks of `seq` that its tokens from position `start` to `end` make full.
 
-        The scheduler calls this when it plans a step, and again after drafts. That is safe because
-        every layer writes K/V before it attends, so another sequence of the same step may already
-        share the blocks.
+        The scheduler calls this before the K/V are written. That is safe because every layer writes
+        K/V before it attends, so another sequence of the same step may already share the blocks.
+        Drafts call it again for accepted tokens.
         """
         if not self.enable_prefix_caching:
             return

@@ -31,7 +31,7 @@ class Extension:
     """An optional feature, or a list of features. A point calls those of the list, in order."""
 
     features: tuple["Extension", ...] = ()
-    scheduler: Any  # the Scheduler that calls it, which sets this
+    scheduler: Any  # the Scheduler, which sets this. Any, because it imports this module
 
     def __init__(self, features: Iterable["Extension"] = ()) -> None:
         self.features = tuple(features)
@@ -54,7 +54,7 @@ class Extension:
 
     def may_start(self, seq: Sequence) -> bool:
         """Return whether a waiting sequence may be admitted in this step."""
-        return all([each.may_start(seq) for each in self.features])
+        return all([each.may_start(seq) for each in self.features])  # all of them are asked
 
     def admitted(self, seq: Sequence) -> None:
         """A sequence has its blocks and its lane."""
@@ -62,7 +62,10 @@ class Extension:
             each.admitted(seq)
 
     def limit_tokens(self, seq: Sequence, num_tokens: int) -> int:
-        """Return how many of the tokens that fit into the step are scheduled."""
+        """Return how many of the tokens that fit into the step are scheduled.
+
+        Not called for a decode within a block, because that is the scheduler's fast path.
+        """
         for each in self.features:
             num_tokens = each.limit_tokens(seq, num_tokens)
         return num_tokens

@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerBase
 
 from nanovllm.config import Config
 from nanovllm.engine.request import Inbox, Request
-from nanovllm.engine.scheduler import POLICIES
 from nanovllm.layers.noise import derive_seed
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import Detokenizer
@@ -17,9 +16,9 @@ from nanovllm.text.prompt_encoder import PromptEncoder, PromptTooLong
 from nanovllm.utils.checks import check_int, check_type, invalid
 
 Prompt = str | list[int]
-MakeRequest = Callable[..., Request]
+RequestFactory = Callable[..., Request]
 # From the parameters that prompts share, and the number of their samples.
-ChooseRequest = Callable[[SamplingParams, int], MakeRequest]
+ChooseFactory = Callable[[SamplingParams, int], RequestFactory]
 
 
 class PreparedPrompt(NamedTuple):
@@ -27,7 +26,7 @@ class PreparedPrompt(NamedTuple):
 
     token_ids: list[int]
     params: SamplingParams
-    make_request: MakeRequest = Request
+    factory: RequestFactory = Request
 
 
 def needs_llm(name: str) -> Exception:
@@ -35,7 +34,7 @@ def needs_llm(name: str) -> Exception:
     return invalid(name, "needs nanovllm.LLM: LLMEngine alone does not serve it")
 
 
-def choose_plain_request(params: SamplingParams, num_samples: int) -> MakeRequest:
+def choose_plain_factory(params: SamplingParams, num_samples: int) -> RequestFactory:
     """Choose for LLMEngine alone, which rejects parameters that need a feature of LLM."""
     if params.prompt_logprobs is not None:
         raise needs_llm("prompt_logprobs")
@@ -54,10 +53,12 @@ class InputProcessor:
         default_params: SamplingParams,
         vocab_size: int,
         max_model_len: int,
-        choose_request: ChooseRequest,
+        max_prompt_len: int | None,
+        choose_factory: ChooseFactory,
     ) -> None:
         self.config = config
-        self.choose_request = choose_request
+        self.max_prompt_len = max_prompt_len
+        self.choose_factory = choose_factory
         self.tokenizer = tokenizer
         self.default_params = default_params
         self.vocab_size = vocab_size
@@ -83,16 +84,15 @@ class InputProcessor:
         for token_ids in all_token_ids:
             self._check_len(token_ids)
         # Once for all prompts, because compiling a grammar can take seconds.
-        make_request = self.choose_request(params, len(prompts) * params.n)
-        return [PreparedPrompt(ids, params, make_request) for ids in all_token_ids]
+        factory = self.choose_factory(params, len(prompts) * params.n)
+        return [PreparedPrompt(ids, params, factory) for ids in all_token_ids]
 
     def _check_len(self, token_ids: list[int]) -> None:
-        """Raise PromptTooLong if the policy cannot split a prompt that exceeds a step."""
-        budget = self.config.max_num_batched_tokens
-        if len(token_ids) > budget and not POLICIES[self.config.policy_name].splits_prompts:
+        if self.max_prompt_len is not None and len(token_ids) > self.max_prompt_len:
             raise PromptTooLong(
-                f"a prompt of {len(token_ids)} tokens exceeds max_num_batched_tokens={budget}:"
-                " raise it, or set enable_chunked_prefill=True"
+                f"a prompt of {len(token_ids)} tokens exceeds"
+                f" max_num_batched_tokens={self.max_prompt_len}: raise it, or use a policy that"
+                " splits prompts (policy='mixed', enable_chunked_prefill=True)"
             )
 
     def make_requests(
@@ -100,7 +100,7 @@ class InputProcessor:
     ) -> list[Request]:
         """Make the samples of all prompts. `inbox` receives those with progress to report."""
         requests: list[Request] = []
-        for token_ids, params, make_request in prompts:
+        for token_ids, params, factory in prompts:
             stop_token_ids = set(params.stop_token_ids or ())
             if params.structured_outputs is not None or not params.ignore_eos:
                 stop_token_ids |= eos_token_ids
@@ -115,7 +115,7 @@ class InputProcessor:
                 seed = derive_seed(self.config.seed, seq_id)
                 if params.seed is not None:
                     seed = derive_seed(params.seed, index)
-                request = make_request(
+                request = factory(
                     seq_id=seq_id,
                     token_ids=token_ids,
                     params=params,

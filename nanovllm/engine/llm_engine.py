@@ -22,17 +22,18 @@ from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.extension import Extension
 from nanovllm.engine.input_processor import (
-    ChooseRequest,
+    ChooseFactory,
     InputProcessor,
     PreparedPrompt,
     Prompt,
-    choose_plain_request,
+    choose_plain_factory,
     needs_llm,
 )
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.model_runner import LogitsProcessor, ModelRunner
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.scheduler import POLICIES
 from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.penalties import apply_penalties
 from nanovllm.models.architectures import read_spec
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import Logprobs, RequestOutput, Stats
@@ -77,28 +78,31 @@ class LLMEngine:
         block_manager = BlockManager(
             worker.num_blocks, worker.block_size, config.enable_prefix_caching
         )
-        self.scheduler = POLICIES[config.policy_name](
+        policy = POLICIES[config.policy_name]
+        self.scheduler = policy(
             block_manager,
             self.model_runner.num_lanes,
             config.max_num_batched_tokens,
             self.make_extensions(spec),
         )
         self.model_runner.extensions = self.scheduler.extensions
+        self.model_runner.processors = self.make_processors()
         self.input_processor = InputProcessor(
             config,
             tokenizer=self.tokenizer,
             default_params=checkpoint.default_params,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
-            choose_request=self.make_chooser(),
+            max_prompt_len=None if policy.splits_prompts else config.max_num_batched_tokens,
+            choose_factory=self.make_factory_chooser(),
         )
         self.requests: dict[int, Request] = {}  # unfinished samples by seq_id, oldest first
         # The same by the seq_id of the first sample.
         self.samples_by_request = defaultdict[int, dict[Request, None]](dict)
-        self._inbox: Inbox = {}  # for requests of add_request
+        self._inbox: Inbox = {}  # of the callers of add_request
 
     def check_features(self, spec: ModelSpec) -> None:
-        """Raises ValueError for a model or an option that needs a feature of LLM."""
+        """Raise ValueError for a model or an option that needs a feature of LLM."""
         if self.config.num_speculative_tokens:
             raise needs_llm("num_speculative_tokens")
         if self.config.trace is not None:
@@ -110,9 +114,13 @@ class LLMEngine:
         """Make the optional features. LLM overrides this."""
         return []
 
-    def make_chooser(self) -> ChooseRequest:
-        """Return what chooses the kind of a request by its parameters. LLM overrides this."""
-        return choose_plain_request
+    def make_processors(self) -> list[LogitsProcessor]:
+        """Return what changes the logits before a token is sampled, in order."""
+        return [apply_penalties]
+
+    def make_factory_chooser(self) -> ChooseFactory:
+        """Return the function that chooses the class of a request. LLM overrides this."""
+        return choose_plain_factory
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a prompt and return its request id. The ids of n samples are consecutive.
@@ -165,7 +173,7 @@ class LLMEngine:
                 self._warn(f"request {request.seq_id} ends with an error: {reason}")
 
     def _warn(self, message: str) -> None:
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        warnings.warn(message, RuntimeWarning, stacklevel=4)  # the caller of step
 
     def _report(self, inbox: Inbox) -> list[RequestOutput]:
         """Return the requests with progress that was not reported yet."""
@@ -178,7 +186,7 @@ class LLMEngine:
         self._cancel(self._find_samples(request_id))
 
     def _find_samples(self, request_id: int) -> list[Request]:
-        """The unfinished samples of a request. The id of a later sample selects only that one."""
+        """Return the unfinished samples of a request, or one sample by the id of a later one."""
         if isinstance(request_id, bool):
             raise TypeError(f"request_id must be an int, not {request_id}")
         with naming("request_id", TypeError, kind=TypeError):
@@ -198,9 +206,9 @@ class LLMEngine:
                 self._remove(request)
 
     def _remove(self, request: Request) -> None:
-        """Remove a finished request. An interrupted `_queue` may have added it to one dict only.
+        """Remove a finished request from both dicts. An interrupted `_queue` may have filled one.
 
-        It leaves `requests` last, because a reset after an interrupt removes what is still there.
+        `requests` comes last, because a reset after an interrupt removes what is still in it.
         """
         samples = self.samples_by_request.get(request.first_seq_id, {})
         samples.pop(request, None)

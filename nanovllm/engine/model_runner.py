@@ -30,7 +30,7 @@ from nanovllm.worker.startup import start_worker
 from nanovllm.worker.state_slots import FIRST_LANE
 
 # What profile and warm-up runs sample with.
-KINDS = [
+TEST_PARAMS = [
     SamplingParams(temperature=0.0),
     SamplingParams(),
     SamplingParams(top_p=0.5),
@@ -45,7 +45,8 @@ LogitsProcessor = Callable[[Tensor, list[Sequence]], Tensor]
 class ModelRunner:
     """Turns scheduled sequences into sampled tokens, through the workers of all ranks.
 
-    Raises ValueError as Worker does, and RuntimeError as MultiRankExecutor does.
+    Raises ValueError as load_worker and start_worker do.
+    Raises RuntimeError as MultiRankExecutor does.
     """
 
     def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
@@ -53,7 +54,6 @@ class ModelRunner:
         self.executor = executor_class(config, spec, directory)
         weakref.finalize(self, self.executor.stop, "the engine is gone")  # also at interpreter exit
         self.extensions = Extension()  # none while the engine starts
-        # What is applied to the logits before a token is sampled, in this order.
         self.processors: list[LogitsProcessor] = [apply_penalties]
         worker = self.executor.worker
         self.vocab_size = spec.vocab_size
@@ -63,8 +63,8 @@ class ModelRunner:
         self.sampler = Sampler(spec.vocab_size).to(self.device)
         with engine_settings(self.device):  # CUDA graphs are captured with these
             if worker.kernels is not None:
-                run = self._sample_test_rows if self.device.type == "cuda" else None
-                worker.kernels.kernelize(self.sampler, self.device, spec.dtype, run)
+                self_test = self._sample_test_rows if self.device.type == "cuda" else None
+                worker.kernels.kernelize(self.sampler, self.device, spec.dtype, self_test)
             self.executor.call(start_worker, worker, self.sample_each_kind)
         self.num_lanes = worker.num_lanes
         # The block tables of all lanes, so that a decode need not copy its whole table.
@@ -89,23 +89,24 @@ class ModelRunner:
         [5, 2]. Its input_ids are [t4, t5, t6], its positions [4, 5, 6]. Position 4 is in logical
         block 4 // 4 = 1, which is block 2. Its slot_mapping is [2 * 4, 2 * 4 + 1, 2 * 4 + 2].
         """
-        size = self.block_size
+        block_size = self.block_size
         for seq in seqs:
-            # A decode copies its block table only when it enters a block. Earlier steps of its lane
-            # have copied all other entries, because its first step copied the whole table.
-            if seq.num_scheduled_tokens > 1 or seq.num_computed_tokens % size == 0:
+            # A decode copies its block table only when it enters a block. Earlier steps of the
+            # sequence have copied all other entries, because its first step copied the whole table.
+            if seq.num_scheduled_tokens > 1 or seq.num_computed_tokens % block_size == 0:
                 self.block_tables[seq.lane, : len(seq.block_table)] = seq.block_table
         max_seqlen_q = max([seq.num_scheduled_tokens for seq in seqs])
         max_seqlen_k = max([seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs])
         lanes = np.array([seq.lane for seq in seqs], np.int32)
-        block_tables = self.block_tables[lanes, : cdiv(max_seqlen_k, size)]
+        block_tables = self.block_tables[lanes, : cdiv(max_seqlen_k, block_size)]
         if max_seqlen_q == 1:
-            arrays = flatten_decodes(seqs, size)
+            arrays = flatten_decodes(seqs, block_size)
         else:
-            arrays = flatten(seqs, block_tables, size)
+            arrays = flatten(seqs, block_tables, block_size)
         arrays["block_tables"] = block_tables
-        # The slots of the lanes. An extension chooses others where a model has recurrent states.
-        arrays["read_slots"] = arrays["write_slots"] = lanes + FIRST_LANE
+        # The state slots of the lanes. An extension chooses others if a model has recurrent states.
+        arrays["read_slots"] = lanes + FIRST_LANE
+        arrays["write_slots"] = lanes + FIRST_LANE
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return Batch(**tensors, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
 
@@ -122,9 +123,10 @@ class ModelRunner:
             processed = self.process_logits(logits, rows)
         batch = make_sampling_batch(rows, positions, self.vocab_size, self.device)
         tokens = self.sampler(processed, batch)
-        token_ids = self.executor.call(tokens.tolist)  # the host waits for the device here
+        token_ids = self.executor.call(tokens.tolist)  # a host synchronization
         logprobs: Logprobs = None
         if any([seq.params.logprobs is not None for seq in seqs]):
+            # Of the unchanged logits, because log probabilities are the model's own.
             requested = [seq.params.logprobs for seq in rows]
             logprobs = split_rows(find_logprobs(logits, tokens, requested), seqs)
         return split_rows(token_ids, seqs), logprobs
@@ -138,7 +140,7 @@ class ModelRunner:
     def _sample_test_rows(self) -> None:
         """Sample rows of random logits in each way, for the self-test of the sampler."""
         # Not the greedy kind, because 16-bit logits can be equal.
-        rows = [Sequence(i, [0], params, seed=i) for i, params in enumerate(KINDS[1:] * 8)]
+        rows = [Sequence(i, [0], params, seed=i) for i, params in enumerate(TEST_PARAMS[1:] * 8)]
         generator = torch.Generator().manual_seed(0)
         logits = 3 * torch.randn(len(rows), self.vocab_size, device="cpu", generator=generator)
         batch = make_sampling_batch(rows, [1] * len(rows), self.vocab_size, self.device)
@@ -151,7 +153,7 @@ class ModelRunner:
         memory of penalties depends on the longest sequence.
         """
         longest = [0] * self.executor.worker.max_model_len
-        for params in KINDS:
+        for params in TEST_PARAMS:
             seqs: list[Sequence] = []
             for seq_id in range(len(logits)):
                 token_ids = longest if seq_id == 0 else [0]
@@ -161,8 +163,10 @@ class ModelRunner:
             self.sample(logits, seqs)
 
 
-def flatten(seqs: list[Sequence], block_tables: np.ndarray, size: int) -> dict[str, np.ndarray]:
-    """Return the arrays of a Batch that depend on the scheduled tokens. `size` is a block's."""
+def flatten(
+    seqs: list[Sequence], block_tables: np.ndarray, block_size: int
+) -> dict[str, np.ndarray]:
+    """Return the arrays of a Batch that depend on the scheduled tokens."""
     input_ids: list[int] = []
     for seq in seqs:
         start = seq.num_computed_tokens
@@ -175,13 +179,13 @@ def flatten(seqs: list[Sequence], block_tables: np.ndarray, size: int) -> dict[s
     seq_index = np.repeat(np.arange(len(seqs)), query_lens)
     offset_in_query = np.arange(len(input_ids), dtype=np.int32) - cu_seqlens_q[seq_index]
     positions = starts[seq_index] + offset_in_query
-    blocks, offsets = np.divmod(positions, size)
+    blocks, offsets = np.divmod(positions, block_size)
     first_offsets = query_lens - num_logits  # those of each query's first token with logits
     has_logits = offset_in_query >= first_offsets[seq_index]
     return {
         "input_ids": np.array(input_ids, np.int32),
         "positions": positions,
-        "slot_mapping": block_tables[seq_index, blocks] * size + offsets,
+        "slot_mapping": block_tables[seq_index, blocks] * block_size + offsets,
         "cu_seqlens_q": cu_seqlens_q,
         "context_lens": starts + query_lens,
         "logits_indices": np.flatnonzero(has_logits).astype(np.int32),
@@ -189,17 +193,17 @@ def flatten(seqs: list[Sequence], block_tables: np.ndarray, size: int) -> dict[s
     }
 
 
-def flatten_decodes(seqs: list[Sequence], size: int) -> dict[str, np.ndarray]:
+def flatten_decodes(seqs: list[Sequence], block_size: int) -> dict[str, np.ndarray]:
     """As `flatten`, if each sequence has one token. This takes half as long for 256 of them."""
     starts = [seq.num_computed_tokens for seq in seqs]
     ids = [seq.token_ids[start] for seq, start in zip(seqs, starts)]
-    blocks = [seq.block_table[start // size] for seq, start in zip(seqs, starts)]
+    blocks = [seq.block_table[start // block_size] for seq, start in zip(seqs, starts)]
     num_logits = [seq.num_logits for seq in seqs]
     input_ids, positions, block_ids = np.array((ids, starts, blocks), np.int32)
     return {
         "input_ids": input_ids,
         "positions": positions,
-        "slot_mapping": block_ids * size + positions % size,
+        "slot_mapping": block_ids * block_size + positions % block_size,
         "cu_seqlens_q": np.arange(len(seqs) + 1, dtype=np.int32),
         "context_lens": positions + 1,
         "logits_indices": np.flatnonzero(num_logits).astype(np.int32),
@@ -208,7 +212,7 @@ def flatten_decodes(seqs: list[Sequence], size: int) -> dict[str, np.ndarray]:
 
 
 def list_rows(seqs: list[Sequence]) -> tuple[list[Sequence], list[int]]:
-    """The sequence of each row of logits, and the position of the token that the row samples."""
+    """Return the sequence of each row of logits, and the position of the token that it samples."""
     rows: list[Sequence] = []
     positions: list[int] = []
     for seq in seqs:

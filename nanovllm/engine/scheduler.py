@@ -40,7 +40,7 @@ class Scheduler:
     step.
     """
 
-    title = "mixed steps"
+    title = "mixed steps"  # in traces and benchmarks
     splits_prompts = True  # False: a prompt must fit into the budget of one step
 
     def __init__(
@@ -52,7 +52,7 @@ class Scheduler:
     ) -> None:
         self.extensions = Extension(extensions)
         for each in self.extensions.features:
-            # Weakly, so that no reference goes in a circle, and an engine is freed at its last one.
+            # A weak reference avoids a cycle, so an engine is freed with its last reference.
             each.scheduler = weakref.proxy(self)
         self.block_manager = block_manager
         self.block_size = block_manager.block_size
@@ -110,9 +110,7 @@ class Scheduler:
         while index < len(self.running) and budget > 0:  # preemption shortens the list
             seq = self.running[index]
             index += 1
-            # num_logits and is_decode are still those of the previous step.
-            was_partial = seq.num_logits == 0 and not seq.is_decode
-            if only_partial and not was_partial:
+            if only_partial and not seq.is_partial:
                 continue
             num_tokens = len(seq.token_ids)
             num_missing = num_tokens - seq.num_computed_tokens
@@ -158,14 +156,15 @@ class Scheduler:
         found = self.block_manager.find_prefix(seq)
         prefix = self.extensions.limit_prefix(seq, found)
         num_reused_tokens = len(prefix) * self.block_size
-        # In whole prompts only a recomputation can be longer than a step. It starts one.
+        # With whole prompts, only a recomputation can exceed a step. It is then first in a step.
         fits = len(seq.token_ids) - num_reused_tokens <= budget
-        has_whole_step = budget == self.max_num_batched_tokens
-        may_start = self.splits_prompts or fits or has_whole_step
-        if not may_start or not self.extensions.may_start(seq):
+        is_first = budget == self.max_num_batched_tokens
+        fits_policy = self.splits_prompts or fits or is_first
+        if not fits_policy or not self.extensions.may_start(seq):
             return False
         if not self.block_manager.allocate(seq, prefix):
             num_needed = self.block_manager.count_needed_blocks(seq, prefix)
+            # The whole search result, because an extension may have limited the prefix.
             self.blocked = BlockedHead(seq, num_needed, found)
             return False
         self.blocked = None
@@ -214,7 +213,8 @@ class Scheduler:
         num_missing = len(seq.token_ids) - start
         num_tokens = self.extensions.limit_tokens(seq, min(num_missing, budget))
         seq.num_scheduled_tokens = num_tokens
-        seq.num_logits = 1 if num_tokens == num_missing else 0
+        seq.is_partial = num_tokens < num_missing
+        seq.num_logits = 0 if seq.is_partial else 1
         seq.is_decode = num_missing == 1 and start >= seq.num_prompt_tokens
         self.block_manager.cache_full_blocks(seq, start, start + num_tokens)
         scheduled.append(seq)

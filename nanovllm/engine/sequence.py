@@ -64,6 +64,7 @@ class Sequence:
         self.num_scheduled_tokens = 0
         # Rows of logits, one for each of the newest scheduled tokens. 0 in a partial prefill.
         self.num_logits = 0
+        self.is_partial = False  # tokens are missing after the step, too
         self.is_decode = False  # all that was missing is the newest generated token
 
     def check_end(self) -> FinishReason | None:

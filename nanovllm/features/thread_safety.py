@@ -70,7 +70,7 @@ class ThreadSafeEngine(LLMEngine):
             raise
 
     def step(self, inbox: Inbox | None = None) -> list[RequestOutput]:
-        self._take_turn(super().step, {})
+        self._take_turn(super().step, {})  # {}: the report is a turn of its own
         # Between the step and its report, because a warning can be an error (-W error).
         while self._warnings:
             with suppress(IndexError):  # another thread was faster
@@ -123,7 +123,9 @@ class ThreadSafeEngine(LLMEngine):
         finally:
             self._threads_inside.discard(thread)
         if call != self._cancel_aborted:
-            self._cancel_soon()  # aborts that came while the lock was released
+            # Aborts that came after the last `_cancel_aborted`. That call itself is repeated by
+            # `_cancel_soon`.
+            self._cancel_soon()
         return result
 
     def _reset(self) -> None:

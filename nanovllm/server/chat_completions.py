@@ -155,9 +155,9 @@ class ChatReply(Reply):
         detokenizer = self._make_detokenizer(prompt.token_ids, prompt.params.stop_strings)
 
         def make_request(**options: Any) -> Request:
-            return prompt.make_request(**{**options, "detokenizer": copy(detokenizer)})
+            return prompt.factory(**{**options, "detokenizer": copy(detokenizer)})
 
-        return prompt._replace(make_request=make_request)
+        return prompt._replace(factory=make_request)
 
     def write_part(self, index: int, part: RequestOutput, is_first: bool) -> JsonObject:
         if is_first:

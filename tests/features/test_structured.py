@@ -491,8 +491,8 @@ def test_a_draft_token_that_exceeds_limits_leaves_the_request_as_it_was(llm, mon
 
 def test_without_eos_no_token_ends_a_text(llm):
     compiler = grammars.GrammarCompiler(llm.tokenizer, llm.vocab_size, frozenset())
-    make_request = compiler.compile(SamplingParams(structured_outputs={"regex": "a*"}), 1)
-    mask = structured.compute_mask(make_request.keywords["matcher"])
+    factory = compiler.compile(SamplingParams(structured_outputs={"regex": "a*"}), 1)
+    mask = structured.compute_mask(factory.keywords["matcher"])
     allowed = structured.list_tokens(mask)
     assert llm.vocab_size in allowed
     texts = [llm.vocabulary.read_bytes(token_id) for token_id in allowed[:-1]]

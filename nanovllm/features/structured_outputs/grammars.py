@@ -16,7 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from nanovllm.engine.input_processor import MakeRequest
+from nanovllm.engine.input_processor import RequestFactory
 from nanovllm.engine.request import Request
 from nanovllm.features.structured_outputs.grammar_writer import (
     explain,
@@ -43,12 +43,12 @@ class GrammarCompiler:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
 
-    def choose_request(self, params: SamplingParams, num_samples: int) -> MakeRequest:
+    def choose_factory(self, params: SamplingParams, num_samples: int) -> RequestFactory:
         if params.structured_outputs is None or num_samples == 0:
             return Request
         return self.compile(params, num_samples)
 
-    def compile(self, params: SamplingParams, num_samples: int) -> MakeRequest:
+    def compile(self, params: SamplingParams, num_samples: int) -> RequestFactory:
         """Return a factory of requests with the grammar of `params`.
 
         All `num_samples` of them share the states of one lexer.
