@@ -51,7 +51,7 @@ def main() -> None:
         with LLM(args.model, quantization=args.quantization) as llm:
             converse(llm, params)
         save_page(tour.show_scheduling(LLM, DEMO_MODEL), "timeline.html")
-        print("\n--- All steps of both policies: open timeline.html in a browser")
+        print("\n--- All steps of all policies: open timeline.html in a browser")
     except ValueError as error:
         parser.error(str(error))
 

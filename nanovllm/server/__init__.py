@@ -40,5 +40,6 @@ metrics.py             Prometheus' metrics
 playground.py          the live page: a recorded engine that can be held and stepped
 
 The server uses LLM and the features behind it. It knows nothing of the scheduler, of models and of
-kernels; nothing but this folder knows the web framework. Only playground.py looks into an engine.
+kernels; nothing but this folder knows the web framework. Only playground.py looks into the state
+of an engine.
 """

@@ -55,7 +55,7 @@ def test_a_policy_is_chosen_by_its_name_or_by_chunked_prefill(tiny):
     with pytest.raises(ValueError, match="policy='mixed' needs enable_chunked_prefill=True"):
         Config(tiny[0], policy="mixed", enable_chunked_prefill=False)
     with pytest.raises(ValueError, match="policy must be"):
-        Config(tiny[0], policy="shortest_first")
+        Config(tiny[0], policy="unknown")
 
 
 @pytest.mark.parametrize("option", [{"num_speculative_tokens": 2}, {"trace": "trace.json"}])

@@ -19,6 +19,7 @@ from conftest import (
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends import BACKENDS
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.scheduler import POLICIES
 from nanovllm.utils.arithmetic import cdiv
 
 
@@ -32,11 +33,11 @@ def list_ways(dtype):
 
 
 @pytest.mark.parametrize(
-    "way, block_size, is_chunked, is_caching",
-    cover_pairs(list_ways(torch.float32), [4, 16], [True, False], [True, False]),
+    "way, block_size, policy, is_caching",
+    cover_pairs(list_ways(torch.float32), [4, 16], [*POLICIES], [True, False]),
     ids=str,
 )
-def test_grid(tiny, make_llm, way, block_size, is_chunked, is_caching):
+def test_grid(tiny, make_llm, way, block_size, policy, is_caching):
     """Small token budgets make chunks, and small pools make preemptions."""
     _, oracle = tiny
     lengths = [1, block_size - 1, block_size, block_size + 1, 2 * block_size, 2 * block_size + 1]
@@ -49,14 +50,14 @@ def test_grid(tiny, make_llm, way, block_size, is_chunked, is_caching):
     expected = [oracle(prompt, each.max_tokens) for prompt, each in zip(prompts, params)]
     max_model_len = len(longest) + params[-1].max_tokens
     num_tight = cdiv(max_model_len, block_size) + 1  # for hardly more than one sequence
-    small = 3 if is_chunked else 3 * block_size
+    small = 3 if POLICIES[policy].splits_prompts else 3 * block_size
     for budget, num_blocks in [(small, 64), (small + block_size, num_tight), (8192, num_tight)]:
         llm = make_llm(
             kvcache_block_size=block_size,
             num_kvcache_blocks=num_blocks,
             max_num_batched_tokens=budget,
             max_model_len=max_model_len,
-            enable_chunked_prefill=is_chunked,
+            policy=policy,
             enable_prefix_caching=is_caching,
             **way,
         )

@@ -23,6 +23,7 @@ from transformers import (
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends import BACKENDS
+from nanovllm.engine.scheduler import POLICIES
 from nanovllm.layers.embedding import Embedding
 from nanovllm.utils.arithmetic import cdiv
 
@@ -148,7 +149,8 @@ def list_backends() -> list[dict[str, Any]]:
 
 
 def draw_options(rng: random.Random) -> dict[str, Any]:
-    is_chunked = rng.random() < 0.7
+    policy = rng.choice(["mixed", *POLICIES])
+    splits_prompts = POLICIES[policy].splits_prompts
     block_size = rng.choice([2, 3, 4, 8, 16])
     least = cdiv(MAX_MODEL_LEN, block_size)
     return {
@@ -156,8 +158,10 @@ def draw_options(rng: random.Random) -> dict[str, Any]:
         "num_kvcache_blocks": least + rng.choice([0, 1, least // 2, 2 * least, 4 * least]),
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": rng.choice([1, 2, 3, 5, 8]),
-        "max_num_batched_tokens": rng.choice([2, 5, 9, 24, 64, 512] if is_chunked else [64, 512]),
-        "enable_chunked_prefill": is_chunked,
+        "max_num_batched_tokens": rng.choice(
+            [2, 5, 9, 24, 64, 512] if splits_prompts else [64, 512]
+        ),
+        "policy": policy,
         "enable_prefix_caching": rng.random() < 0.7,
         "num_speculative_tokens": rng.choice([0, 0, 1, 2, 3, 4]),
         **rng.choice(list_backends()),
