@@ -11,7 +11,7 @@ from nanovllm.config import Config, takes
 from nanovllm.engine.extension import Extension
 from nanovllm.engine.input_processor import ChooseRequest, PreparedPrompt, Prompt
 from nanovllm.engine.request import Inbox, Request
-from nanovllm.features.beam_search import BeamSearch, make_output, search_together
+from nanovllm.features.beam_search import BeamSearch, make_outputs, search_together
 from nanovllm.features.prompt_logprobs import PromptScores
 from nanovllm.features.recurrent_states import RecurrentStates
 from nanovllm.features.speculation.drafts import Drafts, make_speculator
@@ -211,15 +211,15 @@ class LLM(ThreadSafeEngine):
             searches.append(
                 BeamSearch(prompt, beam_width, max_num_tokens, length_penalty, eos_token_ids)
             )
+        search_together(searches, self._generate)
+        make_requests = self.input_processor.make_requests
+        params = SamplingParams(logprobs=0)  # the log probabilities of the beam's own tokens
         results: list[list[RequestOutput]] = []
-        for search, first in zip(searches, search_together(searches, self._generate)):
-            outputs: list[RequestOutput] = []
-            for beam in search.finished:
-                # In turn, because the ids of n samples are consecutive.
-                request_id = self._take_turn(next, self.input_processor.ids)
-                output = make_output(search.prompt, beam, first, self.tokenizer)
-                outputs.append({**output, "request_id": request_id})
-            results.append(outputs)
+        for search in searches:
+            prepared = [PreparedPrompt(search.prompt, params)] * len(search.finished)
+            # In turn, because the ids of n samples are consecutive.
+            requests = self._take_turn(make_requests, prepared, eos_token_ids, {})
+            results.append(make_outputs(search, requests))
         return results
 
     def prepare_prompts(self, prompts: Any, sampling_params: Any) -> list[PreparedPrompt]:
