@@ -90,7 +90,10 @@ def list_tokens(mask: np.ndarray) -> list[int]:
 
 
 def apply_grammars(logits: Tensor, rows: list[Sequence]) -> Tensor:
-    """Let sequences with a grammar sample only what may come next. Each row has a sequence."""
+    """Let sequences with a grammar sample only what may come next. Each row has a sequence.
+
+    A row without any allowed token becomes NaN, which ends its sequence with an error.
+    """
     indices: list[int] = []  # rows with a mask
     masks: list[np.ndarray] = []  # computed while a GPU still computes the logits
     start = 0
@@ -100,18 +103,12 @@ def apply_grammars(logits: Tensor, rows: list[Sequence]) -> Tensor:
             indices += range(start, end)
             masks += seq.compute_masks()
         start = end
-    return mask_rows(logits, np.array(indices), np.array(masks)) if indices else logits
-
-
-def mask_rows(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
-    """Apply `masks` [num_masked, num_bytes] to `rows` [num_masked] of `logits`.
-
-    A row without any allowed token becomes NaN, which ends its sequence with an error.
-    """
+    if not indices:
+        return logits
     device = logits.device
-    indices = to_device(rows, device)
-    bits = np.unpackbits(masks, axis=1, bitorder="little")
+    masked_rows = to_device(np.array(indices), device)
+    bits = np.unpackbits(np.array(masks), axis=1, bitorder="little")
     is_allowed = to_device(bits.view(np.bool_), device)[:, : logits.shape[1]]
-    masked = logits[indices].masked_fill(~is_allowed, -torch.inf)
+    masked = logits[masked_rows].masked_fill(~is_allowed, -torch.inf)
     masked.masked_fill_(~is_allowed.any(-1, keepdim=True), torch.nan)
-    return logits.index_copy(0, indices, masked)
+    return logits.index_copy(0, masked_rows, masked)
