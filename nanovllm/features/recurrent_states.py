@@ -47,6 +47,7 @@ class Slots:
     read: int = ZEROS
     write: int = ZEROS
     snapshot_position: int = 0  # tokens after which the state is kept for other sequences
+    end: int = 0  # tokens after which the current step writes the state, those of a draft included
 
 
 class RecurrentStates(Extension):
@@ -65,8 +66,6 @@ class RecurrentStates(Extension):
         self.slots: dict[Sequence, Slots] = {}  # of sequences that the queue's head has been
         self.snapshots = OrderedDict[int, int]()  # hash -> slot, least recently used first
         self.new_snapshots: dict[int, int] = {}  # those that the current step writes
-        # For each sequence of the step: its computed tokens before the step and after it.
-        self.spans: list[tuple[Sequence, int, int]] = []
 
     def limit_prefix(self, seq: Sequence, prefix: list[Block]) -> list[Block]:
         """Cut `prefix` where it ends at a snapshot."""
@@ -138,14 +137,12 @@ class RecurrentStates(Extension):
         return seq.block_hashes[num_blocks - 1] if num_blocks > 0 else -1
 
     def planned(self, seqs: list[Sequence]) -> None:
-        self.spans = []
         for seq in seqs:
             slots = self.slots[seq]
             has_draft = seq.num_logits > 1
             if has_draft and slots.write == slots.read:
                 slots.write = self.state_slots.second(seq.lane)
-            start = seq.num_computed_tokens
-            self.spans.append((seq, start, start + seq.num_scheduled_tokens))
+            slots.end = seq.num_computed_tokens + seq.num_scheduled_tokens
 
     def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
         slots = [self.slots[seq] for seq in seqs]
@@ -160,14 +157,14 @@ class RecurrentStates(Extension):
         If a draft token was rejected, the new state includes it. The old state is still in its
         slot, and the next step recomputes the accepted tokens.
         """
-        for seq, start, end in self.spans:
+        for seq in seqs:
             if seq.status is not SequenceStatus.RUNNING:
                 continue
             slots = self.slots[seq]
-            if seq.num_computed_tokens == end:
+            if seq.num_computed_tokens == slots.end:
                 slots.read = slots.write
             else:
-                seq.num_computed_tokens = start
+                seq.num_computed_tokens -= seq.num_scheduled_tokens
             slots.write = FIRST_LANE + seq.lane
         if self.new_snapshots:
             self.scheduler.blocked = None  # the head of the queue may reuse more now
