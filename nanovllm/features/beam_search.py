@@ -75,7 +75,13 @@ class BeamSearch:
             self.finished = [replace(beam, finish_reason="error") for beam in self.running]
         unfinished = [beam for beam in best if beam.finish_reason is None]
         self.running = unfinished[: self.beam_width]
-        if self._is_decided():
+        is_full = len(self.finished) == self.beam_width
+        # No running beam could replace a finished one at its current length.
+        if (
+            is_full
+            and self.running
+            and self._score(self.running[0]) <= self._score(self.finished[-1])
+        ):
             self.running = []
 
     def _extend(self, total: float, beam: Beam, token_id: int, logprob: float) -> Beam:
@@ -86,12 +92,6 @@ class BeamSearch:
         elif len(token_ids) == self.max_tokens:
             reason = "length"
         return Beam(token_ids, [*beam.logprobs, {token_id: logprob}], total, reason)
-
-    def _is_decided(self) -> bool:
-        """Return whether no running beam could replace a finished one at its current length."""
-        if not self.running or len(self.finished) < self.beam_width:
-            return False
-        return self._score(self.running[0]) <= self._score(self.finished[-1])
 
     def _score(self, beam: Beam) -> float:
         return beam.cumulative_logprob / len(beam.token_ids) ** self.length_penalty
