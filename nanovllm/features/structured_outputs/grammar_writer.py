@@ -34,6 +34,7 @@ LIMIT_PHRASES = {
 
 # Patterns of llguidance's errors, and what they become, in this order.
 REWRITES = (
+    ("(?s)^NoExtension.*", "no text matches"),
     (r"(?s)\n *\d+ \| .*", ""),  # the lines of the grammar that follow, such as "  1 | start: a"
     ("<non-verbose/>", ""),
     (r"^(at )?(\d+\(\d+\): )*(\d+)\(\d+\): ", r"line \3: "),
@@ -105,8 +106,6 @@ def allow_reasoning(outputs: StructuredOutputsParams, is_open: bool) -> Structur
 
 def explain(error: str) -> str:
     """Turn an error of llguidance into a sentence about the client's own grammar."""
-    if error.startswith("NoExtension"):
-        return "no text matches"
     limit = find_limit(error)
     if limit is not None:
         return f"too complex ({limit}): simplify it"

@@ -92,12 +92,11 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         vocabulary = Vocabulary(tokenizer)
-        vocab_size = max(vocab_size, len(tokenizer))
-        # llguidance needs an EOS token. If there is none, it is one that no logit belongs to.
-        token_ids = range(vocab_size if eos_token_ids else vocab_size + 1)
-        self.eos_token_id = min(eos_token_ids, default=vocab_size)
-        self.tokens = [vocabulary.read_bytes(token_id) for token_id in token_ids]
-        padding = range(len(tokenizer), len(token_ids))
+        # llguidance needs an EOS token. If there is none, it is the last one, without a logit.
+        last_id = max(vocab_size, len(tokenizer))
+        self.eos_token_id = min(eos_token_ids, default=last_id)
+        self.tokens = [vocabulary.read_bytes(token_id) for token_id in range(last_id + 1)]
+        padding = range(len(tokenizer), last_id + 1)
         self.special_token_ids = [*vocabulary.hidden_ids, *padding]
 
     def __call__(self, text: bytes) -> list[int]:
