@@ -72,10 +72,10 @@ class RecurrentStates(Extension):
         slots = self.slots.setdefault(seq, Slots())
         if seq.num_cached_tokens is None:  # after a preemption, the prefix is the sequence's own
             slots.snapshot_position = len(prefix) * self.scheduler.block_size
-        num_blocks = len(prefix)
-        while num_blocks > 0 and prefix[num_blocks - 1].hash not in self.snapshots:
-            num_blocks -= 1
-        return prefix[:num_blocks]
+        reusable = list(prefix)
+        while reusable and reusable[-1].hash not in self.snapshots:
+            reusable.pop()
+        return reusable
 
     def may_start(self, seq: Sequence) -> bool:
         """Let a sequence wait for a snapshot that the current step writes.

@@ -96,8 +96,8 @@ def measure_costs(
     def measure(num_tokens: int, draft_len: int, context_len: int = 1) -> float:
         """Seconds of a step of `num_tokens` tokens, in sequences of 1 + draft_len each."""
         seqs: list[Sequence] = []
-        for lane in range(cdiv(num_tokens, 1 + draft_len)):
-            own_len = min(1 + draft_len, num_tokens - lane * (1 + draft_len))
+        for lane, start in enumerate(range(0, num_tokens, 1 + draft_len)):
+            own_len = min(1 + draft_len, num_tokens - start)
             seq = Sequence(lane, [0] * (context_len + own_len - 1), SamplingParams())
             seq.block_table = [0] * cdiv(len(seq.token_ids), block_size)
             seq.lane = lane
