@@ -14,7 +14,7 @@ from nanovllm.engine.request import Inbox, Request
 from nanovllm.features.beam_search import BeamSearch, make_outputs, search_together
 from nanovllm.features.prompt_logprobs import PromptScores
 from nanovllm.features.recurrent_states import RecurrentStates
-from nanovllm.features.speculation.drafts import Drafts, make_speculator
+from nanovllm.features.speculation.drafts import make_drafts
 from nanovllm.features.structured_outputs.grammars import GrammarCompiler
 from nanovllm.features.structured_outputs.masks import apply_grammars
 from nanovllm.features.thread_safety import ThreadSafeEngine
@@ -67,7 +67,11 @@ class LLM(ThreadSafeEngine):
         self.timeline = self.make_timeline(config)
         try:
             super().__init__(config)
-            self._add_text()
+            self.vocabulary = Vocabulary(self.tokenizer)
+            self.chat_template = ChatTemplate(self.tokenizer)
+            if self.timeline is not None:
+                settings = self.recorder.describe_engine()
+                self.timeline.begin(settings, self.vocabulary, self._warnings.append)
         except BaseException:
             if "executor" in vars(self):
                 self.executor.stop("the engine did not start")
@@ -83,7 +87,7 @@ class LLM(ThreadSafeEngine):
         runner.processors = [apply_grammars, apply_penalties]
         extensions: list[Extension] = [PromptScores()]
         if config.num_speculative_tokens:
-            extensions.append(Drafts(make_speculator(config, runner, self.max_model_len)))
+            extensions.append(make_drafts(config, runner, self.max_model_len))
         if spec.has_states:
             extensions.append(RecurrentStates(StateSlots(config, runner.num_lanes)))
         if self.timeline is not None:
@@ -95,13 +99,6 @@ class LLM(ThreadSafeEngine):
     def make_chooser(self) -> ChooseRequest:
         self.grammar_compiler = GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
         return self.grammar_compiler.choose_request
-
-    def _add_text(self) -> None:
-        self.vocabulary = Vocabulary(self.tokenizer)
-        self.chat_template = ChatTemplate(self.tokenizer)
-        if self.timeline is not None:
-            settings = self.recorder.describe_engine()
-            self.timeline.begin(settings, self.vocabulary, self._warnings.append)
 
     def make_timeline(self, config: Config) -> Timeline | None:
         return None if config.trace is None else TraceFile(config.trace)

@@ -29,8 +29,65 @@ from nanovllm.worker.device import engine_settings
 LEARNING_RATE = 0.1  # weight of the newest draft token in the acceptance rate
 
 
+class PromptLookup:
+    """Proposes what followed the latest occurrence of the newest tokens (Saxena 2023).
+
+        token_ids | the cat sat on the mat . the cat      "sat on the mat" may follow again
+
+    This works for code, quotations, and answers that repeat the question. `token_ids` is the
+    sequence's own list. Each token is read once, so a proposal costs O(1) on average.
+    """
+
+    SIZES = (3, 2)  # lengths of the n-grams, the longest first
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+        self.num_read = 0
+        # n-gram -> end of its latest occurrence that is followed by a token
+        self.ends: dict[tuple[int, ...], int] = {}
+
+    def propose(self, num_tokens: int) -> list[int]:
+        token_ids = self.token_ids
+        for end in range(self.num_read, len(token_ids)):
+            for size in self.SIZES:
+                self.ends[tuple(token_ids[max(0, end - size) : end])] = end
+        self.num_read = len(token_ids)
+        for size in self.SIZES:
+            end = self.ends.get(tuple(token_ids[-size:]), 0)
+            if end:
+                found = token_ids[end : end + num_tokens]
+                # An occurrence that overlaps the newest tokens is repeated.
+                return (found * num_tokens)[:num_tokens]
+        return []
+
+
+@dataclass
+class Proposal:
+    """A sequence's newest proposal, for the tokens from `position` on, and its acceptance rate."""
+
+    proposer: PromptLookup
+    token_ids: list[int] = field(default_factory=list)
+    position: int = 0
+    acceptance_rate: float = 0.5
+    is_disabled: bool = False  # see _discard_step
+
+    def update(self, token_ids: list[int], num_tokens: int) -> None:
+        """Learn from what has followed, and propose what may follow now."""
+        self.learn(token_ids)
+        self.token_ids = self.proposer.propose(num_tokens)
+        self.position = len(token_ids)
+
+    def learn(self, token_ids: list[int]) -> None:
+        """Compare the proposal with the tokens that were sampled, computed as a draft or not."""
+        for proposed, token_id in zip(self.token_ids, token_ids[self.position :]):
+            outcome = 1.0 if proposed == token_id else 0.0
+            self.acceptance_rate += LEARNING_RATE * (outcome - self.acceptance_rate)
+            if proposed != token_id:
+                break
+
+
 class Drafts(Extension):
-    """Appends drafts to the decodes of a step, and removes what is rejected.
+    """Appends drafts of at most `max_draft_len` tokens to decodes, and removes what is rejected.
 
     Within a step `token_ids` ends with the draft. Nothing else distinguishes a draft token from a
     token that is scheduled.
@@ -38,21 +95,18 @@ class Drafts(Extension):
 
     scheduler: Scheduler
 
-    def __init__(self, speculator: "Speculator") -> None:
-        self.speculator = speculator
+    def __init__(self, max_draft_len: int, costs: StepCosts) -> None:
+        self.max_draft_len = max_draft_len
+        self.costs = costs
+        self.make_proposer = PromptLookup
 
     def reset(self) -> None:
         self.drafts: dict[Sequence, list[int]] = {}  # in the current step
         self.proposals: dict[Sequence, Proposal] = {}  # for unfinished sequences that have decoded
 
-    def begin_step(self) -> None:
-        self.drafts = {}
-
     def planned(self, seqs: list[Sequence]) -> None:
         """Give the rest of the step's budget and the free blocks to drafts."""
-        num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
-        budget = self.scheduler.max_num_batched_tokens - num_tokens
-        self.drafts = self.speculator.choose(seqs, self.proposals, budget)
+        self.drafts = self.choose(seqs, self.scheduler.max_num_batched_tokens)
         for seq, draft in self.drafts.items():
             seq.token_ids += draft
             while not self.scheduler.block_manager.grow(seq):
@@ -60,6 +114,44 @@ class Drafts(Extension):
                 draft.pop()
             seq.num_scheduled_tokens += len(draft)
             seq.num_logits += len(draft)
+
+    def choose(self, seqs: list[Sequence], max_num_tokens: int) -> dict[Sequence, list[int]]:
+        """The drafts of a step of `seqs`, which has at most `max_num_tokens` with them."""
+        num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
+        budget = min(max_num_tokens, self.costs.max_num_tokens) - num_tokens
+        drafts: dict[Sequence, list[int]] = {}
+        if budget <= 0:
+            return drafts
+        candidates = self._collect_candidates(seqs)[:budget]
+        if not candidates:
+            return drafts
+        num_chosen = self.costs.choose_count(seqs, num_tokens, candidates)
+        for candidate in candidates[:num_chosen]:
+            drafts.setdefault(candidate.seq, []).append(candidate.token_id)
+        return drafts
+
+    def _collect_candidates(self, seqs: list[Sequence]) -> list[Candidate]:
+        """All draft tokens that could be computed, the most probable first."""
+        candidates: list[Candidate] = []
+        for seq in seqs:
+            # Penalties and min_tokens make logits depend on more than the K/V of the tokens before.
+            is_eligible = not seq.params.penalizes and len(seq.token_ids) >= seq.min_num_tokens
+            if not seq.is_decode or not is_eligible:
+                continue
+            if seq not in self.proposals:
+                self.proposals[seq] = Proposal(self.make_proposer(seq.token_ids))
+            proposal = self.proposals[seq]
+            if proposal.is_disabled:
+                continue
+            proposal.update(seq.token_ids, self.max_draft_len)
+            max_len = seq.max_num_tokens - len(seq.token_ids) - 1
+            probability = 1.0
+            for token_id in proposal.token_ids[: max(0, max_len)]:
+                probability *= proposal.acceptance_rate
+                candidates.append(Candidate(probability, seq, token_id))
+        # A stable sort keeps the tokens of a draft in order.
+        candidates.sort(key=attrgetter("probability"), reverse=True)
+        return candidates
 
     def sampled(self, seqs: list[Sequence], token_ids: list[list[int]]) -> list[list[int]]:
         """Verify the drafts, as if only accepted tokens had been scheduled."""
@@ -127,7 +219,7 @@ def count_matches(draft: list[int], token_ids: list[int]) -> int:
     return num_matches
 
 
-def make_speculator(config: Config, runner: ModelRunner, max_model_len: int) -> "Speculator":
+def make_drafts(config: Config, runner: ModelRunner, max_model_len: int) -> Drafts:
     """Measure the cost of steps, before the first request, to draft accordingly."""
     limit = runner.executor.worker.backend.MAX_DRAFT_LEN
     max_draft_len = min(config.num_speculative_tokens, limit, max_model_len - 1)
@@ -140,112 +232,4 @@ def make_speculator(config: Config, runner: ModelRunner, max_model_len: int) -> 
             max_model_len=max_model_len,
             block_size=runner.block_size,
         )
-    return Speculator(max_draft_len, costs)
-
-
-class PromptLookup:
-    """Proposes what followed the latest occurrence of the newest tokens (Saxena 2023).
-
-        token_ids | the cat sat on the mat . the cat      "sat on the mat" may follow again
-
-    This works for code, quotations, and answers that repeat the question. `token_ids` is the
-    sequence's own list. Each token is read once, so a proposal costs O(1) on average.
-    """
-
-    SIZES = (3, 2)  # lengths of the n-grams, the longest first
-
-    def __init__(self, token_ids: list[int]) -> None:
-        self.token_ids = token_ids
-        self.num_read = 0
-        # n-gram -> end of its latest occurrence that is followed by a token
-        self.ends: dict[tuple[int, ...], int] = {}
-
-    def propose(self, num_tokens: int) -> list[int]:
-        token_ids = self.token_ids
-        for end in range(self.num_read, len(token_ids)):
-            for size in self.SIZES:
-                self.ends[tuple(token_ids[max(0, end - size) : end])] = end
-        self.num_read = len(token_ids)
-        for size in self.SIZES:
-            end = self.ends.get(tuple(token_ids[-size:]), 0)
-            if end:
-                found = token_ids[end : end + num_tokens]
-                # An occurrence that overlaps the newest tokens is repeated.
-                return (found * num_tokens)[:num_tokens]
-        return []
-
-
-@dataclass
-class Proposal:
-    """A sequence's newest proposal, for the tokens from `position` on, and its acceptance rate."""
-
-    proposer: PromptLookup
-    token_ids: list[int] = field(default_factory=list)
-    position: int = 0
-    acceptance_rate: float = 0.5
-    is_disabled: bool = False  # see _discard_step
-
-    def update(self, token_ids: list[int], num_tokens: int) -> None:
-        """Learn from what has followed, and propose what may follow now."""
-        self.learn(token_ids)
-        self.token_ids = self.proposer.propose(num_tokens)
-        self.position = len(token_ids)
-
-    def learn(self, token_ids: list[int]) -> None:
-        """Compare the proposal with the tokens that were sampled, computed as a draft or not."""
-        for proposed, token_id in zip(self.token_ids, token_ids[self.position :]):
-            outcome = 1.0 if proposed == token_id else 0.0
-            self.acceptance_rate += LEARNING_RATE * (outcome - self.acceptance_rate)
-            if proposed != token_id:
-                break
-
-
-class Speculator:
-    """Chooses drafts of at most `max_draft_len` tokens."""
-
-    def __init__(self, max_draft_len: int, costs: StepCosts) -> None:
-        self.max_draft_len = max_draft_len
-        self.costs = costs
-        self.make_proposer = PromptLookup
-
-    def choose(
-        self, seqs: list[Sequence], proposals: dict[Sequence, Proposal], budget: int
-    ) -> dict[Sequence, list[int]]:
-        """The drafts of a step of `seqs`, with at most `budget` tokens together."""
-        num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
-        budget = min(budget, self.costs.max_num_tokens - num_tokens)
-        drafts: dict[Sequence, list[int]] = {}
-        if budget <= 0:
-            return drafts
-        candidates = self._collect_candidates(seqs, proposals)[:budget]
-        if not candidates:
-            return drafts
-        num_chosen = self.costs.choose_count(seqs, num_tokens, candidates)
-        for candidate in candidates[:num_chosen]:
-            drafts.setdefault(candidate.seq, []).append(candidate.token_id)
-        return drafts
-
-    def _collect_candidates(
-        self, seqs: list[Sequence], proposals: dict[Sequence, Proposal]
-    ) -> list[Candidate]:
-        """All draft tokens that could be computed, the most probable first."""
-        candidates: list[Candidate] = []
-        for seq in seqs:
-            # Penalties and min_tokens make logits depend on more than the K/V of the tokens before.
-            is_eligible = not seq.params.penalizes and len(seq.token_ids) >= seq.min_num_tokens
-            if not seq.is_decode or not is_eligible:
-                continue
-            if seq not in proposals:
-                proposals[seq] = Proposal(self.make_proposer(seq.token_ids))
-            proposal = proposals[seq]
-            if proposal.is_disabled:
-                continue
-            proposal.update(seq.token_ids, self.max_draft_len)
-            max_len = seq.max_num_tokens - len(seq.token_ids) - 1
-            probability = 1.0
-            for token_id in proposal.token_ids[: max(0, max_len)]:
-                probability *= proposal.acceptance_rate
-                candidates.append(Candidate(probability, seq, token_id))
-        # A stable sort keeps the tokens of a draft in order.
-        candidates.sort(key=attrgetter("probability"), reverse=True)
-        return candidates
+    return Drafts(max_draft_len, costs)
