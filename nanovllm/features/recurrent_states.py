@@ -103,33 +103,26 @@ class RecurrentStates(Extension):
     def _begin_snapshot(self, seq: Sequence) -> bool:
         """Let the current step of `seq` write a snapshot.
 
-        Return False if there is such a snapshot already, or if all slots are in use.
+        It goes to an empty slot, or else to that of the least recently used snapshot, which is
+        evicted. Return False if there is such a snapshot already, or if all slots are in use.
         """
         block_hash = self._find_snapshot_hash(seq)
         if block_hash in self.snapshots or block_hash in self.new_snapshots:
             return False
-        slot = self._take_snapshot_slot()
-        if slot is None:
-            return False
-        self.slots[seq].write = slot
-        self.new_snapshots[block_hash] = slot
-        return True
-
-    def _take_snapshot_slot(self) -> int | None:
-        """Return an empty slot, or else that of the least recently used snapshot, which is evicted.
-
-        Return None if all slots are in use.
-        """
-        in_use = {self.slots[seq].read for seq in self.scheduler.running}
+        in_use = {self.slots[each].read for each in self.scheduler.running}
         in_use.update(self.new_snapshots.values())
         unused = set(self.snapshot_slots) - in_use
         if not unused:
-            return None
+            return False
         empty = unused.difference(self.snapshots.values())
         if empty:
-            return min(empty)
-        oldest = next(each for each, slot in self.snapshots.items() if slot in unused)
-        return self.snapshots.pop(oldest)
+            slot = min(empty)
+        else:
+            oldest = next(each for each, slot in self.snapshots.items() if slot in unused)
+            slot = self.snapshots.pop(oldest)
+        self.slots[seq].write = slot
+        self.new_snapshots[block_hash] = slot
+        return True
 
     def _find_snapshot_hash(self, seq: Sequence) -> int:
         """The hash of the last block before snapshot_position, or -1 if no snapshot is wanted."""
