@@ -184,14 +184,13 @@ class Drafts(Extension):
         self.scheduler.num_draft_tokens += len(draft)
         self.scheduler.num_accepted_tokens += num_accepted
 
-        start = seq.num_computed_tokens
         seq.num_scheduled_tokens = 1 + num_accepted
         seq.num_logits = 1 + num_accepted
         if sampled[0] < 0:
             self._discard_step(seq)
         # The blocks that accepted tokens fill can be cached now, while token_ids has them.
-        end = start + seq.num_scheduled_tokens
-        self.scheduler.block_manager.cache_full_blocks(seq, start, end)
+        start = seq.num_computed_tokens
+        self.scheduler.block_manager.cache_full_blocks(seq, start, start + seq.num_scheduled_tokens)
         del seq.token_ids[-len(draft) :]
         return sampled[: seq.num_logits]
 
@@ -224,12 +223,5 @@ def make_drafts(config: Config, runner: ModelRunner, max_model_len: int) -> Draf
     limit = runner.executor.worker.backend.MAX_DRAFT_LEN
     max_draft_len = min(config.num_speculative_tokens, limit, max_model_len - 1)
     with engine_settings(runner.device):
-        costs = measure_costs(
-            lambda seqs: runner.sample(runner.forward(seqs), seqs),
-            max_draft_len,
-            max_num_seqs=runner.num_lanes,
-            max_num_tokens=config.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            block_size=runner.block_size,
-        )
+        costs = measure_costs(config, runner, max_draft_len, max_model_len)
     return Drafts(max_draft_len, costs)
