@@ -18,7 +18,6 @@ from nanovllm.features.speculation.drafts import make_drafts
 from nanovllm.features.structured_outputs.grammars import GrammarCompiler
 from nanovllm.features.structured_outputs.masks import apply_grammars
 from nanovllm.features.thread_safety import ThreadSafeEngine
-from nanovllm.layers.penalties import apply_penalties
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -84,7 +83,7 @@ class LLM(ThreadSafeEngine):
     def make_extensions(self, spec: ModelSpec) -> list[Extension]:
         config = self.config
         runner = self.model_runner
-        runner.processors = [apply_grammars, apply_penalties]
+        runner.processors.insert(0, apply_grammars)  # before penalties
         extensions: list[Extension] = [PromptScores()]
         if config.num_speculative_tokens:
             extensions.append(make_drafts(config, runner, self.max_model_len))
@@ -203,19 +202,20 @@ class LLM(ThreadSafeEngine):
         check_bool("ignore_eos", ignore_eos)
         eos_token_ids = frozenset() if ignore_eos else self.eos_token_ids
         searches: list[BeamSearch] = []
-        for prompt, *_ in self.prepare_prompts(prompts, None):
+        # An output has the log probabilities of the beam's own tokens.
+        prepared = self.prepare_prompts(prompts, SamplingParams(logprobs=0))
+        for prompt, *_ in prepared:
             max_num_tokens = min(max_tokens, self.max_model_len - len(prompt))
             searches.append(
                 BeamSearch(prompt, beam_width, max_num_tokens, length_penalty, eos_token_ids)
             )
         search_together(searches, self._generate)
         make_requests = self.input_processor.make_requests
-        params = SamplingParams(logprobs=0)  # the log probabilities of the beam's own tokens
         results: list[list[RequestOutput]] = []
-        for search in searches:
-            prepared = [PreparedPrompt(search.prompt, params)] * len(search.finished)
+        for search, each in zip(searches, prepared):
+            same = [each] * len(search.finished)
             # In turn, because the ids of n samples are consecutive.
-            requests = self._take_turn(make_requests, prepared, eos_token_ids, {})
+            requests = self._take_turn(make_requests, same, eos_token_ids, {})
             results.append(make_outputs(search, requests))
         return results
 

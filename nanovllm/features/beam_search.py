@@ -13,7 +13,7 @@ The search ends when no running beam could replace a finished one at its current
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from heapq import nlargest
 from operator import itemgetter
 
@@ -22,15 +22,13 @@ from nanovllm.engine.request import Request
 from nanovllm.outputs import FinishReason, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
-Generate = Callable[[list[PreparedPrompt]], list[RequestOutput]]
-
 
 @dataclass(frozen=True)
 class Beam:
     """One hypothesis: generated tokens and their log probabilities."""
 
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, float]] = field(default_factory=list)  # one dict per token
+    token_ids: list[int]
+    logprobs: list[dict[int, float]]  # one dict per token
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
 
@@ -49,7 +47,7 @@ class BeamSearch:
     def __post_init__(self) -> None:
         # Even if the best candidates of every beam are all EOS tokens, beam_width others remain.
         self.num_candidates = max(2, 1 + len(self.eos_token_ids)) * self.beam_width
-        self.running = [Beam()]
+        self.running = [Beam([], [])]
         self.finished: list[Beam] = []  # best first
 
     def advance(self, outputs: list[RequestOutput]) -> None:
@@ -97,7 +95,9 @@ class BeamSearch:
         return beam.cumulative_logprob / len(beam.token_ids) ** self.length_penalty
 
 
-def search_together(searches: list[BeamSearch], generate: Generate) -> None:
+def search_together(
+    searches: list[BeamSearch], generate: Callable[[list[PreparedPrompt]], list[RequestOutput]]
+) -> None:
     """Finish all `searches`, which share the engine's steps."""
     active = searches
     while active:
@@ -106,8 +106,9 @@ def search_together(searches: list[BeamSearch], generate: Generate) -> None:
         )
         prompts: list[PreparedPrompt] = []
         for search in active:
-            for beam in search.running:
-                prompts.append(PreparedPrompt(search.prompt + beam.token_ids, params))
+            prompts += [
+                PreparedPrompt(search.prompt + beam.token_ids, params) for beam in search.running
+            ]
         outputs = generate(prompts)
         start = 0
         for search in active:
