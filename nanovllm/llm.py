@@ -12,14 +12,13 @@ from nanovllm.engine.extension import Extension
 from nanovllm.engine.input_processor import ChooseFactory, PreparedPrompt, Prompt
 from nanovllm.engine.model_runner import LogitsProcessor
 from nanovllm.engine.request import Inbox, Request
-from nanovllm.features.beam_search import BeamSearch, make_output, search_together
+from nanovllm.features.beam_search import BeamSearch, make_outputs, search_together
 from nanovllm.features.prompt_logprobs import PromptScores
 from nanovllm.features.recurrent_states import RecurrentStates
-from nanovllm.features.speculation.drafts import Drafts, make_speculator
+from nanovllm.features.speculation.drafts import make_drafts
 from nanovllm.features.structured_outputs.grammars import GrammarCompiler
 from nanovllm.features.structured_outputs.masks import apply_grammars
 from nanovllm.features.thread_safety import ThreadSafeEngine
-from nanovllm.layers.penalties import apply_penalties
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -68,7 +67,11 @@ class LLM(ThreadSafeEngine):
         self.timeline = self.make_timeline(config)
         try:
             super().__init__(config)
-            self._add_chat()
+            self.vocabulary = Vocabulary(self.tokenizer)
+            self.chat_template = ChatTemplate(self.tokenizer)
+            if self.timeline is not None:
+                settings = self.recorder.describe_engine()
+                self.timeline.begin(settings, self.vocabulary, self._warnings.append)
         except BaseException:
             if "executor" in vars(self):
                 self.executor.stop("the engine did not start")
@@ -83,7 +86,7 @@ class LLM(ThreadSafeEngine):
         runner = self.model_runner
         extensions: list[Extension] = [PromptScores()]
         if config.num_speculative_tokens:
-            extensions.append(Drafts(make_speculator(config, runner, self.max_model_len)))
+            extensions.append(make_drafts(config, runner, self.max_model_len))
         if spec.has_states:
             extensions.append(RecurrentStates(StateSlots(config, runner.num_lanes)))
         if self.timeline is not None:
@@ -92,20 +95,12 @@ class LLM(ThreadSafeEngine):
         return extensions
 
     def make_processors(self) -> list[LogitsProcessor]:
-        processors: list[LogitsProcessor] = [apply_grammars, apply_penalties]
+        processors = [apply_grammars, *super().make_processors()]
         return processors if self.timeline is None else [self.recorder.watch(processors)]
 
     def make_factory_chooser(self) -> ChooseFactory:
         self.grammar_compiler = GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
         return self.grammar_compiler.choose_factory
-
-    def _add_chat(self) -> None:
-        """Make what text needs, and begin the trace, which has the texts of tokens."""
-        self.vocabulary = Vocabulary(self.tokenizer)
-        self.chat_template = ChatTemplate(self.tokenizer)
-        if self.timeline is not None:
-            settings = self.recorder.describe_engine()
-            self.timeline.begin(settings, self.vocabulary, self._warnings.append)
 
     def make_timeline(self, config: Config) -> Timeline | None:
         return None if config.trace is None else TraceFile(config.trace)
@@ -210,20 +205,21 @@ class LLM(ThreadSafeEngine):
         check_bool("ignore_eos", ignore_eos)
         eos_token_ids = frozenset() if ignore_eos else self.eos_token_ids
         searches: list[BeamSearch] = []
-        for prompt, *_ in self.prepare_prompts(prompts, None):
+        # An output has the log probabilities of the beam's own tokens.
+        prepared = self.prepare_prompts(prompts, SamplingParams(logprobs=0))
+        for prompt, *_ in prepared:
             max_num_tokens = min(max_tokens, self.max_model_len - len(prompt))
             searches.append(
                 BeamSearch(prompt, beam_width, max_num_tokens, length_penalty, eos_token_ids)
             )
+        search_together(searches, self._generate)
+        make_requests = self.input_processor.make_requests
         results: list[list[RequestOutput]] = []
-        for search, first in zip(searches, search_together(searches, self._generate)):
-            outputs: list[RequestOutput] = []
-            for beam in search.finished:
-                # Under the lock, because the ids of n samples are consecutive.
-                request_id = self._take_turn(next, self.input_processor.ids)
-                output = make_output(search.prompt, beam, first, self.tokenizer)
-                outputs.append({**output, "request_id": request_id})
-            results.append(outputs)
+        for search, each in zip(searches, prepared):
+            same = [each] * len(search.finished)
+            # Under the lock, because the ids of n samples are consecutive.
+            requests = self._take_turn(make_requests, same, eos_token_ids, {})
+            results.append(make_outputs(search, requests))
         return results
 
     def prepare_prompts(self, prompts: Any, sampling_params: Any) -> list[PreparedPrompt]:

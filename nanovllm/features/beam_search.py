@@ -13,62 +13,58 @@ The search ends when no running beam could replace a finished one at its current
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from heapq import nlargest
 from operator import itemgetter
-from typing import Any
 
 from nanovllm.engine.input_processor import PreparedPrompt
-from nanovllm.outputs import NAN_LOGITS, FinishReason, RequestOutput
+from nanovllm.engine.request import Request
+from nanovllm.outputs import FinishReason, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.detokenizer import Detokenizer
-
-Generate = Callable[[list[PreparedPrompt]], list[RequestOutput]]
 
 
 @dataclass(frozen=True)
 class Beam:
     """One hypothesis: generated tokens and their log probabilities."""
 
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, float]] = field(default_factory=list)  # one dict per token
+    token_ids: list[int]
+    logprobs: list[dict[int, float]]  # one dict per token
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
 
 
+@dataclass
 class BeamSearch:
     """The beams of one prompt. Handles token ids and scores. `search_together` runs the engine."""
 
-    def __init__(
-        self,
-        prompt: list[int],
-        beam_width: int,
-        max_tokens: int,
-        length_penalty: float,
-        eos_token_ids: frozenset[int],
-    ) -> None:
-        self.prompt = prompt
-        self.beam_width = beam_width
-        self.max_tokens = max_tokens
-        self.length_penalty = length_penalty
-        self.eos_token_ids = eos_token_ids
+    prompt: list[int]
+    beam_width: int
+    max_tokens: int
+    length_penalty: float
+    eos_token_ids: frozenset[int]
+    num_cached_tokens: int = 0  # tokens of the prompt that the first step found
+
+    def __post_init__(self) -> None:
         # Even if the best candidates of every beam are all EOS tokens, beam_width others remain.
-        self.num_candidates = max(2, 1 + len(eos_token_ids)) * beam_width
-        self.running = [Beam()]
+        self.num_candidates = max(2, 1 + len(self.eos_token_ids)) * self.beam_width
+        self.running = [Beam([], [])]
         self.finished: list[Beam] = []  # best first
 
-    def advance(self, logprobs: list[dict[int, float]]) -> None:
+    def advance(self, outputs: list[RequestOutput]) -> None:
         """Extend all running beams by one token.
 
-        `logprobs` has for each of them the `num_candidates` most probable tokens, or all tokens. It
-        is empty for a beam with NaN logits, which is dropped. If no beam is left, the search ends
+        `outputs` has for each of them the `num_candidates` most probable tokens, or all tokens. It
+        has none for a beam with NaN logits, which is dropped. If no beam is left, the search ends
         with "error".
         """
+        if not self.running[0].token_ids:
+            self.num_cached_tokens = outputs[0]["num_cached_tokens"]
         candidates: list[tuple[float, Beam, int, float]] = []  # the first is the new total
-        for beam, next_tokens in zip(self.running, logprobs, strict=True):
-            for token_id, logprob in next_tokens.items():
-                total = beam.cumulative_logprob + logprob
-                candidates.append((total, beam, token_id, logprob))
+        for beam, output in zip(self.running, outputs, strict=True):
+            for next_tokens in output["logprobs"] or ():
+                for token_id, logprob in next_tokens.items():
+                    total = beam.cumulative_logprob + logprob
+                    candidates.append((total, beam, token_id, logprob))
         chosen = nlargest(self.num_candidates, candidates, key=itemgetter(0))
         best = [self._extend(*candidate) for candidate in chosen]
         ended = [beam for beam in best[: self.beam_width] if beam.finish_reason is not None]
@@ -77,7 +73,13 @@ class BeamSearch:
             self.finished = [replace(beam, finish_reason="error") for beam in self.running]
         unfinished = [beam for beam in best if beam.finish_reason is None]
         self.running = unfinished[: self.beam_width]
-        if self._is_decided():
+        is_full = len(self.finished) == self.beam_width
+        # No running beam could replace a finished one at its current length.
+        if (
+            is_full
+            and self.running
+            and self._score(self.running[0]) <= self._score(self.finished[-1])
+        ):
             self.running = []
 
     def _extend(self, total: float, beam: Beam, token_id: int, logprob: float) -> Beam:
@@ -89,22 +91,14 @@ class BeamSearch:
             reason = "length"
         return Beam(token_ids, [*beam.logprobs, {token_id: logprob}], total, reason)
 
-    def _is_decided(self) -> bool:
-        """Return whether no running beam could replace a finished one at its current length."""
-        if not self.running or len(self.finished) < self.beam_width:
-            return False
-        return self._score(self.running[0]) <= self._score(self.finished[-1])
-
     def _score(self, beam: Beam) -> float:
         return beam.cumulative_logprob / len(beam.token_ids) ** self.length_penalty
 
 
-def search_together(searches: list[BeamSearch], generate: Generate) -> list[RequestOutput]:
-    """Finish all `searches`, which share the engine's steps.
-
-    Return the output of the first step for each search.
-    """
-    first_outputs: list[RequestOutput] = []
+def search_together(
+    searches: list[BeamSearch], generate: Callable[[list[PreparedPrompt]], list[RequestOutput]]
+) -> None:
+    """Finish all `searches`, which share the engine's steps."""
     active = searches
     while active:
         params = SamplingParams(
@@ -112,41 +106,25 @@ def search_together(searches: list[BeamSearch], generate: Generate) -> list[Requ
         )
         prompts: list[PreparedPrompt] = []
         for search in active:
-            for beam in search.running:
-                prompts.append(PreparedPrompt(search.prompt + beam.token_ids, params))
+            prompts += [
+                PreparedPrompt(search.prompt + beam.token_ids, params) for beam in search.running
+            ]
         outputs = generate(prompts)
-        if not first_outputs:
-            first_outputs = outputs  # each search begins with one beam
         start = 0
         for search in active:
             end = start + len(search.running)
-            search.advance([_next_logprobs(output) for output in outputs[start:end]])
+            search.advance(outputs[start:end])
             start = end
         active = [search for search in active if search.running]
-    return first_outputs
 
 
-def make_output(
-    prompt: list[int], beam: Beam, first: RequestOutput, tokenizer: Any
-) -> RequestOutput:
-    """Return a finished beam as an output. `first` is the output of the search's first step."""
-    text = ""
-    if tokenizer is not None:
-        has_stop_token = beam.finish_reason == "stop"
-        text_token_ids = beam.token_ids[:-1] if has_stop_token else beam.token_ids
-        text = Detokenizer(tokenizer, prompt).read(prompt + text_token_ids, is_last=True)
-    return {
-        **first,
-        "prompt_token_ids": list(prompt),
-        "token_ids": beam.token_ids,
-        "text": text,
-        "finish_reason": beam.finish_reason,
-        "error": NAN_LOGITS if beam.finish_reason == "error" else None,
-        "logprobs": beam.logprobs,
-        "cumulative_logprob": beam.cumulative_logprob,
-    }
-
-
-def _next_logprobs(output: RequestOutput) -> dict[int, float]:
-    """The log probabilities of the token that was generated, empty after NaN logits."""
-    return output["logprobs"][0] if output["logprobs"] else {}
+def make_outputs(search: BeamSearch, requests: list[Request]) -> list[RequestOutput]:
+    """Return the finished beams as outputs of `requests`, which are those of the prompt alone."""
+    outputs: list[RequestOutput] = []
+    for beam, request in zip(search.finished, requests, strict=True):
+        request.token_ids += beam.token_ids
+        request.logprobs = beam.logprobs
+        request.finish_reason = beam.finish_reason
+        request.num_cached_tokens = search.num_cached_tokens
+        outputs.append(request.output())
+    return outputs

@@ -71,13 +71,41 @@ class PromptScores(Extension):
         return prefix[: (len(entries) - 1) // self.scheduler.block_size]
 
     def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
-        entries = [find_entries(seq) for seq in seqs]
-        return batch if entries.count(None) == len(seqs) else add_rows(batch, seqs, entries)
+        """Add the rows of logits that score prompts."""
+        all_entries = [find_entries(seq) for seq in seqs]
+        if all_entries.count(None) == len(seqs):
+            return batch
+        rows: list[PromptRow | None] = []
+        indices: list[int] = []
+        for seq, entries, start in zip(seqs, all_entries, batch.cu_seqlens_q.tolist()):
+            offset = start - seq.num_computed_tokens  # index in the batch minus position
+            end = seq.num_computed_tokens + seq.num_scheduled_tokens
+            if entries is not None:
+                # The first position whose next token has no entry yet.
+                first = max(seq.num_computed_tokens, len(entries) - 1)
+                for position in range(first, min(end, seq.num_prompt_tokens - 1)):
+                    token_id = seq.token_ids[position + 1]
+                    rows.append(PromptRow(entries, token_id, seq.params.prompt_logprobs))
+                    indices.append(offset + position)
+            rows += [None] * seq.num_logits
+            indices += range(offset + end - seq.num_logits, offset + end)
+        logits_indices = torch.from_numpy(np.array(indices, np.int32))
+        fields = {**vars(batch), "logits_indices": logits_indices}
+        return ScoringBatch(**fields, rows=iter(rows))
 
     def computed(self, batch: Batch, logits: Tensor) -> Tensor:
+        """Record the log probabilities of prompt tokens. Return the rows that sample."""
         if not isinstance(batch, ScoringBatch):
             return logits
-        return score(logits, list(islice(batch.rows, len(logits))))
+        rows = list(islice(batch.rows, len(logits)))
+        token_ids = np.array([row.token_id if row else 0 for row in rows], np.int64)
+        nums = [row.num_logprobs if row else None for row in rows]
+        scores = find_logprobs(logits, to_device(token_ids, logits.device), nums)
+        for row, entry in zip(rows, scores):
+            if row is not None:
+                row.entries.append(entry)
+        sampled = np.flatnonzero([row is None for row in rows])
+        return logits[to_device(sampled, logits.device)]
 
 
 def find_entries(seq: Sequence) -> PromptLogprobs | None:
@@ -87,38 +115,3 @@ def find_entries(seq: Sequence) -> PromptLogprobs | None:
     assert isinstance(seq, Request)
     is_complete = len(seq.prompt_logprobs) == seq.num_prompt_tokens
     return None if is_complete else seq.prompt_logprobs
-
-
-def add_rows(
-    batch: Batch, seqs: list[Sequence], all_entries: list[PromptLogprobs | None]
-) -> ScoringBatch:
-    """Add the rows of logits that score prompts."""
-    rows: list[PromptRow | None] = []
-    indices: list[int] = []
-    for seq, entries, start in zip(seqs, all_entries, batch.cu_seqlens_q.tolist()):
-        offset = start - seq.num_computed_tokens  # index in the batch minus position
-        end = seq.num_computed_tokens + seq.num_scheduled_tokens
-        if entries is not None:
-            # The first position whose next token has no entry yet.
-            first = max(seq.num_computed_tokens, len(entries) - 1)
-            for position in range(first, min(end, seq.num_prompt_tokens - 1)):
-                token_id = seq.token_ids[position + 1]
-                rows.append(PromptRow(entries, token_id, seq.params.prompt_logprobs))
-                indices.append(offset + position)
-        rows += [None] * seq.num_logits
-        indices += range(offset + end - seq.num_logits, offset + end)
-    logits_indices = torch.from_numpy(np.array(indices, np.int32))
-    fields = {**vars(batch), "logits_indices": logits_indices}
-    return ScoringBatch(**fields, rows=iter(rows))
-
-
-def score(logits: Tensor, rows: list[PromptRow | None]) -> Tensor:
-    """Record the log probabilities of prompt tokens. Return the rows that sample."""
-    token_ids = np.array([row.token_id if row else 0 for row in rows], np.int64)
-    nums = [row.num_logprobs if row else None for row in rows]
-    entries = find_logprobs(logits, to_device(token_ids, logits.device), nums)
-    for row, entry in zip(rows, entries):
-        if row is not None:
-            row.entries.append(entry)
-    sampled = np.flatnonzero([row is None for row in rows])
-    return logits[to_device(sampled, logits.device)]

@@ -47,6 +47,7 @@ class Slots:
     read: int = ZEROS
     write: int = ZEROS
     snapshot_position: int = 0  # tokens after which the state is kept for other sequences
+    end: int = 0  # tokens after which the current step writes the state, those of a draft included
 
 
 class RecurrentStates(Extension):
@@ -65,18 +66,16 @@ class RecurrentStates(Extension):
         self.slots: dict[Sequence, Slots] = {}  # of sequences that the queue's head has been
         self.snapshots = OrderedDict[int, int]()  # hash -> slot, least recently used first
         self.new_snapshots: dict[int, int] = {}  # those that the current step writes
-        # For each sequence of the step: its computed tokens before the step and after it.
-        self.spans: list[tuple[Sequence, int, int]] = []
 
     def limit_prefix(self, seq: Sequence, prefix: list[Block]) -> list[Block]:
         """Cut `prefix` where it ends at a snapshot."""
         slots = self.slots.setdefault(seq, Slots())
         if seq.num_cached_tokens is None:  # after a preemption, the prefix is the sequence's own
             slots.snapshot_position = len(prefix) * self.scheduler.block_size
-        num_blocks = len(prefix)
-        while num_blocks > 0 and prefix[num_blocks - 1].hash not in self.snapshots:
-            num_blocks -= 1
-        return prefix[:num_blocks]
+        reusable = list(prefix)
+        while reusable and reusable[-1].hash not in self.snapshots:
+            reusable.pop()
+        return reusable
 
     def may_start(self, seq: Sequence) -> bool:
         """Let a sequence wait for a snapshot that the current step writes.
@@ -104,33 +103,26 @@ class RecurrentStates(Extension):
     def _begin_snapshot(self, seq: Sequence) -> bool:
         """Let the current step of `seq` write a snapshot.
 
-        Return False if there is such a snapshot already, or if all slots are in use.
+        It goes to an empty slot, or else to that of the least recently used snapshot, which is
+        evicted. Return False if there is such a snapshot already, or if all slots are in use.
         """
         block_hash = self._find_snapshot_hash(seq)
         if block_hash in self.snapshots or block_hash in self.new_snapshots:
             return False
-        slot = self._take_snapshot_slot()
-        if slot is None:
-            return False
-        self.slots[seq].write = slot
-        self.new_snapshots[block_hash] = slot
-        return True
-
-    def _take_snapshot_slot(self) -> int | None:
-        """Return an empty slot, or else that of the least recently used snapshot, which is evicted.
-
-        Return None if all slots are in use.
-        """
-        in_use = {self.slots[seq].read for seq in self.scheduler.running}
+        in_use = {self.slots[each].read for each in self.scheduler.running}
         in_use.update(self.new_snapshots.values())
         unused = set(self.snapshot_slots) - in_use
         if not unused:
-            return None
+            return False
         empty = unused.difference(self.snapshots.values())
         if empty:
-            return min(empty)
-        oldest = next(each for each, slot in self.snapshots.items() if slot in unused)
-        return self.snapshots.pop(oldest)
+            slot = min(empty)
+        else:
+            oldest = next(each for each, slot in self.snapshots.items() if slot in unused)
+            slot = self.snapshots.pop(oldest)
+        self.slots[seq].write = slot
+        self.new_snapshots[block_hash] = slot
+        return True
 
     def _find_snapshot_hash(self, seq: Sequence) -> int:
         """The hash of the last block before snapshot_position, or -1 if no snapshot is wanted."""
@@ -138,14 +130,12 @@ class RecurrentStates(Extension):
         return seq.block_hashes[num_blocks - 1] if num_blocks > 0 else -1
 
     def planned(self, seqs: list[Sequence]) -> None:
-        self.spans = []
         for seq in seqs:
             slots = self.slots[seq]
             has_draft = seq.num_logits > 1
             if has_draft and slots.write == slots.read:
                 slots.write = self.state_slots.second(seq.lane)
-            start = seq.num_computed_tokens
-            self.spans.append((seq, start, start + seq.num_scheduled_tokens))
+            slots.end = seq.num_computed_tokens + seq.num_scheduled_tokens
 
     def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
         slots = [self.slots[seq] for seq in seqs]
@@ -160,14 +150,14 @@ class RecurrentStates(Extension):
         If a draft token was rejected, the new state includes it. The old state is still in its
         slot, and the next step recomputes the accepted tokens.
         """
-        for seq, start, end in self.spans:
+        for seq in seqs:
             if seq.status is not SequenceStatus.RUNNING:
                 continue
             slots = self.slots[seq]
-            if seq.num_computed_tokens == end:
+            if seq.num_computed_tokens == slots.end:
                 slots.read = slots.write
             else:
-                seq.num_computed_tokens = start
+                seq.num_computed_tokens -= seq.num_scheduled_tokens
             slots.write = FIRST_LANE + seq.lane
         if self.new_snapshots:
             self.scheduler.blocked = None  # the head of the queue may reuse more now

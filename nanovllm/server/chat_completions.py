@@ -69,7 +69,7 @@ class ChatEndpoint:
             outputs: Any = params.structured_outputs
             if self.parses_reasoning and outputs is not None and last_tag != END_THINK:
                 # The constraint alone, because behind reasoning it would fail only when that ends.
-                llm.grammar_compiler.compile(params, params.n)
+                llm.grammar_compiler.choose_factory(params, params.n)
                 outputs = allow_reasoning(outputs, is_open=last_tag == THINK)
                 params = replace(params, structured_outputs=outputs)
             prompts = llm.prepare_prompts([prompt], params)

@@ -84,9 +84,9 @@ class Calls:
         for job in set(self.waiting):
             for output in self.case.expect(self.case.generate, job):
                 answers.append(output["prompt_token_ids"] + output["token_ids"])
-        speculator: Any = find_extension(self.llm, Drafts).speculator
-        speculator.costs.choose_count = lambda seqs, num_tokens, candidates: len(candidates)
-        speculator.make_proposer = lambda token_ids: Foresight(token_ids, answers)
+        drafts: Any = find_extension(self.llm, Drafts)
+        drafts.costs.choose_count = lambda seqs, num_tokens, candidates: len(candidates)
+        drafts.make_proposer = lambda token_ids: Foresight(token_ids, answers)
 
     def run(self) -> None:
         names = list(ACTIONS)

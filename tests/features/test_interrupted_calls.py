@@ -38,7 +38,7 @@ def llm(tmp_path_factory):
     copy_tokenizer(directory)
     options = {"num_kvcache_blocks": 64, "kvcache_block_size": 4, "max_model_len": 100}
     llm = LLM(directory, num_speculative_tokens=3, **options)
-    costs = find_extension(llm, Drafts).speculator.costs
+    costs = find_extension(llm, Drafts).costs
     costs.choose_count = lambda seqs, num_tokens, found: len(found)
     return llm
 

@@ -23,7 +23,6 @@ from nanovllm.features.speculation.drafts import (
     Drafts,
     PromptLookup,
     Proposal,
-    Speculator,
 )
 from nanovllm.kernels.cpu import attention as cpp
 from nanovllm.layers import attention as torch_backend
@@ -32,24 +31,28 @@ from nanovllm.worker.state_slots import StateSlots
 FREE = [0.0, *[1.0] * 256]  # costs of steps in which drafts cost nothing
 
 
-def make_scheduler(speculator, block_manager, policy=Scheduler, has_states=False, **limits):
-    extensions = [Drafts(speculator)]
+def make_scheduler(drafts, block_manager, policy=Scheduler, has_states=False, **limits):
+    extensions = [drafts]
     if has_states:
         config = Config("", num_speculative_tokens=7, enable_prefix_caching=False)
         extensions.append(RecurrentStates(StateSlots(config, limits["max_num_seqs"])))
     return policy(block_manager, extensions=extensions, **limits)
 
 
-def make_speculator(propose):
+def draft_freely(drafts, propose):
     """Draft whatever `propose` returns for the tokens of a sequence and a number of tokens."""
-    speculator = Speculator(7, StepCosts(FREE, FREE))
-    speculator.make_proposer = lambda token_ids: SimpleNamespace(
-        propose=partial(propose, token_ids)
-    )
-    return speculator
+    drafts.max_draft_len = 7
+    drafts.costs = StepCosts(FREE, FREE)
+    drafts.make_proposer = lambda token_ids: SimpleNamespace(propose=partial(propose, token_ids))
 
 
-def foresee(outputs):
+def draft_sevens():
+    drafts = Drafts(7, StepCosts(FREE, FREE))
+    draft_freely(drafts, lambda _, num_tokens: [7] * num_tokens)
+    return drafts
+
+
+def foresee(llm, outputs):
     """Propose the tokens of `outputs`, except that token 0 is proposed for every fifth position."""
     answers = [output["prompt_token_ids"] + output["token_ids"] for output in outputs]
 
@@ -59,7 +62,7 @@ def foresee(outputs):
         end = min(start + num_tokens, len(answer))
         return [answer[position] if position % 5 else 0 for position in range(start, end)]
 
-    return make_speculator(propose)
+    draft_freely(find_extension(llm, Drafts), propose)
 
 
 def assert_same(ours, theirs):
@@ -93,9 +96,9 @@ def run_step(scheduler, samples=()):
 
 def test_drafts_take_what_a_step_leaves_unused():
     """A draft ends where the token budget or the free blocks end. Nothing is preempted for it."""
-    speculator = make_speculator(lambda _, num_tokens: [7] * num_tokens)
+    drafts = draft_sevens()
     limits = {"max_num_seqs": 2, "max_num_batched_tokens": 6}
-    scheduler = make_scheduler(speculator, BlockManager(3, 4), **limits)
+    scheduler = make_scheduler(drafts, BlockManager(3, 4), **limits)
     for seq_id in range(2):
         scheduler.add(Sequence(seq_id, [1, 2, 3], SamplingParams()))
     assert run_step(scheduler) == {0: 3, 1: 3}
@@ -109,9 +112,9 @@ def test_drafts_take_what_a_step_leaves_unused():
 def test_nan_logits_with_a_draft_are_recomputed_without_it():
     """Attention multiplies masked values by 0, so NaN of a draft token reaches those before it."""
     manager = BlockManager(9, 4)
-    speculator = make_speculator(lambda _, num_tokens: [7] * num_tokens)
-    speculator.costs.with_drafts = [0.0, *[0.1] * 16]
-    scheduler = make_scheduler(speculator, manager, max_num_seqs=1, max_num_batched_tokens=16)
+    drafts = draft_sevens()
+    drafts.costs.with_drafts = [0.0, *[0.1] * 16]
+    scheduler = make_scheduler(drafts, manager, max_num_seqs=1, max_num_batched_tokens=16)
     seq = Sequence(0, [1, 2], SamplingParams())
     scheduler.add(seq)
     for num_tokens, samples, num_listed in [
@@ -127,9 +130,9 @@ def test_nan_logits_with_a_draft_are_recomputed_without_it():
 
 def start_two_sequences(policy, has_states):
     """A scheduler that has computed two prompts. Only the first sequence has drafts."""
-    speculator = make_speculator(lambda _, num_tokens: [7] * num_tokens)
+    drafts = draft_sevens()
     limits = {"max_num_seqs": 2, "max_num_batched_tokens": 6}
-    scheduler = make_scheduler(speculator, BlockManager(9, 4), policy, has_states, **limits)
+    scheduler = make_scheduler(drafts, BlockManager(9, 4), policy, has_states, **limits)
     scheduler.add(Sequence(0, [1, 2, 3], SamplingParams()))
     scheduler.add(Sequence(1, [1, 2, 3], SamplingParams(presence_penalty=1.0)))
     assert run_step(scheduler) == {0: 3, 1: 3}
@@ -163,9 +166,9 @@ def test_a_rejected_draft_stalls_no_other_decode(policy):
 def test_random_loads(loads, policy, num_blocks, max_draft_len):
     """Drafts change no token, and blocks with rejected tokens are never listed."""
     manager = BlockManager(num_blocks, 2)
-    speculator = Speculator(max_draft_len, StepCosts(FREE, FREE))
+    drafts = Drafts(max_draft_len, StepCosts(FREE, FREE))
     limits = {"max_num_seqs": 3, "max_num_batched_tokens": 12}
-    scheduler = make_scheduler(speculator, manager, policy, **limits)
+    scheduler = make_scheduler(drafts, manager, policy, **limits)
     seqs = []
     for seq_id, (prompt_len, max_tokens) in enumerate(loads):
         params = SamplingParams(max_tokens=max_tokens)
@@ -226,7 +229,7 @@ def test_drafts_change_no_token(tmp_path, make_llm, checkpoint, options):
     with make() as llm:
         expected = llm.generate(prompts, params, use_tqdm=False)
     with make(num_speculative_tokens=7, trace=path) as llm:
-        find_extension(llm, Drafts).speculator = foresee(expected)
+        foresee(llm, expected)
         for _ in range(2):  # with a cold cache, then with a warm one
             assert_same(llm.generate(prompts, params, use_tqdm=False), expected)
             check_invariants(llm)
@@ -251,7 +254,7 @@ def test_a_sequence_can_end_within_an_accepted_draft():
     messages = [{"role": "user", "content": "Count from 3 to 9."}]
     whole = plain.chat(messages, params(ignore_eos=True), use_tqdm=False)
     prompt = whole[0]["prompt_token_ids"]
-    find_extension(llm, Drafts).speculator = foresee(whole)
+    foresee(llm, whole)
     text = whole[0]["text"]
     for each in (
         params(stop=[text[9:12]]),
@@ -290,10 +293,10 @@ def make_decode(acceptance_rate, max_tokens=8, **params):
 
 def choose(decodes, costs=FREE, budget=100, context_cost=0.0):
     seqs = [seq for seq, _ in decodes]
-    drafts = Speculator(4, StepCosts(costs, costs, context_cost)).choose(
-        seqs, dict(decodes), budget
-    )
-    return [drafts.get(seq, []) for seq in seqs]
+    drafts = Drafts(4, StepCosts(costs, costs, context_cost))
+    drafts.proposals = dict(decodes)
+    chosen = drafts.choose(seqs, len(seqs) + budget)
+    return [chosen.get(seq, []) for seq in seqs]
 
 
 @pytest.mark.parametrize(
@@ -322,9 +325,11 @@ def test_the_cost_of_a_large_step_is_not_that_of_a_small_one():
     chunk.num_logits = 0
     decode, proposal = make_decode(0.9)
     by_tokens = [float(n) for n in range(65)]
-    costs = StepCosts(by_tokens[:3], by_tokens)
-    drafts = Speculator(4, costs).choose([chunk, decode], {decode: proposal}, 100)
-    assert drafts[decode] == [2, 3, 1, 2], "four tokens of nine more for one of nine"
+    drafts = Drafts(4, StepCosts(by_tokens[:3], by_tokens))
+    drafts.proposals = {decode: proposal}
+    assert drafts.choose([chunk, decode], 100)[decode] == [2, 3, 1, 2], (
+        "four tokens of nine more for one of nine"
+    )
 
 
 @pytest.mark.parametrize(
@@ -352,12 +357,14 @@ def test_costs_of_steps_are_measured(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(timeit, "repeat", partial(timeit.repeat, timer=lambda: clock[0]))
 
-    def run(seqs):
+    def sample(_, seqs):
         for seq in seqs:
             context_cost = 0.01 * seq.num_scheduled_tokens * len(seq.token_ids)
             clock[0] += 10.0 + seq.num_scheduled_tokens + context_cost
 
-    costs = measure_costs(run, 4, 3, 100, 64, block_size=4)
+    config = Config("", max_num_batched_tokens=100)
+    runner = SimpleNamespace(forward=list, sample=sample, num_lanes=3, block_size=4)
+    costs = measure_costs(config, runner, max_draft_len=4, max_model_len=64)
     assert costs.plain == pytest.approx([11.01 * n for n in range(4)])
     assert len(costs.with_drafts) == 1 + 3 * (1 + 4)
     assert costs.with_drafts[2] == pytest.approx(10 + 2 * 1.02)  # two tokens of one sequence
@@ -367,7 +374,7 @@ def test_costs_of_steps_are_measured(monkeypatch):
 def test_the_backend_limits_drafts(make_llm, monkeypatch):
     monkeypatch.setattr(torch_backend, "MAX_DRAFT_LEN", 3)
     llm = make_llm(device="cpu", attention_backend="torch", num_speculative_tokens=100)
-    assert find_extension(llm, Drafts).speculator.max_draft_len == 3
+    assert find_extension(llm, Drafts).max_draft_len == 3
 
 
 @needs_cpp

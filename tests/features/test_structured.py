@@ -317,7 +317,7 @@ def test_samples_of_a_batch(llm, expected):
 def test_tokens_do_not_depend_on_the_steps(make, expected, options):
     with make(**options) as llm:
         if "num_speculative_tokens" in options:  # draft as often as possible
-            costs = find_extension(llm, Drafts).speculator.costs
+            costs = find_extension(llm, Drafts).costs
             costs.choose_count = lambda seqs, num, found: len(found)
         assert generate_ids(llm, *mixed_batch()) == expected
         check_invariants(llm)
@@ -331,7 +331,7 @@ def test_drafts_are_verified_with_the_grammar(make):
     kind = {"regex": "( the cat){6}[.!]"}
     alone = make()
     drafting = make(num_speculative_tokens=4)
-    costs = find_extension(drafting, Drafts).speculator.costs
+    costs = find_extension(drafting, Drafts).costs
     costs.choose_count = lambda seqs, num, found: len(found)
     for seed in range(4):
         output = run(drafting, kind, prompt, seed=seed)
@@ -491,7 +491,7 @@ def test_a_draft_token_that_exceeds_limits_leaves_the_request_as_it_was(llm, mon
 
 def test_without_eos_no_token_ends_a_text(llm):
     compiler = grammars.GrammarCompiler(llm.tokenizer, llm.vocab_size, frozenset())
-    factory = compiler.compile(SamplingParams(structured_outputs={"regex": "a*"}), 1)
+    factory = compiler.choose_factory(SamplingParams(structured_outputs={"regex": "a*"}), 1)
     mask = structured.compute_mask(factory.keywords["matcher"])
     allowed = structured.list_tokens(mask)
     assert llm.vocab_size in allowed

@@ -26,7 +26,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.quantization import INT8
 from nanovllm.features.recurrent_states import RecurrentStates
 from nanovllm.features.speculation.costs import StepCosts
-from nanovllm.features.speculation.drafts import Drafts, Speculator
+from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.worker.state_slots import FIRST_LANE, ZEROS
 
@@ -312,8 +312,9 @@ def let_draft(llm, answers, is_right):
         return SimpleNamespace(propose=propose)
 
     free = [0.0, *[1.0] * 256]  # drafts cost nothing
-    find_extension(llm, Drafts).speculator = Speculator(7, StepCosts(free, free))
-    find_extension(llm, Drafts).speculator.make_proposer = make_proposer
+    drafts = find_extension(llm, Drafts)
+    drafts.costs = StepCosts(free, free)
+    drafts.make_proposer = make_proposer
 
 
 @pytest.mark.parametrize("is_right", ["always", "never", "sometimes"])

@@ -200,8 +200,8 @@ def test_the_scene_of_drafts_shows_some_soon():
     options = {**DEFAULTS, "num_speculative_tokens": 4, "dtype": "float32"}
     del options["recurrent_states"]
     with LLM(DEMO_MODEL, **options) as llm:
-        speculator = find_extension(llm, Drafts).speculator
-        speculator.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
+        drafts = find_extension(llm, Drafts)
+        drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
         llm.add_request(prompt, SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0))
         for _ in range(3):
             llm.step()

@@ -147,9 +147,9 @@ class Proposer:
 def serve_drafts(llm):
     prompt = random_prompt(2, 13)
     answer = prompt + llm.generate(prompt, greedy(20), use_tqdm=False)[0]["token_ids"]
-    speculator = find_extension(llm, Drafts).speculator
-    speculator.make_proposer = lambda token_ids: Proposer(token_ids, answer)
-    speculator.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
+    drafts = find_extension(llm, Drafts)
+    drafts.make_proposer = lambda token_ids: Proposer(token_ids, answer)
+    drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
     llm.generate(prompt, greedy(20), use_tqdm=False)
 
 

@@ -225,9 +225,9 @@ def test_a_draft_token_that_ends_the_text_was_accepted(path):
             start = len(request.token_ids)
             return answer[start : start + num_tokens]
 
-        speculator = find_extension(llm, Drafts).speculator
-        speculator.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
-        speculator.make_proposer = lambda _: SimpleNamespace(propose=propose)
+        drafts = find_extension(llm, Drafts)
+        drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
+        drafts.make_proposer = lambda _: SimpleNamespace(propose=propose)
         before = llm.stats["num_accepted_tokens"]
         params = SamplingParams(**options, stop_token_ids=[stop])
         request = llm.requests[llm.add_request(prompt, params)]
@@ -248,8 +248,8 @@ def test_the_choice_of_a_grammar_is_recorded(path):
     allowed = []
     preferred = []
     with LLM(DEMO_MODEL, trace=path, num_speculative_tokens=2, **SMALL) as llm:
-        speculator = find_extension(llm, Drafts).speculator
-        speculator.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
+        drafts = find_extension(llm, Drafts)
+        drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
         sample = llm.model_runner.sample
 
         def sample_and_keep(logits, seqs):

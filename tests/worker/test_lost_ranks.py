@@ -94,7 +94,7 @@ def test_an_error_at_the_end_of_the_start_stops_the_ranks(make_llm, monkeypatch)
         runners.append(runner)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llm_module, "make_speculator", fail)
+    monkeypatch.setattr(llm_module, "make_drafts", fail)
     with pytest.raises(KeyboardInterrupt):
         make_llm(tensor_parallel_size=2, num_speculative_tokens=2)
     assert not runners[0].executor.processes

@@ -10,12 +10,12 @@ the probability that it and all draft tokens before it are accepted.
 """
 
 import timeit
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from nanovllm.config import MAX_DRAFT_STEP
+from nanovllm.config import MAX_DRAFT_STEP, Config
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.arithmetic import cdiv
@@ -60,13 +60,12 @@ class StepCosts:
         of `seqs`.
         """
         costs = self.plain if num_tokens < len(self.plain) else self.with_drafts
-        plain_cost = costs[num_tokens]
         attention_cost = 0.0
         expected = 0.0  # tokens of the step; a partial prefill samples none
         for seq in seqs:
             attention_cost += self.per_context_token * len(seq.token_ids) * seq.num_scheduled_tokens
             expected += seq.num_logits
-        best_rate = LEAST_GAIN * expected / (plain_cost + attention_cost)
+        best_rate = LEAST_GAIN * expected / (costs[num_tokens] + attention_cost)
         best_count = 0
         for count, candidate in enumerate(candidates, 1):
             expected += candidate.probability
@@ -79,14 +78,9 @@ class StepCosts:
 
 
 def measure_costs(
-    run: Callable[[list[Sequence]], object],
-    max_draft_len: int,
-    max_num_seqs: int,
-    max_num_tokens: int,
-    max_model_len: int,
-    block_size: int,
+    config: Config, runner: ModelRunner, max_draft_len: int, max_model_len: int
 ) -> StepCosts:
-    """Measure the costs of steps with `run`, which computes the scheduled tokens of sequences.
+    """Measure the costs of the steps of `runner`.
 
     Must be called before the first request, because these sequences write to block 0. A list ends
     where larger steps hardly reduce the cost per token. Steps are then compute-bound, and no draft
@@ -96,20 +90,25 @@ def measure_costs(
     def measure(num_tokens: int, draft_len: int, context_len: int = 1) -> float:
         """Seconds of a step of `num_tokens` tokens, in sequences of 1 + draft_len each."""
         seqs: list[Sequence] = []
-        for lane in range(cdiv(num_tokens, 1 + draft_len)):
-            own_len = min(1 + draft_len, num_tokens - lane * (1 + draft_len))
+        for lane, start in enumerate(range(0, num_tokens, 1 + draft_len)):
+            own_len = min(1 + draft_len, num_tokens - start)
             seq = Sequence(lane, [0] * (context_len + own_len - 1), SamplingParams())
-            seq.block_table = [0] * cdiv(len(seq.token_ids), block_size)
+            seq.block_table = [0] * cdiv(len(seq.token_ids), runner.block_size)
             seq.lane = lane
             seq.num_computed_tokens = context_len - 1
             seq.num_scheduled_tokens = own_len
             seq.num_logits = own_len
             seqs.append(seq)
+
+        def run() -> None:
+            runner.sample(runner.forward(seqs), seqs)
+
         # The minimum of three, because the first run of a size may compile.
-        return min(timeit.repeat(lambda: run(seqs), number=1, repeat=3))
+        return min(timeit.repeat(run, number=1, repeat=3))
 
     def measure_sizes(draft_len: int) -> list[float]:
-        limit = min(max_num_seqs * (1 + draft_len), max_num_tokens, MAX_DRAFT_STEP)
+        num_drafted = runner.num_lanes * (1 + draft_len)
+        limit = min(num_drafted, config.max_num_batched_tokens, MAX_DRAFT_STEP)
         sizes = [0]
         seconds = [0.0]
         while sizes[-1] < limit:

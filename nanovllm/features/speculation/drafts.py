@@ -29,120 +29,6 @@ from nanovllm.worker.device import engine_settings
 LEARNING_RATE = 0.1  # weight of the newest draft token in the acceptance rate
 
 
-class Drafts(Extension):
-    """Appends drafts to the decodes of a step, and removes what is rejected.
-
-    Within a step `token_ids` ends with the draft. Nothing else distinguishes a draft token from a
-    token that is scheduled.
-    """
-
-    scheduler: Scheduler
-
-    def __init__(self, speculator: "Speculator") -> None:
-        self.speculator = speculator
-
-    def reset(self) -> None:
-        self.drafts: dict[Sequence, list[int]] = {}  # in the current step
-        self.proposals: dict[Sequence, Proposal] = {}  # for unfinished sequences that have decoded
-
-    def begin_step(self) -> None:
-        self.drafts = {}
-
-    def planned(self, seqs: list[Sequence]) -> None:
-        """Give the rest of the step's budget and the free blocks to drafts."""
-        num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
-        budget = self.scheduler.max_num_batched_tokens - num_tokens
-        self.drafts = self.speculator.choose(seqs, self.proposals, budget)
-        for seq, draft in self.drafts.items():
-            seq.token_ids += draft
-            while not self.scheduler.block_manager.grow(seq):
-                seq.token_ids.pop()
-                draft.pop()
-            seq.num_scheduled_tokens += len(draft)
-            seq.num_logits += len(draft)
-
-    def sampled(self, seqs: list[Sequence], token_ids: list[list[int]]) -> list[list[int]]:
-        """Verify the drafts, as if only accepted tokens had been scheduled."""
-        verified: list[list[int]] = []
-        for seq, sampled in zip(seqs, token_ids, strict=True):
-            draft = self.drafts.get(seq)
-            verified.append(self._verify(seq, draft, sampled) if draft else sampled)
-        return verified
-
-    def recorded(self, seqs: list[Sequence]) -> None:
-        for seq in self.drafts:
-            if seq.status is SequenceStatus.RUNNING:  # release the blocks of rejected tokens
-                self.scheduler.block_manager.truncate(seq, seq.num_computed_tokens)
-
-    def finished(self, seq: Sequence, reason: FinishReason) -> None:
-        self.proposals.pop(seq, None)
-
-    def describe_sequence(self, seq: Sequence) -> dict[str, Any]:
-        return {"draft_token_ids": self.drafts.get(seq, [])}
-
-    def _verify(self, seq: Sequence, draft: list[int], sampled: list[int]) -> list[int]:
-        """Remove the draft from `seq`. Return the sampled tokens that are valid.
-
-        `sampled` has one token more than the draft: sampled[i] is the token at the position of
-        draft[i]. The tokens up to the first one that differs are valid, that one included.
-        """
-        num_accepted = count_matches(draft, sampled)
-        if num_accepted > 0 and sampled[num_accepted] < 0:  # NaN: sampled again, in the next step
-            num_accepted -= 1
-        self.scheduler.num_draft_tokens += len(draft)
-        self.scheduler.num_accepted_tokens += num_accepted
-
-        start = seq.num_computed_tokens
-        seq.num_scheduled_tokens = 1 + num_accepted
-        seq.num_logits = 1 + num_accepted
-        if sampled[0] < 0:
-            self._discard_step(seq)
-        # The blocks that accepted tokens fill can be cached now, while token_ids has them.
-        end = start + seq.num_scheduled_tokens
-        self.scheduler.block_manager.cache_full_blocks(seq, start, end)
-        del seq.token_ids[-len(draft) :]
-        return sampled[: seq.num_logits]
-
-    def _discard_step(self, seq: Sequence) -> None:
-        """Discard the step of `seq`, because a draft token can be the cause of NaN logits.
-
-        Attention multiplies masked values by 0, so NaN of a draft token reaches the tokens before
-        it. Later steps of this sequence have no drafts.
-        """
-        self.proposals[seq].is_disabled = True
-        seq.num_scheduled_tokens = 0
-        seq.num_logits = 0
-        first = seq.num_computed_tokens // self.scheduler.block_size
-        for block_id in seq.block_table[first:]:
-            self.scheduler.block_manager.uncache(block_id)
-
-
-def count_matches(draft: list[int], token_ids: list[int]) -> int:
-    """Return how many tokens at the start of both lists are equal."""
-    num_matches = 0
-    for draft_id, token_id in zip(draft, token_ids):
-        if draft_id != token_id:
-            break
-        num_matches += 1
-    return num_matches
-
-
-def make_speculator(config: Config, runner: ModelRunner, max_model_len: int) -> "Speculator":
-    """Measure the cost of steps, before the first request, to draft accordingly."""
-    limit = runner.executor.worker.backend.MAX_DRAFT_LEN
-    max_draft_len = min(config.num_speculative_tokens, limit, max_model_len - 1)
-    with engine_settings(runner.device):
-        costs = measure_costs(
-            lambda seqs: runner.sample(runner.forward(seqs), seqs),
-            max_draft_len,
-            max_num_seqs=runner.num_lanes,
-            max_num_tokens=config.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            block_size=runner.block_size,
-        )
-    return Speculator(max_draft_len, costs)
-
-
 class PromptLookup:
     """Proposes what followed the latest occurrence of the newest tokens (Saxena 2023).
 
@@ -200,24 +86,43 @@ class Proposal:
                 break
 
 
-class Speculator:
-    """Chooses drafts of at most `max_draft_len` tokens."""
+class Drafts(Extension):
+    """Appends drafts of at most `max_draft_len` tokens to decodes, and removes what is rejected.
+
+    Within a step `token_ids` ends with the draft. Nothing else distinguishes a draft token from a
+    token that is scheduled.
+    """
+
+    scheduler: Scheduler
 
     def __init__(self, max_draft_len: int, costs: StepCosts) -> None:
         self.max_draft_len = max_draft_len
         self.costs = costs
         self.make_proposer = PromptLookup
 
-    def choose(
-        self, seqs: list[Sequence], proposals: dict[Sequence, Proposal], budget: int
-    ) -> dict[Sequence, list[int]]:
-        """The drafts of a step of `seqs`, with at most `budget` tokens together."""
+    def reset(self) -> None:
+        self.drafts: dict[Sequence, list[int]] = {}  # in the current step
+        self.proposals: dict[Sequence, Proposal] = {}  # for unfinished sequences that have decoded
+
+    def planned(self, seqs: list[Sequence]) -> None:
+        """Give the rest of the step's budget and the free blocks to drafts."""
+        self.drafts = self.choose(seqs, self.scheduler.max_num_batched_tokens)
+        for seq, draft in self.drafts.items():
+            seq.token_ids += draft
+            while not self.scheduler.block_manager.grow(seq):
+                seq.token_ids.pop()
+                draft.pop()
+            seq.num_scheduled_tokens += len(draft)
+            seq.num_logits += len(draft)
+
+    def choose(self, seqs: list[Sequence], max_num_tokens: int) -> dict[Sequence, list[int]]:
+        """The drafts of a step of `seqs`, which has at most `max_num_tokens` with them."""
         num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
-        budget = min(budget, self.costs.max_num_tokens - num_tokens)
+        budget = min(max_num_tokens, self.costs.max_num_tokens) - num_tokens
         drafts: dict[Sequence, list[int]] = {}
         if budget <= 0:
             return drafts
-        candidates = self._collect_candidates(seqs, proposals)[:budget]
+        candidates = self._collect_candidates(seqs)[:budget]
         if not candidates:
             return drafts
         num_chosen = self.costs.choose_count(seqs, num_tokens, candidates)
@@ -225,9 +130,7 @@ class Speculator:
             drafts.setdefault(candidate.seq, []).append(candidate.token_id)
         return drafts
 
-    def _collect_candidates(
-        self, seqs: list[Sequence], proposals: dict[Sequence, Proposal]
-    ) -> list[Candidate]:
+    def _collect_candidates(self, seqs: list[Sequence]) -> list[Candidate]:
         """All draft tokens that could be computed, the most probable first."""
         candidates: list[Candidate] = []
         for seq in seqs:
@@ -235,9 +138,9 @@ class Speculator:
             is_eligible = not seq.params.penalizes and len(seq.token_ids) >= seq.min_num_tokens
             if not seq.is_decode or not is_eligible:
                 continue
-            if seq not in proposals:
-                proposals[seq] = Proposal(self.make_proposer(seq.token_ids))
-            proposal = proposals[seq]
+            if seq not in self.proposals:
+                self.proposals[seq] = Proposal(self.make_proposer(seq.token_ids))
+            proposal = self.proposals[seq]
             if proposal.is_disabled:
                 continue
             proposal.update(seq.token_ids, self.max_draft_len)
@@ -249,3 +152,76 @@ class Speculator:
         # A stable sort keeps the tokens of a draft in order.
         candidates.sort(key=attrgetter("probability"), reverse=True)
         return candidates
+
+    def sampled(self, seqs: list[Sequence], token_ids: list[list[int]]) -> list[list[int]]:
+        """Verify the drafts, as if only accepted tokens had been scheduled."""
+        verified: list[list[int]] = []
+        for seq, sampled in zip(seqs, token_ids, strict=True):
+            draft = self.drafts.get(seq)
+            verified.append(self._verify(seq, draft, sampled) if draft else sampled)
+        return verified
+
+    def recorded(self, seqs: list[Sequence]) -> None:
+        for seq in self.drafts:
+            if seq.status is SequenceStatus.RUNNING:  # release the blocks of rejected tokens
+                self.scheduler.block_manager.truncate(seq, seq.num_computed_tokens)
+
+    def finished(self, seq: Sequence, reason: FinishReason) -> None:
+        self.proposals.pop(seq, None)
+
+    def describe_sequence(self, seq: Sequence) -> dict[str, Any]:
+        return {"draft_token_ids": self.drafts.get(seq, [])}
+
+    def _verify(self, seq: Sequence, draft: list[int], sampled: list[int]) -> list[int]:
+        """Remove the draft from `seq`. Return the sampled tokens that are valid.
+
+        `sampled` has one token more than the draft: sampled[i] is the token at the position of
+        draft[i]. The tokens up to the first one that differs are valid, that one included.
+        """
+        num_accepted = count_matches(draft, sampled)
+        if num_accepted > 0 and sampled[num_accepted] < 0:  # NaN: sampled again, in the next step
+            num_accepted -= 1
+        self.scheduler.num_draft_tokens += len(draft)
+        self.scheduler.num_accepted_tokens += num_accepted
+
+        seq.num_scheduled_tokens = 1 + num_accepted
+        seq.num_logits = 1 + num_accepted
+        if sampled[0] < 0:
+            self._discard_step(seq)
+        # The blocks that accepted tokens fill can be cached now, while token_ids has them.
+        start = seq.num_computed_tokens
+        self.scheduler.block_manager.cache_full_blocks(seq, start, start + seq.num_scheduled_tokens)
+        del seq.token_ids[-len(draft) :]
+        return sampled[: seq.num_logits]
+
+    def _discard_step(self, seq: Sequence) -> None:
+        """Discard the step of `seq`, because a draft token can be the cause of NaN logits.
+
+        Attention multiplies masked values by 0, so NaN of a draft token reaches the tokens before
+        it. Later steps of this sequence have no drafts.
+        """
+        self.proposals[seq].is_disabled = True
+        seq.num_scheduled_tokens = 0
+        seq.num_logits = 0
+        first = seq.num_computed_tokens // self.scheduler.block_size
+        for block_id in seq.block_table[first:]:
+            self.scheduler.block_manager.uncache(block_id)
+
+
+def count_matches(draft: list[int], token_ids: list[int]) -> int:
+    """Return how many tokens at the start of both lists are equal."""
+    num_matches = 0
+    for draft_id, token_id in zip(draft, token_ids):
+        if draft_id != token_id:
+            break
+        num_matches += 1
+    return num_matches
+
+
+def make_drafts(config: Config, runner: ModelRunner, max_model_len: int) -> Drafts:
+    """Measure the cost of steps, before the first request, to draft accordingly."""
+    limit = runner.executor.worker.backend.MAX_DRAFT_LEN
+    max_draft_len = min(config.num_speculative_tokens, limit, max_model_len - 1)
+    with engine_settings(runner.device):
+        costs = measure_costs(config, runner, max_draft_len, max_model_len)
+    return Drafts(max_draft_len, costs)

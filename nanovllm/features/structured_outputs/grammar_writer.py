@@ -32,6 +32,23 @@ LIMIT_PHRASES = {
     "Too many items": "the parser's items in a step",
 }
 
+# Patterns of llguidance's errors, and what they become, in this order.
+REWRITES = (
+    ("(?s)^NoExtension.*", "no text matches"),
+    (r"(?s)\n *\d+ \| .*", ""),  # the lines of the grammar that follow, such as "  1 | start: a"
+    ("<non-verbose/>", ""),
+    (r"^(at )?(\d+\(\d+\): )*(\d+)\(\d+\): ", r"line \3: "),
+    # A schema and a regex are in a line that the client did not write.
+    (r"^line \d+: (failed to compile JSON schema: |(?=invalid regex))", ""),
+    (r"(?s) \(in regex\): regex parse error:.*error: ", ": "),
+    (r"regex parse error:\s+(.*)\n\s*\^+\n", r'invalid regex "\1": '),
+    ("^Unimplemented keys", "unsupported keys"),
+    ("^oneOf .*", "oneOf must have parts that exclude each other: use anyOf"),
+    ("^Resource ('.*') is not.*", r"$ref \1 is not in the schema"),
+    (r" \('\w+'\)\)$", ")"),
+    ('": error: ', '": '),
+)
+
 
 @contextmanager
 def naming_outputs(name: str = "structured_outputs") -> Iterator[None]:
@@ -89,23 +106,12 @@ def allow_reasoning(outputs: StructuredOutputsParams, is_open: bool) -> Structur
 
 def explain(error: str) -> str:
     """Turn an error of llguidance into a sentence about the client's own grammar."""
-    if error.startswith("NoExtension"):
-        return "no text matches"
     limit = find_limit(error)
     if limit is not None:
         return f"too complex ({limit}): simplify it"
-    # Without the lines of the grammar that follow, such as "  1 | start: a".
-    error = re.split(r"\n *\d+ \| ", error)[0].replace("<non-verbose/>", "")
-    error = re.sub(r"^(at )?(\d+\(\d+\): )*(\d+)\(\d+\): ", r"line \3: ", error)
-    # A schema and a regex are in a line that the client did not write.
-    error = re.sub(r"^line \d+: (failed to compile JSON schema: |(?=invalid regex))", "", error)
-    error = re.sub(r" \(in regex\): regex parse error:.*error: ", ": ", error, flags=re.DOTALL)
-    error = re.sub(r"regex parse error:\s+(.*)\n\s*\^+\n", r'invalid regex "\1": ', error)
-    error = re.sub(r"^Unimplemented keys", "unsupported keys", error)
-    error = re.sub(r"^oneOf .*", "oneOf must have parts that exclude each other: use anyOf", error)
-    error = re.sub(r"^Resource ('.*') is not.*", r"$ref \1 is not in the schema", error)
-    error = re.sub(r" \('\w+'\)\)$", ")", error)
-    return " ".join(error.replace('": error: ', '": ').split())
+    for pattern, replacement in REWRITES:
+        error = re.sub(pattern, replacement, error)
+    return " ".join(error.split())
 
 
 def find_limit(error: str) -> str | None:

@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
@@ -34,28 +35,25 @@ LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_items_i
 MAX_LEXER_STATES = 50_000  # per sample
 
 
+@dataclass
 class GrammarCompiler:
     """Compiles the grammars of the requests of one engine."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        # Not the engine, because it would then refer to itself and outlive its last reference.
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.eos_token_ids = eos_token_ids
+    # Not the engine, because it would then refer to itself and outlive its last reference.
+    tokenizer: Any
+    vocab_size: int
+    eos_token_ids: frozenset[int]
 
     def choose_factory(self, params: SamplingParams, num_samples: int) -> RequestFactory:
-        if params.structured_outputs is None or num_samples == 0:
-            return Request
-        return self.compile(params, num_samples)
-
-    def compile(self, params: SamplingParams, num_samples: int) -> RequestFactory:
-        """Return a factory of requests with the grammar of `params`.
+        """Return a factory of requests, with the grammar of `params` if they have one.
 
         All `num_samples` of them share the states of one lexer.
 
         Raises ValueError for a grammar that is invalid, too complex, or that no text matches.
         """
         outputs: Any = params.structured_outputs
+        if outputs is None or num_samples == 0:
+            return Request
         with naming_outputs():
             matcher = self._compile(make_grammar(outputs), num_samples)
         return partial(StructuredRequest, matcher=matcher)
@@ -94,12 +92,11 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         vocabulary = Vocabulary(tokenizer)
-        vocab_size = max(vocab_size, len(tokenizer))
-        # llguidance needs an EOS token. If there is none, it is one that no logit belongs to.
-        token_ids = range(vocab_size if eos_token_ids else vocab_size + 1)
-        self.eos_token_id = min(eos_token_ids, default=vocab_size)
-        self.tokens = [vocabulary.read_bytes(token_id) for token_id in token_ids]
-        padding = range(len(tokenizer), len(token_ids))
+        # llguidance needs an EOS token. If there is none, it is the last one, without a logit.
+        last_id = max(vocab_size, len(tokenizer))
+        self.eos_token_id = min(eos_token_ids, default=last_id)
+        self.tokens = [vocabulary.read_bytes(token_id) for token_id in range(last_id + 1)]
+        padding = range(len(tokenizer), last_id + 1)
         self.special_token_ids = [*vocabulary.hidden_ids, *padding]
 
     def __call__(self, text: bytes) -> list[int]:
@@ -124,18 +121,22 @@ class GrammarCheck:
         """Raise ValueError for a grammar whose compilation could harm the engine."""
         # The process finds packages where this one does, and its own folder comes first.
         path = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": ""}
-        pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        command = [sys.executable, CHECK_PROGRAM, str(CPU_SECONDS)]
-        with subprocess.Popen(command, env={**os.environ, **path}, **pipes) as self.process:
+        with subprocess.Popen(
+            [sys.executable, CHECK_PROGRAM, str(CPU_SECONDS)],
+            env={**os.environ, **path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        ) as self.process:
             try:
                 if self.is_cancelled:  # before there was a process
                     self.process.kill()
                 _, stderr = self.process.communicate(self.text, CHECK_SECONDS)
             except subprocess.TimeoutExpired as error:
-                problem = (
-                    f"not compiled within {CHECK_SECONDS} seconds, because this machine is busy"
-                )
-                raise ValueError(f"{problem}: try again later, or simplify it") from error
+                raise ValueError(
+                    f"not compiled within {CHECK_SECONDS} seconds, because this machine is busy:"
+                    " try again later, or simplify it"
+                ) from error
             finally:  # also after Ctrl-C
                 self.process.kill()
         code = self.process.returncode

@@ -61,7 +61,10 @@ class StructuredRequest(Request):
     def compute_masks(self) -> list[np.ndarray]:
         """The mask of each row of logits. All rows but the first follow a draft token."""
         masks = [compute_mask(self.matcher)]
-        self._lift_ban(masks[0])
+        is_banned = len(self.token_ids) < self.min_num_tokens
+        if is_banned and self.stop_token_ids.issuperset(list_tokens(masks[0])):
+            # Only stop tokens may come. The text could neither go on nor end.
+            self.min_num_tokens = 0
         draft = self.token_ids[len(self.token_ids) - self.num_logits + 1 :]
         # A copy, because a draft token can exceed limits, and an error of a matcher is final.
         matcher = self.matcher.deep_copy() if draft else self.matcher
@@ -70,12 +73,6 @@ class StructuredRequest(Request):
             matcher.try_consume_tokens([token_id])
             masks.append(compute_mask(matcher))
         return masks
-
-    def _lift_ban(self, mask: np.ndarray) -> None:
-        """Drop min_tokens if only stop tokens may come. The text could neither go on nor end."""
-        is_banned = len(self.token_ids) < self.min_num_tokens
-        if is_banned and self.stop_token_ids.issuperset(list_tokens(mask)):
-            self.min_num_tokens = 0
 
 
 def compute_mask(matcher: Any) -> np.ndarray:
@@ -90,28 +87,21 @@ def list_tokens(mask: np.ndarray) -> list[int]:
 
 
 def apply_grammars(logits: Tensor, rows: list[Sequence]) -> Tensor:
-    """Let sequences with a grammar sample only what may come next. Each row has a sequence."""
-    indices: list[int] = []  # rows with a mask
-    masks: list[np.ndarray] = []  # computed while a GPU still computes the logits
-    start = 0
-    for seq in dict.fromkeys(rows):
-        end = start + seq.num_logits
-        if isinstance(seq, StructuredRequest):
-            indices += range(start, end)
-            masks += seq.compute_masks()
-        start = end
-    return mask_rows(logits, np.array(indices), np.array(masks)) if indices else logits
-
-
-def mask_rows(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
-    """Apply `masks` [num_masked, num_bytes] to `rows` [num_masked] of `logits`.
+    """Let sequences with a grammar sample only what may come next. Each row has a sequence.
 
     A row without any allowed token becomes NaN, which ends its sequence with an error.
     """
+    masks: list[np.ndarray] = []  # computed while a GPU still computes the logits
+    for seq in dict.fromkeys(rows):
+        if isinstance(seq, StructuredRequest):
+            masks += seq.compute_masks()
+    if not masks:
+        return logits
+    indices = [index for index, seq in enumerate(rows) if isinstance(seq, StructuredRequest)]
     device = logits.device
-    indices = to_device(rows, device)
-    bits = np.unpackbits(masks, axis=1, bitorder="little")
+    masked_rows = to_device(np.array(indices), device)
+    bits = np.unpackbits(np.array(masks), axis=1, bitorder="little")
     is_allowed = to_device(bits.view(np.bool_), device)[:, : logits.shape[1]]
-    masked = logits[indices].masked_fill(~is_allowed, -torch.inf)
+    masked = logits[masked_rows].masked_fill(~is_allowed, -torch.inf)
     masked.masked_fill_(~is_allowed.any(-1, keepdim=True), torch.nan)
-    return logits.index_copy(0, indices, masked)
+    return logits.index_copy(0, masked_rows, masked)

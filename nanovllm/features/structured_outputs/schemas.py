@@ -45,7 +45,7 @@ def write_schema(schema: Schema | str, options: Any) -> str:
 
     Raises ValueError for what llguidance does not hold exactly, RecursionError for deep nesting.
     """
-    text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+    text = schema if isinstance(schema, str) else json.dumps(schema)
     schema = json.loads(text)
     if not isinstance(schema, dict):
         raise invalid("a JSON schema", f"must be an object, not {show(schema)}")
@@ -54,11 +54,11 @@ def write_schema(schema: Schema | str, options: Any) -> str:
         _check_numbers(node)
         _check_num_properties(node)
         _drop_lookaround(node)
-    groups = [[node] for node in nodes]
     if any(map(_combines_numbers, nodes)):
-        groups = [nodes]  # bounds of different nodes can apply to the same number
-    for group in groups:
-        _check_bounds(group)
+        _check_bounds(nodes)  # bounds of different nodes can apply to the same number
+    else:
+        for node in nodes:
+            _check_bounds([node])
     _drop_full_patterns(nodes)
     text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     if "\\u00" not in text:  # no control character must be written
@@ -120,10 +120,10 @@ def _check_numbers(node: Schema) -> None:
 
 
 def _is_exact(number: float) -> bool:
-    if isinstance(number, int) or number.is_integer():
-        return abs(number) <= MAX_INTEGER
-    if not math.isfinite(number):
+    if not abs(number) <= MAX_INTEGER:  # or NaN. No larger float has decimal places
         return False
+    if number == int(number):
+        return True
     _, digits, exponent = Decimal(repr(number)).as_tuple()
     return len(digits) <= MAX_DIGITS and int(exponent) >= MIN_EXPONENT
 
@@ -162,27 +162,22 @@ def _check_bounds(nodes: list[Schema]) -> None:
         integer_parts = {int(other) for other in others if other != int(other)}
         for bound in limits[key]:
             if bound in integer_parts and sign * bound >= 0:
-                problem = f"{bound} and a bound with the same integer part are unsupported"
-                where = " beside allOf, $ref or patternProperties"
-                raise invalid(key, problem + where if len(nodes) > 1 else problem)
+                problem = "and a bound with the same integer part, here or in another part,"
+                raise invalid(key, f"{bound} {problem} are unsupported")
     # llguidance multiplies them in integers of 32 bits, in units of the smallest decimal place.
     factors = [Decimal(repr(factor)) for factor in limits["multipleOf"]]
-    unit = min([Decimal(10) ** int(factor.as_tuple().exponent) for factor in factors], default=1)
-    product = Decimal(1)
-    for factor in factors:
-        product *= factor / unit
-        if product >= MAX_MULTIPLE:
-            raise invalid("multipleOf", "must be below 2**32, and so must the product of several")
+    unit = Decimal(10) ** min([int(each.as_tuple().exponent) for each in factors], default=0)
+    if math.prod([float(factor / unit) for factor in factors]) >= MAX_MULTIPLE:
+        raise invalid("multipleOf", "must be below 2**32, and so must the product of several")
 
 
 def _check_num_properties(node: Schema) -> None:
     """Reject a minProperties that needs two unlisted names. They could be the same name twice."""
     minimum = node.get("minProperties")
     required = node.get("required")
-    num_required = len(required) if isinstance(required, list) else 0
+    most = 1 + len(required) if isinstance(required, list) else 1
     is_open = "patternProperties" in node or node.get("additionalProperties") is not False
-    if is_open and isinstance(minimum, int) and minimum > num_required + 1:
-        most = num_required + 1
+    if is_open and isinstance(minimum, int) and minimum > most:
         raise invalid(
             "minProperties", f"must be at most {most} here, because a name could come twice"
         )
@@ -192,12 +187,12 @@ def _drop_lookaround(node: Schema) -> None:
     """Drop alternatives with lookaround, which no grammar can hold. Pydantic's Decimal has one."""
     parts = node.get("anyOf")
     if isinstance(parts, list):
-        kept = [part for part in parts if not LOOKAROUND.search(_read_pattern(part))]
+        kept = [part for part in parts if not _has_lookaround(part)]
         node["anyOf"] = kept or parts
 
 
-def _read_pattern(node: Any) -> str:
-    return str(node.get("pattern", "")) if isinstance(node, dict) else ""
+def _has_lookaround(part: Any) -> bool:
+    return isinstance(part, dict) and bool(LOOKAROUND.search(str(part.get("pattern"))))
 
 
 def _drop_full_patterns(nodes: list[Schema]) -> None:
@@ -207,60 +202,55 @@ def _drop_full_patterns(nodes: list[Schema]) -> None:
     """
     num_checks = 0
     for node in nodes:
-        patterns = node.get("patternProperties")
-        names = _list_names(node)
-        if not isinstance(patterns, dict) or names is None:
+        patterns = node.get("patternProperties", {})
+        properties = node.get("properties", {})
+        required = node.get("required", [])
+        is_valid = isinstance(patterns, dict) and isinstance(properties, dict)
+        if not is_valid or not isinstance(required, list):
             continue
+        names = list(dict.fromkeys([*properties, *map(str, required)]))
         num_checks += len(patterns) * (1 + len(names))
         if num_checks > MAX_NAME_CHECKS:
             break
         for pattern, schema in list(patterns.items()):
             # Others match more names than a schema lists, or take long to compile.
-            if not FINITE_PATTERN.fullmatch(pattern) or _has_free_name(pattern, names):
+            if not FINITE_PATTERN.fullmatch(pattern):
                 continue
-            properties = node.setdefault("properties", {})
-            for name in names:
-                if _matches(pattern, name):
-                    properties[name] = {"allOf": [properties.get(name, True), schema]}
-            del patterns[pattern]
+            matching = _match_names(pattern, names)
+            for name in matching:
+                properties[name] = {"allOf": [properties.get(name, True), schema]}
+            if matching:
+                node["properties"] = properties
+                del patterns[pattern]
 
 
-def _list_names(node: Schema) -> list[str] | None:
-    """Return the listed names of an object, or None if its keys are invalid."""
-    properties = node.get("properties", {})
-    required = node.get("required", [])
-    if not isinstance(properties, dict) or not isinstance(required, list):
-        return None
-    return list(dict.fromkeys([*properties, *map(str, required)]))
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """Match with llguidance. Python's re can take exponential time, and holds the GIL."""
-    from llguidance import LLMatcher
-
-    grammar = LLMatcher.grammar_from_regex(pattern.removeprefix("^").removesuffix("$"))
-    matcher = LLMatcher(_make_byte_tokenizer(), grammar, log_level=0)
-    text = list(name.encode())
-    return matcher.try_consume_tokens(text) == len(text) and matcher.is_accepting()
-
-
-def _has_free_name(pattern: str, names: list[str]) -> bool:
-    """Return whether a pattern matches other names than `names`, or is invalid."""
-    from llguidance import LLMatcher
-
+def _match_names(pattern: str, names: list[str]) -> list[str]:
+    """Return those of `names` that a pattern matches, or none if it matches other names, too."""
     zero = {"const": 0}
     schema = {
         "type": "object",
-        "properties": dict.fromkeys(names, zero),
-        "required": names,
         "patternProperties": {pattern: zero},
         "additionalProperties": False,
     }
-    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), {"whitespace_flexible": False})
+    listed = {**schema, "properties": dict.fromkeys(names, zero), "required": names}
+    all_names = json.dumps(dict.fromkeys(names, 0), ensure_ascii=False)
+    if _may_begin(listed, all_names[:-1] + ', "'):
+        return []
+    matching: list[str] = []
+    for name in names:
+        if _may_begin(schema, json.dumps({name: 0}, ensure_ascii=False)):
+            matching.append(name)
+    return matching
+
+
+def _may_begin(schema: Schema, text: str) -> bool:
+    """Match with llguidance. Python's re can take exponential time, and holds the GIL."""
+    from llguidance import LLMatcher
+
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
     matcher = LLMatcher(_make_byte_tokenizer(), grammar, log_level=0)
-    items = [f"{json.dumps(name, ensure_ascii=False)}:0," for name in names]
-    text = ("{" + "".join(items) + '"').encode()
-    return matcher.is_error() or matcher.try_consume_tokens(list(text)) == len(text)
+    tokens = list(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens)
 
 
 @cache
