@@ -111,14 +111,12 @@ class PrepackedExperts(OptimizedLayer, Experts):
     down: list[PrepackedWeight]
 
     def convert(self) -> bool:
-        weights = (self.gate_up_proj, self.down_proj)
-        if not all([can_prepack(weight) for weight in weights]):
+        if not (can_prepack(self.gate_up_proj) and can_prepack(self.down_proj)):
             return False
-        experts = range(self.down_proj.shape[0])
         # One after the other, so that only one of the originals is in memory beside its copy.
-        self.gate_up = [PrepackedWeight(self.gate_up_proj[i], gated=True) for i in experts]
+        self.gate_up = [PrepackedWeight(each, gated=True) for each in self.gate_up_proj]
         del self.gate_up_proj
-        self.down = [PrepackedWeight(self.down_proj[i]) for i in experts]
+        self.down = [PrepackedWeight(each) for each in self.down_proj]
         del self.down_proj
         return True
 
