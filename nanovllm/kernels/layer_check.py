@@ -8,7 +8,6 @@ same way.
 
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ class Call(NamedTuple):
 
 def passes_check(name: str, plain: str, call: Call) -> bool:
     """Return whether a call does what is expected. If not, print that `plain` replaces `name`."""
-    reason = find_failure(partial(check_call, call))
+    reason = find_failure(check_call, call)
     if reason is not None:
         report(f"{name} is replaced by {plain}, which is slower; please report this: {reason}")
     return reason is None
