@@ -35,8 +35,8 @@ class PrepackedWeight(nn.Module):
         if isinstance(weight, QuantizedWeight):
             bits = weight.scheme.bits
             group_size = weight.scheme.group_size
-        # What C++ functions take. It points to `panels`, so keep this object.
-        self.struct = Weight(panels=self.panels.data_ptr(), bits=bits, group_size=group_size)
+        # What C++ functions take.
+        self.struct = Weight(panels=self.panels, bits=bits, group_size=group_size)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply x [..., in_features]. Return [..., out_features].
