@@ -57,8 +57,6 @@ class FastZeroCenteredRMSNorm(FastRMSNorm, ZeroCenteredRMSNorm):
 class FastRotaryEmbedding(OptimizedLayer, RotaryEmbedding):
     replaces = RotaryEmbedding
 
-    inv_freq: Tensor
-
     def forward(self, positions: Tensor) -> CosSin:
         assert positions.dtype == torch.int32
         num_tokens, half = len(positions), len(self.inv_freq)
