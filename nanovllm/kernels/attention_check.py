@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from nanovllm.batch import Batch
+from nanovllm.batch import make_batch
 from nanovllm.layers import attention as reference
 from nanovllm.layers.attention import Backend
 from nanovllm.utils.arithmetic import cdiv
@@ -52,37 +52,6 @@ def check_backend(
         compare_with_torch(backend, shape, device, dtype, tolerance=0.2)
 
 
-def make_batch(shape: Shape, random: torch.Generator) -> Batch:
-    """Make a batch in random blocks of a pool that is twice as large as needed.
-
-    Its slot_mapping covers the whole contexts.
-    """
-    device = random.device
-    blocks_per_seq = cdiv(shape.context_len, shape.block_size)
-    num_blocks = 2 * shape.num_seqs * blocks_per_seq
-    block_ids = torch.randperm(num_blocks, dtype=torch.int32, device=device, generator=random)
-    block_tables = block_ids[: num_blocks // 2].view(shape.num_seqs, blocks_per_seq)
-    positions = torch.arange(shape.context_len, dtype=torch.int32, device=device)
-    blocks = block_tables[:, positions // shape.block_size]
-    slots = blocks * shape.block_size + positions % shape.block_size
-    seq_indices = torch.arange(shape.num_seqs + 1, dtype=torch.int32, device=device)
-    cu_seqlens_q = seq_indices * shape.query_len
-    return Batch(
-        input_ids=positions,
-        positions=positions,
-        slot_mapping=slots.flatten(),
-        cu_seqlens_q=cu_seqlens_q,
-        context_lens=torch.full_like(seq_indices[1:], shape.context_len),
-        block_tables=block_tables,
-        logits_indices=cu_seqlens_q[1:] - 1,
-        read_slots=torch.zeros_like(seq_indices[1:]),
-        write_slots=torch.zeros_like(seq_indices[1:]),
-        prefills=seq_indices[: shape.num_seqs if shape.query_len > 1 else 0],
-        max_seqlen_q=shape.query_len,
-        max_seqlen_k=shape.context_len,
-    )
-
-
 def compare_with_torch(
     backend: Backend,
     shape: Shape,
@@ -97,16 +66,22 @@ def compare_with_torch(
     """
     random = torch.Generator(device).manual_seed(0)  # the caller's generator stays untouched
     randn = partial(torch.randn, device=device, generator=random)
-    batch = make_batch(shape, random)
-    num_context_tokens = shape.num_seqs * shape.context_len
-    query = randn(shape.num_seqs * shape.query_len, shape.num_heads, shape.head_dim).to(dtype)
-    key, value = randn(2, num_context_tokens, shape.num_kv_heads, shape.head_dim).to(dtype)
-    num_blocks = 2 * batch.block_tables.numel()
+    blocks_per_seq = cdiv(shape.context_len, shape.block_size)
+    num_blocks = 2 * shape.num_seqs * blocks_per_seq  # twice as many as needed
+    block_ids = torch.randperm(num_blocks, dtype=torch.int32, device=device, generator=random)
+    block_tables = block_ids[: num_blocks // 2].view(shape.num_seqs, blocks_per_seq)
+    query_lens = [shape.query_len] * shape.num_seqs
+    context_lens = [shape.context_len] * shape.num_seqs
+    batch = make_batch(query_lens, context_lens, block_tables, shape.block_size)
+    # As if the contexts were computed in one step.
+    slots = make_batch(context_lens, context_lens, block_tables, shape.block_size).slot_mapping
+    query = randn(len(batch.input_ids), shape.num_heads, shape.head_dim).to(dtype)
+    key, value = randn(2, len(slots), shape.num_kv_heads, shape.head_dim).to(dtype)
     sizes = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
     kv_cache = backend.make_cache(*sizes, dtype, device).fill_(torch.nan)
     expected_cache = reference.make_cache(*sizes, torch.float32, device).fill_(torch.nan)
-    reference.store_kvcache(key.float(), value.float(), expected_cache, batch.slot_mapping)
-    store = partial(backend.store_kvcache, key, value, kv_cache, batch.slot_mapping)
+    reference.store_kvcache(key.float(), value.float(), expected_cache, slots)
+    store = partial(backend.store_kvcache, key, value, kv_cache, slots)
     store()
     # Attention shows below whether each number is in its place.
     written = kv_cache[~kv_cache.isnan()].sort().values

@@ -9,14 +9,14 @@ from nanovllm.utils.terminal import report
 report_once = cache(report)
 
 
-def find_failure(run: Callable[[], object]) -> str | None:
+def find_failure(run: Callable[..., object], *arguments: object) -> str | None:
     """Run some kernels. Return why they fail, or None.
 
     Triton needs a C compiler on the host, and a wheel may lack code for this GPU. Only a run shows
     whether the kernels work.
     """
     try:
-        run()
+        run(*arguments)
     except Exception as error:  # from the compiler, the driver or the launch
         return f"the kernels fail on this GPU: {error!r}"
     return None

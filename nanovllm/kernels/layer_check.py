@@ -6,13 +6,13 @@ optimized layer that fails or differs is not used. A CUDA graph is compared with
 same way.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from nanovllm.kernels.fallback import find_failure
 from nanovllm.utils.terminal import report
@@ -29,7 +29,7 @@ class Call(NamedTuple):
 
 def passes_check(name: str, plain: str, call: Call) -> bool:
     """Return whether a call does what is expected. If not, print that `plain` replaces `name`."""
-    reason = find_failure(partial(check_call, call))
+    reason = find_failure(check_call, call)
     if reason is not None:
         report(f"{name} is replaced by {plain}, which is slower; please report this: {reason}")
     return reason is None
@@ -101,12 +101,6 @@ def find_distance(one: Tensor, other: Tensor) -> Tensor:
     return (one.float() - other.float()).norm()
 
 
-def list_tensors(args: Iterable[Any]) -> list[Tensor]:
+def list_tensors(args: tuple[Any, ...]) -> list[Tensor]:
     """List the tensors among arguments, and those in lists and tuples."""
-    tensors: list[Tensor] = []
-    for arg in args:
-        if isinstance(arg, Tensor):
-            tensors.append(arg)
-        elif isinstance(arg, (list, tuple)):
-            tensors += list_tensors(arg)
-    return tensors
+    return [each for each in tree_leaves(args) if isinstance(each, Tensor)]

@@ -40,10 +40,6 @@ class OptimizedLayer(nn.Module):
         """
         return has_parts(self, self.parts)
 
-    def list_tensors(self) -> list[Any]:
-        """What raw pointers of C++ structs refer to. Keep it, because parts can be replaced."""
-        return [*self.parameters(), *list(self.modules())[1:]]
-
     @cached_property
     def hooks(self) -> list[Mapping[int, Any]]:
         """Where hooks of its parts are registered. While there are any, it must call its parts."""

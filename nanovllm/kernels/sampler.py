@@ -1,7 +1,5 @@
 """What the optimized samplers for CPUs and GPUs have in common."""
 
-from torch import Tensor
-
 from nanovllm.batch import Filters, Noise
 from nanovllm.kernels.fallback import report_once
 from nanovllm.kernels.optimized_layer import OptimizedLayer
@@ -21,8 +19,6 @@ class OptimizedSampler(OptimizedLayer, Sampler):
     """
 
     replaces = Sampler
-
-    token_hashes: Tensor
 
 
 def has_unknown_fields(group: Filters | Noise) -> bool:

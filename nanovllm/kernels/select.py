@@ -1,6 +1,5 @@
 """Chooses the attention backend of an engine, among those that are registered in backends.py."""
 
-from functools import partial
 from importlib import import_module
 
 import torch
@@ -28,8 +27,7 @@ def select_backend(
             size = block_size or backend.PREFERRED_BLOCK_SIZE
             reason = backend.reason_unavailable(device, dtype, head_dim, size)
             if reason is None and device.type == "cuda":
-                check = partial(check_backend, backend, device, dtype, head_dim, size)
-                reason = find_failure(check)
+                reason = find_failure(check_backend, backend, device, dtype, head_dim, size)
         except ImportError as error:
             reason = str(error)
         if reason is None:

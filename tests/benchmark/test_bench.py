@@ -24,7 +24,7 @@ from nanovllm.benchmark.setting import make_setting
 from nanovllm.checkpoints.formats import FP8, GPTQ
 from nanovllm.checkpoints.quantization import INT4, INT8, Quantization
 from nanovllm.kernels import bench as kernels_bench
-from nanovllm.kernels.attention_check import Shape, compare_with_torch, make_batch
+from nanovllm.kernels.attention_check import Shape, compare_with_torch
 from nanovllm.kernels.bench import QWEN3_HEADS, TOLERANCES
 from nanovllm.layers import attention as reference
 from nanovllm.models.architectures import read_spec
@@ -342,6 +342,15 @@ def test_wrong_kernels_are_detected(query_len, dtype, name, kernel, complaint):
 @pytest.mark.parametrize("query_len", [1, 40])
 def test_decodes_and_prefills_are_timed_apart(query_len):
     """Triton has a kernel for decodes and one for longer queries. A batch launches one of them."""
-    batch = make_batch(Shape(2, 40, query_len, *QWEN3_HEADS, block_size=16), torch.Generator())
+    seen = []
+
+    def attend(query, kv_cache, batch, scale):
+        seen.append(batch)
+        return reference.attend(query, kv_cache, batch, scale)
+
+    backend = SimpleNamespace(**{**vars(reference), "attend": attend})
+    shape = Shape(2, 40, query_len, *QWEN3_HEADS, block_size=16)
+    compare_with_torch(backend, shape, CPU, FLOAT32, TOLERANCES["float32"])
+    (batch,) = seen
     assert batch.max_seqlen_q == query_len
     assert len(batch.prefills) == (2 if query_len > 1 else 0)

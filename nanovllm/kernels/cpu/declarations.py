@@ -10,19 +10,27 @@ import re
 from pathlib import Path
 from typing import Any
 
-HEADERS = sorted(Path(__file__).parent.glob("*.h"))
+from torch import Tensor
+
+_SOURCE = "".join(path.read_text() for path in Path(__file__).parent.glob("*.h"))
 
 _types: dict[str, Any] = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
 
 
 class Struct(ctypes.Structure):
-    """A C struct. Raises TypeError unless every field is given, because ctypes ignores typos."""
+    """A C struct. A tensor is passed as a pointer, and kept, because layers can be replaced.
+
+    Raises TypeError unless every field is given, because ctypes ignores typos.
+    """
 
     def __init__(self, **values: Any) -> None:
         names = [name for name, *_ in self._fields_]
         if sorted(values) != sorted(names):
             raise TypeError(f"struct {type(self).__name__} has {names}, not {list(values)}")
-        super().__init__(**values)
+        super().__init__()
+        self.kept = values
+        for name, value in values.items():
+            setattr(self, name, value.data_ptr() if isinstance(value, Tensor) else value)
 
 
 def read_functions(source: str) -> dict[str, list[Any]]:
@@ -33,9 +41,8 @@ def read_functions(source: str) -> dict[str, list[Any]]:
 
 def read_struct(name: str) -> type[Struct]:
     """Return a struct of the headers. The structs in it must have been read before."""
-    source = "".join(path.read_text() for path in HEADERS)
     pattern = rf"^struct {name} {{[^\n]*\n(.*?)\n(?:\n|}};)"
-    (body,) = re.findall(pattern, source, re.MULTILINE | re.DOTALL)
+    (body,) = re.findall(pattern, _SOURCE, re.MULTILINE | re.DOTALL)
     fields = []
     for line in body.splitlines():
         declaration = line.partition(";")[0]

@@ -6,7 +6,7 @@
 struct DeltaLayer {  // filled by Python: see declarations.py
     Norm input_norm;
     Norm post_attention_norm;
-    const DeltaRule* rule;
+    DeltaRule rule;
     Weight qkvz;
     Weight ba;
     Weight out;
@@ -20,7 +20,7 @@ struct DeltaLayer {  // filled by Python: see declarations.py
 extern "C" void delta_layer(const DeltaLayer* layer, T* x, float* states, const int32_t* read_slots,
                             const int32_t* write_slots, const int32_t* cu_seqlens_q,
                             int64_t num_tokens, int64_t num_seqs) {
-    const DeltaRule* rule = layer->rule;
+    const DeltaRule* rule = &layer->rule;
     int64_t hidden_size = layer->hidden_size;
     int64_t intermediate_size = layer->intermediate_size;
     int64_t num_heads = rule->num_value_heads;

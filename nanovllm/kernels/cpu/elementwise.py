@@ -23,7 +23,7 @@ def describe_norm(norm: RMSNorm | None) -> Struct:
     """Describe a norm for C++. Without one, the weight is null."""
     if norm is None:
         return Norm(weight=None, eps=0.0)
-    return Norm(weight=norm.weight.data_ptr(), eps=norm.eps)
+    return Norm(weight=norm.weight, eps=norm.eps)
 
 
 def run_on_one_rank(*linears: RowParallelLinear) -> bool:
@@ -56,8 +56,6 @@ class FastZeroCenteredRMSNorm(FastRMSNorm, ZeroCenteredRMSNorm):
 
 class FastRotaryEmbedding(OptimizedLayer, RotaryEmbedding):
     replaces = RotaryEmbedding
-
-    inv_freq: Tensor
 
     def forward(self, positions: Tensor) -> CosSin:
         assert positions.dtype == torch.int32

@@ -30,7 +30,6 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedWeight,
 )
 from nanovllm.kernels.optimized_layer import OptimizedLayer
-from nanovllm.layers.linear import Linear
 from nanovllm.models.decoder import CosSin, DecoderLayer, DecoderLayers
 
 # A step of more tokens is computed layer by layer, because CPython handles Ctrl-C between calls.
@@ -64,12 +63,12 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         return True
 
     @cached_property
-    def structs(self) -> "ctypes.Array[Struct] | None":
+    def structs(self) -> Any:
         """Made by the first step. None if a part was replaced after `convert`."""
         if not self.convert():
             return None
-        self.kept = self.list_tensors()
-        return (Layer * len(self))(*map(_make_struct, self))
+        self.kept = list(map(_make_struct, self))  # the array copies them
+        return (Layer * len(self))(*self.kept)
 
     def forward(self, x: Tensor, cos_sin: CosSin, kv_caches: list[Tensor], batch: Batch) -> Tensor:
         """The last layer computes only K/V for tokens without logits."""
@@ -104,14 +103,12 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         only_kv: bool = False,
     ) -> None:
         """Compute the layers that these caches belong to, from layer `first`, in place of x."""
-        structs = self.structs
-        assert structs is not None  # without them, `forward` calls the layers
         if len(x) == 0:
             return
         pointers = [kv_cache.data_ptr() for kv_cache in kv_caches]
         num_blocks, block_size = kv_caches[0].shape[1:3]
         load(x.dtype).decoder_layers(
-            ctypes.byref(structs, first * ctypes.sizeof(Layer)),
+            ctypes.byref(self.structs, first * ctypes.sizeof(Layer)),
             (ctypes.c_void_p * len(pointers))(*pointers),
             len(kv_caches),
             num_blocks * block_size,
@@ -128,12 +125,8 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         )
 
 
-def _find_bias(linear: Linear) -> int | None:
-    return linear.bias.data_ptr() if linear.bias is not None else None
-
-
 def _make_struct(layer: Any) -> Struct:
-    """Describe a layer, whose parts are optimized. The struct points to their tensors."""
+    """Describe a layer, whose parts are optimized."""
     attn = layer.self_attn
     gate_up = layer.mlp.gate_up
     return Layer(
@@ -141,8 +134,8 @@ def _make_struct(layer: Any) -> Struct:
         post_attention_norm=describe_norm(layer.post_attention_layernorm),
         q_norm=describe_norm(attn.q_norm),
         k_norm=describe_norm(attn.k_norm),
-        qkv_bias=_find_bias(attn.qkv_proj),
-        o_bias=_find_bias(attn.o_proj),
+        qkv_bias=attn.qkv_proj.bias,
+        o_bias=attn.o_proj.bias,
         qkv=attn.qkv_proj.prepacked.struct,
         o=attn.o_proj.prepacked.struct,
         gate_up=gate_up.struct,

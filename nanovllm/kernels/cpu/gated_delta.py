@@ -9,7 +9,6 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.kernels.cpu import declarations
-from nanovllm.kernels.cpu.declarations import Struct
 from nanovllm.kernels.cpu.elementwise import (
     FastMLP,
     FastZeroCenteredRMSNorm,
@@ -31,25 +30,24 @@ from nanovllm.models.qwen3_5 import DeltaLayer, GatedDeltaNet
 class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
     replaces = GatedDeltaRule
 
-    taps: Tensor  # conv_weight as float32 [conv_size, sum(qkv_sizes)]
-    struct: Struct  # points to `taps` and to parameters
+    struct: declarations.Struct
 
     def convert(self) -> bool:
         read = (self.A_log, self.dt_bias, self.norm_weight)
         if self.key_dim % 2 != 0 or {each.dtype for each in read} != {torch.float32}:
             return False
-        self.read = read  # the struct points to these
-        self.taps = self.conv_weight.detach()[:, 0].T.float().contiguous()
+        # float32 [conv_size, sum(qkv_sizes)]
+        taps = self.conv_weight.detach()[:, 0].T.float().contiguous()
         self.struct = declarations.DeltaRule(
-            conv_weight=self.taps.data_ptr(),
-            A_log=self.A_log.data_ptr(),
-            dt_bias=self.dt_bias.data_ptr(),
-            norm_weight=self.norm_weight.data_ptr(),
+            conv_weight=taps,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            norm_weight=self.norm_weight,
             num_key_heads=self.num_key_heads,
             num_value_heads=self.num_value_heads,
             key_dim=self.key_dim,
             value_dim=self.value_dim,
-            conv_size=len(self.taps),
+            conv_size=len(taps),
             norm_eps=self.norm_eps,
         )
         return True
@@ -99,16 +97,15 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
         return not has_bias and run_on_one_rank(net.out_proj, down_proj)
 
     @cached_property
-    def struct(self) -> Struct | None:
+    def struct(self) -> declarations.Struct | None:
         """Made by the first step. None if a part was replaced after `convert`."""
         if not self.convert():
             return None
-        self.kept = self.list_tensors()
         net, mlp = cast(Any, self.linear_attn), cast(Any, self.mlp)
         return declarations.DeltaLayer(
             input_norm=describe_norm(self.input_layernorm),
             post_attention_norm=describe_norm(self.post_attention_layernorm),
-            rule=ctypes.addressof(net.delta_rule.struct),
+            rule=net.delta_rule.struct,
             qkvz=net.in_proj_qkvz.prepacked.struct,
             ba=net.in_proj_ba.prepacked.struct,
             out=net.out_proj.prepacked.struct,

@@ -8,23 +8,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Filters, Noise
-from nanovllm.kernels.cpu.elementwise import (
-    FastAttention,
-    FastMLP,
-    FastRMSNorm,
-    FastRotaryEmbedding,
-    FastZeroCenteredRMSNorm,
-)
-from nanovllm.kernels.cpu.fused_layers import FusedLayers
-from nanovllm.kernels.cpu.gated_delta import FastDeltaLayer, FastGatedDeltaRule
+from nanovllm.kernels.cpu import elementwise, fused_layers, gated_delta, prepacked
 from nanovllm.kernels.cpu.library import load
 from nanovllm.kernels.cpu.library import reason_unavailable as reason_unavailable
-from nanovllm.kernels.cpu.prepacked import (
-    PrepackedColumnParallelLinear,
-    PrepackedEmbedding,
-    PrepackedExperts,
-    PrepackedRowParallelLinear,
-)
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.kernels.sampler import OptimizedSampler, has_unknown_fields
 
@@ -78,17 +64,17 @@ class FastSampler(OptimizedSampler):
 
 
 OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
-    FastRMSNorm,
-    FastZeroCenteredRMSNorm,
-    FastRotaryEmbedding,
-    FastAttention,
-    FastMLP,
+    elementwise.FastRMSNorm,
+    elementwise.FastZeroCenteredRMSNorm,
+    elementwise.FastRotaryEmbedding,
+    elementwise.FastAttention,
+    elementwise.FastMLP,
     FastSampler,
-    FastGatedDeltaRule,
-    FastDeltaLayer,
-    FusedLayers,
-    PrepackedColumnParallelLinear,
-    PrepackedRowParallelLinear,
-    PrepackedEmbedding,
-    PrepackedExperts,
+    gated_delta.FastGatedDeltaRule,
+    gated_delta.FastDeltaLayer,
+    fused_layers.FusedLayers,
+    prepacked.PrepackedColumnParallelLinear,
+    prepacked.PrepackedRowParallelLinear,
+    prepacked.PrepackedEmbedding,
+    prepacked.PrepackedExperts,
 ]

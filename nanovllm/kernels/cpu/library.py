@@ -44,24 +44,27 @@ def _may_use_amx() -> bool:
     return ctypes.CDLL(None).syscall(*numbers) == 0
 
 
-def _choose_flags() -> list[str]:
-    flags = ["-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC"]
-    flags.append(f"-DSHORT_QUERY={SHORT_QUERY}")
+FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    f"-DSHORT_QUERY={SHORT_QUERY}",
     # "arm64" is a Mac, whose clang does not know -march=native.
-    flags.append("-mcpu=native" if platform.machine() == "arm64" else "-march=native")
-    if platform.machine() == "x86_64":
-        flags.append("-mprefer-vector-width=512")
-    if _may_use_amx():
-        flags.append("-DMAY_USE_AMX")
-    # Apple's clang has OpenMP, but its driver does not know the option.
-    flags += ["-Xclang", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp"]
-    return flags
-
-
-FLAGS = _choose_flags()
+    "-mcpu=native" if platform.machine() == "arm64" else "-march=native",
+]
 LINK_FLAGS = ["-shared"]
-if sys.platform == "darwin":  # whose linker rejects functions that are found at load time
+if platform.machine() == "x86_64":
+    FLAGS.append("-mprefer-vector-width=512")
+if _may_use_amx():
+    FLAGS.append("-DMAY_USE_AMX")
+if sys.platform == "darwin":
+    # Apple's clang has OpenMP, but its driver does not know the option.
+    FLAGS.append("-Xclang")
+    # Its linker rejects functions that are found at load time.
     LINK_FLAGS += ["-undefined", "dynamic_lookup"]
+FLAGS.append("-fopenmp")
 
 
 @cache

@@ -36,14 +36,10 @@ _CHUNK = 1 << 18  # bytes of codes that are prepacked at once, so that temporary
 
 def can_prepack(weight: Tensor | QuantizedWeight) -> bool:
     if isinstance(weight, QuantizedWeight):
-        device = weight.codes.device
         group_size = weight.scheme.group_size
-        has_known_groups = group_size % _WIDTH == 0 and group_size <= _LARGEST_GROUP
-    else:
-        device = weight.device
-        has_known_groups = True
-    has_pairs = weight.shape[-1] % _inputs_per_pair(weight.dtype) == 0
-    return device.type == "cpu" and has_known_groups and has_pairs
+        if group_size % _WIDTH != 0 or group_size > _LARGEST_GROUP:
+            return False
+    return weight.shape[-1] % _inputs_per_pair(weight.dtype) == 0
 
 
 def prepack(weight: Tensor | QuantizedWeight, num_parts: int) -> Tensor:
@@ -55,12 +51,8 @@ def prepack(weight: Tensor | QuantizedWeight, num_parts: int) -> Tensor:
     num_panels = cdiv(weight.shape[0] // num_parts, _WIDTH // num_parts)
     if isinstance(weight, QuantizedWeight):
         return _prepack_codes(weight, num_parts, num_panels)
-    return _prepack_floats(weight.detach(), num_parts, num_panels)
-
-
-def _prepack_floats(weight: Tensor, num_parts: int, num_panels: int) -> Tensor:
     padding = -weight.shape[1] % (_CACHE_LINE // weight.itemsize)
-    rows = _divide(_pad(weight, padding), num_parts, 0, num_panels)
+    rows = _divide(_pad(weight.detach(), padding), num_parts, 0, num_panels)
     panels = rows.unflatten(2, (-1, _inputs_per_pair(weight.dtype)))
     return panels.transpose(1, 2).contiguous()
 

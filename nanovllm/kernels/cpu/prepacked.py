@@ -35,8 +35,8 @@ class PrepackedWeight(nn.Module):
         if isinstance(weight, QuantizedWeight):
             bits = weight.scheme.bits
             group_size = weight.scheme.group_size
-        # What C++ functions take. It points to `panels`, so keep this object.
-        self.struct = Weight(panels=self.panels.data_ptr(), bits=bits, group_size=group_size)
+        # What C++ functions take.
+        self.struct = Weight(panels=self.panels, bits=bits, group_size=group_size)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply x [..., in_features]. Return [..., out_features].
@@ -111,14 +111,12 @@ class PrepackedExperts(OptimizedLayer, Experts):
     down: list[PrepackedWeight]
 
     def convert(self) -> bool:
-        weights = (self.gate_up_proj, self.down_proj)
-        if not all([can_prepack(weight) for weight in weights]):
+        if not (can_prepack(self.gate_up_proj) and can_prepack(self.down_proj)):
             return False
-        experts = range(self.down_proj.shape[0])
         # One after the other, so that only one of the originals is in memory beside its copy.
-        self.gate_up = [PrepackedWeight(self.gate_up_proj[i], gated=True) for i in experts]
+        self.gate_up = [PrepackedWeight(each, gated=True) for each in self.gate_up_proj]
         del self.gate_up_proj
-        self.down = [PrepackedWeight(self.down_proj[i]) for i in experts]
+        self.down = [PrepackedWeight(each) for each in self.down_proj]
         del self.down_proj
         return True
 

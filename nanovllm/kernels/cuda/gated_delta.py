@@ -8,11 +8,7 @@ import triton
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kernels.cuda.gated_delta_kernels import (
-    advance_states_kernel,
-    find_row_size,
-    prepare_chunks_kernel,
-)
+from nanovllm.kernels.cuda.gated_delta_kernels import advance_states_kernel, prepare_chunks_kernel
 from nanovllm.kernels.cuda.launch import prepare
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
@@ -34,7 +30,8 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
         chunk = _CHUNK if is_chunked else 1
         k = max(16, triton.next_power_of_2(self.key_dim))  # as tl.dot takes them
         v = max(16, triton.next_power_of_2(self.value_dim))
-        prepared = states.new_empty(num_tokens, num_heads, find_row_size(k, v, chunk))
+        row_size = 3 * k + v + 4 + chunk  # gated_delta_kernels.py has the layout of a row
+        prepared = states.new_empty(num_tokens, num_heads, row_size)
         output = gate.new_empty(gate.shape)
         windows = states[:, self.matrices_size :]
         strides = [each.stride(0) for each in inputs]
@@ -49,7 +46,7 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
             "TAPS": self.conv_weight.shape[2],
             "K": k,
             "V": v,
-            "ROW": prepared.shape[2],
+            "ROW": row_size,
             "CHUNK": chunk,
         }
         launch = prepare(prepare_chunks_kernel, read, *strides, **constants, num_warps=8)

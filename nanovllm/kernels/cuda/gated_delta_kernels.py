@@ -28,11 +28,6 @@ from triton.language import constexpr
 from nanovllm.kernels.cuda.attention_kernels import find_tile
 
 
-def find_row_size(k: int, v: int, chunk: int) -> int:
-    """Return the numbers in a row of `prepared`."""
-    return 3 * k + v + 4 + chunk
-
-
 # Slots and bounds can have any alignment in a packed batch.
 @triton.jit(
     do_not_specialize=["num_seqs"],

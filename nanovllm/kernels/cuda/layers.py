@@ -14,20 +14,14 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.kernels.changes import has_parts
+from nanovllm.kernels.cuda import gated_delta, quantized, sampler
 from nanovllm.kernels.cuda.attention import store_kvcache
-from nanovllm.kernels.cuda.gated_delta import FastGatedDeltaRule
 from nanovllm.kernels.cuda.launch import prepare
 from nanovllm.kernels.cuda.layer_kernels import (
     add_rms_norm_kernel,
     rotate_and_store_kernel,
     silu_and_mul_kernel,
 )
-from nanovllm.kernels.cuda.quantized import (
-    FastQuantizedColumnParallelLinear,
-    FastQuantizedEmbedding,
-    FastQuantizedRowParallelLinear,
-)
-from nanovllm.kernels.cuda.sampler import FastSampler
 from nanovllm.kernels.fallback import find_failure
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.norm import RMSNorm
@@ -187,11 +181,11 @@ OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     FusedAttention,
     FastRMSNorm,
     FastMLP,
-    FastSampler,
-    FastGatedDeltaRule,
-    FastQuantizedColumnParallelLinear,
-    FastQuantizedRowParallelLinear,
-    FastQuantizedEmbedding,
+    sampler.FastSampler,
+    gated_delta.FastGatedDeltaRule,
+    quantized.FastQuantizedColumnParallelLinear,
+    quantized.FastQuantizedRowParallelLinear,
+    quantized.FastQuantizedEmbedding,
 ]
 
 

@@ -82,8 +82,12 @@ class FastQuantizedLayer(OptimizedLayer):
             num_stages=_NUM_STAGES,
         )
         tiles = (cdiv(out_features, tile.outputs), cdiv(num_rows, tile.rows))
+        # Splits of the inputs fill the GPU. A step is _K inputs.
+        _, num_processors = describe_gpu(x.device)
+        num_tiles = max(1, tiles[0] * tiles[1])
+        max_splits = max(1, tile.programs * num_processors // num_tiles)
         num_steps = cdiv(in_features, _K)
-        steps_per_split = _count_steps_per_split(tiles[0] * tiles[1], num_steps, tile, x)
+        steps_per_split = cdiv(num_steps, max_splits)
         num_splits = cdiv(num_steps, steps_per_split)
         output = x.new_empty(num_rows, out_features)
         sums = x.new_empty(num_splits if num_splits > 1 else 0, *output.shape, dtype=torch.float32)
@@ -101,13 +105,6 @@ class FastQuantizedLayer(OptimizedLayer):
             steps_per_split,
         )
         return output if num_splits == 1 else sums.sum(0).to(x.dtype)
-
-
-def _count_steps_per_split(num_tiles: int, num_steps: int, tile: _Tile, x: Tensor) -> int:
-    """Return the steps of _K inputs of a program, so that splits of the inputs fill the GPU."""
-    _, num_processors = describe_gpu(x.device)
-    num_splits = max(1, tile.programs * num_processors // max(1, num_tiles))
-    return cdiv(num_steps, num_splits)
 
 
 class FastQuantizedColumnParallelLinear(FastQuantizedLayer, ColumnParallelLinear):
