@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Checked")
@@ -60,13 +60,21 @@ def checked(default: T, check: Callable[..., object], **limits: object) -> T:
 
 @dataclass(frozen=True)
 class Checked:
-    """A dataclass that validates its fields when it is created. A default value is always valid."""
+    """A dataclass that validates its fields when it is created. A default value is always valid.
+
+    The values of a bool or a Literal are known from its type. Others need `checked`.
+    """
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if "check" in each.metadata and value is not each.default:
-                object.__setattr__(self, each.name, each.metadata["check"](each.name, value))
+            check = each.metadata.get("check")
+            if each.type is bool:
+                check = check_bool
+            elif get_origin(each.type) is Literal:
+                check = partial(check_choice, choices=get_args(each.type))
+            if check and value is not each.default:
+                object.__setattr__(self, each.name, check(each.name, value))
 
     @classmethod
     def from_options(cls: type[C], *args: object, **options: object) -> C:
