@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from nanovllm.utils.checks import raises_again
+from nanovllm.utils.checks import ForeignError, call_foreign
 
 Tokens = tuple[int, ...]
 
@@ -225,8 +225,6 @@ class Detokenizer:
             clean_up_tokenization_spaces=False,
         )
         try:
-            return str(decode())
-        except Exception as error:  # its type depends on the tokenizer
-            if raises_again(decode, error):
-                return None
-            raise
+            return str(call_foreign("the tokenizer cannot decode", decode))
+        except ForeignError:
+            return None

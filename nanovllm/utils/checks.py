@@ -171,28 +171,25 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+class ForeignError(ValueError):
+    """Code of a tokenizer or a checkpoint has failed."""
+
+
 def call_foreign(source: object, call: Callable[[], T]) -> T:
-    """Run code of a tokenizer or a checkpoint, and turn its exceptions into ValueErrors."""
+    """Run code of a tokenizer or a checkpoint, and turn its exceptions into ForeignErrors.
+
+    Such code can raise anything, and it runs long enough for a signal handler to raise in the
+    middle. A second run tells the two apart, because an exception of a handler does not come again.
+    It is raised as it is.
+    """
     try:
         return call()
     except Exception as error:
-        if raises_again(call, error):
-            raise invalid(str(source), str(error), separator=": ") from error
+        try:
+            call()
+        except type(error):
+            raise ForeignError(f"{source}: {error}") from error
         raise
-
-
-def raises_again(call: Callable[[], object], error: Exception) -> bool:
-    """Run a `call` that raised `error` once more. Return whether it does so again.
-
-    Code of a tokenizer can raise anything, and it runs long enough for a signal handler to raise in
-    the middle. The second run tells the two apart, because an exception of a handler does not come
-    again. The caller then raises it as it is.
-    """
-    try:
-        call()
-    except type(error):
-        return True
-    return False
 
 
 @contextmanager
