@@ -164,7 +164,7 @@ def fill_memory(worker: Worker) -> None:
         )
     worker.max_model_len = min(worker.max_model_len, plan.num_tokens)
     problem = (
-        f"no memory for {plan.num_blocks} blocks of {plan.block_size} tokens:"
+        f"no memory for {plan.num_blocks} blocks of {worker.block_size} tokens:"
         " lower num_kvcache_blocks, kvcache_block_size or kvcache_memory_bytes, or max_num_seqs if"
         " the model has recurrent states"
     )
@@ -173,7 +173,7 @@ def fill_memory(worker: Worker) -> None:
     capture_graphs(worker, plan.num_lanes)
     if worker.tp.rank == 0:
         backend = f"{worker.backend.NAME} attention"
-        report(f"{worker.device}, {worker.spec.dtype}, {backend}; {plan.describe()}")
+        report(f"{worker.device}, {worker.spec.dtype}, {backend}; {plan.arithmetic}")
 
 
 def allocate(worker: Worker, num_blocks: int, num_lanes: int) -> None:
