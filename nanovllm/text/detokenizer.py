@@ -98,35 +98,20 @@ class Detokenizer:
         self.prompt_text = self._find_new_text(self.state)
 
     def _read_prompt(self, prompt_token_ids: list[int]) -> State:
-        """The last tokens of a prompt, divided where their last complete character ends.
+        """Decode the last tokens of a prompt, and leave out their text.
 
         The context has text if the prompt has any, because some tokenizers strip the first space of
         what they decode. It does not begin within a character.
         """
-        state = State(len(prompt_token_ids))
         size = self.MAX_CONTEXT
         while True:
-            recent = tuple(prompt_token_ids[-size:])
-            text = self._decode(recent)
-            if text is None:
-                return state
-            context, context_text = self._drop_incomplete(recent, text)
-            pending = recent[len(context) :]
-            state = State(len(prompt_token_ids), "", context, context_text, pending)
-            has_start = text != "" and not text.startswith("\ufffd")
+            state = State(0)
+            for token_id in prompt_token_ids[-size:]:
+                state = self._extend(state, token_id)
+            has_start = state.text != "" and not state.text.startswith("\ufffd")
             if has_start or size >= len(prompt_token_ids):
-                return state
+                return state._replace(num_tokens=len(prompt_token_ids), text="")
             size *= 4
-
-    def _drop_incomplete(self, token_ids: Tokens, text: str) -> tuple[Tokens, str]:
-        """Return the tokens up to their last complete character, and their text."""
-        if text.endswith("\ufffd"):
-            for num_dropped in range(1, 1 + min(3, len(token_ids))):  # a character has 4 bytes
-                shorter = token_ids[:-num_dropped]
-                shorter_text = self._decode(shorter) or ""
-                if not shorter_text.endswith("\ufffd"):
-                    return shorter, shorter_text
-        return token_ids, text
 
     def read(self, token_ids: list[int], is_last: bool) -> str:
         """Decode new tokens, and return all text that can be released.
