@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.trace.step import Step
-from nanovllm.utils.checks import naming
 
 # Rows omit these values and empty ones, because most work is a decode within a block.
 _USUAL = {"kind": "decode", "num_tokens": 1}
@@ -23,10 +22,8 @@ def make_page(timelines: list[list[Step]]) -> str:
 
 
 def save_page(timelines: list[list[Step]], path: str) -> None:
-    """Write the page of `make_page`. Raises ValueError if that fails."""
-    page = make_page(timelines)
-    with naming(f"cannot write {path}", OSError):
-        Path(path).write_text(page, "utf-8")
+    """Write the page of `make_page`. Raises OSError if that fails."""
+    Path(path).write_text(make_page(timelines), "utf-8")
 
 
 def read_template() -> str:
