@@ -139,9 +139,8 @@ def _read_function(name: str, call: dict[str, Any]) -> dict[str, Any]:
     """Return the function of a tool, or of a call."""
     kind = call.get("type")
     _require(kind == "function", f"{name}.type", "'function', the only one supported", kind)
-    function = call.get("function")
-    if not isinstance(function, dict):
-        raise invalid(f"{name}.function", f"must be a dict with a name, not {show(function)}")
+    function: Any = call.get("function")
+    _require(isinstance(function, dict), f"{name}.function", "a dict with a name", function)
     text = function.get("name")
     is_valid = isinstance(text, str) and NAME.fullmatch(text) is not None
     meaning = "a str of up to 64 letters, digits and _.-"
