@@ -12,10 +12,9 @@ _USUAL = {"kind": "decode", "num_tokens": 1}
 
 def make_page(timelines: list[list[Step]]) -> str:
     """Render one or two timelines as a self-contained HTML page."""
-    runs: list[dict[str, Any]] = []
-    for steps in timelines:
-        shortened = [shorten(step) for step in steps]
-        runs.append({"settings": steps[0].settings, "steps": shortened})
+    runs = [
+        {"settings": steps[0].settings, "steps": list(map(shorten, steps))} for steps in timelines
+    ]
     # "<" could end the page's script, and a token's text can be "</script>".
     data = json.dumps(runs, separators=(",", ":")).replace("<", "\\u003c")
     return read_template().replace("TIMELINES", data)
