@@ -50,12 +50,14 @@ def invalid(
     return error
 
 
-def checked(default: T, check: Callable[..., object], **limits: object) -> T:
+def checked(default: T, check: Callable[..., object], *limits: object) -> T:
     """Define a field of a `Checked` dataclass.
 
-    `check(name, value, **limits)` returns the value to keep, or raises.
+    `check(name, value, *limits)` returns the value to keep, or raises.
     """
-    return field(default=default, metadata={"check": partial(check, **limits)})
+    return field(
+        default=default, metadata={"check": lambda name, value: check(name, value, *limits)}
+    )
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,10 @@ def check_number(
             limits += f" and at most {high}"
         raise invalid(name, f"must be {limits}, not {show(number)}")
     return number
+
+
+# In (0, 1].
+check_fraction = partial(check_number, low=0.0, high=1.0, open_low=True)
 
 
 def check_type(name: str, value: T, types: tuple[type, ...], meaning: str) -> T:
