@@ -4,7 +4,7 @@
     rank 1..  a Worker, nothing else          receives a batch, computes its own share
 
 MultiRankExecutor starts the processes of ranks 1 and up (rank_process.py), or finds them under
-torchrun (torchrun.py), and notices when one is lost. The engine cannot compute any more then.
+torchrun, and notices when one is lost. The engine cannot compute any more then.
 
 A rank must finish every step that it begins, because the others wait for it. Rank 0's share is
 therefore computed by a thread of its own, and Ctrl-C interrupts only the caller that waits for it.
@@ -16,7 +16,6 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from operator import attrgetter
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
@@ -28,9 +27,8 @@ import torch.distributed as dist
 from nanovllm.config import Config
 from nanovllm.models.spec import ModelSpec
 from nanovllm.worker.process_groups import Place
-from nanovllm.worker.rank_process import EXIT_TIMEOUT, read_failure, start_rank
+from nanovllm.worker.rank_process import EXIT_TIMEOUT, join_torchrun, read_failure, start_rank
 from nanovllm.worker.startup import load_worker, serve_rank
-from nanovllm.worker.torchrun import join_torchrun
 
 Result = TypeVar("Result")
 # Seconds:
@@ -147,7 +145,7 @@ class MultiRankExecutor(Executor):
         if self.processes and self.stop_reason is None and wait(self.processes, timeout):
             ranks = list(self.processes.items())
             failures = [read_failure(pipe, process) for pipe, process in ranks if pipe.poll()]
-            cause = min(failures, key=attrgetter("time"))
+            cause = min(failures)
             self.stop(cause.reason)
             if cause.is_value_error:
                 raise ValueError(cause.reason)

@@ -1,8 +1,7 @@
 """The process groups in which the ranks of a model meet."""
 
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,8 +11,7 @@ from nanovllm.layers.tensor_parallel import Mailbox, TensorParallel
 _FOREVER = timedelta(days=365)  # an idle engine must not run into a timeout
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where one of several ranks runs."""
 
     rank: int
