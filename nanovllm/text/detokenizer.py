@@ -135,9 +135,8 @@ class Detokenizer:
         """
         self._push_new(token_ids)
         text = self.state.text
-        if self.state.pending:
-            # A token can end a stop string and begin a character that is incomplete.
-            text += self._find_new_text(self.state).rstrip("\ufffd")
+        # A token can end a stop string and begin a character that is incomplete.
+        text += self._find_new_text(self.state).rstrip("\ufffd")
         start = len(text) - len(self._without_prompt(text))
         if may_stop and self.stop is None:
             found: list[int] = []
@@ -160,10 +159,8 @@ class Detokenizer:
         recent_text = self._decode((*context, *pending, token_id))
         if recent_text is None:
             # The token becomes U+FFFD, and its neighbors are decoded as if it did not exist.
-            new_text = self._find_new_text(state)
-            still_pending = () if new_text else pending
-            text += new_text + "\ufffd"
-            return State(num_tokens, text, context, context_text, still_pending)
+            text += self._find_new_text(state) + "\ufffd"
+            return State(num_tokens, text, context, context_text)
         pending = (*pending, token_id)
         if not recent_text.startswith(context_text):
             # The first bytes of a character can turn those of the context to U+FFFD as well.
