@@ -81,7 +81,7 @@ class Config(Checked):
     # check_int is followed by the smallest valid value, and perhaps by the largest one.
     model: str | os.PathLike[str] = field(kw_only=False)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = checked("auto", check_type, (str,), "a str such as 'auto', 'cpu' or 'cuda'")
+    device: str = checked("auto", check_type, str, "a str such as 'auto', 'cpu' or 'cuda'")
     tensor_parallel_size: int = checked(1, check_int, 1)
     max_model_len: int | None = checked(None, check_int, 2)
     max_num_batched_tokens: int = checked(8192, check_size)

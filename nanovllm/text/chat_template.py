@@ -63,7 +63,7 @@ class ChatTemplate:
         if tools and not self.uses_tools:
             raise invalid("tools", "need a chat template that uses them: this model's does not")
         variables = chat_template_kwargs or {}
-        check_type("chat_template_kwargs", variables, (dict,), "a dict")
+        check_type("chat_template_kwargs", variables, dict, "a dict")
         # Clients of a server must not set parameters of apply_chat_template. chat_template, for
         # example, would run their own code.
         reserved = {"self", "messages", *signature(self.tokenizer.apply_chat_template).parameters}

@@ -132,15 +132,15 @@ def check_number(
 check_fraction = partial(check_number, low=0.0, high=1.0, open_low=True)
 
 
-def check_type(name: str, value: T, types: tuple[type, ...], meaning: str) -> T:
+def check_type(name: str, value: T, types: type | tuple[type, ...], meaning: str) -> T:
     """Require one of `types`. `meaning` names them in the error."""
     if not isinstance(value, types):
         raise invalid(name, f"must be {meaning}, not {show(value)}", TypeError)
     return value
 
 
-check_bool = partial(check_type, types=(bool,), meaning="True or False")
-check_str = partial(check_type, types=(str,), meaning="a str")
+check_bool = partial(check_type, types=bool, meaning="True or False")
+check_str = partial(check_type, types=str, meaning="a str")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
