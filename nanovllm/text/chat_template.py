@@ -22,14 +22,15 @@ from nanovllm.utils.checks import (
     show,
 )
 
+JsonObject = dict[str, Any]
 # {"role": one of ROLES, "content": text}, where the text is a str or a list of parts
 # {"type": "text", "text": str}. An assistant's content may be None or [], or have parts
 # {"type": "refusal", "refusal": str}. Its "tool_calls" are a list of
 # {"type": "function", "id": str, "function": {"name": str, "arguments": JSON of a dict}}.
 # Models do not always write valid JSON, so the arguments of a call can be any str.
-Message = dict[str, Any]
+Message = JsonObject
 # {"type": "function", "function": {"name": str, "parameters": JSON schema, ...}}
-Tool = dict[str, Any]
+Tool = JsonObject
 
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)  # name of a function
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -55,7 +56,7 @@ class ChatTemplate:
         self,
         conversations: list[list[Message]],
         tools: list[Tool] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: JsonObject | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[str]:
@@ -135,7 +136,7 @@ def check_tools(tools: Any) -> list[Tool]:
     return list(tools)
 
 
-def _read_function(name: str, call: dict[str, Any]) -> dict[str, Any]:
+def _read_function(name: str, call: JsonObject) -> JsonObject:
     """Return the function of a tool, or of a call."""
     kind = call.get("type")
     _require(kind == "function", f"{name}.type", "'function', the only one supported", kind)
@@ -148,7 +149,7 @@ def _read_function(name: str, call: dict[str, Any]) -> dict[str, Any]:
     return function
 
 
-def _prepare_call(name: str, call: dict[str, Any], wraps_arguments: bool) -> dict[str, Any]:
+def _prepare_call(name: str, call: JsonObject, wraps_arguments: bool) -> JsonObject:
     """Return a call with its arguments as a dict. Templates write JSON, and would quote a str."""
     function = _read_function(name, call)
     arguments = function.get("arguments") or {}
@@ -182,7 +183,7 @@ def _join_parts(name: str, content: Any, kinds: tuple[str, ...]) -> str:
 
 def _list_dicts(
     name: str, values: Any, meaning: str = "a list of dicts"
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, JsonObject]]:
     """Require dicts in a list or a tuple, at least one. Yield each with its name."""
     _require(isinstance(values, (list, tuple)) and len(values) > 0, name, meaning, values)
     for index, value in enumerate(values):

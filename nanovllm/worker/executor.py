@@ -27,7 +27,13 @@ import torch.distributed as dist
 from nanovllm.config import Config
 from nanovllm.models.spec import ModelSpec
 from nanovllm.worker.process_groups import Place
-from nanovllm.worker.rank_process import EXIT_TIMEOUT, join_torchrun, read_failure, start_rank
+from nanovllm.worker.rank_process import (
+    EXIT_TIMEOUT,
+    Serve,
+    join_torchrun,
+    read_failure,
+    start_rank,
+)
 from nanovllm.worker.startup import load_worker, serve_rank
 
 Result = TypeVar("Result")
@@ -86,7 +92,7 @@ class MultiRankExecutor(Executor):
             self.stop("the engine has not started")
             raise
 
-    def _start_ranks(self, size: int, serve: Callable[[Place], None]) -> dist.Store:
+    def _start_ranks(self, size: int, serve: Serve) -> dist.Store:
         """Start ranks 1 and up on this machine. Return the store in which they meet rank 0."""
         num_threads = torch.get_num_threads()
         share = max(1, num_threads // size)

@@ -33,6 +33,7 @@ from nanovllm.worker.process_groups import Place
 
 # Seconds for a process to end. Linux frees about 4 GB of a killed process per second.
 EXIT_TIMEOUT = 5.0
+Serve = Callable[[Place], None]  # what a rank does, until rank 0 disconnects
 
 
 class Failure(NamedTuple):
@@ -44,7 +45,7 @@ class Failure(NamedTuple):
 
 
 def start_rank(
-    serve: Callable[[Place], None], rank: int, size: int, port: int, num_threads: int
+    serve: Serve, rank: int, size: int, port: int, num_threads: int
 ) -> tuple[Connection, BaseProcess]:
     """Start the process of a rank. Return rank 0's end of the pipe, and the process."""
     context = get_context("forkserver")
@@ -63,7 +64,7 @@ def start_rank(
 
 
 def run_rank(
-    serve: Callable[[Place], None],
+    serve: Serve,
     rank: int,
     port: int,
     num_threads: int,
@@ -110,7 +111,7 @@ def read_failure(pipe: Connection, process: BaseProcess) -> Failure:
     return Failure(-math.inf, False, reason)
 
 
-def join_torchrun(size: int, serve: Callable[[Place], None]) -> dist.Store | None:
+def join_torchrun(size: int, serve: Serve) -> dist.Store | None:
     """Return the store of torchrun's ranks, or None without torchrun.
 
     On ranks 1 and up this does not return. They serve and then exit.
