@@ -88,7 +88,7 @@ class Detokenizer:
             state = State(0)
             for token_id in prompt_token_ids[-size:]:
                 state = self._extend(state, token_id)
-            has_start = state.text != "" and not state.text.startswith("\ufffd")
+            has_start = state.text[:1] not in ("", "\ufffd")
             if has_start or size >= len(prompt_token_ids):
                 break
             size *= 4
@@ -139,10 +139,10 @@ class Detokenizer:
         text += self._find_new_text(self.state).rstrip("\ufffd")
         start = len(text) - len(self._without_prompt(text))
         if may_stop and self.stop is None:
-            found: list[int] = []
-            for string in self.stop_strings:
-                first = max(start, self.num_searched - len(string) + 1)
-                found.append(text.find(string, first))
+            found = [
+                text.find(string, max(start, self.num_searched - len(string) + 1))
+                for string in self.stop_strings
+            ]
             self.stop = min((index for index in found if index >= 0), default=None)
         self.num_searched = len(text)
         return self.stop is not None
