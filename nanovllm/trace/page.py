@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nanovllm.trace.step import Step
+from nanovllm.trace.step import Facts, Step
 
 # Rows omit these values and empty ones, because most work is a decode within a block.
 _USUAL = {"kind": "decode", "num_tokens": 1}
@@ -30,7 +30,7 @@ def read_template() -> str:
     return Path(__file__).with_name("page.html").read_text("utf-8")
 
 
-def shorten(step: Step) -> dict[str, Any]:
+def shorten(step: Step) -> Facts:
     """The step as page.html reads it.
 
     A row is [request_id, new_token_ids], and {lane, unusual values} if there are any.

@@ -40,11 +40,12 @@ def draw(steps: list[Step], path: str) -> None:
     lanes.locator_params(axis="y", integer=True)
     # The counters are those after a step, so the last ones are repeated at the right edge.
     edges = [*steps, steps[-1]]
-    counters: dict[str, list[int]] = {}
+    counters = {}
     for name in BLOCK_STATES:
         counters[name] = [step.info[name] for step in edges]
-    xs = range(len(edges))
-    pool.stackplot(xs, counters.values(), step="post", labels=counters, colors=_COLORS)
+    pool.stackplot(
+        range(len(edges)), counters.values(), step="post", labels=counters, colors=_COLORS
+    )
     pool.set(xlabel="step", ylabel="blocks", ylim=(0, steps[0].settings["num_blocks"]))
     figure.suptitle(_TITLE, size=9)
     figure.legend(loc="outside lower right", fontsize=8, ncols=3)

@@ -20,12 +20,11 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from nanovllm.text.vocabulary import Vocabulary
 from nanovllm.trace.step import BLOCK_STATES, Facts, Step
 
-Event = dict[str, Any]
+Event = Facts
 
 PHASES = ("schedule", "prepare", "forward", "sample")
 COUNTERS = {"sequences": ("waiting", "running"), "blocks": BLOCK_STATES}
