@@ -44,13 +44,12 @@ class PromptEncoder:
             raise self._too_long(f"{len(prompt)} tokens, which leave no room for output within")
         if bool in map(type, prompt):
             raise TypeError("each token id of a prompt must be an int, not a bool")
-        problem = "a prompt must be a str or a list of token ids"
-        with naming(problem, TypeError, kind=TypeError):
+        with naming("a prompt must be a str or a list of token ids", TypeError, kind=TypeError):
             token_ids = [operator.index(token_id) for token_id in prompt]
         if not token_ids:
             raise ValueError("a prompt must have at least one token")
-        check_int("each token id of a prompt", min(token_ids), 0, self.vocab_size - 1)
-        check_int("each token id of a prompt", max(token_ids), 0, self.vocab_size - 1)
+        for token_id in (min(token_ids), max(token_ids)):
+            check_int("each token id of a prompt", token_id, 0, self.vocab_size - 1)
         return token_ids
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
