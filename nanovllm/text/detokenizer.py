@@ -112,8 +112,7 @@ class Detokenizer:
         if is_last or self.stop is not None:
             text = (text + self._find_new_text(self.state))[: self.stop]
         else:
-            num_released = max(0, len(text) - self.num_withheld)
-            text = text[:num_released]
+            text = text[: max(0, len(text) - self.num_withheld)]
         return self._without_prompt(text)
 
     def _without_prompt(self, text: str) -> str:
@@ -159,8 +158,10 @@ class Detokenizer:
         recent_text = self._decode((*context, *pending, token_id))
         if recent_text is None:
             # The token becomes U+FFFD, and its neighbors are decoded as if it did not exist.
-            text += self._find_new_text(state) + "\ufffd"
-            return State(num_tokens, text, context, context_text)
+            new_text = self._find_new_text(state)
+            still_pending = () if new_text else pending
+            text += new_text + "\ufffd"
+            return State(num_tokens, text, context, context_text, still_pending)
         pending = (*pending, token_id)
         if not recent_text.startswith(context_text):
             # The first bytes of a character can turn those of the context to U+FFFD as well.
