@@ -46,8 +46,9 @@ _STEP_TIMEOUT = 0.5  # for rank 0's thread to end its step, unless it waits for 
 class Executor:
     """Drives a single worker, in the caller's thread. Raises ValueError as load_worker does."""
 
+    stop_reason: str | None = None  # why nothing can be computed any more
+
     def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
-        self.stop_reason: str | None = None  # why nothing can be computed any more
         self.worker = load_worker(config, spec, directory)
 
     def call(self, function: Callable[..., Result], *args: Any) -> Result:
@@ -74,7 +75,6 @@ class MultiRankExecutor(Executor):
     def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
         size = config.tensor_parallel_size
         serve = partial(serve_rank, config, spec, directory)
-        self.stop_reason = None
         # The processes of ranks 1 and up by their pipes. There are none under torchrun.
         self.processes: dict[Connection, BaseProcess] = {}
         self.tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None ends the thread

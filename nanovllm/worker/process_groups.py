@@ -28,6 +28,7 @@ def connect(device: torch.device, size: int, place: Place) -> TensorParallel:
     group: Any = host_group  # see TensorParallel
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        options = dist.ProcessGroupNCCL.Options()
-        group = dist.ProcessGroupNCCL(place.store, place.rank, size, options)
+        group = dist.ProcessGroupNCCL(
+            place.store, place.rank, size, dist.ProcessGroupNCCL.Options()
+        )
     return TensorParallel(place.rank, size, group, Mailbox(host_group))
