@@ -7,16 +7,15 @@ machine (block size, number of blocks, max_model_len) are resolved in worker/sta
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, Literal, ParamSpec
 
 from nanovllm.backends import BACKENDS
 from nanovllm.utils.checks import (
     Checked,
-    check_bool,
     check_choice,
+    check_fraction,
     check_int,
-    check_number,
     check_type,
     checked,
 )
@@ -28,6 +27,7 @@ MAX_LAYERS = 1000  # far above real models
 MAX_HEAD_DIM = 2**16  # far above real models, and small enough for RoPE's tables
 MAX_DRAFT_STEP = 256  # tokens of a step with drafts
 Options = ParamSpec("Options")
+check_size = partial(check_int, minimum=1, maximum=MAX_SIZE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,37 +78,30 @@ class Config(Checked):
         trace: File for the engine's trace. ui.perfetto.dev and `python -m nanovllm.trace` open it.
     """
 
+    # check_int is followed by the smallest valid value, and perhaps by the largest one.
     model: str | os.PathLike[str] = field(kw_only=False)
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = checked(
-        "auto", check_choice, choices=("auto", *DTYPES)
-    )
-    device: str = checked(
-        "auto", check_type, types=(str,), meaning="a str such as 'auto', 'cpu' or 'cuda'"
-    )
-    tensor_parallel_size: int = checked(1, check_int, minimum=1)
-    max_model_len: int | None = checked(None, check_int, minimum=2)
-    max_num_batched_tokens: int = checked(8192, check_int, minimum=1, maximum=MAX_SIZE)
-    max_num_seqs: int = checked(256, check_int, minimum=1, maximum=MAX_SIZE)
-    kvcache_block_size: int | None = checked(None, check_int, minimum=2, maximum=MAX_SIZE)
-    num_kvcache_blocks: int | None = checked(None, check_int, minimum=1, maximum=MAX_SIZE)
-    gpu_memory_utilization: float = checked(0.9, check_number, low=0.0, high=1.0, open_low=True)
-    kvcache_memory_bytes: int | None = checked(None, check_int, minimum=1, maximum=2**48)
-    enable_prefix_caching: bool = checked(True, check_bool)
-    enable_chunked_prefill: bool = checked(True, check_bool)
-    policy: Literal["auto", "mixed", "prefill_first"] = checked(
-        "auto", check_choice, choices=("auto", "mixed", "prefill_first")
-    )
-    enforce_eager: bool = checked(False, check_bool)
-    enable_kernels: bool = checked(True, check_bool)
-    attention_backend: str = checked("auto", check_choice, choices=("auto", *BACKENDS))
-    load_format: Literal["auto", "dummy"] = checked("auto", check_choice, choices=("auto", "dummy"))
-    quantization: Literal["int8", "int4"] | None = checked(
-        None, check_choice, choices=QUANTIZATIONS
-    )
-    seed: int = checked(0, check_int, minimum=0, maximum=2**64 - 1)
-    num_speculative_tokens: int = checked(0, check_int, minimum=0, maximum=MAX_SIZE)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = checked("auto", check_type, str, "a str such as 'auto', 'cpu' or 'cuda'")
+    tensor_parallel_size: int = checked(1, check_int, 1)
+    max_model_len: int | None = checked(None, check_int, 2)
+    max_num_batched_tokens: int = checked(8192, check_size)
+    max_num_seqs: int = checked(256, check_size)
+    kvcache_block_size: int | None = checked(None, check_int, 2, MAX_SIZE)
+    num_kvcache_blocks: int | None = checked(None, check_size)
+    gpu_memory_utilization: float = checked(0.9, check_fraction)
+    kvcache_memory_bytes: int | None = checked(None, check_int, 1, 2**48)
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    policy: Literal["auto", "mixed", "prefill_first"] = "auto"
+    enforce_eager: bool = False
+    enable_kernels: bool = True
+    attention_backend: str = checked("auto", check_choice, ("auto", *BACKENDS))
+    load_format: Literal["auto", "dummy"] = "auto"
+    quantization: Literal["int8", "int4"] | None = checked(None, check_choice, QUANTIZATIONS)
+    seed: int = checked(0, check_int, 0, 2**64 - 1)
+    num_speculative_tokens: int = checked(0, check_int, 0, MAX_SIZE)
     trace: str | os.PathLike[str] | None = checked(
-        None, check_type, types=(str, os.PathLike), meaning="a file's path"
+        None, check_type, (str, os.PathLike), "a file's path"
     )
 
     def __post_init__(self) -> None:

@@ -78,7 +78,7 @@ class ModelRunner:
     def _execute(self, batch: Batch) -> Tensor:
         worker = self.executor.worker
         parts: list[Tensor] = []
-        for hidden in worker.split_hidden(worker.execute(batch)):
+        for hidden in worker.execute(batch).split(worker.max_num_logits):
             parts.append(self.extensions.computed(batch, worker.compute_logits(hidden)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -12,16 +12,25 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from nanovllm.utils.checks import call_foreign, check_bool, check_type, invalid, show
+from nanovllm.utils.checks import (
+    ForeignError,
+    call_foreign,
+    check_bool,
+    check_choice,
+    check_type,
+    invalid,
+    show,
+)
 
+JsonObject = dict[str, Any]
 # {"role": one of ROLES, "content": text}, where the text is a str or a list of parts
 # {"type": "text", "text": str}. An assistant's content may be None or [], or have parts
 # {"type": "refusal", "refusal": str}. Its "tool_calls" are a list of
 # {"type": "function", "id": str, "function": {"name": str, "arguments": JSON of a dict}}.
 # Models do not always write valid JSON, so the arguments of a call can be any str.
-Message = dict[str, Any]
+Message = JsonObject
 # {"type": "function", "function": {"name": str, "parameters": JSON schema, ...}}
-Tool = dict[str, Any]
+Tool = JsonObject
 
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)  # name of a function
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -47,7 +56,7 @@ class ChatTemplate:
         self,
         conversations: list[list[Message]],
         tools: list[Tool] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: JsonObject | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[str]:
@@ -55,7 +64,7 @@ class ChatTemplate:
         if tools and not self.uses_tools:
             raise invalid("tools", "need a chat template that uses them: this model's does not")
         variables = chat_template_kwargs or {}
-        check_type("chat_template_kwargs", variables, (dict,), "a dict")
+        check_type("chat_template_kwargs", variables, dict, "a dict")
         # Clients of a server must not set parameters of apply_chat_template. chat_template, for
         # example, would run their own code.
         reserved = {"self", "messages", *signature(self.tokenizer.apply_chat_template).parameters}
@@ -75,27 +84,24 @@ class ChatTemplate:
             messages = prepare_messages(conversation)
             try:
                 text = call_foreign(problem, partial(apply, messages))
-            except ValueError:
+            except ForeignError:
                 # Perhaps because arguments are a str, over whose items Qwen3.5's template loops.
-                wrapped = _wrap_arguments(messages)
-                if wrapped == messages:
-                    raise
-                text = call_foreign(problem, partial(apply, wrapped))
+                messages = prepare_messages(conversation, wraps_arguments=True)
+                text = call_foreign(problem, partial(apply, messages))
             texts.append(str(text))
         return texts
 
 
-def prepare_messages(conversation: Any) -> list[Message]:
+def prepare_messages(conversation: Any, wraps_arguments: bool = False) -> list[Message]:
     """Return the messages with their content as one str, and arguments of tool calls as dicts.
 
-    Arguments that are not JSON of an object stay a str, which shows the model its mistake. Other
-    fields are left to the template. Raises ValueError that names the field at fault.
+    Arguments that are not JSON of an object stay a str, which shows the model its mistake. With
+    `wraps_arguments`, they are the value of one argument. Other fields are left to the template.
+    Raises ValueError that names the field at fault.
     """
     prepared: list[Message] = []
     for name, message in _list_dicts("messages", conversation):
-        role = message.get("role")
-        is_known = isinstance(role, str) and role in ROLES
-        _require(is_known, f"{name}.role", f"one of {', '.join(map(repr, ROLES))}", role)
+        role = check_choice(f"{name}.role", message.get("role"), ROLES)
         for field in UNSUPPORTED:
             if message.get(field) not in (None, []):
                 raise invalid(f"{name}.{field}", "is not supported: leave it out")
@@ -109,12 +115,12 @@ def prepare_messages(conversation: Any) -> list[Message]:
         message = {**message, "content": _join_parts(f"{name}.content", content, kinds)}
         calls = message.pop("tool_calls", None)
         if calls not in (None, []):
-            is_assistant = role == "assistant"
-            _require(
-                is_assistant, f"{name}.role", "'assistant' for a message with tool_calls", role
-            )
-            named_calls = _list_dicts(f"{name}.tool_calls", calls)
-            message["tool_calls"] = [_prepare_call(*named_call) for named_call in named_calls]
+            meaning = "'assistant' for a message with tool_calls"
+            _require(role == "assistant", f"{name}.role", meaning, role)
+            message["tool_calls"] = [
+                _prepare_call(call_name, call, wraps_arguments)
+                for call_name, call in _list_dicts(f"{name}.tool_calls", calls)
+            ]
         prepared.append(message)
     return prepared
 
@@ -130,13 +136,12 @@ def check_tools(tools: Any) -> list[Tool]:
     return list(tools)
 
 
-def _read_function(name: str, call: dict[str, Any]) -> dict[str, Any]:
+def _read_function(name: str, call: JsonObject) -> JsonObject:
     """Return the function of a tool, or of a call."""
     kind = call.get("type")
     _require(kind == "function", f"{name}.type", "'function', the only one supported", kind)
-    function = call.get("function")
-    if not isinstance(function, dict):
-        raise invalid(f"{name}.function", f"must be a dict with a name, not {show(function)}")
+    function: Any = call.get("function")
+    _require(isinstance(function, dict), f"{name}.function", "a dict with a name", function)
     text = function.get("name")
     is_valid = isinstance(text, str) and NAME.fullmatch(text) is not None
     meaning = "a str of up to 64 letters, digits and _.-"
@@ -144,7 +149,7 @@ def _read_function(name: str, call: dict[str, Any]) -> dict[str, Any]:
     return function
 
 
-def _prepare_call(name: str, call: dict[str, Any]) -> dict[str, Any]:
+def _prepare_call(name: str, call: JsonObject, wraps_arguments: bool) -> JsonObject:
     """Return a call with its arguments as a dict. Templates write JSON, and would quote a str."""
     function = _read_function(name, call)
     arguments = function.get("arguments") or {}
@@ -155,21 +160,9 @@ def _prepare_call(name: str, call: dict[str, Any]) -> dict[str, Any]:
                 arguments = parsed
     is_valid = isinstance(arguments, (dict, str))
     _require(is_valid, f"{name}.function.arguments", "JSON of an object", arguments)
+    if wraps_arguments and isinstance(arguments, str):
+        arguments = {"arguments": arguments}
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _wrap_arguments(messages: list[Message]) -> list[Message]:
-    """Return messages in which arguments that are a str are the value of one argument."""
-    wrapped: list[Message] = []
-    for message in messages:
-        calls: list[dict[str, Any]] = []
-        for call in message.get("tool_calls", []):
-            function = call["function"]
-            if isinstance(function["arguments"], str):
-                function = {**function, "arguments": {"arguments": function["arguments"]}}
-            calls.append({**call, "function": function})
-        wrapped.append({**message, "tool_calls": calls} if calls else message)
-    return wrapped
 
 
 def _join_parts(name: str, content: Any, kinds: tuple[str, ...]) -> str:
@@ -181,8 +174,7 @@ def _join_parts(name: str, content: Any, kinds: tuple[str, ...]) -> str:
         return content
     texts: list[str] = []
     for part_name, part in _list_dicts(name, content, "a str or a list of parts"):
-        kind: Any = part.get("type")
-        _require(kind in kinds, f"{part_name}.type", f"one of {', '.join(map(repr, kinds))}", kind)
+        kind = check_choice(f"{part_name}.type", part.get("type"), kinds)
         text: Any = part.get(kind)
         _require(isinstance(text, str), f"{part_name}.{kind}", "a str", text)
         texts.append(text)
@@ -191,7 +183,7 @@ def _join_parts(name: str, content: Any, kinds: tuple[str, ...]) -> str:
 
 def _list_dicts(
     name: str, values: Any, meaning: str = "a list of dicts"
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, JsonObject]]:
     """Require dicts in a list or a tuple, at least one. Yield each with its name."""
     _require(isinstance(values, (list, tuple)) and len(values) > 0, name, meaning, values)
     for index, value in enumerate(values):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from nanovllm.utils.checks import raises_again
+from nanovllm.utils.checks import ForeignError, call_foreign
 
 Tokens = tuple[int, ...]
 
@@ -28,28 +28,6 @@ class State(NamedTuple):
     context: Tokens = ()  # the newest tokens of the text, decoded together with those after it
     context_text: str = ""  # their text when they are decoded alone
     pending: Tokens = ()  # tokens that end within a character (with U+FFFD), or have no text
-
-
-class StopStrings(NamedTuple):
-    """The search for stop strings in a text that grows."""
-
-    strings: tuple[str, ...]
-    num_searched: int = 0  # characters of the text
-    end: int | None = None  # where the stop string that ended the text begins
-
-    def search(self, text: str, start: int, may_stop: bool) -> "StopStrings":
-        """Return the state after a search of what is new in `text`, and not before `start`.
-
-        If the text must not stop yet, the new characters count as searched.
-        """
-        end = self.end
-        if may_stop and end is None:
-            found: list[int] = []
-            for string in self.strings:
-                first = max(start, self.num_searched - len(string) + 1)
-                found.append(text.find(string, first))
-            end = min((index for index in found if index >= 0), default=None)
-        return StopStrings(self.strings, len(text), end)
 
 
 class Detokenizer:
@@ -87,7 +65,9 @@ class Detokenizer:
         """`hidden_ids` are the special tokens without text, by default all of them."""
         self.tokenizer = tokenizer
         self.hidden_ids = hidden_ids
-        self.stops = StopStrings(stop_strings)
+        self.stop_strings = stop_strings
+        self.num_searched = 0  # characters of the text in which stop strings were searched for
+        self.stop: int | None = None  # where the stop string that ended the text begins
         # The last characters of the text may be the start of a stop string.
         self.num_withheld = max(map(len, stop_strings), default=1) - 1
         self.state = self._read_prompt(prompt_token_ids)
@@ -98,35 +78,23 @@ class Detokenizer:
         self.prompt_text = self._find_new_text(self.state)
 
     def _read_prompt(self, prompt_token_ids: list[int]) -> State:
-        """The last tokens of a prompt, divided where their last complete character ends.
+        """Decode the last tokens of a prompt, and leave out their text.
 
         The context has text if the prompt has any, because some tokenizers strip the first space of
         what they decode. It does not begin within a character.
         """
-        state = State(len(prompt_token_ids))
         size = self.MAX_CONTEXT
         while True:
-            recent = tuple(prompt_token_ids[-size:])
-            text = self._decode(recent)
-            if text is None:
-                return state
-            context, context_text = self._drop_incomplete(recent, text)
-            pending = recent[len(context) :]
-            state = State(len(prompt_token_ids), "", context, context_text, pending)
-            has_start = text != "" and not text.startswith("\ufffd")
+            state = State(0)
+            for token_id in prompt_token_ids[-size:]:
+                state = self._extend(state, token_id)
+            has_start = state.text[:1] not in ("", "\ufffd")
             if has_start or size >= len(prompt_token_ids):
-                return state
+                break
             size *= 4
-
-    def _drop_incomplete(self, token_ids: Tokens, text: str) -> tuple[Tokens, str]:
-        """Return the tokens up to their last complete character, and their text."""
-        if text.endswith("\ufffd"):
-            for num_dropped in range(1, 1 + min(3, len(token_ids))):  # a character has 4 bytes
-                shorter = token_ids[:-num_dropped]
-                shorter_text = self._decode(shorter) or ""
-                if not shorter_text.endswith("\ufffd"):
-                    return shorter, shorter_text
-        return token_ids, text
+        if not self._find_new_text(state):  # no character is incomplete
+            state = state._replace(context=state.context + state.pending, pending=())
+        return state._replace(num_tokens=len(prompt_token_ids), text="")
 
     def read(self, token_ids: list[int], is_last: bool) -> str:
         """Decode new tokens, and return all text that can be released.
@@ -134,19 +102,17 @@ class Detokenizer:
         `is_last` if no tokens follow. `token_ids` has the prompt, too. With stop strings,
         `meets_stop_string` must have been called for each new token.
         """
-        stops = self.stops
-        if is_last and stops.end is None:
+        if is_last and self.stop is None:
             whole = self._decode(token_ids[self.start :])
             if whole is not None and whole.startswith(self.start_text + self.state.text):
                 return self._without_prompt(whole[len(self.start_text) :])
-        if not stops.strings:
+        if not self.stop_strings:
             self._push_new(token_ids)
         text = self.state.text
-        if is_last or stops.end is not None:
-            text = (text + self._find_new_text(self.state))[: stops.end]
+        if is_last or self.stop is not None:
+            text = (text + self._find_new_text(self.state))[: self.stop]
         else:
-            num_released = max(0, len(text) - self.num_withheld)
-            text = text[:num_released]
+            text = text[: max(0, len(text) - self.num_withheld)]
         return self._without_prompt(text)
 
     def _without_prompt(self, text: str) -> str:
@@ -163,16 +129,22 @@ class Detokenizer:
     def meets_stop_string(self, token_ids: list[int], may_stop: bool) -> bool:
         """Return whether the newest token completes a stop string. The text ends before it.
 
-        Call it after each token.
+        Call it after each token. If the text must not stop yet, its new characters count as
+        searched.
         """
         self._push_new(token_ids)
         text = self.state.text
-        if self.state.pending:
-            # A token can end a stop string and begin a character that is incomplete.
-            text += self._find_new_text(self.state).rstrip("\ufffd")
+        # A token can end a stop string and begin a character that is incomplete.
+        text += self._find_new_text(self.state).rstrip("\ufffd")
         start = len(text) - len(self._without_prompt(text))
-        self.stops = self.stops.search(text, start, may_stop)
-        return self.stops.end is not None
+        if may_stop and self.stop is None:
+            found = [
+                text.find(string, max(start, self.num_searched - len(string) + 1))
+                for string in self.stop_strings
+            ]
+            self.stop = min((index for index in found if index >= 0), default=None)
+        self.num_searched = len(text)
+        return self.stop is not None
 
     def _push_new(self, token_ids: list[int]) -> None:
         """Decode the tokens that are new."""
@@ -225,8 +197,6 @@ class Detokenizer:
             clean_up_tokenization_spaces=False,
         )
         try:
-            return str(decode())
-        except Exception as error:  # its type depends on the tokenizer
-            if raises_again(decode, error):
-                return None
-            raise
+            return str(call_foreign("the tokenizer cannot decode", decode))
+        except ForeignError:
+            return None

@@ -38,20 +38,18 @@ class PromptEncoder:
         Raises ValueError or TypeError for what can never be served.
         """
         if isinstance(prompt, str):
-            token_ids = self.tokenize(prompt)
-            self._check_len(len(token_ids))
-        else:
-            check_type("a prompt", prompt, (list, tuple), "a str or a list of token ids")
-            self._check_len(len(prompt))  # before a pass over all of them
-            if bool in map(type, prompt):
-                raise TypeError("each token id of a prompt must be an int, not a bool")
-            problem = "a prompt must be a str or a list of token ids"
-            with naming(problem, TypeError, kind=TypeError):
-                token_ids = [operator.index(token_id) for token_id in prompt]
+            prompt = self.tokenize(prompt)
+        check_type("a prompt", prompt, (list, tuple), "a str or a list of token ids")
+        if len(prompt) >= self.max_model_len:  # before a pass over all of them
+            raise self._too_long(f"{len(prompt)} tokens, which leave no room for output within")
+        if bool in map(type, prompt):
+            raise TypeError("each token id of a prompt must be an int, not a bool")
+        with naming("a prompt must be a str or a list of token ids", TypeError, kind=TypeError):
+            token_ids = [operator.index(token_id) for token_id in prompt]
         if not token_ids:
             raise ValueError("a prompt must have at least one token")
-        check_int("each token id of a prompt", min(token_ids), 0, self.vocab_size - 1)
-        check_int("each token id of a prompt", max(token_ids), 0, self.vocab_size - 1)
+        for token_id in (min(token_ids), max(token_ids)):
+            check_int("each token id of a prompt", token_id, 0, self.vocab_size - 1)
         return token_ids
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -69,10 +67,6 @@ class PromptEncoder:
             text.encode()  # the error of a lone surrogate, which tokenizers do not describe
         encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return call_foreign(problem, encode)
-
-    def _check_len(self, num_tokens: int) -> None:
-        if num_tokens >= self.max_model_len:
-            raise self._too_long(f"{num_tokens} tokens, which leave no room for output within")
 
     def _too_long(self, size: str) -> PromptTooLong:
         """Make an error that begins like OpenAI's, which clients recognize by its words."""

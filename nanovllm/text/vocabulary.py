@@ -29,16 +29,14 @@ class Vocabulary:
         self.tokenizer = tokenizer
         self.added: dict[int, str] = {}  # special tokens and others that are written as they are
         self.special_ids: set[int] = set()
-        decoder = ""
         if tokenizer is not None:
             self.special_ids.update(tokenizer.all_special_ids)
             for token_id, token in tokenizer.added_tokens_decoder.items():
                 self.added[token_id] = token.content
                 if token.special:
                     self.special_ids.add(token_id)
-            backend = getattr(tokenizer, "backend_tokenizer", None)
-            if backend is not None and backend.decoder is not None:
-                decoder = backend.decoder.__getstate__().decode()  # JSON
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        decoder = repr(getattr(backend, "decoder", None))
         self.is_byte_level = "ByteLevel" in decoder
         self.is_sentencepiece = "▁" in decoder
         # Special tokens that are no text.

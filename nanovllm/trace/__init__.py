@@ -14,7 +14,6 @@ LLM imports this folder, which therefore knows the engine but not LLM.
 from nanovllm.trace.page import make_page, save_page
 from nanovllm.trace.picture import draw
 from nanovllm.trace.reader import read
-from nanovllm.trace.step import Step
 from nanovllm.trace.text import render
 
-__all__ = ["Step", "draw", "make_page", "read", "render", "save_page"]
+__all__ = ["draw", "make_page", "read", "render", "save_page"]

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nanovllm.trace.step import Step
-from nanovllm.utils.checks import naming
+from nanovllm.trace.step import Facts, Step
 
 # Rows omit these values and empty ones, because most work is a decode within a block.
 _USUAL = {"kind": "decode", "num_tokens": 1}
@@ -13,20 +12,17 @@ _USUAL = {"kind": "decode", "num_tokens": 1}
 
 def make_page(timelines: list[list[Step]]) -> str:
     """Render one or two timelines as a self-contained HTML page."""
-    runs: list[dict[str, Any]] = []
-    for steps in timelines:
-        shortened = [shorten(step) for step in steps]
-        runs.append({"settings": steps[0].settings, "steps": shortened})
+    runs = [
+        {"settings": steps[0].settings, "steps": list(map(shorten, steps))} for steps in timelines
+    ]
     # "<" could end the page's script, and a token's text can be "</script>".
     data = json.dumps(runs, separators=(",", ":")).replace("<", "\\u003c")
     return read_template().replace("TIMELINES", data)
 
 
 def save_page(timelines: list[list[Step]], path: str) -> None:
-    """Write the page of `make_page`. Raises ValueError if that fails."""
-    page = make_page(timelines)
-    with naming(f"cannot write {path}", OSError):
-        Path(path).write_text(page, "utf-8")
+    """Write the page of `make_page`. Raises OSError if that fails."""
+    Path(path).write_text(make_page(timelines), "utf-8")
 
 
 def read_template() -> str:
@@ -34,7 +30,7 @@ def read_template() -> str:
     return Path(__file__).with_name("page.html").read_text("utf-8")
 
 
-def shorten(step: Step) -> dict[str, Any]:
+def shorten(step: Step) -> Facts:
     """The step as page.html reads it.
 
     A row is [request_id, new_token_ids], and {lane, unusual values} if there are any.

@@ -1,7 +1,6 @@
 """Draws a trace as a plot: lanes above, the pool of blocks below. Needs matplotlib (extra plot)."""
 
 from nanovllm.trace.step import BLOCK_STATES, Step
-from nanovllm.utils.arithmetic import cdiv
 from nanovllm.utils.checks import naming
 
 _COLORS = ("#4c72b0", "#a9bfe0", "#eeeeee")  # in the order of BLOCK_STATES
@@ -37,15 +36,16 @@ def draw(steps: list[Step], path: str) -> None:
             )
         for lane in step.preempted:
             lanes.plot(x, lane, "kx", markersize=7, markeredgewidth=2)
-    yticks = range(0, num_lanes, cdiv(num_lanes, 16))
-    lanes.set(xlim=(0, len(steps)), ylim=(num_lanes - 0.5, -0.5), ylabel="lane", yticks=yticks)
+    lanes.set(xlim=(0, len(steps)), ylim=(num_lanes - 0.5, -0.5), ylabel="lane")
+    lanes.locator_params(axis="y", integer=True)
     # The counters are those after a step, so the last ones are repeated at the right edge.
     edges = [*steps, steps[-1]]
-    counters: dict[str, list[int]] = {}
+    counters = {}
     for name in BLOCK_STATES:
         counters[name] = [step.info[name] for step in edges]
-    xs = range(len(edges))
-    pool.stackplot(xs, counters.values(), step="post", labels=counters, colors=_COLORS)
+    pool.stackplot(
+        range(len(edges)), counters.values(), step="post", labels=counters, colors=_COLORS
+    )
     pool.set(xlabel="step", ylabel="blocks", ylim=(0, steps[0].settings["num_blocks"]))
     figure.suptitle(_TITLE, size=9)
     figure.legend(loc="outside lower right", fontsize=8, ncols=3)

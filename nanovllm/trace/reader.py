@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from nanovllm.trace.step import Facts, Step
 
@@ -31,7 +30,7 @@ class Reader:
         self.steps: list[Step] = []
         self.settings: Facts = {}
 
-    def add(self, event: dict[str, Any]) -> None:
+    def add(self, event: Facts) -> None:
         kind = event["cat"]
         facts = event["args"]
         lane = event["tid"] - 1

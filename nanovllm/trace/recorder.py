@@ -226,9 +226,8 @@ class Recorder(Extension):
 def describe_choice(logits: Tensor, processed: Tensor) -> Facts:
     """Describe a row of logits: what the model prefers, and what may be sampled."""
     num_allowed = int((processed > -torch.inf).sum())
-    num_choices = min(_NUM_CHOICES, len(logits))
     return {
-        "preferred_token_ids": logits.topk(num_choices).indices.tolist(),
+        "preferred_token_ids": logits.topk(_NUM_CHOICES).indices.tolist(),
         "num_allowed_tokens": num_allowed,
-        "allowed_token_ids": processed.topk(min(num_choices, num_allowed)).indices.tolist(),
+        "allowed_token_ids": processed.topk(min(_NUM_CHOICES, num_allowed)).indices.tolist(),
     }

@@ -46,18 +46,14 @@ def render(steps: list[Step], width: int = 100) -> str:
     return "\n".join(lines)
 
 
-def _letter(request_id: int) -> str:
-    return chr(ord("A") + request_id % 26)
-
-
 def _cell(step: Step, lane: int) -> str:
     """What a lane did in a step."""
-    if lane in step.preempted:
-        return "!" + _letter(step.preempted[lane]["request_id"])
-    work = step.lanes.get(lane)
+    work = step.preempted.get(lane) or step.lanes.get(lane)
     if work is None:
         return ""
-    letter = _letter(work["request_id"])
+    letter = chr(ord("A") + work["request_id"] % 26)
+    if lane in step.preempted:
+        return f"!{letter}"
     if work["kind"] == "prefill":
         hit = "+" if work["num_reused_tokens"] else ""
         cut = "*" if work.get("snapshot") else ""

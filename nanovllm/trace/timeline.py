@@ -20,12 +20,11 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from nanovllm.text.vocabulary import Vocabulary
 from nanovllm.trace.step import BLOCK_STATES, Facts, Step
 
-Event = dict[str, Any]
+Event = Facts
 
 PHASES = ("schedule", "prepare", "forward", "sample")
 COUNTERS = {"sequences": ("waiting", "running"), "blocks": BLOCK_STATES}
@@ -51,7 +50,6 @@ class Timeline:
     """Measures the phases of a step and collects its events. A subclass writes them."""
 
     def __init__(self) -> None:
-        self.origin = time.perf_counter_ns()
         self.num_steps = 0
         self.times: dict[str, int] = {}  # the start of this step, then the ends of its phases
         self.reset()
@@ -78,11 +76,8 @@ class Timeline:
         self.write(events)
 
     def mark_time(self, phase: str) -> None:
-        """Record the end of a phase, or "start". The last call for a phase counts.
-
-        Times are in microseconds since the timeline was made.
-        """
-        self.times[phase] = (time.perf_counter_ns() - self.origin) // 1000
+        """Record the end of a phase in microseconds, or "start". The last call for it counts."""
+        self.times[phase] = time.perf_counter_ns() // 1000
 
     def write_step(self, step: Step) -> None:
         """Write a step as events. Of its lists and texts, only those that have changed or are new.
@@ -96,15 +91,14 @@ class Timeline:
                 info[name] = value
         start = self.times["start"]
         span = {"ts": start, "dur": self.times["sample"] - start}
-        events: list[Event] = []
+        noun = "token" if info["num_tokens"] == 1 else "tokens"
+        title = f"{info['kind']}: {info['num_tokens']} {noun}"
+        events = [make_event("step", 0, title, info, **span)]
         for name in PHASES:
             stop = self.times[name]
             info[f"{name}_ms"] = (stop - start) / 1e3
             events.append(make_event("phase", 0, name, {}, ts=start, dur=stop - start))
             start = stop
-        noun = "token" if info["num_tokens"] == 1 else "tokens"
-        title = f"{info['kind']}: {info['num_tokens']} {noun}"
-        events.insert(0, make_event("step", 0, title, info, **span))
         for lane, work in step.lanes.items():
             name = f"{work['kind']} {work['request_id']}"
             events.append(make_event("work", lane + 1, name, work, **span))

@@ -87,15 +87,10 @@ class StepPrinter(Extension):
         self.blocks = blocks
         self.step = -1
 
-    def begin_step(self) -> None:
-        self.step += 1
-
     def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
-        if self.step in SHOWN_BLOCKS:
-            self.print_step(seqs, batch)
-        return batch
-
-    def print_step(self, seqs: list[Sequence], batch: Batch) -> None:
+        self.step += 1
+        if self.step not in SHOWN_BLOCKS:
+            return batch
         print(f"\nStep {self.step} as the model receives it (slot = block * 4 + position % 4)")
         for index, seq in enumerate(seqs):
             start, end = batch.cu_seqlens_q[index : index + 2].tolist()
@@ -112,3 +107,4 @@ class StepPrinter(Extension):
             print(f"  block {block_id}: {state}")
         if self.step == min(SHOWN_BLOCKS):
             print(REMARK)
+        return batch

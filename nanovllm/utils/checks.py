@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Checked")
@@ -50,23 +50,33 @@ def invalid(
     return error
 
 
-def checked(default: T, check: Callable[..., object], **limits: object) -> T:
+def checked(default: T, check: Callable[..., object], *limits: object) -> T:
     """Define a field of a `Checked` dataclass.
 
-    `check(name, value, **limits)` returns the value to keep, or raises.
+    `check(name, value, *limits)` returns the value to keep, or raises.
     """
-    return field(default=default, metadata={"check": partial(check, **limits)})
+    return field(
+        default=default, metadata={"check": lambda name, value: check(name, value, *limits)}
+    )
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A dataclass that validates its fields when it is created. A default value is always valid."""
+    """A dataclass that validates its fields when it is created. A default value is always valid.
+
+    The values of a bool or a Literal are known from its type. Others need `checked`.
+    """
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if "check" in each.metadata and value is not each.default:
-                object.__setattr__(self, each.name, each.metadata["check"](each.name, value))
+            check = each.metadata.get("check")
+            if each.type is bool:
+                check = check_bool
+            elif get_origin(each.type) is Literal:
+                check = partial(check_choice, choices=get_args(each.type))
+            if check and value is not each.default:
+                object.__setattr__(self, each.name, check(each.name, value))
 
     @classmethod
     def from_options(cls: type[C], *args: object, **options: object) -> C:
@@ -118,15 +128,19 @@ def check_number(
     return number
 
 
-def check_type(name: str, value: T, types: tuple[type, ...], meaning: str) -> T:
+# In (0, 1].
+check_fraction = partial(check_number, low=0.0, high=1.0, open_low=True)
+
+
+def check_type(name: str, value: T, types: type | tuple[type, ...], meaning: str) -> T:
     """Require one of `types`. `meaning` names them in the error."""
     if not isinstance(value, types):
         raise invalid(name, f"must be {meaning}, not {show(value)}", TypeError)
     return value
 
 
-check_bool = partial(check_type, types=(bool,), meaning="True or False")
-check_str = partial(check_type, types=(str,), meaning="a str")
+check_bool = partial(check_type, types=bool, meaning="True or False")
+check_str = partial(check_type, types=str, meaning="a str")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
@@ -163,28 +177,25 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+class ForeignError(ValueError):
+    """Code of a tokenizer or a checkpoint has failed."""
+
+
 def call_foreign(source: object, call: Callable[[], T]) -> T:
-    """Run code of a tokenizer or a checkpoint, and turn its exceptions into ValueErrors."""
+    """Run code of a tokenizer or a checkpoint, and turn its exceptions into ForeignErrors.
+
+    Such code can raise anything, and it runs long enough for a signal handler to raise in the
+    middle. A second run tells the two apart, because an exception of a handler does not come again.
+    It is raised as it is.
+    """
     try:
         return call()
     except Exception as error:
-        if raises_again(call, error):
-            raise invalid(str(source), str(error), separator=": ") from error
+        try:
+            call()
+        except type(error):
+            raise ForeignError(f"{source}: {error}") from error
         raise
-
-
-def raises_again(call: Callable[[], object], error: Exception) -> bool:
-    """Run a `call` that raised `error` once more. Return whether it does so again.
-
-    Code of a tokenizer can raise anything, and it runs long enough for a signal handler to raise in
-    the middle. The second run tells the two apart, because an exception of a handler does not come
-    again. The caller then raises it as it is.
-    """
-    try:
-        call()
-    except type(error):
-        return True
-    return False
 
 
 @contextmanager

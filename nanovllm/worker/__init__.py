@@ -7,8 +7,7 @@ memory.py          measures the memory of a GPU or of a machine
 dummy_steps.py     steps before the first request: self-tests, profile run, warm-up runs
 state_slots.py     where recurrent states are kept
 executor.py        drives the workers of all ranks
-rank_process.py    the processes of ranks 1 and up
-torchrun.py        ranks that a launcher has started
+rank_process.py    the processes of ranks 1 and up, started by rank 0 or by torchrun
 process_groups.py  where ranks meet
 device.py          the device of a rank, and the torch settings with which an engine computes
 

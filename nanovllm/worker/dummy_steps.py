@@ -42,7 +42,7 @@ def find_largest_step(worker: Worker) -> list[int]:
 
     Its sequences have as many tokens as they can have in one step.
     """
-    query_lens: list[int] = []
+    query_lens = []
     num_left = worker.config.max_num_batched_tokens
     for num_others in reversed(range(worker.max_num_logits)):  # each gets one token at least
         query_len = min(worker.max_model_len, num_left - num_others)

@@ -4,7 +4,7 @@
     rank 1..  a Worker, nothing else          receives a batch, computes its own share
 
 MultiRankExecutor starts the processes of ranks 1 and up (rank_process.py), or finds them under
-torchrun (torchrun.py), and notices when one is lost. The engine cannot compute any more then.
+torchrun, and notices when one is lost. The engine cannot compute any more then.
 
 A rank must finish every step that it begins, because the others wait for it. Rank 0's share is
 therefore computed by a thread of its own, and Ctrl-C interrupts only the caller that waits for it.
@@ -16,7 +16,6 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from operator import attrgetter
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
@@ -28,9 +27,14 @@ import torch.distributed as dist
 from nanovllm.config import Config
 from nanovllm.models.spec import ModelSpec
 from nanovllm.worker.process_groups import Place
-from nanovllm.worker.rank_process import EXIT_TIMEOUT, read_failure, start_rank
+from nanovllm.worker.rank_process import (
+    EXIT_TIMEOUT,
+    Serve,
+    join_torchrun,
+    read_failure,
+    start_rank,
+)
 from nanovllm.worker.startup import load_worker, serve_rank
-from nanovllm.worker.torchrun import join_torchrun
 
 Result = TypeVar("Result")
 # Seconds:
@@ -42,8 +46,9 @@ _STEP_TIMEOUT = 0.5  # for rank 0's thread to end its step, unless it waits for 
 class Executor:
     """Drives a single worker, in the caller's thread. Raises ValueError as load_worker does."""
 
+    stop_reason: str | None = None  # why nothing can be computed any more
+
     def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
-        self.stop_reason: str | None = None  # why nothing can be computed any more
         self.worker = load_worker(config, spec, directory)
 
     def call(self, function: Callable[..., Result], *args: Any) -> Result:
@@ -70,7 +75,6 @@ class MultiRankExecutor(Executor):
     def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
         size = config.tensor_parallel_size
         serve = partial(serve_rank, config, spec, directory)
-        self.stop_reason = None
         # The processes of ranks 1 and up by their pipes. There are none under torchrun.
         self.processes: dict[Connection, BaseProcess] = {}
         self.tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None ends the thread
@@ -88,7 +92,7 @@ class MultiRankExecutor(Executor):
             self.stop("the engine has not started")
             raise
 
-    def _start_ranks(self, size: int, serve: Callable[[Place], None]) -> dist.Store:
+    def _start_ranks(self, size: int, serve: Serve) -> dist.Store:
         """Start ranks 1 and up on this machine. Return the store in which they meet rank 0."""
         num_threads = torch.get_num_threads()
         share = max(1, num_threads // size)
@@ -147,7 +151,7 @@ class MultiRankExecutor(Executor):
         if self.processes and self.stop_reason is None and wait(self.processes, timeout):
             ranks = list(self.processes.items())
             failures = [read_failure(pipe, process) for pipe, process in ranks if pipe.poll()]
-            cause = min(failures, key=attrgetter("time"))
+            cause = min(failures)
             self.stop(cause.reason)
             if cause.is_value_error:
                 raise ValueError(cause.reason)

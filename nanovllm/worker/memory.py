@@ -43,12 +43,13 @@ def find_available_memory(root: Path = Path("/")) -> int:
     for relative in (own, *own.parents):  # in a container often only the last one exists
         group = root / "sys/fs/cgroup" / relative
         for limit in (group / "memory.max", group / "memory.high"):
-            if not limit.exists() or limit.read_text().strip() == "max":
+            given = limit.read_text().strip() if limit.exists() else "max"
+            if given == "max":
                 continue
             lines = (group / "memory.stat").read_text().splitlines()
             stat = dict(line.split() for line in lines)
             used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
-            left.append(int(limit.read_text()) - used)
+            left.append(int(given) - used)
     return max(0, min(left))
 
 

@@ -1,8 +1,7 @@
 """The process groups in which the ranks of a model meet."""
 
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,8 +11,7 @@ from nanovllm.layers.tensor_parallel import Mailbox, TensorParallel
 _FOREVER = timedelta(days=365)  # an idle engine must not run into a timeout
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where one of several ranks runs."""
 
     rank: int
@@ -30,6 +28,7 @@ def connect(device: torch.device, size: int, place: Place) -> TensorParallel:
     group: Any = host_group  # see TensorParallel
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        options = dist.ProcessGroupNCCL.Options()
-        group = dist.ProcessGroupNCCL(place.store, place.rank, size, options)
+        group = dist.ProcessGroupNCCL(
+            place.store, place.rank, size, dist.ProcessGroupNCCL.Options()
+        )
     return TensorParallel(place.rank, size, group, Mailbox(host_group))

@@ -1,10 +1,13 @@
-"""The processes of ranks 1 and up, which rank 0 starts on its machine.
+"""The processes of ranks 1 and up, which rank 0 starts on its machine, or a launcher on several.
 
-A pipe connects rank 0 with each of them. A process that fails sends the reason through it. The end
-of the pipe means, on either side, that the other process has died.
+A pipe connects rank 0 with each process that it has started. A process that fails sends the reason
+through it. The end of the pipe means, on either side, that the other process has died.
 
 The processes come from multiprocessing's fork server. It imports torch once per program, so each of
 them starts much faster.
+
+A launcher such as torchrun runs the same script on all ranks. In such a script, LLM(...) returns on
+rank 0 only. On the other ranks it serves, and then ends the process.
 """
 
 import math
@@ -13,7 +16,6 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import (  # type: ignore[attr-defined]  # not in typeshed
@@ -21,19 +23,21 @@ from multiprocessing.process import (  # type: ignore[attr-defined]  # not in ty
     _children,
 )
 from threading import Thread
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from nanovllm.utils.checks import naming
 from nanovllm.worker.process_groups import Place
 
 # Seconds for a process to end. Linux frees about 4 GB of a killed process per second.
 EXIT_TIMEOUT = 5.0
+Serve = Callable[[Place], None]  # what a rank does, until rank 0 disconnects
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank is lost."""
+class Failure(NamedTuple):
+    """Why a rank is lost. The smallest of several is the cause."""
 
     time: float  # of an error; the death of a process comes first, because it causes errors
     is_value_error: bool
@@ -41,7 +45,7 @@ class Failure:
 
 
 def start_rank(
-    serve: Callable[[Place], None], rank: int, size: int, port: int, num_threads: int
+    serve: Serve, rank: int, size: int, port: int, num_threads: int
 ) -> tuple[Connection, BaseProcess]:
     """Start the process of a rank. Return rank 0's end of the pipe, and the process."""
     context = get_context("forkserver")
@@ -60,7 +64,7 @@ def start_rank(
 
 
 def run_rank(
-    serve: Callable[[Place], None],
+    serve: Serve,
     rank: int,
     port: int,
     num_threads: int,
@@ -105,3 +109,35 @@ def read_failure(pipe: Connection, process: BaseProcess) -> Failure:
             " move it there"
         )
     return Failure(-math.inf, False, reason)
+
+
+def join_torchrun(size: int, serve: Serve) -> dist.Store | None:
+    """Return the store of torchrun's ranks, or None without torchrun.
+
+    On ranks 1 and up this does not return. They serve and then exit.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return None
+    problem = "WORLD_SIZE is set, but another variable of torchrun is missing or invalid"
+    with naming(problem, KeyError, ValueError):
+        local_rank = int(os.environ["LOCAL_RANK"])
+        store, rank, world_size = next(dist.rendezvous("env://"))
+    if world_size != size:
+        raise ValueError(
+            f"tensor_parallel_size={size}, but torchrun has started {world_size} processes:"
+            " set both to the same number"
+        )
+    if rank > 0:
+        try:
+            serve(Place(rank, local_rank, store))
+        except BaseException:
+            traceback.print_exc()
+            # Immediately, because NCCL's shutdown would wait for CUDA graphs that the traceback may
+            # refer to.
+            os._exit(1)
+        raise SystemExit
+    if store.add("engines", 1) > 1:
+        raise RuntimeError(
+            "torchrun's processes serve one engine only: run torchrun again for another one"
+        )
+    return store

@@ -11,7 +11,6 @@ All ranks make the same steps, because these have collective operations.
 """
 
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from torch import Tensor
 from nanovllm.checkpoints.tensor_files import open_weights
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.layers import attention
-from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models import weights
 from nanovllm.models.spec import ModelSpec
@@ -62,7 +60,7 @@ def load_worker(
     device = find_device(config.device, place.local_rank if place else None)
     tp = connect(device, config.tensor_parallel_size, place) if place else ALONE
     kernels = import_module("nanovllm.kernels") if config.enable_kernels else None
-    backend: Backend = attention
+    backend: attention.Backend = attention
     block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
     with engine_settings(device), torch.inference_mode(False):
         if kernels is not None:
@@ -130,7 +128,7 @@ def optimize(worker: Worker) -> None:
     """Replace layers by optimized ones."""
     if worker.kernels is None:
         return
-    run = partial(run_test_steps, worker) if worker.device.type == "cuda" else None
+    run = (lambda: run_test_steps(worker)) if worker.device.type == "cuda" else None
     names = worker.kernels.kernelize(worker.model, worker.device, worker.spec.dtype, run)
     if names and worker.tp.rank == 0:
         advice = "enable_kernels=False runs layers/ and models/ as written"
@@ -164,7 +162,7 @@ def fill_memory(worker: Worker) -> None:
         )
     worker.max_model_len = min(worker.max_model_len, plan.num_tokens)
     problem = (
-        f"no memory for {plan.num_blocks} blocks of {plan.block_size} tokens:"
+        f"no memory for {plan.num_blocks} blocks of {worker.block_size} tokens:"
         " lower num_kvcache_blocks, kvcache_block_size or kvcache_memory_bytes, or max_num_seqs if"
         " the model has recurrent states"
     )
@@ -173,7 +171,7 @@ def fill_memory(worker: Worker) -> None:
     capture_graphs(worker, plan.num_lanes)
     if worker.tp.rank == 0:
         backend = f"{worker.backend.NAME} attention"
-        report(f"{worker.device}, {worker.spec.dtype}, {backend}; {plan.describe()}")
+        report(f"{worker.device}, {worker.spec.dtype}, {backend}; {plan.arithmetic}")
 
 
 def allocate(worker: Worker, num_blocks: int, num_lanes: int) -> None:

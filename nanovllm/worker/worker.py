@@ -33,7 +33,9 @@ class Worker:
     backend: Backend  # stores K/V and attends to them
     block_size: int
     max_model_len: int
-    max_num_logits: int  # rows of logits that are computed at once
+    # Rows of logits that are computed at once. Only a step that scores prompts has more. All ranks
+    # then divide its hidden states into the same parts.
+    max_num_logits: int
     model: CausalLM  # this rank's share
     meter: MemoryMeter | None  # on a GPU: what this rank has taken of its memory
     # A loaded worker has no KV cache yet, see startup.allocate.
@@ -63,13 +65,6 @@ class Worker:
         """Return logits [num_rows, vocab_size] for at most `max_num_logits` rows, on rank 0."""
         return self.model.compute_logits(hidden)
 
-    def split_hidden(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Divide hidden states into parts for `compute_logits`, the same ones on all ranks.
-
-        There is one part, unless a step scores prompts.
-        """
-        return hidden.split(self.max_num_logits)
-
     def serve(self) -> None:
         """Compute this rank's share of the batches that rank 0 runs, until rank 0 disconnects."""
         while True:
@@ -77,7 +72,7 @@ class Worker:
                 message = self.tp.mailbox.receive()
             except RuntimeError:  # the connection has ended
                 return
-            for rows in self.split_hidden(self.compute(unpack(message))):
+            for rows in self.compute(unpack(message)).split(self.max_num_logits):
                 self.compute_logits(rows)
 
     def disconnect(self) -> None:
