@@ -52,7 +52,7 @@ def main() -> None:
             converse(llm, params)
         save_page(tour.show_scheduling(LLM, DEMO_MODEL), "timeline.html")
         print("\n--- All steps of all policies: open timeline.html in a browser")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
 
 
