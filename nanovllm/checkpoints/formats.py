@@ -53,7 +53,6 @@ class Format:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
 class FP8(Format):
     """float8_e4m3fn with a factor for each block of 128 x 128."""
 

@@ -95,20 +95,18 @@ def attend_one(
     keys = keys[:context_len].transpose(0, 1)[None]  # [1, kv_heads, context_len, head_dim]
     values = values[:context_len].transpose(0, 1)[None]
     output = torch.empty_like(query)
-    for start in range(0, len(query), TILE):
-        end = min(start + TILE, len(query))
-        tile = slice(start, end)
-        num_queries = end - start
-        num_keys = context_len - len(query) + end  # up to the tile's last token
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
-        mask = mask.tril(num_keys - num_queries)  # the last query attends to all keys
+    num_keys = context_len - len(query)
+    for tile, result in zip(query.split(TILE), output.split(TILE)):
+        num_keys += len(tile)  # up to the tile's last token
+        mask = torch.ones(len(tile), num_keys, dtype=torch.bool, device=query.device)
+        mask = mask.tril(num_keys - len(tile))  # the last query attends to all keys
         attended = F.scaled_dot_product_attention(
-            query[tile].transpose(0, 1)[None],  # [1, num_heads, num_queries, head_dim]
+            tile.transpose(0, 1)[None],  # [1, num_heads, tokens of the tile, head_dim]
             keys[:, :, :num_keys],
             values[:, :, :num_keys],
             attn_mask=mask,
             scale=scale,
             enable_gqa=True,  # several query heads share a K/V head (GQA, Ainslie et al. 2023)
         )
-        output[tile] = attended[0].transpose(0, 1)
+        result.copy_(attended[0].transpose(0, 1))
     return output

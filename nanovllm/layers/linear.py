@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.layers.quantized import WeightLike, multiply
+from nanovllm.layers.quantized import QuantizedWeight, multiply
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
 
@@ -31,7 +31,7 @@ class Target:
     tensor.
     """
 
-    destination: WeightLike
+    destination: Tensor | QuantizedWeight
     dim: int = 0
     start: int = 0
     full_size: int | None = None

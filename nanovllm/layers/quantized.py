@@ -21,7 +21,7 @@ References: Frantar et al. 2022 (GPTQ); Lin et al. 2023 (AWQ); llama.cpp's Q4_1 
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,20 +45,6 @@ class Scheme:
     @property
     def largest_code(self) -> int:
         return (1 << self.bits) - 1
-
-
-class WeightLike(Protocol):
-    """What models/weights.py needs of a weight that it fills: a Tensor or a QuantizedWeight."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    def new_empty(self, size: list[int], /) -> Tensor:
-        """Make a float tensor of the weight's dtype and device."""
-
-    def __getitem__(self, index: Any, /) -> Any: ...
-
-    def copy_(self, source: Any, /) -> Any: ...
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
@@ -131,13 +117,14 @@ class QuantizedWeight(nn.Module):
         repeated = per_group.repeat_interleave(self.scheme.group_size, dim=-1)
         return repeated[..., : self.in_features]
 
-    # The methods of WeightLike.
+    # What models/weights.py needs of a weight that it fills, as a Tensor has it.
 
     @property
     def shape(self) -> torch.Size:
         return torch.Size((*self.codes.shape[:-1], self.in_features))
 
     def new_empty(self, shape: list[int]) -> Tensor:
+        """Make a float tensor of the weight's dtype and device."""
         return self.scales.new_empty(shape, dtype=self.dtype)
 
     def __getitem__(self, index: Any) -> "QuantizedWeight":
