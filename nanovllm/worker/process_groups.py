@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanovllm.layers.tensor_parallel import Mailbox, TensorParallel
+from nanovllm.layers.tensor_parallel import TensorParallel
 
 _FOREVER = timedelta(days=365)  # an idle engine must not run into a timeout
 
@@ -32,4 +32,4 @@ def connect(device: torch.device, size: int, place: Place) -> TensorParallel:
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
         group = dist.ProcessGroupNCCL(place.store, place.rank, size, options)
-    return TensorParallel(place.rank, size, group, Mailbox(host_group))
+    return TensorParallel(place.rank, size, group, host_group)
