@@ -101,13 +101,12 @@ class GatedDeltaRule(nn.Module):
         for key, tensor in (("A_log", self.A_log), ("dt_bias", self.dt_bias)):
             size = len(tensor)
             yield f"{parent}.{key}", Target(tensor, 0, rank * size, num_ranks * size)
-        row = 0
-        for size in self.qkv_sizes:  # each part of the convolution is sharded separately
-            rows = self.conv_weight[row : row + size]
-            start = num_ranks * row + rank * size
-            target = Target(rows, 0, start, num_ranks * sum(self.qkv_sizes))
-            yield f"{parent}.conv1d.weight", target
-            row += size
+        before = 0  # rows of earlier parts
+        full_size = num_ranks * len(self.conv_weight)
+        for rows in self.conv_weight.split(self.qkv_sizes):  # each part is sharded separately
+            start = num_ranks * before + rank * len(rows)
+            yield f"{parent}.conv1d.weight", Target(rows, 0, start, full_size)
+            before += len(rows)
         yield f"{parent}.norm.weight", Target(self.norm_weight)
 
     def forward(self, inputs: DeltaInputs, states: Tensor, batch: Batch) -> Tensor:

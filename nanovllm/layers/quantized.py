@@ -42,10 +42,6 @@ class Scheme:
         """Bytes of a code, and its fraction of the scale and the zero of its group."""
         return self.bits / 8 + (4 + 2) / self.group_size
 
-    @property
-    def largest_code(self) -> int:
-        return (1 << self.bits) - 1
-
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """Return the codes in the last dimension of a uint8 tensor, one per element."""
@@ -97,10 +93,11 @@ class QuantizedWeight(nn.Module):
         groups = F.pad(weight.float(), padding).unflatten(-1, (-1, scheme.group_size))
         low = groups.amin(-1, keepdim=True).clamp_(max=0.0)
         high = groups.amax(-1, keepdim=True).clamp_(min=0.0)
-        scales = (high - low) / scheme.largest_code
+        largest_code = (1 << scheme.bits) - 1
+        scales = (high - low) / largest_code
         inverse = (1 / scales).masked_fill_(scales == 0, 0.0)
         zeros = (-low * inverse).round_()
-        rounded = (groups * inverse).round_().add_(zeros).clamp_(0, scheme.largest_code)
+        rounded = (groups * inverse).round_().add_(zeros).clamp_(0, largest_code)
         codes = rounded.to(torch.uint8).flatten(-2)[..., :in_features].contiguous()  # for kernels
         return cls.from_codes(scheme, weight.dtype, codes, scales.squeeze(-1), zeros.squeeze(-1))
 

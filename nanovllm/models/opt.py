@@ -34,10 +34,6 @@ class OPTSpec(ModelSpec):
     norm_has_weights: bool
     bias: bool  # for the projections in layers; project_in and project_out have none
 
-    @property
-    def divided_sizes(self) -> dict[str, int]:
-        return {"num_attention_heads": self.num_heads, "ffn_dim": self.intermediate_size}
-
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
         return self.add_head(OPTDecoder(self, backend, tp), self.embedding_size, tp)
 

@@ -30,8 +30,8 @@ class Qwen35Spec(DeltaSizes, DecoderSpec):
     attention_layers: frozenset[int]  # all others have a Gated DeltaNet
 
     @property
-    def divided_sizes(self) -> dict[str, int]:
-        return {**super().divided_sizes, "linear_num_key_heads": self.num_key_heads}
+    def divided_fields(self) -> tuple[str, ...]:
+        return *super().divided_fields, "num_key_heads"
 
     def has_attention(self, layer: int) -> bool:
         return layer in self.attention_layers
