@@ -77,36 +77,31 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
     Each context is read through its block table.
     """
     output = torch.empty_like(query)
-    bounds = batch.cu_seqlens_q.tolist()
-    context_lens = batch.context_lens.tolist()
-    for i, context_len in enumerate(context_lens):
-        own = slice(bounds[i], bounds[i + 1])
-        block_table = batch.block_tables[i]
-        output[own] = attend_one(query[own], kv_cache, context_len, block_table, scale)
-    return output
-
-
-def attend_one(
-    query: Tensor, kv_cache: Tensor, context_len: int, block_table: Tensor, scale: float
-) -> Tensor:
-    """As `attend`, for one sequence. `query` has the last tokens of its context."""
-    block_ids = block_table[: cdiv(context_len, kv_cache.shape[2])]
-    keys, values = kv_cache.index_select(1, block_ids).flatten(1, 2)  # [tokens, kv_heads, head_dim]
-    keys = keys[:context_len].transpose(0, 1)[None]  # [1, kv_heads, context_len, head_dim]
-    values = values[:context_len].transpose(0, 1)[None]
-    output = torch.empty_like(query)
-    num_keys = context_len - len(query)
-    for tile, result in zip(query.split(TILE), output.split(TILE)):
-        num_keys += len(tile)  # up to the tile's last token
-        mask = torch.ones(len(tile), num_keys, dtype=torch.bool, device=query.device)
-        mask = mask.tril(num_keys - len(tile))  # the last query attends to all keys
-        attended = F.scaled_dot_product_attention(
-            tile.transpose(0, 1)[None],  # [1, num_heads, tokens of the tile, head_dim]
-            keys[:, :, :num_keys],
-            values[:, :, :num_keys],
-            attn_mask=mask,
-            scale=scale,
-            enable_gqa=True,  # several query heads share a K/V head (GQA, Ainslie et al. 2023)
-        )
-        result.copy_(attended[0].transpose(0, 1))
+    query_lens = batch.cu_seqlens_q.diff().tolist()
+    sequences = zip(
+        query.split(query_lens),
+        output.split(query_lens),
+        batch.context_lens.tolist(),
+        batch.block_tables,
+    )
+    for queries, results, context_len, block_table in sequences:
+        block_ids = block_table[: cdiv(context_len, kv_cache.shape[2])]
+        # [num_tokens, num_kv_heads, head_dim], then [1, num_kv_heads, context_len, head_dim]
+        keys, values = kv_cache.index_select(1, block_ids).flatten(1, 2)
+        keys = keys[:context_len].transpose(0, 1)[None]
+        values = values[:context_len].transpose(0, 1)[None]
+        num_keys = context_len - len(queries)  # the queries are the last tokens of their context
+        for tile, result in zip(queries.split(TILE), results.split(TILE)):
+            num_keys += len(tile)  # up to the tile's last token
+            mask = torch.ones(len(tile), num_keys, dtype=torch.bool, device=query.device)
+            mask = mask.tril(num_keys - len(tile))  # the last query attends to all keys
+            attended = F.scaled_dot_product_attention(
+                tile.transpose(0, 1)[None],  # [1, num_heads, tokens of the tile, head_dim]
+                keys[:, :, :num_keys],
+                values[:, :, :num_keys],
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=True,  # several query heads share a K/V head (GQA, Ainslie et al. 2023)
+            )
+            result.copy_(attended[0].transpose(0, 1))
     return output
