@@ -6,24 +6,13 @@ is no state that a preemption or an interrupt could make invalid.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.layers.sampler import Row
 from nanovllm.utils.packing import to_device
-
-
-class Row(Protocol):
-    """What the logits of a row depend on: the tokens before it, and the parameters."""
-
-    token_ids: list[int]  # prompt tokens, then generated tokens
-    num_prompt_tokens: int
-    min_num_tokens: int  # fewer tokens cannot be followed by a stop token
-    stop_token_ids: frozenset[int]
-    params: SamplingParams
 
 
 def apply_penalties(logits: Tensor, seqs: Sequence[Row]) -> Tensor:

@@ -5,7 +5,6 @@ several models. A single rank has no process group, and its collectives have no 
 """
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ class TensorParallel:
     host_group: Any = None  # a ProcessGroupGloo, on a CPU that of `group`
     # The length and the first part of a message: int32 [FIRST_PART] on the host.
     first_part: Tensor = field(
-        default_factory=partial(torch.empty, FIRST_PART, dtype=torch.int32, device="cpu"),
+        default_factory=lambda: torch.empty(FIRST_PART, dtype=torch.int32, device="cpu"),
         repr=False,
     )
 

@@ -81,9 +81,8 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = RowParallelLinear(value_size, spec.hidden_size, False, spec.dtype, tp)
 
     def forward(self, x: Tensor, states: Tensor, batch: Batch) -> Tensor:
-        qkvz = self.in_proj_qkvz(x)
         gate_size = self.in_proj_qkvz.shard_sizes[-1]
-        qkv, gate = qkvz.split([qkvz.shape[-1] - gate_size, gate_size], dim=-1)
+        qkv, gate = self.in_proj_qkvz(x).tensor_split([-gate_size], dim=-1)
         beta, decay = self.in_proj_ba(x).chunk(2, dim=-1)
         inputs = DeltaInputs(qkv, gate, beta, decay)
         return self.out_proj(self.delta_rule(inputs, states, batch))
