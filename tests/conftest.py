@@ -35,7 +35,7 @@ from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import Config
 from nanovllm.engine.extension import Extension
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers import sampling_batch
+from nanovllm.layers import sampler
 
 Feature = TypeVar("Feature", bound=Extension)
 VOCAB_SIZE = 97
@@ -275,4 +275,4 @@ def make_sampling_batch(
 ) -> SamplingBatch:
     """Prepare the SamplingBatch of rows that sample the tokens at `positions`."""
     rows = [Sequence(0, [0], p, seed=seed) for p, seed in zip(params, seeds, strict=True)]
-    return sampling_batch.make_sampling_batch(rows, positions, vocab_size, torch.device(device))
+    return sampler.make_sampling_batch(rows, positions, vocab_size, torch.device(device))

@@ -28,7 +28,7 @@ from nanovllm.kernels.attention_check import Shape as Shape
 from nanovllm.kernels.attention_check import compare_with_torch
 from nanovllm.kernels.bench import TOLERANCES, time_call
 from nanovllm.kernels.cuda import attention, graphs
-from nanovllm.layers import sampling_batch
+from nanovllm.layers import sampler
 from nanovllm.models.architectures import read_spec as read_spec
 from nanovllm.worker import executor
 from nanovllm.worker.process_groups import Place
@@ -112,7 +112,7 @@ def remove_the_gpu_work(llm: LLM, max_num_seqs: int, sampled: torch.Tensor) -> N
         )
     llm.model_runner.sampler = lambda logits, batch: sampled[: len(logits)]
     # Into pinned memory, and to the device.
-    sampling_batch.to_device = lambda array, device: torch.from_numpy(array).clone().clone()
+    sampler.to_device = lambda array, device: torch.from_numpy(array).clone().clone()
 
 
 def watch_steps(llm: LLM, see: Callable[[], object]) -> None:

@@ -129,13 +129,12 @@ def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
 
     Raises ValueError if it cannot be loaded.
     """
-    vocabularies = [name for name in _VOCABULARIES if (directory / name).is_file()]
-    if not vocabularies:
+    if not any((directory / name).is_file() for name in _VOCABULARIES):
         return None
-    problem = f"cannot load the tokenizer in {directory}"
-    if vocabularies == ["tokenizer.model"]:  # the error of transformers always names tiktoken
-        needed = "sentencepiece and protobuf, or tiktoken in Llama 3's original format"
-        problem += f" (tokenizer.model needs {needed})"
+    problem = (  # the error of transformers always names tiktoken
+        f"cannot load the tokenizer in {directory} (a tokenizer.model without tokenizer.json needs"
+        " sentencepiece and protobuf, or tiktoken in Llama 3's original format)"
+    )
     with naming(problem, Exception):
         return AutoTokenizer.from_pretrained(directory, **LOCAL)
 

@@ -53,7 +53,6 @@ class Format:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
 class FP8(Format):
     """float8_e4m3fn with a factor for each block of 128 x 128."""
 
@@ -105,20 +104,18 @@ class PackedFormat(Format):
         return torch.arange(in_features) // (self.group_size or in_features)
 
     def read_zeros(self, files: TensorFiles, name: str, shape: list[int]) -> Tensor:
-        middle = torch.full(shape, 1 << (self.bits - 1))
-        if self.is_symmetric and name not in files:
-            return middle
-        zeros = self.read_codes(files, name, shape, 0, self.zero_offset)
         if not self.is_symmetric:
-            return zeros
-        stored = self.read_codes(files, name, shape, packed_dim=0)
-        # Some checkpoints of GPTQ's version 2 say that they are of version 1.
-        if not ((zeros == middle) | (stored == middle)).all():
-            raise ValueError(
-                f"{files.locate(name)} has zeros that do not fit symmetric codes, which config.json"
-                " asks for"
-            )
-        return middle
+            return self.read_codes(files, name, shape, 0, self.zero_offset)
+        middle = 1 << (self.bits - 1)
+        if name in files:
+            stored = self.read_codes(files, name, shape, packed_dim=0)
+            # Some checkpoints of GPTQ's version 2 say that they are of version 1.
+            if not ((stored == middle) | (stored == middle - self.zero_offset)).all():
+                raise ValueError(
+                    f"{files.locate(name)} has zeros that do not fit symmetric codes, which"
+                    " config.json asks for"
+                )
+        return torch.full(shape, middle)
 
     def read_codes(
         self, files: TensorFiles, name: str, shape: list[int], packed_dim: int, offset: int = 0

@@ -75,7 +75,7 @@ def _read_gptq(settings: Settings) -> Format:
     format = _make_packed(
         GPTQ,
         settings.get("bits"),
-        check_int("group_size", settings.get("group_size"), minimum=-1),
+        settings.get("group_size"),
         settings.get("sym", True),
         zero_offset=0 if version == "gptq_v2" else 1,
     )
@@ -88,8 +88,7 @@ def _read_awq(settings: Settings) -> Format:
     settings = {**given, **settings}
     check_supported(settings, version=(None, "gemm", "GEMM"), bits=(4,))
     is_symmetric = not settings.get("zero_point", True)
-    group_size = check_int("group_size", settings["group_size"], minimum=-1)
-    return _make_packed(AWQ, settings["bits"], group_size, is_symmetric)
+    return _make_packed(AWQ, settings["bits"], settings["group_size"], is_symmetric)
 
 
 def _read_compressed(settings: Settings) -> Format:
@@ -108,8 +107,8 @@ def _read_compressed(settings: Settings) -> Format:
         actorder=(None, False, "static", "weight"),
     )
     is_symmetric = weights.get("symmetric", True)
-    bits = weights.get("num_bits")
-    return _make_packed(CompressedTensors, bits, weights.get("group_size"), is_symmetric)
+    group_size = weights.get("group_size") or -1
+    return _make_packed(CompressedTensors, weights.get("num_bits"), group_size, is_symmetric)
 
 
 def _read_fp8(settings: Settings) -> Format:
@@ -134,7 +133,7 @@ def _make_packed(
     zero_offset: int = 0,
 ) -> PackedFormat:
     check_supported({"bits": bits}, bits=(4, 8))
-    size = 0 if group_size in (None, -1) else check_int("group_size", group_size, minimum=1)
+    size = max(0, check_int("group_size", group_size, minimum=-1))
     if size % 32 != 0:
         raise ValueError(f"group_size={size} must be -1 or a multiple of 32")
     return kind(

@@ -18,8 +18,7 @@ from nanovllm.engine.extension import Extension
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.logprobs import find_logprobs
 from nanovllm.layers.penalties import apply_penalties
-from nanovllm.layers.sampler import Sampler
-from nanovllm.layers.sampling_batch import make_sampling_batch
+from nanovllm.layers.sampler import Sampler, make_sampling_batch
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import Logprobs
 from nanovllm.sampling_params import SamplingParams

@@ -5,8 +5,7 @@ linear.py           linear layers, sharded over ranks
 embedding.py        the embedding and the output head
 norm.py             RMSNorm
 rotary.py           rotary position embedding
-sampler.py          temperature, filters, Gumbel-max
-sampling_batch.py   the parameters of all rows, as tensors
+sampler.py          the parameters of all rows as tensors, temperature, filters, Gumbel-max
 noise.py            noise as a function of seed, position and token
 penalties.py        penalties, biases, and the ban of stop tokens
 logprobs.py         log probabilities of sampled tokens

@@ -1,13 +1,14 @@
 """Paged attention in plain torch. It specifies what every other backend must compute.
 
-A backend is a module that implements `Backend`. It is chosen when the engine starts. This one runs
-on any device: it gathers the blocks of one sequence after another, and calls
+A backend is a module that is chosen when the engine starts. It has the four constants and the four
+functions that this module begins with: reason_unavailable, make_cache, store_kvcache and attend.
+This one runs on any device: it gathers the blocks of one sequence after another, and calls
 scaled_dot_product_attention. Its `kv_cache` of a layer is [2, num_blocks, block_size, num_kv_heads,
 head_dim], keys and then values (PagedAttention, Kwon et al. 2023). Only a backend knows the layout
 of its caches.
 """
 
-from typing import Protocol
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -16,57 +17,22 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.utils.arithmetic import cdiv
 
-NAME = "torch"
-PREFERRED_BLOCK_SIZE = 16
-SUPPORTS_CUDA_GRAPHS = False
+Backend = ModuleType
+NAME = "torch"  # in backends.py, and as the option attention_backend
+PREFERRED_BLOCK_SIZE = 16  # tokens in a block if the user does not choose
+SUPPORTS_CUDA_GRAPHS = False  # True if kernel launches depend on shapes only
+# Tokens of the longest draft whose verification is bitwise identical to decodes. A backend that
+# does not promise this has 7, because longer drafts are rarely accepted.
 MAX_DRAFT_LEN = 7
 
 TILE = 256  # queries that are computed together, which bounds the size of a mask
 ZEROED_TOKENS = 8192  # the default of max_num_batched_tokens
 
 
-class Backend(Protocol):
-    """How K/V are stored and attended to."""
-
-    NAME: str  # in backends.py, and as the option attention_backend
-    PREFERRED_BLOCK_SIZE: int  # tokens in a block if the user does not choose
-    SUPPORTS_CUDA_GRAPHS: bool  # True if kernel launches depend on shapes only
-    # Tokens of the longest draft whose verification is bitwise identical to decodes. A backend that
-    # does not promise this has 7, because longer drafts are rarely accepted.
-    MAX_DRAFT_LEN: int
-
-    def reason_unavailable(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
-    ) -> str | None:
-        """Why the backend cannot run here, or None if it can."""
-
-    def make_cache(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Tensor:
-        """Make the KV cache of one layer. Block 0 has no NaN, because dummy batches read it.
-
-        The bytes of a block follow from this tensor. The worker makes it on the meta device to
-        count them.
-        """
-
-    def store_kvcache(
-        self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        """Write the K/V of the new tokens into their slots."""
-
-    def attend(self, query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
-        """Read each context through its block table."""
-
-
 def reason_unavailable(
     device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
 ) -> str | None:
+    """Return why the backend cannot run here, or None if it can."""
     return None
 
 
@@ -78,16 +44,24 @@ def make_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
+    """Make the KV cache of one layer. Block 0 has no NaN, because dummy batches read it.
+
+    The bytes of a block follow from this tensor. The worker makes it on the meta device to count
+    them.
+    """
     shape = (2, num_blocks, block_size, num_kv_heads, head_dim)
     kv_cache = torch.empty(shape, dtype=dtype, device=device)
-    # Dummy batches read block 0, which must have no NaN. More is zeroed because Linux allocates
-    # pages at the first write, and the first large step should not wait for that.
+    # More than block 0 is zeroed because Linux allocates pages at the first write, and the first
+    # large step should not wait for that.
     kv_cache[:, : cdiv(ZEROED_TOKENS, block_size)].zero_()
     return kv_cache
 
 
 def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write `key` and `value` [num_tokens, num_kv_heads, head_dim]. Slot -1 is not written."""
+    """Write the K/V of the new tokens into their slots. Slot -1 is not written.
+
+    `key` and `value` are [num_tokens, num_kv_heads, head_dim].
+    """
     slot_mapping = slot_mapping.long()  # index_copy_ needs int64
     written = slot_mapping >= 0
     if not written.all():
@@ -98,40 +72,36 @@ def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Te
 
 
 def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
-    """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context."""
-    output = torch.empty_like(query)
-    bounds = batch.cu_seqlens_q.tolist()
-    context_lens = batch.context_lens.tolist()
-    for i, context_len in enumerate(context_lens):
-        own = slice(bounds[i], bounds[i + 1])
-        block_table = batch.block_tables[i]
-        output[own] = attend_one(query[own], kv_cache, context_len, block_table, scale)
-    return output
+    """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context.
 
-
-def attend_one(
-    query: Tensor, kv_cache: Tensor, context_len: int, block_table: Tensor, scale: float
-) -> Tensor:
-    """As `attend`, for one sequence. `query` has the last tokens of its context."""
-    block_ids = block_table[: cdiv(context_len, kv_cache.shape[2])]
-    keys, values = kv_cache.index_select(1, block_ids).flatten(1, 2)  # [tokens, kv_heads, head_dim]
-    keys = keys[:context_len].transpose(0, 1)[None]  # [1, kv_heads, context_len, head_dim]
-    values = values[:context_len].transpose(0, 1)[None]
+    Each context is read through its block table.
+    """
     output = torch.empty_like(query)
-    for start in range(0, len(query), TILE):
-        end = min(start + TILE, len(query))
-        tile = slice(start, end)
-        num_queries = end - start
-        num_keys = context_len - len(query) + end  # up to the tile's last token
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
-        mask = mask.tril(num_keys - num_queries)  # the last query attends to all keys
-        attended = F.scaled_dot_product_attention(
-            query[tile].transpose(0, 1)[None],  # [1, num_heads, num_queries, head_dim]
-            keys[:, :, :num_keys],
-            values[:, :, :num_keys],
-            attn_mask=mask,
-            scale=scale,
-            enable_gqa=True,  # several query heads share a K/V head (GQA, Ainslie et al. 2023)
-        )
-        output[tile] = attended[0].transpose(0, 1)
+    query_lens = batch.cu_seqlens_q.diff().tolist()
+    sequences = zip(
+        query.split(query_lens),
+        output.split(query_lens),
+        batch.context_lens.tolist(),
+        batch.block_tables,
+    )
+    for queries, results, context_len, block_table in sequences:
+        block_ids = block_table[: cdiv(context_len, kv_cache.shape[2])]
+        # [num_tokens, num_kv_heads, head_dim], then [1, num_kv_heads, context_len, head_dim]
+        keys, values = kv_cache.index_select(1, block_ids).flatten(1, 2)
+        keys = keys[:context_len].transpose(0, 1)[None]
+        values = values[:context_len].transpose(0, 1)[None]
+        num_keys = context_len - len(queries)  # the queries are the last tokens of their context
+        for tile, result in zip(queries.split(TILE), results.split(TILE)):
+            num_keys += len(tile)  # up to the tile's last token
+            mask = torch.ones(len(tile), num_keys, dtype=torch.bool, device=query.device)
+            mask = mask.tril(num_keys - len(tile))  # the last query attends to all keys
+            attended = F.scaled_dot_product_attention(
+                tile.transpose(0, 1)[None],  # [1, num_heads, tokens of the tile, head_dim]
+                keys[:, :, :num_keys],
+                values[:, :, :num_keys],
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=True,  # several query heads share a K/V head (GQA, Ainslie et al. 2023)
+            )
+            result.copy_(attended[0].transpose(0, 1))
     return output

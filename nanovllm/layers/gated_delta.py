@@ -18,6 +18,7 @@ written by one sequence and read by another one in the same step.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -41,39 +42,57 @@ class DeltaInputs(NamedTuple):
     decay: Tensor  # [num_tokens, num_value_heads]
 
 
+@dataclass(frozen=True)
+class DeltaSizes:
+    """Sizes of a Gated DeltaNet, on all ranks together."""
+
+    num_key_heads: int
+    num_value_heads: int  # a multiple of num_key_heads
+    key_dim: int
+    value_dim: int
+    conv_size: int  # tokens that the convolution sees
+
+    @property
+    def qkv_sizes(self) -> list[int]:
+        """Sizes of the queries, keys and values."""
+        key_size = self.num_key_heads * self.key_dim
+        return [key_size, key_size, self.num_value_heads * self.value_dim]
+
+    @property
+    def matrices_size(self) -> int:
+        """The number of elements of S of all heads."""
+        return self.num_value_heads * self.key_dim * self.value_dim
+
+    @property
+    def state_size(self) -> int:
+        """The number of elements of a state."""
+        return self.matrices_size + (self.conv_size - 1) * sum(self.qkv_sizes)
+
+
 class GatedDeltaRule(nn.Module):
     """Everything between the projections of a Gated DeltaNet: convolution, delta rule, gated norm.
 
-    Sizes are those of all ranks. A rank has a share of the key heads, and the value heads that
-    belong to them. `num_value_heads` is a multiple of `num_key_heads`.
+    A rank has a share of the key heads, and the value heads that belong to them.
     """
 
     def __init__(
-        self,
-        num_key_heads: int,
-        num_value_heads: int,
-        key_dim: int,
-        value_dim: int,
-        conv_size: int,
-        norm_eps: float,
-        dtype: torch.dtype,
-        tp: TensorParallel = ALONE,
+        self, sizes: DeltaSizes, norm_eps: float, dtype: torch.dtype, tp: TensorParallel = ALONE
     ) -> None:
         super().__init__()
         self.tp = tp
-        self.key_dim = key_dim
-        self.value_dim = value_dim
-        self.num_key_heads = num_key_heads // tp.size
-        self.num_value_heads = num_value_heads // tp.size
+        self.key_dim = sizes.key_dim
+        self.value_dim = sizes.value_dim
+        self.num_key_heads = sizes.num_key_heads // tp.size
+        self.num_value_heads = sizes.num_value_heads // tp.size
         self.norm_eps = norm_eps
-        key_size = self.num_key_heads * key_dim
-        self.qkv_sizes = [key_size, key_size, self.num_value_heads * value_dim]  # q, k and v
-        self.matrices_size = self.num_value_heads * key_dim * value_dim
-        self.conv_weight = nn.Parameter(torch.empty(sum(self.qkv_sizes), 1, conv_size, dtype=dtype))
+        self.qkv_sizes = [size // tp.size for size in sizes.qkv_sizes]
+        self.matrices_size = sizes.matrices_size // tp.size
+        conv_shape = (sum(self.qkv_sizes), 1, sizes.conv_size)
+        self.conv_weight = nn.Parameter(torch.empty(conv_shape, dtype=dtype))
         # These three are float32 in some checkpoints and 16 bits in others.
         self.A_log = nn.Parameter(torch.empty(self.num_value_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(self.num_value_heads, dtype=torch.float32))
-        self.norm_weight = nn.Parameter(torch.empty(value_dim, dtype=torch.float32))
+        self.norm_weight = nn.Parameter(torch.empty(self.value_dim, dtype=torch.float32))
 
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
         """Checkpoints name these tensors as parts of the parent."""
@@ -82,13 +101,12 @@ class GatedDeltaRule(nn.Module):
         for key, tensor in (("A_log", self.A_log), ("dt_bias", self.dt_bias)):
             size = len(tensor)
             yield f"{parent}.{key}", Target(tensor, 0, rank * size, num_ranks * size)
-        row = 0
-        for size in self.qkv_sizes:  # each part of the convolution is sharded separately
-            rows = self.conv_weight[row : row + size]
-            start = num_ranks * row + rank * size
-            target = Target(rows, 0, start, num_ranks * sum(self.qkv_sizes))
-            yield f"{parent}.conv1d.weight", target
-            row += size
+        before = 0  # rows of earlier parts
+        full_size = num_ranks * len(self.conv_weight)
+        for rows in self.conv_weight.split(self.qkv_sizes):  # each part is sharded separately
+            start = num_ranks * before + rank * len(rows)
+            yield f"{parent}.conv1d.weight", Target(rows, 0, start, full_size)
+            before += len(rows)
         yield f"{parent}.norm.weight", Target(self.norm_weight)
 
     def forward(self, inputs: DeltaInputs, states: Tensor, batch: Batch) -> Tensor:
@@ -105,18 +123,14 @@ class GatedDeltaRule(nn.Module):
         for seqs, tokens in group_sequences(batch):
             rows = old_states[seqs]
             shape = (len(rows), -1)
-            computed, new_states[seqs] = self.advance(
-                qkv[tokens].unflatten(0, shape),
-                beta[tokens].unflatten(0, shape),
-                log_decay[tokens].unflatten(0, shape),
-                rows,
-            )
+            parts = [each[tokens].unflatten(0, shape) for each in (qkv, beta, log_decay)]
+            computed, new_states[seqs] = self.advance(rows, *parts)
             output[tokens] = computed.flatten(2).flatten(0, 1)
         states[batch.write_slots] = new_states
         return self.norm_and_gate(output, gate)
 
     def advance(
-        self, qkv: Tensor, beta: Tensor, log_decay: Tensor, states: Tensor
+        self, states: Tensor, qkv: Tensor, beta: Tensor, log_decay: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Compute n tokens of each sequence: qkv is [num_seqs, n, sum(qkv_sizes)], and so on.
 
@@ -131,17 +145,10 @@ class GatedDeltaRule(nn.Module):
         key = self.normalize(key)
         value = value.unflatten(-1, (-1, self.value_dim)).transpose(1, 2)
         beta, log_decay = beta.mT, log_decay.mT  # [num_seqs, num_value_heads, n]
+        inputs = (query, key, value, beta, log_decay)
         outputs: list[Tensor] = []
-        for start in range(0, query.shape[2], CHUNK):
-            chunk = slice(start, start + CHUNK)
-            output, matrices = apply_delta_rule(
-                query[:, :, chunk],
-                key[:, :, chunk],
-                value[:, :, chunk],
-                beta[:, :, chunk],
-                log_decay[:, :, chunk],
-                matrices,
-            )
+        for chunks in zip(*[each.split(CHUNK, dim=2) for each in inputs]):
+            output, matrices = apply_delta_rule(matrices, *chunks)
             outputs.append(output)
         states = torch.cat((matrices.flatten(1), window.flatten(1)), dim=-1)
         return torch.cat(outputs, dim=2).transpose(1, 2), states
@@ -192,12 +199,12 @@ def convolve(x: Tensor, window: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]
 
 
 def apply_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, log_decay: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute n tokens of the gated delta rule, with one head per leading index.
 
-    query and key are [..., n, key_dim], value [..., n, value_dim], beta and log_decay [..., n], and
-    state is S [..., key_dim, value_dim]. Return the outputs [..., n, value_dim] and the next S.
+    state is S [..., key_dim, value_dim], query and key are [..., n, key_dim], value [..., n,
+    value_dim], beta and log_decay [..., n]. Return the outputs [..., n, value_dim] and the next S.
 
     Token t adds k_t u_t^T to S, and all earlier parts of S decay:
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.layers.quantized import WeightLike, multiply
+from nanovllm.layers.quantized import QuantizedWeight, multiply
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
 
@@ -31,7 +31,7 @@ class Target:
     tensor.
     """
 
-    destination: WeightLike
+    destination: Tensor | QuantizedWeight
     dim: int = 0
     start: int = 0
     full_size: int | None = None
@@ -91,12 +91,12 @@ class ColumnParallelLinear(Linear):
         tp: TensorParallel = ALONE,
         unit: int = 1,
     ) -> None:
-        shards = [tp.divide(full_size, unit) for _, full_size in parts]
-        shard_sizes = [size for size, _ in shards]
+        # This rank's shard of each part, and where it starts.
+        shard_sizes, starts = zip(*[tp.divide(full_size, unit) for _, full_size in parts])
         super().__init__(in_features, sum(shard_sizes), bias, dtype, tp)
         self.projections = parts
         self.shard_sizes = shard_sizes
-        self.starts = [start for _, start in shards]  # of this rank's shard in each part
+        self.starts = starts
 
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
         parent = name.rpartition(".")[0]

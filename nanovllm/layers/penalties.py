@@ -6,24 +6,13 @@ is no state that a preemption or an interrupt could make invalid.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.layers.sampler import Row
 from nanovllm.utils.packing import to_device
-
-
-class Row(Protocol):
-    """What the logits of a row depend on: the tokens before it, and the parameters."""
-
-    token_ids: list[int]  # prompt tokens, then generated tokens
-    num_prompt_tokens: int
-    min_num_tokens: int  # fewer tokens cannot be followed by a stop token
-    stop_token_ids: frozenset[int]
-    params: SamplingParams
 
 
 def apply_penalties(logits: Tensor, seqs: Sequence[Row]) -> Tensor:
@@ -34,31 +23,22 @@ def apply_penalties(logits: Tensor, seqs: Sequence[Row]) -> Tensor:
     penalized = [row for row, seq in enumerate(seqs) if seq.params.penalizes]
     if penalized:
         logits = penalize(logits.float(), penalized, [seqs[row] for row in penalized])
-    return ban_stop_tokens(add_biases(logits, seqs), seqs)
+    return add_biases(logits, seqs)
 
 
 def add_biases(logits: Tensor, seqs: Sequence[Row]) -> Tensor:
+    """Add logit_bias, and -inf to the tokens that would end a sequence before min_tokens."""
     biased: list[tuple[int, int, float]] = []  # row, token id, bias
     for row, seq in enumerate(seqs):
-        if seq.params.logit_bias is not None:
-            biased += [(row, *item) for item in seq.params.logit_bias.items()]
+        biases = dict(seq.params.logit_bias or {})
+        if len(seq.token_ids) < seq.min_num_tokens:
+            biases.update(dict.fromkeys(seq.stop_token_ids, -torch.inf))
+        biased += [(row, *item) for item in biases.items()]
     if not biased:
         return logits
-    rows, token_ids, biases = to_device(np.array(biased), logits.device).T
+    rows, token_ids, numbers = to_device(np.array(biased), logits.device).T
     indices = (rows.long(), token_ids.long())  # float64 holds them exactly
-    return logits.float().index_put(indices, biases.float(), accumulate=True)
-
-
-def ban_stop_tokens(logits: Tensor, seqs: Sequence[Row]) -> Tensor:
-    """Ban the tokens that would end a sequence before min_tokens."""
-    banned: list[tuple[int, int]] = []  # row, token id
-    for row, seq in enumerate(seqs):
-        if len(seq.token_ids) < seq.min_num_tokens:
-            banned += [(row, token_id) for token_id in seq.stop_token_ids]
-    if not banned:
-        return logits
-    rows, token_ids = to_device(np.array(banned), logits.device).T
-    return logits.index_put((rows, token_ids), logits.new_full((), -torch.inf))
+    return logits.float().index_put(indices, numbers.float(), accumulate=True)
 
 
 def penalize(logits: Tensor, rows: list[int], seqs: Sequence[Row]) -> Tensor:

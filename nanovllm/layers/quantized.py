@@ -21,7 +21,7 @@ References: Frantar et al. 2022 (GPTQ); Lin et al. 2023 (AWQ); llama.cpp's Q4_1 
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,24 +41,6 @@ class Scheme:
     def bytes_per_weight(self) -> float:
         """Bytes of a code, and its fraction of the scale and the zero of its group."""
         return self.bits / 8 + (4 + 2) / self.group_size
-
-    @property
-    def largest_code(self) -> int:
-        return (1 << self.bits) - 1
-
-
-class WeightLike(Protocol):
-    """What models/weights.py needs of a weight that it fills: a Tensor or a QuantizedWeight."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    def new_empty(self, size: list[int], /) -> Tensor:
-        """Make a float tensor of the weight's dtype and device."""
-
-    def __getitem__(self, index: Any, /) -> Any: ...
-
-    def copy_(self, source: Any, /) -> Any: ...
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
@@ -111,10 +93,11 @@ class QuantizedWeight(nn.Module):
         groups = F.pad(weight.float(), padding).unflatten(-1, (-1, scheme.group_size))
         low = groups.amin(-1, keepdim=True).clamp_(max=0.0)
         high = groups.amax(-1, keepdim=True).clamp_(min=0.0)
-        scales = (high - low) / scheme.largest_code
+        largest_code = (1 << scheme.bits) - 1
+        scales = (high - low) / largest_code
         inverse = (1 / scales).masked_fill_(scales == 0, 0.0)
         zeros = (-low * inverse).round_()
-        rounded = (groups * inverse).round_().add_(zeros).clamp_(0, scheme.largest_code)
+        rounded = (groups * inverse).round_().add_(zeros).clamp_(0, largest_code)
         codes = rounded.to(torch.uint8).flatten(-2)[..., :in_features].contiguous()  # for kernels
         return cls.from_codes(scheme, weight.dtype, codes, scales.squeeze(-1), zeros.squeeze(-1))
 
@@ -131,13 +114,14 @@ class QuantizedWeight(nn.Module):
         repeated = per_group.repeat_interleave(self.scheme.group_size, dim=-1)
         return repeated[..., : self.in_features]
 
-    # The methods of WeightLike.
+    # What models/weights.py needs of a weight that it fills, as a Tensor has it.
 
     @property
     def shape(self) -> torch.Size:
         return torch.Size((*self.codes.shape[:-1], self.in_features))
 
     def new_empty(self, shape: list[int]) -> Tensor:
+        """Make a float tensor of the weight's dtype and device."""
         return self.scales.new_empty(shape, dtype=self.dtype)
 
     def __getitem__(self, index: Any) -> "QuantizedWeight":

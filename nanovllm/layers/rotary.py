@@ -25,7 +25,7 @@ class RopeSpec:
         A GPU rounds differently, and one unit in the last place is up to 2.0e-3 rad at position
         32,768.
         """
-        pairs = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
+        pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
         return cls(tuple((1.0 / theta**pairs).tolist()))
 
 

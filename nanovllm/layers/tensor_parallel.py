@@ -5,7 +5,6 @@ several models. A single rank has no process group, and its collectives have no 
 """
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,50 +15,22 @@ FIRST_PART = 8192  # elements of the first broadcast, the length included; most 
 
 
 @dataclass(eq=False)
-class Mailbox:
-    """Messages from rank 0 to all others, in host memory.
-
-    A rank that waits for a message does not spin, and no GPU is involved. On a CPU, `group` is that
-    of TensorParallel.
-    """
-
-    group: Any = None  # a ProcessGroupGloo. None: a single rank
-    # The length and the first part of a message: int32 [FIRST_PART] on the host.
-    first: Tensor = field(
-        default_factory=partial(torch.empty, FIRST_PART, dtype=torch.int32, device="cpu")
-    )
-
-    def send(self, message: Tensor) -> None:
-        """Send int32 [num_numbers] on the host from rank 0 to all ranks that call `receive`.
-
-        This is one broadcast, or two if the message is long.
-        """
-        self.first[0] = len(message)
-        self.first[1 : len(message) + 1] = message[: FIRST_PART - 1]
-        self.group.broadcast(self.first, 0).wait()
-        if len(message) >= FIRST_PART:
-            self.group.broadcast(message[FIRST_PART - 1 :], 0).wait()
-
-    def receive(self) -> Tensor:
-        """Wait for the next message of rank 0. It is valid until the message after it."""
-        self.group.broadcast(self.first, 0).wait()
-        num_numbers = int(self.first[0])
-        if num_numbers < FIRST_PART:
-            return self.first[1 : num_numbers + 1]
-        rest = self.first.new_empty(num_numbers + 1 - FIRST_PART)
-        self.group.broadcast(rest, 0).wait()
-        return torch.cat((self.first[1:], rest))
-
-
-@dataclass(eq=False)
 class TensorParallel:
-    """One rank and its collectives. The default is a single rank."""
+    """One rank, its collectives, and messages from rank 0. The default is a single rank.
+
+    Messages are in host memory. A rank that waits for one does not spin, and no GPU is involved.
+    """
 
     rank: int = 0
     size: int = 1
     # A ProcessGroupGloo or ProcessGroupNCCL, whose methods torch does not annotate.
     group: Any = None
-    mailbox: Mailbox = field(default_factory=Mailbox, repr=False)
+    host_group: Any = None  # a ProcessGroupGloo, on a CPU that of `group`
+    # The length and the first part of a message: int32 [FIRST_PART] on the host.
+    first_part: Tensor = field(
+        default_factory=lambda: torch.empty(FIRST_PART, dtype=torch.int32, device="cpu"),
+        repr=False,
+    )
 
     def divide(self, size: int, unit: int = 1) -> tuple[int, int]:
         """Return how many of `size` features this rank has, and the index of its first one.
@@ -75,7 +46,7 @@ class TensorParallel:
     def leave(self) -> None:
         """Drop the groups, which ends them, because all layers of a rank share this object."""
         self.group = None
-        self.mailbox.group = None
+        self.host_group = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x over all ranks, in place."""
@@ -96,8 +67,29 @@ class TensorParallel:
         if self.group is None:
             return numbers
         smallest = torch.tensor(numbers, device="cpu")
-        self.mailbox.group.allreduce(smallest, dist.ReduceOp.MIN).wait()
+        self.host_group.allreduce(smallest, dist.ReduceOp.MIN).wait()
         return smallest.tolist()
+
+    def send(self, message: Tensor) -> None:
+        """Send int32 [num_numbers] on the host from rank 0 to all ranks that call `receive`.
+
+        This is one broadcast, or two if the message is long.
+        """
+        self.first_part[0] = len(message)
+        self.first_part[1 : len(message) + 1] = message[: FIRST_PART - 1]
+        self.host_group.broadcast(self.first_part, 0).wait()
+        if len(message) >= FIRST_PART:
+            self.host_group.broadcast(message[FIRST_PART - 1 :], 0).wait()
+
+    def receive(self) -> Tensor:
+        """Wait for the next message of rank 0. It is valid until the message after it."""
+        self.host_group.broadcast(self.first_part, 0).wait()
+        num_numbers = int(self.first_part[0])
+        if num_numbers < FIRST_PART:
+            return self.first_part[1 : num_numbers + 1]
+        rest = self.first_part.new_empty(num_numbers + 1 - FIRST_PART)
+        self.host_group.broadcast(rest, 0).wait()
+        return torch.cat((self.first_part[1:], rest))
 
 
 ALONE = TensorParallel()

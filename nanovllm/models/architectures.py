@@ -49,21 +49,23 @@ def read_spec(
         name = next(iter(config.architectures or ()), None)
         family = ARCHITECTURES[check_choice("architectures[0]", name, tuple(ARCHITECTURES))]
         check_choice("dtype", str(dtype).removeprefix("torch."), DTYPES)
-        given = {name: getattr(config, name) for name in family.supported}
-        check_supported(given, **family.supported)
+        check_supported(vars(config), **family.supported)
         read = {**_read_fields(config, family.spec, family.names), **family.fixed}
         computed = family.compute(config, read)
         quantized = read_quantization(config, quantization)
         spec = family.spec(**{**read, **computed, "dtype": dtype, "quantization": quantized})
-        _check_ranks(spec, num_ranks)
+        _check_ranks(spec, family.names, num_ranks)
         return spec
 
 
-def _check_ranks(spec: ModelSpec, num_ranks: int) -> None:
-    for name, size in spec.divided_sizes.items():
+def _check_ranks(spec: ModelSpec, names: Mapping[str, str], num_ranks: int) -> None:
+    for field in spec.divided_fields:
+        size = getattr(spec, field)
         if size % num_ranks != 0:
-            problem = f"tensor_parallel_size={num_ranks} does not divide {name}={size}"
-            raise ValueError(f"{problem}: use a divisor of it")
+            raise ValueError(
+                f"tensor_parallel_size={num_ranks} does not divide {names[field]}={size}:"
+                " use a divisor of it"
+            )
     num_kv_heads = spec.num_kv_heads
     if num_kv_heads % num_ranks != 0 and num_ranks % num_kv_heads != 0:
         raise ValueError(
@@ -129,13 +131,14 @@ def _check_layer_types(config: PretrainedConfig, max_len: int, supported: tuple[
 
 def _compute_moe(config: PretrainedConfig, given: Fields) -> Fields:
     sparse_step = check_int("decoder_sparse_step", config.decoder_sparse_step, 1, MAX_SIZE)
-    dense_layers: set[int] = set()
-    for layer in range(given["num_layers"]):
-        if (layer + 1) % sparse_step != 0 or layer in config.mlp_only_layers:
-            dense_layers.add(layer)
+    dense_layers = frozenset(
+        layer
+        for layer in range(given["num_layers"])
+        if (layer + 1) % sparse_step != 0 or layer in config.mlp_only_layers
+    )
     num_chosen = given["num_experts_per_tok"]
     check_int("num_experts_per_tok", num_chosen, 1, given["num_experts"])
-    return {**_compute_decoder(config, given), "dense_layers": frozenset(dense_layers)}
+    return {**_compute_decoder(config, given), "dense_layers": dense_layers}
 
 
 def _compute_qwen3_5(config: PretrainedConfig, given: Fields) -> Fields:
@@ -177,9 +180,8 @@ def _read_rope(
     if rope_type in ("default", "dynamic"):  # "dynamic" changes only contexts above max_len
         spec = RopeSpec.from_base(rope["rope_theta"], int(head_dim * share))
     else:
-        cpu = torch.device("cpu")
-        with cpu:
-            inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](config, cpu)
+        with torch.device("cpu"):
+            inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](config)
         spec = RopeSpec(tuple(inv_freq.tolist()), attention_factor)
     max_len = config.max_position_embeddings  # llama3's includes the extension
     if rope_type == "yarn":

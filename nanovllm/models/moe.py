@@ -37,11 +37,10 @@ class MoESpec(DecoderSpec):
     dense_layers: frozenset[int]
 
     @property
-    def divided_sizes(self) -> dict[str, int]:
-        sizes = super().divided_sizes
-        if not self.dense_layers:
-            del sizes["intermediate_size"]
-        return {**sizes, "moe_intermediate_size": self.expert_size}
+    def divided_fields(self) -> tuple[str, ...]:
+        if self.dense_layers:
+            return *super().divided_fields, "expert_size"
+        return "num_heads", "expert_size"
 
     def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
         return MLP(self, tp) if layer in self.dense_layers else MoE(self, tp)

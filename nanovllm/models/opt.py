@@ -34,10 +34,6 @@ class OPTSpec(ModelSpec):
     norm_has_weights: bool
     bias: bool  # for the projections in layers; project_in and project_out have none
 
-    @property
-    def divided_sizes(self) -> dict[str, int]:
-        return {"num_attention_heads": self.num_heads, "ffn_dim": self.intermediate_size}
-
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
         return self.add_head(OPTDecoder(self, backend, tp), self.embedding_size, tp)
 
@@ -57,10 +53,8 @@ class OPTAttention(nn.Module):
         self.out_proj = RowParallelLinear(size, size, spec.bias, spec.dtype, tp)
 
     def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
-        query, key, value = self.qkv_proj(x).chunk(3, dim=-1)
-        query = query.unflatten(-1, (-1, self.head_dim))  # [num_tokens, num_heads, head_dim]
-        key = key.unflatten(-1, (-1, self.head_dim))
-        value = value.unflatten(-1, (-1, self.head_dim))
+        vectors = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        query, key, value = vectors.chunk(3, dim=1)  # each [num_tokens, num_heads, head_dim]
         self.backend.store_kvcache(key, value, kv_cache, batch.slot_mapping)
         attended = self.backend.attend(query.contiguous(), kv_cache, batch, self.head_dim**-0.5)
         return self.out_proj(attended.flatten(1))

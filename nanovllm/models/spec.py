@@ -52,12 +52,9 @@ class ModelSpec:
     quantization: Quantization = NOT_QUANTIZED
 
     @property
-    def divided_sizes(self) -> dict[str, int]:
-        """Sizes that the number of ranks must divide, by their names in config.json."""
-        return {
-            "num_attention_heads": self.num_heads,
-            "intermediate_size": self.intermediate_size,
-        }
+    def divided_fields(self) -> tuple[str, ...]:
+        """Fields of sizes that the number of ranks must divide."""
+        return "num_heads", "intermediate_size"
 
     @property
     def state_size(self) -> int:

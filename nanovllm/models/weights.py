@@ -18,7 +18,7 @@ from nanovllm.checkpoints.formats import Format
 from nanovllm.checkpoints.tensor_files import TensorFiles, summarize
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.linear import Target
-from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
+from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.quantized_layers import quantize_layers
 from nanovllm.models.spec import CausalLM, ModelSpec
 from nanovllm.utils.checks import naming
@@ -33,7 +33,7 @@ def allocate_model(
     backend: Backend,
     device: torch.device,
     files: TensorFiles | None,
-    tp: TensorParallel = ALONE,
+    tp: TensorParallel,
 ) -> CausalLM:
     """Make a model whose parameters are allocated on `device`, but not filled.
 
@@ -60,9 +60,9 @@ def _check_size(model: nn.Module, sizes: str, device: torch.device) -> None:
         memory = torch.cuda.get_device_properties(device).total_memory
     num_bytes = count_bytes(model)
     if num_bytes > memory:
-        needed, present = (f"{number / 1e9:.0f} GB" for number in (num_bytes, memory))
         raise ValueError(
-            f"{sizes}: a rank's weights need {needed}, but {device} has {present}:"
+            f"{sizes}: a rank's weights need {num_bytes / 1e9:.0f} GB,"
+            f" but {device} has {memory / 1e9:.0f} GB:"
             " use quantization, or raise tensor_parallel_size"
         )
 

@@ -1,17 +1,19 @@
 """The process groups in which the ranks of a model meet."""
 
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nanovllm.layers.tensor_parallel import Mailbox, TensorParallel
+from nanovllm.layers.tensor_parallel import TensorParallel
 
 _FOREVER = timedelta(days=365)  # an idle engine must not run into a timeout
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """Where one of several ranks runs."""
 
     rank: int
@@ -28,7 +30,6 @@ def connect(device: torch.device, size: int, place: Place) -> TensorParallel:
     group: Any = host_group  # see TensorParallel
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        group = dist.ProcessGroupNCCL(
-            place.store, place.rank, size, dist.ProcessGroupNCCL.Options()
-        )
-    return TensorParallel(place.rank, size, group, Mailbox(host_group))
+        options = dist.ProcessGroupNCCL.Options()
+        group = dist.ProcessGroupNCCL(place.store, place.rank, size, options)
+    return TensorParallel(place.rank, size, group, host_group)

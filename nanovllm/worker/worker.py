@@ -47,7 +47,7 @@ class Worker:
     def execute(self, batch: Batch) -> Tensor:
         """As `compute`, on rank 0. The other ranks compute their shares in `serve`."""
         if self.tp.size > 1:
-            self.tp.mailbox.send(pack(batch))
+            self.tp.send(pack(batch))
         return self.compute(batch)
 
     @torch.inference_mode()
@@ -69,7 +69,7 @@ class Worker:
         """Compute this rank's share of the batches that rank 0 runs, until rank 0 disconnects."""
         while True:
             try:
-                message = self.tp.mailbox.receive()
+                message = self.tp.receive()
             except RuntimeError:  # the connection has ended
                 return
             for rows in self.compute(unpack(message)).split(self.max_num_logits):

@@ -45,7 +45,7 @@ from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.engine import model_runner
 from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cuda import attention, graphs, layers, quantized
-from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
+from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.quantized import Scheme
 from nanovllm.layers.sampler import Sampler
@@ -127,9 +127,7 @@ def launch_quantized(dtype, scheme):
 @torch.inference_mode()
 def launch_gated_delta(dtype, heads):
     """Launch a mixed step and decodes, with inputs that are parts of one projection."""
-    layer = GatedDeltaRule(
-        *heads, key_dim=128, value_dim=128, conv_size=4, norm_eps=1e-6, dtype=dtype
-    )
+    layer = GatedDeltaRule(DeltaSizes(*heads, 128, 128, conv_size=4), norm_eps=1e-6, dtype=dtype)
     kernelize(layer, torch.device("cuda"), dtype)
     sizes = [sum(layer.qkv_sizes), layer.qkv_sizes[2], layer.num_value_heads, layer.num_value_heads]
     states = torch.empty(1, layer.matrices_size + 3 * sizes[0])

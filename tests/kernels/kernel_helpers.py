@@ -16,7 +16,7 @@ from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cpu import layers as cpu_layers
 from nanovllm.kernels.cpu.gated_delta import FastGatedDeltaRule
 from nanovllm.layers import attention as torch_backend
-from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
+from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
 from nanovllm.layers.tensor_parallel import ALONE
@@ -159,7 +159,7 @@ def compare_attention(backend, query, kv_cache, batch, tolerance=None):
 
 def make_delta_rule(shape, dtype=torch.float32, conv_size=4):
     """Make a plain layer, always with the same weights. Its states forget slowly."""
-    layer = randomize(GatedDeltaRule(*shape, conv_size, norm_eps=1e-6, dtype=dtype))
+    layer = randomize(GatedDeltaRule(DeltaSizes(*shape, conv_size), norm_eps=1e-6, dtype=dtype))
     layer.A_log -= 4
     return layer
 

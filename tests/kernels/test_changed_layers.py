@@ -59,7 +59,7 @@ SPECS = {
 # Attributes that the walk leaves out, and why.
 EXCLUDED = {
     "alone it contradicts the shapes of the weights": [
-        *["head_dim", "q_size", "kv_size", "key_dim", "value_dim", "num_key_heads"],
+        *["head_dim", "num_vectors", "key_dim", "value_dim", "num_key_heads"],
         *["num_value_heads", "qkv_sizes", "matrices_size", "projections", "shard_sizes", "starts"],
         *["num_ids", "normalized_shape", "num_embeddings", "embedding_dim"],
     ],

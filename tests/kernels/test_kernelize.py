@@ -28,7 +28,7 @@ from nanovllm.kernels.attention_check import check_backend
 from nanovllm.kernels.cpu import library
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.tensor_parallel import ALONE
-from nanovllm.models.decoder import Attention, DecoderLayer, DecoderLayers
+from nanovllm.models.decoder import Attention, DecoderLayers
 
 
 def import_triton_backend():
@@ -37,7 +37,7 @@ def import_triton_backend():
 
 def make_decoder_layers(backend):
     spec = make_spec(torch.float32, qk_norm=True)
-    return randomize(DecoderLayers(DecoderLayer(spec, i, backend, ALONE) for i in range(2)))
+    return randomize(DecoderLayers(spec.make_layer(i, backend, ALONE) for i in range(2)))
 
 
 @needs_triton

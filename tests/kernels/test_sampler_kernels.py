@@ -16,7 +16,7 @@ from nanovllm.batch import SamplingBatch
 from nanovllm.engine import model_runner
 from nanovllm.kernels.fallback import report_once
 from nanovllm.kernels.sampler import OptimizedSampler
-from nanovllm.layers import sampling_batch
+from nanovllm.layers import sampler as plain_sampler
 from nanovllm.layers.sampler import Sampler
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -132,7 +132,7 @@ def test_a_new_option_of_the_plain_sampler_works_with_kernels(make_llm, monkeypa
     monkeypatch.setattr("nanovllm.layers.sampler.filter_logits", allow_one_token)
 
     def make_batch(*args):
-        batch = sampling_batch.make_sampling_batch(*args)
+        batch = plain_sampler.make_sampling_batch(*args)
         if batch.filters is None:
             return batch
         return replace(batch, filters=change(batch.filters, only=7))

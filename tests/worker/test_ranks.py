@@ -170,13 +170,13 @@ def test_long_messages_arrive(monkeypatch):
     def receive():
         tp = join(1)
         for _ in messages:
-            received.append(tp.mailbox.receive().tolist())
+            received.append(tp.receive().tolist())
 
     thread = threading.Thread(target=receive)
     thread.start()
     tp = join(0)
     for message in messages:
-        tp.mailbox.send(message)
+        tp.send(message)
     thread.join(60)
     assert received == [message.tolist() for message in messages]
     assert not nccl.return_value.mock_calls
