@@ -40,7 +40,10 @@ class DecoderSpec(ModelSpec):
         return self.add_head(Decoder(self, backend, tp), self.hidden_size, tp)
 
     def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
-        return DecoderLayer(self, layer, Attention(self, backend, tp), tp)
+        return DecoderLayer(self, layer, backend, tp)
+
+    def make_attention(self, backend: Backend, tp: TensorParallel) -> "Attention":
+        return Attention(self, backend, tp)
 
     def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
         return MLP(self, tp)
@@ -50,7 +53,7 @@ class DecoderSpec(ModelSpec):
 
 
 class Attention(nn.Module):
-    NUM_GATES = 0  # vectors in q_proj for each query. Their sigmoids multiply the output
+    NUM_QUERY_PARTS = 1  # vectors per query head in q_proj. Qwen3.5 adds a gate
 
     def __init__(self, spec: DecoderSpec, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
@@ -62,7 +65,7 @@ class Attention(nn.Module):
         self.qkv_proj = ColumnParallelLinear(
             spec.hidden_size,
             [
-                ("q_proj", (1 + self.NUM_GATES) * total_q_size),
+                ("q_proj", self.NUM_QUERY_PARTS * total_q_size),
                 ("k_proj", total_kv_size),
                 ("v_proj", total_kv_size),
             ],
@@ -79,18 +82,27 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos_sin: CosSin, kv_cache: Tensor, batch: Batch) -> Tensor:
         vectors = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
-        queries, key, value = vectors.split(self.num_vectors, dim=1)
-        # query and gates are [num_tokens, num_heads, head_dim], key and value have num_kv_heads.
-        query, *gates = queries.unflatten(1, (-1, 1 + self.NUM_GATES)).unbind(2)
+        # query is [num_tokens, num_heads, head_dim]. key and value have num_kv_heads.
+        query, key, value = vectors.split(self.num_vectors, dim=1)
+        attended = self.attend(query, key, value, cos_sin, kv_cache, batch)
+        return self.o_proj(attended.flatten(1))
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos_sin: CosSin,
+        kv_cache: Tensor,
+        batch: Batch,
+    ) -> Tensor:
+        """Store K/V and attend to each context. Return [num_tokens, num_heads, head_dim]."""
         query = self.norm_and_rotate(query, self.q_norm, cos_sin)
         key = self.norm_and_rotate(key, self.k_norm, cos_sin)
         # Write K/V first, then read through the block table. The tokens of this step are then
         # ordinary context, also for other sequences that share their blocks.
         self.backend.store_kvcache(key, value, kv_cache, batch.slot_mapping)
-        attended = self.backend.attend(query, kv_cache, batch, self.scale)
-        for gate in gates:
-            attended = attended * gate.sigmoid()
-        return self.o_proj(attended.flatten(1))
+        return self.backend.attend(query, kv_cache, batch, self.scale)
 
     def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: CosSin) -> Tensor:
         if norm is not None:
@@ -114,12 +126,10 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(
-        self, spec: DecoderSpec, layer: int, attention: Attention, tp: TensorParallel
-    ) -> None:
+    def __init__(self, spec: DecoderSpec, layer: int, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
         self.input_layernorm = spec.make_norm(spec.hidden_size)
-        self.self_attn = attention
+        self.self_attn = spec.make_attention(backend, tp)
         self.post_attention_layernorm = spec.make_norm(spec.hidden_size)
         self.mlp = spec.make_mlp(layer, tp)
 

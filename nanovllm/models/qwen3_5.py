@@ -38,7 +38,7 @@ class Qwen35Spec(DeltaSizes, DecoderSpec):
 
     def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
         if self.has_attention(layer):
-            return DecoderLayer(self, layer, GatedAttention(self, backend, tp), tp)
+            return DecoderLayer(self, layer, backend, tp)
         return DeltaLayer(self, layer, tp)
 
     def make_norm(self, size: int) -> RMSNorm:
@@ -48,7 +48,14 @@ class Qwen35Spec(DeltaSizes, DecoderSpec):
 class GatedAttention(Attention):
     """Attention whose output is multiplied by a gate. q_proj has a query and a gate per head."""
 
-    NUM_GATES = 1
+    NUM_QUERY_PARTS = 2
+
+    def forward(self, x: Tensor, cos_sin: CosSin, kv_cache: Tensor, batch: Batch) -> Tensor:
+        vectors = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        query_gate, key, value = vectors.split(self.num_vectors, dim=1)
+        query, gate = query_gate.unflatten(1, (-1, 2)).unbind(2)
+        attended = self.attend(query, key, value, cos_sin, kv_cache, batch)
+        return self.o_proj((attended * gate.sigmoid()).flatten(1))
 
 
 class DeltaLayer(nn.Module):
