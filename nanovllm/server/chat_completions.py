@@ -205,10 +205,8 @@ class ChatReply(Reply):
         parser = self.parsers[index]
         if parser.reasoning_start == parser.reasoning_end:
             return 0
-        num_tokens = len(self.newest[index]["token_ids"])
-        if parser.reasoning_end is not None:
-            num_tokens = self._count_tokens(index, parser.reasoning_end)
-        return num_tokens - self._count_tokens(index, parser.reasoning_start)
+        num_before = self._count_tokens(index, parser.reasoning_start)
+        return self._count_tokens(index, parser.reasoning_end) - num_before
 
     def _count_tokens(self, index: int, num_chars: int) -> int:
         """Return how many tokens of a choice have a part of the text's first characters."""

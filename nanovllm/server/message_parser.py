@@ -103,9 +103,9 @@ class MessageParser:
         """Without tools, calls are content. `last_tag` is that of the prompt."""
         self.delta = Delta(is_parallel, is_after_tag=parses_reasoning or len(tools) > 0)
         self.in_reasoning = parses_reasoning and last_tag == THINK
-        # Where the reasoning begins and ends in the text. It has no end while it goes on.
+        # Where the reasoning begins and ends in the text. The end is set when it comes.
         self.reasoning_start = 0
-        self.reasoning_end: int | None = None if self.in_reasoning else 0
+        self.reasoning_end = 0
         self.may_end_reasoning = False  # after a call has, which some models write before </think>
         self.stream = TextStream()
         self.call_parser = CallParser(self.stream, tools, self._send_call)
@@ -129,7 +129,6 @@ class MessageParser:
                 self.stream.take(start + len(THINK))
                 self.in_reasoning = True
                 self.reasoning_start = self.stream.num_taken
-                self.reasoning_end = None
         while True:
             tag = yield from self._read_text()
             if not tag:
