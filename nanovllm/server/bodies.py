@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -24,12 +25,11 @@ MAX_TOTAL_BYTES = 2**28
 CONSTRAINTS = (b'"response_format"', b'"structured_outputs"', b'"tool_choice"')
 
 
+@dataclass(eq=False)
 class UncheckedGrammar(Exception):
     """A request needs a grammar that no process has compiled yet."""
 
-    def __init__(self, check: GrammarCheck) -> None:
-        super().__init__()
-        self.check = check
+    check: GrammarCheck
 
 
 class Bodies:
