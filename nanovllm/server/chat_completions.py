@@ -36,54 +36,50 @@ from nanovllm.utils.checks import check_bool, check_choice, check_int, check_typ
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-@dataclass(frozen=True)
-class ChatEndpoint:
-    """Reads chats. `model` is its name in replies."""
+def parse_chat(model: str, parses_reasoning: bool, body: JsonObject, llm: LLM) -> Generation:
+    """Return what a request generates, checked. `model` is its name in the reply.
 
-    model: str
-    parses_reasoning: bool = False
-
-    def parse(self, body: JsonObject, llm: LLM) -> Generation:
-        """Return what to generate, checked. Raises ApiError, mostly with the engine's message."""
-        given = select(body, CHAT)
-        with blaming(given):
-            stream = read_stream_options(given)
-            shows_reasoning = check_bool("include_reasoning", given.get("include_reasoning", True))
-            num_top = check_int("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
-            tools = choose_tools(given)
-            constraint = choose_constraint(given, tools)
-            params = read_params(
-                given,
-                llm,
-                structured_outputs=constraint.outputs,
-                max_tokens=_read_max_tokens(given, llm.max_model_len),
-                logprobs=_read_logprobs(given, num_top),
-            )
-        with blaming(given, "messages"):
-            # A grammar alone can make the model write a call, whatever its template shows.
-            shows_tools = not tools.required or llm.chat_template.uses_tools
-            prompt = encode_chat(given, tools.tools if shows_tools else [], llm)
-        last_tag = find_last_tag(prompt, read_continued(given), llm.vocabulary)
-        check_num_samples(given, "messages", 1, params)
-        with blaming(given, "messages", constraint.source):
-            outputs: Any = params.structured_outputs
-            if self.parses_reasoning and outputs is not None and last_tag != END_THINK:
-                # The constraint alone, because behind reasoning it would fail only when that ends.
-                llm.grammar_compiler.compile(params, params.n)
-                outputs = allow_reasoning(outputs, is_open=last_tag == THINK)
-                params = replace(params, structured_outputs=outputs)
-            prompts = llm.prepare_prompts([prompt], params)
-        reply = ChatReply(
-            self.model,
-            stream,
-            llm.vocabulary,
-            tools=tools,
-            last_tag=last_tag,
-            parses_reasoning=self.parses_reasoning,
-            shows_reasoning=shows_reasoning,
-            num_top=num_top,
+    Raises ApiError, mostly with the engine's message.
+    """
+    given = select(body, CHAT)
+    with blaming(given):
+        stream = read_stream_options(given)
+        shows_reasoning = check_bool("include_reasoning", given.get("include_reasoning", True))
+        num_top = check_int("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
+        tools = choose_tools(given)
+        constraint = choose_constraint(given, tools)
+        params = read_params(
+            given,
+            llm,
+            structured_outputs=constraint.outputs,
+            max_tokens=_read_max_tokens(given, llm.max_model_len),
+            logprobs=_read_logprobs(given, num_top),
         )
-        return Generation([reply.show_tags(prompt) for prompt in prompts], reply)
+    with blaming(given, "messages"):
+        # A grammar alone can make the model write a call, whatever its template shows.
+        shows_tools = not tools.required or llm.chat_template.uses_tools
+        prompt = encode_chat(given, tools.tools if shows_tools else [], llm)
+    last_tag = find_last_tag(prompt, read_continued(given), llm.vocabulary)
+    check_num_samples(given, "messages", 1, params)
+    with blaming(given, "messages", constraint.source):
+        outputs: Any = params.structured_outputs
+        if parses_reasoning and outputs is not None and last_tag != END_THINK:
+            # The constraint alone, because behind reasoning it would fail only when that ends.
+            llm.grammar_compiler.compile(params, params.n)
+            outputs = allow_reasoning(outputs, is_open=last_tag == THINK)
+            params = replace(params, structured_outputs=outputs)
+        prompts = llm.prepare_prompts([prompt], params)
+    reply = ChatReply(
+        model,
+        stream,
+        llm.vocabulary,
+        tools=tools,
+        last_tag=last_tag,
+        parses_reasoning=parses_reasoning,
+        shows_reasoning=shows_reasoning,
+        num_top=num_top,
+    )
+    return Generation([reply.show_tags(prompt) for prompt in prompts], reply)
 
 
 def _read_max_tokens(given: JsonObject, max_model_len: int) -> Any:

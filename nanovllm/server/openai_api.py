@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
 import prometheus_client as prometheus
@@ -19,17 +20,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from nanovllm import LLM, __version__
-from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.outputs import NAN_LOGITS
 from nanovllm.server.bodies import Bodies
 from nanovllm.server.cancellation import until_disconnect, until_stop
-from nanovllm.server.chat_completions import ChatEndpoint
-from nanovllm.server.completions import CompletionEndpoint
+from nanovllm.server.chat_completions import parse_chat
+from nanovllm.server.completions import parse_completion
 from nanovllm.server.engine_thread import EngineThread, Outputs
 from nanovllm.server.errors import ApiError, JsonObject
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import Middleware, respond, respond_error, show_path
-from nanovllm.server.replies import END, Generation, Reply, write_event
+from nanovllm.server.replies import END, Generation, write_event
 from nanovllm.server.tokenization import detokenize, tokenize
 from nanovllm.utils.checks import show
 
@@ -72,8 +72,8 @@ class Api:
     def make_app(self, routes: Sequence[Route] = (), is_local: bool = False) -> ASGIApp:
         """Make the app. `routes` come before the API's. `is_local`: see Middleware."""
         endpoints: dict[str, Endpoint] = {
-            "/v1/completions": CompletionEndpoint(self.model).parse,
-            "/v1/chat/completions": ChatEndpoint(self.model, self.parses_reasoning).parse,
+            "/v1/completions": partial(parse_completion, self.model),
+            "/v1/chat/completions": partial(parse_chat, self.model, self.parses_reasoning),
             "/tokenize": tokenize,
             "/detokenize": detokenize,
         }
@@ -115,12 +115,12 @@ class Api:
         if generation.reply.stream.is_stream:
             # The second header is for nginx.
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            events = self._stream(*generation)
+            events = self._stream(generation)
             return StreamingResponse(events, 200, headers, "text/event-stream")
-        return await until_disconnect(request, self._answer(*generation))
+        return await until_disconnect(request, self._answer(generation))
 
-    async def _serve(self, prompts: list[PreparedPrompt]) -> AsyncIterator[Outputs]:
-        async with self.engine.submit(prompts) as stream:
+    async def _serve(self, generation: Generation) -> AsyncIterator[Outputs]:
+        async with self.engine.submit(generation.prompts) as stream:
             async for outputs in self.metrics.measure(stream):
                 for output in outputs.values():
                     if output["error"] is not None:
@@ -129,19 +129,19 @@ class Api:
                         raise ApiError(f"the reply ended early: {output['error']}", status=status)
                 yield outputs
 
-    async def _stream(self, prompts: list[PreparedPrompt], reply: Reply) -> AsyncIterator[str]:
+    async def _stream(self, generation: Generation) -> AsyncIterator[str]:
         try:
-            async for outputs in self._serve(prompts):
-                yield reply.write_chunk(outputs)
+            async for outputs in self._serve(generation):
+                yield generation.reply.write_chunk(outputs)
         except ApiError as error:
             yield write_event(json.dumps(error.describe())) + END
         else:
-            yield reply.write_end()
+            yield generation.reply.write_end()
 
-    async def _answer(self, prompts: list[PreparedPrompt], reply: Reply) -> Response:
-        async for outputs in self._serve(prompts):
-            reply.take(outputs)
-        return respond(reply.write_whole())
+    async def _answer(self, generation: Generation) -> Response:
+        async for outputs in self._serve(generation):
+            generation.reply.take(outputs)
+        return respond(generation.reply.write_whole())
 
     def _check_model(self, name: object) -> None:
         if name not in (None, "", self.model, self.root):
