@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from nanovllm.server.call_parser import FUNCTION, CallParser
 from nanovllm.server.errors import JsonObject
-from nanovllm.server.text_stream import TextStream, Waiting
+from nanovllm.server.text_stream import Waiting
 from nanovllm.text.chat_template import Tool
 from nanovllm.text.vocabulary import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL, Vocabulary
 
@@ -107,8 +107,7 @@ class MessageParser:
         self.reasoning_start = 0
         self.reasoning_end = 0
         self.may_end_reasoning = False  # after a call has, which some models write before </think>
-        self.stream = TextStream()
-        self.call_parser = CallParser(self.stream, tools, self._send_call)
+        self.stream = CallParser(tools, self._send_call)
         self.call_tags = (TOOL_CALL, FUNCTION) if tools else ()
         self.num_without_calls = 0  # characters that were searched for calls in vain
         self.in_block = False  # in a block without a call
@@ -171,9 +170,9 @@ class MessageParser:
     def _read_calls(self, tag: str) -> Waiting[tuple[bool, int]]:
         """Read the calls at a tag that can begin some, see `CallParser.read_block`."""
         if tag == TOOL_CALL:
-            return (yield from self.call_parser.read_block(len(tag), self.in_reasoning))
+            return (yield from self.stream.read_block(len(tag), self.in_reasoning))
         # Some models leave out <tool_call>.
-        call, end = yield from self.call_parser.read_function(0, is_known=True)
+        call, end = yield from self.stream.read_function(0, is_known=True)
         if call is None:
             return False, end
         self._send_call(*call)
