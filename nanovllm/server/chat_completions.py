@@ -17,7 +17,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.server.constraints import choose_constraint
 from nanovllm.server.errors import JsonObject, blaming
 from nanovllm.server.logprobs import LogprobsWriter
-from nanovllm.server.message_parser import MessageParser, find_last_tag, read_continued
+from nanovllm.server.message_parser import MessageParser, find_last_tag
 from nanovllm.server.parameter_table import CHAT
 from nanovllm.server.parameters import (
     MAX_LOGPROBS,
@@ -59,7 +59,7 @@ def parse_chat(model: str, parses_reasoning: bool, body: JsonObject, llm: LLM) -
         # A grammar alone can make the model write a call, whatever its template shows.
         shows_tools = not tools.required or llm.chat_template.uses_tools
         prompt = encode_chat(given, tools.tools if shows_tools else [], llm)
-    last_tag = find_last_tag(prompt, read_continued(given), llm.vocabulary)
+    last_tag = find_last_tag(given, prompt, llm.vocabulary)
     check_num_samples(given, "messages", 1, params)
     with blaming(given, "messages", constraint.source):
         outputs: Any = params.structured_outputs

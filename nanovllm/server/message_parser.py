@@ -19,19 +19,15 @@ from nanovllm.text.vocabulary import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL,
 NUM_TAG_TOKENS = 24  # tokens at the end of a prompt that may be a tag and newlines
 
 
-def read_continued(given: JsonObject) -> str:
-    """Return the content of the message that a chat continues, or ""."""
-    if not given.get("continue_final_message"):
-        return ""
-    return str(given["messages"][-1].get("content"))
-
-
-def find_last_tag(prompt: list[int], continued: str, vocabulary: Vocabulary) -> str:
+def find_last_tag(given: JsonObject, prompt: list[int], vocabulary: Vocabulary) -> str:
     """Return <think> if a prompt ends inside reasoning, </think> if it ends behind it, or "".
 
     The tag is the last word of the prompt. Only in a message that is continued, other words can
     follow it.
     """
+    continued = ""
+    if given.get("continue_final_message"):
+        continued = str(given["messages"][-1].get("content"))
     end = "".join(map(vocabulary.name, prompt[-NUM_TAG_TOKENS:]))
     tags = re.findall(r"</?think>(?=\s*$)", end) + re.findall("</?think>", continued)
     return tags[-1] if tags else ""
