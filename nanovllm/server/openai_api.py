@@ -188,26 +188,23 @@ class Api:
         is_key = secrets.compare_digest(sent.strip().encode("latin-1"), self.api_key.encode())
         if scheme.lower() != "bearer" or not is_key:
             message = "this server needs its API key: Authorization: Bearer KEY"
-            raise HTTPException(401, message, {"WWW-Authenticate": "Bearer"})
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(message, status=401, headers=headers)
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
     """Turn an exception into an error object. uvicorn logs the traceback of unexpected ones."""
-    headers: dict[str, str] = {}
-    if isinstance(error, HTTPException):
-        headers |= error.headers or {}
-        message = error.detail
+    if isinstance(error, HTTPException):  # raised by Starlette's router
         path = show_path(request.scope)
+        headers = error.headers or {}
         if error.status_code == 404:
             endpoints = ", ".join(route.path_format for route in request.app.routes)
             message = f"Not Found: {path} is none of the endpoints {endpoints}"
-        elif error.status_code == 405:
+        else:
             message = f"{path} does not support {request.method}: use {headers['Allow']}"
-        error = ApiError(message, status=error.status_code)
+        error = ApiError(message, status=error.status_code, headers=headers)
     elif isinstance(error, ClientDisconnect):
         error = ApiError("the client has disconnected", status=499)
     elif not isinstance(error, ApiError):
         error = ApiError("internal error", status=500)
-    response = respond_error(error)
-    response.headers.update(headers)
-    return response
+    return respond_error(error)
