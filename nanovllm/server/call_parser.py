@@ -17,7 +17,6 @@ been cut off, and is no call.
 
 import json
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -57,18 +56,17 @@ class JsonText(NamedTuple):
 
 
 class CallParser(TextStream):
-    """A stream of text in which calls are parsed.
+    """A stream of text in which calls are parsed. MessageParser defines what `send` does."""
 
-    `send(name, arguments)` receives complete calls. A call in JSON can be sent in parts, of which
-    only the first one has a name.
-    """
-
-    def __init__(self, tools: list[Tool], send: Callable[[str, str], None]) -> None:
+    def __init__(self, tools: list[Tool]) -> None:
         super().__init__()
-        self.send = send
         self.schemas: dict[str, object] = {}  # function -> schema of its parameters
         for tool in tools:
             self.schemas[tool["function"]["name"]] = tool["function"].get("parameters") or {}
+
+    def send(self, name: str, arguments: str) -> None:
+        """Take a call. A call in JSON can come in parts, of which only the first one has a name."""
+        raise NotImplementedError
 
     def read_block(self, start: int, in_reasoning: bool) -> Waiting[tuple[bool, int]]:
         """Read the block whose text begins at `start`.
