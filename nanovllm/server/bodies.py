@@ -114,13 +114,12 @@ def _parse(data: bytearray, parse: Callable[[JsonObject], T], is_large: bool) ->
     The event loop waits for json.loads and for garbage collection, because they do not release the
     GIL. Garbage collection would make millions of lists take 6 times as long.
     """
-    pauses_collection = is_large and gc.isenabled()
-    if pauses_collection:
+    if is_large:
         gc.disable()
     try:
         return parse(_load(data))
     finally:
-        if pauses_collection:
+        if is_large:
             gc.enable()
 
 

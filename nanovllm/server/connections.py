@@ -39,8 +39,8 @@ def choose_max_connections() -> int:
 
 
 @cache  # because there can be thousands of such connections
-def report_limit(max_connections: int) -> None:
-    log(f"{max_connections} connections are open: others get a 503")
+def report_limit() -> None:
+    log(f"{choose_max_connections()} connections are open: others get a 503")
 
 
 class Connection(HttpToolsProtocol):
@@ -56,9 +56,8 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_timer()
-        max_connections = choose_max_connections()
-        if len(self.connections) > max_connections:
-            report_limit(max_connections)
+        if len(self.connections) > choose_max_connections():
+            report_limit()
             self._reject(503, "the server has no free connection: try again later")
 
     def connection_lost(self, exc: Exception | None) -> None:
