@@ -21,8 +21,7 @@ engine_thread.py       the thread that owns the engine
 
 Tools, formats and reasoning:
 
-tools.py               which tools a reply may call, and a grammar of required calls
-constraints.py         response_format and required calls as structured outputs
+constraints.py         tools and response_format as structured outputs
 message_parser.py      content, reasoning and tool calls in the text of a reply
 call_parser.py         the tool calls in that text
 parameter_values.py    values that a model writes without quotes

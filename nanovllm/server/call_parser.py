@@ -1,4 +1,4 @@
-"""Parses tool calls in the text of a reply, in the two forms of tools.py.
+"""Parses tool calls in the text of a reply, in the two forms of constraints.py.
 
 A block is the text between <tool_call> and </tool_call>: JSON objects and functions in tags. It is
 a block of calls only if no other text is in it. Models forget closing tags, and write tags into

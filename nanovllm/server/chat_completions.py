@@ -14,7 +14,7 @@ from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.engine.request import Request
 from nanovllm.features.structured_outputs.grammar_writer import allow_reasoning
 from nanovllm.outputs import RequestOutput
-from nanovllm.server.constraints import choose_constraint
+from nanovllm.server.constraints import ToolChoice, choose_constraint, choose_tools
 from nanovllm.server.errors import JsonObject, blaming
 from nanovllm.server.logprobs import LogprobsWriter
 from nanovllm.server.message_parser import MessageParser, find_last_tag
@@ -27,7 +27,6 @@ from nanovllm.server.parameters import (
     select,
 )
 from nanovllm.server.replies import Generation, Reply
-from nanovllm.server.tools import ToolChoice, choose_tools
 from nanovllm.text.chat_template import Tool
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.vocabulary import END_THINK, THINK
