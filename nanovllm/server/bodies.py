@@ -1,19 +1,22 @@
-"""Reads the JSON of requests, within limits on the size of one body and on the memory of all."""
+"""Reads the JSON of requests, within limits on the size of one body and on the memory of all.
+
+Work on a request is cancelled when its client disconnects, or when the engine stops.
+"""
 
 import asyncio
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from nanovllm.features.structured_outputs.grammars import GrammarCheck, run_check
-from nanovllm.server.cancellation import until_disconnect
+from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.errors import ApiError, JsonObject
 from nanovllm.server.grammar_checks import GrammarChecks
 from nanovllm.utils.checks import show
@@ -131,3 +134,31 @@ def _load(data: bytearray) -> JsonObject:
     if not isinstance(body, dict):
         raise ApiError(f"the body must be a JSON object, not {show(body)}")
     return body
+
+
+async def until_stop(engine: EngineThread, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, or cancel it and raise ApiError when the engine stops."""
+    return await _until(
+        engine.stopping.wait(), work, lambda: ApiError(str(engine.stop_reason), status=503)
+    )
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, or cancel it and raise ClientDisconnect when the client disconnects."""
+    # After the body, the only message is a disconnect.
+    return await _until(request.receive(), work, ClientDisconnect)
+
+
+async def _until(
+    end: Awaitable[Any], work: Coroutine[Any, Any, T], make_error: Callable[[], Exception]
+) -> T:
+    task = asyncio.create_task(work)
+    ending = asyncio.ensure_future(end)
+    try:
+        await asyncio.wait({task, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise make_error()
+        return task.result()
+    finally:
+        task.cancel()
+        ending.cancel()

@@ -116,8 +116,7 @@ def encode_chat(given: JsonObject, tools: list[Tool], llm: LLM) -> list[int]:
         add_generation_prompt=given.get("add_generation_prompt", True),
         continue_final_message=given.get("continue_final_message", False),
     )
-    (token_ids,) = prompts
-    return token_ids
+    return prompts[0]
 
 
 @dataclass

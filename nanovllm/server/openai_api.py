@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,7 @@ from starlette.types import ASGIApp
 
 from nanovllm import LLM, __version__
 from nanovllm.outputs import NAN_LOGITS
-from nanovllm.server.bodies import Bodies
-from nanovllm.server.cancellation import until_disconnect, until_stop
+from nanovllm.server.bodies import Bodies, until_disconnect, until_stop
 from nanovllm.server.chat_completions import parse_chat
 from nanovllm.server.completions import parse_completion
 from nanovllm.server.engine_thread import EngineThread, Outputs
@@ -58,7 +57,6 @@ class Api:
     engine: EngineThread
     model: str  # its name
     root: str  # the checkpoint, another valid name
-    _: KW_ONLY
     api_key: str | None = None
     allowed_origins: Sequence[str] = ()  # origins of web pages
     parses_reasoning: bool = False

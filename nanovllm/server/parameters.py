@@ -8,8 +8,14 @@ from typing import Any
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.server.errors import ApiError, JsonObject, blaming
-from nanovllm.server.neutral_parameters import PENALTY_RANGES, SYNONYMS
-from nanovllm.server.parameter_table import SAMPLING_FIELDS, STREAM_OPTIONS, Table, Use
+from nanovllm.server.parameter_table import (
+    PENALTY_RANGES,
+    SAMPLING_FIELDS,
+    STREAM_OPTIONS,
+    SYNONYMS,
+    Table,
+    Use,
+)
 from nanovllm.server.replies import StreamOptions
 from nanovllm.utils.checks import check_bool, check_int, check_type, invalid, show
 
