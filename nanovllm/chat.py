@@ -37,13 +37,12 @@ def answer(llm: LLM, messages: list[Message], params: SamplingParams) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m nanovllm.chat", description=__doc__)
-    parser.add_argument("model", nargs="?", default=DEMO_MODEL, help="default: the demo model")
-    parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
-    parser.add_argument("--max-tokens", type=int, default=512, help="per answer (default: 512)")
-    parser.add_argument(
-        "--quantization", choices=QUANTIZATIONS, help="quantize the weights while loading"
-    )
+    add = parser.add_argument
+    add("model", nargs="?", default=DEMO_MODEL, help="default: the demo model")
+    add("--system", metavar="TEXT", help="system prompt")
+    add("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    add("--max-tokens", type=int, default=512, help="per answer (default: 512)")
+    add("--quantization", choices=QUANTIZATIONS, help="quantize the weights while loading")
     args = parser.parse_args()
     try:
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)

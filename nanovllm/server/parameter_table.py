@@ -6,21 +6,13 @@ sampling parameter only needs a field of SamplingParams.
 """
 
 from dataclasses import fields
-from enum import Enum, auto
-from typing import Any
+from typing import Any, Literal
 
 from nanovllm import SamplingParams
 
-
-class Use(Enum):
-    """What happens to a parameter."""
-
-    READ = auto()
-    IGNORED = auto()
-
-
-# A list has the values at which a parameter changes nothing. Others are errors.
-Table = dict[str, Use | list[Any]]
+# What happens to a parameter. A list has the values at which it changes nothing. Other values are
+# errors.
+Table = dict[str, Literal["read", "ignored"] | list[Any]]
 
 # Parameters that other servers have. Clients of llama.cpp, Ollama, vLLM, KoboldCpp and
 # text-generation-webui always send some of them: hints on how to run the model, settings of
@@ -112,7 +104,7 @@ PENALTY_RANGES = "rep_pen_range repeat_last_n repetition_penalty_range"
 
 
 def read(names: str) -> Table:
-    return dict.fromkeys(names.split(), Use.READ)
+    return dict.fromkeys(names.split(), "read")
 
 
 SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"prompt_logprobs"}
@@ -123,9 +115,9 @@ _TEMPLATE = read(
     """
 )
 _COMMON: Table = {
-    **dict.fromkeys(IGNORED.split(), Use.IGNORED),
+    **dict.fromkeys(IGNORED.split(), "ignored"),
     **{name: values for values, names in NEUTRAL for name in names.split()},
-    **dict.fromkeys(SAMPLING_FIELDS, Use.READ),
+    **dict.fromkeys(SAMPLING_FIELDS, "read"),
     **read(PENALTY_RANGES),
     **read("model response_format stream stream_options"),
 }
@@ -155,5 +147,5 @@ TOKENIZE_CHAT: Table = {
 DETOKENIZE = read("model tokens")
 STREAM_OPTIONS: Table = {
     **read("include_usage continuous_usage_stats"),
-    "include_obfuscation": Use.IGNORED,
+    "include_obfuscation": "ignored",
 }

@@ -14,7 +14,6 @@ from nanovllm.server.parameter_table import (
     STREAM_OPTIONS,
     SYNONYMS,
     Table,
-    Use,
 )
 from nanovllm.server.replies import StreamOptions
 from nanovllm.utils.checks import check_bool, check_int, check_type, invalid, show
@@ -31,10 +30,10 @@ def select(body: JsonObject, table: Table, prefix: str = "") -> JsonObject:
     given: JsonObject = {}
     for name, value in body.items():
         use = table.get(name, [])
-        if value is None or use is Use.IGNORED:
+        if value is None or use == "ignored":
             continue
         value = _simplify(value)
-        if use is Use.READ:
+        if use == "read":
             given[name] = value
             continue
         accepted = list(use)
