@@ -21,7 +21,6 @@ from nanovllm.server.message_parser import MessageParser, find_last_tag
 from nanovllm.server.parameter_table import CHAT
 from nanovllm.server.parameters import (
     MAX_LOGPROBS,
-    check_num_samples,
     read_params,
     read_stream_options,
     select,
@@ -50,6 +49,7 @@ def parse_chat(model: str, parses_reasoning: bool, body: JsonObject, llm: LLM) -
         params = read_params(
             given,
             llm,
+            num_prompts=1,
             structured_outputs=constraint.outputs,
             max_tokens=_read_max_tokens(given, llm.max_model_len),
             logprobs=_read_logprobs(given, num_top),
@@ -59,7 +59,6 @@ def parse_chat(model: str, parses_reasoning: bool, body: JsonObject, llm: LLM) -
         shows_tools = not tools.required or llm.chat_template.uses_tools
         prompt = encode_chat(given, tools.tools if shows_tools else [], llm)
     last_tag = find_last_tag(given, prompt, llm.vocabulary)
-    check_num_samples(given, "messages", 1, params)
     with blaming(given, "messages", constraint.source):
         outputs: Any = params.structured_outputs
         if parses_reasoning and outputs is not None and last_tag != END_THINK:

@@ -20,7 +20,6 @@ from nanovllm.server.logprobs import LogprobsWriter
 from nanovllm.server.parameter_table import COMPLETION
 from nanovllm.server.parameters import (
     MAX_LOGPROBS,
-    check_num_samples,
     read_params,
     read_stream_options,
     select,
@@ -61,6 +60,7 @@ def parse_completion(model: str, body: JsonObject, llm: LLM) -> Generation:
     """
     given = select(body, COMPLETION)
     prompts: Any = given.get("prompt")
+    sent = list_prompts(prompts)
     max_tokens: Any = given.get("max_tokens", DEFAULT_MAX_TOKENS)
     logprobs: Any = given.get("logprobs")
     with blaming(given):
@@ -74,13 +74,12 @@ def parse_completion(model: str, body: JsonObject, llm: LLM) -> Generation:
         params = read_params(
             given,
             llm,
+            num_prompts=len(sent),
             structured_outputs=constraint.outputs,
             max_tokens=max(1, max_tokens) if is_echo else max_tokens,
             logprobs=logprobs,
             prompt_logprobs=logprobs if is_echo else None,
         )
-    sent = list_prompts(prompts)
-    check_num_samples(given, "prompt", len(sent), params)
     with blaming(given, "prompt", constraint.source):
         prepared = llm.prepare_prompts(prompts, params)
     echo = Echo(sent, params.n, is_all=max_tokens == 0) if is_echo else None

@@ -11,7 +11,6 @@ from nanovllm.text.prompt_encoder import PromptTooLong
 JsonObject = dict[str, Any]
 
 MAX_MESSAGE = 500  # characters of an error, because a client's input can be part of it
-RETRY_SECONDS = 5  # for clients that get a 503
 
 
 @dataclass(eq=False)
@@ -26,7 +25,7 @@ class ApiError(Exception):
 
     def __post_init__(self) -> None:
         if self.status == 503:
-            self.headers = {"Retry-After": str(RETRY_SECONDS)}
+            self.headers = {"Retry-After": "5"}  # seconds
 
     def describe(self) -> JsonObject:
         """Return OpenAI's error object."""
