@@ -13,7 +13,7 @@ from nanovllm import LLM
 from nanovllm.engine.input_processor import Prompt
 from nanovllm.llm import list_prompts
 from nanovllm.outputs import RequestOutput
-from nanovllm.server.constraints import choose_constraint
+from nanovllm.server.constraints import choose_constraint, choose_tools
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject, blaming
 from nanovllm.server.logprobs import LogprobsWriter
@@ -70,7 +70,7 @@ def parse_completion(model: str, body: JsonObject, llm: LLM) -> Generation:
             check_int("max_tokens", max_tokens, 0)
         if logprobs is not None:
             check_int("logprobs", logprobs, 0, MAX_LOGPROBS)
-        constraint = choose_constraint(given)
+        constraint = choose_constraint(given, choose_tools(given))
         params = read_params(
             given,
             llm,

@@ -44,11 +44,8 @@ class ToolChoice(NamedTuple):
 
     tools: list[Tool]  # that the reply may call
     required: list[Tool]  # of which it must call one
-    is_parallel: bool = True  # it may have several calls
-    is_named: bool = False  # the request names the function to call
-
-
-NO_TOOLS = ToolChoice([], [])
+    is_parallel: bool  # it may have several calls
+    is_named: bool  # the request names the function to call
 
 
 def choose_tools(given: JsonObject) -> ToolChoice:
@@ -80,7 +77,7 @@ class Constraint(NamedTuple):
     source: str = "structured_outputs"  # the parameter that they are made from, for errors
 
 
-def choose_constraint(given: JsonObject, tools: ToolChoice = NO_TOOLS) -> Constraint:
+def choose_constraint(given: JsonObject, tools: ToolChoice) -> Constraint:
     """Return what the parameters of a request, together, constrain."""
     schema = read_format(given)
     given_outputs = given.get("structured_outputs")
@@ -88,8 +85,9 @@ def choose_constraint(given: JsonObject, tools: ToolChoice = NO_TOOLS) -> Constr
         return Constraint(given_outputs)
     name = "tool_choice" if tools.required else "response_format"
     if given_outputs is not None:
-        meaning = "and structured_outputs both constrain the reply: leave one of them out"
-        raise invalid(name, meaning)
+        raise invalid(
+            name, "and structured_outputs both constrain the reply: leave one of them out"
+        )
     if tools.required:
         with naming_outputs("tools"):
             grammar = write_grammar(tools.required, tools.is_parallel)
@@ -134,8 +132,7 @@ def _write_alternatives(tools: ToolChoice, schema: Any) -> str:
         calls = write_grammar(tools.tools, tools.is_parallel, is_lenient=True)
     with naming_outputs("response_format"):
         text = write_rules(StructuredOutputsParams(json=schema))
-    parts = f"calls: %lark {{ {calls}\n}}\nformat: %lark {{ {text}\n}}"
-    return f"start: calls | format\n{parts}"
+    return f"start: calls | format\ncalls: %lark {{ {calls}\n}}\nformat: %lark {{ {text}\n}}"
 
 
 def _check_keys(name: str, value: JsonObject, known: list[str]) -> None:
