@@ -5,14 +5,13 @@
     python bench.py --engine nanovllm --json                   one line of JSON, the rest on stderr
     python bench.py --request-rate 2 4 8                       latencies of the scheduling policies
 
-This file has the workload, the timing and the ratio. The folder nanovllm/benchmark has the rest.
+This file has the workload and the timing. The folder nanovllm/benchmark has the rest.
 Loading and warm-up are not timed. Every run has different token ids, so that no prefix cache can
 reuse an earlier run. `python -m nanovllm.kernels.bench` times single kernels.
 """
 
 import json
 import random
-import statistics
 import sys
 import time
 from argparse import Namespace
@@ -65,10 +64,7 @@ def compare(engines: dict[str, Engine], runs: list[list[Request]], table: Table)
             seconds = time_run(name, engine, requests)
             times[name].append(seconds)
             table.print_row(f"{name} {number}", seconds, engine.stats)
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-    first, *others = medians
-    ratios = {f"{first}/{other}": medians[other] / medians[first] for other in others}
-    return table.summarize(engines, times=times, medians=medians, ratios=ratios)
+    return table.summarize(engines, times)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -8,7 +8,6 @@ import time
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.config import QUANTIZATIONS
-from nanovllm.outputs import RequestOutput
 from nanovllm.text.chat_template import Message
 
 
@@ -16,7 +15,7 @@ def answer(llm: LLM, messages: list[Message], params: SamplingParams) -> str:
     """Print the next message of a conversation as it is generated, then its figures."""
     start = time.perf_counter()
     first = 0.0  # when the first token came
-    newest: RequestOutput | None = None
+    newest = None
     text = ""
     try:
         for newest in llm.stream(llm.encode_chats([messages]), params):
@@ -26,30 +25,29 @@ def answer(llm: LLM, messages: list[Message], params: SamplingParams) -> str:
     except KeyboardInterrupt:
         print(" [stopped]", end="")
     if newest is not None:
-        rate = (len(newest["token_ids"]) - 1) / max(time.perf_counter() - first, 1e-9)
-        num_cached = newest["num_cached_tokens"]
+        rate = (len(newest["token_ids"]) - 1) / (time.perf_counter() - first)
         num_prompt_tokens = len(newest["prompt_token_ids"])
         print(
             f"\n\033[2m{1e3 * (first - start):.0f} ms to the first token, {rate:.0f} tokens/s,"
-            f" {num_cached} of {num_prompt_tokens} prompt tokens from the prefix cache\033[0m"
+            f" {newest['num_cached_tokens']} of {num_prompt_tokens} prompt tokens from the prefix"
+            " cache\033[0m"
         )
     return text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m nanovllm.chat", description=__doc__)
-    parser.add_argument("model", nargs="?", default=DEMO_MODEL, help="default: the demo model")
-    parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
-    parser.add_argument("--max-tokens", type=int, default=512, help="per answer (default: 512)")
-    parser.add_argument(
-        "--quantization", choices=QUANTIZATIONS, help="quantize the weights while loading"
-    )
+    add = parser.add_argument
+    add("model", nargs="?", default=DEMO_MODEL, help="default: the demo model")
+    add("--system", metavar="TEXT", help="system prompt")
+    add("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    add("--max-tokens", type=int, default=512, help="per answer (default: 512)")
+    add("--quantization", choices=QUANTIZATIONS, help="quantize the weights while loading")
     args = parser.parse_args()
     try:
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
         llm = LLM(args.model, quantization=args.quantization)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         parser.error(str(error))
     messages: list[Message] = []
     if args.system is not None:
@@ -57,19 +55,15 @@ def main() -> None:
     with llm:
         while True:
             try:
-                question = input("\n> ")
+                question = {"role": "user", "content": input("\n> ")}
+                text = answer(llm, [*messages, question], params)
+                messages += [question, {"role": "assistant", "content": text}]
             except KeyboardInterrupt:
                 continue
             except EOFError:
                 break
-            messages.append({"role": "user", "content": question})
-            try:
-                text = answer(llm, messages, params)
             except ValueError as error:  # such as a conversation above max_model_len
                 print(error)
-                messages.pop()
-                continue
-            messages.append({"role": "assistant", "content": text})
 
 
 if __name__ == "__main__":

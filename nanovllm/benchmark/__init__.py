@@ -1,7 +1,7 @@
 """What bench.py is made of. No other room imports this one.
 
 arguments.py   the command line          setting.py    what it asks for, checked
-policies.py    scheduling policies       shapes.py     built-in models, default workloads
+shapes.py      built-in models, default workloads
 engines.py     nanovllm, transformers and vLLM behind one interface
 roofline.py    the minimum time          report.py     the table of throughput, and JSON
 latency.py     requests that arrive over time

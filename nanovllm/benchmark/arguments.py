@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nanovllm.benchmark.engines import ENGINES
-from nanovllm.benchmark.policies import TOKEN_BUDGETS
+from nanovllm.benchmark.setting import TOKEN_BUDGETS
 from nanovllm.benchmark.shapes import ON_CPU, ON_GPU, SHAPES
 from nanovllm.config import DTYPES, QUANTIZATIONS
 from nanovllm.utils.checks import parse_value

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from nanovllm import LLM, SamplingParams
@@ -15,7 +16,7 @@ from nanovllm.benchmark.setting import Setting
 from nanovllm.checkpoints.checkpoint import LOCAL
 
 # Options that mean the same in vLLM.
-_OPTIONS_OF_VLLM = (
+_OPTIONS_OF_VLLM = {
     "dtype",
     "seed",
     "load_format",
@@ -27,7 +28,7 @@ _OPTIONS_OF_VLLM = (
     "enable_prefix_caching",
     "enable_chunked_prefill",
     "enforce_eager",
-)
+}
 
 
 class Request(NamedTuple):
@@ -51,7 +52,11 @@ class NanoVLLM(Engine):
         atexit.register(self.llm.exit)
         self.stats = {}
         self.make_params = partial(SamplingParams, temperature=setting.temperature, ignore_eos=True)
-        self.description = describe(self.llm)
+        # The parts that its speed depends on.
+        worker = self.llm.executor.worker
+        self.description = (
+            f"attention backend {worker.backend.NAME}, {worker.num_blocks} KV cache blocks"
+        )
 
     def run(self, requests: list[Request]) -> list[list[int]]:
         params = [self.make_params(max_tokens=request.num_tokens) for request in requests]
@@ -64,12 +69,6 @@ class NanoVLLM(Engine):
             "num_preemptions": after["num_preemptions"] - before["num_preemptions"],
         }
         return [output["token_ids"] for output in outputs]
-
-
-def describe(llm: LLM) -> str:
-    """Name the parts of an engine that its speed depends on."""
-    worker = llm.executor.worker
-    return f"attention backend {worker.backend.NAME}, {worker.num_blocks} KV cache blocks"
 
 
 class Transformers(Engine):
@@ -104,8 +103,9 @@ class Transformers(Engine):
     @torch.inference_mode()
     def run(self, requests: list[Request]) -> list[list[int]]:
         outputs: list[list[int]] = [[] for _ in requests]
-        order = list(range(len(requests)))
-        order.sort(key=lambda i: (requests[i].num_tokens, len(requests[i].prompt)))
+        order = sorted(
+            range(len(requests)), key=lambda i: (requests[i].num_tokens, len(requests[i].prompt))
+        )
         for start in range(0, len(order), self.batch_size):
             batch = order[start : start + self.batch_size]
             generated = self._run_batch([requests[i] for i in batch])
@@ -114,15 +114,16 @@ class Transformers(Engine):
         return outputs
 
     def _run_batch(self, requests: list[Request]) -> list[list[int]]:
-        lengths = torch.tensor([len(request.prompt) for request in requests], device=self.device)
-        width = int(lengths.max())
-        padded = [[0] * (width - len(prompt)) + prompt for prompt, _ in requests]
-        input_ids = torch.tensor(padded, device=self.device)  # [batch_size, width], padded left
-        positions = torch.arange(width, device=self.device)
-        mask = (positions >= width - lengths[:, None]).long()
+        prompts = [torch.tensor(request.prompt, device=self.device) for request in requests]
+        padded = pad_sequence(
+            prompts, batch_first=True, padding_value=-1, padding_side="left"
+        )  # [batch_size, width]
+        mask = (padded >= 0).long()
         longest = max(request.num_tokens for request in requests)
+        # Padding is masked, and needs an id of the vocabulary nevertheless.
+        input_ids = padded.clamp(min=0)
         output = self.model.generate(input_ids, attention_mask=mask, max_new_tokens=longest)
-        return output[:, width:].tolist()
+        return output[:, padded.shape[1] :].tolist()
 
 
 class VLLM(Engine):
@@ -132,10 +133,9 @@ class VLLM(Engine):
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
         import vllm
 
-        options: dict[str, Any] = {}
-        for name in _OPTIONS_OF_VLLM:
-            if name in setting.options:
-                options[name] = setting.options[name]
+        options = {
+            name: setting.options[name] for name in _OPTIONS_OF_VLLM & setting.options.keys()
+        }
         self.llm = vllm.LLM(model=setting.model, skip_tokenizer_init=True, **options)
         self.stats = {}
         self.make_params = partial(

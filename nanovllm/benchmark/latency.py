@@ -128,8 +128,7 @@ def plot(rows: list[Row], path: str) -> None:
 
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     policies = list(dict.fromkeys(row["policy"] for row in rows))
-    panels = figure.subplots(1, 2)
-    for axes, metric in zip(panels, ("ttft", "itl")):
+    for axes, metric in zip(figure.subplots(1, 2), ("ttft", "itl")):
         for color, policy in enumerate(policies):
             points = [row for row in rows if row["policy"] == policy]
             rates = [row["request_rate"] for row in points]
@@ -141,7 +140,6 @@ def plot(rows: list[Row], path: str) -> None:
             xlabel="requests/s", ylabel="milliseconds", yscale="log", title=f"{metric}, p50 and p99"
         )
         axes.grid(alpha=0.3)
+        axes.legend(fontsize=9)
     figure.suptitle("dashed: p50; solid: p99", size=9)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9)
     figure.savefig(path, dpi=200)

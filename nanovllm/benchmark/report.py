@@ -3,6 +3,8 @@
 import argparse
 import os
 import platform
+import re
+import statistics
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -43,9 +45,8 @@ def describe_hardware(device: torch.device) -> str:
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
+        found = re.search(r"model name\s*: (.*)", cpuinfo.read_text())
+        name = found[1] if found else name
     return f"{name}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads"
 
 
@@ -104,14 +105,11 @@ class Table:
         cells += [f"  {name} {value}" for name, value in stats.items() if value]
         print(f"{label:20}" + "".join(cells), flush=True)
 
-    def summarize(
-        self,
-        engines: Mapping[str, Engine],
-        times: dict[str, list[float]],
-        medians: dict[str, float],
-        ratios: dict[str, float],
-    ) -> Figures:
+    def summarize(self, engines: Mapping[str, Engine], times: dict[str, list[float]]) -> Figures:
         """Print the medians, the ratios, and how to read them. Return all figures."""
+        medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+        first, *others = medians
+        ratios = {f"{first}/{other}": medians[other] / medians[first] for other in others}
         for name, seconds in medians.items():
             if len(times[name]) > 1:
                 self.print_row(f"{name} median", seconds, {})

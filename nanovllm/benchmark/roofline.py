@@ -58,14 +58,16 @@ def find_matmul_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, t
     """
     if device.type == "cuda":
         return measure_matmul(device, dtype, side=8192, min_seconds=0.3), dtype
-    small_rates: dict[torch.dtype, float] = {}
-    for each in (dtype, torch.float32):
-        small_rates[each] = measure_matmul(device, each, 128, 0.05, num_threads=1)
-    highest = max(small_rates.values())
-    rates: dict[torch.dtype, float] = {}
-    for each, small_rate in small_rates.items():
-        if small_rate >= highest / 4:
-            rates[each] = measure_matmul(device, each, side=1024, min_seconds=0.3)
+    small_rates = {
+        each: measure_matmul(device, each, side=128, min_seconds=0.05, num_threads=1)
+        for each in (dtype, torch.float32)
+    }
+    worth = max(small_rates.values()) / 4
+    rates = {
+        each: measure_matmul(device, each, side=1024, min_seconds=0.3)
+        for each, small_rate in small_rates.items()
+        if small_rate >= worth
+    }
     best = max(rates, key=lambda each: rates[each])
     return rates[best], best
 

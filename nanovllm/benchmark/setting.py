@@ -1,6 +1,7 @@
 """What the arguments of bench.py ask for, checked before anything is loaded."""
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from nanovllm.benchmark.policies import TOKEN_BUDGETS, list_policies
 from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.checkpoints.checkpoint import choose_dtype, find_checkpoint, read_config
 from nanovllm.config import Config
@@ -17,6 +17,9 @@ from nanovllm.engine.scheduler import POLICIES
 from nanovllm.models.architectures import read_spec
 from nanovllm.models.spec import ModelSpec
 from nanovllm.sampling_params import SamplingParams
+
+# Budgets of policies that split prompts: one that keeps steps short, and the default of LLM.
+TOKEN_BUDGETS = (128, Config.max_num_batched_tokens)
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,19 @@ def make_setting(args: argparse.Namespace, scratch: str) -> Setting:
         temperature=args.temperature,
         batch_size=args.batch_size or args.num_seqs,
     )
+
+
+def list_policies(token_budgets: Iterable[int]) -> dict[str, dict[str, Any]]:
+    """Return for each policy its name and the options of LLM that choose it."""
+    policies: dict[str, dict[str, Any]] = {}
+    for name, policy in POLICIES.items():
+        if not policy.splits_prompts:
+            policies[policy.title] = {"policy": name}
+            continue
+        for budget in token_budgets:
+            options = {"policy": name, "max_num_batched_tokens": budget}
+            policies[f"{policy.title}, budget {budget}"] = options
+    return policies
 
 
 def check_arguments(args: argparse.Namespace) -> None:

@@ -12,9 +12,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-_qwen3 = partial(
-    Qwen3Config, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True, dtype="bfloat16"
-)
+_COMMON: dict[str, Any] = {"tie_word_embeddings": True, "dtype": "bfloat16"}
+_qwen3 = partial(Qwen3Config, architectures=["Qwen3ForCausalLM"], **_COMMON)
 SHAPES: dict[str, PretrainedConfig] = {
     "qwen3-0.6b": _qwen3(
         vocab_size=151936,
@@ -38,8 +37,7 @@ SHAPES: dict[str, PretrainedConfig] = {
     ),
     "llama-3.2-1b": LlamaConfig(
         architectures=["LlamaForCausalLM"],
-        tie_word_embeddings=True,
-        dtype="bfloat16",
+        **_COMMON,
         vocab_size=128256,
         hidden_size=2048,
         intermediate_size=8192,
@@ -61,8 +59,7 @@ SHAPES: dict[str, PretrainedConfig] = {
     # About 1/30 of Qwen3-30B-A3B: 1.0 billion parameters, 0.2 billion active per token.
     "qwen3-moe": Qwen3MoeConfig(
         architectures=["Qwen3MoeForCausalLM"],
-        tie_word_embeddings=True,
-        dtype="bfloat16",
+        **_COMMON,
         vocab_size=32000,
         hidden_size=1024,
         num_hidden_layers=12,
@@ -76,8 +73,7 @@ SHAPES: dict[str, PretrainedConfig] = {
     # By default, every fourth layer has attention, and the others a recurrent state.
     "qwen3.5-0.8b": Qwen3_5TextConfig(
         architectures=["Qwen3_5ForCausalLM"],
-        tie_word_embeddings=True,
-        dtype="bfloat16",
+        **_COMMON,
         vocab_size=248320,
         hidden_size=1024,
         intermediate_size=3584,

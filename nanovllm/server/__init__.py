@@ -12,8 +12,7 @@ chat_completions.py    POST /v1/chat/completions
 completions.py         POST /v1/completions, with echo
 tokenization.py        POST /tokenize and /detokenize
 parameters.py          parameters that endpoints have in common
-parameter_table.py     which parameters each endpoint has
-neutral_parameters.py  parameters of other servers, at values that change nothing
+parameter_table.py     which parameters each endpoint has, and values that change nothing
 replies.py             what replies have in common: chunks, usage
 logprobs.py            log probabilities as text
 errors.py              error objects
@@ -21,8 +20,7 @@ engine_thread.py       the thread that owns the engine
 
 Tools, formats and reasoning:
 
-tools.py               which tools a reply may call, and a grammar of required calls
-constraints.py         response_format and required calls as structured outputs
+constraints.py         tools and response_format as structured outputs
 message_parser.py      content, reasoning and tool calls in the text of a reply
 call_parser.py         the tool calls in that text
 parameter_values.py    values that a model writes without quotes
@@ -30,9 +28,8 @@ text_stream.py         text that arrives in parts, for these parsers
 
 HTTP:
 
-bodies.py              reads the JSON of requests, within limits on memory
+bodies.py              reads the JSON of requests, and ends work when its client leaves
 grammar_checks.py      the queue of grammars that clients wait for
-cancellation.py        ends work when its client leaves, or when the engine stops
 connections.py         limits on connections
 middleware.py          request ids, the log, rejection of foreign web pages
 metrics.py             Prometheus' metrics

@@ -12,14 +12,13 @@ import signal
 import socket
 import sys
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import uvicorn
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.server.connections import KEEP_ALIVE_SECONDS, Connection, choose_max_connections
+from nanovllm.server.connections import KEEP_ALIVE_SECONDS, Connection
 from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.middleware import is_loopback
 from nanovllm.server.openai_api import Api
@@ -205,11 +204,10 @@ def main(argv: list[str] | None = None) -> None:
         app = api.make_app(engine.routes(api.bodies), is_local=True)
     else:
         app = api.make_app()
-    protocol: Any = partial(Connection, max_connections=choose_max_connections())
     config = uvicorn.Config(
         app,
         args.host,
-        http=protocol,
+        http=Connection,
         log_level="error",  # a warning for each invalid request would fill the log
         access_log=False,
         backlog=ACCEPTED_AT_ONCE,

@@ -1,18 +1,22 @@
-"""Reads the JSON of requests, within limits on the size of one body and on the memory of all."""
+"""Reads the JSON of requests, within limits on the size of one body and on the memory of all.
+
+Work on a request is cancelled when its client disconnects, or when the engine stops.
+"""
 
 import asyncio
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from nanovllm.features.structured_outputs.grammars import GrammarCheck, run_check
-from nanovllm.server.cancellation import until_disconnect
+from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.errors import ApiError, JsonObject
 from nanovllm.server.grammar_checks import GrammarChecks
 from nanovllm.utils.checks import show
@@ -24,12 +28,11 @@ MAX_TOTAL_BYTES = 2**28
 CONSTRAINTS = (b'"response_format"', b'"structured_outputs"', b'"tool_choice"')
 
 
+@dataclass(eq=False)
 class UncheckedGrammar(Exception):
     """A request needs a grammar that no process has compiled yet."""
 
-    def __init__(self, check: GrammarCheck) -> None:
-        super().__init__()
-        self.check = check
+    check: GrammarCheck
 
 
 class Bodies:
@@ -114,13 +117,12 @@ def _parse(data: bytearray, parse: Callable[[JsonObject], T], is_large: bool) ->
     The event loop waits for json.loads and for garbage collection, because they do not release the
     GIL. Garbage collection would make millions of lists take 6 times as long.
     """
-    pauses_collection = is_large and gc.isenabled()
-    if pauses_collection:
+    if is_large:
         gc.disable()
     try:
         return parse(_load(data))
     finally:
-        if pauses_collection:
+        if is_large:
             gc.enable()
 
 
@@ -132,3 +134,31 @@ def _load(data: bytearray) -> JsonObject:
     if not isinstance(body, dict):
         raise ApiError(f"the body must be a JSON object, not {show(body)}")
     return body
+
+
+async def until_stop(engine: EngineThread, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, or cancel it and raise ApiError when the engine stops."""
+    return await _until(
+        engine.stopping.wait(), work, lambda: ApiError(str(engine.stop_reason), status=503)
+    )
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, or cancel it and raise ClientDisconnect when the client disconnects."""
+    # After the body, the only message is a disconnect.
+    return await _until(request.receive(), work, ClientDisconnect)
+
+
+async def _until(
+    end: Awaitable[Any], work: Coroutine[Any, Any, T], make_error: Callable[[], Exception]
+) -> T:
+    task = asyncio.create_task(work)
+    ending = asyncio.ensure_future(end)
+    try:
+        await asyncio.wait({task, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise make_error()
+        return task.result()
+    finally:
+        task.cancel()
+        ending.cancel()

@@ -1,4 +1,4 @@
-"""Parses tool calls in the text of a reply, in the two forms of tools.py.
+"""Parses tool calls in the text of a reply, in the two forms of constraints.py.
 
 A block is the text between <tool_call> and </tool_call>: JSON objects and functions in tags. It is
 a block of calls only if no other text is in it. Models forget closing tags, and write tags into
@@ -17,11 +17,9 @@ been cut off, and is no call.
 
 import json
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from nanovllm.server.errors import JsonObject
 from nanovllm.server.parameter_values import find_properties, write_value
 from nanovllm.server.text_stream import TextStream, Waiting
 from nanovllm.text.chat_template import NAME, Tool
@@ -57,21 +55,18 @@ class JsonText(NamedTuple):
     is_closed: bool
 
 
-class CallParser:
-    """Parses the calls in a stream of text.
+class CallParser(TextStream):
+    """A stream of text in which calls are parsed. MessageParser defines what `send` does."""
 
-    `send(name, arguments)` receives complete calls. A call in JSON can be sent in parts, of which
-    only the first one has a name.
-    """
-
-    def __init__(
-        self, stream: TextStream, tools: list[Tool], send: Callable[[str, str], None]
-    ) -> None:
-        self.stream = stream
-        self.send = send
-        self.schemas: dict[str, JsonObject] = {}  # function -> schema of its parameters
+    def __init__(self, tools: list[Tool]) -> None:
+        super().__init__()
+        self.schemas: dict[str, object] = {}  # function -> schema of its parameters
         for tool in tools:
             self.schemas[tool["function"]["name"]] = tool["function"].get("parameters") or {}
+
+    def send(self, name: str, arguments: str) -> None:
+        """Take a call. A call in JSON can come in parts, of which only the first one has a name."""
+        raise NotImplementedError
 
     def read_block(self, start: int, in_reasoning: bool) -> Waiting[tuple[bool, int]]:
         """Read the block whose text begins at `start`.
@@ -82,7 +77,7 @@ class CallParser:
         calls: list[Call] = []
         start_of_rest: int | None = None  # after the calls that have been sent
         while True:
-            start, tag = yield from self.stream.skip(start, ("{", FUNCTION, *BLOCK_TAGS), FILLER)
+            start, tag = yield from self.skip(start, ("{", FUNCTION, *BLOCK_TAGS), FILLER)
             call: Call | None = None
             if tag == "{":
                 name, start_of_arguments = yield from self._read_head(start)
@@ -115,8 +110,8 @@ class CallParser:
         name_start = yield from self._read_tokens(start, "{", '"name"', ":", '"')
         if name_start is None:
             return "", start
-        end, quote = yield from self.stream.find(('"', "\\"), name_start)
-        name = self.stream.text[name_start:end]
+        end, quote = yield from self.find(('"', "\\"), name_start)
+        name = self.text[name_start:end]
         if quote != '"' or not NAME.fullmatch(name):
             return "", start
         start_of_rest = yield from self._read_tokens(end + 1, ",", '"arguments"', ":", "{")
@@ -125,7 +120,7 @@ class CallParser:
     def _read_tokens(self, start: int, *tokens: str) -> Waiting[int | None]:
         """Return where the text after some tokens begins, or None if others come."""
         for token in tokens:
-            start, found = yield from self.stream.skip(start, (token,))
+            start, found = yield from self.skip(start, (token,))
             if not found:
                 return None
             start += len(token)
@@ -137,7 +132,7 @@ class CallParser:
         start = arguments.end
         if not arguments.is_closed:
             return start
-        end, more = yield from self.stream.skip(start, (",", "}"))
+        end, more = yield from self.skip(start, (",", "}"))
         if more == "}":
             return end + 1
         if more == ",":  # other keys
@@ -177,13 +172,13 @@ class CallParser:
             return JsonText(text, end, is_closed)
 
         while True:
-            match = TOKEN.match(self.stream.text, start)
-            if match is None or (match[0] == "<" and self.stream.may_begin(BLOCK_TAGS, start)):
-                if self.stream.is_last and tag_start is not None:
+            match = TOKEN.match(self.text, start)
+            if match is None or (match[0] == "<" and self.may_begin(BLOCK_TAGS, start)):
+                if self.is_last and tag_start is not None:
                     return finish(tag_start, False)
-                if self.stream.is_last:
-                    pieces.append(self.stream.text[start:])  # perhaps half an escape
-                    return finish(len(self.stream.text), False)
+                if self.is_last:
+                    pieces.append(self.text[start:])  # perhaps half an escape
+                    return finish(len(self.text), False)
                 if is_sent:
                     self.send("", "".join(pieces))
                     pieces.clear()
@@ -199,7 +194,7 @@ class CallParser:
             if token == '"':
                 in_string = not in_string
                 if tag_start is not None:
-                    _, found = yield from self.stream.skip(start, (",", ":", "}", "]"))
+                    _, found = yield from self.skip(start, (",", ":", "}", "]"))
                     if found is None:  # this quote begins another string, of the next call
                         return finish(tag_start, False)
                     tag_start = None
@@ -232,14 +227,14 @@ class CallParser:
         values: dict[str, str] = {}
         arguments = ""
         tags = (PARAMETER, END_FUNCTION, *BLOCK_TAGS)
-        start, tag = yield from self.stream.skip(start, ("{", *tags))
+        start, tag = yield from self.skip(start, ("{", *tags))
         if tag == "{":
             whole = yield from self._read_object(start)
             try:
                 arguments = json.dumps(json.loads(whole.text), allow_nan=False)
             except (ValueError, RecursionError):
                 return None, whole.end
-            start, tag = yield from self.stream.skip(whole.end, tags[1:])
+            start, tag = yield from self.skip(whole.end, tags[1:])
         while tag == PARAMETER:
             key, start = yield from self._read_name(start + len(PARAMETER))
             if not key or key in values:
@@ -257,8 +252,8 @@ class CallParser:
 
     def _read_name(self, start: int) -> Waiting[tuple[str, int]]:
         """Read a name up to the end of its tag. Some models quote it."""
-        end, tag = yield from self.stream.find((">", "<", "\n"), start)
-        name = self.stream.text[start:end].strip("\"' ")
+        end, tag = yield from self.find((">", "<", "\n"), start)
+        name = self.text[start:end].strip("\"' ")
         return (name, end + 1) if tag == ">" else ("", end)
 
     def _read_value(
@@ -273,24 +268,24 @@ class CallParser:
         depth = 0  # open blocks in the value
         quoted_depth = 0  # depth of the first block in the value with a function in tags
         while True:
-            position, tag = yield from self.stream.find(VALUE_TAGS, position)
+            position, tag = yield from self.find(VALUE_TAGS, position)
             after = position + len(tag)
             if quoted_depth and tag in (PARAMETER, END_PARAMETER, END_FUNCTION):
                 pass  # of the function in the value
             elif tag == END_PARAMETER:
-                end, next_tag = yield from self.stream.skip(after, (*FUNCTION_TAGS, *BLOCK_TAGS))
+                end, next_tag = yield from self.skip(after, (*FUNCTION_TAGS, *BLOCK_TAGS))
                 if next_tag is not None:
-                    return self.stream.text[start:position], end, next_tag
+                    return self.text[start:position], end, next_tag
             elif tag == END_FUNCTION:
-                _, next_tag = yield from self.stream.skip(after, (FUNCTION, *BLOCK_TAGS))
+                _, next_tag = yield from self.skip(after, (FUNCTION, *BLOCK_TAGS))
                 if next_tag is not None:
-                    return self.stream.text[start:position], position, tag
+                    return self.text[start:position], position, tag
             elif tag == PARAMETER:
                 name, _ = yield from self._read_name(after)
-                line_start = self.stream.text.rfind("\n", start, position)
-                is_at_start = line_start >= 0 and not self.stream.text[line_start:position].strip()
+                line_start = self.text.rfind("\n", start, position)
+                is_at_start = line_start >= 0 and not self.text[line_start:position].strip()
                 if is_at_start and name in missing:
-                    return self.stream.text[start:position], position, tag
+                    return self.text[start:position], position, tag
             elif tag == END_TOOL_CALL:
                 if depth == 0 and closing is None:
                     closing = position
@@ -299,11 +294,11 @@ class CallParser:
                     quoted_depth = 0
             elif tag == TOOL_CALL and closing is None:
                 depth += 1
-                _, function = yield from self.stream.skip(after, (FUNCTION,))
+                _, function = yield from self.skip(after, (FUNCTION,))
                 if function and not quoted_depth:
                     quoted_depth = depth
             elif tag in (TOOL_CALL, "") and closing is not None:
-                return self.stream.text[start:closing], closing, END_TOOL_CALL
+                return self.text[start:closing], closing, END_TOOL_CALL
             elif tag == "" or (tag == END_THINK and in_reasoning):
                 return "", position, None
             position = after

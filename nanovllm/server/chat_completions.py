@@ -14,20 +14,18 @@ from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.engine.request import Request
 from nanovllm.features.structured_outputs.grammar_writer import allow_reasoning
 from nanovllm.outputs import RequestOutput
-from nanovllm.server.constraints import choose_constraint
+from nanovllm.server.constraints import ToolChoice, choose_constraint, choose_tools
 from nanovllm.server.errors import JsonObject, blaming
 from nanovllm.server.logprobs import LogprobsWriter
-from nanovllm.server.message_parser import MessageParser, find_last_tag, read_continued
+from nanovllm.server.message_parser import MessageParser, find_last_tag
 from nanovllm.server.parameter_table import CHAT
 from nanovllm.server.parameters import (
     MAX_LOGPROBS,
-    check_num_samples,
     read_params,
     read_stream_options,
     select,
 )
 from nanovllm.server.replies import Generation, Reply
-from nanovllm.server.tools import ToolChoice, choose_tools
 from nanovllm.text.chat_template import Tool
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.vocabulary import END_THINK, THINK
@@ -36,54 +34,50 @@ from nanovllm.utils.checks import check_bool, check_choice, check_int, check_typ
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-@dataclass(frozen=True)
-class ChatEndpoint:
-    """Reads chats. `model` is its name in replies."""
+def parse_chat(model: str, parses_reasoning: bool, body: JsonObject, llm: LLM) -> Generation:
+    """Return what a request generates, checked. `model` is its name in the reply.
 
-    model: str
-    parses_reasoning: bool = False
-
-    def parse(self, body: JsonObject, llm: LLM) -> Generation:
-        """Return what to generate, checked. Raises ApiError, mostly with the engine's message."""
-        given = select(body, CHAT)
-        with blaming(given):
-            stream = read_stream_options(given)
-            shows_reasoning = check_bool("include_reasoning", given.get("include_reasoning", True))
-            num_top = check_int("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
-            tools = choose_tools(given)
-            constraint = choose_constraint(given, tools)
-            params = read_params(
-                given,
-                llm,
-                structured_outputs=constraint.outputs,
-                max_tokens=_read_max_tokens(given, llm.max_model_len),
-                logprobs=_read_logprobs(given, num_top),
-            )
-        with blaming(given, "messages"):
-            # A grammar alone can make the model write a call, whatever its template shows.
-            shows_tools = not tools.required or llm.chat_template.uses_tools
-            prompt = encode_chat(given, tools.tools if shows_tools else [], llm)
-        last_tag = find_last_tag(prompt, read_continued(given), llm.vocabulary)
-        check_num_samples(given, "messages", 1, params)
-        with blaming(given, "messages", constraint.source):
-            outputs: Any = params.structured_outputs
-            if self.parses_reasoning and outputs is not None and last_tag != END_THINK:
-                # The constraint alone, because behind reasoning it would fail only when that ends.
-                llm.grammar_compiler.choose_factory(params, params.n)
-                outputs = allow_reasoning(outputs, is_open=last_tag == THINK)
-                params = replace(params, structured_outputs=outputs)
-            prompts = llm.prepare_prompts([prompt], params)
-        reply = ChatReply(
-            self.model,
-            stream,
-            llm.vocabulary,
-            tools=tools,
-            last_tag=last_tag,
-            parses_reasoning=self.parses_reasoning,
-            shows_reasoning=shows_reasoning,
-            num_top=num_top,
+    Raises ApiError, mostly with the engine's message.
+    """
+    given = select(body, CHAT)
+    with blaming(given):
+        stream = read_stream_options(given)
+        shows_reasoning = check_bool("include_reasoning", given.get("include_reasoning", True))
+        num_top = check_int("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
+        tools = choose_tools(given)
+        constraint = choose_constraint(given, tools)
+        params = read_params(
+            given,
+            llm,
+            num_prompts=1,
+            structured_outputs=constraint.outputs,
+            max_tokens=_read_max_tokens(given, llm.max_model_len),
+            logprobs=_read_logprobs(given, num_top),
         )
-        return Generation([reply.show_tags(prompt) for prompt in prompts], reply)
+    with blaming(given, "messages"):
+        # A grammar alone can make the model write a call, whatever its template shows.
+        shows_tools = not tools.required or llm.chat_template.uses_tools
+        prompt = encode_chat(given, tools.tools if shows_tools else [], llm)
+    last_tag = find_last_tag(given, prompt, llm.vocabulary)
+    with blaming(given, "messages", constraint.source):
+        outputs: Any = params.structured_outputs
+        if parses_reasoning and outputs is not None and last_tag != END_THINK:
+            # The constraint alone, because behind reasoning it would fail only when that ends.
+            llm.grammar_compiler.choose_factory(params, params.n)
+            outputs = allow_reasoning(outputs, is_open=last_tag == THINK)
+            params = replace(params, structured_outputs=outputs)
+        prompts = llm.prepare_prompts([prompt], params)
+    reply = ChatReply(
+        model,
+        stream,
+        llm.vocabulary,
+        tools=tools,
+        last_tag=last_tag,
+        parses_reasoning=parses_reasoning,
+        shows_reasoning=shows_reasoning,
+        num_top=num_top,
+    )
+    return Generation([reply.show_tags(prompt) for prompt in prompts], reply)
 
 
 def _read_max_tokens(given: JsonObject, max_model_len: int) -> Any:
@@ -121,8 +115,7 @@ def encode_chat(given: JsonObject, tools: list[Tool], llm: LLM) -> list[int]:
         add_generation_prompt=given.get("add_generation_prompt", True),
         continue_final_message=given.get("continue_final_message", False),
     )
-    (token_ids,) = prompts
-    return token_ids
+    return prompts[0]
 
 
 @dataclass
@@ -205,10 +198,8 @@ class ChatReply(Reply):
         parser = self.parsers[index]
         if parser.reasoning_start == parser.reasoning_end:
             return 0
-        num_tokens = len(self.newest[index]["token_ids"])
-        if parser.reasoning_end is not None:
-            num_tokens = self._count_tokens(index, parser.reasoning_end)
-        return num_tokens - self._count_tokens(index, parser.reasoning_start)
+        num_before = self._count_tokens(index, parser.reasoning_start)
+        return self._count_tokens(index, parser.reasoning_end) - num_before
 
     def _count_tokens(self, index: int, num_chars: int) -> int:
         """Return how many tokens of a choice have a part of the text's first characters."""

@@ -13,14 +13,13 @@ from nanovllm import LLM
 from nanovllm.engine.input_processor import Prompt
 from nanovllm.llm import list_prompts
 from nanovllm.outputs import RequestOutput
-from nanovllm.server.constraints import choose_constraint
+from nanovllm.server.constraints import choose_constraint, choose_tools
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject, blaming
 from nanovllm.server.logprobs import LogprobsWriter
 from nanovllm.server.parameter_table import COMPLETION
 from nanovllm.server.parameters import (
     MAX_LOGPROBS,
-    check_num_samples,
     read_params,
     read_stream_options,
     select,
@@ -54,40 +53,37 @@ class Echo:
         return Detokenizer(vocabulary.tokenizer, []).read(prompt, is_last=self.is_all)
 
 
-@dataclass(frozen=True)
-class CompletionEndpoint:
-    """Reads requests for completions. `model` is its name in replies."""
+def parse_completion(model: str, body: JsonObject, llm: LLM) -> Generation:
+    """Return what a request generates, checked. `model` is its name in the reply.
 
-    model: str
-
-    def parse(self, body: JsonObject, llm: LLM) -> Generation:
-        """Return what to generate, checked. Raises ApiError, mostly with the engine's message."""
-        given = select(body, COMPLETION)
-        prompts: Any = given.get("prompt")
-        max_tokens: Any = given.get("max_tokens", DEFAULT_MAX_TOKENS)
-        logprobs: Any = given.get("logprobs")
-        with blaming(given):
-            stream = read_stream_options(given)
-            is_echo = check_bool("echo", given.get("echo", False))
-            if is_echo:
-                check_int("max_tokens", max_tokens, 0)
-            if logprobs is not None:
-                check_int("logprobs", logprobs, 0, MAX_LOGPROBS)
-            constraint = choose_constraint(given)
-            params = read_params(
-                given,
-                llm,
-                structured_outputs=constraint.outputs,
-                max_tokens=max(1, max_tokens) if is_echo else max_tokens,
-                logprobs=logprobs,
-                prompt_logprobs=logprobs if is_echo else None,
-            )
-        sent = list_prompts(prompts)
-        check_num_samples(given, "prompt", len(sent), params)
-        with blaming(given, "prompt", constraint.source):
-            prepared = llm.prepare_prompts(prompts, params)
-        echo = Echo(sent, params.n, is_all=max_tokens == 0) if is_echo else None
-        return Generation(prepared, CompletionReply(self.model, stream, llm.vocabulary, echo))
+    Raises ApiError, mostly with the engine's message.
+    """
+    given = select(body, COMPLETION)
+    prompts: Any = given.get("prompt")
+    sent = list_prompts(prompts)
+    max_tokens: Any = given.get("max_tokens", DEFAULT_MAX_TOKENS)
+    logprobs: Any = given.get("logprobs")
+    with blaming(given):
+        stream = read_stream_options(given)
+        is_echo = check_bool("echo", given.get("echo", False))
+        if is_echo:
+            check_int("max_tokens", max_tokens, 0)
+        if logprobs is not None:
+            check_int("logprobs", logprobs, 0, MAX_LOGPROBS)
+        constraint = choose_constraint(given, choose_tools(given))
+        params = read_params(
+            given,
+            llm,
+            num_prompts=len(sent),
+            structured_outputs=constraint.outputs,
+            max_tokens=max(1, max_tokens) if is_echo else max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=logprobs if is_echo else None,
+        )
+    with blaming(given, "prompt", constraint.source):
+        prepared = llm.prepare_prompts(prompts, params)
+    echo = Echo(sent, params.n, is_all=max_tokens == 0) if is_echo else None
+    return Generation(prepared, CompletionReply(model, stream, llm.vocabulary, echo))
 
 
 @dataclass

@@ -9,7 +9,6 @@ import re
 import resource
 from functools import cache
 from http import HTTPStatus
-from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -26,6 +25,7 @@ MAX_CONNECTIONS = 4096
 UPGRADE = re.compile(rb"\r\nupgrade(?=:)", re.IGNORECASE)
 
 
+@cache  # because each new connection asks
 def choose_max_connections() -> int:
     """Return how many connections to serve.
 
@@ -39,8 +39,8 @@ def choose_max_connections() -> int:
 
 
 @cache  # because there can be thousands of such connections
-def report_limit(max_connections: int) -> None:
-    log(f"{max_connections} connections are open: others get a 503")
+def report_limit() -> None:
+    log(f"{choose_max_connections()} connections are open: others get a 503")
 
 
 class Connection(HttpToolsProtocol):
@@ -53,15 +53,11 @@ class Connection(HttpToolsProtocol):
     num_line_bytes = 0
     running: RequestResponseCycle | None = None  # the newest request that is not in the pipeline
 
-    def __init__(self, *, max_connections: int, **options: Any) -> None:
-        super().__init__(**options)
-        self.max_connections = max_connections
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_timer()
-        if len(self.connections) > self.max_connections:
-            report_limit(self.max_connections)
+        if len(self.connections) > choose_max_connections():
+            report_limit()
             self._reject(503, "the server has no free connection: try again later")
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -1,24 +1,73 @@
-"""Makes structured_outputs out of response_format and of tools that a reply calls.
+"""Tools and formats: what constrains a reply, as structured_outputs.
 
-response_format            the format
-tools, tool_choice auto    anything, or beside response_format: calls or the format
-required, or a function    calls, also beside response_format
+    response_format            the format
+    tools, tool_choice auto    anything, or beside response_format: calls or the format
+    required, or a function    calls, also beside response_format
+
+A call is written as in the chat templates of Qwen3 and Hermes, or as in that of Qwen3.5:
+
+    <tool_call>                                                <tool_call>
+    {"name": "get_weather", "arguments": {"city": "Paris"}}    <function=get_weather>
+    </tool_call>                                               <parameter=city>
+                                                               Paris
+                                                               </parameter>
+                                                               </function>
+                                                               </tool_call>
+
+Where a call is required, a grammar makes any model write the first form.
 """
 
+import json
 from typing import Any, NamedTuple
 
 from nanovllm.features.structured_outputs.grammar_writer import naming_outputs, write_rules
-from nanovllm.features.structured_outputs.schemas import relax
+from nanovllm.features.structured_outputs.schemas import COMBINATIONS, relax, write_schema
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.server.errors import JsonObject
-from nanovllm.server.tools import NO_TOOLS, ToolChoice, write_grammar
+from nanovllm.text.chat_template import Tool, check_tools
+from nanovllm.text.vocabulary import END_TOOL_CALL, TOOL_CALL
 from nanovllm.utils.checks import check_bool, invalid, show
 
+# As json.dumps and templates write JSON. Small models can repeat optional spaces forever.
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# A function takes only the arguments that its schema names. Parts of a combination can name more.
+OBJECT = {"type": "object", "additionalProperties": False}
 FORMAT_KEYS = {
     "text": ["type"],
     "json_object": ["type", "schema"],  # the schema is an extension of llama.cpp
     "json_schema": ["type", "json_schema"],
 }
+
+
+class ToolChoice(NamedTuple):
+    """What a request says of calls."""
+
+    tools: list[Tool]  # that the reply may call
+    required: list[Tool]  # of which it must call one
+    is_parallel: bool  # it may have several calls
+    is_named: bool  # the request names the function to call
+
+
+def choose_tools(given: JsonObject) -> ToolChoice:
+    """Read tools, tool_choice and parallel_tool_calls.
+
+    Raises ValueError or TypeError that names the parameter at fault.
+    """
+    choice = given.get("tool_choice", "auto")
+    tools = given.get("tools", [])
+    if tools != []:
+        check_tools(tools)
+    required: list[Tool] = []
+    for tool in tools:
+        named = {"type": "function", "function": {"name": tool["function"]["name"]}}
+        if choice in ("required", named):
+            required.append(tool)
+    if choice not in ("none", "auto") and not required:
+        meaning = "'none' or 'auto', or with tools 'required' or the name of one"
+        raise invalid("tool_choice", f"must be {meaning}, not {show(choice)}")
+    is_parallel = check_bool("parallel_tool_calls", given.get("parallel_tool_calls", True))
+    is_named = isinstance(choice, dict)
+    return ToolChoice([] if choice == "none" else tools, required, is_parallel, is_named)
 
 
 class Constraint(NamedTuple):
@@ -28,7 +77,7 @@ class Constraint(NamedTuple):
     source: str = "structured_outputs"  # the parameter that they are made from, for errors
 
 
-def choose_constraint(given: JsonObject, tools: ToolChoice = NO_TOOLS) -> Constraint:
+def choose_constraint(given: JsonObject, tools: ToolChoice) -> Constraint:
     """Return what the parameters of a request, together, constrain."""
     schema = read_format(given)
     given_outputs = given.get("structured_outputs")
@@ -36,8 +85,9 @@ def choose_constraint(given: JsonObject, tools: ToolChoice = NO_TOOLS) -> Constr
         return Constraint(given_outputs)
     name = "tool_choice" if tools.required else "response_format"
     if given_outputs is not None:
-        meaning = "and structured_outputs both constrain the reply: leave one of them out"
-        raise invalid(name, meaning)
+        raise invalid(
+            name, "and structured_outputs both constrain the reply: leave one of them out"
+        )
     if tools.required:
         with naming_outputs("tools"):
             grammar = write_grammar(tools.required, tools.is_parallel)
@@ -82,8 +132,7 @@ def _write_alternatives(tools: ToolChoice, schema: Any) -> str:
         calls = write_grammar(tools.tools, tools.is_parallel, is_lenient=True)
     with naming_outputs("response_format"):
         text = write_rules(StructuredOutputsParams(json=schema))
-    parts = f"calls: %lark {{ {calls}\n}}\nformat: %lark {{ {text}\n}}"
-    return f"start: calls | format\n{parts}"
+    return f"start: calls | format\ncalls: %lark {{ {calls}\n}}\nformat: %lark {{ {text}\n}}"
 
 
 def _check_keys(name: str, value: JsonObject, known: list[str]) -> None:
@@ -91,3 +140,24 @@ def _check_keys(name: str, value: JsonObject, known: list[str]) -> None:
     for key in value:
         if key not in known and value[key] is not None:
             raise invalid(f"{name}.{key}", "is not supported: leave it out")
+
+
+def write_grammar(tools: list[Tool], is_parallel: bool, is_lenient: bool = False) -> str:
+    """Write a grammar, in llguidance's variant of Lark, of a call of one of `tools`, or of more.
+
+    If it `is_lenient`, unsupported keys of all schemas are ignored.
+    """
+    style = {**JSON_STYLE, "lenient": is_lenient}
+    calls: list[str] = []
+    for tool in tools:
+        function = tool["function"]
+        head = f'{TOOL_CALL}\n{{"name": "{function["name"]}", "arguments": '
+        parameters = function.get("parameters") or {}
+        defaults = {} if COMBINATIONS & parameters.keys() else OBJECT
+        if True not in (function.get("strict"), tool.get("strict")):
+            parameters = relax(parameters)
+        schema = write_schema({**defaults, **parameters, "x-guidance": style}, {})
+        tail = f"}}\n{END_TOOL_CALL}"
+        calls.append(f"{json.dumps(head)} %json {schema} {json.dumps(tail)}")
+    more = ' ("\\n" call)*' if is_parallel else ""
+    return f"start: call{more}\ncall: {' | '.join(calls)}"

@@ -1,7 +1,7 @@
 """OpenAI's error objects, and errors of clients."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,6 @@ from nanovllm.text.prompt_encoder import PromptTooLong
 JsonObject = dict[str, Any]
 
 MAX_MESSAGE = 500  # characters of an error, because a client's input can be part of it
-RETRY_SECONDS = 5  # for clients that get a 503
 
 
 @dataclass(eq=False)
@@ -22,10 +21,11 @@ class ApiError(Exception):
     param: str | None = None  # the parameter at fault
     code: str | None = None
     status: int = 400
+    headers: Mapping[str, str] | None = None  # of the response
 
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"Retry-After": str(RETRY_SECONDS)} if self.status == 503 else {}
+    def __post_init__(self) -> None:
+        if self.status == 503:
+            self.headers = {"Retry-After": "5"}  # seconds
 
     def describe(self) -> JsonObject:
         """Return OpenAI's error object."""

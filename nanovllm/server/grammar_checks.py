@@ -5,6 +5,7 @@ features/structured_outputs/grammars.py makes the processes.
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from nanovllm.features.structured_outputs.grammars import GrammarCheck
 from nanovllm.server.errors import ApiError
@@ -13,19 +14,13 @@ NUM_PROCESSES = 2
 MAX_CHECKS = 64
 
 
+@dataclass
 class SharedCheck:
     """A check that one or more clients wait for."""
 
-    def __init__(self, check: GrammarCheck, executor: ThreadPoolExecutor) -> None:
-        self.check = check
-        loop = asyncio.get_running_loop()
-        self.result = loop.run_in_executor(executor, check.run)
-        self.num_clients = 0
-
-    def cancel(self) -> None:
-        """Remove the check from the queue, or kill its process."""
-        self.result.cancel()
-        self.check.cancel()
+    check: GrammarCheck
+    result: asyncio.Future[None]
+    num_clients: int = 0
 
 
 class GrammarChecks:
@@ -47,7 +42,8 @@ class GrammarChecks:
         if shared is None:
             if len(self.checks) == MAX_CHECKS:
                 raise ApiError("too many grammars wait to be compiled: try again later", status=503)
-            shared = self.checks[check.digest] = SharedCheck(check, self.executor)
+            result = asyncio.get_running_loop().run_in_executor(self.executor, check.run)
+            shared = self.checks[check.digest] = SharedCheck(check, result)
         shared.num_clients += 1
         try:
             await asyncio.wait([shared.result])  # does not cancel it
@@ -55,5 +51,7 @@ class GrammarChecks:
             shared.num_clients -= 1
             if shared.num_clients == 0:
                 del self.checks[check.digest]
-                shared.cancel()
+                # Remove the check from the queue, or kill its process.
+                shared.result.cancel()
+                shared.check.cancel()
         return shared.result.exception()

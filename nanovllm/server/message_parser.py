@@ -12,26 +12,22 @@ from uuid import uuid4
 
 from nanovllm.server.call_parser import FUNCTION, CallParser
 from nanovllm.server.errors import JsonObject
-from nanovllm.server.text_stream import TextStream, Waiting
+from nanovllm.server.text_stream import Waiting
 from nanovllm.text.chat_template import Tool
 from nanovllm.text.vocabulary import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL, Vocabulary
 
 NUM_TAG_TOKENS = 24  # tokens at the end of a prompt that may be a tag and newlines
 
 
-def read_continued(given: JsonObject) -> str:
-    """Return the content of the message that a chat continues, or ""."""
-    if not given.get("continue_final_message"):
-        return ""
-    return str(given["messages"][-1].get("content"))
-
-
-def find_last_tag(prompt: list[int], continued: str, vocabulary: Vocabulary) -> str:
+def find_last_tag(given: JsonObject, prompt: list[int], vocabulary: Vocabulary) -> str:
     """Return <think> if a prompt ends inside reasoning, </think> if it ends behind it, or "".
 
     The tag is the last word of the prompt. Only in a message that is continued, other words can
     follow it.
     """
+    continued = ""
+    if given.get("continue_final_message"):
+        continued = str(given["messages"][-1].get("content"))
     end = "".join(map(vocabulary.name, prompt[-NUM_TAG_TOKENS:]))
     tags = re.findall(r"</?think>(?=\s*$)", end) + re.findall("</?think>", continued)
     return tags[-1] if tags else ""
@@ -94,21 +90,20 @@ class Delta:
             entries.append({"index": index, "function": {"arguments": arguments}})
 
 
-class MessageParser:
+class MessageParser(CallParser):
     """Parses the text of one choice, which arrives in parts."""
 
     def __init__(
         self, parses_reasoning: bool, tools: list[Tool], is_parallel: bool, last_tag: str
     ) -> None:
         """Without tools, calls are content. `last_tag` is that of the prompt."""
+        super().__init__(tools)
         self.delta = Delta(is_parallel, is_after_tag=parses_reasoning or len(tools) > 0)
         self.in_reasoning = parses_reasoning and last_tag == THINK
-        # Where the reasoning begins and ends in the text. It has no end while it goes on.
+        # Where the reasoning begins and ends in the text. The end is set when it comes.
         self.reasoning_start = 0
-        self.reasoning_end: int | None = None if self.in_reasoning else 0
+        self.reasoning_end = 0
         self.may_end_reasoning = False  # after a call has, which some models write before </think>
-        self.stream = TextStream()
-        self.call_parser = CallParser(self.stream, tools, self._send_call)
         self.call_tags = (TOOL_CALL, FUNCTION) if tools else ()
         self.num_without_calls = 0  # characters that were searched for calls in vain
         self.in_block = False  # in a block without a call
@@ -116,20 +111,19 @@ class MessageParser:
 
     def feed(self, text: str, is_last: bool) -> JsonObject:
         """Return OpenAI's delta for more text. `is_last` if none follows."""
-        self.stream.text += text
-        self.stream.is_last = is_last
+        self.text += text
+        self.is_last = is_last
         next(self.parse, None)
         return self.delta.take()
 
     def _parse(self, may_think: bool) -> Waiting[None]:
         """Parse the reply. `may_think` if it can begin with <think>."""
         if may_think:
-            start, tag = yield from self.stream.skip(0, (THINK,))
+            start, tag = yield from self.skip(0, (THINK,))
             if tag == THINK:
-                self.stream.take(start + len(THINK))
+                self.take(start + len(THINK))
                 self.in_reasoning = True
-                self.reasoning_start = self.stream.num_taken
-                self.reasoning_end = None
+                self.reasoning_start = self.num_taken
         while True:
             tag = yield from self._read_text()
             if not tag:
@@ -139,13 +133,13 @@ class MessageParser:
             if tag == END_THINK:
                 self.may_end_reasoning = False
                 self._begin_content()
-                self.stream.take(len(tag))
+                self.take(len(tag))
             elif tag == END_TOOL_CALL:  # the end of a block without a call
                 self._add_text(len(tag))
             else:
                 has_calls, end = yield from self._read_calls(tag)
                 if has_calls:
-                    self.stream.take(end)
+                    self.take(end)
                 else:
                     self.num_without_calls = end
                     self.in_block = tag == TOOL_CALL
@@ -160,44 +154,44 @@ class MessageParser:
         elif self.may_end_reasoning:
             tags = (END_THINK, *call_tags)
         while True:
-            position, tag = self.stream.search(tags, 0)
+            position, tag = self.search(tags, 0)
             is_text = tag in call_tags and position < self.num_without_calls
             self._add_text(position + len(tag) if is_text else position)
             if is_text:
                 continue
-            if tag or self.stream.is_last:
+            if tag or self.is_last:
                 return tag
             yield
 
     def _read_calls(self, tag: str) -> Waiting[tuple[bool, int]]:
         """Read the calls at a tag that can begin some, see `CallParser.read_block`."""
         if tag == TOOL_CALL:
-            return (yield from self.call_parser.read_block(len(tag), self.in_reasoning))
+            return (yield from self.read_block(len(tag), self.in_reasoning))
         # Some models leave out <tool_call>.
-        call, end = yield from self.call_parser.read_function(0, is_known=True)
+        call, end = yield from self.read_function(0, is_known=True)
         if call is None:
             return False, end
-        self._send_call(*call)
-        start, closing = yield from self.stream.skip(end, (END_TOOL_CALL,))
+        self.send(*call)
+        start, closing = yield from self.skip(end, (END_TOOL_CALL,))
         return True, start + len(END_TOOL_CALL) if closing else end
 
     def _begin_content(self) -> None:
         if self.in_reasoning:
             self.in_reasoning = False
-            self.reasoning_end = self.stream.num_taken
+            self.reasoning_end = self.num_taken
         self.delta.begin_content()
 
     def _add_text(self, num_chars: int) -> None:
         """Add the first characters of the stream to the section that they belong to."""
-        text = self.stream.take(num_chars)
+        text = self.take(num_chars)
         self.num_without_calls = max(0, self.num_without_calls - num_chars)
         if not self.in_reasoning:
             self.delta.add_content(text)
         elif text:
             self.delta.add_text("reasoning", text)
 
-    def _send_call(self, name: str, arguments: str) -> None:
-        """Take a call of `CallParser`, or without a name more arguments of the newest call."""
+    def send(self, name: str, arguments: str) -> None:
+        """Add a call to the delta, or without a name more arguments of the newest call."""
         if name:
             self.may_end_reasoning |= self.in_reasoning
             self._begin_content()

@@ -5,7 +5,7 @@ import json
 import re
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from urllib.parse import quote
 from uuid import uuid4
@@ -114,7 +114,7 @@ def show_path(scope: Scope) -> str:
 
 
 def respond(
-    content: JsonObject, status: int = 200, headers: dict[str, str] | None = None
+    content: JsonObject, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
     """Return JSON in ASCII, which can hold any str, also lone surrogates."""
     return Response(json.dumps(content), status, headers, "application/json")

@@ -7,7 +7,8 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import prometheus_client as prometheus
@@ -19,17 +20,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from nanovllm import LLM, __version__
-from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.outputs import NAN_LOGITS
-from nanovllm.server.bodies import Bodies
-from nanovllm.server.cancellation import until_disconnect, until_stop
-from nanovllm.server.chat_completions import ChatEndpoint
-from nanovllm.server.completions import CompletionEndpoint
+from nanovllm.server.bodies import Bodies, until_disconnect, until_stop
+from nanovllm.server.chat_completions import parse_chat
+from nanovllm.server.completions import parse_completion
 from nanovllm.server.engine_thread import EngineThread, Outputs
 from nanovllm.server.errors import ApiError, JsonObject
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import Middleware, respond, respond_error, show_path
-from nanovllm.server.replies import END, Generation, Reply, write_event
+from nanovllm.server.replies import END, Generation, write_event
 from nanovllm.server.tokenization import detokenize, tokenize
 from nanovllm.utils.checks import show
 
@@ -58,7 +57,6 @@ class Api:
     engine: EngineThread
     model: str  # its name
     root: str  # the checkpoint, another valid name
-    _: KW_ONLY
     api_key: str | None = None
     allowed_origins: Sequence[str] = ()  # origins of web pages
     parses_reasoning: bool = False
@@ -72,8 +70,8 @@ class Api:
     def make_app(self, routes: Sequence[Route] = (), is_local: bool = False) -> ASGIApp:
         """Make the app. `routes` come before the API's. `is_local`: see Middleware."""
         endpoints: dict[str, Endpoint] = {
-            "/v1/completions": CompletionEndpoint(self.model).parse,
-            "/v1/chat/completions": ChatEndpoint(self.model, self.parses_reasoning).parse,
+            "/v1/completions": partial(parse_completion, self.model),
+            "/v1/chat/completions": partial(parse_chat, self.model, self.parses_reasoning),
             "/tokenize": tokenize,
             "/detokenize": detokenize,
         }
@@ -115,12 +113,12 @@ class Api:
         if generation.reply.stream.is_stream:
             # The second header is for nginx.
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            events = self._stream(*generation)
+            events = self._stream(generation)
             return StreamingResponse(events, 200, headers, "text/event-stream")
-        return await until_disconnect(request, self._answer(*generation))
+        return await until_disconnect(request, self._answer(generation))
 
-    async def _serve(self, prompts: list[PreparedPrompt]) -> AsyncIterator[Outputs]:
-        async with self.engine.submit(prompts) as stream:
+    async def _serve(self, generation: Generation) -> AsyncIterator[Outputs]:
+        async with self.engine.submit(generation.prompts) as stream:
             async for outputs in self.metrics.measure(stream):
                 for output in outputs.values():
                     if output["error"] is not None:
@@ -129,19 +127,19 @@ class Api:
                         raise ApiError(f"the reply ended early: {output['error']}", status=status)
                 yield outputs
 
-    async def _stream(self, prompts: list[PreparedPrompt], reply: Reply) -> AsyncIterator[str]:
+    async def _stream(self, generation: Generation) -> AsyncIterator[str]:
         try:
-            async for outputs in self._serve(prompts):
-                yield reply.write_chunk(outputs)
+            async for outputs in self._serve(generation):
+                yield generation.reply.write_chunk(outputs)
         except ApiError as error:
             yield write_event(json.dumps(error.describe())) + END
         else:
-            yield reply.write_end()
+            yield generation.reply.write_end()
 
-    async def _answer(self, prompts: list[PreparedPrompt], reply: Reply) -> Response:
-        async for outputs in self._serve(prompts):
-            reply.take(outputs)
-        return respond(reply.write_whole())
+    async def _answer(self, generation: Generation) -> Response:
+        async for outputs in self._serve(generation):
+            generation.reply.take(outputs)
+        return respond(generation.reply.write_whole())
 
     def _check_model(self, name: object) -> None:
         if name not in (None, "", self.model, self.root):
@@ -188,26 +186,23 @@ class Api:
         is_key = secrets.compare_digest(sent.strip().encode("latin-1"), self.api_key.encode())
         if scheme.lower() != "bearer" or not is_key:
             message = "this server needs its API key: Authorization: Bearer KEY"
-            raise HTTPException(401, message, {"WWW-Authenticate": "Bearer"})
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(message, status=401, headers=headers)
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
     """Turn an exception into an error object. uvicorn logs the traceback of unexpected ones."""
-    headers: dict[str, str] = {}
-    if isinstance(error, HTTPException):
-        headers |= error.headers or {}
-        message = error.detail
+    if isinstance(error, HTTPException):  # raised by Starlette's router
         path = show_path(request.scope)
+        headers = error.headers or {}
         if error.status_code == 404:
             endpoints = ", ".join(route.path_format for route in request.app.routes)
             message = f"Not Found: {path} is none of the endpoints {endpoints}"
-        elif error.status_code == 405:
+        else:
             message = f"{path} does not support {request.method}: use {headers['Allow']}"
-        error = ApiError(message, status=error.status_code)
+        error = ApiError(message, status=error.status_code, headers=headers)
     elif isinstance(error, ClientDisconnect):
         error = ApiError("the client has disconnected", status=499)
     elif not isinstance(error, ApiError):
         error = ApiError("internal error", status=500)
-    response = respond_error(error)
-    response.headers.update(headers)
-    return response
+    return respond_error(error)

@@ -8,8 +8,13 @@ from typing import Any
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.server.errors import ApiError, JsonObject, blaming
-from nanovllm.server.neutral_parameters import PENALTY_RANGES, SYNONYMS
-from nanovllm.server.parameter_table import SAMPLING_FIELDS, STREAM_OPTIONS, Table, Use
+from nanovllm.server.parameter_table import (
+    PENALTY_RANGES,
+    SAMPLING_FIELDS,
+    STREAM_OPTIONS,
+    SYNONYMS,
+    Table,
+)
 from nanovllm.server.replies import StreamOptions
 from nanovllm.utils.checks import check_bool, check_int, check_type, invalid, show
 
@@ -25,10 +30,10 @@ def select(body: JsonObject, table: Table, prefix: str = "") -> JsonObject:
     given: JsonObject = {}
     for name, value in body.items():
         use = table.get(name, [])
-        if value is None or use is Use.IGNORED:
+        if value is None or use == "ignored":
             continue
         value = _simplify(value)
-        if use is Use.READ:
+        if use == "read":
             given[name] = value
             continue
         accepted = list(use)
@@ -62,33 +67,22 @@ def read_stream_options(given: JsonObject) -> StreamOptions:
     return StreamOptions(is_stream, **options)
 
 
-def read_params(given: JsonObject, llm: LLM, **options: Any) -> SamplingParams:
+def read_params(given: JsonObject, llm: LLM, num_prompts: int, **options: Any) -> SamplingParams:
     """Return the sampling parameters. `options` are those that each endpoint reads in its way."""
     options = {**{name: given[name] for name in SAMPLING_FIELDS & given.keys()}, **options}
     if "logit_bias" in given:
-        options["logit_bias"] = _read_biases(given["logit_bias"])
+        biases = check_type("logit_bias", given["logit_bias"], (dict,), "an object")
+        # JSON writes a token id as a str. int() raises its own error above some thousand digits.
+        options["logit_bias"] = {
+            int(i) if i.isdecimal() and len(i) < 20 else i: bias for i, bias in biases.items()
+        }
     if options.get("seed") == -1:  # none, as in vLLM
         del options["seed"]
     params = replace(llm.get_default_sampling_params(), **options)
     for name in PENALTY_RANGES.split():
         if params.repetition_penalty != 1 and given.get(name, -1) not in (0, -1):
             raise invalid(name, "must be -1, because a repetition_penalty counts all tokens")
-    return params
-
-
-def _read_biases(biases: Any) -> dict[Any, Any]:
-    """Return biases by token id, which JSON writes as a str."""
-    check_type("logit_bias", biases, (dict,), "an object")
-    # int() raises an error of its own above some thousand digits.
-    return {int(i) if i.isdecimal() and len(i) < 20 else i: bias for i, bias in biases.items()}
-
-
-def check_num_samples(
-    given: JsonObject, prompt_name: str, num_prompts: int, params: SamplingParams
-) -> None:
-    """Limit the samples of a request.
-
-    Call it before a grammar is compiled, because its limits grow with the number of samples.
-    """
-    with blaming(given, "n" if "n" in given else prompt_name):
+    # Before a grammar is compiled, because its limits grow with the number of samples.
+    with blaming(given, "n" if "n" in given else "prompt"):
         check_int("the number of prompts times n", params.n * num_prompts, 1, MAX_SAMPLES)
+    return params

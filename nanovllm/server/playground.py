@@ -22,8 +22,7 @@ from transformers import Qwen3_5TextConfig
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.server.bodies import Bodies
-from nanovllm.server.cancellation import until_stop
+from nanovllm.server.bodies import Bodies, until_stop
 from nanovllm.server.engine_thread import EngineThread, Stream
 from nanovllm.server.errors import JsonObject, blaming
 from nanovllm.server.middleware import respond

@@ -5,7 +5,6 @@ completions.py and chat_completions.py have the rest. https://platform.openai.co
 
 import json
 import time
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 from uuid import uuid4
@@ -29,7 +28,7 @@ class StreamOptions:
 
 
 @dataclass
-class Reply(ABC):
+class Reply:
     """Writes the outputs of one request, whole or in chunks."""
 
     # OpenAI's names.
@@ -55,9 +54,9 @@ class Reply(ABC):
         self.written: dict[int, tuple[int, int]] = {}  # choice -> characters and tokens
         self.writers: dict[int, LogprobsWriter] = {}  # one per choice, if logprobs are requested
 
-    @abstractmethod
     def write_part(self, index: int, part: RequestOutput, is_first: bool) -> JsonObject:
         """Return the fields of a choice. `part` is an output without what has been written."""
+        raise NotImplementedError
 
     def take(self, outputs: Outputs) -> Outputs:
         """Keep new outputs, and return those to be written."""

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import httpx
 
-from nanovllm.server.chat_completions import ChatEndpoint
-from nanovllm.server.completions import CompletionEndpoint
+from nanovllm.server.chat_completions import parse_chat
+from nanovllm.server.completions import parse_completion
 
 KEY = "secret"
 NUM_BLOCKS = 512
@@ -23,10 +23,9 @@ CLIENT = httpx.Client(timeout=60, limits=httpx.Limits(keepalive_expiry=1))
 
 def parse_body(llm, body, is_chat, parses_reasoning=False):
     """What an endpoint makes of a body, without a server."""
-    endpoint = CompletionEndpoint("model")
     if is_chat:
-        endpoint = ChatEndpoint("model", parses_reasoning)
-    return endpoint.parse(body, llm)
+        return parse_chat("model", parses_reasoning, body, llm)
+    return parse_completion("model", body, llm)
 
 
 @contextmanager

@@ -483,8 +483,9 @@ def test_the_prompt_can_begin_the_reasoning():
 def test_the_last_tag_of_a_prompt(prompt, continued, expected):
     vocabulary = Mock()
     vocabulary.name = chr  # a token for each character
-    found = find_last_tag(prompt=[*map(ord, prompt)], continued=continued, vocabulary=vocabulary)
-    assert found == expected
+    message = {"role": "assistant", "content": continued}
+    given = {"messages": [message], "continue_final_message": continued != ""}
+    assert find_last_tag(given, [*map(ord, prompt)], vocabulary) == expected
 
 
 def test_only_requested_tags_are_parsed():

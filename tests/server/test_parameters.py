@@ -11,7 +11,7 @@ from server_helpers import parse_body
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.features.structured_outputs.grammars import GrammarCompiler
 from nanovllm.server.errors import ApiError
-from nanovllm.server.parameter_table import CHAT, COMPLETION, Use
+from nanovllm.server.parameter_table import CHAT, COMPLETION
 from nanovllm.server.tokenization import detokenize, tokenize
 
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -50,7 +50,7 @@ def list_values(table, kind):
 @pytest.mark.parametrize("is_chat, table", [(True, CHAT), (False, COMPLETION)])
 def test_neutral_and_ignored_values_change_nothing(llm, is_chat, table):
     expected = parse_body(llm, VALID[is_chat], is_chat)
-    accepted = [*list_values(table, list), *list_values(table, Use.IGNORED)]
+    accepted = [*list_values(table, list), *list_values(table, "ignored")]
     accepted += [(name, None) for name in [*table, "unknown"] if name not in VALID[is_chat]]
     assert len(accepted) > 50
     for name, value in accepted:

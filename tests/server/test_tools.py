@@ -9,8 +9,8 @@ from server_helpers import parse_body
 from transformers import AddedToken, AutoTokenizer
 
 from nanovllm import DEMO_MODEL, LLM
+from nanovllm.server.constraints import write_grammar
 from nanovllm.server.errors import ApiError
-from nanovllm.server.tools import write_grammar
 from nanovllm.text.vocabulary import TAGS
 
 TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[-1].content }}{{ start }}"
