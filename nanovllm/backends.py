@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Registration(NamedTuple):
-    module: str  # implements `Backend` of layers/attention.py
+    module: str  # has the names that layers/attention.py begins with
     device_types: tuple[str, ...]  # on which "auto" tries it
 
 
