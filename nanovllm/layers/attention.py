@@ -77,15 +77,13 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
     Each context is read through its block table.
     """
     output = torch.empty_like(query)
-    query_lens = batch.cu_seqlens_q.diff().tolist()
-    sequences = zip(
-        query.split(query_lens),
-        output.split(query_lens),
-        batch.context_lens.tolist(),
-        batch.block_tables,
-    )
-    for queries, results, context_len, block_table in sequences:
-        block_ids = block_table[: cdiv(context_len, kv_cache.shape[2])]
+    bounds = batch.cu_seqlens_q.tolist()
+    context_lens = batch.context_lens.tolist()
+    for i, context_len in enumerate(context_lens):
+        own = slice(bounds[i], bounds[i + 1])  # the tokens of the sequence
+        queries = query[own]
+        results = output[own]
+        block_ids = batch.block_tables[i, : cdiv(context_len, kv_cache.shape[2])]
         # [num_tokens, num_kv_heads, head_dim], then [1, num_kv_heads, context_len, head_dim]
         keys, values = kv_cache.index_select(1, block_ids).flatten(1, 2)
         keys = keys[:context_len].transpose(0, 1)[None]

@@ -41,6 +41,9 @@ class Qwen35Spec(DeltaSizes, DecoderSpec):
             return DecoderLayer(self, layer, backend, tp)
         return DeltaLayer(self, layer, tp)
 
+    def make_attention(self, backend: Backend, tp: TensorParallel) -> Attention:
+        return GatedAttention(self, backend, tp)
+
     def make_norm(self, size: int) -> RMSNorm:
         return ZeroCenteredRMSNorm(size, self.norm_eps, self.dtype)
 

@@ -177,7 +177,7 @@ def test_a_tokenizer_without_a_vocabulary_is_none(checkpoint):
 def test_packages_that_a_tokenizer_needs_are_named(checkpoint):
     """With tokenizer.json beside it, tokenizer.model is not read."""
     (checkpoint / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>")
-    reject(f"tokenizer in {checkpoint} .tokenizer.model needs sentencepiece and pro", checkpoint)
+    reject(f"tokenizer in {checkpoint} .a tokenizer.model without tokenizer.json needs", checkpoint)
     shutil.copy(Path(DEMO_MODEL) / "tokenizer.json", checkpoint)
     assert load(checkpoint).tokenizer is not None
 

@@ -168,7 +168,7 @@ def test_an_error_names_the_parameter(llm, is_chat, body, param):
 
 @pytest.mark.parametrize("prompts, n", [("x", 5000), (["x"] * 4097, 1), ([[1], [2]], 4096)])
 def test_samples_are_counted_before_their_grammar_is_compiled(llm, monkeypatch, prompts, n):
-    monkeypatch.setattr(GrammarCompiler, "compile", None)
+    monkeypatch.setattr(GrammarCompiler, "choose_factory", None)
     error = reject(llm, {"prompt": prompts, "n": n, "structured_outputs": {"regex": "a"}}, False)
     assert error.param == "n"
     assert "the number of prompts times n must be" in error.message
