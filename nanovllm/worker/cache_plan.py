@@ -10,7 +10,7 @@ upper limit       = lanes * blocks of max_model_len tokens, unless kvcache_memor
 several ranks     = the smallest of all ranks, because they share block tables
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from nanovllm.config import Config
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
@@ -27,13 +27,50 @@ ENLARGE_ADVICE = (
 )
 
 
-class CachePlan(NamedTuple):
-    """The sizes of the caches, which all ranks have agreed on."""
+@dataclass(frozen=True)
+class Budget:
+    """Memory for the blocks and states of one rank."""
 
+    num_bytes: int
+    origin: str  # how the number was computed
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachePlan:
+    """The sizes of the caches, which all ranks have agreed on, and the memory of this rank."""
+
+    config: Config
     num_blocks: int
-    num_tokens: int
+    block_size: int
     num_lanes: int  # sequences that can run at once
-    arithmetic: str  # how this rank has computed them, in one line
+    budget: Budget
+    states_bytes: int
+    num_state_lanes: int  # lanes for whose states half of the budget has room
+    blocks_bytes: int
+    block_bytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def describe(self) -> str:
+        """Show the arithmetic in one line."""
+        config = self.config
+        terms = self.budget.origin
+        if self.states_bytes > 0:
+            joint = " -" if config.num_kvcache_blocks is None else ", beside"
+            states = f"{show_bytes(self.states_bytes)} for states of {self.num_state_lanes} lanes"
+            terms += f"{joint} {states}"
+        shown = show_bytes(self.blocks_bytes)
+        if self.blocks_bytes < self.budget.num_bytes - self.states_bytes:
+            terms = f"min({terms}, {shown} for max_num_seqs)"
+        line = f"KV cache: ({terms} = {shown}) / {self.block_bytes} B"
+        if config.tensor_parallel_size > 1:
+            line += f", the smallest of {config.tensor_parallel_size} ranks"
+        line += f" = {self.num_blocks} blocks of {self.block_size} = {self.num_tokens} tokens"
+        if self.num_lanes < min(config.max_num_seqs, self.num_blocks):
+            line += f"; max_num_seqs is lowered from {config.max_num_seqs} to {self.num_lanes}"
+        return line
 
 
 def plan_cache(
@@ -51,29 +88,19 @@ def plan_cache(
     `block_bytes` and `state_bytes` are those of a block and of a state slot in all layers.
     Raises ValueError if there is no memory for a single block, or for the states of a lane.
     """
-    budget, terms = find_budget(config, meter)
-    num_state_lanes = count_lanes(config, budget, state_bytes)
-    states_bytes = StateSlots(config, num_state_lanes).count * state_bytes
-    blocks_bytes = budget - states_bytes
-    joint = " -"
+    budget = find_budget(config, meter)
+    state_lanes = count_lanes(config, budget.num_bytes, state_bytes)
+    states_bytes = StateSlots(config, state_lanes).count * state_bytes
+    blocks_bytes = budget.num_bytes - states_bytes
     if config.num_kvcache_blocks is not None:
         blocks_bytes = config.num_kvcache_blocks * block_bytes
-        terms = "as requested"
-        joint = ", beside"
-    if states_bytes > 0:
-        terms += f"{joint} {show_bytes(states_bytes)} for states of {num_state_lanes} lanes"
-    if config.num_kvcache_blocks is None and config.kvcache_memory_bytes is None:
-        useful_bytes = num_state_lanes * cdiv(max_model_len, block_size) * block_bytes
-        if useful_bytes < blocks_bytes:
-            blocks_bytes = useful_bytes
-            terms = f"min({terms}, {show_bytes(useful_bytes)} for max_num_seqs)"
-    arithmetic = f"KV cache: ({terms} = {show_bytes(blocks_bytes)}) / {block_bytes} B"
-    if config.tensor_parallel_size > 1:
-        arithmetic += f", the smallest of {config.tensor_parallel_size} ranks"
-
+        budget = Budget(states_bytes + blocks_bytes, "as requested")
+    elif config.kvcache_memory_bytes is None:
+        useful = state_lanes * cdiv(max_model_len, block_size) * block_bytes
+        blocks_bytes = min(blocks_bytes, useful)
     # The block size is in it twice, to find out whether those of all ranks are the same.
     num_blocks = max(0, blocks_bytes // block_bytes)
-    numbers = [num_blocks, num_state_lanes, block_size, -block_size]
+    numbers = [num_blocks, state_lanes, block_size, -block_size]
     num_blocks, num_lanes, smallest, minus_largest = tp.minimum(numbers)
     if smallest != -minus_largest:
         raise ValueError(
@@ -86,35 +113,38 @@ def plan_cache(
             f"the recurrent states of one sequence take {shown}, more than half"
             " of the cache: raise kvcache_memory_bytes or gpu_memory_utilization"
         )
-    num_tokens = num_blocks * block_size
-    arithmetic += f" = {num_blocks} blocks of {block_size} = {num_tokens} tokens"
+    plan = CachePlan(
+        config=config,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_lanes=min(num_lanes, num_blocks),  # a running sequence holds at least one block
+        budget=budget,
+        states_bytes=states_bytes,
+        num_state_lanes=state_lanes,
+        blocks_bytes=blocks_bytes,
+        block_bytes=block_bytes,
+    )
     if num_blocks < 1:
-        raise ValueError(f"no room for one block of {arithmetic}; {ENLARGE_ADVICE}")
-    num_lanes = min(num_lanes, num_blocks)  # a running sequence holds at least one block
-    if num_lanes < min(config.max_num_seqs, num_blocks):
-        arithmetic += f"; max_num_seqs is lowered from {config.max_num_seqs} to {num_lanes}"
-    return CachePlan(num_blocks, num_tokens, num_lanes, arithmetic)
+        raise ValueError(f"no room for one block of {plan.describe()}; {ENLARGE_ADVICE}")
+    return plan
 
 
-def find_budget(config: Config, meter: MemoryMeter | None) -> tuple[int, str]:
-    """Find the memory for blocks and states of one rank, in bytes, and say where it comes from.
-
-    A rank with a GPU has a meter.
-    """
+def find_budget(config: Config, meter: MemoryMeter | None) -> Budget:
+    """Find the memory for blocks and states of one rank. A rank with a GPU has a meter."""
     if config.kvcache_memory_bytes is not None:
-        return config.kvcache_memory_bytes, "as requested"
+        return Budget(config.kvcache_memory_bytes, "as requested")
     if meter is None:
         available = find_available_memory()
         num_ranks = config.tensor_parallel_size
         origin = f"{CPU_SHARE} * {show_bytes(available)} available / {num_ranks} ranks"
-        return int(available * CPU_SHARE / num_ranks), origin
+        return Budget(int(available * CPU_SHARE / num_ranks), origin)
     utilization = config.gpu_memory_utilization
     peak = meter.peak()
     limit = min(utilization * meter.total, GPU_SHARE_OF_FREE * meter.free_before)
     of_total = f"{utilization} * {show_bytes(meter.total)}"
     of_free = f"{GPU_SHARE_OF_FREE} * {show_bytes(meter.free_before)} free"
     origin = f"min({of_total}, {of_free}) - {show_bytes(peak)} taken"
-    return int(limit) - peak, origin
+    return Budget(int(limit) - peak, origin)
 
 
 def count_lanes(config: Config, budget: int, state_bytes: int) -> int:

@@ -171,7 +171,7 @@ def fill_memory(worker: Worker) -> None:
     capture_graphs(worker, plan.num_lanes)
     if worker.tp.rank == 0:
         backend = f"{worker.backend.NAME} attention"
-        report(f"{worker.device}, {worker.spec.dtype}, {backend}; {plan.arithmetic}")
+        report(f"{worker.device}, {worker.spec.dtype}, {backend}; {plan.describe()}")
 
 
 def allocate(worker: Worker, num_blocks: int, num_lanes: int) -> None:

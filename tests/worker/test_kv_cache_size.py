@@ -95,7 +95,7 @@ def count_tokens_on_gpu(free, utilization, max_model_len):
         block_size=10,
         max_model_len=max_model_len,
     )
-    assert f"{plan.num_blocks} blocks of 10" in plan.arithmetic
+    assert f"{plan.num_blocks} blocks of 10" in plan.describe()
     assert plan.num_tokens == plan.num_blocks * 10
     return plan.num_tokens
 
@@ -161,7 +161,7 @@ def test_states_have_at_most_half_of_the_memory(num_drafts, num_lanes):
     options = dict(kvcache_memory_bytes=100_000, num_speculative_tokens=num_drafts)
     plan = plan_with_states(FakeGPU(0), 1000, **options)
     assert (plan.num_blocks, plan.num_lanes) == (50, num_lanes)
-    line = plan.arithmetic
+    line = plan.describe()
     assert f"50000 B for states of {num_lanes} lanes = 50000 B) / 1000 B" in line
     assert f"max_num_seqs is lowered from 256 to {num_lanes}" in line
 
@@ -176,13 +176,13 @@ def test_a_given_number_of_blocks_does_not_unbound_the_states(options, num_lanes
     plan = plan_with_states(meter, 1_000_000, num_kvcache_blocks=50, **options)
     assert (plan.num_blocks, plan.num_lanes) == (50, num_lanes)
     shown = f"{show_bytes((2 + 2 * num_lanes) * 10**6)} for states of {num_lanes} lanes"
-    assert f"(as requested, beside {shown} = 50000 B)" in plan.arithmetic
+    assert f"(as requested, beside {shown} = 50000 B)" in plan.describe()
 
 
 def test_states_of_lanes_without_a_block_are_not_allocated():
     plan = plan_with_states(FakeGPU(100_000_000), 1_000_000, num_kvcache_blocks=3)
     assert (plan.num_blocks, plan.num_lanes) == (3, 3)
-    assert "8000000 B for states of 3 lanes" in plan.arithmetic
+    assert "8000000 B for states of 3 lanes" in plan.describe()
 
 
 def test_a_laptop_serves_16_sequences_with_states(monkeypatch):
@@ -192,7 +192,7 @@ def test_a_laptop_serves_16_sequences_with_states(monkeypatch):
     plan = plan_cache(Config(""), None, **sizes)
     assert plan.num_lanes >= 16
     assert plan.num_tokens >= 16 * 4096
-    line = plan.arithmetic
+    line = plan.describe()
     assert "(0.25 * 12.00 GB available / 1 ranks - 1.49 GB for states of 36 lanes" in line
 
 
