@@ -51,13 +51,15 @@ def time_run(name: str, engine: Engine, requests: list[Request]) -> float:
     start = time.perf_counter()
     outputs = engine.run(requests)
     seconds = time.perf_counter() - start
-    if [len(token_ids) for token_ids in outputs] != [each.num_tokens for each in requests]:
-        raise RuntimeError(f"{name} returned other numbers of tokens than requested")
+    for request, output in zip(requests, outputs, strict=True):
+        if len(output) != request.num_tokens:
+            problem = f"a request for {request.num_tokens} tokens returned {len(output)}"
+            raise RuntimeError(f"{name}: {problem}")
     return seconds
 
 
 def compare(engines: dict[str, Engine], runs: list[list[Request]], table: Table) -> Figures:
-    """Time the engines in turn, so that a change of the machine's speed concerns them all."""
+    """Time the engines in turn, so that a change of the machine's speed affects them all."""
     times: dict[str, list[float]] = {name: [] for name in engines}
     for number, requests in enumerate(runs, start=1):
         for name, engine in engines.items():
@@ -78,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
             engines = start_engines(args.engine, setting)
         except (OSError, TypeError, ValueError) as error:
             parser.error(str(error))
-        numbers = range(1 + len(args.request_rate or range(args.repeat)))
+        numbers = range(1 + (len(args.request_rate) if args.request_rate else args.repeat))
         warm_up, *runs = [make_requests(args, setting.spec.vocab_size, run) for run in numbers]
         for engine in engines.values():
             engine.run([Request(prompt, min(num_tokens, 8)) for prompt, num_tokens in warm_up[:8]])

@@ -128,7 +128,7 @@ class Config(Checked):
 def takes(
     options: Callable[Options, object],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Options], None]]:
-    """Give an __init__ that passes all of its arguments on the signature of `options`.
+    """Copy the signature of `options` to an __init__ that forwards all of its arguments.
 
     LLM(model, **options) passes them to Config. Without this decorator, `help(LLM)` and editors
     would show `*args, **options`, and type checkers would accept any option.

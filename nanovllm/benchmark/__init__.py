@@ -1,4 +1,4 @@
-"""What bench.py is made of. No other room imports this one.
+"""What bench.py is made of. No other folder of the package imports this one.
 
 arguments.py   the command line          setting.py    what it asks for, checked
 shapes.py      built-in models, default workloads

@@ -161,7 +161,9 @@ ENGINES: dict[str, Callable[[Setting], Engine]] = {
 
 def start_engines(names: list[str], setting: Setting) -> dict[str, Engine]:
     """Start the engines of `names`, or with --request-rate one of nanovllm for each policy."""
+    if not setting.policies:
+        return {name: ENGINES[name](setting) for name in dict.fromkeys(names)}
     engines: dict[str, Engine] = {}
     for policy, options in setting.policies.items():
         engines[policy] = NanoVLLM(replace(setting, options={**setting.options, **options}))
-    return engines or {name: ENGINES[name](setting) for name in dict.fromkeys(names)}
+    return engines

@@ -100,7 +100,7 @@ class TensorFiles:
         self._opened.add(name)
         with naming(path, *_DAMAGED, ValueError):
             stored = self._files[path].get_slice(stored_name)
-            if shape not in (None, stored.get_shape()):
+            if shape is not None and stored.get_shape() != shape:
                 raise ValueError(
                     f"tensor {stored_name} has shape {stored.get_shape()}, the model needs {shape}"
                 )

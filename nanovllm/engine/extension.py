@@ -112,16 +112,18 @@ class Extension:
         for each in self.features:
             each.finished(seq, reason)
 
-    # What a trace shows of a feature.
-
     def describe_settings(self) -> dict[str, Any]:
-        """Describe what does not change from step to step."""
-        return {}
+        """Describe for a trace what does not change from step to step."""
+        return merge([each.describe_settings() for each in self.features])
 
     def describe_step(self) -> dict[str, Any]:
-        """Describe the current step."""
-        return {}
+        """Describe for a trace the current step."""
+        return merge([each.describe_step() for each in self.features])
 
     def describe_sequence(self, seq: Sequence) -> dict[str, Any]:
-        """Describe what the current step does with a sequence."""
-        return {}
+        """Describe for a trace what the current step does with a sequence."""
+        return merge([each.describe_sequence(seq) for each in self.features])
+
+
+def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.items()}

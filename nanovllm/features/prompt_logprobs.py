@@ -49,7 +49,9 @@ class ScoringBatch(Batch):
     the batch of an interrupted step.
     """
 
-    rows: Iterator[PromptRow | None]  # what each row of logits does. None: it samples a token
+    # What each row of logits does. None: it samples a token. Each call of `computed` takes the rows
+    # of its part.
+    remaining_rows: Iterator[PromptRow | None]
 
 
 class PromptScores(Extension):
@@ -68,6 +70,7 @@ class PromptScores(Extension):
         entries = find_entries(seq)
         if entries is None:
             return prefix
+        # The logits at position len(entries) - 1 are still needed.
         return prefix[: (len(entries) - 1) // self.scheduler.block_size]
 
     def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
@@ -91,13 +94,13 @@ class PromptScores(Extension):
             indices += range(offset + end - seq.num_logits, offset + end)
         logits_indices = torch.from_numpy(np.array(indices, np.int32))
         fields = {**vars(batch), "logits_indices": logits_indices}
-        return ScoringBatch(**fields, rows=iter(rows))
+        return ScoringBatch(**fields, remaining_rows=iter(rows))
 
     def computed(self, batch: Batch, logits: Tensor) -> Tensor:
         """Record the log probabilities of prompt tokens. Return the rows that sample."""
         if not isinstance(batch, ScoringBatch):
             return logits
-        rows = list(islice(batch.rows, len(logits)))
+        rows = list(islice(batch.remaining_rows, len(logits)))
         token_ids = np.array([row.token_id if row else 0 for row in rows], np.int64)
         nums = [row.num_logprobs if row else None for row in rows]
         scores = find_logprobs(logits, to_device(token_ids, logits.device), nums)

@@ -63,7 +63,7 @@ class RecurrentStates(Extension):
         self.snapshot_slots = state_slots.snapshots
 
     def reset(self) -> None:
-        self.slots: dict[Sequence, Slots] = {}  # of sequences that the queue's head has been
+        self.slots: dict[Sequence, Slots] = {}  # of sequences that were the head of the queue
         self.snapshots = OrderedDict[int, int]()  # hash -> slot, least recently used first
         self.new_snapshots: dict[int, int] = {}  # those that the current step writes
 

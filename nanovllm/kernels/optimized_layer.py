@@ -54,8 +54,9 @@ def install(kinds: Iterable[type[OptimizedLayer]], layer: nn.Module, dtype: torc
             layer.__class__ = kind
             converted = cast(OptimizedLayer, layer)
             converted.dtype = dtype
-            if not converted.convert():
-                uninstall(layer)
+            if converted.convert():
+                return
+            uninstall(layer)
 
 
 def uninstall(layer: nn.Module) -> None:

@@ -5,10 +5,9 @@ from nanovllm.kernels.fallback import report_once
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.sampler import Sampler
 
-# The fields of Noise and Filters with which the kernels compute.
-_KNOWN_FIELDS = {
-    "temperatures", "keys", "rows", "top_ks", "top_ps", "min_ps", "max_top_k",
-}  # fmt: skip
+# The fields with which the kernels compute.
+_NOISE_FIELDS = {"temperatures", "keys"}
+_FILTER_FIELDS = {"rows", "temperatures", "top_ks", "top_ps", "min_ps", "max_top_k"}
 
 
 class OptimizedSampler(OptimizedLayer, Sampler):
@@ -23,7 +22,8 @@ class OptimizedSampler(OptimizedLayer, Sampler):
 
 def has_unknown_fields(group: Filters | Noise) -> bool:
     """Return whether kernels would ignore a field. One that is None has no effect."""
-    unknown = sorted(vars(group).keys() - _KNOWN_FIELDS)
+    known = _NOISE_FIELDS if isinstance(group, Noise) else _FILTER_FIELDS
+    unknown = sorted(vars(group).keys() - known)
     unknown = [name for name in unknown if getattr(group, name) is not None]
     if unknown:
         names = ", ".join(unknown)

@@ -123,8 +123,12 @@ class GatedDeltaRule(nn.Module):
         for seqs, tokens in group_sequences(batch):
             rows = old_states[seqs]
             shape = (len(rows), -1)
-            parts = [each[tokens].unflatten(0, shape) for each in (qkv, beta, log_decay)]
-            computed, new_states[seqs] = self.advance(rows, *parts)
+            computed, new_states[seqs] = self.advance(
+                rows,
+                qkv[tokens].unflatten(0, shape),
+                beta[tokens].unflatten(0, shape),
+                log_decay[tokens].unflatten(0, shape),
+            )
             output[tokens] = computed.flatten(2).flatten(0, 1)
         states[batch.write_slots] = new_states
         return self.norm_and_gate(output, gate)

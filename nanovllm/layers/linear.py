@@ -12,7 +12,6 @@ into one matrix, so that one GEMM computes them:
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -100,16 +99,18 @@ class ColumnParallelLinear(Linear):
 
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
         parent = name.rpartition(".")[0]
+        full_sizes = Counter[str]()  # rows of each tensor
+        for part, full_size in self.projections:
+            full_sizes[part] += full_size
         row = 0
         before = Counter[str]()  # rows of a tensor that belong to earlier parts
         shards = zip(self.projections, self.shard_sizes, self.starts)
         for (part, full_size), size, start in shards:
             rows = slice(row, row + size)
-            of_tensor = [each for other, each in self.projections if other == part]
-            make_target = partial(Target, start=before[part] + start, full_size=sum(of_tensor))
-            yield f"{parent}.{part}.weight", make_target(self.weight[rows])
+            first = before[part] + start
+            yield f"{parent}.{part}.weight", Target(self.weight[rows], 0, first, full_sizes[part])
             if self.bias is not None:
-                yield f"{parent}.{part}.bias", make_target(self.bias[rows])
+                yield f"{parent}.{part}.bias", Target(self.bias[rows], 0, first, full_sizes[part])
             row += size
             before[part] += full_size
 

@@ -23,22 +23,21 @@ def apply_penalties(logits: Tensor, seqs: Sequence[Row]) -> Tensor:
     penalized = [row for row, seq in enumerate(seqs) if seq.params.penalizes]
     if penalized:
         logits = penalize(logits.float(), penalized, [seqs[row] for row in penalized])
-    return add_biases(logits, seqs)
-
-
-def add_biases(logits: Tensor, seqs: Sequence[Row]) -> Tensor:
-    """Add logit_bias, and -inf to the tokens that would end a sequence before min_tokens."""
     biased: list[tuple[int, int, float]] = []  # row, token id, bias
+    banned: list[tuple[int, int]] = []  # row, token id
     for row, seq in enumerate(seqs):
-        biases = dict(seq.params.logit_bias or {})
-        if len(seq.token_ids) < seq.min_num_tokens:
-            biases.update(dict.fromkeys(seq.stop_token_ids, -torch.inf))
+        biases = seq.params.logit_bias or {}
         biased += [(row, *item) for item in biases.items()]
-    if not biased:
-        return logits
-    rows, token_ids, numbers = to_device(np.array(biased), logits.device).T
-    indices = (rows.long(), token_ids.long())  # float64 holds them exactly
-    return logits.float().index_put(indices, numbers.float(), accumulate=True)
+        if len(seq.token_ids) < seq.min_num_tokens:
+            banned += [(row, token_id) for token_id in seq.stop_token_ids]
+    if biased:
+        rows, token_ids, numbers = to_device(np.array(biased), logits.device).T
+        indices = (rows.long(), token_ids.long())  # float64 represents both exactly
+        logits = logits.float().index_put(indices, numbers.float(), accumulate=True)
+    if banned:  # not a bias, because inf - inf would be NaN
+        rows, token_ids = to_device(np.array(banned), logits.device).T
+        logits = logits.index_put((rows, token_ids), logits.new_full((), -torch.inf))
+    return logits
 
 
 def penalize(logits: Tensor, rows: list[int], seqs: Sequence[Row]) -> Tensor:

@@ -91,9 +91,7 @@ def _read_fields(
     return found
 
 
-def _check_multiple(**sizes: int) -> None:
-    """Require that the first of two sizes is a multiple of the second one."""
-    (name, size), (unit_name, unit) = sizes.items()
+def _check_multiple(name: str, size: int, unit_name: str, unit: int) -> None:
     if size % unit != 0:
         raise ValueError(f"{name}={size} must be a multiple of {unit_name}={unit}")
 
@@ -106,7 +104,8 @@ def _compute_decoder(
 ) -> dict[str, Any]:
     """Compute what all decoders have. `layer_types` are those that the spec can make."""
     num_heads = given["num_heads"]
-    _check_multiple(num_attention_heads=num_heads, num_key_value_heads=given["num_kv_heads"])
+    num_kv_heads = given["num_kv_heads"]
+    _check_multiple("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
     head_dim = getattr(config, "head_dim", None) or given["hidden_size"] // num_heads
     check_int("head_dim (by default hidden_size / num_attention_heads)", head_dim, 1, MAX_HEAD_DIM)
     rope, max_len = _read_rope(config, head_dim, allow_partial_rope)
@@ -122,9 +121,10 @@ def _check_layer_types(config: PretrainedConfig, max_len: int, supported: tuple[
     found = set(getattr(config, "layer_types", None) or [default])
     if window is not None and window >= max_len:
         found.discard("sliding_attention")
-    for unsupported in found.difference(supported):
+    unsupported = sorted(found.difference(supported))
+    if unsupported:
         raise ValueError(
-            f"layer_types must be {' or '.join(supported)}, not {unsupported}"
+            f"layer_types must be {' or '.join(supported)}, not {unsupported[0]}"
             " (sliding-window attention: sliding_window, use_sliding_window)"
         )
 
@@ -147,16 +147,16 @@ def _compute_qwen3_5(config: PretrainedConfig, given: Fields) -> Fields:
     layers = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
     if not layers:
         raise ValueError("layer_types without full_attention are not supported")
+    num_value_heads, num_key_heads = given["num_value_heads"], given["num_key_heads"]
     _check_multiple(
-        linear_num_value_heads=given["num_value_heads"],
-        linear_num_key_heads=given["num_key_heads"],
+        "linear_num_value_heads", num_value_heads, "linear_num_key_heads", num_key_heads
     )
     return {**computed, "attention_layers": frozenset(layers)}
 
 
 def _compute_opt(config: PretrainedConfig, given: Fields) -> Fields:
     hidden_size, num_heads = given["hidden_size"], given["num_heads"]
-    _check_multiple(hidden_size=hidden_size, num_attention_heads=num_heads)
+    _check_multiple("hidden_size", hidden_size, "num_attention_heads", num_heads)
     return {
         "num_kv_heads": num_heads,
         "head_dim": hidden_size // num_heads,

@@ -48,8 +48,10 @@ def _choose_scheme(
     format = quantization.format
     if format is not None and format.scheme is not None:
         # A checkpoint with dummy weights has codes for all projections that can have them.
-        is_projection = not is_embedding and not is_kept
-        if is_projection if files is None else _has_codes(format, name, layer, files):
+        has_codes = not is_embedding and not is_kept
+        if files is not None:
+            has_codes = _has_codes(format, name, layer, files)
+        if has_codes:
             return format.scheme
     if is_kept:
         return None

@@ -25,7 +25,10 @@ from nanovllm.models.decoder import Attention, CosSin, DecoderLayer, DecoderSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen35Spec(DeltaSizes, DecoderSpec):
-    """A decoder with the sizes of its Gated DeltaNets."""
+    """A decoder with the sizes of its Gated DeltaNets.
+
+    DeltaSizes comes first, because its state_size replaces that of ModelSpec.
+    """
 
     attention_layers: frozenset[int]  # all others have a Gated DeltaNet
 
@@ -55,6 +58,7 @@ class GatedAttention(Attention):
 
     def forward(self, x: Tensor, cos_sin: CosSin, kv_cache: Tensor, batch: Batch) -> Tensor:
         vectors = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        # query_gate is [num_tokens, 2 * num_heads, head_dim], a query and a gate in turns.
         query_gate, key, value = vectors.split(self.num_vectors, dim=1)
         query, gate = query_gate.unflatten(1, (-1, 2)).unbind(2)
         attended = self.attend(query, key, value, cos_sin, kv_cache, batch)
@@ -91,8 +95,8 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = RowParallelLinear(value_size, spec.hidden_size, False, spec.dtype, tp)
 
     def forward(self, x: Tensor, states: Tensor, batch: Batch) -> Tensor:
-        gate_size = self.in_proj_qkvz.shard_sizes[-1]
-        qkv, gate = self.in_proj_qkvz(x).tensor_split([-gate_size], dim=-1)
+        *qkv_sizes, gate_size = self.in_proj_qkvz.shard_sizes
+        qkv, gate = self.in_proj_qkvz(x).split([sum(qkv_sizes), gate_size], dim=-1)
         beta, decay = self.in_proj_ba(x).chunk(2, dim=-1)
         inputs = DeltaInputs(qkv, gate, beta, decay)
         return self.out_proj(self.delta_rule(inputs, states, batch))

@@ -1,4 +1,4 @@
-"""The interface between the engine and a model: sizes, how to make it, and how to call it.
+"""The interface between the worker and a model: sizes, how to make it, and how to call it.
 
 Each structure of models has a subclass of ModelSpec in the file of its layers, and architectures.py
 fills it from config.json.

@@ -194,6 +194,11 @@ class EngineThread(threading.Thread):
         """Queue the requests of a stream."""
         try:
             for prompt in stream.prompts:
+                if len(prompt.token_ids) >= self.llm.max_model_len:
+                    raise ValueError(
+                        "the engine was replaced by one with a smaller max_model_len:"
+                        " send the request again"
+                    )
                 first_id = self.llm.add_prepared(prompt)
                 for request_id in range(first_id, first_id + prompt.params.n):
                     self._choices[request_id] = (stream, len(stream.request_ids))

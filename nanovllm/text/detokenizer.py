@@ -80,18 +80,18 @@ class Detokenizer:
     def _read_prompt(self, prompt_token_ids: list[int]) -> State:
         """Decode the last tokens of a prompt, and leave out their text.
 
-        The context has text if the prompt has any, because some tokenizers strip the first space of
-        what they decode. It does not begin within a character.
+        The context has text if the end of the prompt has any, because some tokenizers strip the
+        first space of what they decode. It does not begin within a character. The end is bounded,
+        because each token is decoded alone.
         """
-        size = self.MAX_CONTEXT
-        while True:
+        state = State(0)
+        for size in (self.MAX_CONTEXT, 64, 512):
             state = State(0)
             for token_id in prompt_token_ids[-size:]:
                 state = self._extend(state, token_id)
             has_start = state.text[:1] not in ("", "\ufffd")
             if has_start or size >= len(prompt_token_ids):
                 break
-            size *= 4
         if not self._find_new_text(state):  # no character is incomplete
             state = state._replace(context=state.context + state.pending, pending=())
         return state._replace(num_tokens=len(prompt_token_ids), text="")

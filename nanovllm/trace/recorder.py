@@ -19,7 +19,6 @@ A new fact is a line in one place. Facts about a step are in `_describe_plan` an
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,15 +67,8 @@ class Recorder(Extension):
             "max_num_batched_tokens": scheduler.max_num_batched_tokens,
             "policy": scheduler.title,
             "splits_prompts": scheduler.splits_prompts,
-            **self._merge("describe_settings"),
+            **scheduler.extensions.describe_settings(),
         }
-
-    def _merge(self, point: str, *args: Any) -> Facts:
-        """What all extensions say at one of the points that describe."""
-        merged: Facts = {}
-        for each in self.scheduler.extensions.features:
-            merged |= getattr(each, point)(*args)
-        return merged
 
     def reset(self) -> None:
         self.timeline.reset()
@@ -149,7 +141,7 @@ class Recorder(Extension):
             "waiting_requests": [(seq.seq_id, len(seq.token_ids)) for seq in waiting],
             "running_requests": [seq.seq_id for seq in scheduler.running],
             "next_free_blocks": list(free),
-            **self._merge("describe_step"),
+            **scheduler.extensions.describe_step(),
         }
 
     def _describe_result(self) -> Facts:
@@ -168,7 +160,7 @@ class Recorder(Extension):
 
     def _make_work(self, seq: Sequence) -> Work:
         """Facts about what the step computes of a sequence, before its result."""
-        features = self._merge("describe_sequence", seq)
+        features = self.scheduler.extensions.describe_sequence(seq)
         num_draft_tokens = len(features.get("draft_token_ids", ()))
         length = len(seq.token_ids) - num_draft_tokens
         block_table = list(seq.block_table)
@@ -226,8 +218,9 @@ class Recorder(Extension):
 def describe_choice(logits: Tensor, processed: Tensor) -> Facts:
     """Describe a row of logits: what the model prefers, and what may be sampled."""
     num_allowed = int((processed > -torch.inf).sum())
+    num_preferred = min(_NUM_CHOICES, len(logits))
     return {
-        "preferred_token_ids": logits.topk(_NUM_CHOICES).indices.tolist(),
+        "preferred_token_ids": logits.topk(num_preferred).indices.tolist(),
         "num_allowed_tokens": num_allowed,
         "allowed_token_ids": processed.topk(min(_NUM_CHOICES, num_allowed)).indices.tolist(),
     }

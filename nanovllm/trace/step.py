@@ -10,6 +10,8 @@ BLOCK_STATES = ("used", "reusable", "empty")
 
 @dataclass
 class Step:
+    """One step. The names of its facts are those that the page and the text read."""
+
     info: Facts  # about the whole step
     lanes: dict[int, Facts]  # lane -> what the step does with the sequence in it
     preempted: dict[int, Facts]  # lane -> the sequence that has lost it

@@ -2,6 +2,6 @@
 
 checks.py      validates values, and names what is invalid
 arithmetic.py  integer arithmetic
-terminal.py    messages on stderr
-packing.py     how a batch travels: packed, copied to a device
+terminal.py    reports on stderr
+packing.py     how batches and arrays travel: packed, copied to a device
 """

@@ -1,4 +1,4 @@
-"""What programs print: reports to stderr, tables and timelines to stdout."""
+"""Reports to stderr, and a quiet end if the reader of a program's output stops."""
 
 import os
 import sys

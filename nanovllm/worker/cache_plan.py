@@ -98,7 +98,7 @@ def plan_cache(
     elif config.kvcache_memory_bytes is None:
         useful = state_lanes * cdiv(max_model_len, block_size) * block_bytes
         blocks_bytes = min(blocks_bytes, useful)
-    # The block size is in it twice, to find out whether those of all ranks are the same.
+    # The block size is sent twice, once negated, because a minimum also finds the maximum this way.
     num_blocks = max(0, blocks_bytes // block_bytes)
     numbers = [num_blocks, state_lanes, block_size, -block_size]
     num_blocks, num_lanes, smallest, minus_largest = tp.minimum(numbers)
@@ -154,6 +154,9 @@ def count_lanes(config: Config, budget: int, state_bytes: int) -> int:
     and what a step allocates, because there was no profile run.
     """
     num_lanes = min(config.max_num_seqs, config.num_kvcache_blocks or config.max_num_seqs)
-    while num_lanes > 0 and StateSlots(config, num_lanes).count * state_bytes > max(0, budget // 2):
-        num_lanes -= 1
-    return num_lanes
+    if state_bytes == 0:
+        return num_lanes
+    num_fixed = StateSlots(config, 0).count
+    num_per_lane = StateSlots(config, 1).count - num_fixed
+    num_fitting = max(0, budget // 2) // state_bytes - num_fixed
+    return max(0, min(num_lanes, num_fitting // num_per_lane))

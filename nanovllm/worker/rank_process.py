@@ -39,7 +39,7 @@ Serve = Callable[[Place], None]  # what a rank does, until rank 0 disconnects
 class Failure(NamedTuple):
     """Why a rank is lost. The smallest of several is the cause."""
 
-    time: float  # of an error; the death of a process comes first, because it causes errors
+    time: float  # when the error was raised; -inf for a death, because a death causes errors
     is_value_error: bool
     reason: str
 

@@ -3,11 +3,11 @@
     load_worker      find the device, meet the other ranks, choose a backend, load the weights
     start_worker     prepare the first step:
     optimize           replace layers by optimized ones, on a GPU after self-tests
-    profile            run the largest step, if the cache gets the memory that this leaves of a GPU
+    profile            run the largest step, to measure what it leaves of a GPU's memory
     fill_memory        plan the size of the KV cache, allocate it, and capture CUDA graphs
     run_dummy_step     compile the kernels of a GPU
 
-All ranks make the same steps, because these have collective operations.
+All ranks run the same steps in the same order, because these have collective operations.
 """
 
 from collections.abc import Callable
@@ -53,15 +53,12 @@ def load_worker(
             f"max_model_len={config.max_model_len} exceeds the model's limit:"
             f" lower it to {spec.max_len}"
         )
-    # Rows of logits in a step: one per sequence, or more with drafts.
-    num_rows = config.max_num_seqs
-    if config.num_speculative_tokens:
-        num_rows = max(num_rows, MAX_DRAFT_STEP)
     device = find_device(config.device, place.local_rank if place else None)
     tp = connect(device, config.tensor_parallel_size, place) if place else ALONE
     kernels = import_module("nanovllm.kernels") if config.enable_kernels else None
     backend: attention.Backend = attention
     block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
+    # Weights must stay ordinary tensors, which can be changed in place.
     with engine_settings(device), torch.inference_mode(False):
         if kernels is not None:
             backend, block_size = kernels.select_backend(
@@ -81,6 +78,10 @@ def load_worker(
                 weights.load_checkpoint(model, files, spec.quantization.format)
     if tp.rank == 0:
         report(f"weights: {show_bytes(weights.count_bytes(model))}")
+    # Rows of logits in a step: one per sequence, or more with drafts.
+    num_rows = config.max_num_seqs
+    if config.num_speculative_tokens:
+        num_rows = max(num_rows, MAX_DRAFT_STEP)
     return Worker(
         config=config,
         spec=spec,
@@ -161,13 +162,7 @@ def fill_memory(worker: Worker) -> None:
             f" lower it to {plan.num_tokens}, or {ENLARGE_ADVICE}"
         )
     worker.max_model_len = min(worker.max_model_len, plan.num_tokens)
-    problem = (
-        f"no memory for {plan.num_blocks} blocks of {worker.block_size} tokens:"
-        " lower num_kvcache_blocks, kvcache_block_size or kvcache_memory_bytes, or max_num_seqs if"
-        " the model has recurrent states"
-    )
-    with naming(problem, RuntimeError):  # torch's own error on any device
-        allocate(worker, plan.num_blocks, plan.num_lanes)
+    allocate(worker, plan.num_blocks, plan.num_lanes)
     capture_graphs(worker, plan.num_lanes)
     if worker.tp.rank == 0:
         backend = f"{worker.backend.NAME} attention"
@@ -181,7 +176,13 @@ def allocate(worker: Worker, num_blocks: int, num_lanes: int) -> None:
     worker.kv_caches = []
     torch.cuda.empty_cache()  # no effect without a GPU
     num_state_slots = StateSlots(worker.config, num_lanes).count
-    worker.kv_caches = worker.make_caches(num_blocks, num_state_slots, worker.device)
+    problem = (
+        f"no memory for {num_blocks} blocks of {worker.block_size} tokens:"
+        " lower num_kvcache_blocks, kvcache_block_size or kvcache_memory_bytes, or max_num_seqs if"
+        " the model has recurrent states"
+    )
+    with naming(problem, RuntimeError):  # torch's own error on any device
+        worker.kv_caches = worker.make_caches(num_blocks, num_state_slots, worker.device)
     worker.num_blocks = num_blocks
     worker.num_lanes = num_lanes
 

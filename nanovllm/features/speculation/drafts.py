@@ -219,7 +219,7 @@ def count_matches(draft: list[int], token_ids: list[int]) -> int:
 
 
 def make_drafts(config: Config, runner: ModelRunner, max_model_len: int) -> Drafts:
-    """Measure the cost of steps, before the first request, to draft accordingly."""
+    """Make the extension, with costs that are measured now, before the first request."""
     limit = runner.executor.worker.backend.MAX_DRAFT_LEN
     max_draft_len = min(config.num_speculative_tokens, limit, max_model_len - 1)
     with engine_settings(runner.device):

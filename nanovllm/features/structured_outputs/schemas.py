@@ -166,6 +166,8 @@ def _check_bounds(nodes: list[Schema]) -> None:
                 raise invalid(key, f"{bound} {problem} are unsupported")
     # llguidance multiplies them in integers of 32 bits, in units of the smallest decimal place.
     factors = [Decimal(repr(factor)) for factor in limits["multipleOf"]]
+    if 0 in factors:
+        raise invalid("multipleOf", "must be above 0")
     unit = Decimal(10) ** min([int(each.as_tuple().exponent) for each in factors], default=0)
     if math.prod([float(factor / unit) for factor in factors]) >= MAX_MULTIPLE:
         raise invalid("multipleOf", "must be below 2**32, and so must the product of several")

@@ -30,7 +30,10 @@ class Struct(ctypes.Structure):
         super().__init__()
         self.kept = values
         for name, value in values.items():
-            setattr(self, name, value.data_ptr() if isinstance(value, Tensor) else value)
+            if isinstance(value, Tensor):
+                assert value.is_contiguous(), name
+                value = value.data_ptr()
+            setattr(self, name, value)
 
 
 def read_functions(source: str) -> dict[str, list[Any]]:
@@ -55,7 +58,7 @@ def _find_type(declaration: str) -> Any:
     """Return the type of `const T* x` or `int64_t num_rows`. Raises TypeError if it has none."""
     if "*" in declaration:
         return ctypes.c_void_p
-    kind, _ = declaration.split()
+    kind = declaration.split()[-2]
     if kind not in _types:
         raise TypeError(f"{declaration.strip()}: Python passes only pointers, {', '.join(_types)}")
     return _types[kind]
