@@ -62,7 +62,8 @@ def parse_chat(model: str, parses_reasoning: bool, body: JsonObject, llm: LLM) -
     with blaming(given, "messages", constraint.source):
         outputs: Any = params.structured_outputs
         if parses_reasoning and outputs is not None and last_tag != END_THINK:
-            # The constraint alone, because behind reasoning it would fail only when that ends.
+            # Compile the constraint alone first. Behind reasoning, its error would come only when
+            # the reasoning ends.
             llm.grammar_compiler.choose_factory(params, params.n)
             outputs = allow_reasoning(outputs, is_open=last_tag == THINK)
             params = replace(params, structured_outputs=outputs)

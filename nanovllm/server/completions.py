@@ -70,7 +70,8 @@ def parse_completion(model: str, body: JsonObject, llm: LLM) -> Generation:
             check_int("max_tokens", max_tokens, 0)
         if logprobs is not None:
             check_int("logprobs", logprobs, 0, MAX_LOGPROBS)
-        constraint = choose_constraint(given, choose_tools(given))
+        tools = choose_tools(given)  # none: the table accepts only neutral values
+        constraint = choose_constraint(given, tools)
         params = read_params(
             given,
             llm,

@@ -5,7 +5,7 @@ recorder.py   LLM(..., trace="trace.json") records its steps
 timeline.py   a step as events, and the file
 reader.py     the file as a list of steps
 text.py       steps as text         picture.py   as a plot        page.py   as an HTML page
-tour.py       four requests under two policies, which example.py shows
+tour.py       four requests under each policy, which example.py shows
 __main__.py   python -m nanovllm.trace
 
 LLM imports this folder, which therefore knows the engine but not LLM.

@@ -1,6 +1,6 @@
-"""A tour of the scheduler: four requests, two policies, and two steps as the model receives them.
+"""A tour of the scheduler: four requests under each policy, and two steps as the model gets them.
 
-example.py prints it. LLM imports this folder, so the tour cannot import LLM and gets it as an
+example.py prints it. LLM imports this folder, so the tour must not import LLM and gets it as an
 argument. Any engine can be watched in this way: add an Extension to those of its scheduler.
 """
 
