@@ -36,6 +36,7 @@ from nanovllm.config import Config
 from nanovllm.engine.extension import Extension
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers import sampler
+from nanovllm.layers.attention import AttentionShape
 
 Feature = TypeVar("Feature", bound=Extension)
 VOCAB_SIZE = 97
@@ -207,6 +208,11 @@ def load_backend(name: str) -> ModuleType:
     return backend
 
 
+def make_shape(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1, window=None) -> AttentionShape:
+    """Describe the attention of a layer."""
+    return AttentionShape(num_heads, num_kv_heads, head_dim, scale, window)
+
+
 def find_obstacle(
     name: str,
     device: torch.device,
@@ -225,8 +231,9 @@ def find_obstacle(
         if package == "nanovllm":  # a mistake, not a missing package
             raise
         return str(error)
+    shape = make_shape(head_dim=head_dim)
     return backend.reason_unavailable(
-        device, dtype, head_dim, block_size or backend.PREFERRED_BLOCK_SIZE
+        device, dtype, shape, block_size or backend.PREFERRED_BLOCK_SIZE
     )
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -24,20 +25,38 @@ from nanovllm.benchmark.report import find_versions as find_versions
 from nanovllm.benchmark.roofline import find_sizes as find_sizes
 from nanovllm.benchmark.roofline import measure_peak_rates as measure_peak_rates
 from nanovllm.benchmark.shapes import SHAPES as SHAPES
-from nanovllm.kernels.attention_check import Shape as Shape
-from nanovllm.kernels.attention_check import compare_with_torch
+from nanovllm.kernels.attention_check import BatchShape, compare_with_torch
 from nanovllm.kernels.bench import TOLERANCES, time_call
 from nanovllm.kernels.cuda import attention, graphs
 from nanovllm.layers import sampler
+from nanovllm.layers.attention import AttentionShape
 from nanovllm.models.architectures import read_spec as read_spec
 from nanovllm.worker import executor
 from nanovllm.worker.process_groups import Place
 
 
+class Shape(NamedTuple):
+    """A batch in which all sequences are alike, and the heads of a layer."""
+
+    num_seqs: int
+    context_len: int
+    query_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+
+
 def check_attention(shape: Shape, dtype: str) -> tuple[Callable[[], object], float]:
     """Compare Triton's attention with torch's. Return a call to be timed, and the error."""
+    heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
     _, attend, error = compare_with_torch(
-        attention, shape, DEVICE, getattr(torch, dtype), TOLERANCES[dtype]
+        attention,
+        AttentionShape(*heads, scale=shape.head_dim**-0.5),
+        BatchShape(shape.num_seqs, shape.context_len, shape.query_len, shape.block_size),
+        DEVICE,
+        getattr(torch, dtype),
+        TOLERANCES[dtype],
     )
     return attend, error
 

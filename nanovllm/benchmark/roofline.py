@@ -112,7 +112,7 @@ class ModelSizes(NamedTuple):
 def find_sizes(spec: ModelSpec) -> ModelSizes:
     with torch.device("meta"):
         model = spec.make_model(attention)
-    num_kv_layers = sum(map(spec.has_attention, range(spec.num_layers)))
+    shapes = list(filter(None, map(spec.attention_shape, range(spec.num_layers))))
     matrices = 0
     head = 0
     for layer in model.modules():
@@ -128,9 +128,9 @@ def find_sizes(spec: ModelSpec) -> ModelSizes:
         matrices=matrices,
         head=head,
         # query * key, weight * value
-        attention=2 * 2 * num_kv_layers * spec.num_heads * spec.head_dim,
-        key_value=2 * num_kv_layers * spec.num_kv_heads * spec.head_dim,
-        state=(spec.num_layers - num_kv_layers) * spec.state_size,
+        attention=sum(2 * 2 * shape.num_heads * shape.head_dim for shape in shapes),
+        key_value=sum(2 * shape.num_kv_heads * shape.head_dim for shape in shapes),
+        state=(spec.num_layers - len(shapes)) * spec.state_size,
     )
 
 

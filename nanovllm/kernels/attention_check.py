@@ -8,53 +8,46 @@ read out of bounds shows in the output.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from nanovllm.batch import make_batch
 from nanovllm.layers import attention as reference
-from nanovllm.layers.attention import Backend
+from nanovllm.layers.attention import AttentionShape, Backend
 from nanovllm.utils.arithmetic import cdiv
 
 
-@dataclass(frozen=True)
-class Shape:
+class BatchShape(NamedTuple):
     """The shape of a batch in which all sequences are alike."""
 
     num_seqs: int
     context_len: int
     query_len: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     block_size: int
 
 
 def check_backend(
-    backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+    backend: Backend,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: AttentionShape,
+    block_size: int,
 ) -> None:
-    """Raise RuntimeError if the results of `backend` are wrong.
+    """Raise RuntimeError if the results of `backend` are wrong for layers of this shape.
 
-    The contexts are long enough for several tiles and splits.
+    Two contexts of 300 tokens are long enough for several tiles and splits.
     """
     for query_len in (1, 300):
-        shape = Shape(
-            num_seqs=2,
-            context_len=300,
-            query_len=query_len,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=head_dim,
-            block_size=block_size,
-        )
-        compare_with_torch(backend, shape, device, dtype, tolerance=0.2)
+        batch_shape = BatchShape(2, 300, query_len, block_size)
+        compare_with_torch(backend, shape, batch_shape, device, dtype, tolerance=0.2)
 
 
 def compare_with_torch(
     backend: Backend,
-    shape: Shape,
+    shape: AttentionShape,
+    batch_shape: BatchShape,
     device: torch.device,
     dtype: torch.dtype,
     tolerance: float,
@@ -66,18 +59,18 @@ def compare_with_torch(
     """
     random = torch.Generator(device).manual_seed(0)  # the caller's generator stays untouched
     randn = partial(torch.randn, device=device, generator=random)
-    blocks_per_seq = cdiv(shape.context_len, shape.block_size)
-    num_blocks = 2 * shape.num_seqs * blocks_per_seq  # twice as many as needed
+    num_seqs, context_len, query_len, block_size = batch_shape
+    blocks_per_seq = cdiv(context_len, block_size)
+    num_blocks = 2 * num_seqs * blocks_per_seq  # twice as many as needed
     block_ids = torch.randperm(num_blocks, dtype=torch.int32, device=device, generator=random)
-    block_tables = block_ids[: num_blocks // 2].view(shape.num_seqs, blocks_per_seq)
-    query_lens = [shape.query_len] * shape.num_seqs
-    context_lens = [shape.context_len] * shape.num_seqs
-    batch = make_batch(query_lens, context_lens, block_tables, shape.block_size)
+    block_tables = block_ids[: num_blocks // 2].view(num_seqs, blocks_per_seq)
+    context_lens = [context_len] * num_seqs
+    batch = make_batch([query_len] * num_seqs, context_lens, block_tables, block_size)
     # As if the contexts were computed in one step.
-    slots = make_batch(context_lens, context_lens, block_tables, shape.block_size).slot_mapping
+    slots = make_batch(context_lens, context_lens, block_tables, block_size).slot_mapping
     query = randn(len(batch.input_ids), shape.num_heads, shape.head_dim).to(dtype)
     key, value = randn(2, len(slots), shape.num_kv_heads, shape.head_dim).to(dtype)
-    sizes = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+    sizes = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
     kv_cache = backend.make_cache(*sizes, dtype, device).fill_(torch.nan)
     expected_cache = reference.make_cache(*sizes, torch.float32, device).fill_(torch.nan)
     reference.store_kvcache(key.float(), value.float(), expected_cache, slots)
@@ -90,14 +83,13 @@ def compare_with_torch(
             f"{backend.NAME}: store_kvcache writes outside slot_mapping, or values that differ"
             " from key and value"
         )
-    scale = shape.head_dim**-0.5
-    attend = partial(backend.attend, query, kv_cache, batch, scale)
-    expected = reference.attend(query.float(), expected_cache, batch, scale)
+    attend = partial(backend.attend, query, kv_cache, batch, shape)
+    expected = reference.attend(query.float(), expected_cache, batch, shape)
     magnitude = expected.square().mean(-1, keepdim=True).sqrt()
     error = ((attend() - expected).abs() / magnitude).max().item()
     if not error <= tolerance:  # also if it is NaN
         raise RuntimeError(
-            f"{backend.NAME}: attention of {shape.query_len} query tokens in {dtype} has an error"
+            f"{backend.NAME}: attention of {query_len} query tokens in {dtype} has an error"
             f" of {error:.2g} (tolerance {tolerance})"
         )
     return store, attend, error

@@ -12,16 +12,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
 from nanovllm.backends import BACKENDS
-from nanovllm.kernels.attention_check import Shape, compare_with_torch
+from nanovllm.kernels.attention_check import BatchShape, compare_with_torch
 from nanovllm.kernels.select import select_backend
+from nanovllm.layers.attention import AttentionShape
 from nanovllm.utils.terminal import run_program
 
-QWEN3_HEADS = (16, 8, 128)  # heads, KV heads and head_dim of Qwen3-0.6B
+QWEN3 = AttentionShape(16, 8, 128, 128**-0.5)  # Qwen3-0.6B
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 8e-2}  # what rounding explains
 
 
@@ -57,21 +57,22 @@ def measure(
     print(f"\n{hardware}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
     print("| kernel | sequences x tokens | backend | dtype | time | rate | max error |")
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
-    num_heads, num_kv_heads, head_dim = QWEN3_HEADS
-    token_gb = 2 * num_kv_heads * head_dim * dtype.itemsize / 1e9
-    prompt_tflop = 2 * 2 * num_heads * head_dim * prompt_len**2 / 2 / 1e12
+    token_gb = 2 * QWEN3.num_kv_heads * QWEN3.head_dim * dtype.itemsize / 1e9
+    prompt_tflop = 2 * 2 * QWEN3.num_heads * QWEN3.head_dim * prompt_len**2 / 2 / 1e12
     tolerance = TOLERANCES[dtype_name]
     for name in reversed(BACKENDS):  # the fastest backend last
         try:
-            backend, block_size = select_backend(name, device, dtype, head_dim, None)
+            backend, block_size = select_backend(name, device, dtype, [QWEN3], None)
         except ValueError as error:
             print(error, file=sys.stderr)
             continue
-        decodes = Shape(num_seqs, context_len, 1, *QWEN3_HEADS, block_size)
-        prompt = replace(decodes, num_seqs=1, context_len=prompt_len, query_len=prompt_len)
-        _, decode, decode_error = compare_with_torch(backend, decodes, device, dtype, tolerance)
+        decodes = BatchShape(num_seqs, context_len, 1, block_size)
+        prompt = BatchShape(1, prompt_len, prompt_len, block_size)
+        _, decode, decode_error = compare_with_torch(
+            backend, QWEN3, decodes, device, dtype, tolerance
+        )
         store, prefill, prefill_error = compare_with_torch(
-            backend, prompt, device, dtype, tolerance
+            backend, QWEN3, prompt, device, dtype, tolerance
         )
 
         stored_gb = 2 * prompt_len * token_gb  # read and written

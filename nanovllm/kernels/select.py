@@ -7,15 +7,19 @@ import torch
 from nanovllm.backends import BACKENDS
 from nanovllm.kernels.attention_check import check_backend
 from nanovllm.kernels.fallback import find_failure, report_once
-from nanovllm.layers.attention import Backend
+from nanovllm.layers.attention import AttentionShape, Backend
 
 
 def select_backend(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: list[AttentionShape],
+    block_size: int | None,
 ) -> tuple[Backend, int]:
     """Return the named backend ("auto": the fastest that can run here) and its block size.
 
-    Raises ValueError if it cannot run here.
+    Raises ValueError if it cannot compute layers of all `shapes` here.
     """
     reasons: list[str] = []
     candidates = [name]
@@ -25,9 +29,11 @@ def select_backend(
         try:
             backend = import_module(BACKENDS[candidate].module)
             size = block_size or backend.PREFERRED_BLOCK_SIZE
-            reason = backend.reason_unavailable(device, dtype, head_dim, size)
-            if reason is None and device.type == "cuda":
-                reason = find_failure(check_backend, backend, device, dtype, head_dim, size)
+            reason = None
+            for shape in shapes:
+                reason = reason or backend.reason_unavailable(device, dtype, shape, size)
+                if reason is None and device.type == "cuda":
+                    reason = find_failure(check_backend, backend, device, dtype, shape, size)
         except ImportError as error:
             reason = str(error)
         if reason is None:

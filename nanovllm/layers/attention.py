@@ -1,13 +1,16 @@
 """Paged attention in plain torch. It specifies what every other backend must compute.
 
 A backend is a module that is chosen when the engine starts. It has the four constants and the four
-functions that this module begins with: reason_unavailable, make_cache, store_kvcache and attend.
-This one runs on any device: it gathers the blocks of one sequence after another, and calls
+functions that this module begins with: reason_unavailable, make_cache, store_kvcache and attend. An
+AttentionShape tells it what distinguishes the attention of one layer from that of another.
+
+This backend runs on any device: it gathers the blocks of one sequence after another, and calls
 scaled_dot_product_attention. Its `kv_cache` of a layer is [2, num_blocks, block_size, num_kv_heads,
 head_dim], keys and then values (PagedAttention, Kwon et al. 2023). Only a backend knows the layout
 of its caches.
 """
 
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -29,10 +32,23 @@ TILE = 256  # queries that are computed together, which bounds the size of a mas
 ZEROED_TOKENS = 8192  # the default of max_num_batched_tokens
 
 
+@dataclass(frozen=True)
+class AttentionShape:
+    """The attention of one layer, on all ranks together."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # factor on scores
+    window: int | None = None  # tokens that a query attends to, itself included. None: all
+
+
 def reason_unavailable(
-    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+    device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int
 ) -> str | None:
-    """Return why the backend cannot run here, or None if it can."""
+    """Return why the backend cannot compute such layers here, or None if it can."""
+    if shape.window is not None:
+        return "it does not support sliding windows"
     return None
 
 
@@ -71,7 +87,7 @@ def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Te
     slots[1].index_copy_(0, slot_mapping, value)
 
 
-def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
+def attend(query: Tensor, kv_cache: Tensor, batch: Batch, shape: AttentionShape) -> Tensor:
     """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context.
 
     Each context is read through its block table.
@@ -98,7 +114,7 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
                 keys[:, :, :num_keys],
                 values[:, :, :num_keys],
                 attn_mask=mask,
-                scale=scale,
+                scale=shape.scale,
                 enable_gqa=True,  # several query heads share a K/V head (GQA, Ainslie et al. 2023)
             )
             result.copy_(attended[0].transpose(0, 1))

@@ -110,7 +110,12 @@ def _compute_decoder(
     check_int("head_dim (by default hidden_size / num_attention_heads)", head_dim, 1, MAX_HEAD_DIM)
     rope, max_len = _read_rope(config, head_dim, allow_partial_rope)
     _check_layer_types(config, max_len, layer_types)
-    return {"head_dim": head_dim, "rope": rope, "max_len": max_len}
+    return {
+        "head_dim": head_dim,
+        "ropes": (rope,),
+        "rope_indices": (0,) * given["num_layers"],
+        "max_len": max_len,
+    }
 
 
 def _check_layer_types(config: PretrainedConfig, max_len: int, supported: tuple[str, ...]) -> None:

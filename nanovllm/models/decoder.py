@@ -23,6 +23,7 @@ from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 from nanovllm.models.spec import CausalLM, ModelSpec
 
 CosSin = tuple[Tensor, Tensor]  # for the positions of all tokens
+CosSins = list[CosSin]  # one for each RoPE of the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,8 @@ class DecoderSpec(ModelSpec):
     """What distinguishes one decoder of this file from another. architectures.py fills it."""
 
     norm_eps: float
-    rope: RopeSpec
+    ropes: tuple[RopeSpec, ...]  # distinct ones, whose cos and sin are computed once a step
+    rope_indices: tuple[int, ...]  # for each layer, an index of `ropes`
     qk_norm: bool = False  # RMSNorm over each query and key head
     qkv_bias: bool = False
     o_bias: bool = False
@@ -42,8 +44,8 @@ class DecoderSpec(ModelSpec):
     def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
         return DecoderLayer(self, layer, backend, tp)
 
-    def make_attention(self, backend: Backend, tp: TensorParallel) -> "Attention":
-        return Attention(self, backend, tp)
+    def make_attention(self, layer: int, backend: Backend, tp: TensorParallel) -> "Attention":
+        return Attention(self, layer, backend, tp)
 
     def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
         return MLP(self, tp)
@@ -55,13 +57,15 @@ class DecoderSpec(ModelSpec):
 class Attention(nn.Module):
     NUM_QUERY_PARTS = 1  # vectors per query head in q_proj. Qwen3.5 adds a gate
 
-    def __init__(self, spec: DecoderSpec, backend: Backend, tp: TensorParallel) -> None:
+    def __init__(self, spec: DecoderSpec, layer: int, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
-        self.head_dim = spec.head_dim
-        self.scale = spec.head_dim**-0.5
+        shape = spec.attention_shape(layer)
+        assert shape is not None  # because a layer with a recurrent state has no Attention
+        self.shape = shape
+        self.rope_index = spec.rope_indices[layer]
         self.backend = backend
-        total_q_size = spec.num_heads * spec.head_dim  # on all ranks together
-        total_kv_size = spec.num_kv_heads * spec.head_dim
+        total_q_size = shape.num_heads * shape.head_dim  # on all ranks together
+        total_kv_size = shape.num_kv_heads * shape.head_dim
         self.qkv_proj = ColumnParallelLinear(
             spec.hidden_size,
             [
@@ -72,19 +76,19 @@ class Attention(nn.Module):
             bias=spec.qkv_bias,
             dtype=spec.dtype,
             tp=tp,
-            unit=spec.head_dim,
+            unit=shape.head_dim,
         )
         self.o_proj = RowParallelLinear(total_q_size, spec.hidden_size, spec.o_bias, spec.dtype, tp)
         # Vectors of q_proj, k_proj and v_proj for each token, on this rank.
-        self.num_vectors = [size // spec.head_dim for size in self.qkv_proj.shard_sizes]
-        self.q_norm = spec.make_norm(spec.head_dim) if spec.qk_norm else None
-        self.k_norm = spec.make_norm(spec.head_dim) if spec.qk_norm else None
+        self.num_vectors = [size // shape.head_dim for size in self.qkv_proj.shard_sizes]
+        self.q_norm = spec.make_norm(shape.head_dim) if spec.qk_norm else None
+        self.k_norm = spec.make_norm(shape.head_dim) if spec.qk_norm else None
 
-    def forward(self, x: Tensor, cos_sin: CosSin, kv_cache: Tensor, batch: Batch) -> Tensor:
-        vectors = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+    def forward(self, x: Tensor, cos_sins: CosSins, kv_cache: Tensor, batch: Batch) -> Tensor:
+        vectors = self.qkv_proj(x).unflatten(-1, (-1, self.shape.head_dim))
         # query is [num_tokens, num_heads, head_dim]. key and value have num_kv_heads.
         query, key, value = vectors.split(self.num_vectors, dim=1)
-        attended = self.attend(query, key, value, cos_sin, kv_cache, batch)
+        attended = self.attend(query, key, value, cos_sins, kv_cache, batch)
         return self.o_proj(attended.flatten(1))
 
     def attend(
@@ -92,17 +96,18 @@ class Attention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        cos_sin: CosSin,
+        cos_sins: CosSins,
         kv_cache: Tensor,
         batch: Batch,
     ) -> Tensor:
         """Store K/V and attend to each context. Return [num_tokens, num_heads, head_dim]."""
+        cos_sin = cos_sins[self.rope_index]
         query = self.norm_and_rotate(query, self.q_norm, cos_sin)
         key = self.norm_and_rotate(key, self.k_norm, cos_sin)
         # Write K/V first, then read through the block table. The tokens of this step are then
         # ordinary context, also for other sequences that share their blocks.
         self.backend.store_kvcache(key, value, kv_cache, batch.slot_mapping)
-        return self.backend.attend(query, kv_cache, batch, self.scale)
+        return self.backend.attend(query, kv_cache, batch, self.shape)
 
     def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: CosSin) -> Tensor:
         if norm is not None:
@@ -129,12 +134,12 @@ class DecoderLayer(nn.Module):
     def __init__(self, spec: DecoderSpec, layer: int, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
         self.input_layernorm = spec.make_norm(spec.hidden_size)
-        self.self_attn = spec.make_attention(backend, tp)
+        self.self_attn = spec.make_attention(layer, backend, tp)
         self.post_attention_layernorm = spec.make_norm(spec.hidden_size)
         self.mlp = spec.make_mlp(layer, tp)
 
-    def forward(self, x: Tensor, cos_sin: CosSin, kv_cache: Tensor, batch: Batch) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, batch)
+    def forward(self, x: Tensor, cos_sins: CosSins, kv_cache: Tensor, batch: Batch) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos_sins, kv_cache, batch)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -144,10 +149,12 @@ class DecoderLayers(nn.ModuleList):
     This is a module, so that kernels/ can replace the loop by one C++ call.
     """
 
-    def forward(self, x: Tensor, cos_sin: CosSin, kv_caches: list[Tensor], batch: Batch) -> Tensor:
+    def forward(
+        self, x: Tensor, cos_sins: CosSins, kv_caches: list[Tensor], batch: Batch
+    ) -> Tensor:
         """Return the rows whose logits are wanted, [num_logits, hidden_size]."""
         for layer, kv_cache in zip(self, kv_caches):
-            x = layer(x, cos_sin, kv_cache, batch)
+            x = layer(x, cos_sins, kv_cache, batch)
         # Other rows are not needed, and the output head is the largest matrix of many models.
         return x.index_select(0, batch.logits_indices)
 
@@ -158,7 +165,7 @@ class Decoder(nn.Module):
     def __init__(self, spec: DecoderSpec, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.dtype, tp)
-        self.rotary = RotaryEmbedding(spec.rope)
+        self.rotaries = nn.ModuleList(map(RotaryEmbedding, spec.ropes))
         self.layers = DecoderLayers(
             spec.make_layer(layer, backend, tp) for layer in range(spec.num_layers)
         )
@@ -166,5 +173,5 @@ class Decoder(nn.Module):
 
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
         x = self.embed_tokens(batch.input_ids)  # [num_tokens, hidden_size]
-        cos_sin = self.rotary(batch.positions)
-        return self.norm(self.layers(x, cos_sin, kv_caches, batch))  # [num_logits, hidden_size]
+        cos_sins = [rotary(batch.positions) for rotary in self.rotaries]
+        return self.norm(self.layers(x, cos_sins, kv_caches, batch))  # [num_logits, hidden_size]

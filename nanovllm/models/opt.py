@@ -45,7 +45,7 @@ class OPTSpec(ModelSpec):
 class OPTAttention(nn.Module):
     def __init__(self, spec: OPTSpec, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
-        self.head_dim = spec.head_dim
+        (self.shape,) = spec.attention_shapes  # all layers have the same
         self.backend = backend
         size = spec.hidden_size
         parts = [("q_proj", size), ("k_proj", size), ("v_proj", size)]
@@ -53,10 +53,10 @@ class OPTAttention(nn.Module):
         self.out_proj = RowParallelLinear(size, size, spec.bias, spec.dtype, tp)
 
     def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
-        vectors = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        vectors = self.qkv_proj(x).unflatten(-1, (-1, self.shape.head_dim))
         query, key, value = vectors.chunk(3, dim=1)  # each [num_tokens, num_heads, head_dim]
         self.backend.store_kvcache(key, value, kv_cache, batch.slot_mapping)
-        attended = self.backend.attend(query.contiguous(), kv_cache, batch, self.head_dim**-0.5)
+        attended = self.backend.attend(query.contiguous(), kv_cache, batch, self.shape)
         return self.out_proj(attended.flatten(1))
 
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from nanovllm.batch import Batch
-from nanovllm.layers.attention import Backend
+from nanovllm.layers.attention import AttentionShape, Backend
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.tensor_parallel import TensorParallel
-from nanovllm.models.decoder import Attention, CosSin, DecoderLayer, DecoderSpec
+from nanovllm.models.decoder import Attention, CosSins, DecoderLayer, DecoderSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +36,16 @@ class Qwen35Spec(DeltaSizes, DecoderSpec):
     def divided_fields(self) -> tuple[str, ...]:
         return *super().divided_fields, "num_key_heads"
 
-    def has_attention(self, layer: int) -> bool:
-        return layer in self.attention_layers
+    def attention_shape(self, layer: int) -> AttentionShape | None:
+        return super().attention_shape(layer) if layer in self.attention_layers else None
 
     def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
-        if self.has_attention(layer):
+        if layer in self.attention_layers:
             return DecoderLayer(self, layer, backend, tp)
         return DeltaLayer(self, layer, tp)
 
-    def make_attention(self, backend: Backend, tp: TensorParallel) -> Attention:
-        return GatedAttention(self, backend, tp)
+    def make_attention(self, layer: int, backend: Backend, tp: TensorParallel) -> Attention:
+        return GatedAttention(self, layer, backend, tp)
 
     def make_norm(self, size: int) -> RMSNorm:
         return ZeroCenteredRMSNorm(size, self.norm_eps, self.dtype)
@@ -56,12 +56,12 @@ class GatedAttention(Attention):
 
     NUM_QUERY_PARTS = 2
 
-    def forward(self, x: Tensor, cos_sin: CosSin, kv_cache: Tensor, batch: Batch) -> Tensor:
-        vectors = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+    def forward(self, x: Tensor, cos_sins: CosSins, kv_cache: Tensor, batch: Batch) -> Tensor:
+        vectors = self.qkv_proj(x).unflatten(-1, (-1, self.shape.head_dim))
         # query_gate is [num_tokens, 2 * num_heads, head_dim], a query and a gate in turns.
         query_gate, key, value = vectors.split(self.num_vectors, dim=1)
         query, gate = query_gate.unflatten(1, (-1, 2)).unbind(2)
-        attended = self.attend(query, key, value, cos_sin, kv_cache, batch)
+        attended = self.attend(query, key, value, cos_sins, kv_cache, batch)
         return self.o_proj((attended * gate.sigmoid()).flatten(1))
 
 
@@ -75,7 +75,7 @@ class DeltaLayer(nn.Module):
         self.post_attention_layernorm = spec.make_norm(spec.hidden_size)
         self.mlp = spec.make_mlp(layer, tp)
 
-    def forward(self, x: Tensor, cos_sin: CosSin, states: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, cos_sins: CosSins, states: Tensor, batch: Batch) -> Tensor:
         x = x + self.linear_attn(self.input_layernorm(x), states, batch)
         return x + self.mlp(self.post_attention_layernorm(x))
 

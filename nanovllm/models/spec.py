@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nanovllm.batch import Batch
 from nanovllm.checkpoints.quantization import NOT_QUANTIZED, Quantization
-from nanovllm.layers.attention import Backend
+from nanovllm.layers.attention import AttentionShape, Backend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
@@ -61,14 +61,21 @@ class ModelSpec:
         """The number of elements in a layer's recurrent state, on all ranks together."""
         return 0
 
-    def has_attention(self, layer: int) -> bool:
-        """Return whether a layer keeps K/V. The others keep a recurrent state."""
-        return True
+    def attention_shape(self, layer: int) -> AttentionShape | None:
+        """Return the attention of a layer, or None if it keeps a recurrent state and no K/V."""
+        scale = self.head_dim**-0.5
+        return AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, scale)
+
+    @property
+    def attention_shapes(self) -> list[AttentionShape]:
+        """The shapes that occur, each once."""
+        shapes = map(self.attention_shape, range(self.num_layers))
+        return list(dict.fromkeys(filter(None, shapes)))
 
     @property
     def has_states(self) -> bool:
         """Whether there are layers with a recurrent state."""
-        return not all(map(self.has_attention, range(self.num_layers)))
+        return None in map(self.attention_shape, range(self.num_layers))
 
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
         raise NotImplementedError

@@ -65,7 +65,7 @@ def load_worker(
                 config.attention_backend,
                 device,
                 spec.dtype,
-                spec.head_dim,
+                spec.attention_shapes,
                 config.kvcache_block_size,
             )
         meter = MemoryMeter(device) if device.type == "cuda" else None

@@ -92,13 +92,14 @@ class Worker:
     ) -> list[Tensor]:
         """Make what each layer keeps between steps: K/V of this rank's heads, or states."""
         spec = self.spec
-        num_kv_heads, _ = self.tp.divide(spec.num_kv_heads)
-        shape = (num_blocks, self.block_size, num_kv_heads, spec.head_dim)
         state_size = spec.state_size // self.tp.size
         caches: list[Tensor] = []
         for layer in range(spec.num_layers):
-            if spec.has_attention(layer):
-                cache = self.backend.make_cache(*shape, spec.dtype, device)
+            shape = spec.attention_shape(layer)
+            if shape is not None:
+                num_kv_heads, _ = self.tp.divide(shape.num_kv_heads)
+                sizes = (num_blocks, self.block_size, num_kv_heads, shape.head_dim)
+                cache = self.backend.make_cache(*sizes, spec.dtype, device)
             else:
                 cache = torch.zeros(num_state_slots, state_size, dtype=torch.float32, device=device)
             caches.append(cache)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_checkpoint
+from conftest import make_checkpoint, make_shape
 from project_helpers import ROOT, reject, start
 from transformers import Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -24,8 +24,8 @@ from nanovllm.benchmark.setting import make_setting
 from nanovllm.checkpoints.formats import FP8, GPTQ
 from nanovllm.checkpoints.quantization import INT4, INT8, Quantization
 from nanovllm.kernels import bench as kernels_bench
-from nanovllm.kernels.attention_check import Shape, compare_with_torch
-from nanovllm.kernels.bench import QWEN3_HEADS, TOLERANCES
+from nanovllm.kernels.attention_check import BatchShape, compare_with_torch
+from nanovllm.kernels.bench import TOLERANCES
 from nanovllm.layers import attention as reference
 from nanovllm.models.architectures import read_spec
 
@@ -331,12 +331,12 @@ def store_too_much(key, value, kv_cache, slot_mapping):
     ],
 )
 def test_wrong_kernels_are_detected(query_len, dtype, name, kernel, complaint):
-    shape = Shape(2, 40, query_len, *QWEN3_HEADS, block_size=16)
+    shape = BatchShape(2, 40, query_len, block_size=16)
     tolerance = TOLERANCES[str(dtype).removeprefix("torch.")]
-    compare_with_torch(reference, shape, CPU, dtype, tolerance)
+    compare_with_torch(reference, make_shape(), shape, CPU, dtype, tolerance)
     wrong = SimpleNamespace(**{**vars(reference), "NAME": "wrong", name: kernel})
     with pytest.raises(RuntimeError, match=f"wrong: .*{complaint}"):
-        compare_with_torch(wrong, shape, CPU, dtype, tolerance)
+        compare_with_torch(wrong, make_shape(), shape, CPU, dtype, tolerance)
 
 
 @pytest.mark.parametrize("query_len", [1, 40])
@@ -344,13 +344,13 @@ def test_decodes_and_prefills_are_timed_apart(query_len):
     """Triton has a kernel for decodes and one for longer queries. A batch launches one of them."""
     seen = []
 
-    def attend(query, kv_cache, batch, scale):
+    def attend(query, kv_cache, batch, shape):
         seen.append(batch)
-        return reference.attend(query, kv_cache, batch, scale)
+        return reference.attend(query, kv_cache, batch, shape)
 
     backend = SimpleNamespace(**{**vars(reference), "attend": attend})
-    shape = Shape(2, 40, query_len, *QWEN3_HEADS, block_size=16)
-    compare_with_torch(backend, shape, CPU, FLOAT32, TOLERANCES["float32"])
+    shape = BatchShape(2, 40, query_len, block_size=16)
+    compare_with_torch(backend, make_shape(), shape, CPU, FLOAT32, TOLERANCES["float32"])
     (batch,) = seen
     assert batch.max_seqlen_q == query_len
     assert len(batch.prefills) == (2 if query_len > 1 else 0)

@@ -7,7 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import check_invariants, find_extension, make_batch, make_checkpoint, random_prompt
+from conftest import (
+    check_invariants,
+    find_extension,
+    make_batch,
+    make_checkpoint,
+    make_shape,
+    random_prompt,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3MoeConfig
@@ -192,7 +199,7 @@ def test_random_loads(loads, policy, num_blocks, max_draft_len):
 QWEN3 = dict(family=Qwen3Config)
 MOE = dict(family=Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 needs_cpp = pytest.mark.skipif(
-    cpp.reason_unavailable(torch.device("cpu"), torch.bfloat16, 16, 4) is not None,
+    cpp.reason_unavailable(torch.device("cpu"), torch.bfloat16, make_shape(), 4) is not None,
     reason="needs a C++ compiler",
 )
 
@@ -385,6 +392,7 @@ def test_a_short_query_is_computed_like_decodes():
     table = torch.randperm(300).int()
     length = 1 + cpp.MAX_DRAFT_LEN
     query = torch.randn(length, 4, 32).bfloat16()
-    together = cpp.attend(query, kv_cache, make_batch([length], [700], table[None]), 0.2)
+    shape = make_shape(4, 2, 32)
+    together = cpp.attend(query, kv_cache, make_batch([length], [700], table[None]), shape)
     decodes = make_batch([1] * length, range(701 - length, 701), table.repeat(length, 1))
-    assert torch.equal(together, cpp.attend(query, kv_cache, decodes, 0.2))
+    assert torch.equal(together, cpp.attend(query, kv_cache, decodes, shape))

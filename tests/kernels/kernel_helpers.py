@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import DEVICE, make_batch
+from conftest import DEVICE, make_batch, make_shape
 from torch import nn
 
 from nanovllm.kernels import kernelize, replacement
@@ -83,7 +83,8 @@ def make_spec(dtype, head_dim=16, **changes):
     settings = dict(
         vocab_size=80, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1,
         intermediate_size=40, norm_eps=1e-3, tie_embeddings=True, max_len=64,
-        rope=RopeSpec.from_base(1e4, head_dim), head_dim=head_dim, dtype=dtype,
+        ropes=(RopeSpec.from_base(1e4, head_dim),), rope_indices=(0, 0), head_dim=head_dim,
+        dtype=dtype,
     )  # fmt: skip
     return DecoderSpec(**{**settings, **changes})
 
@@ -97,8 +98,8 @@ def make_layers(dtype, device):
     layers = nn.ModuleDict(
         {
             "norm": RMSNorm(300, 1e-3, dtype),
-            "rotary": RotaryEmbedding(RopeSpec(spec.rope.inv_freq, attention_factor=1.5)),
-            "attention": Attention(spec, torch_backend, ALONE),
+            "rotary": RotaryEmbedding(RopeSpec(spec.ropes[0].inv_freq, attention_factor=1.5)),
+            "attention": Attention(spec, 0, torch_backend, ALONE),
             "mlp": mlp,
             "zero_centered": ZeroCenteredRMSNorm(300, 1e-3, dtype),
         }
@@ -147,10 +148,16 @@ def make_step(lengths, heads, block_size, dtype, device=CPU):
     return query.to(device), kv_cache.to(device), batch
 
 
+def attend(backend, query, kv_cache, batch):
+    """Attend as a layer of the shape that these tensors have."""
+    shape = make_shape(query.shape[1], *kv_cache.shape[3:], SCALE)
+    return backend.attend(query, kv_cache, batch, shape)
+
+
 def compare_attention(backend, query, kv_cache, batch, tolerance=None):
     """Compare `backend` with the torch backend in float32, and return its output."""
-    expected = torch_backend.attend(query.float(), kv_cache.float(), batch, SCALE)
-    output = backend.attend(query, kv_cache, batch, SCALE)
+    expected = attend(torch_backend, query.float(), kv_cache.float(), batch)
+    output = attend(backend, query, kv_cache, batch)
     assert output.dtype == query.dtype
     limit = tolerance or ATTENTION_TOLERANCE[query.dtype]
     torch.testing.assert_close(output.float(), expected, atol=limit, rtol=limit)

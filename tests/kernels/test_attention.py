@@ -10,13 +10,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, cover_pairs, find_obstacle, generate_ids, greedy, load_backend
+from conftest import (
+    DEVICE,
+    cover_pairs,
+    find_obstacle,
+    generate_ids,
+    greedy,
+    load_backend,
+    make_shape,
+)
 from kernel_helpers import (
     BATCHES,
     CPU,
     DTYPES,
     SCALE,
     all_dtypes,
+    attend,
     compare_attention,
     make_step,
     needs_compiler,
@@ -25,6 +34,7 @@ from kernel_helpers import (
 from nanovllm.backends import BACKENDS
 from nanovllm.kernels.attention_check import check_backend
 from nanovllm.kernels.cpu import attention as cpp_backend
+from nanovllm.kernels.select import select_backend
 from nanovllm.layers import attention as torch_backend
 
 # num_heads, num_kv_heads, head_dim
@@ -98,22 +108,22 @@ def attend_by_definition(query, kv_cache, batch, scale):
 def test_torch_backend_matches_softmax(monkeypatch, lengths, heads, block_size):
     monkeypatch.setattr(torch_backend, "TILE", 30)  # less than the longest queries
     arguments = (lengths, heads, block_size, torch.float32)
-    output = torch_backend.attend(*make_step(*arguments, DEVICE), SCALE)
+    output = attend(torch_backend, *make_step(*arguments, DEVICE))
     expected = attend_by_definition(*make_step(*arguments), SCALE)
     torch.testing.assert_close(output.double().cpu(), expected, atol=5e-6, rtol=0)
 
 
 def test_torch_backend_holds_one_tile_of_the_mask(monkeypatch):
     sizes = []
-    attend = F.scaled_dot_product_attention
+    compute = F.scaled_dot_product_attention
 
     def record(*args, attn_mask, **options):
         sizes.append(attn_mask.numel())
-        return attend(*args, attn_mask=attn_mask, **options)
+        return compute(*args, attn_mask=attn_mask, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", record)
     monkeypatch.setattr(torch_backend, "TILE", 40)
-    torch_backend.attend(*make_step(([500], [500]), (4, 2, 16), 16, torch.float32), SCALE)
+    attend(torch_backend, *make_step(([500], [500]), (4, 2, 16), 16, torch.float32))
     assert max(sizes) <= 40 * 500
 
 
@@ -144,6 +154,13 @@ def test_store_kvcache_writes_its_slots_and_no_others(name, dtype, num_kv_heads,
     torch.testing.assert_close(buffer.flatten(1, 2), expected, **exact)
 
 
+@pytest.mark.parametrize("name", [name for name, device in TEST_DEVICES.items() if device])
+def test_layers_with_windows_are_rejected(name):
+    device = TEST_DEVICES[name]
+    with pytest.raises(ValueError, match=f"{name}.*does not support sliding windows"):
+        select_backend(name, device, torch.float32, [make_shape(), make_shape(window=4)], None)
+
+
 @needs_compiler
 @all_dtypes
 @pytest.mark.parametrize(
@@ -156,7 +173,7 @@ def test_cpp_backend_survives_extreme_scores(lengths, dtype):
     output = compare_attention(cpp_backend, large, kv_cache, batch, tolerance)
 
     large[0] = torch.nan
-    with_nan = cpp_backend.attend(large, kv_cache, batch, SCALE)
+    with_nan = attend(cpp_backend, large, kv_cache, batch)
     assert with_nan[0].isnan().all()
     assert torch.equal(with_nan[1:], output[1:])
 
@@ -175,12 +192,12 @@ def test_only_a_backend_knows_the_layout_of_its_cache(tiny, make_llm, monkeypatc
     def store_kvcache(key, value, kv_cache, slot_mapping):
         torch_backend.store_kvcache(key, value, kv_cache.movedim(2, 0), slot_mapping)
 
-    def attend(query, kv_cache, batch, scale):
-        return torch_backend.attend(query, kv_cache.movedim(2, 0), batch, scale)
+    def attend(query, kv_cache, batch, shape):
+        return torch_backend.attend(query, kv_cache.movedim(2, 0), batch, shape)
 
     own = {"make_cache": make_cache, "store_kvcache": store_kvcache, "attend": attend}
     backend = SimpleNamespace(**{**vars(torch_backend), **own})
-    check_backend(backend, CPU, torch.float32, 16, 8)
+    check_backend(backend, CPU, torch.float32, make_shape(head_dim=16), 8)
     monkeypatch.setattr("nanovllm.worker.startup.attention", backend)
     llm = make_llm(device="cpu", enable_kernels=False)
     assert llm.model_runner.executor.worker.kv_caches[0].shape[2] == 2

@@ -16,6 +16,7 @@ from torch import nn
 
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.layers import attention as torch_backend
+from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
@@ -38,12 +39,18 @@ def make_decoder_spec(kind, **changes):
 
 SPECS = {
     "norms": make_spec(torch.float32, qk_norm=True),
+    "ropes": make_spec(
+        torch.float32,
+        qk_norm=True,
+        ropes=(RopeSpec.from_base(1e4, 16), RopeSpec.from_base(1e2, 16)),
+        rope_indices=(0, 1),
+    ),
     "biases": make_spec(torch.float32, qkv_bias=True, o_bias=True, mlp_bias=True),
     "experts": make_decoder_spec(MoESpec, dense_layers=frozenset([0]), **EXPERTS),
     "delta": make_decoder_spec(
         Qwen35Spec,
         qk_norm=True,
-        rope=RopeSpec.from_base(1e4, 8),
+        ropes=(RopeSpec.from_base(1e4, 8),),
         attention_layers=frozenset([0]),
         **DELTA,
     ),
@@ -59,7 +66,7 @@ SPECS = {
 # Attributes that the walk leaves out, and why.
 EXCLUDED = {
     "alone it contradicts the shapes of the weights": [
-        *["head_dim", "num_vectors", "key_dim", "value_dim", "num_key_heads"],
+        *["num_vectors", "key_dim", "value_dim", "num_key_heads"],
         *["num_value_heads", "qkv_sizes", "matrices_size", "projections", "shard_sizes", "starts"],
         *["num_ids", "normalized_shape", "num_embeddings", "embedding_dim"],
     ],
@@ -68,12 +75,13 @@ EXCLUDED = {
         *["training", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"],
         "elementwise_affine",
     ],
+    "most of these models have one RoPE": ["rope_index"],
     "one rank reduces nothing there": [
         *["ColumnParallelLinear.tp", "Experts.tp", "GatedDeltaRule.tp"],
     ],
 }
 # Parts of which more than a call is used, so that they cannot be wrapped.
-NOT_ONLY_CALLED = {"embed_tokens", "lm_head", "layers", "in_proj_qkvz"}
+NOT_ONLY_CALLED = {"embed_tokens", "lm_head", "layers", "rotaries", "in_proj_qkvz"}
 
 
 def change_result(result):
@@ -153,6 +161,8 @@ def find_new_values(part, name, value):
         return [changed()] + ([second] if getattr(part, "bias", None) is not None else [])
     if value is torch_backend or value is cpp_backend:
         return [SimpleNamespace(**vars(value) | {"attend": wrap(value.attend)})]
+    if isinstance(value, AttentionShape):
+        return [replace(value, scale=3 * value.scale)]
     new_norm = randomize(RMSNorm(16, 0.5, torch.float32))
     if name == "num_experts_per_tok":
         return [1]
@@ -270,7 +280,7 @@ def test_no_hook_on_an_optimized_layer_is_ignored(family):
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the plain model is on the CPU")
 @pytest.mark.parametrize("list_all", [list_changes, list_hooks])
 def test_no_change_is_ignored_by_triton_layers(list_all):
-    check(list_all, "norms", "triton")
+    check(list_all, "ropes", "triton")
 
 
 @needs_compiler
@@ -332,7 +342,7 @@ def test_rope_of_a_part_of_each_head():
     spec = SPECS["norms"]
     models = [spec.make_model(torch_backend), spec.make_model(cpp_backend)]
     for model in models:
-        randomize(model).model.rotary.inv_freq = torch.rand(4, generator=torch.manual_seed(0))
+        randomize(model).model.rotaries[0].inv_freq = torch.rand(4, generator=torch.manual_seed(0))
     optimize(models[1], "cpp")
     expected = compute(models[0], spec, torch_backend)
     torch.testing.assert_close(

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import DEVICE, make_batch
-from kernel_helpers import BATCHES, CPU, compare_attention, make_step
+from conftest import DEVICE, make_batch, make_shape
+from kernel_helpers import BATCHES, CPU, attend, compare_attention, make_step
 
 from nanovllm.layers import attention as torch_backend
 
@@ -29,7 +29,8 @@ def flash_attn_varlen_func(
     assert max(query_lens) == max_seqlen_q
     assert max(context_lens) == max_seqlen_k
     batch = make_batch(query_lens, context_lens, block_table, q.device)
-    return torch_backend.attend(q, torch.stack((k, v)), batch, softmax_scale)
+    shape = make_shape(scale=softmax_scale)
+    return torch_backend.attend(q, torch.stack((k, v)), batch, shape)
 
 
 def flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens, block_table, softmax_scale, causal):
@@ -38,7 +39,8 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens, block_table, sof
     query_lens = [q.shape[1]] * len(q)
     batch = make_batch(query_lens, cache_seqlens.tolist(), block_table, q.device)
     kv_cache = torch.stack((k_cache, v_cache))
-    return torch_backend.attend(q.flatten(0, 1), kv_cache, batch, softmax_scale).view_as(q)
+    shape = make_shape(scale=softmax_scale)
+    return torch_backend.attend(q.flatten(0, 1), kv_cache, batch, shape).view_as(q)
 
 
 @pytest.fixture
@@ -69,19 +71,22 @@ def test_key_bounds_are_computed_once_for_all_layers(backend, monkeypatch):
     monkeypatch.setattr(backend, "flash_attn_varlen_func", record)
     query, kv_cache, batch = make_step(BATCHES["prefills"], (4, 2, 64), 256, torch.float32, DEVICE)
     for _ in range(2):
-        backend.attend(query, kv_cache, batch, 0.1)
+        attend(backend, query, kv_cache, batch)
     assert bounds[0] is bounds[1]
 
 
 def test_flash_attn_names_what_it_does_not_support(backend):
     gpu = torch.device("cuda")
     bf16 = torch.bfloat16
-    assert backend.reason_unavailable(gpu, bf16, 128, backend.PREFERRED_BLOCK_SIZE) is None
-    assert "CUDA" in backend.reason_unavailable(CPU, bf16, 128, 256)
-    assert "256" in backend.reason_unavailable(gpu, bf16, 128, 16)
-    assert "dtype" in backend.reason_unavailable(gpu, torch.float32, 128, 256)
+    shape = make_shape(head_dim=128)
+    assert backend.reason_unavailable(gpu, bf16, shape, backend.PREFERRED_BLOCK_SIZE) is None
+    assert "CUDA" in backend.reason_unavailable(CPU, bf16, shape, 256)
+    assert "256" in backend.reason_unavailable(gpu, bf16, shape, 16)
+    assert "windows" in backend.reason_unavailable(gpu, bf16, make_shape(window=4), 256)
+    assert "dtype" in backend.reason_unavailable(gpu, torch.float32, shape, 256)
     for head_dim in (10, 264):
-        assert "head_dim" in backend.reason_unavailable(gpu, bf16, head_dim, 256)
+        other = make_shape(head_dim=head_dim)
+        assert "head_dim" in backend.reason_unavailable(gpu, bf16, other, 256)
 
 
 def test_a_missing_package_is_named(make_llm, monkeypatch):

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from conftest import DEVICE, generate_ids, greedy, make_checkpoint, random_prompt
+from conftest import DEVICE, generate_ids, greedy, make_checkpoint, make_shape, random_prompt
 from kernel_helpers import (
     CPU,
     make_spec,
@@ -53,14 +53,14 @@ def test_the_check_at_start_finds_wrong_kernels(monkeypatch):
     """Also those that ignore all but the first tile of a context, or do not combine splits."""
     backend = import_triton_backend()
     state = torch.get_rng_state()
-    check = partial(check_backend, backend, DEVICE, torch.float16, 64, 16)
+    check = partial(check_backend, backend, DEVICE, torch.float16, make_shape(), 16)
     with torch.device("meta"):
         check()
     assert torch.equal(torch.get_rng_state(), state)
 
-    def attend_to_64(query, kv_cache, batch, scale):
+    def attend_to_64(query, kv_cache, batch, shape):
         shorter = replace(batch, context_lens=batch.context_lens.clamp(max=64))
-        return torch_backend.attend(query, kv_cache, shorter, scale)
+        return torch_backend.attend(query, kv_cache, shorter, shape)
 
     no_kernel = MagicMock(arg_names=[])
     for name, wrong in (("attend", attend_to_64), ("combine_splits_kernel", no_kernel)):
@@ -86,7 +86,7 @@ def test_auto_skips_a_backend_that_fails_on_this_gpu(monkeypatch, capfd, forget_
     monkeypatch.setattr(
         select, "check_backend", lambda backend, device, *rest: check_backend(backend, CPU, *rest)
     )
-    gpu_model = (torch.device("cuda"), torch.bfloat16, 64, None)
+    gpu_model = (torch.device("cuda"), torch.bfloat16, [make_shape()], None)
     assert select.select_backend("auto", *gpu_model) == (torch_backend, 16)
     reason = "'triton' cannot run here: the kernels fail on this GPU: RuntimeError('no kernel image"
     assert reason in capfd.readouterr().err
@@ -94,12 +94,29 @@ def test_auto_skips_a_backend_that_fails_on_this_gpu(monkeypatch, capfd, forget_
         select.select_backend("triton", *gpu_model)
 
 
+def test_a_backend_is_checked_with_every_shape_of_the_model(monkeypatch, forget_kernels):
+    shapes = [make_shape(), make_shape(head_dim=32), make_shape(scale=0.5)]
+    checked = []
+
+    def check(backend, device, dtype, shape, block_size):
+        checked.append(shape)
+        if shape.head_dim == 32:
+            raise RuntimeError("wrong results")
+
+    monkeypatch.setattr(select, "check_backend", check)
+    gpu = torch.device("cuda")
+    assert select.select_backend("torch", gpu, torch.float32, shapes[::2], None)[1] == 16
+    assert checked == shapes[::2]
+    with pytest.raises(ValueError, match="wrong results"):
+        select.select_backend("torch", gpu, torch.float32, shapes, None)
+
+
 @needs_triton
 def test_small_blocks_on_a_gpu_are_explained_once(monkeypatch, capfd, forget_kernels):
     """As those of the two engines in example.py."""
     monkeypatch.setitem(sys.modules, BACKENDS["flash_attn"].module, None)
     monkeypatch.setattr(select, "check_backend", lambda *_: None)
-    gpu_model = (torch.device("cuda"), torch.bfloat16, 64, 4)
+    gpu_model = (torch.device("cuda"), torch.bfloat16, [make_shape()], 4)
     for _ in range(2):
         assert select.select_backend("auto", *gpu_model) == (torch_backend, 4)
     messages = capfd.readouterr().err

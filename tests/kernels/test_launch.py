@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import DEVICE
 from kernel_helpers import (
+    attend,
     make_delta_rule,
     make_delta_step,
     make_step,
@@ -89,7 +90,7 @@ def run_attention(dtype):
             angles = torch.randn(num_tokens, 1, head_dim // 2, device=DEVICE)
             slots = torch.arange(num_tokens + 1, dtype=torch.int32, device=DEVICE)[1:]
             for each in make_views(query.shape, dtype):
-                attention.attend(each, kv_cache, batch, 0.1)
+                attend(attention, each, kv_cache, batch)
             width = (num_heads + 2 * num_kv_heads) * head_dim
             for qkv in make_views((num_tokens, width), dtype):
                 for each in (None, norm):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import DEVICE, make_batch
-from kernel_helpers import SCALE, make_step
+from conftest import DEVICE, make_batch, make_shape
+from kernel_helpers import attend, make_step
 
 from nanovllm.layers import attention as torch_backend
 
@@ -16,9 +16,9 @@ def test_padding_rows_of_a_cuda_graph_are_harmless(monkeypatch):
     monkeypatch.setattr(triton_backend, "_count_splits", lambda *_: 5)
     lengths = ([1, 1, 1], [40, 1, 300])
     query, kv_cache, batch = make_step(lengths, (4, 2, 64), 16, torch.float32, DEVICE)
-    expected = torch_backend.attend(query, kv_cache, batch, SCALE)
+    expected = attend(torch_backend, query, kv_cache, batch)
     batch.context_lens[1] = 0
-    output = triton_backend.attend(query, kv_cache, batch, SCALE)
+    output = attend(triton_backend, query, kv_cache, batch)
     assert output.isfinite().all()
     torch.testing.assert_close(output[[0, 2]], expected[[0, 2]], atol=5e-6, rtol=0)
 
@@ -33,7 +33,7 @@ def test_decodes_beside_a_prompt_add_no_tiles(monkeypatch):
     kv_cache = torch.empty(2, 1, 16, 8, 128, dtype=torch.float16)
     tables = torch.zeros(256, 4, dtype=torch.int32)
     batch = make_batch([1] * 200 + [64] + [1] * 55, [64] * 256, tables)
-    triton_backend.attend(query, kv_cache, batch, SCALE)
+    attend(triton_backend, query, kv_cache, batch)
     assert grids == [(8, 256, 1), (16, 1, 1)]
 
 
@@ -60,5 +60,6 @@ def test_16_bit_tiles_are_not_of_32(head_dim, is_decode):
     ],
 )
 def test_unsupported_sizes_are_rejected(head_dim, block_size, option):
-    reason = triton_backend.reason_unavailable(DEVICE, torch.float16, head_dim, block_size)
+    shape = make_shape(head_dim=head_dim)
+    reason = triton_backend.reason_unavailable(DEVICE, torch.float16, shape, block_size)
     assert option in reason

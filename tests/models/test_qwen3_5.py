@@ -454,6 +454,14 @@ def test_unsupported_configs_are_rejected(tmp_path, changes, message):
         LLM(tmp_path, **POOL)
 
 
+def test_one_layer_of_four_has_attention(hybrid):
+    """All layers with attention have one shape, which a backend is asked about once."""
+    spec = LLM(hybrid[0], **POOL).model_runner.executor.worker.spec
+    has_attention = [spec.attention_shape(layer) is not None for layer in range(4)]
+    assert has_attention == [False, False, True, False]
+    assert spec.attention_shapes == [spec.attention_shape(2)]
+
+
 def test_ranks_must_divide_the_key_heads(hybrid):
     with pytest.raises(ValueError, match="=4 does not divide linear_num_key_heads=2"):
         LLM(hybrid[0], **POOL, tensor_parallel_size=4)

@@ -11,6 +11,7 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.library import SHORT_QUERY, load
+from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.attention import make_cache as make_cache
 
 NAME = "cpp"
@@ -20,12 +21,14 @@ MAX_DRAFT_LEN = SHORT_QUERY - 1  # a draft follows the newest token
 
 
 def reason_unavailable(
-    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+    device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int
 ) -> str | None:
     if device.type != "cpu":
         return "it needs a CPU device"
-    if head_dim % 2 != 0:
-        return f"head_dim must be even, not {head_dim}"
+    if shape.head_dim % 2 != 0:
+        return f"head_dim must be even, not {shape.head_dim}"
+    if shape.window is not None:
+        return "it does not support sliding windows"
     return library.reason_unavailable(dtype)
 
 
@@ -49,7 +52,7 @@ def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Te
     )
 
 
-def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
+def attend(query: Tensor, kv_cache: Tensor, batch: Batch, shape: AttentionShape) -> Tensor:
     """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context.
 
     Returns a tensor of the same shape.
@@ -69,7 +72,7 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
         num_kv_heads,
         query.shape[1] // num_kv_heads,
         head_dim,
-        scale,
+        shape.scale,
     ]
     kernels.decode_attention(*arguments)  # writes the rows of short queries
     if batch.max_seqlen_q > SHORT_QUERY:

@@ -30,7 +30,7 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedWeight,
 )
 from nanovllm.kernels.optimized_layer import OptimizedLayer
-from nanovllm.models.decoder import CosSin, DecoderLayer, DecoderLayers
+from nanovllm.models.decoder import CosSin, CosSins, DecoderLayer, DecoderLayers
 
 # A step of more tokens is computed layer by layer, because CPython handles Ctrl-C between calls.
 MAX_TOKENS_PER_CALL = 512
@@ -70,11 +70,14 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         self.kept = list(map(_make_struct, self))  # the array copies them
         return (Layer * len(self))(*self.kept)
 
-    def forward(self, x: Tensor, cos_sin: CosSin, kv_caches: list[Tensor], batch: Batch) -> Tensor:
+    def forward(
+        self, x: Tensor, cos_sins: CosSins, kv_caches: list[Tensor], batch: Batch
+    ) -> Tensor:
         """The last layer computes only K/V for tokens without logits."""
-        is_other_rope = 2 * cos_sin[0].shape[-1] != kv_caches[0].shape[-1]
+        cos_sin = cos_sins[0]  # the C++ code rotates whole heads, in all layers alike
+        is_other_rope = len(cos_sins) > 1 or 2 * cos_sin[0].shape[-1] != kv_caches[0].shape[-1]
         if self.structs is None or any(self.hooks) or is_other_rope:
-            return super().forward(x, cos_sin, kv_caches, batch)
+            return super().forward(x, cos_sins, kv_caches, batch)
         x = x.clone()  # the C++ code works in place, and a hook may have kept x
         rows = batch.logits_indices
         has_other_rows = len(rows) < len(x)
@@ -143,7 +146,7 @@ def _make_struct(layer: Any) -> Struct:
         hidden_size=gate_up.in_features,
         num_heads=attn.num_vectors[0],
         num_kv_heads=attn.num_vectors[1],
-        head_dim=attn.head_dim,
+        head_dim=attn.shape.head_dim,
         intermediate_size=gate_up.out_features,
-        scale=attn.scale,
+        scale=attn.shape.scale,
     )

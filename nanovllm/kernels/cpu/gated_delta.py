@@ -23,7 +23,7 @@ from nanovllm.kernels.cpu.prepacked import (
 )
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
-from nanovllm.models.decoder import CosSin
+from nanovllm.models.decoder import CosSins
 from nanovllm.models.qwen3_5 import DeltaLayer, GatedDeltaNet
 
 
@@ -115,9 +115,9 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
             intermediate_size=mlp.gate_up.out_features,
         )
 
-    def forward(self, x: Tensor, cos_sin: CosSin, states: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, cos_sins: CosSins, states: Tensor, batch: Batch) -> Tensor:
         if self.struct is None or any(self.hooks):
-            return super().forward(x, cos_sin, states, batch)
+            return super().forward(x, cos_sins, states, batch)
         x = x.clone()  # the C++ code works in place, and a hook may have kept x
         load(x.dtype).delta_layer(
             ctypes.byref(self.struct),

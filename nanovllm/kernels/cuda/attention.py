@@ -21,6 +21,7 @@ from nanovllm.batch import Batch
 from nanovllm.kernels.cuda.attention_kernels import attend_kernel, combine_splits_kernel
 from nanovllm.kernels.cuda.launch import Launch, describe_gpu, prepare
 from nanovllm.layers.attention import MAX_DRAFT_LEN as MAX_DRAFT_LEN
+from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.attention import make_cache as make_cache
 
 NAME = "triton"
@@ -59,14 +60,16 @@ _TILES = {
 
 
 def reason_unavailable(
-    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+    device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int
 ) -> str | None:
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         return "it needs a CUDA device, or TRITON_INTERPRET=1 for a slow run on the CPU"
     if block_size < 16 or block_size & (block_size - 1):
         return f"kvcache_block_size must be a power of two and at least 16, not {block_size}"
-    if not 16 <= head_dim <= 256:
-        return f"head_dim must be between 16 and 256, not {head_dim}"
+    if not 16 <= shape.head_dim <= 256:
+        return f"head_dim must be between 16 and 256, not {shape.head_dim}"
+    if shape.window is not None:
+        return "it does not support sliding windows"
     return None
 
 
@@ -110,7 +113,7 @@ def _store_kvcache_kernel(
             tl.store(value_cache_ptr + slot * row_size + offsets, value, mask=mask)
 
 
-def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
+def attend(query: Tensor, kv_cache: Tensor, batch: Batch, shape: AttentionShape) -> Tensor:
     """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context.
 
     Returns a tensor of the same shape.
@@ -119,14 +122,19 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tenso
     output = torch.empty_like(query)
     num_prefills = len(batch.prefills)
     if num_prefills < len(batch.context_lens):
-        _attend(query, kv_cache, batch, scale, output, is_decode=True)
+        _attend(query, kv_cache, batch, shape, output, is_decode=True)
     if num_prefills > 0:
-        _attend(query, kv_cache, batch, scale, output, is_decode=False)
+        _attend(query, kv_cache, batch, shape, output, is_decode=False)
     return output
 
 
 def _attend(
-    query: Tensor, kv_cache: Tensor, batch: Batch, scale: float, output: Tensor, is_decode: bool
+    query: Tensor,
+    kv_cache: Tensor,
+    batch: Batch,
+    shape: AttentionShape,
+    output: Tensor,
+    is_decode: bool,
 ) -> None:
     """Compute the rows of `output` that belong to decodes, or all other rows."""
     num_tokens, num_heads, head_dim = query.shape
@@ -157,9 +165,9 @@ def _attend(
         max_tiles = (num_tokens - num_decodes) // kernels.tokens + num_prefills
         grid = (max_tiles * num_kv_heads, 1, 1)
     if num_splits > 1:
-        shape = (num_seqs, num_heads, num_splits, head_dim)
-        split_outputs = query.new_empty(shape, dtype=torch.float32)
-        log_sums = split_outputs.new_empty(shape[:3])
+        sizes = (num_seqs, num_heads, num_splits, head_dim)
+        split_outputs = query.new_empty(sizes, dtype=torch.float32)
+        log_sums = split_outputs.new_empty(sizes[:3])
     kernels.attend(
         grid,
         query,
@@ -171,7 +179,7 @@ def _attend(
         batch.context_lens,
         batch.block_tables,
         batch.prefills,
-        scale * _LOG2_E,
+        shape.scale * _LOG2_E,
         batch.block_tables.stride(0),
         num_prefills,
         num_splits,

@@ -12,6 +12,7 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.kernels.cuda.attention import store_kvcache as store_kvcache
 from nanovllm.layers.attention import MAX_DRAFT_LEN as MAX_DRAFT_LEN
+from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.attention import make_cache as make_cache
 
 NAME = "flash_attn"
@@ -20,46 +21,45 @@ SUPPORTS_CUDA_GRAPHS = True
 
 
 def reason_unavailable(
-    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+    device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int
 ) -> str | None:
     """A GPU that is too old is found by check_backend."""
     if device.type != "cuda":
         return "it needs a CUDA device"
     if dtype.itemsize != 2:
         return f"dtype must be bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
-    if head_dim % 8 != 0 or head_dim > 256:
-        return f"head_dim must be a multiple of 8 and at most 256, not {head_dim}"
+    if shape.head_dim % 8 != 0 or shape.head_dim > 256:
+        return f"head_dim must be a multiple of 8 and at most 256, not {shape.head_dim}"
+    if shape.window is not None:
+        return "it does not support sliding windows"
     if block_size % 256 != 0:
         return f"kvcache_block_size must be a multiple of 256, not {block_size}"
     return None
 
 
-def attend(query: Tensor, kv_cache: Tensor, batch: Batch, scale: float) -> Tensor:
+def attend(query: Tensor, kv_cache: Tensor, batch: Batch, shape: AttentionShape) -> Tensor:
     """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context.
 
     Returns a tensor of the same shape.
     """
-    key_cache, value_cache = kv_cache
     if batch.max_seqlen_q == 1:
         output = flash_attn_with_kvcache(
             query.unsqueeze(1),  # [num_seqs, 1, num_heads, head_dim]
-            key_cache,
-            value_cache,
+            *kv_cache,
             cache_seqlens=batch.context_lens,
             block_table=batch.block_tables,
-            softmax_scale=scale,
+            softmax_scale=shape.scale,
             causal=True,
         )
         return output.squeeze(1)
     return flash_attn_varlen_func(
         query,
-        key_cache,
-        value_cache,
+        *kv_cache,
         batch.cu_seqlens_q,
         batch.cu_seqlens_k,
         batch.max_seqlen_q,
         batch.max_seqlen_k,
         block_table=batch.block_tables,
-        softmax_scale=scale,
+        softmax_scale=shape.scale,
         causal=True,
     )

@@ -25,7 +25,7 @@ from nanovllm.kernels.cuda.layer_kernels import (
 from nanovllm.kernels.fallback import find_failure
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.models.decoder import MLP, Attention, CosSin, DecoderLayer, DecoderLayers
+from nanovllm.models.decoder import MLP, Attention, CosSin, CosSins, DecoderLayer, DecoderLayers
 
 # Not tuned on a GPU, as the number of warps in add_rms_norm.
 _ROTATED_NUMBERS = 2048  # numbers of a token's heads per program
@@ -56,14 +56,16 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
     def convert(self) -> bool:
         return all([has_parts(layer, self.parts) for layer in self])
 
-    def forward(self, x: Tensor, cos_sin: CosSin, kv_caches: list[Tensor], batch: Batch) -> Tensor:
+    def forward(
+        self, x: Tensor, cos_sins: CosSins, kv_caches: list[Tensor], batch: Batch
+    ) -> Tensor:
         if any(self.hooks):
-            return super().forward(x, cos_sin, kv_caches, batch)
+            return super().forward(x, cos_sins, kv_caches, batch)
         branch: Tensor | None = None  # the newest output, which is not yet added to x
         for layer, kv_cache in zip(cast(Iterable[DecoderLayer], self), kv_caches):
             norm = layer.input_layernorm
             x, normed = add_rms_norm(x, branch, norm.weight, norm.eps)
-            branch = layer.self_attn(normed, cos_sin, kv_cache, batch)
+            branch = layer.self_attn(normed, cos_sins, kv_cache, batch)
             norm = layer.post_attention_layernorm
             x, normed = add_rms_norm(x, branch, norm.weight, norm.eps)
             branch = layer.mlp(normed)
@@ -100,13 +102,14 @@ class FusedAttention(OptimizedLayer, Attention):
         has_pair = (self.q_norm is None) == (self.k_norm is None)
         return has_pair and self.backend.store_kvcache is store_kvcache and super().convert()
 
-    def forward(self, x: Tensor, cos_sin: CosSin, kv_cache: Tensor, batch: Batch) -> Tensor:
-        if any(self.hooks) or 2 * cos_sin[0].shape[-1] != self.head_dim:
-            return super().forward(x, cos_sin, kv_cache, batch)
+    def forward(self, x: Tensor, cos_sins: CosSins, kv_cache: Tensor, batch: Batch) -> Tensor:
+        cos_sin = cos_sins[self.rope_index]
+        if any(self.hooks) or 2 * cos_sin[0].shape[-1] != self.shape.head_dim:
+            return super().forward(x, cos_sins, kv_cache, batch)
         qkv = self.qkv_proj(x)
         slots = batch.slot_mapping
         query = rotate_and_store(qkv, self.q_norm, self.k_norm, cos_sin, kv_cache, slots)
-        attended = self.backend.attend(query, kv_cache, batch, self.scale)
+        attended = self.backend.attend(query, kv_cache, batch, self.shape)
         return self.o_proj(attended.flatten(1))
 
 
