@@ -30,10 +30,6 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.arithmetic import cdiv
 
 
-def show_hash(block_hash: int) -> str:
-    return f"{block_hash:032x}"
-
-
 @dataclass(eq=False, slots=True)
 class Block:
     """One physical block. `hash` is -1 and `token_ids` is empty unless the block is cached."""
@@ -174,16 +170,12 @@ class BlockManager:
             block = self.blocks[seq.block_table[index]]
             block.ref_count -= 1
             if block.ref_count == 0:
-                self._add_to_free(block)
+                # A cached block is the last to be taken, and an uncached block the first.
+                self.free_block_ids[block.block_id] = None
+                self.free_block_ids.move_to_end(block.block_id, last=block.is_cached)
             if not block.is_cached:
                 self._refresh_cached_copy(seq, index)
         seq.block_table = seq.block_table[:num_kept]
-
-    def _add_to_free(self, block: Block) -> None:
-        """Make a cached block the last to be taken, and an uncached block the first."""
-        self.free_block_ids[block.block_id] = None
-        if not block.is_cached:
-            self.free_block_ids.move_to_end(block.block_id, last=False)
 
     def _refresh_cached_copy(self, seq: Sequence, index: int) -> None:
         """Move the cached copy of a released duplicate to the end of the eviction order.

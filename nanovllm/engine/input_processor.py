@@ -29,17 +29,15 @@ class PreparedPrompt(NamedTuple):
     factory: RequestFactory = Request
 
 
-def needs_llm(name: str) -> Exception:
-    """Make the error for an optional feature that LLM has and LLMEngine alone does not."""
-    return invalid(name, "needs nanovllm.LLM: LLMEngine alone does not serve it")
+NEEDS_LLM = "needs nanovllm.LLM: LLMEngine alone does not serve it"
 
 
 def choose_plain_factory(params: SamplingParams, num_samples: int) -> RequestFactory:
     """Choose for LLMEngine alone, which rejects parameters that need a feature of LLM."""
     if params.prompt_logprobs is not None:
-        raise needs_llm("prompt_logprobs")
+        raise invalid("prompt_logprobs", NEEDS_LLM)
     if params.structured_outputs is not None:
-        raise needs_llm("structured_outputs")
+        raise invalid("structured_outputs", NEEDS_LLM)
     return Request
 
 

@@ -22,12 +22,12 @@ from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.extension import Extension
 from nanovllm.engine.input_processor import (
+    NEEDS_LLM,
     ChooseFactory,
     InputProcessor,
     PreparedPrompt,
     Prompt,
     choose_plain_factory,
-    needs_llm,
 )
 from nanovllm.engine.model_runner import LogitsProcessor, ModelRunner
 from nanovllm.engine.request import Inbox, Request
@@ -38,7 +38,7 @@ from nanovllm.models.architectures import read_spec
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import naming
+from nanovllm.utils.checks import invalid, naming
 from nanovllm.worker.device import engine_settings
 
 Engine = TypeVar("Engine", bound="LLMEngine")
@@ -59,12 +59,8 @@ class LLMEngine:
     def __init__(self, config: Config) -> None:
         self.config = config
         checkpoint = Checkpoint.open(config)
-        spec = read_spec(
-            checkpoint.hf_config,
-            checkpoint.dtype,
-            config.tensor_parallel_size,
-            config.quantization,
-        )
+        num_ranks = config.tensor_parallel_size
+        spec = read_spec(checkpoint.hf_config, checkpoint.dtype, num_ranks, config.quantization)
         self.check_features(spec)
         self.tokenizer = checkpoint.tokenizer
         # Ids above the vocabulary cannot be sampled.
@@ -75,12 +71,10 @@ class LLMEngine:
         worker = self.executor.worker
         self.vocab_size = spec.vocab_size
         self.max_model_len = worker.max_model_len
-        block_manager = BlockManager(
-            worker.num_blocks, worker.block_size, config.enable_prefix_caching
-        )
+        blocks = BlockManager(worker.num_blocks, worker.block_size, config.enable_prefix_caching)
         policy = POLICIES[config.policy_name]
         self.scheduler = policy(
-            block_manager,
+            blocks,
             self.model_runner.num_lanes,
             config.max_num_batched_tokens,
             self.make_extensions(spec),
@@ -104,11 +98,11 @@ class LLMEngine:
     def check_features(self, spec: ModelSpec) -> None:
         """Raise ValueError for a model or an option that needs a feature of LLM."""
         if self.config.num_speculative_tokens:
-            raise needs_llm("num_speculative_tokens")
+            raise invalid("num_speculative_tokens", NEEDS_LLM)
         if self.config.trace is not None:
-            raise needs_llm("trace")
+            raise invalid("trace", NEEDS_LLM)
         if spec.has_states:
-            raise needs_llm("a model with recurrent states")
+            raise invalid("a model with recurrent states", NEEDS_LLM)
 
     def make_extensions(self, spec: ModelSpec) -> list[Extension]:
         """Make the optional features. LLM overrides this."""

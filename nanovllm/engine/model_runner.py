@@ -5,6 +5,7 @@ It uses sequences, but not the queues.
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,21 +22,13 @@ from nanovllm.layers.penalties import apply_penalties
 from nanovllm.layers.sampler import Sampler, make_sampling_batch
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import Logprobs
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.arithmetic import cdiv
 from nanovllm.worker.device import engine_settings
+from nanovllm.worker.dummy_sampling import sample_each_kind, sample_test_rows
 from nanovllm.worker.executor import Executor, MultiRankExecutor
 from nanovllm.worker.startup import start_worker
 from nanovllm.worker.state_slots import FIRST_LANE
 
-# What profile and warm-up runs sample with.
-TEST_PARAMS = [
-    SamplingParams(temperature=0.0),
-    SamplingParams(),
-    SamplingParams(top_p=0.5),
-    # The most expensive kind comes last, so that its memory is on top of what the others keep.
-    SamplingParams(top_p=0.5, repetition_penalty=2.0, min_tokens=1, logprobs=20),
-]
 Value = TypeVar("Value")
 # Changes logits [num_rows, vocab_size], of which each row has a sequence.
 LogitsProcessor = Callable[[Tensor, list[Sequence]], Tensor]
@@ -56,15 +49,16 @@ class ModelRunner:
         self.processors: list[LogitsProcessor] = [apply_penalties]
         worker = self.executor.worker
         self.vocab_size = spec.vocab_size
-        self.dtype = spec.dtype
         self.device = worker.device
         self.block_size = worker.block_size
         self.sampler = Sampler(spec.vocab_size).to(self.device)
         with engine_settings(self.device):  # CUDA graphs are captured with these
             if worker.kernels is not None:
-                self_test = self._sample_test_rows if self.device.type == "cuda" else None
-                worker.kernels.kernelize(self.sampler, self.device, spec.dtype, self_test)
-            self.executor.call(start_worker, worker, self.sample_each_kind)
+                self_test = partial(sample_test_rows, self.sampler, spec.dtype, Sequence)
+                run = self_test if self.device.type == "cuda" else None
+                worker.kernels.kernelize(self.sampler, self.device, spec.dtype, run)
+            sample = partial(sample_each_kind, worker, self.sample, Sequence)
+            self.executor.call(start_worker, worker, sample)
         self.num_lanes = worker.num_lanes
         # The block tables of all lanes, so that a decode need not copy its whole table.
         self.block_tables = np.zeros((self.num_lanes, worker.block_table_width), np.int32)
@@ -119,7 +113,8 @@ class ModelRunner:
         assert len(logits) == len(rows), "one row of logits for each token that is sampled"
         processed = logits
         if any([seq.needs_logits_processing for seq in seqs]):
-            processed = self.process_logits(logits, rows)
+            for process in self.processors:
+                processed = process(processed, rows)
         batch = make_sampling_batch(rows, positions, self.vocab_size, self.device)
         tokens = self.sampler(processed, batch)
         token_ids = self.executor.call(tokens.tolist)  # a host synchronization
@@ -129,37 +124,6 @@ class ModelRunner:
             requested = [seq.params.logprobs for seq in rows]
             logprobs = split_rows(find_logprobs(logits, tokens, requested), seqs)
         return split_rows(token_ids, seqs), logprobs
-
-    def process_logits(self, logits: Tensor, rows: list[Sequence]) -> Tensor:
-        """Return logits with masks, penalties, biases and bans. Each row has a sequence."""
-        for process in self.processors:
-            logits = process(logits, rows)
-        return logits
-
-    def _sample_test_rows(self) -> None:
-        """Sample rows of random logits in each way, for the self-test of the sampler."""
-        # Not the greedy kind, because 16-bit logits can be equal.
-        rows = [Sequence(i, [0], params, seed=i) for i, params in enumerate(TEST_PARAMS[1:] * 8)]
-        generator = torch.Generator().manual_seed(0)
-        logits = 3 * torch.randn(len(rows), self.vocab_size, device="cpu", generator=generator)
-        batch = make_sampling_batch(rows, [1] * len(rows), self.vocab_size, self.device)
-        self.sampler(logits.to(self.device, self.dtype), batch)
-
-    def sample_each_kind(self, logits: Tensor) -> None:
-        """Sample from `logits` [num_rows, vocab_size] with each kind of parameters.
-
-        On a GPU this lets MemoryMeter see the peak of sampling, and compiles the kernels. The
-        memory of penalties depends on the longest sequence.
-        """
-        longest = [0] * self.executor.worker.max_model_len
-        for params in TEST_PARAMS:
-            seqs: list[Sequence] = []
-            for seq_id in range(len(logits)):
-                token_ids = longest if seq_id == 0 else [0]
-                seq = Sequence(seq_id, token_ids, params, stop_token_ids=frozenset([0]))
-                seq.num_logits = 1
-                seqs.append(seq)
-            self.sample(logits, seqs)
 
 
 def flatten(

@@ -281,9 +281,8 @@ class PrefillFirstScheduler(Scheduler):
 
     def plan(self) -> list[Sequence]:
         scheduled: list[Sequence] = []
-        # A sequence is partially prefilled if its recomputation is longer than one step, or if its
-        # chunk ended at a snapshot (recurrent_states.py). Its next chunk goes first. The number of
-        # missing tokens does not show this, because after a rejected draft several can be missing.
+        # The next chunk of a partially prefilled sequence goes first. Its recomputation is longer
+        # than one step, or an extension has ended its last chunk early.
         budget = self._schedule_running(self.max_num_batched_tokens, scheduled, only_partial=True)
         self._schedule_waiting(budget, scheduled)
         if not scheduled:

@@ -59,7 +59,6 @@ class Sequence:
         self.block_table: list[int] = []  # logical block -> physical block
         self.block_hashes: list[int] = []  # hashes of full blocks, computed when first needed
         self.lane = -1  # while running: its row in the model runner's block tables
-
         # What the current step does with the sequence.
         self.num_scheduled_tokens = 0
         # Rows of logits, one for each of the newest scheduled tokens. 0 in a partial prefill.

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from nanovllm.batch import Batch
-from nanovllm.engine.block_manager import Block, show_hash
+from nanovllm.engine.block_manager import Block
 from nanovllm.engine.extension import Extension
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -175,9 +175,9 @@ class RecurrentStates(Extension):
         return {"snapshot_slots": [self.snapshot_slots.start, self.snapshot_slots.stop]}
 
     def describe_step(self) -> dict[str, Any]:
-        return {"snapshots": [(slot, show_hash(each)) for each, slot in self.snapshots.items()]}
+        return {"snapshots": [(slot, f"{each:032x}") for each, slot in self.snapshots.items()]}
 
     def describe_sequence(self, seq: Sequence) -> dict[str, Any]:
         slots = self.slots[seq]
-        hashes = {slot: show_hash(each) for each, slot in self.new_snapshots.items()}
+        hashes = {slot: f"{each:032x}" for each, slot in self.new_snapshots.items()}
         return {"slots": [slots.read, slots.write], "snapshot": hashes.get(slots.write, "")}

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.engine.block_manager import show_hash
 from nanovllm.engine.extension import Extension
 from nanovllm.engine.model_runner import LogitsProcessor
 from nanovllm.engine.scheduler import Scheduler
@@ -210,8 +209,7 @@ class Recorder(Extension):
         described = []
         for index in range(start // manager.block_size, end // manager.block_size):
             block = manager.blocks[block_table[index]]
-            block_hash = show_hash(seq.block_hashes[index])
-            described.append((block.block_id, block.is_cached, block_hash))
+            described.append((block.block_id, block.is_cached, f"{seq.block_hashes[index]:032x}"))
         return described
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from nanovllm.batch import Batch
-from nanovllm.engine.block_manager import Block, show_hash
+from nanovllm.engine.block_manager import Block
 from nanovllm.engine.extension import Extension
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import POLICIES
@@ -103,7 +103,7 @@ class StepPrinter(Extension):
             block = self.blocks[block_id]
             state = "not cached"
             if block.is_cached:
-                state = f"cached, hash {show_hash(block.hash)}, tokens {block.token_ids}"
+                state = f"cached, hash {block.hash:032x}, tokens {block.token_ids}"
             print(f"  block {block_id}: {state}")
         if self.step == min(SHOWN_BLOCKS):
             print(REMARK)

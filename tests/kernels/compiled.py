@@ -43,6 +43,7 @@ from triton.runtime.jit import JITFunction
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.engine import model_runner
+from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cuda import attention, graphs, layers, quantized
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
@@ -52,6 +53,7 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.models.quantized_layers import quantize_layer
 from nanovllm.utils.packing import pack, unpack
 from nanovllm.worker import worker
+from nanovllm.worker.dummy_sampling import sample_each_kind
 from nanovllm.worker.dummy_steps import run_dummy_step
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -247,7 +249,7 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
         logits = run_dummy_step(rank, query_lens)
         # As of three ranks, whose padding is cut off. Later logits are contiguous.
         logits = F.pad(logits, (0, 1))[:, :-1]
-        runner.sample_each_kind(logits)
+        sample_each_kind(rank, runner.sample, Sequence, logits)
     for name, (lengths, settings) in LIFE.items():
         part = name
         prompts = [[i + 1] * length for i, length in enumerate(lengths)]

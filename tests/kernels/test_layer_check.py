@@ -13,6 +13,7 @@ from transformers import Qwen3_5TextConfig
 
 from nanovllm import LLM
 from nanovllm.checkpoints.quantization import INT8
+from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cuda import graphs
 from nanovllm.kernels.optimized_layer import OptimizedLayer
@@ -24,6 +25,7 @@ from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import MLP, Attention, DecoderLayers
 from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
+from nanovllm.worker.dummy_sampling import sample_test_rows
 from nanovllm.worker.dummy_steps import make_dummy_batch, run_test_steps
 
 LINEAR = {ColumnParallelLinear, RowParallelLinear}
@@ -125,12 +127,13 @@ def test_an_engine_replaces_a_wrong_sampler(make_llm, stand_ins, capfd, wrong):
     expected = generate_ids(llm, random_prompt(0, 9), greedy(5))
     capfd.readouterr()
     kernelize(worker.model, CPU, torch.float32, partial(run_test_steps, worker))
-    kernelize(runner.sampler, CPU, torch.float32, runner._sample_test_rows)
+    run = partial(sample_test_rows, runner.sampler, torch.float32, Sequence)
+    kernelize(runner.sampler, CPU, torch.float32, run)
     assert isinstance(runner.sampler, stand_ins[Sampler])
     assert not capfd.readouterr().err
     runner.sampler.__class__ = Sampler
     stand_ins[Sampler].forward = wrong
-    kernelize(runner.sampler, CPU, torch.float32, runner._sample_test_rows)
+    kernelize(runner.sampler, CPU, torch.float32, run)
     assert type(runner.sampler) is Sampler
     assert "FastSampler is replaced by Sampler" in capfd.readouterr().err
     assert generate_ids(llm, random_prompt(0, 9), greedy(5)) == expected

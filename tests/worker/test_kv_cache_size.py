@@ -8,10 +8,12 @@ import torch
 from conftest import VOCAB_SIZE
 
 from nanovllm.config import MAX_DRAFT_STEP, Config
+from nanovllm.engine.sequence import Sequence
 from nanovllm.layers import attention
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.worker import cache_plan, startup
 from nanovllm.worker.cache_plan import plan_cache
+from nanovllm.worker.dummy_sampling import sample_each_kind
 from nanovllm.worker.memory import find_available_memory, show_bytes
 from nanovllm.worker.startup import profile
 
@@ -135,9 +137,8 @@ def test_the_profile_run_is_a_largest_step(make_llm, draft_len, num_logits):
 
 def test_the_profile_run_ends_with_the_costliest_sampling(make_llm):
     llm = make_llm()
-    runner = llm.model_runner
-    runner.sample = sample = Mock(wraps=runner.sample)
-    runner.sample_each_kind(torch.zeros(7, VOCAB_SIZE))
+    sample = Mock(wraps=llm.model_runner.sample)
+    sample_each_kind(llm.executor.worker, sample, Sequence, torch.zeros(7, VOCAB_SIZE))
     _, seqs = sample.call_args.args
     assert max(len(seq.token_ids) for seq in seqs) == llm.max_model_len
     for seq in seqs:

@@ -103,7 +103,7 @@ def test_the_engine_computes_on_its_gpu_without_autocast(make_llm, monkeypatch):
         (kernels, "capture_decode_steps"),
         (Worker, "compute"),
         (model_runner, "make_sampling_batch"),
-        (ModelRunner, "process_logits"),
+        (ModelRunner, "sample"),
     ]
     for owner, name in parts:
         watch(owner, name)

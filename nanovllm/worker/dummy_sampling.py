@@ -1,0 +1,56 @@
+"""Sampling before the first request: for self-tests, the profile run and warm-up runs.
+
+Rows of logits belong to sequences. Their class is an argument, because worker/ knows none.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.layers.sampler import Sampler, make_sampling_batch
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.worker.worker import Worker
+
+KINDS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(),
+    SamplingParams(top_p=0.5),
+    # The most expensive kind comes last, so that its memory is on top of what the others keep.
+    SamplingParams(top_p=0.5, repetition_penalty=2.0, min_tokens=1, logprobs=20),
+]
+MakeSequence = Callable[..., Any]
+
+
+def sample_test_rows(sampler: Sampler, dtype: torch.dtype, make_sequence: MakeSequence) -> None:
+    """Sample rows of random logits in each way, for the self-test of the sampler."""
+    # Not the greedy kind, because 16-bit logits can be equal.
+    rows = [make_sequence(i, [0], params, seed=i) for i, params in enumerate(KINDS[1:] * 8)]
+    device = sampler.token_hashes.device
+    vocab_size = len(sampler.token_hashes)
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(len(rows), vocab_size, device="cpu", generator=generator)
+    batch = make_sampling_batch(rows, [1] * len(rows), vocab_size, device)
+    sampler(logits.to(device, dtype), batch)
+
+
+def sample_each_kind(
+    worker: Worker,
+    sample: Callable[[Tensor, list[Any]], object],
+    make_sequence: MakeSequence,
+    logits: Tensor,
+) -> None:
+    """Sample from `logits` [num_rows, vocab_size] with each kind of parameters.
+
+    On a GPU this lets MemoryMeter see the peak of sampling, and compiles the kernels. The memory of
+    penalties depends on the longest sequence.
+    """
+    for params in KINDS:
+        seqs: list[Any] = []
+        for seq_id in range(len(logits)):
+            token_ids = [0] * (worker.max_model_len if seq_id == 0 else 1)
+            seq = make_sequence(seq_id, token_ids, params, stop_token_ids=frozenset([0]))
+            seq.num_logits = 1
+            seqs.append(seq)
+        sample(logits, seqs)
