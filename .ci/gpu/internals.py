@@ -6,8 +6,8 @@ These names can move. `bash .ci/gpu/run 240 dry` uses each of them.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -35,7 +35,8 @@ from nanovllm.worker import executor
 from nanovllm.worker.process_groups import Place
 
 
-class Shape(NamedTuple):
+@dataclass(frozen=True)
+class Shape:
     """A batch in which all sequences are alike, and the heads of a layer."""
 
     num_seqs: int

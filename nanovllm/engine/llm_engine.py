@@ -64,7 +64,7 @@ class LLMEngine:
         self.check_features(spec)
         self.tokenizer = checkpoint.tokenizer
         # Ids above the vocabulary cannot be sampled.
-        self.eos_token_ids = checkpoint.eos_token_ids.intersection(range(spec.vocab_size))
+        self.eos_token_ids = frozenset(i for i in checkpoint.eos_token_ids if i < spec.vocab_size)
         self.model_runner = ModelRunner(config, spec, checkpoint.directory)
         self.device = self.model_runner.device
         self.executor = self.model_runner.executor
