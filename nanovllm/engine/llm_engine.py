@@ -33,7 +33,6 @@ from nanovllm.engine.model_runner import LogitsProcessor, ModelRunner
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.scheduler import POLICIES
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.penalties import apply_penalties
 from nanovllm.models.architectures import read_spec
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import Logprobs, RequestOutput, Stats
@@ -110,7 +109,7 @@ class LLMEngine:
 
     def make_processors(self) -> list[LogitsProcessor]:
         """Return what changes the logits before a token is sampled, in order."""
-        return [apply_penalties]
+        return self.model_runner.processors
 
     def make_factory_chooser(self) -> ChooseFactory:
         """Return the function that chooses the class of a request. LLM overrides this."""

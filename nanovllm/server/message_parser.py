@@ -34,7 +34,7 @@ def find_last_tag(given: JsonObject, prompt: list[int], vocabulary: Vocabulary) 
 
 
 class Delta:
-    """Collects OpenAI's delta: what is new in a message."""
+    """Collects OpenAI's delta: the new text, reasoning and tool calls of a message."""
 
     def __init__(self, is_parallel: bool, is_after_tag: bool) -> None:
         """Unless `is_parallel`, only the first call is sent. `begin_content` sets is_after_tag."""

@@ -160,7 +160,7 @@ class Playground(EngineThread):
         self.announce()  # to pages, which wait for the next step
 
     def announce(self) -> None:
-        """Make pages look for what is new."""
+        """Wake the pages that wait for new steps."""
 
         def wake() -> None:
             self.changed.set()
