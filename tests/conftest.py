@@ -219,6 +219,7 @@ def find_obstacle(
     dtype: torch.dtype,
     head_dim: int = 64,
     block_size: int | None = None,
+    window: int | None = None,
 ) -> str | None:
     """Return why a registered attention backend cannot run here, or None.
 
@@ -231,7 +232,7 @@ def find_obstacle(
         if package == "nanovllm":  # a mistake, not a missing package
             raise
         return str(error)
-    shape = make_shape(head_dim=head_dim)
+    shape = make_shape(head_dim=head_dim, window=window)
     return backend.reason_unavailable(
         device, dtype, shape, block_size or backend.PREFERRED_BLOCK_SIZE
     )

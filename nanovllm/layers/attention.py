@@ -42,13 +42,15 @@ class AttentionShape:
     scale: float  # factor on scores
     window: int | None = None  # tokens that a query attends to, itself included. None: all
 
+    def find_first_visible(self, position: int) -> int:
+        """Return the first position that a query at `position` attends to."""
+        return 0 if self.window is None else max(0, position + 1 - self.window)
+
 
 def reason_unavailable(
     device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int
 ) -> str | None:
     """Return why the backend cannot compute such layers here, or None if it can."""
-    if shape.window is not None:
-        return "it does not support sliding windows"
     return None
 
 
@@ -90,32 +92,41 @@ def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Te
 def attend(query: Tensor, kv_cache: Tensor, batch: Batch, shape: AttentionShape) -> Tensor:
     """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context.
 
-    Each context is read through its block table.
+    Each context is read through its block table, from the window of the first query on. What lies
+    before it may belong to other sequences. It must not be gathered and masked, because a masked
+    NaN is still NaN.
     """
     output = torch.empty_like(query)
+    block_size = kv_cache.shape[2]
     bounds = batch.cu_seqlens_q.tolist()
     context_lens = batch.context_lens.tolist()
     for i, context_len in enumerate(context_lens):
         own = slice(bounds[i], bounds[i + 1])  # the tokens of the sequence
         queries = query[own]
         results = output[own]
-        block_ids = batch.block_tables[i, : cdiv(context_len, kv_cache.shape[2])]
-        # [num_tokens, num_kv_heads, head_dim], then [1, num_kv_heads, context_len, head_dim]
+        position = context_len - len(queries)  # the queries are the last tokens of their context
+        first_block = shape.find_first_visible(position) // block_size
+        block_ids = batch.block_tables[i, first_block : cdiv(context_len, block_size)]
+        # [num_tokens, num_kv_heads, head_dim], then [1, num_kv_heads, num_tokens, head_dim]
         keys, values = kv_cache.index_select(1, block_ids).flatten(1, 2)
-        keys = keys[:context_len].transpose(0, 1)[None]
-        values = values[:context_len].transpose(0, 1)[None]
-        num_keys = context_len - len(queries)  # the queries are the last tokens of their context
+        keys = keys.transpose(0, 1)[None]
+        values = values.transpose(0, 1)[None]
         for tile, result in zip(queries.split(TILE), results.split(TILE)):
-            num_keys += len(tile)  # up to the tile's last token
-            mask = torch.ones(len(tile), num_keys, dtype=torch.bool, device=query.device)
-            mask = mask.tril(num_keys - len(tile))  # the last query attends to all keys
+            start = shape.find_first_visible(position)  # of the tile's first query
+            end = position + len(tile)
+            visible = slice(start - first_block * block_size, end - first_block * block_size)
+            mask = torch.ones(len(tile), end - start, dtype=torch.bool, device=query.device)
+            mask = mask.tril(position - start)  # the last query attends to the last key
+            if shape.window is not None:
+                mask = mask.triu(position - start - shape.window + 1)
             attended = F.scaled_dot_product_attention(
                 tile.transpose(0, 1)[None],  # [1, num_heads, tokens of the tile, head_dim]
-                keys[:, :, :num_keys],
-                values[:, :, :num_keys],
+                keys[:, :, visible],
+                values[:, :, visible],
                 attn_mask=mask,
                 scale=shape.scale,
                 enable_gqa=True,  # several query heads share a K/V head (GQA, Ainslie et al. 2023)
             )
             result.copy_(attended[0].transpose(0, 1))
+            position = end
     return output

@@ -114,6 +114,8 @@ def _compute_decoder(
         "head_dim": head_dim,
         "ropes": (rope,),
         "rope_indices": (0,) * given["num_layers"],
+        "windows": (None,) * given["num_layers"],
+        "scale": head_dim**-0.5,
         "max_len": max_len,
     }
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.batch import Batch
-from nanovllm.layers.attention import Backend
+from nanovllm.layers.attention import AttentionShape, Backend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
@@ -33,10 +33,16 @@ class DecoderSpec(ModelSpec):
     norm_eps: float
     ropes: tuple[RopeSpec, ...]  # distinct ones, whose cos and sin are computed once a step
     rope_indices: tuple[int, ...]  # for each layer, an index of `ropes`
+    windows: tuple[int | None, ...]  # for each layer, as in AttentionShape
+    scale: float  # factor on the scores of attention
     qk_norm: bool = False  # RMSNorm over each query and key head
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+
+    def attention_shape(self, layer: int) -> AttentionShape | None:
+        sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
+        return AttentionShape(*sizes, self.scale, self.windows[layer])
 
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
         return self.add_head(Decoder(self, backend, tp), self.hidden_size, tp)

@@ -84,7 +84,7 @@ def make_spec(dtype, head_dim=16, **changes):
         vocab_size=80, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1,
         intermediate_size=40, norm_eps=1e-3, tie_embeddings=True, max_len=64,
         ropes=(RopeSpec.from_base(1e4, head_dim),), rope_indices=(0, 0), head_dim=head_dim,
-        dtype=dtype,
+        windows=(None, None), scale=head_dim**-0.5, dtype=dtype,
     )  # fmt: skip
     return DecoderSpec(**{**settings, **changes})
 
@@ -123,12 +123,13 @@ def quantize(module, scheme):
     return module
 
 
-def make_step(lengths, heads, block_size, dtype, device=CPU):
+def make_step(lengths, heads, block_size, dtype, device=CPU, window=None):
     """Make a query, a KV cache and a batch whose blocks are in random order.
 
     `lengths` are those of queries and of contexts. `heads` are num_heads, num_kv_heads and
-    head_dim. The slots that no context covers hold NaN. Equal arguments give equal numbers.
+    head_dim. The slots that no query attends to hold NaN. Equal arguments give equal numbers.
     """
+    shape = make_shape(*heads, window=window)
     query_lens, context_lens = lengths
     num_heads, num_kv_heads, head_dim = heads
     torch.manual_seed(sum(context_lens) + head_dim)
@@ -138,26 +139,26 @@ def make_step(lengths, heads, block_size, dtype, device=CPU):
     tables = torch.zeros(len(context_lens), max(num_blocks), dtype=torch.int32)
     cache_shape = (2, pool_size, block_size, num_kv_heads, head_dim)
     kv_cache = torch.full(cache_shape, torch.nan, dtype=dtype)
-    for table, ids, length in zip(tables, block_ids, context_lens):
+    for table, ids, length, query_len in zip(tables, block_ids, context_lens, query_lens):
         table[: len(ids)] = ids
-        positions = torch.arange(length)
-        kv = torch.randn(2, length, num_kv_heads, head_dim).to(dtype)
+        positions = torch.arange(shape.find_first_visible(length - query_len), length)
+        kv = torch.randn(2, len(positions), num_kv_heads, head_dim).to(dtype)
         kv_cache[:, ids[positions // block_size], positions % block_size] = kv
     query = torch.randn(sum(query_lens), num_heads, head_dim).to(dtype)
     batch = make_batch(query_lens, context_lens, tables, device)
     return query.to(device), kv_cache.to(device), batch
 
 
-def attend(backend, query, kv_cache, batch):
+def attend(backend, query, kv_cache, batch, window=None):
     """Attend as a layer of the shape that these tensors have."""
-    shape = make_shape(query.shape[1], *kv_cache.shape[3:], SCALE)
+    shape = make_shape(query.shape[1], *kv_cache.shape[3:], SCALE, window)
     return backend.attend(query, kv_cache, batch, shape)
 
 
-def compare_attention(backend, query, kv_cache, batch, tolerance=None):
+def compare_attention(backend, query, kv_cache, batch, window=None, tolerance=None):
     """Compare `backend` with the torch backend in float32, and return its output."""
-    expected = attend(torch_backend, query.float(), kv_cache.float(), batch)
-    output = attend(backend, query, kv_cache, batch)
+    expected = attend(torch_backend, query.float(), kv_cache.float(), batch, window)
+    output = attend(backend, query, kv_cache, batch, window)
     assert output.dtype == query.dtype
     limit = tolerance or ATTENTION_TOLERANCE[query.dtype]
     torch.testing.assert_close(output.float(), expected, atol=limit, rtol=limit)

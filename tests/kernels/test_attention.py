@@ -40,6 +40,7 @@ from nanovllm.layers import attention as torch_backend
 # num_heads, num_kv_heads, head_dim
 HEADS = [(8, 1, 16), (14, 2, 64), (6, 2, 80), (4, 2, 128), (2, 2, 256), (3, 1, 10)]
 BLOCK_SIZES = [2, 16, 48, 256]
+WINDOWS = [None, 1, 20, 256]
 
 
 def find_test_device(name):
@@ -61,43 +62,46 @@ def list_cases(name):
     device = TEST_DEVICES[name]
     if device is None:
         reason = f"{name}: {find_obstacle(name, DEVICE, torch.float16)}"
-        return [pytest.param(name, *[None] * 4, marks=pytest.mark.skip(reason=reason))]
+        return [pytest.param(name, *[None] * 5, marks=pytest.mark.skip(reason=reason))]
 
-    def allowed(dtype, _, heads, block_size):
-        return find_obstacle(name, device, dtype, heads[-1], block_size) is None
+    def allowed(dtype, _, heads, block_size, window):
+        return find_obstacle(name, device, dtype, heads[-1], block_size, window) is None
 
     groups = [[dtype] for dtype in DTYPES]
     if device == CPU and "cpu" not in BACKENDS[name].device_types:  # interpreted
         groups = [[torch.float16, torch.float32]]
     cases = []
     for dtypes in groups:
-        covering = cover_pairs(dtypes, BATCHES, HEADS, BLOCK_SIZES, allowed=allowed)
+        covering = cover_pairs(dtypes, BATCHES, HEADS, BLOCK_SIZES, WINDOWS, allowed=allowed)
         cases += [(name, *case) for case in covering]
     return cases
 
 
 @pytest.mark.parametrize(
-    "name, dtype, batch_name, heads, block_size",
+    "name, dtype, batch_name, heads, block_size, window",
     [case for name in BACKENDS for case in list_cases(name)],
     ids=str,
 )
-def test_backend_matches_the_torch_backend(name, dtype, batch_name, heads, block_size):
-    step = make_step(BATCHES[batch_name], heads, block_size, dtype, TEST_DEVICES[name])
-    compare_attention(load_backend(name), *step)
+def test_backend_matches_the_torch_backend(name, dtype, batch_name, heads, block_size, window):
+    step = make_step(BATCHES[batch_name], heads, block_size, dtype, TEST_DEVICES[name], window)
+    compare_attention(load_backend(name), *step, window)
 
 
-def attend_by_definition(query, kv_cache, batch, scale):
-    """Attention in float64, one sequence at a time."""
+def attend_by_definition(query, kv_cache, batch, scale, window):
+    """Attention in float64, one sequence at a time. NaN that no query attends to is replaced."""
     block_size, num_kv_heads = kv_cache.shape[2:4]
     group_size = query.shape[1] // num_kv_heads
     outputs = []
     queries = query.double().split(batch.cu_seqlens_q.diff().tolist())
+    kv_cache = kv_cache.double().nan_to_num()
     for query, context_len, table in zip(queries, batch.context_lens, batch.block_tables.long()):
         positions = torch.arange(context_len)
-        context = kv_cache.double()[:, table[positions // block_size], positions % block_size]
+        context = kv_cache[:, table[positions // block_size], positions % block_size]
         keys, values = context.repeat_interleave(group_size, dim=2)  # of each query head
         scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
-        is_visible = torch.ones_like(scores).tril(context_len - len(query)).bool()
+        query_positions = positions[context_len - len(query) :, None]
+        distances = query_positions - positions
+        is_visible = (distances >= 0) & (distances < (window or context_len))
         weights = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)
         outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
     return torch.cat(outputs)
@@ -105,11 +109,12 @@ def attend_by_definition(query, kv_cache, batch, scale):
 
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("heads, block_size", [((6, 2, 80), 16), ((3, 1, 10), 48)], ids=str)
-def test_torch_backend_matches_softmax(monkeypatch, lengths, heads, block_size):
+@pytest.mark.parametrize("window", [None, 1, 2, 20, 256])
+def test_torch_backend_matches_softmax(monkeypatch, lengths, heads, block_size, window):
     monkeypatch.setattr(torch_backend, "TILE", 30)  # less than the longest queries
     arguments = (lengths, heads, block_size, torch.float32)
-    output = attend(torch_backend, *make_step(*arguments, DEVICE))
-    expected = attend_by_definition(*make_step(*arguments), SCALE)
+    output = attend(torch_backend, *make_step(*arguments, DEVICE, window), window)
+    expected = attend_by_definition(*make_step(*arguments, window=window), SCALE, window)
     torch.testing.assert_close(output.double().cpu(), expected, atol=5e-6, rtol=0)
 
 
@@ -155,10 +160,17 @@ def test_store_kvcache_writes_its_slots_and_no_others(name, dtype, num_kv_heads,
 
 
 @pytest.mark.parametrize("name", [name for name, device in TEST_DEVICES.items() if device])
-def test_layers_with_windows_are_rejected(name):
-    device = TEST_DEVICES[name]
-    with pytest.raises(ValueError, match=f"{name}.*does not support sliding windows"):
-        select_backend(name, device, torch.float32, [make_shape(), make_shape(window=4)], None)
+def test_every_shape_of_a_model_is_asked_for(monkeypatch, name):
+    backend = load_backend(name)
+    asked = []
+
+    def reason_unavailable(device, dtype, shape, block_size):
+        asked.append(shape)
+
+    monkeypatch.setattr(backend, "reason_unavailable", reason_unavailable)
+    shapes = [make_shape(), make_shape(window=4)]
+    select_backend(name, CPU, torch.float32, shapes, None)
+    assert asked == shapes
 
 
 @needs_compiler
@@ -170,7 +182,7 @@ def test_cpp_backend_survives_extreme_scores(lengths, dtype):
     tolerance = {torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
     query, kv_cache, batch = make_step(lengths, (4, 2, 64), 16, dtype)
     large = query * 1e4
-    output = compare_attention(cpp_backend, large, kv_cache, batch, tolerance)
+    output = compare_attention(cpp_backend, large, kv_cache, batch, tolerance=tolerance)
 
     large[0] = torch.nan
     with_nan = attend(cpp_backend, large, kv_cache, batch)
@@ -179,7 +191,8 @@ def test_cpp_backend_survives_extreme_scores(lengths, dtype):
 
     two_splits = batch.block_tables[0, : 512 // 16].long()
     kv_cache[0, two_splits] = torch.finfo(dtype).min / 4
-    output = compare_attention(cpp_backend, query.abs() * 1e4, kv_cache, batch, tolerance)
+    query = query.abs() * 1e4
+    output = compare_attention(cpp_backend, query, kv_cache, batch, tolerance=tolerance)
     assert output.isfinite().all()
 
 
