@@ -20,7 +20,9 @@ that K/V are not stored. `context_lens` counts the tokens that the last query to
 itself included. `block_tables` has the physical blocks of each context, and entries past its end
 are not read. `logits_indices` selects the tokens whose logits are wanted. Layers with a recurrent
 state read that of a sequence from state slot `read_slots` and write it to state slot `write_slots`.
-State slot 0 is for padding (worker/state_slots.py). `prefills` are the sequences with more than one
+State slot 0 is for padding (worker/state_slots.py). Layers with a window have `window_slots` and
+`window_tables` in place of `slot_mapping` and `block_tables` if there is a second pool of blocks
+(features/windows.py). Otherwise both are empty. `prefills` are the sequences with more than one
 query token, because kernels compute the others differently. All tensors of a Batch are int32, so
 that it can be sent as one concatenated tensor.
 
@@ -33,7 +35,7 @@ if not given. Numbers are fixed when a graph is captured, see graphs.py.
 Noise and Filters say how to sample. They go to the sampler only, on rank 0.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
 
@@ -53,6 +55,8 @@ class Batch:
     logits_indices: Annotated[Tensor, "num_logits"]
     read_slots: Annotated[Tensor, "num_seqs"]
     write_slots: Annotated[Tensor, "num_seqs"]
+    window_slots: Annotated[Tensor, "num_window_tokens", {"padding": -1}]
+    window_tables: Annotated[Tensor, "num_seqs, max_window_blocks"]
     prefills: Annotated[Tensor, "num_prefills"]
     max_seqlen_q: int  # 1 if every sequence has one query token
     max_seqlen_k: int
@@ -65,13 +69,21 @@ class Batch:
         """
         return F.pad(self.context_lens.cumsum(0, dtype=torch.int32), (1, 0))
 
+    @cached_property
+    def for_windows(self) -> "Batch":
+        """The batch for layers with a window. Made once for all of them."""
+        if self.window_slots.numel() == 0:
+            return self
+        return replace(self, slot_mapping=self.window_slots, block_tables=self.window_tables)
+
 
 def make_batch(
     query_lens: list[int], context_lens: list[int], block_tables: Tensor, block_size: int
 ) -> Batch:
     """Make a batch without sequences, for dummy steps and tests, on the device of `block_tables`.
 
-    Token ids and state slots are 0. The last token of each sequence needs logits.
+    Token ids and state slots are 0. The last token of each sequence needs logits. There is one pool
+    of blocks.
     """
     with block_tables.device:
         lens = torch.tensor(query_lens, dtype=torch.int32)
@@ -91,6 +103,8 @@ def make_batch(
         logits_indices=cu_seqlens_q[1:] - 1,
         read_slots=torch.zeros_like(lens),
         write_slots=torch.zeros_like(lens),
+        window_slots=tokens[:0],
+        window_tables=block_tables[:, :0],
         prefills=(lens > 1).nonzero().flatten().int(),
         max_seqlen_q=max(query_lens),
         max_seqlen_k=max(context_lens),

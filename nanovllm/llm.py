@@ -19,8 +19,9 @@ from nanovllm.features.speculation.drafts import make_drafts
 from nanovllm.features.structured_outputs.grammars import GrammarCompiler
 from nanovllm.features.structured_outputs.masks import apply_grammars
 from nanovllm.features.thread_safety import ThreadSafeEngine
+from nanovllm.features.windows import make_windows
 from nanovllm.models.spec import ModelSpec
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import ChatTemplate, Message, Tool
 from nanovllm.text.vocabulary import Vocabulary
@@ -89,10 +90,22 @@ class LLM(ThreadSafeEngine):
             extensions.append(make_drafts(config, runner, self.max_model_len))
         if spec.has_states:
             extensions.append(RecurrentStates(StateSlots(config, runner.num_lanes)))
+        self.windows = make_windows(config, runner, spec)
+        if self.windows is not None:
+            extensions.append(self.windows)
         if self.timeline is not None:
             self.recorder = Recorder(self.timeline)
             extensions.append(self.recorder)
         return extensions
+
+    @property
+    def stats(self) -> Stats:
+        stats = super().stats
+        if self.windows is not None:
+            pool = self.windows.pool
+            stats["num_window_blocks"] = pool.num_blocks
+            stats["num_free_window_blocks"] = len(pool.free_block_ids)
+        return stats
 
     def make_processors(self) -> list[LogitsProcessor]:
         processors = [apply_grammars, *super().make_processors()]

@@ -32,6 +32,7 @@ from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionShape
 from nanovllm.models.architectures import read_spec as read_spec
 from nanovllm.worker import executor
+from nanovllm.worker.dummy_steps import make_dummy_batch
 from nanovllm.worker.process_groups import Place
 
 
@@ -127,8 +128,7 @@ def remove_the_gpu_work(llm: LLM, max_num_seqs: int, sampled: torch.Tensor) -> N
             model,
             worker.kv_caches,
             graphs.list_batch_sizes(max_num_seqs),
-            worker.block_table_width,
-            worker.max_model_len,
+            make_dummy_batch(worker, [1]),
         )
     llm.model_runner.sampler = lambda logits, batch: sampled[: len(logits)]
     # Into pinned memory, and to the device.

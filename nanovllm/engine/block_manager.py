@@ -94,6 +94,10 @@ class BlockManager:
         """Find the cached block that extends a prefix of `index` blocks, if there is one."""
         if index >= (len(seq.token_ids) - 1) // self.block_size:
             return None
+        return self.find_block(seq, index)
+
+    def find_block(self, seq: Sequence, index: int) -> Block | None:
+        """Find the cached block with the K/V of block `index` of `seq`, if there is one."""
         block_id = self.hash_to_block_id.get(self._hash(seq, index))
         if block_id is None:
             return None
@@ -115,9 +119,7 @@ class BlockManager:
         if self.count_needed_blocks(seq, prefix) > len(self.free_block_ids):
             return False
         for block in prefix:  # before new blocks are taken, which could evict one of these
-            if block.ref_count == 0:
-                del self.free_block_ids[block.block_id]
-            block.ref_count += 1
+            self.share(block)
         seq.block_table = [block.block_id for block in prefix]
         return self.grow(seq)  # there are enough free blocks
 
@@ -126,8 +128,21 @@ class BlockManager:
         num_new = cdiv(len(seq.token_ids), self.block_size) - len(seq.block_table)
         if num_new > len(self.free_block_ids):
             return False
-        seq.block_table += [self._take() for _ in range(num_new)]
+        seq.block_table += [self.take() for _ in range(num_new)]
         return True
+
+    def share(self, block: Block) -> None:
+        """Add a block, which may be free, to one more block table."""
+        if block.ref_count == 0:
+            del self.free_block_ids[block.block_id]
+        block.ref_count += 1
+
+    def take(self) -> int:
+        """Take the first free block for one block table, and evict its content."""
+        block_id, _ = self.free_block_ids.popitem(last=False)
+        self.uncache(block_id)
+        self.blocks[block_id].ref_count = 1
+        return block_id
 
     def cache_full_blocks(self, seq: Sequence, start: int, end: int) -> None:
         """Cache the blocks of `seq` that its tokens from position `start` to `end` make full.
@@ -136,16 +151,20 @@ class BlockManager:
         K/V before it attends, so another sequence of the same step may already share the blocks.
         Drafts call it again for accepted tokens.
         """
+        for index in range(start // self.block_size, end // self.block_size):
+            self.cache_block(seq, index, seq.block_table[index])
+
+    def cache_block(self, seq: Sequence, index: int, block_id: int) -> None:
+        """Let other sequences find the block that has the K/V of block `index` of `seq`."""
         if not self.enable_prefix_caching:
             return
-        for index in range(start // self.block_size, end // self.block_size):
-            block_hash = self._hash(seq, index)
-            if block_hash in self.hash_to_block_id:  # cached already, or a duplicate
-                continue
-            block = self.blocks[seq.block_table[index]]
-            block.hash = block_hash
-            block.token_ids = self._tokens(seq, index)
-            self.hash_to_block_id[block_hash] = block.block_id
+        block_hash = self._hash(seq, index)
+        if block_hash in self.hash_to_block_id:  # cached already, or a duplicate
+            return
+        block = self.blocks[block_id]
+        block.hash = block_hash
+        block.token_ids = self._tokens(seq, index)
+        self.hash_to_block_id[block_hash] = block_id
 
     def uncache(self, block_id: int) -> None:
         """Remove a block from the prefix cache. Sequences that hold the block keep it."""
@@ -167,15 +186,19 @@ class BlockManager:
         """
         num_kept = cdiv(num_tokens, self.block_size)
         for index in reversed(range(num_kept, len(seq.block_table))):
-            block = self.blocks[seq.block_table[index]]
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                # A cached block is the last to be taken, and an uncached block the first.
-                self.free_block_ids[block.block_id] = None
-                self.free_block_ids.move_to_end(block.block_id, last=block.is_cached)
-            if not block.is_cached:
-                self._refresh_cached_copy(seq, index)
+            self.release_block(seq, index, seq.block_table[index])
         seq.block_table = seq.block_table[:num_kept]
+
+    def release_block(self, seq: Sequence, index: int, block_id: int) -> None:
+        """Remove block `index` of `seq` from one block table."""
+        block = self.blocks[block_id]
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            # A cached block is the last to be taken, and an uncached block the first.
+            self.free_block_ids[block_id] = None
+            self.free_block_ids.move_to_end(block_id, last=block.is_cached)
+        if not block.is_cached:
+            self._refresh_cached_copy(seq, index)
 
     def _refresh_cached_copy(self, seq: Sequence, index: int) -> None:
         """Move the cached copy of a released duplicate to the end of the eviction order.
@@ -186,13 +209,6 @@ class BlockManager:
             cached_id = self.hash_to_block_id.get(seq.block_hashes[index])
             if cached_id is not None and cached_id in self.free_block_ids:
                 self.free_block_ids.move_to_end(cached_id)
-
-    def _take(self) -> int:
-        """Take the first free block and evict its content."""
-        block_id, _ = self.free_block_ids.popitem(last=False)
-        self.uncache(block_id)
-        self.blocks[block_id].ref_count = 1
-        return block_id
 
     def _tokens(self, seq: Sequence, index: int) -> list[int]:
         start = index * self.block_size

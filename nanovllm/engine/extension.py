@@ -6,7 +6,7 @@ runner call the points of the list, as those of one extension:
 
     begin_step
         limit_prefix, may_start, admitted    for a waiting sequence
-        limit_tokens                         for a chunk
+        limit_tokens, scheduled              for a chunk
         releasing                            for a running sequence that is preempted
     planned                                  the step can still be extended, within its budget
     prepared                                 the batch can still be changed
@@ -69,6 +69,15 @@ class Extension:
         for each in self.features:
             num_tokens = each.limit_tokens(seq, num_tokens)
         return num_tokens
+
+    def scheduled(self, seq: Sequence) -> None:
+        """The tokens of a chunk are chosen, and the blocks that they make full are cached.
+
+        Sequences that are admitted later in this step can share these blocks. Not called for a
+        decode within a block, as limit_tokens.
+        """
+        for each in self.features:
+            each.scheduled(seq)
 
     def releasing(self, seq: Sequence) -> None:
         """A sequence, preempted or with a finish_reason, is about to lose its blocks and lane."""

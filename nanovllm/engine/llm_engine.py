@@ -46,8 +46,8 @@ Engine = TypeVar("Engine", bound="LLMEngine")
 class LLMEngine:
     """Serves one model.
 
-    LLM, a subclass, adds optional features: drafts, traces, recurrent states, structured outputs,
-    and log probabilities of prompts. LLMEngine alone rejects what needs them.
+    LLM, a subclass, adds optional features: drafts, traces, recurrent states, sliding windows,
+    structured outputs, and log probabilities of prompts. LLMEngine alone rejects what needs them.
 
     Raises ValueError for an option that this machine cannot provide (device, attention_backend,
     max_model_len, size of the KV cache).
@@ -75,7 +75,7 @@ class LLMEngine:
         self.scheduler = policy(
             blocks,
             self.model_runner.num_lanes,
-            config.max_num_batched_tokens,
+            worker.num_step_tokens,
             self.make_extensions(spec),
         )
         self.model_runner.extensions = self.scheduler.extensions
@@ -86,7 +86,7 @@ class LLMEngine:
             default_params=checkpoint.default_params,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
-            max_prompt_len=None if policy.splits_prompts else config.max_num_batched_tokens,
+            max_prompt_len=None if policy.splits_prompts else worker.num_step_tokens,
             choose_factory=self.make_factory_chooser(),
         )
         self.requests: dict[int, Request] = {}  # unfinished samples by seq_id, oldest first
@@ -102,6 +102,8 @@ class LLMEngine:
             raise invalid("trace", NEEDS_LLM)
         if spec.has_states:
             raise invalid("a model with recurrent states", NEEDS_LLM)
+        if spec.window is not None:
+            raise invalid("a model with sliding windows", NEEDS_LLM)
 
     def make_extensions(self, spec: ModelSpec) -> list[Extension]:
         """Make the optional features. LLM overrides this."""
@@ -228,6 +230,8 @@ class LLMEngine:
             num_blocks=scheduler.block_manager.num_blocks,
             num_draft_tokens=scheduler.num_draft_tokens,
             num_accepted_tokens=scheduler.num_accepted_tokens,
+            num_window_blocks=0,  # LLM has them
+            num_free_window_blocks=0,
         )
 
     def exit(self) -> None:

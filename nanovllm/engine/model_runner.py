@@ -100,6 +100,9 @@ class ModelRunner:
         # The state slots of the lanes. An extension chooses others if a model has recurrent states.
         arrays["read_slots"] = lanes + FIRST_LANE
         arrays["write_slots"] = lanes + FIRST_LANE
+        # Empty, unless an extension manages a second pool of blocks.
+        arrays["window_slots"] = lanes[:0]
+        arrays["window_tables"] = block_tables[:, :0]
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return Batch(**tensors, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
 

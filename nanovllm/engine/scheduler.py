@@ -217,6 +217,7 @@ class Scheduler:
         seq.num_logits = 0 if seq.is_partial else 1
         seq.is_decode = num_missing == 1 and start >= seq.num_prompt_tokens
         self.block_manager.cache_full_blocks(seq, start, start + num_tokens)
+        self.extensions.scheduled(seq)
         scheduled.append(seq)
         return budget - num_tokens
 

@@ -110,10 +110,15 @@ class Attention(nn.Module):
         cos_sin = cos_sins[self.rope_index]
         query = self.norm_and_rotate(query, self.q_norm, cos_sin)
         key = self.norm_and_rotate(key, self.k_norm, cos_sin)
+        batch = self.choose_blocks(batch)
         # Write K/V first, then read through the block table. The tokens of this step are then
         # ordinary context, also for other sequences that share their blocks.
         self.backend.store_kvcache(key, value, kv_cache, batch.slot_mapping)
         return self.backend.attend(query, kv_cache, batch, self.shape)
+
+    def choose_blocks(self, batch: Batch) -> Batch:
+        """Return the batch with the blocks of this layer."""
+        return batch if self.shape.window is None else batch.for_windows
 
     def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: CosSin) -> Tensor:
         if norm is not None:

@@ -73,6 +73,12 @@ class ModelSpec:
         return list(dict.fromkeys(filter(None, shapes)))
 
     @property
+    def window(self) -> int | None:
+        """The largest window of a layer, or None if no layer has one."""
+        windows = [shape.window for shape in self.attention_shapes]
+        return max(filter(None, windows), default=None)
+
+    @property
     def has_states(self) -> bool:
         """Whether there are layers with a recurrent state."""
         return None in map(self.attention_shape, range(self.num_layers))

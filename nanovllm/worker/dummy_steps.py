@@ -33,6 +33,9 @@ def make_dummy_batch(worker: Worker, query_lens: list[int]) -> Batch:
         input_ids=torch.ones_like(batch.input_ids),
         # Never written, so a repeated step reads the same state.
         read_slots=torch.full_like(batch.read_slots, ZEROS),
+        # Both pools have a block 0.
+        window_slots=batch.slot_mapping if worker.num_window_blocks else batch.window_slots,
+        window_tables=batch.block_tables if worker.num_window_blocks else batch.window_tables,
         max_seqlen_k=worker.max_model_len,
     )
 
@@ -59,11 +62,12 @@ def run_test_steps(worker: Worker) -> None:
     """
     length = min(_TEST_LEN, worker.max_model_len)  # tokens of each context
     blocks_per_seq = cdiv(length, worker.block_size)
-    caches = worker.make_caches(2 * blocks_per_seq, 2, worker.device)
+    num_blocks = 2 * blocks_per_seq
+    caches = worker.make_caches(num_blocks, num_blocks, 2, worker.device)
     random = torch.Generator(worker.device).manual_seed(0)
     for cache in caches:
         cache.normal_(generator=random)
-    numbers = torch.arange(2 * blocks_per_seq, dtype=torch.int32, device="cpu")
+    numbers = torch.arange(num_blocks, dtype=torch.int32, device="cpu")
     for query_lens in ([length, 1], [1, 1]):
         batch = make_batch(query_lens, [length, length], numbers.view(2, -1), worker.block_size)
         batch = replace(

@@ -25,7 +25,7 @@ from nanovllm.models import weights
 from nanovllm.models.spec import ModelSpec
 from nanovllm.utils.checks import naming
 from nanovllm.utils.terminal import report
-from nanovllm.worker.cache_plan import ENLARGE_ADVICE, plan_cache
+from nanovllm.worker.cache_plan import ENLARGE_ADVICE, CacheUnits, plan_cache
 from nanovllm.worker.device import engine_settings, find_device
 from nanovllm.worker.dummy_steps import (
     find_largest_step,
@@ -138,7 +138,7 @@ def optimize(worker: Worker) -> None:
 
 def profile(worker: Worker) -> Tensor:
     """Run the largest step, in a KV cache of one block. Return its logits."""
-    allocate(worker, num_blocks=1, num_lanes=0)
+    allocate(worker, num_blocks=1, num_window_blocks=0, num_lanes=0)
     capture_graphs(worker, worker.config.max_num_seqs, only_largest=True)
     return run_dummy_step(worker, find_largest_step(worker))
 
@@ -146,15 +146,22 @@ def profile(worker: Worker) -> Tensor:
 def fill_memory(worker: Worker) -> None:
     """Give the worker a KV cache of the size that its options or its memory determine."""
     config = worker.config
-    meta = torch.device("meta")  # its tensors have a size, but no memory
+    # A window of max_model_len tokens never leaves a block behind.
+    window = worker.spec.window
+    has_second_pool = window is not None and window < worker.max_model_len
+    num_shared = 0 if has_second_pool else 1  # blocks of layers with a window in the first pool
     plan = plan_cache(
         config,
         worker.meter,
+        CacheUnits(
+            block_bytes=count_cache_bytes(worker, 1, num_shared, 0),
+            window_block_bytes=count_cache_bytes(worker, 0, 1 - num_shared, 0),
+            state_bytes=count_cache_bytes(worker, 0, 0, 1),
+            block_size=worker.block_size,
+            max_model_len=worker.max_model_len,
+            window=window or 0,
+        ),
         worker.tp,
-        block_bytes=sum(cache.nbytes for cache in worker.make_caches(1, 0, meta)),
-        state_bytes=sum(cache.nbytes for cache in worker.make_caches(0, 1, meta)),
-        block_size=worker.block_size,
-        max_model_len=worker.max_model_len,
     )
     if config.max_model_len is not None and config.max_model_len > plan.num_tokens:
         raise ValueError(
@@ -162,15 +169,27 @@ def fill_memory(worker: Worker) -> None:
             f" lower it to {plan.num_tokens}, or {ENLARGE_ADVICE}"
         )
     worker.max_model_len = min(worker.max_model_len, plan.num_tokens)
-    allocate(worker, plan.num_blocks, plan.num_lanes)
+    worker.num_step_tokens = plan.num_step_tokens
+    allocate(worker, plan.num_blocks, plan.num_window_blocks, plan.num_lanes)
     capture_graphs(worker, plan.num_lanes)
     if worker.tp.rank == 0:
         backend = f"{worker.backend.NAME} attention"
         report(f"{worker.device}, {worker.spec.dtype}, {backend}; {plan.describe()}")
 
 
-def allocate(worker: Worker, num_blocks: int, num_lanes: int) -> None:
-    """Replace the KV cache by one of this size, which has no CUDA graphs yet."""
+def count_cache_bytes(
+    worker: Worker, num_blocks: int, num_window_blocks: int, num_state_slots: int
+) -> int:
+    """Count the bytes of caches, without memory for them."""
+    sizes = (num_blocks, num_window_blocks, num_state_slots)
+    return sum(cache.nbytes for cache in worker.make_caches(*sizes, torch.device("meta")))
+
+
+def allocate(worker: Worker, num_blocks: int, num_window_blocks: int, num_lanes: int) -> None:
+    """Replace the KV cache by one of this size, which has no CUDA graphs yet.
+
+    If num_window_blocks is 0, there is one pool of blocks for all layers.
+    """
     # Release the old caches before new ones are allocated.
     worker.graphs = None
     worker.kv_caches = []
@@ -179,11 +198,14 @@ def allocate(worker: Worker, num_blocks: int, num_lanes: int) -> None:
     problem = (
         f"no memory for {num_blocks} blocks of {worker.block_size} tokens:"
         " lower num_kvcache_blocks, kvcache_block_size or kvcache_memory_bytes, or max_num_seqs if"
-        " the model has recurrent states"
+        " the model has recurrent states or windows"
     )
     with naming(problem, RuntimeError):  # torch's own error on any device
-        worker.kv_caches = worker.make_caches(num_blocks, num_state_slots, worker.device)
+        worker.kv_caches = worker.make_caches(
+            num_blocks, num_window_blocks or num_blocks, num_state_slots, worker.device
+        )
     worker.num_blocks = num_blocks
+    worker.num_window_blocks = num_window_blocks
     worker.num_lanes = num_lanes
 
 
@@ -197,7 +219,5 @@ def capture_graphs(worker: Worker, num_lanes: int, only_largest: bool = False) -
             worker.kv_caches,
             make_dummy_batch(worker, [1]),
             max_num_seqs=min(num_lanes, config.max_num_batched_tokens),
-            block_table_width=worker.block_table_width,
-            max_seqlen_k=worker.max_model_len,
             only_largest=only_largest,
         )

@@ -40,6 +40,8 @@ class Worker:
     meter: MemoryMeter | None  # on a GPU: what this rank has taken of its memory
     # A loaded worker has no KV cache yet, see startup.allocate.
     num_blocks: int = 0
+    num_window_blocks: int = 0  # 0: layers with a window have the blocks of all others
+    num_step_tokens: int = 0  # the token budget of a step
     num_lanes: int = 0  # sequences that can run at once
     kv_caches: list[Tensor] = field(default_factory=list)  # each layer's K/V or states
     graphs: Any = None  # CudaGraphs, or None
@@ -88,9 +90,16 @@ class Worker:
         self.tp.leave()
 
     def make_caches(
-        self, num_blocks: int, num_state_slots: int, device: torch.device
+        self,
+        num_blocks: int,
+        num_window_blocks: int,
+        num_state_slots: int,
+        device: torch.device,
     ) -> list[Tensor]:
-        """Make what each layer keeps between steps: K/V of this rank's heads, or states."""
+        """Make what each layer keeps between steps: K/V of this rank's heads, or states.
+
+        Layers with a window have num_window_blocks, and others have num_blocks.
+        """
         spec = self.spec
         state_size = spec.state_size // self.tp.size
         caches: list[Tensor] = []
@@ -98,7 +107,8 @@ class Worker:
             shape = spec.attention_shape(layer)
             if shape is not None:
                 num_kv_heads, _ = self.tp.divide(shape.num_kv_heads)
-                sizes = (num_blocks, self.block_size, num_kv_heads, shape.head_dim)
+                count = num_blocks if shape.window is None else num_window_blocks
+                sizes = (count, self.block_size, num_kv_heads, shape.head_dim)
                 cache = self.backend.make_cache(*sizes, spec.dtype, device)
             else:
                 cache = torch.zeros(num_state_slots, state_size, dtype=torch.float32, device=device)

@@ -151,6 +151,8 @@ def test_a_batch_looks_as_drawn_in_batch_py():
         logits_indices=[2, 3, 5],
         read_slots=[2, 3, 4],
         write_slots=[2, 3, 4],
+        window_slots=[],
+        window_tables=[[], [], []],
         prefills=[0, 2],
         max_seqlen_q=3,
         max_seqlen_k=8,

@@ -369,9 +369,11 @@ def test_costs_of_steps_are_measured(monkeypatch):
             context_cost = 0.01 * seq.num_scheduled_tokens * len(seq.token_ids)
             clock[0] += 10.0 + seq.num_scheduled_tokens + context_cost
 
-    config = Config("", max_num_batched_tokens=100)
-    runner = SimpleNamespace(forward=list, sample=sample, num_lanes=3, block_size=4)
-    costs = measure_costs(config, runner, max_draft_len=4, max_model_len=64)
+    executor = SimpleNamespace(worker=SimpleNamespace(num_step_tokens=100))
+    runner = SimpleNamespace(
+        forward=list, sample=sample, num_lanes=3, block_size=4, executor=executor
+    )
+    costs = measure_costs(runner, max_draft_len=4, max_model_len=64)
     assert costs.plain == pytest.approx([11.01 * n for n in range(4)])
     assert len(costs.with_drafts) == 1 + 3 * (1 + 4)
     assert costs.with_drafts[2] == pytest.approx(10 + 2 * 1.02)  # two tokens of one sequence

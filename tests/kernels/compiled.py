@@ -54,7 +54,7 @@ from nanovllm.models.quantized_layers import quantize_layer
 from nanovllm.utils.packing import pack, unpack
 from nanovllm.worker import worker
 from nanovllm.worker.dummy_sampling import sample_each_kind
-from nanovllm.worker.dummy_steps import run_dummy_step
+from nanovllm.worker.dummy_steps import make_dummy_batch, run_dummy_step
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of a block
@@ -241,10 +241,9 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
     rank = runner.executor.worker
     if not enforce_eager:
         sizes = graphs.list_batch_sizes(40)
-        width = rank.block_table_width
+        batch = make_dummy_batch(rank, [1])
         with torch.inference_mode():
-            limits = (width, rank.max_model_len)
-            rank.graphs = graphs.CudaGraphs(rank.model, rank.kv_caches, sizes, *limits)
+            rank.graphs = graphs.CudaGraphs(rank.model, rank.kv_caches, sizes, batch)
     for query_lens in ([2, 1], [1]):  # as at the start of an engine on a GPU
         logits = run_dummy_step(rank, query_lens)
         # As of three ranks, whose padding is cut off. Later logits are contiguous.

@@ -19,6 +19,7 @@ from nanovllm.kernels.cuda import graphs
 from nanovllm.kernels.cuda.graphs import CudaGraphs, list_batch_sizes
 from nanovllm.utils import packing
 from nanovllm.utils.packing import pack, pack_padded, unpack
+from nanovllm.worker.dummy_steps import make_dummy_batch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -35,16 +36,20 @@ def test_little_of_a_graph_is_padding(max_num_seqs):
 
 def test_padding_rows_read_and_write_nothing():
     batch = make_batch([1] * 3, [5, 3, 8], torch.randint(99, (3, 2), dtype=torch.int32))
-    for tensor in (batch.input_ids, batch.positions, batch.slot_mapping):
+    window_slots = torch.zeros_like(batch.slot_mapping)
+    batch = replace(batch, window_slots=window_slots, window_tables=batch.block_tables + 1)
+    for tensor in (batch.input_ids, batch.positions, batch.slot_mapping, window_slots):
         tensor.copy_(torch.randint(99, (3,)))
     sizes = {"num_tokens": 8, "num_seqs": 8, "num_seqs + 1": 9, "num_seqs, max_blocks": 8 * 5}
+    sizes |= {"num_window_tokens": 8, "num_seqs, max_window_blocks": 8 * 5}
     sizes |= {"num_logits": 8, "num_prefills": 0, "max_seqlen_q": 1, "max_seqlen_k": 99}
     padded = unpack(pack_padded(batch, sizes), sizes)
-    for name in ("input_ids", "positions", "slot_mapping", "context_lens", "logits_indices"):
-        padding = -1 if name == "slot_mapping" else 0
+    paddings = dict(input_ids=0, positions=0, slot_mapping=-1, window_slots=-1, context_lens=0)
+    for name, padding in {**paddings, "logits_indices": 0}.items():
         assert getattr(padded, name).tolist() == getattr(batch, name).tolist() + [padding] * 5
     assert padded.cu_seqlens_q.tolist() == list(range(9))
     assert torch.equal(padded.block_tables[:3, :2], batch.block_tables)
+    assert torch.equal(padded.window_tables[:3, :2], batch.window_tables)
 
 
 def capture_nothing(step, *_):
@@ -92,8 +97,9 @@ def test_new_fields_arrive_in_a_replayed_graph(make_longer_batch, monkeypatch):
             return torch.stack((batch.draws, batch.states), dim=1)
 
     caches = [torch.empty(2, 1, 16, 1, 1)]
-    replayed = CudaGraphs(Decoder(), caches, [1, 2, 4], block_table_width=2, max_seqlen_k=32)
-    hidden = replayed.run(make_longer_batch([7, 8, 9], [1, 2, 3]))
+    batch = make_longer_batch([7, 8, 9], [1, 2, 3])
+    replayed = CudaGraphs(Decoder(), caches, [1, 2, 4], batch)
+    hidden = replayed.run(batch)
     assert hidden.tolist() == [[7, 1], [8, 2], [9, 3]]
     padded = replayed.graphs[4][1]
     assert padded[3].tolist() == [0, -1]
@@ -111,8 +117,8 @@ def test_a_step_with_hooks_is_not_a_replay(monkeypatch):
 
     monkeypatch.setattr(graphs, "capture", capture_once)
     decoder = Decoder()
-    captured = CudaGraphs(decoder, [torch.empty(1)], [1], block_table_width=1, max_seqlen_k=9)
     batch = make_batch([1], [5], torch.zeros(1, 1, dtype=torch.int32))
+    captured = CudaGraphs(decoder, [torch.empty(1)], [1], batch)
     seen = []
     hook = decoder.register_forward_hook(lambda *args: seen.append(args))
     captured.run(batch)
@@ -133,9 +139,9 @@ def test_engine_with_graphs_matches_transformers(tiny, make_llm, monkeypatch):
     worker = llm.model_runner.executor.worker
     if not ON_GPU:
         monkeypatch.setattr(graphs, "capture", capture_nothing)
-        limits = (worker.block_table_width, worker.max_model_len)
+        batch = make_dummy_batch(worker, [1])
         with torch.inference_mode():
-            worker.graphs = CudaGraphs(worker.model, worker.kv_caches, list_batch_sizes(5), *limits)
+            worker.graphs = CudaGraphs(worker.model, worker.kv_caches, list_batch_sizes(5), batch)
     replay = worker.graphs.run
     steps = []
 

@@ -243,8 +243,7 @@ def test_wrong_graphs_are_not_used(hybrid, monkeypatch, capfd, fault):
 
     monkeypatch.setattr(graphs, "capture", capture)
     with torch.inference_mode():
-        sizes = ([1, 2], worker.block_table_width, worker.max_model_len)
-        captured = graphs.CudaGraphs(decoder, caches, *sizes)
         batch = make_dummy_batch(worker, [1])
+        captured = graphs.CudaGraphs(decoder, caches, [1, 2], batch)
         assert graphs.can_replay(captured, decoder, caches, batch) == (not fault)
     assert ("replaced by eager steps" in capfd.readouterr().err) == bool(fault)

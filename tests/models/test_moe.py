@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE
+from conftest import VOCAB_SIZE, make_batch
 from torch.nn.functional import silu
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -98,5 +98,6 @@ def test_steps_with_experts_run_eager(monkeypatch):
     for dense_layers, is_captured in (({0}, False), ({0, 1}, True)):
         model = replace(SPEC, dense_layers=frozenset(dense_layers)).make_model(attention)
         model.forward = lambda *arguments: None
-        graphs = capture_decode_steps(model, backend, kv_caches, None, 8, 4, 64)
+        batch = make_batch([1], [1], torch.zeros(1, 4, dtype=torch.int32))
+        graphs = capture_decode_steps(model, backend, kv_caches, batch, 8)
         assert (graphs is not None) == is_captured

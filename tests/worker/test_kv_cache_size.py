@@ -12,7 +12,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.layers import attention
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.worker import cache_plan, startup
-from nanovllm.worker.cache_plan import plan_cache
+from nanovllm.worker.cache_plan import CacheUnits, plan_cache
 from nanovllm.worker.dummy_sampling import sample_each_kind
 from nanovllm.worker.memory import find_available_memory, show_bytes
 from nanovllm.worker.startup import profile
@@ -92,10 +92,7 @@ def count_tokens_on_gpu(free, utilization, max_model_len):
     plan = plan_cache(
         config,
         FakeGPU(free),
-        block_bytes=10_000,
-        state_bytes=0,
-        block_size=10,
-        max_model_len=max_model_len,
+        CacheUnits(block_bytes=10_000, block_size=10, max_model_len=max_model_len),
     )
     assert f"{plan.num_blocks} blocks of 10" in plan.describe()
     assert plan.num_tokens == plan.num_blocks * 10
@@ -153,7 +150,7 @@ def plan_with_states(meter, state_bytes, tp=ALONE, **options):
     """Plan a cache in which a block of 10 tokens takes 1000 bytes."""
     config = Config("", **options)
     sizes = dict(block_bytes=1000, state_bytes=state_bytes, block_size=10, max_model_len=1000)
-    return plan_cache(config, meter, tp, **sizes)
+    return plan_cache(config, meter, CacheUnits(**sizes), tp)
 
 
 @pytest.mark.parametrize("num_drafts, num_lanes", [(0, 24), (3, 16)])
@@ -190,7 +187,7 @@ def test_a_laptop_serves_16_sequences_with_states(monkeypatch):
     """With 12 of 16 GB free, and the states and K/V of Qwen3.5-0.8B."""
     monkeypatch.setattr(cache_plan, "find_available_memory", lambda: 12_000_000_000)
     sizes = dict(block_bytes=16 * 12_288, state_bytes=20_201_472, block_size=16, max_model_len=4096)
-    plan = plan_cache(Config(""), None, **sizes)
+    plan = plan_cache(Config(""), None, CacheUnits(**sizes))
     assert plan.num_lanes >= 16
     assert plan.num_tokens >= 16 * 4096
     line = plan.describe()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanovllm.config import MAX_DRAFT_STEP, Config
+from nanovllm.config import MAX_DRAFT_STEP
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -77,9 +77,7 @@ class StepCosts:
         return best_count
 
 
-def measure_costs(
-    config: Config, runner: ModelRunner, max_draft_len: int, max_model_len: int
-) -> StepCosts:
+def measure_costs(runner: ModelRunner, max_draft_len: int, max_model_len: int) -> StepCosts:
     """Measure the costs of the steps of `runner`.
 
     Must be called before the first request, because these sequences write to block 0. A list ends
@@ -108,7 +106,7 @@ def measure_costs(
 
     def measure_sizes(draft_len: int) -> list[float]:
         num_drafted = runner.num_lanes * (1 + draft_len)
-        limit = min(num_drafted, config.max_num_batched_tokens, MAX_DRAFT_STEP)
+        limit = min(num_drafted, runner.executor.worker.num_step_tokens, MAX_DRAFT_STEP)
         sizes = [0]
         seconds = [0.0]
         while sizes[-1] < limit:

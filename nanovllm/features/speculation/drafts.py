@@ -223,5 +223,5 @@ def make_drafts(config: Config, runner: ModelRunner, max_model_len: int) -> Draf
     limit = runner.executor.worker.backend.MAX_DRAFT_LEN
     max_draft_len = min(config.num_speculative_tokens, limit, max_model_len - 1)
     with engine_settings(runner.device):
-        costs = measure_costs(config, runner, max_draft_len, max_model_len)
+        costs = measure_costs(runner, max_draft_len, max_model_len)
     return Drafts(max_draft_len, costs)

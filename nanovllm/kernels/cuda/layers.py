@@ -106,6 +106,7 @@ class FusedAttention(OptimizedLayer, Attention):
         cos_sin = cos_sins[self.rope_index]
         if any(self.hooks) or 2 * cos_sin[0].shape[-1] != self.shape.head_dim:
             return super().forward(x, cos_sins, kv_cache, batch)
+        batch = self.choose_blocks(batch)
         qkv = self.qkv_proj(x)
         slots = batch.slot_mapping
         query = rotate_and_store(qkv, self.q_norm, self.k_norm, cos_sin, kv_cache, slots)

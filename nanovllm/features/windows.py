@@ -1,0 +1,237 @@
+"""Sliding windows: layers in which a query attends to the last tokens only (Gemma 3, Mistral).
+
+K/V that have left the window are never read again. Layers with a window therefore have blocks of
+their own, in a second pool, which a running sequence releases as its window moves. With block size
+4 and a window of 6 tokens, a sequence that has computed 18 tokens holds these blocks:
+
+    logical block     0    1    2    3    4
+    block table    |  7 |  2 |  5 |  9 |  4 |    first pool: layers that attend to all tokens
+    window table   |    |    |  6 |  3 |  1 |    second pool: token 16 attends to 11 up to 16
+                     `----'
+                       released, and cached until they are taken for other tokens
+
+A sequence keeps what a query at the start of its last block attends to, here token 16 although
+token 18 comes next. A preempted sequence, and a prompt that continues this one, can then start at a
+block boundary. What a sequence holds is bounded, so the pool is sized for all lanes when the engine
+starts (worker/cache_plan.py), never runs out, and changes nothing about admission and preemption.
+
+The K/V of a prefix can be reused if all of its blocks are cached in the first pool, and the last
+window before its end in the second:
+
+    first pool     |  7 |  2 |  5 |  9 |         all blocks of the prefix
+    second pool              |  6 |  3 |         those that token 16, the first new one, attends to
+
+A block is cached in both pools under the same hash. The second pool evicts blocks that a window has
+left before others, because the middle of a long text is rarely the end of a prefix. Others are the
+last window of a sequence, and the window at the point up to which the first pool had the blocks of
+another sequence, such as the end of a system prompt.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanovllm.batch import Batch
+from nanovllm.config import Config
+from nanovllm.engine.block_manager import Block, BlockManager
+from nanovllm.engine.extension import Extension
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.models.spec import ModelSpec
+from nanovllm.outputs import FinishReason
+from nanovllm.utils.arithmetic import cdiv
+
+
+class WindowPool(BlockManager):
+    """A pool that evicts the blocks of `passed`, oldest first, before other cached blocks."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.passed = OrderedDict[int, None]()  # free blocks that a window has left
+
+    def pass_block(self, seq: Sequence, index: int, block_id: int) -> None:
+        """Release a block that the window of `seq` has left."""
+        self.release_block(seq, index, block_id)
+        if self.blocks[block_id].ref_count == 0:
+            self.passed[block_id] = None
+
+    def share(self, block: Block) -> None:
+        super().share(block)
+        self.passed.pop(block.block_id, None)
+
+    def take(self) -> int:
+        first = next(iter(self.free_block_ids))
+        if self.passed and self.blocks[first].is_cached:
+            first, _ = self.passed.popitem(last=False)
+            self.free_block_ids.move_to_end(first, last=False)
+        self.passed.pop(first, None)
+        return super().take()
+
+
+@dataclass
+class Window:
+    """The logical blocks that a running sequence holds in the second pool, from `start` to `end`.
+
+    Their physical blocks are in the row of the sequence's lane.
+    """
+
+    start: int = 0
+    end: int = 0
+    num_cached: int = 0  # blocks from the start of the sequence that need no caching any more
+    num_found: int = 0  # blocks of the prefix that the first pool had when the sequence came
+
+
+class Windows(Extension):
+    """Manages the second pool. Comes after the extensions that change what a step computes."""
+
+    scheduler: Scheduler
+
+    def __init__(self, pool: WindowPool, window: int, num_lanes: int, width: int) -> None:
+        self.pool = pool
+        self.block_size = pool.block_size
+        self.window = window  # tokens, the largest window of a layer
+        # The window tables of all lanes. An entry without a block is 0.
+        self.tables = np.zeros((num_lanes, width), np.int32)
+
+    def reset(self) -> None:
+        self.pool.reset()
+        self.pool.root_hash = self.scheduler.block_manager.root_hash  # sequences have one hash
+        self.windows: dict[Sequence, Window] = {}  # of sequences that were the head of the queue
+        self.tables[:] = 0
+
+    def find_start(self, num_blocks: int) -> int:
+        """Return the first block that the token behind the first `num_blocks` blocks attends to."""
+        position = num_blocks * self.block_size
+        return max(0, position + 1 - self.window) // self.block_size
+
+    def limit_prefix(self, seq: Sequence, prefix: list[Block]) -> list[Block]:
+        """Cut `prefix` where the last window before its end is cached."""
+        window = self.windows.setdefault(seq, Window())
+        if seq.num_cached_tokens is None:  # after a preemption, the prefix is the sequence's own
+            window.num_found = len(prefix)
+        num_blocks = len(prefix)
+        index = num_blocks
+        while index > self.find_start(num_blocks):
+            index -= 1
+            if self.pool.find_block(seq, index) is None:
+                num_blocks = index  # the prefix has to end before this block
+        return prefix[:num_blocks]
+
+    def admitted(self, seq: Sequence) -> None:
+        """Share the window before the first token that is computed."""
+        num_blocks = seq.num_computed_tokens // self.block_size
+        window = self.windows[seq]
+        window.start = self.find_start(num_blocks)
+        window.end = num_blocks
+        window.num_cached = num_blocks
+        for index in range(window.start, window.end):
+            block = self.pool.find_block(seq, index)
+            assert block is not None  # limit_prefix has just found it
+            self.pool.share(block)
+            self.tables[seq.lane, index] = block.block_id
+
+    def scheduled(self, seq: Sequence) -> None:
+        self._extend(seq)
+        self._cache(seq, seq.num_computed_tokens + seq.num_scheduled_tokens)
+
+    def planned(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            self._extend(seq)  # for drafts
+
+    def _extend(self, seq: Sequence) -> None:
+        """Take blocks for all scheduled tokens."""
+        window = self.windows[seq]
+        end = cdiv(seq.num_computed_tokens + seq.num_scheduled_tokens, self.block_size)
+        while window.end < end:
+            self.tables[seq.lane, window.end] = self.pool.take()
+            window.end += 1
+
+    def _cache(self, seq: Sequence, num_tokens: int) -> None:
+        """Cache the blocks that the first `num_tokens` tokens make full."""
+        window = self.windows[seq]
+        while window.num_cached < num_tokens // self.block_size:
+            index = window.num_cached
+            self.pool.cache_block(seq, index, self._find_id(seq, index))
+            window.num_cached += 1
+
+    def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
+        lanes = [seq.lane for seq in seqs]
+        tables = self.tables[lanes, : batch.block_tables.shape[1]]
+        seq_index = np.repeat(np.arange(len(seqs)), batch.cu_seqlens_q.diff().numpy())
+        blocks, offsets = np.divmod(batch.positions.numpy(), self.block_size)
+        slots = tables[seq_index, blocks] * self.block_size + offsets
+        return replace(
+            batch,
+            window_slots=torch.from_numpy(slots),
+            window_tables=torch.from_numpy(tables),
+        )
+
+    def recorded(self, seqs: list[Sequence]) -> None:
+        """Cache what accepted draft tokens have filled, and release what the windows have left."""
+        for seq in seqs:
+            if seq.status is SequenceStatus.RUNNING:
+                self._cache(seq, seq.num_computed_tokens)
+                self._truncate(seq)
+                self._advance(seq)
+
+    def _truncate(self, seq: Sequence) -> None:
+        """Release the blocks of rejected draft tokens."""
+        window = self.windows[seq]
+        while window.end > cdiv(seq.num_computed_tokens, self.block_size):
+            window.end -= 1
+            self.pool.release_block(seq, window.end, self._pop_id(seq, window.end))
+
+    def _advance(self, seq: Sequence) -> None:
+        """Release the blocks that the window has left."""
+        window = self.windows[seq]
+        start = self.find_start(seq.num_computed_tokens // self.block_size)
+        while window.start < start:
+            index = window.start
+            is_end_of_prefix = self.find_start(window.num_found) <= index < window.num_found
+            release = self.pool.release_block if is_end_of_prefix else self.pool.pass_block
+            release(seq, index, self._pop_id(seq, index))
+            window.start += 1
+
+    def releasing(self, seq: Sequence) -> None:
+        window = self.windows[seq]
+        for index in reversed(range(window.start, window.end)):
+            self.pool.release_block(seq, index, self._pop_id(seq, index))
+        window.start = window.end
+
+    def finished(self, seq: Sequence, reason: FinishReason) -> None:
+        self.windows.pop(seq, None)
+        if reason == "error":  # also those that its window has left may be NaN
+            for block_hash in seq.block_hashes:
+                block_id = self.pool.hash_to_block_id.get(block_hash)
+                if block_id is not None:
+                    self.pool.uncache(block_id)
+
+    def _find_id(self, seq: Sequence, index: int) -> int:
+        return int(self.tables[seq.lane, index])
+
+    def _pop_id(self, seq: Sequence, index: int) -> int:
+        block_id = self._find_id(seq, index)
+        self.tables[seq.lane, index] = 0
+        return block_id
+
+    def describe_settings(self) -> dict[str, Any]:
+        return {"window": self.window, "num_window_blocks": self.pool.num_blocks}
+
+    def describe_sequence(self, seq: Sequence) -> dict[str, Any]:
+        window = self.windows[seq]
+        ids = self.tables[seq.lane, window.start : window.end]
+        return {"window_start": window.start, "window_blocks": ids.tolist()}
+
+
+def make_windows(config: Config, runner: ModelRunner, spec: ModelSpec) -> Windows | None:
+    """Make the extension, or None if there is no second pool of blocks."""
+    worker = runner.executor.worker
+    if spec.window is None or worker.num_window_blocks == 0:
+        return None
+    sizes = (worker.num_window_blocks, worker.block_size)
+    pool = WindowPool(*sizes, config.enable_prefix_caching)
+    return Windows(pool, spec.window, worker.num_lanes, worker.block_table_width)
