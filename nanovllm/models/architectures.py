@@ -99,7 +99,7 @@ def _check_multiple(name: str, size: int, unit_name: str, unit: int) -> None:
 def _compute_decoder(
     config: PretrainedConfig,
     given: Fields,
-    layer_types: tuple[str, ...] = ("full_attention",),
+    layer_types: tuple[str, ...] = ("full_attention", "sliding_attention"),
     allow_partial_rope: bool = False,
 ) -> dict[str, Any]:
     """Compute what all decoders have. `layer_types` are those that the spec can make."""
@@ -109,31 +109,41 @@ def _compute_decoder(
     head_dim = getattr(config, "head_dim", None) or given["hidden_size"] // num_heads
     check_int("head_dim (by default hidden_size / num_attention_heads)", head_dim, 1, MAX_HEAD_DIM)
     rope, max_len = _read_rope(config, head_dim, allow_partial_rope)
-    _check_layer_types(config, max_len, layer_types)
     return {
         "head_dim": head_dim,
         "ropes": (rope,),
         "rope_indices": (0,) * given["num_layers"],
-        "windows": (None,) * given["num_layers"],
+        "windows": _read_windows(config, given["num_layers"], max_len, layer_types),
         "scale": head_dim**-0.5,
         "max_len": max_len,
     }
 
 
-def _check_layer_types(config: PretrainedConfig, max_len: int, supported: tuple[str, ...]) -> None:
-    """Raise ValueError for other layers. A window that covers every context is full attention."""
+def _read_windows(
+    config: PretrainedConfig, num_layers: int, max_len: int, supported: tuple[str, ...]
+) -> tuple[int | None, ...]:
+    """Read the window of each layer. `supported` are the valid layer_types.
+
+    A window that covers every context becomes None, because full attention is faster.
+    """
     window = getattr(config, "sliding_window", None)
-    # Without layer_types, a window is that of all layers.
-    default = "full_attention" if window is None else "sliding_attention"
-    found = set(getattr(config, "layer_types", None) or [default])
-    if window is not None and window >= max_len:
-        found.discard("sliding_attention")
-    unsupported = sorted(found.difference(supported))
-    if unsupported:
-        raise ValueError(
-            f"layer_types must be {' or '.join(supported)}, not {unsupported[0]}"
-            " (sliding-window attention: sliding_window, use_sliding_window)"
-        )
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:  # a window is then that of all layers
+        layer_types = ["full_attention" if window is None else "sliding_attention"] * num_layers
+    for kind in layer_types:
+        check_choice("layer_types", kind, supported)
+    if window is None and "sliding_attention" not in layer_types:
+        return (None,) * num_layers
+    if check_int("sliding_window", window, 1, MAX_SIZE) >= max_len:
+        return (None,) * num_layers
+    for name in ("sliding_window", "layer_types"):
+        is_declared = name in type(config).__dataclass_fields__
+        if not is_declared and getattr(config, name, None) is not None:
+            raise ValueError(
+                f"{name} is no field of {type(config).__name__}, and transformers would ignore it:"
+                " remove it"
+            )
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
 def _compute_moe(config: PretrainedConfig, given: Fields) -> Fields:
