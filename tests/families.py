@@ -4,6 +4,7 @@ from typing import Any
 
 from conftest import Oracle, make_checkpoint
 from transformers import (
+    Gemma3TextConfig,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
@@ -30,6 +31,26 @@ UNUSED_WINDOW = dict(use_sliding_window=False, sliding_window=8, max_window_laye
 ALL_WINDOWS = dict(use_sliding_window=True, sliding_window=8, max_window_layers=0)
 LATE_WINDOWS = dict(ALL_WINDOWS, num_hidden_layers=4, max_window_layers=2)
 MIXED_WINDOWS = ["sliding_attention", "full_attention"]
+GEMMA3_ROPES = {
+    "full_attention": dict(rope_type="linear", rope_theta=1e5, factor=8.0),
+    "sliding_attention": dict(rope_type="default", rope_theta=100.0),
+}
+GEMMA3 = dict(
+    num_hidden_layers=4,
+    sliding_window_pattern=3,  # layer 2 attends to the whole context
+    sliding_window=8,
+    query_pre_attn_scalar=10,
+    initializer_range=0.1,  # with large tied embeddings, tokens would repeat
+    rope_parameters=GEMMA3_ROPES,
+)
+GEMMA3_UNTIED = dict(
+    GEMMA3,
+    layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    sliding_window=2,
+    num_key_value_heads=1,
+    attention_bias=True,
+    tie_word_embeddings=False,
+)
 OPT = dict(ffn_dim=40)
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
 MIXED = dict(EXPERTS, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])
@@ -52,6 +73,8 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "ministral": (MinistralConfig, dict(layer_types=["full_attention"] * 2)),
     "ministral-wide-window": (MinistralConfig, dict(sliding_window=4096)),
     "ministral-windows": (MinistralConfig, dict(sliding_window=13, layer_types=MIXED_WINDOWS)),
+    "gemma3": (Gemma3TextConfig, GEMMA3),
+    "gemma3-untied": (Gemma3TextConfig, GEMMA3_UNTIED),
     "opt": (OPTConfig, OPT),
     "opt-350m": (OPTConfig, dict(OPT, do_layer_norm_before=False, word_embed_proj_dim=24)),
     "opt-untied-narrow": (OPTConfig, dict(OPT, tie_word_embeddings=False, word_embed_proj_dim=24)),
