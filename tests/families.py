@@ -4,6 +4,7 @@ from typing import Any
 
 from conftest import Oracle, make_checkpoint
 from transformers import (
+    Gemma3TextConfig,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
@@ -27,13 +28,38 @@ YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_
 YARN_SCALES = dict(beta_fast=16.0, truncate=False, mscale=0.7, mscale_all_dim=0.3)
 DYNAMIC = dict(rope_type="dynamic", rope_theta=100.0, factor=2.0)
 UNUSED_WINDOW = dict(use_sliding_window=False, sliding_window=8, max_window_layers=1)
+ALL_WINDOWS = dict(use_sliding_window=True, sliding_window=8, max_window_layers=0)
+LATE_WINDOWS = dict(ALL_WINDOWS, num_hidden_layers=4, max_window_layers=2)
+MIXED_WINDOWS = ["sliding_attention", "full_attention"]
+GEMMA3_ROPES = {
+    "full_attention": dict(rope_type="linear", rope_theta=1e5, factor=8.0),
+    "sliding_attention": dict(rope_type="default", rope_theta=100.0),
+}
+GEMMA3 = dict(
+    num_hidden_layers=4,
+    sliding_window_pattern=3,  # layer 2 attends to the whole context
+    sliding_window=8,
+    query_pre_attn_scalar=10,
+    initializer_range=0.1,  # with large tied embeddings, tokens would repeat
+    rope_parameters=GEMMA3_ROPES,
+)
+GEMMA3_UNTIED = dict(
+    GEMMA3,
+    layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    sliding_window=2,
+    num_key_value_heads=1,
+    attention_bias=True,
+    tie_word_embeddings=False,
+)
 OPT = dict(ffn_dim=40)
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
 MIXED = dict(EXPERTS, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])
 FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, dict(tie_word_embeddings=False)),
     "qwen2.5-tied": (Qwen2Config, UNUSED_WINDOW),
+    "qwen2-windows": (Qwen2Config, LATE_WINDOWS),
     "qwen3": (Qwen3Config, {}),
+    "qwen3-windows": (Qwen3Config, dict(LATE_WINDOWS, sliding_window=2, max_window_layers=3)),
     "llama-2": (LlamaConfig, dict(num_key_value_heads=4, tie_word_embeddings=False, head_dim=None)),
     "llama-3.1": (LlamaConfig, dict(rope_parameters=LLAMA3)),
     "llama-biases": (LlamaConfig, dict(attention_bias=True, mlp_bias=True)),
@@ -43,14 +69,19 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama-yarn-scales": (LlamaConfig, dict(rope_parameters=YARN | YARN_SCALES)),
     "mistral": (MistralConfig, dict(sliding_window=None)),
     "mistral-wide-window": (MistralConfig, dict(sliding_window=4096)),
+    "mistral-window": (MistralConfig, dict(sliding_window=8)),
     "ministral": (MinistralConfig, dict(layer_types=["full_attention"] * 2)),
     "ministral-wide-window": (MinistralConfig, dict(sliding_window=4096)),
+    "ministral-windows": (MinistralConfig, dict(sliding_window=13, layer_types=MIXED_WINDOWS)),
+    "gemma3": (Gemma3TextConfig, GEMMA3),
+    "gemma3-untied": (Gemma3TextConfig, GEMMA3_UNTIED),
     "opt": (OPTConfig, OPT),
     "opt-350m": (OPTConfig, dict(OPT, do_layer_norm_before=False, word_embed_proj_dim=24)),
     "opt-untied-narrow": (OPTConfig, dict(OPT, tie_word_embeddings=False, word_embed_proj_dim=24)),
     "opt-no-biases": (OPTConfig, dict(OPT, enable_bias=False, layer_norm_elementwise_affine=False)),
     "opt-no-final-norm": (OPTConfig, dict(OPT, _remove_final_layer_norm=True)),
     "qwen3-moe": (Qwen3MoeConfig, dict(EXPERTS, norm_topk_prob=True, intermediate_size=47)),
+    "qwen3-moe-window": (Qwen3MoeConfig, dict(EXPERTS, **ALL_WINDOWS, norm_topk_prob=True)),
     "qwen3-moe-mixed": (Qwen3MoeConfig, dict(MIXED, tie_word_embeddings=False)),
 }
 

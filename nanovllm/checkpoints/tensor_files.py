@@ -121,10 +121,12 @@ def _normalize(stored_name: str) -> str:
     """Return the name that a tensor has in a model for text with a head.
 
     A model that was saved without its head has names without the prefix "model.". The text part of
-    a model for images has the prefix "model.language_model.", and OPT has "model.decoder.".
+    a model for images has the prefix "model.language_model.", or "language_model." before the whole
+    name (Gemma 3), and OPT has "model.decoder.".
     """
-    has_prefix = stored_name.startswith(("model.", "lm_head.", "mtp."))
-    name = stored_name if has_prefix else f"model.{stored_name}"
+    name = stored_name.removeprefix("language_model.")
+    if not name.startswith(("model.", "lm_head.", "mtp.")):
+        name = f"model.{name}"
     return re.sub(r"^model\.(language_model|decoder)\.", "model.", name)
 
 

@@ -1,6 +1,7 @@
 """Computes: the models, in plain PyTorch.
 
 decoder.py           Qwen3, Qwen2, Llama and Mistral
+gemma3.py            Gemma 3
 moe.py               experts (Qwen3-MoE)
 qwen3_5.py           layers with recurrent states
 opt.py               OPT

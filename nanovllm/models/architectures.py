@@ -18,6 +18,7 @@ from nanovllm.checkpoints.quantization import read_quantization
 from nanovllm.config import DTYPES, MAX_HEAD_DIM, MAX_LAYERS, MAX_SIZE
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.models.decoder import DecoderSpec
+from nanovllm.models.gemma3 import Gemma3Spec
 from nanovllm.models.moe import MoESpec
 from nanovllm.models.opt import OPTSpec
 from nanovllm.models.qwen3_5 import Qwen35Spec
@@ -32,6 +33,7 @@ from nanovllm.utils.checks import (
 
 Fields = Mapping[str, Any]  # of a spec, by their names
 _ROPE_TYPES = ("default", "dynamic", "linear", "yarn", "llama3")
+_ATTENTION_TYPES = ("full_attention", "sliding_attention")  # of layer_types
 
 
 def read_spec(
@@ -99,41 +101,56 @@ def _check_multiple(name: str, size: int, unit_name: str, unit: int) -> None:
 def _compute_decoder(
     config: PretrainedConfig,
     given: Fields,
-    layer_types: tuple[str, ...] = ("full_attention",),
+    layer_types: tuple[str, ...] = _ATTENTION_TYPES,
     allow_partial_rope: bool = False,
 ) -> dict[str, Any]:
     """Compute what all decoders have. `layer_types` are those that the spec can make."""
-    num_heads = given["num_heads"]
-    num_kv_heads = given["num_kv_heads"]
-    _check_multiple("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
-    head_dim = getattr(config, "head_dim", None) or given["hidden_size"] // num_heads
-    check_int("head_dim (by default hidden_size / num_attention_heads)", head_dim, 1, MAX_HEAD_DIM)
+    head_dim = _read_head_dim(config, given)
     rope, max_len = _read_rope(config, head_dim, allow_partial_rope)
-    _check_layer_types(config, max_len, layer_types)
     return {
         "head_dim": head_dim,
         "ropes": (rope,),
         "rope_indices": (0,) * given["num_layers"],
-        "windows": (None,) * given["num_layers"],
+        "windows": _read_windows(config, given["num_layers"], max_len, layer_types),
         "scale": head_dim**-0.5,
         "max_len": max_len,
     }
 
 
-def _check_layer_types(config: PretrainedConfig, max_len: int, supported: tuple[str, ...]) -> None:
-    """Raise ValueError for other layers. A window that covers every context is full attention."""
+def _read_head_dim(config: PretrainedConfig, given: Fields) -> int:
+    num_heads = given["num_heads"]
+    num_kv_heads = given["num_kv_heads"]
+    _check_multiple("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
+    head_dim = getattr(config, "head_dim", None) or given["hidden_size"] // num_heads
+    name = "head_dim (by default hidden_size / num_attention_heads)"
+    return check_int(name, head_dim, 1, MAX_HEAD_DIM)
+
+
+def _read_windows(
+    config: PretrainedConfig, num_layers: int, max_len: int, supported: tuple[str, ...]
+) -> tuple[int | None, ...]:
+    """Read the window of each layer. `supported` are the valid layer_types.
+
+    A window that covers every context becomes None, because full attention is faster.
+    """
     window = getattr(config, "sliding_window", None)
-    # Without layer_types, a window is that of all layers.
-    default = "full_attention" if window is None else "sliding_attention"
-    found = set(getattr(config, "layer_types", None) or [default])
-    if window is not None and window >= max_len:
-        found.discard("sliding_attention")
-    unsupported = sorted(found.difference(supported))
-    if unsupported:
-        raise ValueError(
-            f"layer_types must be {' or '.join(supported)}, not {unsupported[0]}"
-            " (sliding-window attention: sliding_window, use_sliding_window)"
-        )
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:  # a window is then that of all layers
+        layer_types = ["full_attention" if window is None else "sliding_attention"] * num_layers
+    for kind in layer_types:
+        check_choice("layer_types", kind, supported)
+    if window is None and "sliding_attention" not in layer_types:
+        return (None,) * num_layers
+    if check_int("sliding_window", window, 1, MAX_SIZE) >= max_len:
+        return (None,) * num_layers
+    for name in ("sliding_window", "layer_types"):
+        is_declared = name in type(config).__dataclass_fields__
+        if not is_declared and getattr(config, name, None) is not None:
+            raise ValueError(
+                f"{name} is no field of {type(config).__name__}, and transformers would ignore it:"
+                " remove it"
+            )
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
 def _compute_moe(config: PretrainedConfig, given: Fields) -> Fields:
@@ -161,6 +178,23 @@ def _compute_qwen3_5(config: PretrainedConfig, given: Fields) -> Fields:
     return {**computed, "attention_layers": frozenset(layers)}
 
 
+def _compute_gemma3(config: PretrainedConfig, given: Fields) -> Fields:
+    """A RoPE for each type of layer. max_position_embeddings includes the extension."""
+    head_dim = _read_head_dim(config, given)
+    scalar = config.query_pre_attn_scalar
+    check_number("query_pre_attn_scalar", scalar, low=0.0, open_low=True)
+    windows = _read_windows(config, given["num_layers"], given["max_len"], _ATTENTION_TYPES)
+    types = list(dict.fromkeys(config.layer_types))
+    ropes = [_read_rope(config, head_dim, layer_type=each)[0] for each in types]
+    return {
+        "head_dim": head_dim,
+        "ropes": tuple(ropes),
+        "rope_indices": tuple(map(types.index, config.layer_types)),
+        "windows": windows,
+        "scale": scalar**-0.5,
+    }
+
+
 def _compute_opt(config: PretrainedConfig, given: Fields) -> Fields:
     hidden_size, num_heads = given["hidden_size"], given["num_heads"]
     _check_multiple("hidden_size", hidden_size, "num_attention_heads", num_heads)
@@ -172,11 +206,17 @@ def _compute_opt(config: PretrainedConfig, given: Fields) -> Fields:
 
 
 def _read_rope(
-    config: PretrainedConfig, head_dim: int, allow_partial: bool
+    config: PretrainedConfig,
+    head_dim: int,
+    allow_partial: bool = False,
+    layer_type: str | None = None,
 ) -> tuple[RopeSpec, int]:
-    """Return the frequencies, which transformers computes, and the number of valid positions."""
-    # null stands for the default.
-    rope = {name: value for name, value in config.rope_parameters.items() if value is not None}
+    """Return the frequencies, which transformers computes, and the number of valid positions.
+
+    With `layer_type`, there is a RoPE for each type of layer.
+    """
+    given = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    rope = {name: value for name, value in given.items() if value is not None}  # null: the default
     share = rope.get("partial_rotary_factor", 1.0)
     is_unsupported = share != 1.0 and not allow_partial
     if is_unsupported or any(isinstance(value, dict) for value in rope.values()):
@@ -188,7 +228,9 @@ def _read_rope(
         spec = RopeSpec.from_base(rope["rope_theta"], int(head_dim * share))
     else:
         with torch.device("cpu"):
-            inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](config)
+            inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](
+                config, layer_type=layer_type
+            )
         spec = RopeSpec(tuple(inv_freq.tolist()), attention_factor)
     max_len = config.max_position_embeddings  # llama3's includes the extension
     if rope_type == "yarn":
@@ -259,9 +301,23 @@ _OPT = {
     "bias": "enable_bias",
 }
 _NORMED = {"qk_norm": True}
+_GEMMA3 = Family(
+    Gemma3Spec,
+    _WITH_BIASES,
+    _NORMED,
+    _compute_gemma3,
+    supported={
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attn_logit_softcapping": (None,),
+        "final_logit_softcapping": (None,),
+        "use_bidirectional_attention": (False, None),
+    },
+)
 _QWEN3_5 = Family(Qwen35Spec, _DELTA, _NORMED, _compute_qwen3_5)
 
 ARCHITECTURES = {
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": _GEMMA3,
     "LlamaForCausalLM": Family(DecoderSpec, {**_WITH_BIASES, "mlp_bias": "mlp_bias"}),
     "MistralForCausalLM": Family(DecoderSpec, _DECODER),
     "MinistralForCausalLM": Family(DecoderSpec, _DECODER),

@@ -182,7 +182,11 @@ class Decoder(nn.Module):
         )
         self.norm = spec.make_norm(spec.hidden_size)
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return the input of the first layer, [num_tokens, hidden_size]."""
+        return self.embed_tokens(token_ids)
+
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
-        x = self.embed_tokens(batch.input_ids)  # [num_tokens, hidden_size]
+        x = self.embed(batch.input_ids)
         cos_sins = [rotary(batch.positions) for rotary in self.rotaries]
         return self.norm(self.layers(x, cos_sins, kv_caches, batch))  # [num_logits, hidden_size]

@@ -32,9 +32,7 @@ SIZES = (
 )
 LONGROPE = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8, factor=2.0)
 PARTIAL = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
-TWICE_AS_LONG = dict(rope_type="linear", rope_theta=1e4, factor=2.0)
-MIXED_LAYERS = ["full_attention", "sliding_attention"]
-WINDOW = dict(use_sliding_window=True, sliding_window=8, max_window_layers=1, layer_types=None)
+CHUNKED = ["full_attention", "chunked_attention"]
 INF, NAN = float("inf"), float("nan")
 
 
@@ -85,10 +83,8 @@ def test_invalid_configs_are_rejected(checkpoint, changes, complaint):
         ("qwen3", {"hidden_act": "gelu"}, "hidden_act must be one of 'silu'"),
         ("opt", {"activation_function": "gelu"}, "activation_function must be one of 'relu'"),
         ("llama-2", {"rope_parameters": PARTIAL}, "partial_rotary_factor"),
-        ("mistral", {"sliding_window": 64}, "sliding-window"),
-        ("mistral", {"sliding_window": 256, "rope_parameters": TWICE_AS_LONG}, "sliding-window"),
-        ("ministral", {"sliding_window": 64, "layer_types": MIXED_LAYERS}, "sliding-window"),
-        ("qwen2", WINDOW, "sliding-window"),
+        ("llama-2", {"sliding_window": 64}, "sliding_window is no field of LlamaConfig"),
+        ("ministral", {"layer_types": CHUNKED}, "layer_types must be .* not 'chunked_attention'"),
         ("opt", {"num_attention_heads": 5}, "hidden_size=32 must be a multiple of"),
         ("opt", {"ffn_dim": 0}, "ffn_dim must be at least 1"),
         ("qwen3-moe", {"num_experts_per_tok": 9}, "at least 1 and at most 8, not 9"),

@@ -299,7 +299,7 @@ def test_fp8_blocks_become_floats(tmp_path, size):
 
 @pytest.mark.parametrize("enable_kernels", [True, False])
 @pytest.mark.parametrize("name", ["gptq", "awq"])
-@pytest.mark.parametrize("family", ["opt", "opt-350m", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["gemma3-untied", "opt", "opt-350m", "qwen3-moe"])
 def test_codes_of_other_families_are_kept(tmp_path, family, name, enable_kernels):
     """Among them are experts, a router, and layers with biases."""
     stored, floats = tmp_path / "stored", tmp_path / "floats"
@@ -321,7 +321,7 @@ def test_ranks_read_their_shards(tmp_path, name):
     assert tokens_of(tmp_path, tensor_parallel_size=2) == tokens_of(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "opt", "opt-350m", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "opt", "opt-350m", "qwen3-moe"])
 @pytest.mark.parametrize("option", ["int8", "int4"])
 @pytest.mark.parametrize("enable_kernels", [True, False])
 def test_weights_are_quantized_while_loading(tmp_path, family, option, enable_kernels):

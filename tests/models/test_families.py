@@ -19,6 +19,8 @@ SHARDED = {
     "qwen2",
     "llama-2",
     "llama-biases",
+    "gemma3",
+    "gemma3-untied",
     "opt-350m",
     "opt-untied-narrow",
     "opt-no-biases",
@@ -64,6 +66,8 @@ def compute_logprobs(llm, prompt):
         ("qwen3", torch.bfloat16),
         ("llama-3.1", torch.bfloat16),
         ("llama-biases", torch.bfloat16),
+        ("gemma3", torch.bfloat16),
+        ("ministral-windows", torch.bfloat16),
         ("opt-350m", torch.bfloat16),
         ("opt-untied-narrow", torch.float16),
         ("qwen3-moe", torch.bfloat16),
@@ -92,10 +96,11 @@ def test_opt_uses_all_learned_positions(tmp_path):
         LLM(tmp_path, max_model_len=257)
 
 
-@pytest.mark.parametrize("name", ["opt", "qwen3-moe-mixed"])
+@pytest.mark.parametrize("name", ["opt", "qwen3-moe-mixed", "gemma3"])
 def test_dummy_weights_are_the_same_on_any_number_of_ranks(tmp_path, name):
-    """Norms are 1 and biases 0."""
+    """Norms multiply by 1, and biases are 0."""
     make_family(tmp_path, name)
+    norm_weight = 0.0 if name == "gemma3" else 1.0
     (tmp_path / "model.safetensors").unlink()
     prompts = [random_prompt(seed, 9) for seed in range(3)]
     found = []
@@ -105,7 +110,8 @@ def test_dummy_weights_are_the_same_on_any_number_of_ranks(tmp_path, name):
             found.append(generate_ids(llm, prompts, greedy(12)))
             for key, weight in llm.model_runner.executor.worker.model.named_parameters():
                 if weight.dim() == 1:
-                    assert weight.eq(key.endswith("norm.weight")).all(), key
+                    expected = norm_weight if key.endswith("norm.weight") else 0.0
+                    assert weight.eq(expected).all(), key
     assert found[0] == found[1]
     assert len(set(map(tuple, found[0]))) > 1
 

@@ -1,0 +1,80 @@
+"""Gemma 3, for text: a decoder that normalizes what a layer adds, too.
+
+    x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))
+
+Most layers attend to a window, and rotate by other frequencies than the layers that attend to the
+whole context. DecoderSpec describes both. Norms multiply by 1 + weight, as in Qwen3.5.
+
+Reference: Gemma 3 Technical Report, 2025.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.batch import Batch
+from nanovllm.layers.attention import Backend
+from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
+from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
+from nanovllm.models.decoder import MLP, CosSins, Decoder, DecoderSpec
+from nanovllm.models.spec import CausalLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Spec(DecoderSpec):
+    """A decoder with the layers of this file."""
+
+    def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
+        return self.add_head(Gemma3Decoder(self, backend, tp), self.hidden_size, tp)
+
+    def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
+        return Gemma3Layer(self, layer, backend, tp)
+
+    def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
+        return GeluMLP(self, tp)
+
+    def make_norm(self, size: int) -> RMSNorm:
+        return ZeroCenteredRMSNorm(size, self.norm_eps, self.dtype)
+
+
+class GeluMLP(MLP):
+    """GeGLU (Shazeer 2020): down_proj(gelu(gate_proj(x)) * up_proj(x))."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.gelu(gate, approximate="tanh") * up)
+
+
+class Gemma3Layer(nn.Module):
+    """Unlike in a DecoderLayer, post_attention_layernorm normalizes the output of attention."""
+
+    def __init__(self, spec: Gemma3Spec, layer: int, backend: Backend, tp: TensorParallel) -> None:
+        super().__init__()
+        self.input_layernorm = spec.make_norm(spec.hidden_size)
+        self.self_attn = spec.make_attention(layer, backend, tp)
+        self.post_attention_layernorm = spec.make_norm(spec.hidden_size)
+        self.pre_feedforward_layernorm = spec.make_norm(spec.hidden_size)
+        self.mlp = spec.make_mlp(layer, tp)
+        self.post_feedforward_layernorm = spec.make_norm(spec.hidden_size)
+
+    def forward(self, x: Tensor, cos_sins: CosSins, kv_cache: Tensor, batch: Batch) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(x), cos_sins, kv_cache, batch)
+        x = x + self.post_attention_layernorm(attended)
+        expanded = self.mlp(self.pre_feedforward_layernorm(x))
+        return x + self.post_feedforward_layernorm(expanded)
+
+
+class Gemma3Decoder(Decoder):
+    """Scales embeddings. The output head, which shares their matrix, does not."""
+
+    def __init__(self, spec: Gemma3Spec, backend: Backend, tp: TensorParallel) -> None:
+        super().__init__(spec, backend, tp)
+        # The model was trained with the rounded root: 34 in place of 33.94 in bfloat16 and the 1B
+        # model. Models are made on the device "meta", where numbers would be lost.
+        root = torch.tensor(spec.hidden_size**0.5, dtype=spec.dtype, device="cpu")
+        self.embedding_scale = root.item()
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return super().embed(token_ids) * self.embedding_scale

@@ -1,0 +1,106 @@
+"""The config.json of a family becomes a spec, as the config classes of transformers read it."""
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    MinistralConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from nanovllm.models.architectures import read_spec
+
+ARCHITECTURES = {
+    LlamaConfig: "LlamaForCausalLM",
+    MistralConfig: "MistralForCausalLM",
+    MinistralConfig: "MinistralForCausalLM",
+    Qwen2Config: "Qwen2ForCausalLM",
+    Qwen3Config: "Qwen3ForCausalLM",
+    Qwen3MoeConfig: "Qwen3MoeForCausalLM",
+    Qwen3_5TextConfig: "Qwen3_5ForCausalLM",
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
+MAX_LEN = 8192
+TWICE_AS_LONG = dict(rope_type="linear", rope_theta=1e4, factor=2.0)
+LATE = dict(use_sliding_window=True, sliding_window=8, max_window_layers=2)
+
+
+def read(family, **changes):
+    """Read the spec of a model with 3 layers and up to MAX_LEN positions."""
+    settings = dict(num_hidden_layers=3, max_position_embeddings=MAX_LEN, **changes)
+    config = family(architectures=[ARCHITECTURES[family]], **settings)
+    return read_spec(config, torch.float32, num_ranks=1)
+
+
+@pytest.mark.parametrize(
+    "family, changes, windows",
+    [
+        (LlamaConfig, {}, [None] * 3),
+        (LlamaConfig, dict(sliding_window=MAX_LEN), [None] * 3),
+        (LlamaConfig, dict(sliding_window=None, layer_types=[FULL] * 3), [None] * 3),
+        (MistralConfig, {}, [4096] * 3),  # the default of its class
+        (MistralConfig, dict(sliding_window=None), [None] * 3),
+        (MistralConfig, dict(sliding_window=1), [1] * 3),
+        (MistralConfig, dict(sliding_window=MAX_LEN - 1), [MAX_LEN - 1] * 3),
+        (MistralConfig, dict(sliding_window=MAX_LEN), [None] * 3),
+        (
+            MistralConfig,
+            dict(sliding_window=MAX_LEN, rope_parameters=TWICE_AS_LONG),
+            [MAX_LEN] * 3,
+        ),
+        (MinistralConfig, {}, [4096] * 3),
+        (MinistralConfig, dict(sliding_window=None), [None] * 3),
+        (
+            MinistralConfig,
+            dict(sliding_window=8, layer_types=[SLIDING, FULL, SLIDING]),
+            [8, None, 8],
+        ),
+        (MinistralConfig, dict(layer_types=[FULL] * 3), [None] * 3),
+        (Qwen2Config, LATE, [None, None, 8]),
+        (Qwen2Config, {**LATE, "use_sliding_window": False}, [None] * 3),
+        (Qwen2Config, dict(use_sliding_window=True, sliding_window=8), [None] * 3),
+        (Qwen2Config, {**LATE, "layer_types": [SLIDING, FULL, FULL]}, [8, None, None]),
+        (Qwen3Config, {**LATE, "max_window_layers": 0}, [8] * 3),
+        (Qwen3Config, {**LATE, "sliding_window": None}, [None] * 3),
+        (Qwen3MoeConfig, LATE, [8] * 3),  # it has no max_window_layers
+        (Qwen3MoeConfig, {**LATE, "use_sliding_window": False}, [None] * 3),
+    ],
+    ids=str,
+)
+def test_windows(family, changes, windows):
+    spec = read(family, **changes)
+    assert list(spec.windows) == windows
+    assert [spec.attention_shape(layer).window for layer in range(3)] == windows
+
+
+@pytest.mark.parametrize(
+    "family, changes, complaint",
+    [
+        (LlamaConfig, dict(sliding_window=8), "sliding_window is no field of LlamaConfig"),
+        (Qwen3_5TextConfig, dict(sliding_window=8), "sliding_window is no field of Qwen3_5Text"),
+        (
+            Qwen3MoeConfig,
+            {**LATE, "layer_types": [FULL] * 3},
+            "layer_types is no field of Qwen3MoeConfig",
+        ),
+        (LlamaConfig, dict(layer_types=[SLIDING] * 3), "sliding_window must be an int, not None"),
+        (
+            MinistralConfig,
+            dict(sliding_window=None, layer_types=[SLIDING] * 3),
+            "sliding_window must be an int, not None",
+        ),
+        (MinistralConfig, dict(layer_types=["chunked_attention"] * 3), "not 'chunked_attention'"),
+        (MistralConfig, dict(sliding_window=0), "sliding_window must be at least 1"),
+        (Qwen2Config, {**LATE, "sliding_window": -1}, "sliding_window must be at least 1"),
+    ],
+    ids=str,
+)
+def test_windows_that_are_rejected(family, changes, complaint):
+    """A window in a field that transformers ignores is rejected, because nobody can know if the
+    model was trained with it."""
+    with pytest.raises(ValueError, match=complaint):
+        read(family, **changes)
