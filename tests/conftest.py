@@ -33,10 +33,13 @@ from nanovllm import batch as batches
 from nanovllm.backends import BACKENDS
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import Config
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.extension import Extension
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features.windows import Windows
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionShape
+from nanovllm.utils.arithmetic import cdiv
 
 Feature = TypeVar("Feature", bound=Extension)
 VOCAB_SIZE = 97
@@ -258,12 +261,9 @@ def check_invariants(llm: LLM) -> None:
     manager = scheduler.block_manager
     held = [block_id for seq in scheduler.running for block_id in seq.block_table]
     assert sorted([*set(held), *manager.free_block_ids]) == list(range(manager.num_blocks))
-    listed = []
-    for block in manager.blocks:
-        assert block.ref_count == held.count(block.block_id)
-        if block.hash != -1:
-            listed.append((block.hash, block.block_id))
-    assert sorted(manager.hash_to_block_id.items()) == sorted(listed)
+    check_blocks(manager, held)
+    if llm.windows is not None:
+        check_windows(llm.windows)
     for seq in scheduler.running:
         assert seq.num_computed_tokens < len(seq.token_ids) <= llm.max_model_len
         assert len(seq.block_table) * manager.block_size >= seq.num_computed_tokens
@@ -272,6 +272,36 @@ def check_invariants(llm: LLM) -> None:
     assert sorted(lanes + scheduler.free_lanes) == list(range(llm.model_runner.num_lanes))
     ids = [seq.seq_id for seq in [*scheduler.running, *scheduler.waiting]]
     assert ids == list(llm.requests)  # threads can queue ids in another order
+
+
+def check_windows(windows: Windows) -> None:
+    """Check the second pool of blocks between two steps."""
+    pool = windows.pool
+    held = []
+    for seq in windows.scheduler.running:
+        window = windows.windows[seq]
+        table = windows.tables[seq.lane]
+        own = table[window.start : window.end].tolist()
+        held += own
+        assert not table[: window.start].any() and not table[window.end :].any()
+        if seq.num_computed_tokens > 0:
+            assert len(own) <= cdiv(windows.window, pool.block_size) + 2
+            assert window.end == cdiv(seq.num_computed_tokens, pool.block_size)
+            first = max(0, seq.num_computed_tokens + 1 - windows.window)
+            assert window.start <= first // pool.block_size
+    assert sorted([*set(held), *pool.free_block_ids]) == list(range(pool.num_blocks))
+    check_blocks(pool, held)
+    assert set(pool.passed) <= set(pool.free_block_ids)
+
+
+def check_blocks(manager: BlockManager, held: list[int]) -> None:
+    """Check that reference counts and hashes agree. `held` has the entries of all block tables."""
+    listed = []
+    for block in manager.blocks:
+        assert block.ref_count == held.count(block.block_id)
+        if block.hash != -1:
+            listed.append((block.hash, block.block_id))
+    assert sorted(manager.hash_to_block_id.items()) == sorted(listed)
 
 
 def make_sampling_batch(

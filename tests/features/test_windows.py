@@ -1,0 +1,289 @@
+"""Layers with a window keep the K/V that a later token can attend to, and release all others.
+
+A simulated memory shows for each slot of both pools the tokens whose K/V it has. Tests with a model
+fill the free blocks with NaN before each step, except those that a prefix hit may still read.
+"""
+
+import pytest
+import torch
+from conftest import check_invariants, check_windows, generate_ids, greedy, random_prompt
+from families import make_family
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.extension import Extension
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.scheduler import POLICIES
+from nanovllm.engine.sequence import Sequence
+from nanovllm.features.speculation.costs import StepCosts
+from nanovllm.features.speculation.drafts import Drafts
+from nanovllm.features.windows import WindowPool, Windows
+from nanovllm.utils.arithmetic import cdiv
+from nanovllm.worker.cache_plan import CacheUnits
+
+FREE = [0.0] + [1.0] * 300  # costs of steps with which all drafts pay
+
+
+class Simulation:
+    """A scheduler with a second pool of the planned size, and tokens in place of K/V."""
+
+    def __init__(
+        self, window, block_size=4, num_lanes=2, budget=10, num_blocks=60, policy="mixed",
+        draft_len=0, enable_prefix_caching=True, max_model_len=200, more=(),
+    ):  # fmt: skip
+        units = CacheUnits(
+            block_bytes=1,
+            window_block_bytes=1,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            window=window,
+        )
+        pool = WindowPool(
+            units.count_window_blocks(num_lanes, budget), block_size, enable_prefix_caching
+        )
+        self.windows = Windows(pool, window, num_lanes, cdiv(max_model_len, block_size))
+        extensions = [*more, self.windows]
+        if draft_len:
+            extensions.insert(0, Drafts(draft_len, StepCosts(FREE, FREE)))
+        blocks = BlockManager(num_blocks, block_size, enable_prefix_caching)
+        self.scheduler = POLICIES[policy](blocks, num_lanes, budget, extensions)
+        self.first_pool = {}  # slot -> the tokens up to the one whose K/V it has
+        self.second_pool = {}
+
+    def serve(self, prompt, max_tokens=1):
+        """Run a prompt alone, and return its sequence."""
+        seq = Sequence(0, prompt, SamplingParams(max_tokens=max_tokens))
+        self.scheduler.add(seq)
+        while not seq.finish_reason:
+            self.run_step()
+        return seq
+
+    def run_step(self):
+        block_size = self.scheduler.block_size
+        seqs = self.scheduler.schedule()
+        self.num_free = len(self.windows.pool.free_block_ids)
+        scheduled = {}  # the positions of each sequence
+        for seq in seqs:
+            end = seq.num_computed_tokens + seq.num_scheduled_tokens
+            scheduled[seq] = range(seq.num_computed_tokens, end)
+            for position in scheduled[seq]:
+                index, offset = divmod(position, block_size)
+                tokens = seq.token_ids[: position + 1]
+                self.first_pool[seq.block_table[index], offset] = tokens
+                self.second_pool[self.find_id(seq, index), offset] = tokens
+        for seq, positions in scheduled.items():
+            for position in range(positions.stop):
+                index, offset = divmod(position, block_size)
+                tokens = seq.token_ids[: position + 1]
+                assert self.first_pool[seq.block_table[index], offset] == tokens
+                if position > positions.start - self.windows.window:
+                    assert self.second_pool[self.find_id(seq, index), offset] == tokens
+        sampled = []
+        for seq in seqs:
+            ends = range(len(seq.token_ids) - seq.num_logits + 1, len(seq.token_ids) + 1)
+            sampled.append([sum(seq.token_ids[:end][-2:]) % 3 for end in ends])
+        self.scheduler.postprocess(seqs, sampled)
+        check_windows(self.windows)
+
+    def find_id(self, seq, index):
+        window = self.windows.windows[seq]
+        assert window.start <= index < window.end
+        return self.windows.tables[seq.lane, index]
+
+    def find_hit(self, prompt):
+        """The number of tokens that a prompt would reuse now."""
+        seq = Sequence(0, prompt, SamplingParams())
+        found = self.scheduler.block_manager.find_prefix(seq)
+        prefix = self.windows.limit_prefix(seq, found)
+        self.windows.windows.pop(seq)
+        return len(prefix) * self.scheduler.block_size
+
+
+LOADS = st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(1, 30))
+
+
+@given(
+    loads=st.lists(LOADS, min_size=1, max_size=8),
+    window=st.integers(1, 23),
+    block_size=st.integers(2, 5),
+    num_lanes=st.integers(1, 4),
+    budget=st.integers(1, 60),
+    num_blocks=st.integers(35, 60),
+    policy=st.sampled_from(list(POLICIES)),
+    draft_len=st.sampled_from([0, 0, 3]),
+    enable_prefix_caching=st.booleans(),
+    aborted=st.sets(st.integers(0, 30), max_size=3),
+)
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_every_token_that_a_query_attends_to_is_there(loads, aborted, **options):
+    """And the pool never runs out, although it is as small as planned."""
+    if options["policy"] == "prefill_first":
+        options["budget"] = max(options["budget"], 45)  # the longest prompt must fit
+    simulation = Simulation(max_model_len=70, **options)
+    scheduler = simulation.scheduler
+    seqs = []
+    for seq_id, (first_token, prompt_len, max_tokens) in enumerate(loads):
+        prompt = [first_token, *(i % 3 for i in range(prompt_len - 1)), seq_id]
+        seqs.append(Sequence(seq_id, prompt, SamplingParams(max_tokens=max_tokens)))
+    for step in range(1000):
+        if step % 3 == 0 and step // 3 < len(seqs):
+            scheduler.add(seqs[step // 3])
+        if step in aborted and scheduler.running:
+            scheduler.finish(scheduler.running[step % len(scheduler.running)], "abort")
+        simulation.run_step()
+        if all(seq.finish_reason for seq in seqs):
+            break
+    assert all(seq.finish_reason for seq in seqs)
+    assert len(simulation.windows.pool.free_block_ids) == simulation.windows.pool.num_blocks
+    assert not simulation.windows.windows
+
+
+class Chunks(Extension):
+    """Limits chunks to a number of tokens."""
+
+    size = 5
+
+    def limit_tokens(self, seq, num_tokens):
+        return min(num_tokens, self.size)
+
+
+def test_the_pool_has_no_block_too_many():
+    """Chunks that begin and end within a block can take all of it."""
+    chunks = Chunks()
+    simulation = Simulation(window=9, block_size=8, budget=20, more=[chunks])
+    for seq_id in range(2):
+        simulation.scheduler.add(Sequence(seq_id, [seq_id] * 53, SamplingParams()))
+    for chunks.size in (5, 5, 5, 10):
+        simulation.run_step()
+    assert simulation.num_free == 0
+
+
+# --- prefix hits
+
+
+def test_a_hit_needs_the_last_window():
+    """A prompt that ends within the window of another one can reuse what both have."""
+    simulation = Simulation(window=6, enable_prefix_caching=True)
+    prompt = list(range(30))
+    simulation.serve(prompt)
+    assert simulation.find_hit([*prompt, 50]) == 28
+    pool = simulation.windows.pool
+    for index in (6, 5):  # token 28 attends to the tokens from 23 on
+        seq = Sequence(0, [*prompt, 50], SamplingParams())
+        pool.uncache(pool.find_block(seq, index).block_id)
+        assert simulation.find_hit([*prompt, 50]) == 4 * index
+
+
+def test_equal_prompts_of_one_step_share_their_windows():
+    simulation = Simulation(window=6, num_lanes=3, budget=100)
+    prompt = list(range(21))
+    seqs = [Sequence(i, [*prompt, 50 + i], SamplingParams(max_tokens=2)) for i in range(3)]
+    for seq in seqs:
+        simulation.scheduler.add(seq)
+    simulation.run_step()
+    assert [seq.num_cached_tokens for seq in seqs] == [0, 20, 20]
+
+
+def test_a_preempted_sequence_starts_from_its_last_window():
+    """Wherever it was preempted."""
+    for max_tokens in range(1, 9):
+        simulation = Simulation(window=6)
+        seq = Sequence(0, list(range(18)), SamplingParams(max_tokens=30))
+        simulation.scheduler.add(seq)
+        for _ in range(1 + max_tokens):
+            simulation.run_step()
+        simulation.scheduler.preempt(seq)
+        num_full = seq.num_computed_tokens
+        simulation.scheduler.schedule()
+        assert seq.num_computed_tokens == (len(seq.token_ids) - 1) // 4 * 4, num_full
+
+
+def test_the_end_of_a_shared_prompt_is_evicted_after_the_middle_of_a_long_text():
+    simulation = Simulation(window=6, num_lanes=4, num_blocks=500)
+    system_prompt = list(range(20))
+    for question in (60, 61):  # the second one shows where the system prompt ends
+        simulation.serve([*system_prompt, *[question] * 20])
+        assert simulation.find_hit([*system_prompt, 70]) == 20
+    simulation.serve(range(100, 190))  # more tokens than the second pool holds
+    assert simulation.find_hit([*system_prompt, 70]) == 20
+    assert simulation.find_hit([*range(100, 190), 70]) == 88
+    assert simulation.find_hit([*range(100, 140), 70]) == 0
+
+
+# --- models
+
+
+def test_a_window_that_covers_max_model_len_needs_no_second_pool(tmp_path):
+    make_family(tmp_path, "mistral-window", sliding_window=20)
+    prompt = random_prompt(1, 12)
+    results = []
+    for max_model_len in (20, 21):
+        with LLM(tmp_path, max_model_len=max_model_len, kvcache_block_size=4) as llm:
+            results.append(generate_ids(llm, [prompt], greedy(8)))
+            assert (llm.windows is None) == (max_model_len == 20)
+            assert (llm.stats["num_window_blocks"] == 0) == (max_model_len == 20)
+    assert results[0] == results[1]
+
+
+def test_engine_alone_rejects_windows(tmp_path):
+    make_family(tmp_path, "gemma3")
+    with pytest.raises(ValueError, match="sliding windows needs nanovllm.LLM"):
+        LLMEngine(Config(str(tmp_path)))
+
+
+@torch.inference_mode()
+def fill_unused_blocks(llm):
+    """Fill all blocks with NaN that no sequence holds and no prefix hit can read."""
+    worker = llm.executor.worker
+    pools = [llm.scheduler.block_manager, llm.windows.pool]
+    for layer, kv_cache in enumerate(worker.kv_caches):
+        pool = pools[worker.spec.attention_shape(layer).window is not None]
+        unused = [i for i in pool.free_block_ids if not pool.blocks[i].is_cached]
+        kv_cache[:, unused] = torch.nan
+
+
+def generate_amid_nan(llm, prompts, params):
+    for prompt, each in zip(prompts, params):
+        llm.add_request(prompt, each)
+    results = {}
+    while not llm.is_finished():
+        fill_unused_blocks(llm)
+        for output in llm.step():
+            results[output["request_id"]] = output["token_ids"]
+        check_invariants(llm)
+    return [results[request_id] for request_id in sorted(results)]
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("gemma3", dict(max_num_batched_tokens=9, num_speculative_tokens=3)),
+        ("gemma3", dict(enable_kernels=False, max_num_batched_tokens=64)),
+        ("gemma3", dict(tensor_parallel_size=2, max_num_batched_tokens=33)),
+        ("gemma3", dict(num_kvcache_blocks=50, max_num_batched_tokens=50)),
+        ("mistral-window", dict(max_num_seqs=2, policy="prefill_first")),
+        ("ministral-windows", dict(enable_prefix_caching=False, kvcache_block_size=3)),
+        ("qwen3-windows", dict(num_speculative_tokens=2, kvcache_block_size=2)),
+        ("qwen3-moe-window", dict(max_num_batched_tokens=50)),
+    ],
+    ids=str,
+)
+def test_tokens_match_transformers_amid_nan(tmp_path, name, options):
+    """With texts that are many windows long, twice, so that the second run has prefix hits."""
+    oracle = make_family(tmp_path, name)
+    prompts = [random_prompt(length, length) for length in (1, 7, 60, 120)]
+    prompts.append(prompts[-1][:50] + random_prompt(0, 10))
+    prompts.append(random_prompt(5, 6) * 8)  # drafts are accepted
+    lengths = [70, 30, 40, 20, 50, 40]
+    expected = [oracle(prompt, length) for prompt, length in zip(prompts, lengths)]
+    defaults = {"kvcache_block_size": 4, "num_kvcache_blocks": 200, "max_model_len": 160}
+    with LLM(tmp_path, **{**defaults, **options}) as llm:
+        for _ in range(2):
+            assert generate_amid_nan(llm, prompts, [greedy(n) for n in lengths]) == expected
+        stats = llm.stats
+        assert stats["num_free_window_blocks"] == stats["num_window_blocks"] > 0
+        if llm.config.enable_prefix_caching:
+            assert stats["num_cached_tokens"] > 0
