@@ -188,17 +188,30 @@ def test_equal_prompts_of_one_step_share_their_windows():
 
 
 def test_a_preempted_sequence_starts_from_its_last_window():
-    """Wherever it was preempted."""
-    for max_tokens in range(1, 9):
+    """Wherever it was preempted, and also if all that its window has left is evicted."""
+    for num_steps in range(2, 10):
         simulation = Simulation(window=6)
         seq = Sequence(0, list(range(18)), SamplingParams(max_tokens=30))
         simulation.scheduler.add(seq)
-        for _ in range(1 + max_tokens):
+        for _ in range(num_steps):
             simulation.run_step()
+        pool = simulation.windows.pool
+        for block_id in pool.passed:
+            pool.uncache(block_id)
         simulation.scheduler.preempt(seq)
-        num_full = seq.num_computed_tokens
         simulation.scheduler.schedule()
-        assert seq.num_computed_tokens == (len(seq.token_ids) - 1) // 4 * 4, num_full
+        assert seq.num_computed_tokens == (len(seq.token_ids) - 1) // 4 * 4
+
+
+def test_a_sequence_with_nan_leaves_nothing_to_hit():
+    """Not even blocks that its window has left. NaN is sampled as -1."""
+    simulation = Simulation(window=6, budget=40)
+    seq = Sequence(0, list(range(30)), SamplingParams())
+    simulation.scheduler.add(seq)
+    simulation.run_step()
+    simulation.scheduler.postprocess(simulation.scheduler.schedule(), [[-1]])
+    assert seq.finish_reason == "error"
+    assert not simulation.windows.pool.hash_to_block_id
 
 
 def test_the_end_of_a_shared_prompt_is_evicted_after_the_middle_of_a_long_text():
