@@ -19,7 +19,7 @@ from nanovllm.features.speculation.drafts import make_drafts
 from nanovllm.features.structured_outputs.grammars import GrammarCompiler
 from nanovllm.features.structured_outputs.masks import apply_grammars
 from nanovllm.features.thread_safety import ThreadSafeEngine
-from nanovllm.features.windows import make_windows
+from nanovllm.features.windows import Windows
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
@@ -90,8 +90,9 @@ class LLM(ThreadSafeEngine):
             extensions.append(make_drafts(config, runner, self.max_model_len))
         if spec.has_states:
             extensions.append(RecurrentStates(StateSlots(config, runner.num_lanes)))
-        self.windows = make_windows(config, runner, spec)
-        if self.windows is not None:
+        self.windows: Windows | None = None
+        if runner.executor.worker.num_window_blocks > 0:
+            self.windows = Windows(runner.executor.worker)
             extensions.append(self.windows)
         if self.timeline is not None:
             self.recorder = Recorder(self.timeline)

@@ -35,15 +35,13 @@ import numpy as np
 import torch
 
 from nanovllm.batch import Batch
-from nanovllm.config import Config
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.extension import Extension
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import FinishReason
 from nanovllm.utils.arithmetic import cdiv
+from nanovllm.worker.worker import Worker
 
 
 class WindowPool(BlockManager):
@@ -52,12 +50,6 @@ class WindowPool(BlockManager):
     def reset(self) -> None:
         super().reset()
         self.passed = OrderedDict[int, None]()  # free blocks that a window has left
-
-    def pass_block(self, seq: Sequence, index: int, block_id: int) -> None:
-        """Release a block that the window of `seq` has left."""
-        self.release_block(seq, index, block_id)
-        if self.blocks[block_id].ref_count == 0:
-            self.passed[block_id] = None
 
     def share(self, block: Block) -> None:
         super().share(block)
@@ -74,7 +66,7 @@ class WindowPool(BlockManager):
 
 @dataclass
 class Window:
-    """The logical blocks that a running sequence holds in the second pool, from `start` to `end`.
+    """The logical blocks that a sequence holds in the second pool, from `start` to `end`.
 
     Their physical blocks are in the row of the sequence's lane.
     """
@@ -90,12 +82,15 @@ class Windows(Extension):
 
     scheduler: Scheduler
 
-    def __init__(self, pool: WindowPool, window: int, num_lanes: int, width: int) -> None:
-        self.pool = pool
-        self.block_size = pool.block_size
-        self.window = window  # tokens, the largest window of a layer
+    def __init__(self, worker: Worker) -> None:
+        assert worker.spec.window is not None and worker.num_window_blocks > 0
+        self.window = worker.spec.window  # tokens, the largest window of a layer
+        self.block_size = worker.block_size
+        self.pool = WindowPool(
+            worker.num_window_blocks, self.block_size, worker.config.enable_prefix_caching
+        )
         # The window tables of all lanes. An entry without a block is 0.
-        self.tables = np.zeros((num_lanes, width), np.int32)
+        self.tables = np.zeros((worker.num_lanes, worker.block_table_width), np.int32)
 
     def reset(self) -> None:
         self.pool.reset()
@@ -123,11 +118,10 @@ class Windows(Extension):
 
     def admitted(self, seq: Sequence) -> None:
         """Share the window before the first token that is computed."""
-        num_blocks = seq.num_computed_tokens // self.block_size
         window = self.windows[seq]
-        window.start = self.find_start(num_blocks)
-        window.end = num_blocks
-        window.num_cached = num_blocks
+        window.end = seq.num_computed_tokens // self.block_size
+        window.start = self.find_start(window.end)
+        window.num_cached = window.end
         for index in range(window.start, window.end):
             block = self.pool.find_block(seq, index)
             assert block is not None  # limit_prefix has just found it
@@ -135,28 +129,13 @@ class Windows(Extension):
             self.tables[seq.lane, index] = block.block_id
 
     def scheduled(self, seq: Sequence) -> None:
-        self._extend(seq)
-        self._cache(seq, seq.num_computed_tokens + seq.num_scheduled_tokens)
+        num_tokens = seq.num_computed_tokens + seq.num_scheduled_tokens
+        self._resize(seq, num_tokens)
+        self._cache(seq, num_tokens)
 
     def planned(self, seqs: list[Sequence]) -> None:
-        for seq in seqs:
-            self._extend(seq)  # for drafts
-
-    def _extend(self, seq: Sequence) -> None:
-        """Take blocks for all scheduled tokens."""
-        window = self.windows[seq]
-        end = cdiv(seq.num_computed_tokens + seq.num_scheduled_tokens, self.block_size)
-        while window.end < end:
-            self.tables[seq.lane, window.end] = self.pool.take()
-            window.end += 1
-
-    def _cache(self, seq: Sequence, num_tokens: int) -> None:
-        """Cache the blocks that the first `num_tokens` tokens make full."""
-        window = self.windows[seq]
-        while window.num_cached < num_tokens // self.block_size:
-            index = window.num_cached
-            self.pool.cache_block(seq, index, self._find_id(seq, index))
-            window.num_cached += 1
+        for seq in seqs:  # which can have drafts now
+            self._resize(seq, seq.num_computed_tokens + seq.num_scheduled_tokens)
 
     def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
         lanes = [seq.lane for seq in seqs]
@@ -171,52 +150,55 @@ class Windows(Extension):
         )
 
     def recorded(self, seqs: list[Sequence]) -> None:
-        """Cache what accepted draft tokens have filled, and release what the windows have left."""
+        """Cache what accepted draft tokens fill. Release rejected ones, and what windows leave."""
         for seq in seqs:
-            if seq.status is SequenceStatus.RUNNING:
-                self._cache(seq, seq.num_computed_tokens)
-                self._truncate(seq)
-                self._advance(seq)
-
-    def _truncate(self, seq: Sequence) -> None:
-        """Release the blocks of rejected draft tokens."""
-        window = self.windows[seq]
-        while window.end > cdiv(seq.num_computed_tokens, self.block_size):
-            window.end -= 1
-            self.pool.release_block(seq, window.end, self._pop_id(seq, window.end))
-
-    def _advance(self, seq: Sequence) -> None:
-        """Release the blocks that the window has left."""
-        window = self.windows[seq]
-        start = self.find_start(seq.num_computed_tokens // self.block_size)
-        while window.start < start:
-            index = window.start
-            is_end_of_prefix = self.find_start(window.num_found) <= index < window.num_found
-            release = self.pool.release_block if is_end_of_prefix else self.pool.pass_block
-            release(seq, index, self._pop_id(seq, index))
-            window.start += 1
+            if seq.status is not SequenceStatus.RUNNING:
+                continue
+            self._cache(seq, seq.num_computed_tokens)
+            self._resize(seq, seq.num_computed_tokens)
+            window = self.windows[seq]
+            start = self.find_start(seq.num_computed_tokens // self.block_size)
+            end_of_prefix = range(self.find_start(window.num_found), window.num_found)
+            while window.start < start:
+                is_passed = window.start not in end_of_prefix
+                self._release(seq, window.start, is_passed)
+                window.start += 1
 
     def releasing(self, seq: Sequence) -> None:
-        window = self.windows[seq]
-        for index in reversed(range(window.start, window.end)):
-            self.pool.release_block(seq, index, self._pop_id(seq, index))
-        window.start = window.end
+        self._resize(seq, self.windows[seq].start * self.block_size)
 
     def finished(self, seq: Sequence, reason: FinishReason) -> None:
         self.windows.pop(seq, None)
-        if reason == "error":  # also those that its window has left may be NaN
+        if reason == "error":  # what its window has left can have NaN, too
             for block_hash in seq.block_hashes:
                 block_id = self.pool.hash_to_block_id.get(block_hash)
                 if block_id is not None:
                     self.pool.uncache(block_id)
 
-    def _find_id(self, seq: Sequence, index: int) -> int:
-        return int(self.tables[seq.lane, index])
+    def _resize(self, seq: Sequence, num_tokens: int) -> None:
+        """Take or release blocks, so that the last one is that of the first `num_tokens` tokens."""
+        window = self.windows[seq]
+        end = cdiv(num_tokens, self.block_size)
+        for index in range(window.end, end):
+            self.tables[seq.lane, index] = self.pool.take()
+        for index in reversed(range(end, window.end)):
+            self._release(seq, index)
+        window.end = end
 
-    def _pop_id(self, seq: Sequence, index: int) -> int:
-        block_id = self._find_id(seq, index)
+    def _release(self, seq: Sequence, index: int, is_passed: bool = False) -> None:
+        block_id = int(self.tables[seq.lane, index])
         self.tables[seq.lane, index] = 0
-        return block_id
+        self.pool.release_block(seq, index, block_id)
+        if is_passed and self.pool.blocks[block_id].ref_count == 0:
+            self.pool.passed[block_id] = None
+
+    def _cache(self, seq: Sequence, num_tokens: int) -> None:
+        """Cache the blocks that the first `num_tokens` tokens make full."""
+        window = self.windows[seq]
+        num_full = num_tokens // self.block_size
+        for index in range(window.num_cached, num_full):
+            self.pool.cache_block(seq, index, int(self.tables[seq.lane, index]))
+        window.num_cached = max(window.num_cached, num_full)
 
     def describe_settings(self) -> dict[str, Any]:
         return {"window": self.window, "num_window_blocks": self.pool.num_blocks}
@@ -225,13 +207,3 @@ class Windows(Extension):
         window = self.windows[seq]
         ids = self.tables[seq.lane, window.start : window.end]
         return {"window_start": window.start, "window_blocks": ids.tolist()}
-
-
-def make_windows(config: Config, runner: ModelRunner, spec: ModelSpec) -> Windows | None:
-    """Make the extension, or None if there is no second pool of blocks."""
-    worker = runner.executor.worker
-    if spec.window is None or worker.num_window_blocks == 0:
-        return None
-    sizes = (worker.num_window_blocks, worker.block_size)
-    pool = WindowPool(*sizes, config.enable_prefix_caching)
-    return Windows(pool, spec.window, worker.num_lanes, worker.block_table_width)

@@ -4,6 +4,8 @@ A simulated memory shows for each slot of both pools the tokens whose K/V it has
 fill the free blocks with NaN before each step, except those that a prefix hit may still read.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import check_invariants, check_windows, generate_ids, greedy, random_prompt
@@ -20,7 +22,7 @@ from nanovllm.engine.scheduler import POLICIES
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
-from nanovllm.features.windows import WindowPool, Windows
+from nanovllm.features.windows import Windows
 from nanovllm.utils.arithmetic import cdiv
 from nanovllm.worker.cache_plan import CacheUnits
 
@@ -41,10 +43,15 @@ class Simulation:
             max_model_len=max_model_len,
             window=window,
         )
-        pool = WindowPool(
-            units.count_window_blocks(num_lanes, budget), block_size, enable_prefix_caching
+        worker = SimpleNamespace(
+            spec=SimpleNamespace(window=window),
+            block_size=block_size,
+            num_window_blocks=units.count_window_blocks(num_lanes, budget),
+            config=SimpleNamespace(enable_prefix_caching=enable_prefix_caching),
+            num_lanes=num_lanes,
+            block_table_width=cdiv(max_model_len, block_size),
         )
-        self.windows = Windows(pool, window, num_lanes, cdiv(max_model_len, block_size))
+        self.windows = Windows(worker)
         extensions = [*more, self.windows]
         if draft_len:
             extensions.insert(0, Drafts(draft_len, StepCosts(FREE, FREE)))
