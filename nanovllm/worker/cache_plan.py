@@ -99,6 +99,8 @@ class CachePlan:
         if self.blocks_bytes < self.budget.num_bytes - self.states_bytes - self.windows_bytes:
             terms = f"min({terms}, {shown} for max_num_seqs)"
         line = f"KV cache: ({terms} = {shown}) / {self.units.block_bytes} B"
+        if self.units.block_bytes == 0:
+            line = f"KV cache: all layers have windows, {show_bytes(self.windows_bytes)}"
         if config.tensor_parallel_size > 1:
             line += f", the smallest of {config.tensor_parallel_size} ranks"
         block_size = self.units.block_size

@@ -205,3 +205,68 @@ def test_ranks_agree_on_the_smallest_numbers():
     tp = Mock(size=2, minimum=lambda numbers: [numbers[0] - 1, numbers[1] - 2, *numbers[2:]])
     plan = plan_with_states(FakeGPU(0), 1000, tp, kvcache_memory_bytes=100_000)
     assert (plan.num_blocks, plan.num_lanes) == (49, 22)
+
+
+def plan_with_windows(tp=ALONE, block_bytes=1000, **options):
+    """Plan a second pool of blocks that take 1000 bytes, for windows of 30 tokens."""
+    units = CacheUnits(
+        block_bytes=block_bytes,
+        window_block_bytes=1000,
+        block_size=10,
+        max_model_len=1000,
+        window=30,
+    )
+    return plan_cache(Config("", **options), FakeGPU(0), units, tp)
+
+
+def test_windows_have_half_of_the_memory_and_a_step_an_eighth():
+    """A lane has 5 blocks: three of its window, and incomplete ones at both ends."""
+    plan = plan_with_windows(kvcache_memory_bytes=100_000)
+    assert plan.num_step_tokens == 120
+    assert (plan.num_blocks, plan.num_lanes) == (53, 7)
+    assert plan.num_window_blocks == 7 * 5 + 12
+    line = plan.describe()
+    assert "as requested - 47000 B for windows of 7 lanes = 53000 B) / 1000 B = 53 blocks" in line
+    assert "and 47 blocks for windows of 30; max_num_seqs is lowered from 256 to 7;" in line
+    assert "max_num_batched_tokens is lowered from 8192 to 120" in line
+
+
+def test_windows_of_few_short_sequences_need_no_more_than_the_sequences():
+    plan = plan_with_windows(kvcache_memory_bytes=10_000_000, max_num_seqs=2)
+    assert plan.num_window_blocks == 2 * 100
+    assert plan.num_step_tokens == 8192
+
+
+def test_windows_have_all_of_the_memory_if_all_layers_have_one():
+    plan = plan_with_windows(block_bytes=0, kvcache_memory_bytes=100_000)
+    assert (plan.num_lanes, plan.num_window_blocks) == (17, 17 * 5 + 12)
+    assert plan.num_blocks == 17 * 100
+    assert "all layers have windows, 97000 B = 1700 blocks" in plan.describe()
+
+
+def test_too_little_memory_for_a_window_is_an_error():
+    with pytest.raises(ValueError, match="the windows of one sequence take 6000 B"):
+        plan_with_windows(kvcache_memory_bytes=10_000)
+
+
+def test_ranks_agree_on_the_size_of_the_second_pool():
+    tp = Mock(size=2, minimum=lambda numbers: [40, 3, 70, *numbers[3:]])
+    plan = plan_with_windows(tp, kvcache_memory_bytes=100_000)
+    assert plan.num_step_tokens == 70
+    assert plan.num_window_blocks == 3 * 5 + 7
+
+
+def test_gemma_4b_serves_several_sequences_on_a_laptop(monkeypatch):
+    """With 4 GB free beside the weights. A token takes 118,784 bytes in layers with a window."""
+    monkeypatch.setattr(cache_plan, "find_available_memory", lambda: 4_000_000_000)
+    units = CacheUnits(
+        block_bytes=16 * 20_480,
+        window_block_bytes=16 * 118_784,
+        block_size=16,
+        max_model_len=4096,
+        window=1024,
+    )
+    plan = plan_cache(Config(""), None, units)
+    assert plan.num_lanes >= 3
+    assert plan.num_step_tokens >= 1024
+    assert plan.num_tokens >= 3 * 4096
