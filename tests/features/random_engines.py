@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from conftest import check_invariants, copy_tokenizer, find_obstacle, make_checkpoint
 from transformers import (
+    Gemma3TextConfig,
     LlamaConfig,
+    MistralConfig,
     OPTConfig,
     Qwen2Config,
     Qwen3_5TextConfig,
@@ -45,6 +47,14 @@ MODELS: dict[str, dict[str, Any]] = {
         linear_num_value_heads=4,
         linear_key_head_dim=8,
         linear_value_head_dim=12,
+    ),
+    "mistral": dict(family=MistralConfig, sliding_window=7),
+    "gemma3": dict(
+        family=Gemma3TextConfig,
+        num_hidden_layers=3,
+        sliding_window=10,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        query_pre_attn_scalar=16,
     ),
 }
 WORDS = ["the cat ", "sat on ", "the mat. ", "1, 2, 3, ", "é", "日本", '{"a": ', "a b a b "]
