@@ -17,9 +17,11 @@ from conftest import (
     generate_ids,
     greedy,
     load_backend,
+    make_batch,
     make_shape,
 )
 from kernel_helpers import (
+    ATTENTION_TOLERANCE,
     BATCHES,
     CPU,
     DTYPES,
@@ -171,6 +173,47 @@ def test_every_shape_of_a_model_is_asked_for(monkeypatch, name):
     shapes = [make_shape(), make_shape(window=4)]
     select_backend(name, CPU, torch.float32, shapes, None)
     assert asked == shapes
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "dtype, heads, window, scale",
+    cover_pairs(
+        DTYPES,
+        [(8, 1, 16), (6, 2, 80), (2, 2, 128), (4, 1, 256)],
+        [1, 20, 190, 256, 260, 512],
+        [SCALE, 1.3],
+    ),
+    ids=str,
+)
+def test_cpp_backend_attends_to_contexts_many_windows_long(dtype, heads, window, scale):
+    """Windows begin anywhere in a tile or split, and some rows attend to no token of a tile."""
+    lengths = ([1, 700, 300, 5, 33], [1500, 700, 900, 1111, 290])
+    query, kv_cache, batch = make_step(lengths, heads, 16, dtype, window=window)
+    query = (query * SCALE / scale).to(dtype)
+    shape = make_shape(*heads, scale, window)
+    # The kernel's memory then holds NaN, which must not be added to.
+    cpp_backend.attend(torch.full_like(query, torch.nan), kv_cache, batch, shape)
+    output = cpp_backend.attend(query, kv_cache, batch, shape)
+    expected = torch_backend.attend(query.float(), kv_cache.float(), batch, shape)
+    limit = ATTENTION_TOLERANCE[dtype]
+    torch.testing.assert_close(output.float(), expected, atol=limit, rtol=limit)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "dtype, heads, window",
+    cover_pairs(DTYPES, [(4, 2, 64), (4, 1, 256), (3, 1, 10)], [None, 1, 20, 190, 256, 260]),
+    ids=str,
+)
+def test_short_queries_are_bitwise_identical_to_decodes(dtype, heads, window):
+    lengths = ([8, 3, 5], [530, 1025, 257])
+    query, kv_cache, batch = make_step(lengths, heads, 16, dtype, window=window)
+    output = attend(cpp_backend, query, kv_cache, batch, window)
+    rows = torch.arange(3).repeat_interleave(torch.tensor(lengths[0]))
+    context_lens = [*range(523, 531), *range(1023, 1026), *range(253, 258)]
+    decodes = make_batch([1] * len(rows), context_lens, batch.block_tables[rows])
+    assert torch.equal(attend(cpp_backend, query, kv_cache, decodes, window), output)
 
 
 @needs_compiler

@@ -14,6 +14,7 @@ from conftest import DEVICE, make_batch
 from kernel_helpers import CPU, make_spec, needs_compiler, needs_triton, optimize, randomize
 from torch import nn
 
+from nanovllm.batch import Batch
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.attention import AttentionShape
@@ -88,6 +89,8 @@ def change_result(result):
     """The numbers in another order. RMSNorm would undo a factor."""
     if isinstance(result, tuple):
         return tuple(map(change_result, result))
+    if isinstance(result, Batch):
+        return replace(result, block_tables=change_result(result.block_tables))
     return result.roll(1, -1)
 
 
@@ -162,7 +165,7 @@ def find_new_values(part, name, value):
     if value is torch_backend or value is cpp_backend:
         return [SimpleNamespace(**vars(value) | {"attend": wrap(value.attend)})]
     if isinstance(value, AttentionShape):
-        return [replace(value, scale=3 * value.scale)]
+        return [replace(value, scale=3 * value.scale), replace(value, window=2)]
     new_norm = randomize(RMSNorm(16, 0.5, torch.float32))
     if name == "num_experts_per_tok":
         return [1]

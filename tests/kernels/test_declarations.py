@@ -15,6 +15,7 @@ STRUCTS = [
     declarations.Norm,
     declarations.Weight,
     declarations.Layer,
+    declarations.Blocks,
     declarations.DeltaRule,
     declarations.DeltaLayer,
 ]

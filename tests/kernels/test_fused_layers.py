@@ -1,6 +1,7 @@
 """Kernels that span several layers compute the same as the layers one after the other."""
 
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +15,13 @@ from conftest import (
     random_prompt,
 )
 from kernel_helpers import (
+    CPU,
     all_dtypes,
     make_layers,
+    make_spec,
     needs_compiler,
     needs_triton,
+    optimize,
     randomize,
     triton_layers,
 )
@@ -26,11 +30,14 @@ from torch.testing import assert_close
 from transformers import Qwen3MoeConfig
 
 from nanovllm import LLM, SamplingParams
+from nanovllm import batch as batches
 from nanovllm.checkpoints.tensor_files import TensorFiles
 from nanovllm.kernels import replacement
+from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rotary import RopeSpec
 from nanovllm.models.decoder import MLP, Attention, DecoderLayers
 from nanovllm.models.weights import load_checkpoint
 
@@ -84,6 +91,59 @@ def test_one_call_for_all_layers_matches_plain_layers(tmp_path, monkeypatch, sha
                 assert torch.equal(output, hidden)
     # Slots that no batch writes keep their number.
     assert_close(caches, plain_caches, atol=atol, rtol=rtol)
+
+
+@needs_compiler
+@all_dtypes
+def test_one_call_for_layers_with_different_windows_and_ropes(monkeypatch, dtype):
+    calls = []
+    compute = FusedLayers._compute
+
+    def record(layers, first, kv_caches, *args, **options):
+        calls.append(len(kv_caches))
+        compute(layers, first, kv_caches, *args, **options)
+
+    monkeypatch.setattr(FusedLayers, "_compute", record)
+    ropes = (RopeSpec.from_base(1e4, 16), RopeSpec.from_base(30.0, 16))
+    spec = make_spec(
+        dtype,
+        num_layers=5,
+        qk_norm=True,
+        windows=(20, None, 3, 300, 20),
+        ropes=ropes,
+        rope_indices=(0, 1, 0, 1, 1),
+    )
+    plain = randomize(spec.make_model(torch_backend))
+    fused = optimize(randomize(spec.make_model(cpp_backend)), "cpp", dtype)
+    caches = []
+    for window in spec.windows:
+        num_blocks = 150 if window is None else 240
+        caches.append(torch_backend.make_cache(num_blocks, 16, 1, 16, dtype, CPU))
+    plain_caches = [cache.clone() for cache in caches]
+    tables = torch.randperm(150, dtype=torch.int32).view(3, 50)
+    window_tables = torch.randperm(240, dtype=torch.int32).view(3, 80)
+    atol, rtol = (2e-4, 2e-4) if dtype == torch.float32 else (0.3, 0.05)
+    with torch.inference_mode():
+        for query_lens, context_lens in [
+            ([70, 600, 9], [70, 600, 9]),
+            ([1, 100, 7], [71, 700, 16]),
+            ([1, 1, 1], [72, 701, 17]),
+        ]:
+            batch = batches.make_batch(query_lens, context_lens, tables, 16)
+            ids = torch.randint(80, batch.input_ids.shape, dtype=torch.int32)
+            in_windows = batches.make_batch(query_lens, context_lens, window_tables, 16)
+            batch = replace(
+                batch,
+                input_ids=ids,
+                window_slots=in_windows.slot_mapping,
+                window_tables=window_tables,
+            )
+            hidden = fused(batch, caches)
+            assert_close(hidden, plain(batch, plain_caches), atol=atol, rtol=rtol)
+    assert_close(caches, plain_caches, atol=atol, rtol=rtol)
+    # More than 512 tokens are computed layer by layer, and the last layer's K/V separately if not
+    # all tokens have logits.
+    assert calls == [1] * 6 + [4, 1, 1] + [5]
 
 
 @needs_compiler

@@ -27,8 +27,6 @@ def reason_unavailable(
         return "it needs a CPU device"
     if shape.head_dim % 2 != 0:
         return f"head_dim must be even, not {shape.head_dim}"
-    if shape.window is not None:
-        return "it does not support sliding windows"
     return library.reason_unavailable(dtype)
 
 
@@ -73,6 +71,7 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, shape: AttentionShape)
         query.shape[1] // num_kv_heads,
         head_dim,
         shape.scale,
+        shape.window or 0,  # 0: all
     ]
     kernels.decode_attention(*arguments)  # writes the rows of short queries
     if batch.max_seqlen_q > SHORT_QUERY:

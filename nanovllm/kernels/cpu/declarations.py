@@ -67,5 +67,6 @@ def _find_type(declaration: str) -> Any:
 Norm = read_struct("Norm")
 Weight = read_struct("Weight")
 Layer = read_struct("Layer")
+Blocks = read_struct("Blocks")
 DeltaRule = read_struct("DeltaRule")
 DeltaLayer = read_struct("DeltaLayer")

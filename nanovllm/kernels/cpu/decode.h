@@ -2,10 +2,13 @@
 // (defined in library.py), in which every token is a separate decode.
 //
 // A context is divided into splits of SPLIT tokens, which are tasks for the threads, and the
-// results are combined as in the Triton backend. The keys, and then the values, of TOKENS tokens
-// are read at a time, with all heads, in the order of memory. While those of one head are
-// multiplied, those of the same head of the `next` tokens are prefetched, spread over time because
-// a core can have few cache lines in flight.
+// results are combined as in the Triton backend. Splits begin at multiples of SPLIT, and the first
+// one is cut where the window begins. Several query tokens therefore divide their context as
+// decodes do.
+//
+// The keys, and then the values, of TOKENS tokens are read at a time, with all heads, in the order
+// of memory. While those of one head are multiplied, those of the same head of the `next` tokens
+// are prefetched, spread over time because a core can have few cache lines in flight.
 #pragma once
 #include "team.h"
 
@@ -119,6 +122,12 @@ static void add_values(const bfloat16* const* values, const bfloat16* const* nex
 }
 #endif
 
+// Return the first token that the query token at `position` attends to. Without a window, which is
+// then 0, this is the first token of the context.
+static int64_t find_first_visible(int64_t position, int64_t window) {
+    return window ? std::max<int64_t>(0, position + 1 - window) : 0;
+}
+
 // Attention of one query token, all heads, to `num_tokens` tokens of its context. Store the
 // weighted sums of the values, the highest score, and the sum of the weights exp(score - highest),
 // which are needed to combine splits. With a HEAD_DIM that the compiler knows, loops have no
@@ -216,7 +225,7 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
                                  const int32_t* cu_seqlens_q, const int32_t* context_lens,
                                  const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
                                  int64_t block_size, int64_t num_kv_heads, int64_t group_size,
-                                 int64_t head_dim, float scale) {
+                                 int64_t head_dim, float scale, int64_t window) {
     int64_t num_heads = num_kv_heads * group_size;
     int64_t size = num_heads * head_dim;
     struct Part {  // one query token and one split of its context
@@ -224,22 +233,29 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
         int64_t row;
         int64_t first_token;
         int64_t num_tokens;
+        bool is_first;  // of this row
     };
     std::vector<Part> parts;  // query tokens that read the same K/V are adjacent
     for (int64_t seq = 0; seq < num_seqs; seq++) {
         int64_t start = cu_seqlens_q[seq];
         int64_t query_len = cu_seqlens_q[seq + 1] - start;
         if (query_len > SHORT_QUERY) continue;
-        for (int64_t first = 0; first < context_lens[seq]; first += SPLIT)
+        int64_t tokens_before = context_lens[seq] - query_len;
+        int64_t first = find_first_visible(tokens_before, window) / SPLIT * SPLIT;
+        for (; first < context_lens[seq]; first += SPLIT)
             for (int64_t i = 0; i < query_len; i++) {
-                int64_t num_visible = context_lens[seq] - query_len + 1 + i;  // to query token i
-                if (first < num_visible)
-                    parts.push_back({seq, start + i, first, std::min(SPLIT, num_visible - first)});
+                int64_t position = tokens_before + i;
+                int64_t first_visible = find_first_visible(position, window);
+                int64_t begin = std::max(first, first_visible);
+                int64_t end = std::min(first + SPLIT, position + 1);
+                if (begin < end)
+                    parts.push_back({seq, start + i, begin, end - begin, begin == first_visible});
             }
     }
 
     auto attend = head_dim == 64    ? attend_to_part<64>
                   : head_dim == 128 ? attend_to_part<128>
+                  : head_dim == 256 ? attend_to_part<256>
                                     : attend_to_part<0>;
     Team::form(parts.size() > 1, [&] {
         Team& team = Team::get();
@@ -248,7 +264,7 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
         team.share(1, [&](int64_t) { team.memory.get(parts.size() * stride); });
         float* results = team.memory.get(0);
         team.share(parts.size(), [&](int64_t i) {
-            auto [seq, row, first_token, num_tokens] = parts[i];
+            auto [seq, row, first_token, num_tokens, _] = parts[i];
             float* sums = results + i * stride;
             float* highest = sums + size;
             attend(query + row * size, keys, values, block_tables + seq * table_width, first_token,
@@ -258,7 +274,7 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
         // Combine splits: the weights of each are scaled by exp(its highest score - the highest of
         // all).
         parallel_for(parts.size(), size, [&](size_t i) {
-            if (parts[i].first_token > 0) return;
+            if (!parts[i].is_first) return;
             // The first split of a row finds the others, which come after it.
             std::vector<const float*> of_row;
             for (size_t part = i; part < parts.size() && parts[part].seq == parts[i].seq; part++)

@@ -24,17 +24,27 @@ struct Layer {  // filled by Python: see declarations.py
     int64_t num_kv_heads;
     int64_t head_dim;
     int64_t intermediate_size;
-    float scale;  // scale of attention scores
+    float scale;         // scale of attention scores
+    int64_t window;      // tokens that a query attends to, or 0 if it attends to all
+    int64_t rope_index;  // index of its cos and sin
 };
 
-// Run the layers on x [num_tokens, hidden_size], in place. Each layer has a kv_cache [2, num_slots,
-// num_kv_heads, head_dim]. With `only_kv`, the layers only write their K/V.
-extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t num_layers,
-                               int64_t num_slots, T* x, const float* cos, const float* sin,
-                               const int32_t* slot_mapping, const int32_t* cu_seqlens_q,
-                               const int32_t* context_lens, const int32_t* block_tables,
-                               int64_t num_tokens, int64_t num_seqs, int64_t table_width,
-                               int64_t block_size, int64_t only_kv) {
+struct Blocks {  // of a batch, filled by Python
+    const int32_t* slot_mapping;
+    const int32_t* block_tables;
+    int64_t table_width;
+};
+
+// Run the layers on x [num_tokens, hidden_size], in place. Each layer has its own keys and values
+// [num_slots, num_kv_heads, head_dim], and each RoPE of the model its own cos and sin. blocks[0] is
+// for layers that attend to all tokens, and blocks[1] for layers with a window. With `only_kv`, the
+// layers only write their K/V.
+extern "C" void decoder_layers(const Layer* layers, T* const* keys, T* const* values,
+                               int64_t num_layers, T* x, const float* const* cos,
+                               const float* const* sin, const Blocks* blocks,
+                               const int32_t* cu_seqlens_q, const int32_t* context_lens,
+                               int64_t num_tokens, int64_t num_seqs, int64_t block_size,
+                               int64_t only_kv) {
     // If there are ENOUGH tokens for every thread, each chunk belongs to one thread, which finds in
     // its own cache what it has written there. Otherwise all threads share a chunk.
     constexpr int64_t TOKENS_PER_CHUNK = 512;
@@ -91,8 +101,7 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
             Weight qkv_weight = layer.qkv;
             qkv_weight.panels = layer.qkv.find_panel(skipped / WIDTH, hidden_size);
             const T* bias = layer.qkv_bias ? layer.qkv_bias + skipped : nullptr;
-            T* keys = kv_caches[i];
-            T* values = keys + num_slots * kv_size;
+            const Blocks& own = layer.window > 0 ? blocks[1] : blocks[0];
             T* query = memory;
             T* attended = query + num_tokens * q_size;
 
@@ -100,8 +109,8 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
                 T* qkv = normed + chunk * hidden_size;
                 T* key = qkv + q_size;
                 T* value = key + kv_size;
-                const float* c = cos + first * half;
-                const float* s = sin + first * half;
+                const float* c = cos[layer.rope_index] + first * half;
+                const float* s = sin[layer.rope_index] + first * half;
                 rms_norm(x + first * hidden_size, layer.input_norm.weight, normed, size,
                          hidden_size, layer.input_norm.eps, false);
                 linear(normed, &qkv_weight, bias, nullptr, qkv + skipped, size, hidden_size,
@@ -111,15 +120,15 @@ extern "C" void decoder_layers(const Layer* layers, T* const* kv_caches, int64_t
                            qkv_stride, q_size, num_heads, half, layer.q_norm.eps);
                 rotary(key, c, s, layer.k_norm.weight, key, size, qkv_stride, qkv_stride,
                        num_kv_heads, half, layer.k_norm.eps);
-                store_kvcache(key, value, qkv_stride, qkv_stride, slot_mapping + first, size,
-                              kv_size, keys, values);
+                store_kvcache(key, value, qkv_stride, qkv_stride, own.slot_mapping + first, size,
+                              kv_size, keys[i], values[i]);
             });
             if (only_kv) continue;
             // The K/V of all tokens are written, so tokens of this step can attend to each other.
             for (auto attend : {decode_attention, prefill_attention})
-                attend(query, keys, values, attended, cu_seqlens_q, context_lens, block_tables,
-                       num_seqs, table_width, block_size, num_kv_heads, num_heads / num_kv_heads,
-                       head_dim, layer.scale);
+                attend(query, keys[i], values[i], attended, cu_seqlens_q, context_lens,
+                       own.block_tables, num_seqs, own.table_width, block_size, num_kv_heads,
+                       num_heads / num_kv_heads, head_dim, layer.scale, layer.window);
             for_chunks([&](int64_t first, int64_t size, T* normed) {
                 T* gated = normed + chunk * hidden_size;
                 T* to = x + first * hidden_size;

@@ -15,7 +15,7 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.kernels.changes import has_parts
 from nanovllm.kernels.cpu import attention
-from nanovllm.kernels.cpu.declarations import Layer, Struct
+from nanovllm.kernels.cpu.declarations import Blocks, Layer, Struct
 from nanovllm.kernels.cpu.elementwise import (
     FastAttention,
     FastMLP,
@@ -30,7 +30,7 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedWeight,
 )
 from nanovllm.kernels.optimized_layer import OptimizedLayer
-from nanovllm.models.decoder import CosSin, CosSins, DecoderLayer, DecoderLayers
+from nanovllm.models.decoder import CosSins, DecoderLayer, DecoderLayers
 
 # A step of more tokens is computed layer by layer, because CPython handles Ctrl-C between calls.
 MAX_TOKENS_PER_CALL = 512
@@ -74,26 +74,30 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         self, x: Tensor, cos_sins: CosSins, kv_caches: list[Tensor], batch: Batch
     ) -> Tensor:
         """The last layer computes only K/V for tokens without logits."""
-        cos_sin = cos_sins[0]  # the C++ code rotates whole heads, in all layers alike
-        is_other_rope = len(cos_sins) > 1 or 2 * cos_sin[0].shape[-1] != kv_caches[0].shape[-1]
+        head_dim = kv_caches[0].shape[-1]
+        # The C++ code rotates whole heads.
+        is_other_rope = any([2 * cos.shape[-1] != head_dim for cos, _ in cos_sins])
         if self.structs is None or any(self.hooks) or is_other_rope:
             return super().forward(x, cos_sins, kv_caches, batch)
+        batches = [batch, batch.for_windows]
         x = x.clone()  # the C++ code works in place, and a hook may have kept x
         rows = batch.logits_indices
         has_other_rows = len(rows) < len(x)
         whole = kv_caches[:-1] if has_other_rows else kv_caches
         layers_per_call = len(kv_caches) if len(x) <= MAX_TOKENS_PER_CALL else 1
         for first in range(0, len(whole), layers_per_call):
-            self._compute(first, whole[first : first + layers_per_call], x, cos_sin, batch)
+            self._compute(first, whole[first : first + layers_per_call], x, cos_sins, batches)
         if has_other_rows:
             last_cache = kv_caches[-1:]
-            self._compute(len(whole), last_cache, x, cos_sin, batch, only_kv=True)
-            cu_seqlens_q = torch.searchsorted(rows, batch.cu_seqlens_q, out_int32=True)
-            slot_mapping = batch.slot_mapping[rows]
-            shorter = replace(batch, cu_seqlens_q=cu_seqlens_q, slot_mapping=slot_mapping)
-            cos, sin = cos_sin
+            self._compute(len(whole), last_cache, x, cos_sins, batches, only_kv=True)
+            starts = torch.searchsorted(rows, batch.cu_seqlens_q, out_int32=True)
+            shorter = [
+                replace(each, cu_seqlens_q=starts, slot_mapping=each.slot_mapping[rows])
+                for each in batches
+            ]
             x = x[rows]
-            self._compute(len(whole), last_cache, x, (cos[rows], sin[rows]), shorter)
+            cos_sins = [(cos[rows], sin[rows]) for cos, sin in cos_sins]
+            self._compute(len(whole), last_cache, x, cos_sins, shorter)
         return x
 
     def _compute(
@@ -101,31 +105,52 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         first: int,
         kv_caches: list[Tensor],
         x: Tensor,
-        cos_sin: CosSin,
-        batch: Batch,
+        cos_sins: CosSins,
+        batches: list[Batch],
         only_kv: bool = False,
     ) -> None:
         """Compute the layers that these caches belong to, from layer `first`, in place of x."""
         if len(x) == 0:
             return
-        pointers = [kv_cache.data_ptr() for kv_cache in kv_caches]
-        num_blocks, block_size = kv_caches[0].shape[1:3]
+        batch = batches[0]
+        keys = [kv_cache.data_ptr() for kv_cache in kv_caches]
+        values = [kv_cache.data_ptr() + kv_cache.nbytes // 2 for kv_cache in kv_caches]
         load(x.dtype).decoder_layers(
             ctypes.byref(self.structs, first * ctypes.sizeof(Layer)),
-            (ctypes.c_void_p * len(pointers))(*pointers),
+            _make_array(keys),
+            _make_array(values),
             len(kv_caches),
-            num_blocks * block_size,
             x,
-            *cos_sin,
-            batch.slot_mapping,
+            *map(_point_to, zip(*cos_sins)),
+            (Blocks * 2)(*map(_find_blocks, batches)),
             batch.cu_seqlens_q,
             batch.context_lens,
-            batch.block_tables,
             len(x),
-            *batch.block_tables.shape,
-            block_size,
+            len(batch.context_lens),
+            kv_caches[0].shape[2],  # block size
             only_kv,
         )
+
+
+def _find_blocks(batch: Batch) -> Struct:
+    return Blocks(
+        slot_mapping=batch.slot_mapping,
+        block_tables=batch.block_tables,
+        table_width=batch.block_tables.shape[1],
+    )
+
+
+def _point_to(tensors: Iterable[Tensor]) -> Any:
+    """Make a C array of pointers to tensors, which must be contiguous."""
+    addresses = []
+    for tensor in tensors:
+        assert tensor.is_contiguous()
+        addresses.append(tensor.data_ptr())
+    return _make_array(addresses)
+
+
+def _make_array(addresses: list[int]) -> Any:
+    return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 def _make_struct(layer: Any) -> Struct:
@@ -149,4 +174,6 @@ def _make_struct(layer: Any) -> Struct:
         head_dim=attn.shape.head_dim,
         intermediate_size=gate_up.out_features,
         scale=attn.shape.scale,
+        window=attn.shape.window or 0,  # 0: all
+        rope_index=attn.rope_index,
     )

@@ -3,7 +3,8 @@
 // CONTEXT_TILE tokens of the context at a time are packed into panels of keys and of values.
 // QUERIES query tokens share them, some rows at a time, so that scores, weights and sums of values
 // stay in a core's cache. A row keeps the highest score so far. If a tile has a higher one, the
-// row's previous sums are rescaled.
+// row's previous sums are rescaled. The tokens before a window are left out, but for those that
+// share a panel with the window of an adjacent row.
 #pragma once
 #include <array>
 
@@ -29,7 +30,7 @@ static Vector power(Vector x) { return exponential(x); }
 #endif
 
 // The queries of one KV head. Each attends to the `tokens_before` tokens before the queries, to the
-// queries before it, and to itself.
+// queries before it, and to itself, as far as they are in its window.
 class PrefillAttention {
     Buffer<T> key_memory;
     Buffer<T> value_memory;
@@ -97,7 +98,7 @@ public:
     void attend(const T* query, const T* keys, const T* values, T* output,
                 const int32_t* block_table, int64_t tokens_before, int64_t num_queries,
                 int64_t block_size, int64_t num_kv_heads, int64_t group_size, int64_t head_dim,
-                float scale) {
+                float scale, int64_t window) {
         int64_t num_rows = num_queries * group_size;
         int64_t context_len = tokens_before + num_queries;
         padded_dim = round_up(head_dim, WIDTH);
@@ -116,12 +117,18 @@ public:
         totals.assign(num_rows, 0);
 
         queries.pack([&](int64_t row) { return query + offset_of(row); }, num_rows, head_dim);
-        for (int64_t first = 0; first < context_len; first += CONTEXT_TILE) {
+        int64_t first = find_first_visible(tokens_before, window);
+        for (; first < context_len; first += CONTEXT_TILE) {
             int64_t num_tokens = std::min(CONTEXT_TILE, context_len - first);
             pack(keys, values, block_table, first, num_tokens, block_size, num_kv_heads * head_dim,
                  head_dim);
-            // Number of tokens of this tile that a row attends to.
-            auto find_visible = [&](int64_t row) {
+            // A row attends to the tokens of this tile from find_begin(row), which is negative if
+            // it attends to earlier tiles as well, to find_end(row).
+            auto find_begin = [&](int64_t row) {
+                int64_t visible = find_first_visible(tokens_before + row / group_size, window);
+                return std::min(visible - first, num_tokens);
+            };
+            auto find_end = [&](int64_t row) {
                 return std::clamp<int64_t>(tokens_before + row / group_size + 1 - first, 0,
                                            num_tokens);
             };
@@ -129,21 +136,27 @@ public:
             int64_t first_row = std::max<int64_t>(0, first - tokens_before) * group_size;
             first_row -= first_row % ROWS_AT_ONCE;
             for (int64_t start = first_row; start < num_rows; start += ROWS_AT_ONCE) {
+                // The first row sees the first token, and the last row the last one.
+                int64_t first_begin = find_begin(start);
+                if (first_begin == num_tokens) break;  // all other windows begin after this tile
+                bool is_added = first_begin < 0;
                 int64_t size = std::min(ROWS_AT_ONCE, num_rows - start);
-                // The last row sees the most tokens.
-                int64_t end = round_up(find_visible(start + size - 1), CHUNK);
-                for (int64_t panel = 0; panel < end; panel += WIDTH)
+                int64_t begin = std::max<int64_t>(0, first_begin) / WIDTH * WIDTH;
+                int64_t end = round_up(find_end(start + size - 1), CHUNK);
+                for (int64_t panel = begin; panel < end; panel += WIDTH)
                     queries.multiply(&key_panels[panel * padded_dim], start, start + size,
                                      &scores[panel], STRIDE, false);
                 for (int64_t row = 0; row < size; row++) {
                     float* s = &scores[row * STRIDE];
-                    std::fill(s + find_visible(start + row), s + end, -INFINITY);
+                    std::fill(s + begin, s + std::max(begin, find_begin(start + row)), -INFINITY);
+                    std::fill(s + find_end(start + row), s + end, -INFINITY);
                 }
-                weigh(size, end, scale * LOG2_BASE, &highest[start], &totals[start],
-                      first > 0 ? &outputs[start * padded_dim] : nullptr);
+                float* sums = &outputs[start * padded_dim];
+                weigh(size, begin, end, scale * LOG2_BASE, &highest[start], &totals[start],
+                      is_added ? sums : nullptr);
                 for (int64_t panel = 0; panel < head_dim; panel += WIDTH)
-                    weights.multiply(&value_panels[panel * CONTEXT_TILE], 0, size,
-                                     &outputs[start * padded_dim + panel], padded_dim, first > 0);
+                    weights.multiply(&value_panels[panel * CONTEXT_TILE + begin * WIDTH], 0, size,
+                                     sums + panel, padded_dim, is_added);
             }
         }
         for (int64_t row = 0; row < num_rows; row++) {
@@ -156,16 +169,16 @@ public:
     }
 
 private:
-    // Turn scores up to `end` into weights, power(scale * (score - highest)). If a row's highest
-    // score so far is exceeded, rescale its `sums`, if there are any.
-    void weigh(int64_t num_rows, int64_t end, float scale, float* highest, float* totals,
-               float* sums) {
+    // Turn scores from `begin` to `end` into weights, power(scale * (score - highest)). If a row's
+    // highest score so far is exceeded, rescale its `sums`, if there are any.
+    void weigh(int64_t num_rows, int64_t begin, int64_t end, float scale, float* highest,
+               float* totals, float* sums) {
         float bases[ROWS_AT_ONCE];  // the new highest scores
         float shrinks[round_up(ROWS_AT_ONCE, LANES)] = {};
         for (int64_t row = 0; row < num_rows; row++) {
             const float* s = &scores[row * STRIDE];
-            Vector most = load(s);
-            for (int64_t i = LANES; i < end; i += LANES)
+            Vector most = load(s + begin);
+            for (int64_t i = begin + LANES; i < end; i += LANES)
                 most = load(s + i) > most ? load(s + i) : most;
             float base = highest[row];
 #pragma omp simd reduction(max : base)
@@ -177,13 +190,14 @@ private:
             Vector shrink = power(load(shrinks + row));
             memcpy(shrinks + row, &shrink, sizeof shrink);
         }
-        weights.shape(num_rows, end);
+        weights.shape(num_rows, end - begin);
         for (int64_t row = 0; row < num_rows; row++) {
             const float* s = &scores[row * STRIDE];
             Vector sum = {};
             auto* to = weights.find(row, 0);
-            float base = bases[row] * scale;
-            for (int64_t i = 0; i < end; i += CHUNK) {
+            // Finite also for a row whose window begins after this tile: all its scores are -inf.
+            float base = std::max(bases[row] * scale, -FLT_MAX);
+            for (int64_t i = begin; i < end; i += CHUNK) {
                 for (int64_t j = 0; j < CHUNK; j += 2 * LANES) {
                     Vector first = power(load(s + i + j) * scale - base);
                     Vector second = power(load(s + i + j + LANES) * scale - base);
@@ -204,7 +218,8 @@ extern "C" void prefill_attention(const T* query, const T* keys, const T* values
                                   const int32_t* cu_seqlens_q, const int32_t* context_lens,
                                   const int32_t* block_tables, int64_t num_seqs,
                                   int64_t table_width, int64_t block_size, int64_t num_kv_heads,
-                                  int64_t group_size, int64_t head_dim, float scale) {
+                                  int64_t group_size, int64_t head_dim, float scale,
+                                  int64_t window) {
     std::vector<std::array<int64_t, 3>> parts;  // sequence, first query token, KV head
     for (int64_t seq = 0; seq < num_seqs; seq++) {
         int64_t query_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq];
@@ -227,7 +242,7 @@ extern "C" void prefill_attention(const T* query, const T* keys, const T* values
                              output + offset, block_tables + seq * table_width,
                              context_lens[seq] - query_len + first,
                              std::min(QUERIES, query_len - first), block_size, num_kv_heads,
-                             group_size, head_dim, scale);
+                             group_size, head_dim, scale, window);
         });
     });
 }
