@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -21,7 +22,11 @@ from nanovllm.kernels.select import select_backend
 from nanovllm.layers.attention import AttentionShape
 from nanovllm.utils.terminal import run_program
 
-QWEN3 = AttentionShape(16, 8, 128, 128**-0.5)  # Qwen3-0.6B
+LAYERS = {
+    "Qwen3-0.6B": AttentionShape(16, 8, 128, 128**-0.5),
+    "Gemma 3 1B, full": AttentionShape(4, 1, 256, 256**-0.5),
+    "Gemma 3 1B, window 512": AttentionShape(4, 1, 256, 256**-0.5, window=512),
+}
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 8e-2}  # what rounding explains
 
 
@@ -44,48 +49,53 @@ def time_call(call: Callable[[], object], device: torch.device) -> float:
 
 
 def measure(
-    num_seqs: int, context_len: int, prompt_len: int, dtype_name: str, device: torch.device
+    decodes: list[tuple[int, int]], prompt_len: int, dtype_name: str, device: torch.device
 ) -> None:
     """Check and time all kernels and print a table. Raises RuntimeError if one is wrong.
 
-    Decodes have `num_seqs` contexts of `context_len` tokens. A prefill has `prompt_len` tokens.
+    `decodes` are numbers of sequences and tokens of their contexts. A prefill has `prompt_len`
+    tokens. Rates count the tokens that queries attend to.
     """
     dtype = getattr(torch, dtype_name)
     hardware = platform.processor() or platform.machine()
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     print(f"\n{hardware}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
-    print("| kernel | sequences x tokens | backend | dtype | time | rate | max error |")
-    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
-    token_gb = 2 * QWEN3.num_kv_heads * QWEN3.head_dim * dtype.itemsize / 1e9
-    prompt_tflop = 2 * 2 * QWEN3.num_heads * QWEN3.head_dim * prompt_len**2 / 2 / 1e12
+    print("| kernel | layer | sequences x tokens | backend | dtype | time | rate | max error |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    shapes = list(LAYERS.values())
     tolerance = TOLERANCES[dtype_name]
     for name in reversed(BACKENDS):  # the fastest backend last
         try:
-            backend, block_size = select_backend(name, device, dtype, [QWEN3], None)
+            backend, block_size = select_backend(name, device, dtype, shapes, None)
         except ValueError as error:
             print(error, file=sys.stderr)
             continue
-        decodes = BatchShape(num_seqs, context_len, 1, block_size)
-        prompt = BatchShape(1, prompt_len, prompt_len, block_size)
-        _, decode, decode_error = compare_with_torch(
-            backend, QWEN3, decodes, device, dtype, tolerance
-        )
-        store, prefill, prefill_error = compare_with_torch(
-            backend, QWEN3, prompt, device, dtype, tolerance
-        )
-
-        stored_gb = 2 * prompt_len * token_gb  # read and written
-        context_gb = num_seqs * context_len * token_gb
-        kernels = [
-            ("store_kvcache", f"1 x {prompt_len}", store, stored_gb, "GB/s", 0.0),
-            ("decode", f"{num_seqs} x {context_len}", decode, context_gb, "GB/s", decode_error),
-            ("prefill", f"1 x {prompt_len}", prefill, prompt_tflop, "TFLOP/s", prefill_error),
-        ]
-        for kernel, shape, call, work, unit, off_by in kernels:
-            seconds = time_call(call, device)
-            figures = f"{seconds * 1e3:.4g} ms | {work / seconds:.4g} {unit} | {off_by:.2g}"
-            print(f"| {kernel} | {shape} | {name} | {dtype_name} | {figures} |", flush=True)
+        for layer, shape in LAYERS.items():
+            check = partial(
+                compare_with_torch, backend, shape, device=device, dtype=dtype, tolerance=tolerance
+            )
+            token_gb = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize / 1e9
+            pair_tflop = 2 * 2 * shape.num_heads * shape.head_dim / 1e12
+            sizes = f"1 x {prompt_len}"
+            store, prefill, off_by = check(BatchShape(1, prompt_len, prompt_len, block_size))
+            stored_gb = 2 * prompt_len * token_gb  # read and written
+            visible = min(prompt_len, shape.window or prompt_len)
+            prompt_tflop = visible * (prompt_len - visible / 2) * pair_tflop
+            kernels = [
+                ("store_kvcache", sizes, store, stored_gb, "GB/s", 0.0),
+                ("prefill", sizes, prefill, prompt_tflop, "TFLOP/s", off_by),
+            ]
+            for num_seqs, context_len in decodes:
+                _, decode, off_by = check(BatchShape(num_seqs, context_len, 1, block_size))
+                sizes = f"{num_seqs} x {context_len}"
+                read_gb = num_seqs * min(context_len, shape.window or context_len) * token_gb
+                kernels.append(("decode", sizes, decode, read_gb, "GB/s", off_by))
+            for kernel, sizes, call, work, unit, off_by in kernels:
+                seconds = time_call(call, device)
+                figures = f"{seconds * 1e3:.4g} ms | {work / seconds:.4g} {unit} | {off_by:.2g}"
+                row = f"{kernel} | {layer} | {sizes} | {name} | {dtype_name} | {figures}"
+                print(f"| {row} |", flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -98,9 +108,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     if torch.cuda.is_available():
-        measure(256, 1024, 8192, args.dtype, torch.device("cuda"))
+        measure([(256, 1024), (1, 1024), (1, 32768)], 8192, args.dtype, torch.device("cuda"))
     else:
-        measure(32, 256, 2048, args.dtype, torch.device("cpu"))
+        measure([(32, 256), (1, 1024), (1, 32768)], 2048, args.dtype, torch.device("cpu"))
 
 
 if __name__ == "__main__":

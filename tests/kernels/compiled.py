@@ -102,6 +102,7 @@ def launch_model(dtype, head_dim, group_size):
     spec = make_spec(
         dtype, head_dim, hidden_size=1024, intermediate_size=3072, vocab_size=4100, max_len=4096,
         num_heads=2 * group_size, num_kv_heads=2, qk_norm=group_size % 2 == 0,
+        windows=(None, 100),
     )  # fmt: skip
     device = torch.device("cuda")
     model = spec.make_model(attention)
@@ -163,6 +164,7 @@ def inspect(kernel):
     return {
         "kernel": kernel.metadata.name,
         "is_decode": constants.get("IS_DECODE"),
+        "window": constants.get("WINDOW"),
         "registers": used["REG"],
         "spilled": used["STACK"] + used["LOCAL"],  # bytes of a thread
         "shared": kernel.metadata.shared,

@@ -123,11 +123,12 @@ def quantize(module, scheme):
     return module
 
 
-def make_step(lengths, heads, block_size, dtype, device=CPU, window=None):
+def make_step(lengths, heads, block_size, dtype, device=CPU, window=None, fills_blocks=False):
     """Make a query, a KV cache and a batch whose blocks are in random order.
 
     `lengths` are those of queries and of contexts. `heads` are num_heads, num_kv_heads and
-    head_dim. The slots that no query attends to hold NaN. Equal arguments give equal numbers.
+    head_dim. The slots that no query attends to hold NaN. With `fills_blocks`, a block in which a
+    window begins has numbers in all slots before it. Equal arguments give equal numbers.
     """
     shape = make_shape(*heads, window=window)
     query_lens, context_lens = lengths
@@ -141,7 +142,10 @@ def make_step(lengths, heads, block_size, dtype, device=CPU, window=None):
     kv_cache = torch.full(cache_shape, torch.nan, dtype=dtype)
     for table, ids, length, query_len in zip(tables, block_ids, context_lens, query_lens):
         table[: len(ids)] = ids
-        positions = torch.arange(shape.find_first_visible(length - query_len), length)
+        first = shape.find_first_visible(length - query_len)
+        if fills_blocks:
+            first -= first % block_size
+        positions = torch.arange(first, length)
         kv = torch.randn(2, len(positions), num_kv_heads, head_dim).to(dtype)
         kv_cache[:, ids[positions // block_size], positions % block_size] = kv
     query = torch.randn(sum(query_lens), num_heads, head_dim).to(dtype)

@@ -30,7 +30,7 @@ def check(arch, events):
     names |= {"rotate_and_store_kernel", "_filter_kernel", "_multiply_kernel"}
     names |= {"prepare_chunks_kernel", "advance_states_kernel"}
     assert {kernel["kernel"] for kernel in kernels} >= names
-    num_prefills = 0
+    prefill_windows = set()
     for kernel in kernels:
         is_16_bit = kernel["dtype"] != "torch.float32"
         assert kernel["spilled"] <= (0 if is_16_bit else 16), kernel
@@ -42,8 +42,8 @@ def check(arch, events):
             assert kernel["matrix"] == [MATRIX[arch]], kernel
         if kernel["is_decode"] is False and is_16_bit:
             assert kernel["matrix"] == [MATRIX[arch]], kernel
-            num_prefills += 1
-    assert num_prefills
+            prefill_windows.add(kernel["window"])
+    assert prefill_windows == {None, 100}
 
 
 def test_kernels_fit_a_gpu_and_use_its_matrix_instructions(events):

@@ -17,7 +17,7 @@ FLASH_ATTN = "nanovllm.kernels.cuda.flash_attn"
 
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
-    block_table,
+    window_size, block_table,
 ):  # fmt: skip
     assert causal
     assert k.shape[1] % 256 == 0
@@ -28,19 +28,39 @@ def flash_attn_varlen_func(
     context_lens = cu_seqlens_k.diff().tolist()
     assert max(query_lens) == max_seqlen_q
     assert max(context_lens) == max_seqlen_k
-    batch = make_batch(query_lens, context_lens, block_table, q.device)
-    shape = make_shape(scale=softmax_scale)
-    return torch_backend.attend(q, torch.stack((k, v)), batch, shape)
+    return attend_with_windows(
+        q, k, v, query_lens, context_lens, block_table, softmax_scale, window_size
+    )
 
 
-def flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens, block_table, softmax_scale, causal):
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, cache_seqlens, block_table, softmax_scale, causal, window_size
+):
     assert causal
     assert cache_seqlens.dtype == block_table.dtype == torch.int32
-    query_lens = [q.shape[1]] * len(q)
-    batch = make_batch(query_lens, cache_seqlens.tolist(), block_table, q.device)
-    kv_cache = torch.stack((k_cache, v_cache))
-    shape = make_shape(scale=softmax_scale)
-    return torch_backend.attend(q.flatten(0, 1), kv_cache, batch, shape).view_as(q)
+    return attend_with_windows(
+        q.flatten(0, 1), k_cache, v_cache, [q.shape[1]] * len(q), cache_seqlens.tolist(),
+        block_table, softmax_scale, window_size,
+    ).view_as(q)  # fmt: skip
+
+
+def attend_with_windows(q, k, v, query_lens, context_lens, block_table, scale, window_size):
+    """Attend with torch, which reads no slot before a window.
+
+    flash-attn multiplies values before a window in the same tile by 0. The largest tile is a block.
+    """
+    before, after = window_size
+    assert (before, after) == (-1, -1) or (before >= 0 and after == 0)
+    window = None if before == -1 else before + 1
+    batch = make_batch(query_lens, context_lens, block_table, q.device)
+    output = torch_backend.attend(q, torch.stack((k, v)), batch, make_shape(0, 0, 0, scale, window))
+    if window is not None:
+        rows = output.split(query_lens)
+        for own, query_len, context_len, table in zip(rows, query_lens, context_lens, block_table):
+            first_visible = max(0, context_len - query_len - before)
+            block = v[table[first_visible // 256]]
+            own += 0 * block[: first_visible % 256].sum()
+    return output
 
 
 @pytest.fixture
@@ -56,9 +76,11 @@ def backend(monkeypatch):
     sys.modules.pop(FLASH_ATTN, None)
 
 
+@pytest.mark.parametrize("window", [None, 1, 20, 256])
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
-def test_flash_attn_receives_the_whole_batch(backend, lengths):
-    compare_attention(backend, *make_step(lengths, (4, 2, 64), 256, torch.float32, DEVICE))
+def test_flash_attn_receives_the_whole_batch(backend, lengths, window):
+    step = make_step(lengths, (4, 2, 64), 256, torch.float32, DEVICE, window, fills_blocks=True)
+    compare_attention(backend, *step, window)
 
 
 def test_key_bounds_are_computed_once_for_all_layers(backend, monkeypatch):
@@ -82,7 +104,7 @@ def test_flash_attn_names_what_it_does_not_support(backend):
     assert backend.reason_unavailable(gpu, bf16, shape, backend.PREFERRED_BLOCK_SIZE) is None
     assert "CUDA" in backend.reason_unavailable(CPU, bf16, shape, 256)
     assert "256" in backend.reason_unavailable(gpu, bf16, shape, 16)
-    assert "windows" in backend.reason_unavailable(gpu, bf16, make_shape(window=4), 256)
+    assert backend.reason_unavailable(gpu, bf16, make_shape(window=4), 256) is None
     assert "dtype" in backend.reason_unavailable(gpu, torch.float32, shape, 256)
     for head_dim in (10, 264):
         other = make_shape(head_dim=head_dim)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import DEVICE, make_batch, make_shape
-from kernel_helpers import attend, make_step
+from kernel_helpers import attend, compare_attention, make_step
 
 from nanovllm.layers import attention as torch_backend
 
@@ -11,14 +11,15 @@ pytest.importorskip("triton", reason="triton is not installed")
 from nanovllm.kernels.cuda import attention as triton_backend
 
 
-def test_padding_rows_of_a_cuda_graph_are_harmless(monkeypatch):
+@pytest.mark.parametrize("window", [None, 30])
+def test_padding_rows_of_a_cuda_graph_are_harmless(monkeypatch, window):
     """Their contexts are empty, and so are some splits of the others."""
     monkeypatch.setattr(triton_backend, "_count_splits", lambda *_: 5)
     lengths = ([1, 1, 1], [40, 1, 300])
-    query, kv_cache, batch = make_step(lengths, (4, 2, 64), 16, torch.float32, DEVICE)
-    expected = attend(torch_backend, query, kv_cache, batch)
+    query, kv_cache, batch = make_step(lengths, (4, 2, 64), 16, torch.float32, DEVICE, window)
+    expected = attend(torch_backend, query, kv_cache, batch, window)
     batch.context_lens[1] = 0
-    output = attend(triton_backend, query, kv_cache, batch)
+    output = attend(triton_backend, query, kv_cache, batch, window)
     assert output.isfinite().all()
     torch.testing.assert_close(output[[0, 2]], expected[[0, 2]], atol=5e-6, rtol=0)
 
@@ -37,13 +38,42 @@ def test_decodes_beside_a_prompt_add_no_tiles(monkeypatch):
     assert grids == [(8, 256, 1), (16, 1, 1)]
 
 
+@pytest.mark.parametrize("context_len", [1000, 32_000])
+def test_decodes_split_only_the_window(monkeypatch, context_len):
+    """Also in a CUDA graph, which is captured for the longest contexts."""
+    grids = []
+    monkeypatch.setattr(
+        triton_backend.Launch, "__call__", lambda _, grid, *args: grids.append(grid)
+    )
+    query = torch.empty(2, 4, 256, dtype=torch.float16)
+    kv_cache = torch.empty(2, 1, 16, 1, 256, dtype=torch.float16)
+    batch = make_batch([1, 1], [context_len, 40], torch.zeros(2, 2000, dtype=torch.int32))
+    attend(triton_backend, query, kv_cache, batch, window=512)
+    assert grids == [(1, 2, 2), (2, 4, 1)]  # two splits, which are then combined
+
+
+@pytest.mark.parametrize("window", [190, 260, 511])
+def test_windows_begin_within_blocks_and_are_split(window):
+    lengths = ([1] * 6, [189, 190, 261, 530, 777, 2048])
+    step = make_step(lengths, (4, 2, 64), 16, torch.float32, DEVICE, window)
+    compare_attention(triton_backend, *step, window)
+
+
+@pytest.mark.parametrize("window", [1, 20, 100, 300])
+def test_windows_of_some_rows_begin_after_a_tile(window):
+    """A tile of 16-bit numbers has 128 queries and 64 tokens of the context."""
+    lengths = ([130, 1, 300], [1000, 1, 300])
+    step = make_step(lengths, (2, 2, 64), 16, torch.float16, DEVICE, window)
+    compare_attention(triton_backend, *step, window)
+
+
 @pytest.mark.parametrize(
     "head_dim, is_decode", [(16, False), (20, True), (32, False), (130, False), (256, True)]
 )
 def test_16_bit_tiles_are_not_of_32(head_dim, is_decode):
     """Some releases of Triton fault with them on Hopper."""
     query = (DEVICE, torch.float16, 0)
-    kernels = triton_backend._prepare(is_decode, *query, 4, 2, head_dim, 16)
+    kernels = triton_backend._prepare(is_decode, *query, 4, 2, head_dim, 16, window=None)
     width = 64 if head_dim <= 64 else 256
     assert kernels.attend.constants["D"] == width
     assert kernels.attend.constants["N"] != 32

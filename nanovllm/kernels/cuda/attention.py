@@ -3,8 +3,8 @@
 attention_kernels.py has the kernels and explains the algorithm. Decodes and longer queries run in
 the same kernel, launched once for each kind. A program computes one KV head and
 
-    decode    the query token of one sequence and one split of its context; a second kernel
-              combines the splits
+    decode    the query token of one sequence and one split of the context it attends to; a
+              second kernel combines the splits
     prefill   a tile of query tokens of one sequence and all of the context they attend to
 """
 
@@ -68,8 +68,6 @@ def reason_unavailable(
         return f"kvcache_block_size must be a power of two and at least 16, not {block_size}"
     if not 16 <= shape.head_dim <= 256:
         return f"head_dim must be between 16 and 256, not {shape.head_dim}"
-    if shape.window is not None:
-        return "it does not support sliding windows"
     return None
 
 
@@ -150,6 +148,7 @@ def _attend(
         num_kv_heads,
         head_dim,
         block_size,
+        shape.window,
     )
     num_splits = 1
     # Of each split: the normalized output, and log2 of its sum of exponentials.
@@ -157,7 +156,8 @@ def _attend(
     log_sums = kernels.unused
     if is_decode:
         num_programs = num_seqs * num_kv_heads
-        num_splits = _count_splits(num_programs, batch.max_seqlen_k, kernels.num_processors)
+        max_visible = min(batch.max_seqlen_k, shape.window or batch.max_seqlen_k)
+        num_splits = _count_splits(num_programs, max_visible, kernels.num_processors)
         # KV heads come first, so that programs that run together read adjacent memory.
         grid = (num_kv_heads, num_seqs, num_splits)
     else:
@@ -209,6 +209,7 @@ def _prepare(
     num_kv_heads: int,
     head_dim: int,
     block_size: int,
+    window: int | None,
 ) -> _Kernels:
     group_size = num_heads // num_kv_heads
     dim = triton.next_power_of_2(head_dim)
@@ -230,6 +231,7 @@ def _prepare(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         PRECISION="ieee" if dtype == torch.float32 else "tf32",  # no effect on 16-bit operands
+        WINDOW=window,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -253,8 +255,8 @@ def _choose_tile(is_decode: bool, dim: int, dtype: torch.dtype, major: int) -> _
     return _TILES[kind][dim]
 
 
-def _count_splits(num_programs: int, max_context_len: int, num_processors: int) -> int:
+def _count_splits(num_programs: int, max_visible: int, num_processors: int) -> int:
     """Return the number of splits that fills the GPU, each long enough to be worth combining."""
     wanted = triton.cdiv(num_processors * _PROGRAMS_PER_PROCESSOR, num_programs)
-    useful = triton.cdiv(max_context_len, _MIN_TOKENS_PER_SPLIT)
+    useful = triton.cdiv(max_visible, _MIN_TOKENS_PER_SPLIT)
     return max(1, min(wanted, useful, _MAX_SPLITS))

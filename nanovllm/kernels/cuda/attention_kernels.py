@@ -6,7 +6,15 @@ output acc = sum exp(s_j - m) v_j. If a tile has a larger maximum m', l and acc 
 exp(m - m'). The result is acc / l. The kernels use exp2, so log2(e) is part of the scale.
 
 The query heads that share a KV head (GQA) are rows of one tile, so that K/V are read once for all
-of them. A tile of the context that every row attends to in full is read without a mask.
+of them. A tile of the context that every row attends to in full is read without a mask. With a
+sliding window, the rows of a prefill begin at different positions, which adds a range of tiles:
+
+    range        -          |      0       |       1        |      2
+    positions    before all | windows of   | all rows       | queries
+                 windows    | rows begin   | attend to them | of the tile
+                 not read   | masked       |                | masked
+
+Slots before all windows are not read, because their blocks can belong to other sequences by now.
 
 M: rows of queries (TOKENS query tokens of GROUP heads). N: tokens in a tile of the context.
 D: head_dim. M and D are rounded up to a power of two and masked.
@@ -57,7 +65,10 @@ def attend_kernel(
     HEAD_DIM: constexpr,
     BLOCK_SIZE: constexpr,
     PRECISION: constexpr,
+    WINDOW: constexpr,  # tokens that a query attends to, or None
 ):
+    # A decode has one query, and what it reads begins where its window begins.
+    HAS_LEFT_EDGE: constexpr = WINDOW is not None and not IS_DECODE
     if IS_DECODE:
         kv_head = tl.program_id(0)
         seq = tl.program_id(1)
@@ -92,11 +103,19 @@ def attend_kernel(
     first_position = context_len - query_len + tile * TOKENS  # the tile's first token
     last_visible = context_len - query_len + tokens  # [M]
     visible_end = tl.minimum(context_len, first_position + TOKENS)  # to any row
-    tokens_per_split = tl.cdiv(tl.cdiv(visible_end, num_splits), N) * N
-    first = split * tokens_per_split
+    visible_start = 0
+    if WINDOW is not None:
+        visible_start = tl.maximum(0, first_position + 1 - WINDOW)
+    tokens_per_split = tl.cdiv(tl.cdiv(visible_end - visible_start, num_splits), N) * N
+    first = visible_start + split * tokens_per_split
     end = tl.minimum(first + tokens_per_split, visible_end)
-    num_seen_by_all = tl.maximum(0, tl.minimum(end, first_position + 1) - first)
-    unmasked_end = first + num_seen_by_all // N * N
+    unmasked_start = first
+    if HAS_LEFT_EDGE:
+        # The window of the last row begins last.
+        num_before = tl.maximum(0, visible_end - WINDOW - first)
+        unmasked_start = first + tl.cdiv(num_before, N) * N
+    num_seen_by_all = tl.maximum(0, tl.minimum(end, first_position + 1) - unmasked_start)
+    unmasked_end = unmasked_start + num_seen_by_all // N * N
 
     key_ptr += kv_head * HEAD_DIM
     value_ptr += kv_head * HEAD_DIM
@@ -104,13 +123,12 @@ def attend_kernel(
     acc = tl.zeros([M, D], dtype=tl.float32)
     row_sum = tl.zeros([M], dtype=tl.float32)
     row_max = tl.full([M], float("-inf"), dtype=tl.float32)
-    # First the tiles that all rows attend to in full, then the others.
-    for IS_MASKED in tl.static_range(2):
-        tiles_start = unmasked_end if IS_MASKED else first
-        tiles_end = end if IS_MASKED else unmasked_end
+    for RANGE in tl.static_range(0 if HAS_LEFT_EDGE else 1, 3):
+        tiles_start = first if RANGE == 0 else unmasked_start if RANGE == 1 else unmasked_end
+        tiles_end = unmasked_start if RANGE == 0 else unmasked_end if RANGE == 1 else end
         for start in range(tiles_start, tiles_end, N):
             positions = start + tl.arange(0, N)
-            exists = (positions < end) | (not IS_MASKED)
+            exists = (positions < end) | (RANGE == 1)
             unsigned = positions.to(tl.uint32)  # divided by a power of two with a shift
             blocks = tl.load(table_ptr + unsigned // BLOCK_SIZE, mask=exists, other=0)
             slots = blocks * BLOCK_SIZE + (unsigned % BLOCK_SIZE).to(tl.int32)
@@ -121,14 +139,19 @@ def attend_kernel(
             is_read = exists[:, None] & (dims < HEAD_DIM)[None, :]
             key = tl.load(key_ptr + offsets, mask=is_read, other=0.0)
             scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # [M, N]
-            if IS_MASKED:
+            if RANGE != 1:
                 is_visible = positions[None, :] <= last_visible[:, None]
+                if RANGE == 0:
+                    is_visible &= positions[None, :] > last_visible[:, None] - WINDOW
                 scores = tl.where(is_visible, scores, float("-inf"))
-            # The maximum is finite, because every row attends to the first token of the first
-            # tile.
             new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
-            weights = tl.exp2(tl.fma(scores, scale, -new_max[:, None]))
-            rescale = tl.exp2(row_max - new_max)
+            # In range 0 a row's window can begin after the tile, and -inf - -inf is NaN. Otherwise
+            # the maximum is finite, because every row attends to the first token after range 0.
+            base = new_max
+            if RANGE == 0:
+                base = tl.where(new_max == float("-inf"), 0.0, new_max)
+            weights = tl.exp2(tl.fma(scores, scale, -base[:, None]))
+            rescale = tl.exp2(row_max - base)
             value = tl.load(value_ptr + offsets, mask=is_read, other=0.0)
             acc = acc * rescale[:, None]
             acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
