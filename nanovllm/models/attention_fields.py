@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.config import MAX_HEAD_DIM, MAX_SIZE
 from nanovllm.layers.rotary import RopeSpec
-from nanovllm.utils.checks import check_choice, check_int, check_supported
+from nanovllm.utils.checks import check_choice, check_int
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention")  # of layer_types
 _ROPE_TYPES = ("default", "dynamic", "linear", "yarn", "llama3")
@@ -74,8 +74,13 @@ def read_rope(
             "partial_rotary_factor and rope_parameters per layer type are not supported"
         )
     rope_type = check_choice("rope_type", rope["rope_type"], _ROPE_TYPES)
-    # transformers ignores the older name of rope_type in configs of Gemma 3.
-    check_supported(rope, type=(None, rope_type))
+    # In configs of Gemma 3, transformers ignores the older name of rope_type.
+    old_type = rope.get("type", rope_type)
+    if old_type != rope_type:
+        raise ValueError(
+            f"type={old_type!r} and rope_type={rope_type!r} contradict each other: set only"
+            " rope_type in rope_scaling"
+        )
     if rope_type in ("default", "dynamic"):  # "dynamic" changes only contexts above max_len
         spec = RopeSpec.from_base(rope["rope_theta"], int(head_dim * share))
     else:
