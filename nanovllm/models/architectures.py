@@ -4,7 +4,6 @@ A family is a row of ARCHITECTURES, at the end. If it differs by structure, it a
 file of its own. An unsupported feature is rejected with an error that names it, never ignored.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -12,11 +11,17 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.checkpoints.quantization import read_quantization
-from nanovllm.config import DTYPES, MAX_HEAD_DIM, MAX_LAYERS, MAX_SIZE
-from nanovllm.layers.rotary import RopeSpec
+from nanovllm.config import DTYPES, MAX_LAYERS, MAX_SIZE
+from nanovllm.models.attention_fields import (
+    ATTENTION_TYPES,
+    check_multiple,
+    read_head_dim,
+    read_max_len,
+    read_rope,
+    read_windows,
+)
 from nanovllm.models.decoder import DecoderSpec
 from nanovllm.models.gemma3 import Gemma3Spec
 from nanovllm.models.moe import MoESpec
@@ -32,8 +37,6 @@ from nanovllm.utils.checks import (
 )
 
 Fields = Mapping[str, Any]  # of a spec, by their names
-_ROPE_TYPES = ("default", "dynamic", "linear", "yarn", "llama3")
-_ATTENTION_TYPES = ("full_attention", "sliding_attention")  # of layer_types
 
 
 def read_spec(
@@ -93,64 +96,24 @@ def _read_fields(
     return found
 
 
-def _check_multiple(name: str, size: int, unit_name: str, unit: int) -> None:
-    if size % unit != 0:
-        raise ValueError(f"{name}={size} must be a multiple of {unit_name}={unit}")
-
-
 def _compute_decoder(
     config: PretrainedConfig,
     given: Fields,
-    layer_types: tuple[str, ...] = _ATTENTION_TYPES,
+    layer_types: tuple[str, ...] = ATTENTION_TYPES,
     allow_partial_rope: bool = False,
 ) -> dict[str, Any]:
     """Compute what all decoders have. `layer_types` are those that the spec can make."""
-    head_dim = _read_head_dim(config, given)
-    rope, max_len = _read_rope(config, head_dim, allow_partial_rope)
+    head_dim = read_head_dim(config)
+    rope = read_rope(config, head_dim, allow_partial=allow_partial_rope)
+    max_len = read_max_len(config)
     return {
         "head_dim": head_dim,
         "ropes": (rope,),
         "rope_indices": (0,) * given["num_layers"],
-        "windows": _read_windows(config, given["num_layers"], max_len, layer_types),
+        "windows": read_windows(config, max_len, layer_types),
         "scale": head_dim**-0.5,
         "max_len": max_len,
     }
-
-
-def _read_head_dim(config: PretrainedConfig, given: Fields) -> int:
-    num_heads = given["num_heads"]
-    num_kv_heads = given["num_kv_heads"]
-    _check_multiple("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
-    head_dim = getattr(config, "head_dim", None) or given["hidden_size"] // num_heads
-    name = "head_dim (by default hidden_size / num_attention_heads)"
-    return check_int(name, head_dim, 1, MAX_HEAD_DIM)
-
-
-def _read_windows(
-    config: PretrainedConfig, num_layers: int, max_len: int, supported: tuple[str, ...]
-) -> tuple[int | None, ...]:
-    """Read the window of each layer. `supported` are the valid layer_types.
-
-    A window that covers every context becomes None, because full attention is faster.
-    """
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:  # a window is then that of all layers
-        layer_types = ["full_attention" if window is None else "sliding_attention"] * num_layers
-    for kind in layer_types:
-        check_choice("layer_types", kind, supported)
-    if window is None and "sliding_attention" not in layer_types:
-        return (None,) * num_layers
-    if check_int("sliding_window", window, 1, MAX_SIZE) >= max_len:
-        return (None,) * num_layers
-    for name in ("sliding_window", "layer_types"):
-        is_declared = name in type(config).__dataclass_fields__
-        if not is_declared and getattr(config, name, None) is not None:
-            raise ValueError(
-                f"{name} is no field of {type(config).__name__}, and transformers would ignore it:"
-                " remove it"
-            )
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
 def _compute_moe(config: PretrainedConfig, given: Fields) -> Fields:
@@ -172,23 +135,20 @@ def _compute_qwen3_5(config: PretrainedConfig, given: Fields) -> Fields:
     if not layers:
         raise ValueError("layer_types without full_attention are not supported")
     num_value_heads, num_key_heads = given["num_value_heads"], given["num_key_heads"]
-    _check_multiple(
-        "linear_num_value_heads", num_value_heads, "linear_num_key_heads", num_key_heads
-    )
+    check_multiple("linear_num_value_heads", num_value_heads, "linear_num_key_heads", num_key_heads)
     return {**computed, "attention_layers": frozenset(layers)}
 
 
 def _compute_gemma3(config: PretrainedConfig, given: Fields) -> Fields:
-    """A RoPE for each type of layer. max_position_embeddings includes the extension."""
-    head_dim = _read_head_dim(config, given)
+    """Compute a RoPE for each type of layer. max_position_embeddings includes the extension."""
     scalar = config.query_pre_attn_scalar
     check_number("query_pre_attn_scalar", scalar, low=0.0, open_low=True)
-    windows = _read_windows(config, given["num_layers"], given["max_len"], _ATTENTION_TYPES)
+    head_dim = read_head_dim(config)
+    windows = read_windows(config, given["max_len"])
     types = list(dict.fromkeys(config.layer_types))
-    ropes = [_read_rope(config, head_dim, layer_type=each)[0] for each in types]
     return {
         "head_dim": head_dim,
-        "ropes": tuple(ropes),
+        "ropes": tuple(read_rope(config, head_dim, layer_type) for layer_type in types),
         "rope_indices": tuple(map(types.index, config.layer_types)),
         "windows": windows,
         "scale": scalar**-0.5,
@@ -197,53 +157,12 @@ def _compute_gemma3(config: PretrainedConfig, given: Fields) -> Fields:
 
 def _compute_opt(config: PretrainedConfig, given: Fields) -> Fields:
     hidden_size, num_heads = given["hidden_size"], given["num_heads"]
-    _check_multiple("hidden_size", hidden_size, "num_attention_heads", num_heads)
+    check_multiple("hidden_size", hidden_size, "num_attention_heads", num_heads)
     return {
         "num_kv_heads": num_heads,
         "head_dim": hidden_size // num_heads,
         "final_norm": given["norm_first"] and not config._remove_final_layer_norm,
     }
-
-
-def _read_rope(
-    config: PretrainedConfig,
-    head_dim: int,
-    allow_partial: bool = False,
-    layer_type: str | None = None,
-) -> tuple[RopeSpec, int]:
-    """Return the frequencies, which transformers computes, and the number of valid positions.
-
-    With `layer_type`, there is a RoPE for each type of layer.
-    """
-    given = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
-    rope = {name: value for name, value in given.items() if value is not None}  # null: the default
-    share = rope.get("partial_rotary_factor", 1.0)
-    is_unsupported = share != 1.0 and not allow_partial
-    if is_unsupported or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(
-            "partial_rotary_factor and rope_parameters per layer type are not supported"
-        )
-    rope_type = check_choice("rope_type", rope["rope_type"], _ROPE_TYPES)
-    if rope_type in ("default", "dynamic"):  # "dynamic" changes only contexts above max_len
-        spec = RopeSpec.from_base(rope["rope_theta"], int(head_dim * share))
-    else:
-        with torch.device("cpu"):
-            inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](
-                config, layer_type=layer_type
-            )
-        spec = RopeSpec(tuple(inv_freq.tolist()), attention_factor)
-    max_len = config.max_position_embeddings  # llama3's includes the extension
-    if rope_type == "yarn":
-        max_len = rope.get("original_max_position_embeddings", max_len)
-    if rope_type in ("linear", "yarn"):
-        max_len = int(max_len * rope["factor"])
-    values = [*spec.inv_freq, spec.attention_factor, max_len]
-    if not all(0.0 < value < math.inf for value in values):
-        raise ValueError(
-            f"rope_parameters={rope} is invalid: frequencies, attention factor and length must be"
-            " positive and finite"
-        )
-    return spec, max_len
 
 
 class Family(NamedTuple):

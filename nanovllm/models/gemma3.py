@@ -1,9 +1,9 @@
-"""Gemma 3, for text: a decoder that normalizes what a layer adds, too.
+"""Gemma 3 for text: a decoder with a norm before and after each branch.
 
-    x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))
+    scaled embedding -> [ x + norm(attention(norm(x))); x + norm(mlp(norm(x))) ] per layer -> norm
 
-Most layers attend to a window, and rotate by other frequencies than the layers that attend to the
-whole context. DecoderSpec describes both. Norms multiply by 1 + weight, as in Qwen3.5.
+Five of six layers attend to a window. They have a RoPE of their own, because they need no low
+frequencies. DecoderSpec describes both. Norms multiply by 1 + weight, as in Qwen3.5.
 
 Reference: Gemma 3 Technical Report, 2025.
 """
@@ -67,12 +67,13 @@ class Gemma3Layer(nn.Module):
 
 
 class Gemma3Decoder(Decoder):
-    """Scales embeddings. The output head, which shares their matrix, does not."""
+    """Scales the embeddings, but not the output head, which shares their matrix."""
 
     def __init__(self, spec: Gemma3Spec, backend: Backend, tp: TensorParallel) -> None:
         super().__init__(spec, backend, tp)
-        # The model was trained with the rounded root: 34 in place of 33.94 in bfloat16 and the 1B
-        # model. Models are made on the device "meta", where numbers would be lost.
+        # The models were trained with a root that is rounded to their dtype. In bfloat16, the 1B
+        # model has 34 in place of 33.94. The root is computed on the CPU, because models are made
+        # on the device "meta", which has no numbers.
         root = torch.tensor(spec.hidden_size**0.5, dtype=spec.dtype, device="cpu")
         self.embedding_scale = root.item()
 

@@ -1,5 +1,7 @@
 """The config.json of a family becomes a spec, as the config classes of transformers read it."""
 
+import json
+
 import pytest
 import torch
 from transformers import (
@@ -12,6 +14,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from nanovllm.checkpoints.checkpoint import read_config
 from nanovllm.models.architectures import read_spec
 
 ARCHITECTURES = {
@@ -75,6 +78,21 @@ def test_windows(family, changes, windows):
     spec = read(family, **changes)
     assert list(spec.windows) == windows
     assert [spec.attention_shape(layer).window for layer in range(3)] == windows
+
+
+def test_mistral_with_layer_types_is_ministral(tmp_path):
+    """transformers reads config.json of such models by another class."""
+    config = {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "num_hidden_layers": 2,
+        "sliding_window": 8,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_spec(read_config(tmp_path), torch.float32, num_ranks=1).windows == (8, 8)
+    config["layer_types"] = [SLIDING, FULL]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_spec(read_config(tmp_path), torch.float32, num_ranks=1).windows == (8, None)
 
 
 @pytest.mark.parametrize(

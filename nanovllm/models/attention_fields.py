@@ -1,0 +1,113 @@
+"""Reads what config.json says of attention: the size of heads, windows and RoPE."""
+
+import math
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from nanovllm.config import MAX_HEAD_DIM, MAX_SIZE
+from nanovllm.layers.rotary import RopeSpec
+from nanovllm.utils.checks import check_choice, check_int
+
+ATTENTION_TYPES = ("full_attention", "sliding_attention")  # of layer_types
+_ROPE_TYPES = ("default", "dynamic", "linear", "yarn", "llama3")
+
+
+def check_multiple(name: str, size: int, unit_name: str, unit: int) -> None:
+    if size % unit != 0:
+        raise ValueError(f"{name}={size} must be a multiple of {unit_name}={unit}")
+
+
+def read_head_dim(config: PretrainedConfig) -> int:
+    num_heads = config.num_attention_heads
+    num_kv_heads = config.num_key_value_heads
+    check_multiple("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    name = "head_dim (by default hidden_size / num_attention_heads)"
+    return check_int(name, head_dim, 1, MAX_HEAD_DIM)
+
+
+def read_windows(
+    config: PretrainedConfig, max_len: int, supported: tuple[str, ...] = ATTENTION_TYPES
+) -> tuple[int | None, ...]:
+    """Read the window of each layer. `supported` are the valid layer_types.
+
+    A window that covers `max_len` tokens becomes None, because full attention is faster. A window
+    is rejected if the config class of transformers does not declare its fields, because
+    transformers would ignore it.
+    """
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:  # a window is then that of all layers
+        default = "full_attention" if window is None else "sliding_attention"
+        layer_types = [default] * config.num_hidden_layers
+    for layer_type in layer_types:
+        check_choice("layer_types", layer_type, supported)
+    if window is None and "sliding_attention" not in layer_types:
+        return (None,) * len(layer_types)
+    if check_int("sliding_window", window, 1, MAX_SIZE) >= max_len:
+        return (None,) * len(layer_types)
+    for name in ("sliding_window", "layer_types"):
+        is_declared = name in type(config).__dataclass_fields__
+        if not is_declared and getattr(config, name, None) is not None:
+            raise ValueError(
+                f"{name} is no field of {type(config).__name__}, and transformers would ignore it:"
+                " remove it"
+            )
+    return tuple(window if each == "sliding_attention" else None for each in layer_types)
+
+
+def read_rope(
+    config: PretrainedConfig,
+    head_dim: int,
+    layer_type: str | None = None,
+    allow_partial: bool = False,
+) -> RopeSpec:
+    """Return the frequencies, which transformers computes. They can differ by `layer_type`."""
+    rope = _read_parameters(config, layer_type)
+    share = rope.get("partial_rotary_factor", 1.0)
+    is_unsupported = share != 1.0 and not allow_partial
+    if is_unsupported or any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(
+            "partial_rotary_factor and rope_parameters per layer type are not supported"
+        )
+    rope_type = check_choice("rope_type", rope["rope_type"], _ROPE_TYPES)
+    # In configs of Gemma 3, transformers ignores the older name of rope_type.
+    old_type = rope.get("type", rope_type)
+    if old_type != rope_type:
+        raise ValueError(
+            f"type={old_type!r} and rope_type={rope_type!r} contradict each other: set only"
+            " rope_type in rope_scaling"
+        )
+    if rope_type in ("default", "dynamic"):  # "dynamic" changes only contexts above max_len
+        spec = RopeSpec.from_base(rope["rope_theta"], int(head_dim * share))
+    else:
+        compute = ROPE_INIT_FUNCTIONS[rope_type]
+        with torch.device("cpu"):
+            inv_freq, attention_factor = compute(config, layer_type=layer_type)
+        spec = RopeSpec(tuple(inv_freq.tolist()), attention_factor)
+    if not all(0.0 < value < math.inf for value in (*spec.inv_freq, spec.attention_factor)):
+        raise ValueError(
+            f"rope_parameters={rope} is invalid: frequencies and attention factor must be positive"
+            " and finite"
+        )
+    return spec
+
+
+def read_max_len(config: PretrainedConfig) -> int:
+    """Return the number of valid positions. Some RoPE types extend max_position_embeddings."""
+    rope = _read_parameters(config)
+    max_len = config.max_position_embeddings  # llama3's includes the extension
+    if rope["rope_type"] == "yarn":
+        max_len = rope.get("original_max_position_embeddings", max_len)
+    if rope["rope_type"] in ("linear", "yarn"):
+        max_len = int(max_len * rope["factor"])
+    return check_int("max_position_embeddings, extended by factor,", max_len, 1, MAX_SIZE)
+
+
+def _read_parameters(config: PretrainedConfig, layer_type: str | None = None) -> dict[str, Any]:
+    """Return the rope_parameters that are set. null stands for the default."""
+    given = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    return {name: value for name, value in given.items() if value is not None}

@@ -1,0 +1,357 @@
+"""Gemma 3 gives the tokens of transformers, from all forms of its checkpoints."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import (
+    VOCAB_SIZE,
+    Oracle,
+    check_invariants,
+    cover_pairs,
+    edit_config,
+    edit_weights,
+    find_extension,
+    generate_ids,
+    greedy,
+    make_checkpoint,
+    random_prompt,
+)
+from families import GEMMA3, GEMMA3_ROPES, make_family
+from transformers import Gemma3Config
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoints.checkpoint import read_config
+from nanovllm.config import Config
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.features.speculation.costs import StepCosts
+from nanovllm.features.speculation.drafts import Drafts
+from nanovllm.layers import attention
+from nanovllm.layers.rotary import RopeSpec
+from nanovllm.models.architectures import read_spec
+
+POOL = {"num_kvcache_blocks": 200, "kvcache_block_size": 4}
+TINY_TOWER = dict(
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    image_size=16,
+    patch_size=8,
+)
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    """The path of a checkpoint, and its oracle."""
+    directory = tmp_path_factory.mktemp("gemma3")
+    return str(directory), make_family(directory, "gemma3")
+
+
+def make_config_with_images(**settings):
+    return Gemma3Config(text_config=settings, vision_config=TINY_TOWER, mm_tokens_per_image=1)
+
+
+@pytest.mark.parametrize(
+    "budget, num_blocks, num_drafts, is_chunked, is_caching, with_kernels, size",
+    cover_pairs(
+        [2, 5, 24, 256],
+        [64, 200],
+        [0, 4],
+        [True, False],
+        [True, False],
+        [True, False],
+        [1, 2],
+        allowed=lambda budget, _, __, is_chunked, ___, ____, size: (
+            budget == 256 or (is_chunked and (size == 1 or budget == 24))
+        ),
+    ),
+)
+def test_grid(gemma, budget, num_blocks, num_drafts, is_chunked, is_caching, with_kernels, size):
+    """Contexts are up to 30 windows long."""
+    path, oracle = gemma
+    prompts = [random_prompt(length, length) for length in (1, 7, 8, 9, 33, 100)]
+    prompts += [prompts[-1][:50] + random_prompt(seed, 7 + seed) for seed in range(2)]
+    prompts.append([5, 6, 7] * 60)
+    params = [greedy(12 + index) for index in range(len(prompts))]
+    expected = [oracle(prompt, each.max_tokens) for prompt, each in zip(prompts, params)]
+    with LLM(
+        path,
+        kvcache_block_size=4,
+        max_num_batched_tokens=budget,
+        num_kvcache_blocks=num_blocks,
+        num_speculative_tokens=num_drafts,
+        enable_chunked_prefill=is_chunked,
+        enable_prefix_caching=is_caching,
+        enable_kernels=with_kernels,
+        tensor_parallel_size=size,
+    ) as llm:
+        if num_drafts > 0:
+            free = [0.0, *[1.0] * 256]  # costs of steps in which drafts cost nothing
+            find_extension(llm, Drafts).costs = StepCosts(free, free)
+        for _ in range(2):
+            assert generate_ids(llm, prompts, params) == expected
+            check_invariants(llm)
+        assert budget < 24 or (llm.stats["num_draft_tokens"] > 0) == (num_drafts > 0)
+
+
+def test_the_engine_alone_gives_the_same_tokens(gemma):
+    path, oracle = gemma
+    engine = LLMEngine(Config(path, max_num_batched_tokens=24, **POOL))
+    prompts = [random_prompt(length, length) for length in (5, 60, 100)]
+    ids = [engine.add_request(prompt, greedy(16)) for prompt in prompts]
+    found = {}
+    while not engine.is_finished():
+        found.update({each["request_id"]: each["token_ids"] for each in engine.step()})
+    assert [found[each] for each in ids] == [oracle(prompt, 16) for prompt in prompts]
+
+
+def test_logprobs_match_transformers(gemma):
+    """A scaled output head, or another scale of scores, can choose the same tokens."""
+    path, oracle = gemma
+    prompt = random_prompt(3, 60)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=VOCAB_SIZE)
+    (output,) = LLM(path, **POOL).generate(prompt, params, use_tqdm=False)
+    items = [sorted(entry.items()) for entry in output["prompt_logprobs"][1:]]
+    ours = torch.tensor(items)[..., 1]
+    with torch.inference_mode():
+        theirs = oracle.model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_embeddings_are_scaled_as_in_transformers(tmp_path, dtype):
+    """By the root of the hidden size in the model's dtype: 6.3125, not 6.3246, in bfloat16."""
+    oracle = make_family(tmp_path, "gemma3", dtype=dtype, hidden_size=40)
+    spec = read_spec(read_config(tmp_path), dtype, num_ranks=1)
+    decoder = spec.make_model(attention).model
+    ids = torch.arange(VOCAB_SIZE)
+    with torch.inference_mode():
+        decoder.embed_tokens.weight.copy_(oracle.model.model.embed_tokens.weight)
+        assert decoder.embed(ids).equal(oracle.model.model.embed_tokens(ids))
+
+
+OLD_ROPE = {"rope_theta": 1e5, "rope_local_base_freq": 100.0, "rope_parameters": None}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+
+
+def test_old_configs_have_the_same_meaning(tmp_path):
+    """As transformers 4 stored them: a pattern for layer_types, and other names for RoPE."""
+    oracle = make_family(tmp_path, "gemma3")
+    edit_config(tmp_path, layer_types=None, sliding_window_pattern=3)
+    edit_config(tmp_path, **OLD_ROPE, rope_scaling=LINEAR)
+    prompt = random_prompt(1, 60)
+    assert generate_ids(LLM(tmp_path, **POOL), [prompt], greedy(16)) == [oracle(prompt, 16)]
+
+
+RENAMINGS = {
+    "transformers": {},
+    "hub": {"language_model.model.": "model.language_model.", "vision": "model.vision"},
+    "text": {"language_model.model.": "model."},
+    "without-head": {"language_model.model.": "language_model."},
+}
+
+
+@pytest.mark.parametrize("renaming", RENAMINGS)
+@pytest.mark.parametrize("head", [None, "lm_head.weight", "language_model.lm_head.weight"])
+def test_checkpoints_of_models_with_images(tmp_path, renaming, head):
+    """The vision tower is skipped, and a copy of the tied head can be stored."""
+    directory = tmp_path
+    oracle = Oracle(make_checkpoint(directory, family=make_config_with_images, **GEMMA3))
+    config = json.loads((directory / "config.json").read_text())
+    assert config["architectures"] == ["Gemma3ForConditionalGeneration"]
+
+    def rename(weights):
+        assert any(name.startswith("vision_tower.") for name in weights)
+        assert any(name.startswith("multi_modal_projector.") for name in weights)
+        embedding = weights["language_model.model.embed_tokens.weight"]
+        for old, new in RENAMINGS[renaming].items():
+            for name in list(weights):
+                if name.startswith(old):
+                    weights[new + name.removeprefix(old)] = weights.pop(name)
+        if head is not None:
+            weights[head] = embedding.clone()
+
+    edit_weights(directory, rename)
+    prompt = random_prompt(1, 60)
+    llm = LLM(directory, **POOL)
+    assert generate_ids(llm, [prompt], greedy(16)) == [oracle(prompt, 16)]
+    assert len(llm.executor.worker.kv_caches) == GEMMA3["num_hidden_layers"]
+
+
+def test_eos_ids_of_all_files_count(tmp_path):
+    """Turns end with 106 in released models, which only generation_config.json names."""
+    make_checkpoint(tmp_path, family=make_config_with_images, **GEMMA3)
+    edit_config(tmp_path, eos_token_id=[1, 7])
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 9]}')
+    assert LLM(tmp_path, **POOL).eos_token_ids == {1, 7, 9}
+
+
+# What config.json of released models says. That of 4B has only what differs from the defaults.
+SCALING = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+SMALL = dict(
+    head_dim=256,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    max_position_embeddings=32768,
+    query_pre_attn_scalar=256,
+    sliding_window=512,
+    rope_theta=1000000,
+    rope_local_base_freq=10000,
+    rope_scaling=None,
+    vocab_size=262144,
+    attn_logit_softcapping=None,
+    final_logit_softcapping=None,
+    hidden_activation="gelu_pytorch_tanh",
+)
+RELEASED = {
+    "270m": dict(
+        SMALL,
+        hidden_size=640,
+        intermediate_size=2048,
+        num_hidden_layers=18,
+        layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3,
+        use_bidirectional_attention=False,
+        _sliding_window_pattern=6,
+    ),
+    "1b": dict(
+        SMALL,
+        hidden_size=1152,
+        intermediate_size=6912,
+        num_hidden_layers=26,
+        sliding_window_pattern=6,
+        cache_implementation="hybrid",
+    ),
+    "4b": dict(
+        SCALING,
+        hidden_size=2560,
+        intermediate_size=10240,
+        num_hidden_layers=34,
+        sliding_window=1024,
+    ),
+    "12b": dict(
+        SCALING,
+        hidden_size=3840,
+        intermediate_size=15360,
+        num_hidden_layers=48,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        sliding_window=1024,
+    ),
+    "27b": dict(
+        SCALING,
+        hidden_size=5376,
+        intermediate_size=21504,
+        num_hidden_layers=62,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        head_dim=128,
+        query_pre_attn_scalar=168,
+        sliding_window=1024,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name, heads, scale, scaling, max_len, vocab_size",
+    [
+        ("270m", (4, 1, 256), 1 / 16, 1, 32768, 262144),
+        ("1b", (4, 1, 256), 1 / 16, 1, 32768, 262144),
+        ("4b", (8, 4, 256), 1 / 16, 8, 131072, 262208),
+        ("12b", (16, 8, 256), 1 / 16, 8, 131072, 262208),
+        ("27b", (32, 16, 128), 168**-0.5, 8, 131072, 262208),
+    ],
+)
+def test_released_configs(tmp_path, name, heads, scale, scaling, max_len, vocab_size):
+    released = dict(RELEASED[name], model_type="gemma3_text")
+    config = dict(released, architectures=["Gemma3ForCausalLM"])
+    if "rope_scaling" in released and released["rope_scaling"] is not None:
+        config = {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "model_type": "gemma3",
+            "text_config": released,
+            "vision_config": {"model_type": "siglip_vision_model"},
+        }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = read_spec(read_config(tmp_path), torch.bfloat16, num_ranks=1)
+    window = released["sliding_window"]
+    shapes = [spec.attention_shape(layer) for layer in range(spec.num_layers)]
+    for layer, shape in enumerate(shapes):
+        is_full = (layer + 1) % 6 == 0
+        assert shape.window == (None if is_full else window)
+        assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == heads
+        assert shape.scale == scale
+        rope = spec.ropes[spec.rope_indices[layer]]
+        base = RopeSpec.from_base(1e6 if is_full else 1e4, shape.head_dim)
+        factor = scaling if is_full else 1
+        assert rope.inv_freq == tuple(value / factor for value in base.inv_freq)
+    assert len(shapes) == released["num_hidden_layers"]
+    assert spec.max_len == max_len
+    assert spec.vocab_size == vocab_size
+    assert spec.tie_embeddings
+    assert not (spec.qkv_bias or spec.o_bias)
+
+
+def test_defaults_of_the_window(gemma):
+    """4,096 tokens on five of six layers. No window covers a context that is as short."""
+    path, _ = gemma
+    config = read_config(Path(path))
+    defaults = type(config)(architectures=config.architectures)
+    spec = read_spec(defaults, torch.float32, num_ranks=1)
+    assert spec.windows[:7] == (4096,) * 5 + (None, 4096)
+    short = type(config)(architectures=config.architectures, max_position_embeddings=4096)
+    spec = read_spec(short, torch.float32, num_ranks=1)
+    assert set(spec.windows) == {None}
+    assert spec.rope_indices[:7] == (0, 0, 0, 0, 0, 1, 0)  # the layers still have two RoPEs
+
+
+@pytest.mark.parametrize(
+    "changes, complaint",
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be one of None, not 50.0"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping must be one of None"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention must be one of False"),
+        ({"hidden_activation": "gelu"}, "hidden_activation must be one of 'gelu_pytorch_tanh'"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be above 0"),
+        ({"sliding_window": None}, "sliding_window must be an int, not None"),
+        ({"sliding_window": 0}, "sliding_window must be at least 1"),
+        ({"layer_types": ["chunked_attention"] * 4}, "layer_types must be one of"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types"),
+        (
+            {**OLD_ROPE, "rope_scaling": {"type": "linear", "factor": 8.0}},
+            "type='linear' and rope_type='default' contradict",
+        ),
+        (
+            {"rope_parameters": {**GEMMA3_ROPES, "full_attention": {"rope_type": "longrope"}}},
+            "longrope",
+        ),
+        ({"architectures": ["Gemma3TextModel"]}, "architectures.0. must be one of"),
+        ({"architectures": ["GptOssForCausalLM"]}, "architectures.0. must be one of"),
+        ({"dtype": "float64"}, "float64"),
+    ],
+    ids=str,
+)
+def test_unsupported_features_are_named(tmp_path, changes, complaint):
+    make_family(tmp_path, "gemma3")
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=f"(?s)config.json: .*{complaint}"):
+        LLM(tmp_path, **POOL)
+
+
+def test_a_feature_in_text_config_is_named(tmp_path):
+    make_checkpoint(tmp_path, family=make_config_with_images, **GEMMA3)
+    config = json.loads((tmp_path / "config.json").read_text())
+    text_config = {**config["text_config"], "final_logit_softcapping": 30.0}
+    edit_config(tmp_path, text_config=text_config)
+    with pytest.raises(ValueError, match="final_logit_softcapping must be one of None"):
+        LLM(tmp_path, **POOL)
+
+
+@pytest.mark.parametrize("key", ["pre_feedforward_layernorm", "self_attn.q_norm", "mlp.up_proj"])
+def test_every_parameter_is_needed(tmp_path, key):
+    make_family(tmp_path, "gemma3")
+    name = f"model.layers.1.{key}.weight"
+    edit_weights(tmp_path, lambda weights: weights.pop(name))
+    with pytest.raises(ValueError, match=f"missing tensors: {name}$"):
+        LLM(tmp_path, **POOL)
