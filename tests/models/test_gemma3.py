@@ -23,8 +23,6 @@ from transformers import Gemma3Config
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.checkpoint import read_config
-from nanovllm.config import Config
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.layers import attention
@@ -94,17 +92,6 @@ def test_grid(gemma, budget, num_blocks, num_drafts, is_chunked, is_caching, wit
             assert generate_ids(llm, prompts, params) == expected
             check_invariants(llm)
         assert budget < 24 or (llm.stats["num_draft_tokens"] > 0) == (num_drafts > 0)
-
-
-def test_the_engine_alone_gives_the_same_tokens(gemma):
-    path, oracle = gemma
-    engine = LLMEngine(Config(path, max_num_batched_tokens=24, **POOL))
-    prompts = [random_prompt(length, length) for length in (5, 60, 100)]
-    ids = [engine.add_request(prompt, greedy(16)) for prompt in prompts]
-    found = {}
-    while not engine.is_finished():
-        found.update({each["request_id"]: each["token_ids"] for each in engine.step()})
-    assert [found[each] for each in ids] == [oracle(prompt, 16) for prompt in prompts]
 
 
 def test_logprobs_match_transformers(gemma):
