@@ -128,14 +128,20 @@ class Windows(Extension):
             self.pool.share(block)
             self.tables[seq.lane, index] = block.block_id
 
+    def begin_step(self) -> None:
+        # Sequences whose blocks change in this step. Other decodes stay within a block.
+        self.changing: list[Sequence] = []
+
     def scheduled(self, seq: Sequence) -> None:
         num_tokens = seq.num_computed_tokens + seq.num_scheduled_tokens
         self._resize(seq, num_tokens)
         self._cache(seq, num_tokens)
+        self.changing.append(seq)
 
     def planned(self, seqs: list[Sequence]) -> None:
-        for seq in seqs:  # which can have drafts now
+        for seq in [seq for seq in seqs if seq.num_logits > 1]:  # has a draft
             self._resize(seq, seq.num_computed_tokens + seq.num_scheduled_tokens)
+            self.changing.append(seq)
 
     def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
         lanes = [seq.lane for seq in seqs]
@@ -151,7 +157,7 @@ class Windows(Extension):
 
     def recorded(self, seqs: list[Sequence]) -> None:
         """Cache what accepted draft tokens fill. Release rejected ones, and what windows leave."""
-        for seq in seqs:
+        for seq in self.changing:
             if seq.status is not SequenceStatus.RUNNING:
                 continue
             self._cache(seq, seq.num_computed_tokens)
