@@ -21,6 +21,7 @@ from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec
+from nanovllm.models.gemma3 import GeluMLP
 from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
 from nanovllm.utils.arithmetic import cdiv
 
@@ -90,17 +91,19 @@ def make_spec(dtype, head_dim=16, **changes):
 
 
 def make_layers(dtype, device):
-    """Make a layer of each kind, always with the same weights. The MLP has no projections."""
+    """Make a layer of each kind, always with the same weights. The MLPs have no projections."""
     spec = make_spec(dtype, head_dim=20, hidden_size=100, num_heads=5, num_kv_heads=5, qk_norm=True)
-    mlp = MLP(spec, ALONE)
-    mlp.gate_up_proj = nn.Identity()
-    mlp.down_proj = nn.Identity()
+    mlps = [MLP(spec, ALONE), GeluMLP(spec, ALONE)]
+    for mlp in mlps:
+        mlp.gate_up_proj = nn.Identity()
+        mlp.down_proj = nn.Identity()
     layers = nn.ModuleDict(
         {
             "norm": RMSNorm(300, 1e-3, dtype),
             "rotary": RotaryEmbedding(RopeSpec(spec.ropes[0].inv_freq, attention_factor=1.5)),
             "attention": Attention(spec, 0, torch_backend, ALONE),
-            "mlp": mlp,
+            "mlp": mlps[0],
+            "gelu_mlp": mlps[1],
             "zero_centered": ZeroCenteredRMSNorm(300, 1e-3, dtype),
         }
     )

@@ -21,6 +21,7 @@ from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
+from nanovllm.models.gemma3 import Gemma3Spec
 from nanovllm.models.moe import MoESpec
 from nanovllm.models.opt import OPTSpec
 from nanovllm.models.qwen3_5 import Qwen35Spec
@@ -54,6 +55,14 @@ SPECS = {
         ropes=(RopeSpec.from_base(1e4, 8),),
         attention_layers=frozenset([0]),
         **DELTA,
+    ),
+    "gemma3": make_decoder_spec(
+        Gemma3Spec,
+        norm_eps=0.5,  # norms after the branches would hide small changes of those before them
+        qk_norm=True,
+        windows=(None, 3),
+        ropes=(RopeSpec.from_base(1e4, 16), RopeSpec.from_base(1e2, 16)),
+        rope_indices=(0, 1),
     ),
     "opt": OPTSpec(
         **OPT_SIZES,

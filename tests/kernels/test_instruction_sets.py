@@ -4,6 +4,8 @@ A lesser instruction set is tested in one dtype, compiled with few optimizations
 is tested in all dtypes, compiled as on such a processor.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,10 +26,15 @@ from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.panels import can_prepack
-from nanovllm.kernels.cpu.prepacked import PrepackedWeight
+from nanovllm.kernels.cpu.prepacked import Gate, PrepackedWeight
 from nanovllm.layers.quantized import QuantizedWeight
 
 pytestmark = needs_compiler
+all_gates = pytest.mark.parametrize(
+    "kind, activate",
+    [(Gate.SILU, F.silu), (Gate.GELU, partial(F.gelu, approximate="tanh"))],
+    ids=["silu", "gelu"],
+)
 # Each with the dtype that takes the most paths of its own there. Without AVX2, panels of quantized
 # weights are dequantized, as with AMX.
 LESSER = {
@@ -94,17 +101,18 @@ def test_16_bit_inputs_are_prepacked_in_pairs(dtype):
     assert can_prepack(torch.ones(40, 31, dtype=dtype)) == is_32_bit
 
 
+@all_gates
 @pytest.mark.parametrize("in_features, out_features", [(2, 1), (30, 16), (64, 100), (1030, 48)])
-def test_gated_weight_computes_swiglu(in_features, out_features, dtype):
+def test_gated_weight_computes_swiglu_or_geglu(in_features, out_features, kind, activate, dtype):
     torch.manual_seed(0)
     plain = torch.randn(2 * out_features, in_features).to(dtype)
-    prepacked = PrepackedWeight(plain, gated=True)
+    prepacked = PrepackedWeight(plain, kind)
     atol, rtol = (1e-5, 1e-5) if dtype == torch.float32 else (1e-3, 8e-3)
     for num_rows in (0, 1, 12, 33, 150):
         x = torch.randn(num_rows, in_features).to(dtype) / in_features**0.5
         gate, up = (x.double() @ plain.double().T).chunk(2, dim=-1)
         output = prepacked.multiply(x).double()
-        assert_close(output, F.silu(gate) * up, atol=atol, rtol=rtol)
+        assert_close(output, activate(gate) * up, atol=atol, rtol=rtol)
 
 
 @pytest.mark.parametrize("scheme", [INT8, INT4], ids=str)
@@ -158,17 +166,18 @@ def test_small_inputs_beside_large_ones_keep_their_precision(scheme, num_large, 
             assert torch.equal(prepacked.multiply(spread[rows]).double(), output[rows])
 
 
-def multiply_by_numbers(factor, numbers, num_rows, gated=False):
+def multiply_by_numbers(factor, numbers, num_rows, gate=Gate.NONE):
     """Multiply `factor` by each number, in the layout of a weight."""
     weight = torch.stack((numbers, torch.zeros_like(numbers)), dim=-1)
     x = torch.tensor([[factor, 0.0]] * num_rows, dtype=numbers.dtype)
-    return PrepackedWeight(weight, gated).multiply(x)
+    return PrepackedWeight(weight, gate).multiply(x)
 
 
-def test_gated_weight_takes_extreme_gates(dtype):
+@all_gates
+def test_gated_weight_takes_extreme_gates(kind, activate, dtype):
     gates = torch.tensor(GATES, dtype=dtype)
-    output = multiply_by_numbers(1.0, torch.cat((gates, torch.ones_like(gates))), 40, gated=True)
-    assert_close(output, F.silu(gates).expand(40, -1), equal_nan=True)
+    output = multiply_by_numbers(1.0, torch.cat((gates, torch.ones_like(gates))), 40, kind)
+    assert_close(output, activate(gates).expand(40, -1), equal_nan=True)
 
 
 @pytest.mark.parametrize("factor", [1.0, 20.0, 0.375])
@@ -184,8 +193,10 @@ def test_every_float16_is_read_exactly_and_rounded_to_nearest(factor, dtype):
 
 @pytest.mark.parametrize("lengths", [*BATCHES.values(), ([9, 600], [700, 600])], ids=str)
 @pytest.mark.parametrize("heads", [(4, 2, 80), (14, 2, 128), (3, 1, 10)], ids=str)
-def test_attention_matches_the_torch_backend(lengths, heads, dtype):
-    compare_attention(cpp_backend, *make_step(lengths, heads, 16, dtype))
+@pytest.mark.parametrize("window", [None, 20, 260])
+def test_attention_matches_the_torch_backend(lengths, heads, window, dtype):
+    step = make_step(lengths, heads, 16, dtype, window=window)
+    compare_attention(cpp_backend, *step, window)
 
 
 @torch.inference_mode()

@@ -40,6 +40,7 @@ def test_optimized_layers_match_plain_ones(num_tokens, dtype, language, device):
     def compute(layers):
         attention = layers["attention"]
         outputs = [*layers["rotary"](positions), layers["mlp"](wide * 5)]
+        outputs.append(layers["gelu_mlp"](wide * 5))
         for norm in (layers["norm"], layers["zero_centered"]):
             outputs += [norm(wide), norm(strided)]
         for norm in (None, attention.q_norm):
@@ -70,7 +71,8 @@ def test_extreme_numbers_give_the_same_infinities_and_nans(dtype, language, devi
             norm.eps = 1e-6
         heads = rows.repeat(1, 10)[:, None]
         rotated = attention.norm_and_rotate(heads, attention.q_norm, (cos, cos * 0.5))
-        return [layers["mlp"](gate_up), layers["norm"](rows.repeat(1, 150)), rotated]
+        mlps = [layers["mlp"](gate_up), layers["gelu_mlp"](gate_up)]
+        return [*mlps, layers["norm"](rows.repeat(1, 150)), rotated]
 
     outputs = compute(optimize(make_layers(dtype, device), language, dtype))
     torch.testing.assert_close(outputs, compute(make_layers(dtype, device)), equal_nan=True)

@@ -16,6 +16,7 @@ from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
 from nanovllm.kernels.cpu.panels import can_prepack
 from nanovllm.kernels.cpu.prepacked import (
+    Gate,
     PrepackedEmbedding,
     PrepackedExperts,
     PrepackedWeight,
@@ -79,7 +80,7 @@ def test_rows_are_dequantized(scheme, dtype):
 @all_schemes
 def test_gated_weight_computes_swiglu(scheme, dtype):
     weight = make_weight(68, 200, scheme, dtype)
-    prepacked = PrepackedWeight(weight, gated=True)
+    prepacked = PrepackedWeight(weight, Gate.SILU)
     limit = 1e-6 if dtype == torch.float32 else 0.01
     for num_rows in (1, 9):
         x = torch.randn(num_rows, 200).to(dtype)

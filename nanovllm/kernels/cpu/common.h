@@ -88,7 +88,20 @@ static Float exponential(Float x) {
 
 static float exponential(float x) { return exponential<float, uint32_t>(x); }
 static Vector exponential(Vector x) { return exponential<Vector, Bits>(x); }
-static Vector silu(Vector x) { return x / (1 + exponential(x > -88 ? -x : Vector{} + 88)); }
+static Vector times_sigmoid(Vector x, Vector y) {
+    return x / (1 + exponential(y > -88 ? -y : Vector{} + 88));
+}
+static Vector silu(Vector x) { return times_sigmoid(x, x); }
+
+// The approximation by tanh: 1 + tanh(y) = 2 * sigmoid(2 * y), with y = sqrt(2 / pi) * (...).
+static Vector gelu(Vector x) {
+    return times_sigmoid(x, 1.59576912f * (x + 0.044715f * x * x * x));
+}
+
+// What is computed of a gate and what it lets through, as in prepacked.py. SILU: silu(gate) * up.
+enum Gate { NO_GATE, SILU, GELU };
+
+static Vector activate(Vector gate, int64_t kind) { return kind == GELU ? gelu(gate) : silu(gate); }
 
 // Replace each score by exp(scale * score - highest) and return the sum. `highest` becomes scale *
 // the highest score, or a finite number if all scores are -inf, whose weights are 0.

@@ -39,22 +39,20 @@ extern "C" void delta_layer(const DeltaLayer* layer, T* x, float* states, const 
     T* gated = qkvz;  // in the same memory, after these were read
     Team::form(true, [=] {
         auto project = [=](const T* from, int64_t from_size, int64_t from_stride, const Weight& w,
-                           T* to, int64_t size, int64_t stride, bool is_gated = false) {
+                           T* to, int64_t size, int64_t stride, Gate gate = NO_GATE) {
             linear(from, &w, nullptr, to == x ? x : nullptr, to, num_tokens, from_size, from_stride,
-                   size, stride, is_gated);
+                   size, stride, gate);
         };
-        rms_norm(x, layer->input_norm.weight, normed, num_tokens, hidden_size,
-                 layer->input_norm.eps, true);
+        rms_norm(x, layer->input_norm, nullptr, normed, num_tokens, hidden_size);
         project(normed, hidden_size, hidden_size, layer->qkvz, qkvz, qkvz_size, qkvz_stride);
         project(normed, hidden_size, hidden_size, layer->ba, ba, ba_size, ba_size);
         gated_delta_rule(rule, qkvz, qkvz + qkv_size, ba, ba + num_heads, qkvz_stride, qkvz_stride,
                          ba_size, ba_size, states, read_slots, write_slots, cu_seqlens_q, num_seqs,
                          output);
         project(output, value_size, value_size, layer->out, x, hidden_size, hidden_size);
-        rms_norm(x, layer->post_attention_norm.weight, normed, num_tokens, hidden_size,
-                 layer->post_attention_norm.eps, true);
+        rms_norm(x, layer->post_attention_norm, nullptr, normed, num_tokens, hidden_size);
         project(normed, hidden_size, hidden_size, layer->gate_up, gated, intermediate_size,
-                gated_stride, true);
+                gated_stride, SILU);
         project(gated, intermediate_size, gated_stride, layer->down, x, hidden_size, hidden_size);
     });
 }

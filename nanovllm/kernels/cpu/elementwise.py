@@ -1,4 +1,4 @@
-"""RMSNorm, RoPE and SwiGLU in C++ (layers.h)."""
+"""RMSNorm, RoPE, SwiGLU and GeGLU in C++ (layers.h)."""
 
 from types import NoneType
 from typing import ClassVar
@@ -10,20 +10,22 @@ from nanovllm.kernels.changes import has_parts, list_hooks
 from nanovllm.kernels.cpu.declarations import Norm, Struct
 from nanovllm.kernels.cpu.library import load
 from nanovllm.kernels.cpu.panels import can_prepack
-from nanovllm.kernels.cpu.prepacked import PrepackedWeight
+from nanovllm.kernels.cpu.prepacked import Gate, PrepackedWeight
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import MLP, Attention, CosSin
+from nanovllm.models.gemma3 import GeluMLP
 
 
 def describe_norm(norm: RMSNorm | None) -> Struct:
     """Describe a norm for C++. Without one, the weight is null."""
     if norm is None:
-        return Norm(weight=None, eps=0.0)
-    return Norm(weight=norm.weight, eps=norm.eps)
+        return Norm(weight=None, eps=0.0, is_zero_centered=False)
+    is_zero_centered = isinstance(norm, ZeroCenteredRMSNorm)
+    return Norm(weight=norm.weight, eps=norm.eps, is_zero_centered=is_zero_centered)
 
 
 def run_on_one_rank(*linears: RowParallelLinear) -> bool:
@@ -33,7 +35,6 @@ def run_on_one_rank(*linears: RowParallelLinear) -> bool:
 
 class FastRMSNorm(OptimizedLayer, RMSNorm):
     replaces: ClassVar[type[RMSNorm]] = RMSNorm
-    IS_ZERO_CENTERED: ClassVar[bool] = False
 
     def convert(self) -> bool:
         return self.weight.dtype == self.dtype and self.weight.is_contiguous()
@@ -44,14 +45,17 @@ class FastRMSNorm(OptimizedLayer, RMSNorm):
         output = torch.empty_like(x)
         size = len(self.weight)
         num_rows = x.numel() // size
+        is_zero_centered = isinstance(self, ZeroCenteredRMSNorm)
         compute = load(x.dtype).rms_norm
-        compute(x, self.weight, output, num_rows, size, self.eps, self.IS_ZERO_CENTERED)
+        compute(x, self.weight, output, num_rows, size, self.eps, is_zero_centered)
         return output
 
 
 class FastZeroCenteredRMSNorm(FastRMSNorm, ZeroCenteredRMSNorm):
     replaces = ZeroCenteredRMSNorm
-    IS_ZERO_CENTERED = True
+
+
+NORMS = (FastRMSNorm, FastZeroCenteredRMSNorm)
 
 
 class FastRotaryEmbedding(OptimizedLayer, RotaryEmbedding):
@@ -69,7 +73,7 @@ class FastRotaryEmbedding(OptimizedLayer, RotaryEmbedding):
 
 class FastAttention(OptimizedLayer, Attention):
     replaces = Attention
-    parts: ClassVar = {"q_norm": (FastRMSNorm, NoneType), "k_norm": (FastRMSNorm, NoneType)}
+    parts: ClassVar = {"q_norm": (*NORMS, NoneType), "k_norm": (*NORMS, NoneType)}
 
     def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: CosSin) -> Tensor:
         if any(self.hooks) or 2 * cos_sin[0].shape[-1] != heads.shape[-1]:
@@ -89,14 +93,16 @@ class FastAttention(OptimizedLayer, Attention):
             num_heads,
             head_dim // 2,
             norm.eps if norm is not None else 0.0,
+            isinstance(norm, ZeroCenteredRMSNorm),
         )
         return output
 
 
 class FastMLP(OptimizedLayer, MLP):
-    replaces = MLP
+    replaces: ClassVar[type[MLP]] = MLP
+    GATE: ClassVar[Gate] = Gate.SILU
 
-    gate_up: PrepackedWeight | None  # in place of gate_up_proj, computes SwiGLU, too
+    gate_up: PrepackedWeight | None  # in place of gate_up_proj, applies the gate, too
 
     def convert(self) -> bool:
         self.gate_up = None
@@ -104,7 +110,7 @@ class FastMLP(OptimizedLayer, MLP):
         is_plain = has_parts(projection, {"": ColumnParallelLinear}) and projection.bias is None
         is_hooked = any(list_hooks(projection))
         if is_plain and not is_hooked and can_prepack(projection.weight):
-            self.gate_up = PrepackedWeight(projection.weight, gated=True)
+            self.gate_up = PrepackedWeight(projection.weight, self.GATE)
             del self.gate_up_proj
         return True
 
@@ -113,5 +119,10 @@ class FastMLP(OptimizedLayer, MLP):
             return self.down_proj(self.gate_up.multiply(x))
         gate_up = self.gate_up_proj(x)
         output = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        load(gate_up.dtype).silu_and_mul(gate_up, output, *output.shape)
+        load(gate_up.dtype).activate_and_mul(gate_up, output, *output.shape, self.GATE)
         return self.down_proj(output)
+
+
+class FastGeluMLP(FastMLP, GeluMLP):
+    replaces = GeluMLP
+    GATE = Gate.GELU

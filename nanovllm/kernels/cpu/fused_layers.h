@@ -1,5 +1,5 @@
-// All decoder layers in one call, made of the other kernels. models/decoder.py specifies what they
-// compute.
+// All decoder layers in one call, made of the other kernels. models/decoder.py and models/gemma3.py
+// specify what they compute.
 //
 // Tokens are projected in chunks, so that what lies between two GEMMs stays in the caches. All
 // layers use the same memory for it.
@@ -9,8 +9,10 @@
 #include "prefill.h"
 
 struct Layer {  // filled by Python: see declarations.py
-    Norm input_norm;
-    Norm post_attention_norm;
+    Norm before_attention;
+    Norm before_mlp;
+    Norm after_attention;  // the weights of these and the following two can be null
+    Norm after_mlp;
     Norm q_norm;
     Norm k_norm;
     const T* qkv_bias;  // can be null
@@ -24,6 +26,7 @@ struct Layer {  // filled by Python: see declarations.py
     int64_t num_kv_heads;
     int64_t head_dim;
     int64_t intermediate_size;
+    int64_t gate;        // of the MLP
     float scale;         // scale of attention scores
     int64_t window;      // tokens that a query attends to, or 0 if it attends to all
     int64_t rope_index;  // index of its cos and sin
@@ -111,15 +114,16 @@ extern "C" void decoder_layers(const Layer* layers, T* const* keys, T* const* va
                 T* value = key + kv_size;
                 const float* c = cos[layer.rope_index] + first * half;
                 const float* s = sin[layer.rope_index] + first * half;
-                rms_norm(x + first * hidden_size, layer.input_norm.weight, normed, size,
-                         hidden_size, layer.input_norm.eps, false);
+                rms_norm(x + first * hidden_size, layer.before_attention, nullptr, normed, size,
+                         hidden_size);
                 linear(normed, &qkv_weight, bias, nullptr, qkv + skipped, size, hidden_size,
-                       hidden_size, qkv_size - skipped, qkv_stride, false);
+                       hidden_size, qkv_size - skipped, qkv_stride, NO_GATE);
                 if (!only_kv)
                     rotary(qkv, c, s, layer.q_norm.weight, query + first * q_size, size,
-                           qkv_stride, q_size, num_heads, half, layer.q_norm.eps);
+                           qkv_stride, q_size, num_heads, half, layer.q_norm.eps,
+                           layer.q_norm.is_zero_centered);
                 rotary(key, c, s, layer.k_norm.weight, key, size, qkv_stride, qkv_stride,
-                       num_kv_heads, half, layer.k_norm.eps);
+                       num_kv_heads, half, layer.k_norm.eps, layer.k_norm.is_zero_centered);
                 store_kvcache(key, value, qkv_stride, qkv_stride, own.slot_mapping + first, size,
                               kv_size, keys[i], values[i]);
             });
@@ -132,14 +136,21 @@ extern "C" void decoder_layers(const Layer* layers, T* const* keys, T* const* va
             for_chunks([&](int64_t first, int64_t size, T* normed) {
                 T* gated = normed + chunk * hidden_size;
                 T* to = x + first * hidden_size;
-                linear(attended + first * q_size, &layer.o, layer.o_bias, to, to, size, q_size,
-                       q_size, hidden_size, hidden_size, false);
-                rms_norm(to, layer.post_attention_norm.weight, normed, size, hidden_size,
-                         layer.post_attention_norm.eps, false);
+                // Add the product of a branch's last weight, which a norm can come after, to x.
+                auto add = [&](const T* from, int64_t from_size, int64_t from_stride,
+                               const Weight& weight, const T* bias, const Norm& norm) {
+                    bool has_norm = norm.weight != nullptr;
+                    linear(from, &weight, bias, has_norm ? nullptr : to, has_norm ? normed : to,
+                           size, from_size, from_stride, hidden_size, hidden_size, NO_GATE);
+                    if (has_norm) rms_norm(normed, norm, to, to, size, hidden_size);
+                };
+                add(attended + first * q_size, q_size, q_size, layer.o, layer.o_bias,
+                    layer.after_attention);
+                rms_norm(to, layer.before_mlp, nullptr, normed, size, hidden_size);
                 linear(normed, &layer.gate_up, nullptr, nullptr, gated, size, hidden_size,
-                       hidden_size, intermediate_size, gated_stride, true);
-                linear(gated, &layer.down, nullptr, to, to, size, intermediate_size, gated_stride,
-                       hidden_size, hidden_size, false);
+                       hidden_size, intermediate_size, gated_stride, layer.gate);
+                add(gated, intermediate_size, gated_stride, layer.down, nullptr,
+                    layer.after_mlp);
             });
         }
     });

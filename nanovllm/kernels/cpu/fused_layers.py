@@ -17,9 +17,10 @@ from nanovllm.kernels.changes import has_parts
 from nanovllm.kernels.cpu import attention
 from nanovllm.kernels.cpu.declarations import Blocks, Layer, Struct
 from nanovllm.kernels.cpu.elementwise import (
+    NORMS,
     FastAttention,
+    FastGeluMLP,
     FastMLP,
-    FastRMSNorm,
     describe_norm,
     run_on_one_rank,
 )
@@ -31,9 +32,20 @@ from nanovllm.kernels.cpu.prepacked import (
 )
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.models.decoder import CosSins, DecoderLayer, DecoderLayers
+from nanovllm.models.gemma3 import Gemma3Layer
 
 # A step of more tokens is computed layer by layer, because CPython handles Ctrl-C between calls.
 MAX_TOKENS_PER_CALL = 512
+
+_NORMS = {  # before and after attention, before and after the MLP
+    DecoderLayer: ("input_layernorm", None, "post_attention_layernorm", None),
+    Gemma3Layer: (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
 
 
 class FusedLayers(OptimizedLayer, DecoderLayers):
@@ -41,13 +53,11 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
 
     replaces = DecoderLayers
     parts: ClassVar = {  # paths within each layer
-        "": DecoderLayer,
-        "input_layernorm": FastRMSNorm,
+        "": (DecoderLayer, Gemma3Layer),
         "self_attn": FastAttention,
         "self_attn.qkv_proj": PrepackedColumnParallelLinear,
         "self_attn.o_proj": PrepackedRowParallelLinear,
-        "post_attention_layernorm": FastRMSNorm,
-        "mlp": FastMLP,
+        "mlp": (FastMLP, FastGeluMLP),
         "mlp.gate_up": PrepackedWeight,
         "mlp.down_proj": PrepackedRowParallelLinear,
     }
@@ -56,6 +66,9 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         """The C++ code attends like the cpp backend, and supports one rank."""
         for layer in cast(Iterable[Any], self):
             if not has_parts(layer, self.parts) or layer.self_attn.backend is not attention:
+                return False
+            norms = filter(None, _NORMS[type(layer)])
+            if not has_parts(layer, dict.fromkeys(norms, NORMS)):
                 return False
             down_proj = layer.mlp.down_proj
             if down_proj.bias is not None or not run_on_one_rank(layer.self_attn.o_proj, down_proj):
@@ -157,9 +170,12 @@ def _make_struct(layer: Any) -> Struct:
     """Describe a layer, whose parts are optimized."""
     attn = layer.self_attn
     gate_up = layer.mlp.gate_up
+    norms = [describe_norm(getattr(layer, name or "", None)) for name in _NORMS[type(layer)]]
     return Layer(
-        input_norm=describe_norm(layer.input_layernorm),
-        post_attention_norm=describe_norm(layer.post_attention_layernorm),
+        before_attention=norms[0],
+        after_attention=norms[1],
+        before_mlp=norms[2],
+        after_mlp=norms[3],
         q_norm=describe_norm(attn.q_norm),
         k_norm=describe_norm(attn.k_norm),
         qkv_bias=attn.qkv_proj.bias,
@@ -173,6 +189,7 @@ def _make_struct(layer: Any) -> Struct:
         num_kv_heads=attn.num_vectors[1],
         head_dim=attn.shape.head_dim,
         intermediate_size=gate_up.out_features,
+        gate=gate_up.gate,
         scale=attn.shape.scale,
         window=attn.shape.window or 0,  # 0: all
         rope_index=attn.rope_index,

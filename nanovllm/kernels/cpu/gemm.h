@@ -22,9 +22,9 @@ constexpr int64_t TASKS_PER_THREAD = 4;
 template <class AnyRows>
 static void multiply(const T* x, const Weight& weight, const T* bias, const T* residual, T* output,
                      int64_t num_rows, int64_t in_features, int64_t x_stride, int64_t out_features,
-                     int64_t output_stride, int64_t gated) {
+                     int64_t output_stride, int64_t gate) {
     int64_t depth = round_up(in_features, LINE);
-    int64_t outputs_per_panel = gated ? WIDTH / 2 : WIDTH;
+    int64_t outputs_per_panel = gate ? WIDTH / 2 : WIDTH;
     int64_t at_most =
         std::clamp(CACHED_BYTES / int64_t(sizeof(T) * depth) / ROWS * ROWS, MIN_ROWS, MAX_ROWS);
     int64_t num_passes = (num_rows - 1) / at_most + 1;
@@ -48,7 +48,7 @@ static void multiply(const T* x, const Weight& weight, const T* bias, const T* r
                     int64_t offset = row * output_stride + first;
                     Epilogue epilogue{std::min(outputs_per_panel, out_features - first),
                                       bias ? bias + first : nullptr,
-                                      residual ? residual + offset : nullptr, bool(gated)};
+                                      residual ? residual + offset : nullptr, gate};
                     rows.multiply(weight.find_panel(panel, in_features), epilogue,
                                   output + offset, output_stride);
                 }
@@ -58,14 +58,14 @@ static void multiply(const T* x, const Weight& weight, const T* bias, const T* r
     });
 }
 
-// If the weight is `gated`, out_features is the number of outputs, and the weight has twice as many
+// With a `gate`, out_features is the number of outputs, and the weight has twice as many
 // rows.
 extern "C" void linear(const T* x, const Weight* weight, const T* bias, const T* residual,
                        T* output, int64_t num_rows, int64_t in_features, int64_t x_stride,
-                       int64_t out_features, int64_t output_stride, int64_t gated) {
+                       int64_t out_features, int64_t output_stride, int64_t gate) {
     auto multiply_rows = weight->bits ? multiply<QuantizedRows> : multiply<Rows>;
     multiply_rows(x, *weight, bias, residual, output, num_rows, in_features, x_stride,
-                  out_features, output_stride, gated);
+                  out_features, output_stride, gate);
 }
 
 // Copy the rows of a weight at `ids`.

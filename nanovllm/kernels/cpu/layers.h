@@ -1,4 +1,4 @@
-// RMSNorm, RoPE and SwiGLU. A task computes one token.
+// RMSNorm, RoPE, and SwiGLU or GeGLU. A task computes one token.
 #pragma once
 #include "team.h"
 
@@ -13,27 +13,37 @@ static float mean_square(const Number* x, int64_t size) {
 struct Norm {  // filled by Python: see declarations.py
     const T* weight;  // can be null where a norm is optional
     float eps;
+    int64_t is_zero_centered;
 };
 
-// Rounds before the weight is applied, as Hugging Face models do.
-static Vector normalize(const T* x, const T* weight, float factor, int64_t num) {
-    return rounded(widen(x, num) * factor) * widen(weight, num);
+// Rounds before the weight is applied, as Hugging Face models do. If the norm `is_zero_centered`,
+// multiply by 1 + weight instead, without rounding.
+static Vector normalize(const T* x, const T* weight, float factor, int64_t num,
+                        bool is_zero_centered) {
+    Vector normed = widen(x, num) * factor;
+    if (is_zero_centered) return normed * (1 + widen(weight, num));
+    return rounded(normed) * widen(weight, num);
 }
 
-// If it `is_zero_centered`, multiply by 1 + weight and round once.
-extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tokens, int64_t size,
-                         float eps, int64_t is_zero_centered) {
+// Add `residual`, if it is not null. It can be the output.
+static void rms_norm(const T* x, Norm norm, const T* residual, T* output, int64_t num_tokens,
+                     int64_t size) {
     parallel_for(num_tokens, size, [=](int64_t token) {
         const T* in = x + token * size;
-        float factor = 1 / sqrtf(mean_square(in, size) + eps);
+        float factor = 1 / sqrtf(mean_square(in, size) + norm.eps);
         for (int64_t i = 0; i < size; i += LANES) {
             int64_t num = size - i;
-            Vector normed = is_zero_centered
-                                ? widen(in + i, num) * factor * (1 + widen(weight + i, num))
-                                : normalize(in + i, weight + i, factor, num);
-            narrow(normed, output + token * size + i, num);
+            int64_t place = token * size + i;
+            Vector sum = normalize(in + i, norm.weight + i, factor, num, norm.is_zero_centered);
+            if (residual) sum += widen(residual + place, num);
+            narrow(sum, output + place, num);
         }
     });
+}
+
+extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tokens, int64_t size,
+                         float eps, int64_t is_zero_centered) {
+    rms_norm(x, {weight, eps, is_zero_centered}, nullptr, output, num_tokens, size);
 }
 
 extern "C" void cos_and_sin(const int32_t* positions, const float* inv_freq, float attention_factor,
@@ -51,10 +61,10 @@ extern "C" void cos_and_sin(const int32_t* positions, const float* inv_freq, flo
 // Rotate a head by the angles of its token, and apply RMSNorm before, with `factor`, if there is a
 // `norm_weight`. All loads of a vector come before its stores, because `out` can be `in`.
 static void rotate(const T* in, const float* cos, const float* sin, const T* norm_weight,
-                   float factor, T* out, int64_t half) {
+                   float factor, bool is_zero_centered, T* out, int64_t half) {
     auto read = [&](int64_t i, int64_t num) {
         if (!norm_weight) return widen(in + i, num);
-        return rounded(normalize(in + i, norm_weight + i, factor, num));
+        return rounded(normalize(in + i, norm_weight + i, factor, num, is_zero_centered));
     };
     for (int64_t i = 0; i < half; i += LANES) {
         int64_t num = half - i;
@@ -71,7 +81,7 @@ static void rotate(const T* in, const float* cos, const float* sin, const T* nor
 // tokens in x and `output`, which can be the same memory.
 extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* norm_weight,
                        T* output, int64_t num_tokens, int64_t stride, int64_t output_stride,
-                       int64_t num_heads, int64_t half, float eps) {
+                       int64_t num_heads, int64_t half, float eps, int64_t is_zero_centered) {
     parallel_for(num_tokens, 2 * num_heads * half, [=](int64_t token) {
         const T* in = x + token * stride;
         T* out = output + token * output_stride;
@@ -84,16 +94,17 @@ extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* 
         for (int64_t head = 0; head < num_heads; head++) factors[head] = 1 / sqrtf(factors[head]);
         for (int64_t head = 0; head < num_heads; head++)
             rotate(in + head * 2 * half, cos + token * half, sin + token * half, norm_weight,
-                   factors[head], out + head * 2 * half, half);
+                   factors[head], is_zero_centered, out + head * 2 * half, half);
     });
 }
 
-extern "C" void silu_and_mul(const T* gate_up, T* output, int64_t num_tokens, int64_t size) {
+extern "C" void activate_and_mul(const T* gate_up, T* output, int64_t num_tokens, int64_t size,
+                                 int64_t kind) {
     parallel_for(num_tokens, size, [=](int64_t token) {
         const T* gate = gate_up + token * 2 * size;
         const T* up = gate + size;
         for (int64_t i = 0; i < size; i += LANES)
-            narrow(silu(widen(gate + i, size - i)) * widen(up + i, size - i),
+            narrow(activate(widen(gate + i, size - i), kind) * widen(up + i, size - i),
                    output + token * size + i, size - i);
     });
 }

@@ -1,6 +1,6 @@
 """Optimized layers for CPUs, in C++. Each replaces several passes of torch over the same data.
 
-elementwise.py has norms, RoPE and SwiGLU, prepacked.py the layers with GEMMs, and fused_layers.py
+elementwise.py has norms, RoPE and gates, prepacked.py the layers with GEMMs, and fused_layers.py
 runs all decoder layers in one C++ call.
 """
 
@@ -69,6 +69,7 @@ OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     elementwise.FastRotaryEmbedding,
     elementwise.FastAttention,
     elementwise.FastMLP,
+    elementwise.FastGeluMLP,
     FastSampler,
     gated_delta.FastGatedDeltaRule,
     gated_delta.FastDeltaLayer,

@@ -32,19 +32,19 @@ struct Weight {  // filled by Python: see declarations.py
 };
 
 // The epilogue of a panel's sums. It adds `bias` and `residual`, which has the shape of the output.
-// If the panel is `gated`, its first half is gate and its second half up, and the result is
-// silu(gate) * up.
+// If the panel is gated, its first half is gate and its second half up, and the result is
+// silu(gate) * up or gelu(gate) * up.
 struct Epilogue {
     int64_t size;  // outputs of this panel
     const T* bias = nullptr;
     const T* residual = nullptr;
-    bool gated = false;
+    int64_t gate = NO_GATE;
 
     // Store one row. `offset` is its distance from the first row in the output.
     void store(const float* sums, T* output, int64_t offset) const {
         auto finish = [&](int64_t i) {
             Vector sum = load(sums + i);
-            if (gated) sum = silu(sum) * load(sums + WIDTH / 2 + i);
+            if (gate) sum = activate(sum, gate) * load(sums + WIDTH / 2 + i);
             if (bias) sum += widen(bias + i, size - i);
             if (residual) sum += widen(residual + offset + i, size - i);
             return sum;

@@ -1,6 +1,7 @@
 """Layers with prepacked weights, which the GEMM kernels of gemm.h multiply."""
 
 import ctypes
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -16,20 +17,28 @@ from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.models.moe import Experts
 
 
+class Gate(IntEnum):
+    """How a gate is applied, as in common.h."""
+
+    NONE = 0
+    SILU = 1  # silu(gate) * up
+    GELU = 2  # gelu(gate) * up, with the approximation by tanh
+
+
 class PrepackedWeight(nn.Module):
     """A weight [out_features, in_features], prepacked into panels (panels.py).
 
-    If `gated`, the first half of the rows is gate_proj and the second up_proj.
+    With a gate, the first half of the rows is gate_proj and the second up_proj.
     """
 
-    def __init__(self, weight: Tensor | QuantizedWeight, gated: bool = False) -> None:
+    def __init__(self, weight: Tensor | QuantizedWeight, gate: Gate = Gate.NONE) -> None:
         super().__init__()
-        self.gated = gated
+        self.gate = gate
         self.out_features, self.in_features = weight.shape
-        if gated:
+        if gate != Gate.NONE:
             self.out_features //= 2
         self.dtype = weight.dtype
-        self.panels = prepack(weight, num_parts=2 if gated else 1)
+        self.panels = prepack(weight, num_parts=1 if gate == Gate.NONE else 2)
         bits = 0
         group_size = 0
         if isinstance(weight, QuantizedWeight):
@@ -41,7 +50,7 @@ class PrepackedWeight(nn.Module):
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply x [..., in_features]. Return [..., out_features].
 
-        If `gated`, the result is SwiGLU of gate and up, without a bias.
+        With a gate, the result is SwiGLU or GeGLU, without a bias.
         """
         x = x.contiguous()
         output = x.new_empty(*x.shape[:-1], self.out_features)
@@ -56,13 +65,13 @@ class PrepackedWeight(nn.Module):
             self.in_features,  # row stride of x
             self.out_features,
             self.out_features,
-            self.gated,
+            self.gate,
         )
         return output
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return rows `ids` [num_rows] of the weight, as [num_rows, in_features]."""
-        assert ids.dtype == torch.int32 and not self.gated
+        assert ids.dtype == torch.int32 and self.gate == Gate.NONE
         output = self.panels.new_empty(len(ids), self.in_features, dtype=self.dtype)
         load(self.dtype).gather_rows(ctypes.byref(self.struct), ids, output, *output.shape)
         return output
@@ -114,7 +123,7 @@ class PrepackedExperts(OptimizedLayer, Experts):
         if not (can_prepack(self.gate_up_proj) and can_prepack(self.down_proj)):
             return False
         # One after the other, so that only one of the originals is in memory beside its copy.
-        self.gate_up = [PrepackedWeight(each, gated=True) for each in self.gate_up_proj]
+        self.gate_up = [PrepackedWeight(each, Gate.SILU) for each in self.gate_up_proj]
         del self.gate_up_proj
         self.down = [PrepackedWeight(each) for each in self.down_proj]
         del self.down_proj
