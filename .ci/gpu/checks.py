@@ -53,7 +53,7 @@ def machine() -> bool:
 
 
 def attend(dtype: str, head_dim: str, group: str, size: str = "full") -> bool:
-    """Decodes, splits, prompts, chunks and drafts, each with another batch."""
+    """Decodes, splits, prompts, chunks, drafts and windows, each with another batch."""
     num_kv_heads = 8 if size == "full" else 2
     shape = Shape(
         num_seqs=33,
@@ -70,6 +70,8 @@ def attend(dtype: str, head_dim: str, group: str, size: str = "full") -> bool:
         "prompts": replace(shape, num_seqs=3, context_len=300, query_len=300),
         "chunks": replace(shape, num_seqs=2, context_len=1000, query_len=40, block_size=256),
         "drafts": replace(shape, num_seqs=9, context_len=530, query_len=5, block_size=32),
+        "decodes in windows": replace(shape, num_seqs=5, context_len=3000, window=600),
+        "chunks in windows": replace(shape, num_seqs=2, context_len=1000, query_len=300, window=60),
     }
     results = []
     for name, each in shapes.items():

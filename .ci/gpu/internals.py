@@ -22,6 +22,8 @@ if not ON_GPU:
 from nanovllm import LLM
 from nanovllm.benchmark.report import describe_hardware as describe_hardware
 from nanovllm.benchmark.report import find_versions as find_versions
+from nanovllm.benchmark.roofline import count_decode as count_decode
+from nanovllm.benchmark.roofline import count_prefill as count_prefill
 from nanovllm.benchmark.roofline import find_sizes as find_sizes
 from nanovllm.benchmark.roofline import measure_peak_rates as measure_peak_rates
 from nanovllm.benchmark.shapes import SHAPES as SHAPES
@@ -47,6 +49,7 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     block_size: int
+    window: int | None = None
 
 
 def check_attention(shape: Shape, dtype: str) -> tuple[Callable[[], object], float]:
@@ -54,7 +57,7 @@ def check_attention(shape: Shape, dtype: str) -> tuple[Callable[[], object], flo
     heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
     _, attend, error = compare_with_torch(
         attention,
-        AttentionShape(*heads, scale=shape.head_dim**-0.5),
+        AttentionShape(*heads, scale=shape.head_dim**-0.5, window=shape.window),
         BatchShape(shape.num_seqs, shape.context_len, shape.query_len, shape.block_size),
         DEVICE,
         getattr(torch, dtype),

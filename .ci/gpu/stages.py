@@ -84,6 +84,7 @@ STAGES = [
             start_engine("int4", "--quantization int4"),
             start_engine("qwen3.5", "--model qwen3.5-0.8b"),
             start_engine("experts", "--model qwen3-moe"),
+            start_engine("windows", "--model gemma-3-270m"),
             Job("attend-128", 110, f"{CHECKS} attend bfloat16 128 2"),
             Job("attend-64", 110, f"{CHECKS} attend bfloat16 64 4"),
             Job("attend-80", 110, f"{CHECKS} attend float16 80 1"),

@@ -25,6 +25,8 @@ from internals import (
     DEVICE,
     ON_GPU,
     SHAPES,
+    count_decode,
+    count_prefill,
     describe_hardware,
     find_sizes,
     measure_peak_rates,
@@ -135,8 +137,8 @@ def measure_decodes(llm: LLM, num_seqs: int) -> None:
     run_prefills(llm)
     for _ in range(3):
         llm.step()
-    context_len = WORKLOAD.context_len + number / 2
-    numbers = SIZES.matrices + SIZES.head + SIZES.key_value * context_len * num_seqs
+    context_len = WORKLOAD.context_len + number // 2
+    numbers = SIZES.matrices + SIZES.head + count_decode(SIZES, [context_len] * num_seqs).elements
     floor_ms = 1e3 * 2 * numbers / PEAK.bytes_per_second  # of 2 bytes each
     measure(f"decode {num_seqs} x {WORKLOAD.context_len}", llm.step, number, floor_ms)
     if num_seqs == max(WORKLOAD.num_seqs):
@@ -162,7 +164,7 @@ def measure_prefill(llm: LLM, prompt_len: int) -> None:
             llm.step()
 
     run()
-    flops = 2 * (SIZES.matrices * prompt_len + SIZES.head) + SIZES.attention * prompt_len**2 / 2
+    flops = 2 * (SIZES.matrices * prompt_len + SIZES.head) + count_prefill(SIZES, prompt_len)
     floor_ms = 1e3 * flops / PEAK.flops_per_second
     measure(f"prefill 1 x {prompt_len}", run, 5, floor_ms)
 

@@ -4,6 +4,7 @@ It is the necessary memory traffic and FLOPs divided by peak rates, which are me
 from a data sheet.
 """
 
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.benchmark import Timer
 
 from nanovllm.benchmark.engines import Request
 from nanovllm.layers import attention
+from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.quantized import Scheme
@@ -104,9 +106,8 @@ def find_roofline_fraction(roofline_seconds: float, seconds: float) -> float | N
 class ModelSizes(NamedTuple):
     matrices: int  # weights of the linear layers that a token uses, without the head
     head: int  # weights of the output head
-    attention: int  # FLOPs for each pair of a query token and a context token
-    key_value: int  # elements of K/V for each token
     state: int  # elements of recurrent states for each sequence
+    attention: Counter[AttentionShape]  # number of layers of each shape
 
 
 def find_sizes(spec: ModelSpec) -> ModelSizes:
@@ -127,11 +128,52 @@ def find_sizes(spec: ModelSpec) -> ModelSizes:
     return ModelSizes(
         matrices=matrices,
         head=head,
-        # query * key, weight * value
-        attention=sum(2 * 2 * shape.num_heads * shape.head_dim for shape in shapes),
-        key_value=sum(2 * shape.num_kv_heads * shape.head_dim for shape in shapes),
         state=(spec.num_layers - len(shapes)) * spec.state_size,
+        attention=Counter(shapes),
     )
+
+
+class AttentionWork(NamedTuple):
+    flops: float
+    elements: int  # of K/V that are read
+
+
+def count_prefill(sizes: ModelSizes, num_tokens: int) -> float:
+    """Return the FLOPs of attention in a prefill of `num_tokens`, in all layers.
+
+    A query attends to the tokens up to its own, in half of all pairs of tokens, or to a window.
+    """
+    flops = 0.0
+    for shape, num_layers in sizes.attention.items():
+        visible = min(num_tokens, shape.window or num_tokens)
+        num_pairs = visible * (num_tokens - visible / 2)
+        flops += num_layers * _count_pair_flops(shape) * num_pairs
+    return flops
+
+
+def count_decode(
+    sizes: ModelSizes, context_lens: list[int], shared_prefix: int = 0
+) -> AttentionWork:
+    """Return the work of attention in a decode step, in all layers.
+
+    K/V of a prefix that the contexts share are read once, from the first window on.
+    """
+    flops = 0
+    elements = 0
+    for shape, num_layers in sizes.attention.items():
+        starts = [shape.find_first_visible(context_len - 1) for context_len in context_lens]
+        num_pairs = sum(context_lens) - sum(starts)
+        flops += num_layers * _count_pair_flops(shape) * num_pairs
+        num_tokens = max(0, shared_prefix - min(starts))
+        for start, context_len in zip(starts, context_lens):
+            num_tokens += context_len - max(start, shared_prefix)
+        elements += num_layers * 2 * shape.num_kv_heads * shape.head_dim * num_tokens
+    return AttentionWork(flops, elements)
+
+
+def _count_pair_flops(shape: AttentionShape) -> int:
+    """Return the FLOPs of a query and a token it attends to: query * key, weight * value."""
+    return 2 * 2 * shape.num_heads * shape.head_dim
 
 
 def compute_roofline_seconds(
@@ -139,13 +181,12 @@ def compute_roofline_seconds(
 ) -> float:
     """Compute the minimum seconds for `requests`: one prefill, then the fewest decode steps.
 
-        prefill        2 * matrices * tokens + 2 * head * prompts
-                       + attention * n^2 / 2 for each prompt of n tokens, in FLOPs
+        prefill        2 * matrices * tokens + 2 * head * prompts + attention, in FLOPs
         decode step i  of the requests with more than i output tokens, whose contexts have i tokens
                        more than their prompts:
-                       2 * (matrices + head) * sequences + attention * context tokens, in FLOPs
-                       matrices + head + key_value * context tokens, in elements to read, of
-                       which quantized weights take fewer bytes
+                       2 * (matrices + head) * sequences + attention, in FLOPs
+                       matrices + head + K/V, in elements to read, of which quantized weights take
+                       fewer bytes
                        2 * bytes of recurrent states * sequences, to read and to write
 
     A prefill is bound by FLOPs, a decode step by FLOPs or by bandwidth, whichever takes longer. A
@@ -155,9 +196,9 @@ def compute_roofline_seconds(
     num_repeats = len(requests) - 1
     lengths = [len(request.prompt) for request in requests]
     num_tokens = sum(lengths) - shared_prefix * num_repeats
-    num_pairs = (sum(n**2 for n in lengths) - shared_prefix**2 * num_repeats) / 2
     flops: float = 2 * sizes.matrices * num_tokens + 2 * sizes.head * len(requests)
-    flops += sizes.attention * num_pairs
+    flops += sum(count_prefill(sizes, length) for length in lengths)
+    flops -= count_prefill(sizes, shared_prefix) * num_repeats
     seconds = flops / peak.flops_per_second
     num_weights = sizes.matrices + sizes.head
     # Weights whose codes are read as floats are quantized by the option, as in models/weights.py.
@@ -167,10 +208,10 @@ def compute_roofline_seconds(
     weight_bytes += _count_bytes(sizes.head, quantization.head, spec.dtype)
     for step in range(1, max(request.num_tokens for request in requests)):
         running = [request for request in requests if request.num_tokens > step]
-        num_context_tokens = sum(len(request.prompt) + step for request in running)
-        flops = 2 * num_weights * len(running) + sizes.attention * num_context_tokens
-        num_read_tokens = num_context_tokens - shared_prefix * (len(running) - 1)
-        num_bytes = weight_bytes + sizes.key_value * num_read_tokens * spec.dtype.itemsize
+        context_lens = [len(request.prompt) + step for request in running]
+        work = count_decode(sizes, context_lens, shared_prefix)
+        flops = 2 * num_weights * len(running) + work.flops
+        num_bytes = weight_bytes + work.elements * spec.dtype.itemsize
         num_bytes += 2 * sizes.state * torch.float32.itemsize * len(running)
         seconds += max(flops / peak.flops_per_second, num_bytes / peak.bytes_per_second)
     return seconds

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 from transformers import (
+    Gemma3TextConfig,
     LlamaConfig,
     OPTConfig,
     PretrainedConfig,
@@ -14,6 +15,20 @@ from transformers import (
 
 _COMMON: dict[str, Any] = {"tie_word_embeddings": True, "dtype": "bfloat16"}
 _qwen3 = partial(Qwen3Config, architectures=["Qwen3ForCausalLM"], **_COMMON)
+# By default, every sixth layer attends to the whole context, with a RoPE base of 1e6. The others
+# attend to a window, with 1e4.
+_gemma3 = partial(
+    Gemma3TextConfig,
+    architectures=["Gemma3ForCausalLM"],
+    **_COMMON,
+    vocab_size=262144,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    head_dim=256,
+    sliding_window=512,
+    query_pre_attn_scalar=256,
+    max_position_embeddings=32768,
+)
 SHAPES: dict[str, PretrainedConfig] = {
     "qwen3-0.6b": _qwen3(
         vocab_size=151936,
@@ -70,6 +85,8 @@ SHAPES: dict[str, PretrainedConfig] = {
         num_experts_per_tok=8,
         norm_topk_prob=True,
     ),
+    "gemma-3-270m": _gemma3(hidden_size=640, intermediate_size=2048, num_hidden_layers=18),
+    "gemma-3-1b": _gemma3(hidden_size=1152, intermediate_size=6912, num_hidden_layers=26),
     # By default, every fourth layer has attention, and the others a recurrent state.
     "qwen3.5-0.8b": Qwen3_5TextConfig(
         architectures=["Qwen3_5ForCausalLM"],

@@ -21,6 +21,7 @@ from nanovllm.benchmark.arguments import make_parser
 from nanovllm.benchmark.engines import NanoVLLM, Request
 from nanovllm.benchmark.roofline import PeakRates, find_roofline_fraction, measure_peak_rates
 from nanovllm.benchmark.setting import make_setting
+from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.checkpoints.formats import FP8, GPTQ
 from nanovllm.checkpoints.quantization import INT4, INT8, Quantization
 from nanovllm.kernels import bench as kernels_bench
@@ -168,6 +169,28 @@ def test_roofline_counts_necessary_flops_and_bytes(shared_prefix, dtype, peak, s
     assert least == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    "shared_prefix, peak, seconds",
+    [
+        (0, SLOW_PROCESSOR, 22.0 + 7.936 + 4.096),
+        (2, SLOW_PROCESSOR, 14.896 + 7.936 + 4.096),
+        (0, SLOW_MEMORY, 0.022 + 3.968 + 3.856),
+        (2, SLOW_MEMORY, 0.014896 + 3.904 + 3.856),
+    ],
+)
+def test_roofline_counts_only_the_window_of_a_layer(shared_prefix, peak, seconds):
+    """As above, but one of the layers has a window of 3 tokens. A pair has 32 FLOPs in each layer.
+
+    Prompts of 4 and 2 tokens have 3 * (4 - 1.5) + 2 = 9.5 pairs there, and 2 less if shared.
+    The first decodes have contexts of 5 and 3 tokens. They attend to 2 to 4 and 0 to 2, and read 6
+    tokens, also if the first 2 are shared. The last decode reads 3 tokens.
+    """
+    spec = replace(read_spec(QWEN3, BFLOAT16, 1), windows=(None, 3, None))
+    requests = [Request([1, 2, 3, 4], 3), Request([1, 2], 2)]
+    least = roofline.compute_roofline_seconds(spec, requests, shared_prefix, peak)
+    assert least == pytest.approx(seconds)
+
+
 def test_roofline_counts_recurrent_states():
     """A decode step reads and writes the states of a sequence, and reads K/V of one layer.
 
@@ -197,6 +220,13 @@ def test_roofline_counts_recurrent_states():
     spec = read_spec(config, BFLOAT16, 1)
     least = roofline.compute_roofline_seconds(spec, requests, 0, SLOW_MEMORY)
     assert least == pytest.approx(0.026752 + 7.328)
+
+
+@pytest.mark.parametrize("name, millions", [("gemma-3-270m", 268), ("gemma-3-1b", 1000)])
+def test_shapes_have_the_parameters_of_the_released_models(name, millions):
+    sizes = roofline.find_sizes(read_spec(SHAPES[name], BFLOAT16, 1))
+    assert round((sizes.matrices + sizes.head) / 1e6) == millions
+    assert {shape.window for shape in sizes.attention} == {None, 512}
 
 
 def test_roofline_counts_the_experts_of_a_token():

@@ -234,6 +234,7 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
         make_checkpoint(
             Path(directory), dtype=BF16, vocab_size=vocab_size, num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads, max_position_embeddings=2048,
+            use_sliding_window=True, sliding_window=100, max_window_layers=1,
         )  # fmt: skip
         llm = LLM(
             directory, attention_backend="triton", device="cpu", max_num_seqs=40,

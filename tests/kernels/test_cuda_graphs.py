@@ -11,6 +11,7 @@ from typing import Annotated
 import pytest
 import torch
 from conftest import DEVICE, ON_GPU, generate_ids, greedy, make_batch, random_prompt
+from families import make_family
 from torch import Tensor, nn
 
 from nanovllm import batch as batch_module
@@ -132,10 +133,14 @@ def test_a_tensor_of_another_shape_is_an_error(make_longer_batch):
         pack(make_longer_batch([7, 8], [1, 2, 3]))
 
 
-def test_engine_with_graphs_matches_transformers(tiny, make_llm, monkeypatch):
-    """Of batches that grow and shrink, with padding rows and chunks of one token."""
-    options = {"max_num_seqs": 5, "max_num_batched_tokens": 5, "kvcache_block_size": 16}
-    llm = make_llm(device=DEVICE.type, attention_backend="triton", max_model_len=32, **options)
+@pytest.mark.parametrize("name", ["qwen3", "gemma3-untied"])
+def test_engine_with_graphs_matches_transformers(tmp_path, make_llm, monkeypatch, name):
+    """Of batches that grow and shrink, with padding rows, chunks of one token and windows of 2."""
+    oracle = make_family(tmp_path, name)
+    llm = make_llm(
+        str(tmp_path), device=DEVICE.type, attention_backend="triton", max_model_len=32,
+        max_num_seqs=5, max_num_batched_tokens=5, kvcache_block_size=16,
+    )  # fmt: skip
     worker = llm.model_runner.executor.worker
     if not ON_GPU:
         monkeypatch.setattr(graphs, "capture", capture_nothing)
@@ -155,7 +160,7 @@ def test_engine_with_graphs_matches_transformers(tiny, make_llm, monkeypatch):
     lengths = [14, 1, 2, 3, 6]  # of the prompts
     prompts = [random_prompt(i, length) for i, length in enumerate(lengths)]
     numbers = [8, 5, 7, 5, 4]
-    expected = [tiny[1](prompt, number) for prompt, number in zip(prompts, numbers)]
+    expected = [oracle(prompt, number) for prompt, number in zip(prompts, numbers)]
     assert generate_ids(llm, prompts, [greedy(number) for number in numbers]) == expected
     assert {num_seqs for num_seqs, _ in steps} >= {1, 3, 5}
     assert any(num_seqs > num_logits for num_seqs, num_logits in steps)

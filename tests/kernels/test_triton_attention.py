@@ -52,6 +52,23 @@ def test_decodes_split_only_the_window(monkeypatch, context_len):
     assert grids == [(1, 2, 2), (2, 4, 1)]  # two splits, which are then combined
 
 
+def test_every_split_of_a_long_context_has_a_part_of_the_window(monkeypatch):
+    """The sum of exponentials of an empty split is 0, and its logarithm -inf."""
+    log_sums = []
+    launch = triton_backend.Launch.__call__
+
+    def record(self, grid, *args):
+        if self.kernel is triton_backend.combine_splits_kernel:
+            log_sums.append(args[1].clone())
+        launch(self, grid, *args)
+
+    monkeypatch.setattr(triton_backend.Launch, "__call__", record)
+    step = make_step(([1], [2048]), (4, 2, 64), 16, torch.float32, DEVICE, window=512)
+    attend(triton_backend, *step, window=512)
+    assert log_sums[0].shape == (1, 4, 2)
+    assert log_sums[0].isfinite().all()
+
+
 @pytest.mark.parametrize("window", [190, 260, 511])
 def test_windows_begin_within_blocks_and_are_split(window):
     lengths = ([1] * 6, [189, 190, 261, 530, 777, 2048])

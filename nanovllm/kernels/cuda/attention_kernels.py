@@ -7,14 +7,14 @@ exp(m - m'). The result is acc / l. The kernels use exp2, so log2(e) is part of 
 
 The query heads that share a KV head (GQA) are rows of one tile, so that K/V are read once for all
 of them. A tile of the context that every row attends to in full is read without a mask. With a
-sliding window, the rows of a prefill begin at different positions, which adds a range of tiles:
+sliding window, there are masked tiles on both sides of these:
 
-    range        -          |      0       |       1        |      2
-    positions    before all | windows of   | all rows       | queries
-                 windows    | rows begin   | attend to them | of the tile
-                 not read   | masked       |                | masked
+    positions    before all | windows of   | every row      | queries
+                 windows    | rows begin   | attends to all | of the tile
+    tiles        not read   | masked       | not masked     | masked
 
-Slots before all windows are not read, because their blocks can belong to other sequences by now.
+What lies before all windows is not read, because its blocks can belong to other sequences by now,
+and a masked NaN is still NaN.
 
 M: rows of queries (TOKENS query tokens of GROUP heads). N: tokens in a tile of the context.
 D: head_dim. M and D are rounded up to a power of two and masked.
@@ -67,8 +67,7 @@ def attend_kernel(
     PRECISION: constexpr,
     WINDOW: constexpr,  # tokens that a query attends to, or None
 ):
-    # A decode has one query, and what it reads begins where its window begins.
-    HAS_LEFT_EDGE: constexpr = WINDOW is not None and not IS_DECODE
+    HAS_WINDOW: constexpr = WINDOW is not None
     if IS_DECODE:
         kv_head = tl.program_id(0)
         seq = tl.program_id(1)
@@ -103,19 +102,23 @@ def attend_kernel(
     first_position = context_len - query_len + tile * TOKENS  # the tile's first token
     last_visible = context_len - query_len + tokens  # [M]
     visible_end = tl.minimum(context_len, first_position + TOKENS)  # to any row
-    visible_start = 0
-    if WINDOW is not None:
-        visible_start = tl.maximum(0, first_position + 1 - WINDOW)
-    tokens_per_split = tl.cdiv(tl.cdiv(visible_end - visible_start, num_splits), N) * N
-    first = visible_start + split * tokens_per_split
+    first_tile = 0
+    if HAS_WINDOW:
+        visible_start = tl.maximum(0, first_position + 1 - WINDOW)  # to any row
+        # Tiles start at multiples of N, because the compiler then knows where blocks begin in them,
+        # and needs fewer registers.
+        first_tile = visible_start // N * N
+    tokens_per_split = tl.cdiv(tl.cdiv(visible_end - first_tile, num_splits), N) * N
+    first = first_tile + split * tokens_per_split
     end = tl.minimum(first + tokens_per_split, visible_end)
     unmasked_start = first
-    if HAS_LEFT_EDGE:
+    if HAS_WINDOW:
         # The window of the last row begins last.
         num_before = tl.maximum(0, visible_end - WINDOW - first)
         unmasked_start = first + tl.cdiv(num_before, N) * N
     num_seen_by_all = tl.maximum(0, tl.minimum(end, first_position + 1) - unmasked_start)
-    unmasked_end = unmasked_start + num_seen_by_all // N * N
+    num_unmasked = num_seen_by_all // N * N
+    unmasked_end = unmasked_start + num_unmasked
 
     key_ptr += kv_head * HEAD_DIM
     value_ptr += kv_head * HEAD_DIM
@@ -123,32 +126,39 @@ def attend_kernel(
     acc = tl.zeros([M, D], dtype=tl.float32)
     row_sum = tl.zeros([M], dtype=tl.float32)
     row_max = tl.full([M], float("-inf"), dtype=tl.float32)
-    for RANGE in tl.static_range(0 if HAS_LEFT_EDGE else 1, 3):
-        tiles_start = first if RANGE == 0 else unmasked_start if RANGE == 1 else unmasked_end
-        tiles_end = unmasked_start if RANGE == 0 else unmasked_end if RANGE == 1 else end
-        for start in range(tiles_start, tiles_end, N):
+    # First the tiles that all rows attend to in full, then the others, as if those before them were
+    # moved next to those behind them. A loop for each side would need more registers.
+    for IS_MASKED in tl.static_range(2):
+        tiles_start = first + num_unmasked if IS_MASKED else unmasked_start
+        tiles_end = end if IS_MASKED else unmasked_end
+        for tile_start in range(tiles_start, tiles_end, N):
+            start = tile_start
+            if HAS_WINDOW and IS_MASKED:
+                start = tl.where(tile_start < unmasked_end, tile_start - num_unmasked, tile_start)
             positions = start + tl.arange(0, N)
-            exists = (positions < end) | (RANGE == 1)
+            exists = (positions < end) | (not IS_MASKED)
+            if HAS_WINDOW and IS_MASKED:
+                exists &= positions >= visible_start
             unsigned = positions.to(tl.uint32)  # divided by a power of two with a shift
             blocks = tl.load(table_ptr + unsigned // BLOCK_SIZE, mask=exists, other=0)
             slots = blocks * BLOCK_SIZE + (unsigned % BLOCK_SIZE).to(tl.int32)
             rows_of_cache = slots.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM)
             offsets = rows_of_cache[:, None] + dims[None, :]  # [N, D]
-            # Slots past the end of a context can be NaN, and NaN * 0 is NaN, so they are not
-            # loaded.
+            # Slots past the end of a context or before all windows can be NaN, and NaN * 0 is NaN,
+            # so they are not loaded.
             is_read = exists[:, None] & (dims < HEAD_DIM)[None, :]
             key = tl.load(key_ptr + offsets, mask=is_read, other=0.0)
             scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # [M, N]
-            if RANGE != 1:
+            if IS_MASKED:
                 is_visible = positions[None, :] <= last_visible[:, None]
-                if RANGE == 0:
+                if HAS_WINDOW:
                     is_visible &= positions[None, :] > last_visible[:, None] - WINDOW
                 scores = tl.where(is_visible, scores, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
-            # In range 0 a row's window can begin after the tile, and -inf - -inf is NaN. Otherwise
-            # the maximum is finite, because every row attends to the first token after range 0.
+            # The maximum is finite, because every row attends to the first token of the first tile.
+            # Only with a window, a row can attend to no token yet, and -inf - -inf is NaN.
             base = new_max
-            if RANGE == 0:
+            if HAS_WINDOW and IS_MASKED:
                 base = tl.where(new_max == float("-inf"), 0.0, new_max)
             weights = tl.exp2(tl.fma(scores, scale, -base[:, None]))
             rescale = tl.exp2(row_max - base)
