@@ -94,7 +94,7 @@ class LLM(ThreadSafeEngine):
         if self.windows is not None:
             extensions.append(self.windows)
         if self.timeline is not None:
-            self.recorder = Recorder(self.timeline)
+            self.recorder = Recorder(self.timeline, self.windows)
             extensions.append(self.recorder)
         return extensions
 

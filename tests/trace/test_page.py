@@ -11,6 +11,7 @@ import pytest
 import torch
 from browser import browse, needs_browser, run_script
 from conftest import find_extension, greedy, random_prompt
+from families import make_family
 from project_helpers import SMALL
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
@@ -32,6 +33,7 @@ def describe(scheduler, seqs):
         features |= vars(each)
     drafts = features.get("drafts", {})
     slots = features.get("slots", {})
+    windows = [features["windows"][seq] for seq in running] if "windows" in features else []
     free = list(manager.free_block_ids)
     cached = {block.block_id: block.hash for block in manager.blocks if block.hash != -1}
     num_used = manager.num_blocks - len(free)
@@ -54,6 +56,11 @@ def describe(scheduler, seqs):
         "snapshots": [
             [slot, f"{hash_:032x}"] for hash_, slot in features.get("snapshots", {}).items()
         ],
+        "starts": [window.start for window in windows],
+        "windows": [
+            features["tables"][seq.lane, window.start : window.end].tolist()
+            for seq, window in zip(running, windows)
+        ],
         "counts": [24, 4, num_used, num_reusable, len(free) - num_reusable],
     }
 
@@ -61,6 +68,8 @@ def describe(scheduler, seqs):
 DUMP = r"""
     const PARTS = ["timelines", "words", "budget", "queues", "count", "sequence"];
     const text = (id) => $(id).textContent.replace(/\s+/g, " ");
+    const listWindows = () =>
+        currentSettings().window ? now.running.map((id) => now.seqs.get(id)) : [];
     const dump = () => ({
         waiting: now.waiting.map(([id]) => id),
         running: now.running,
@@ -73,6 +82,8 @@ DUMP = r"""
         free: now.free,
         held: now.running.map((id) => now.seqs.get(id).held ?? 0),
         snapshots: now.snapshots,
+        starts: listWindows().map((seq) => seq.window_start),
+        windows: listWindows().map((seq) => seq.window_blocks),
         ...currentRun().pool[view.step],
         counts: text("count").match(/\d+/g).map(Number),
     });
@@ -161,7 +172,16 @@ def hybrid(tmp_path_factory):
     return str(path)
 
 
-WITH_STATES = {"load_format": "dummy", "dtype": "float32"}
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory):
+    """The path of a model with windows of 8 tokens."""
+    path = tmp_path_factory.mktemp("gemma3")
+    make_family(path, "gemma3")
+    return str(path)
+
+
+WITH_STATES = {"model": "hybrid", "load_format": "dummy", "dtype": "float32"}
+WITH_WINDOWS = {"model": "gemma3"}
 plan = Scheduler.plan
 odd_calls = count()
 
@@ -200,17 +220,26 @@ def plan_oddly(self):
             plan,
             "a snapshot is kept here.*from the state before the last draft",
         ),
+        (serve_busily, WITH_WINDOWS, plan, "NaN.*windows of A and B have moved"),
+        (serve_busily, WITH_WINDOWS, plan_oddly, "oldest.*preempted.*second pool lacks"),
+        (
+            serve_drafts,
+            {**WITH_WINDOWS, "num_speculative_tokens": 3, "max_num_batched_tokens": 5},
+            plan,
+            "3 draft.*window of A has moved",
+        ),
     ],
 )
 def test_it_shows_the_state_of_the_engine(
-    tiny, hybrid, tmp_path, monkeypatch, serve, options, policy, narrative
+    tiny, hybrid, gemma3, tmp_path, monkeypatch, serve, options, policy, narrative
 ):
     """In every step, forwards and backwards, also under policies that the page does not know."""
     monkeypatch.setattr(Scheduler, "plan", policy)
     path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
     states = []
-    model = hybrid if options.get("load_format") == "dummy" else tiny[0]
-    with LLM(model, trace=path, **{**SMALL, **options}) as llm:
+    models = {"tiny": tiny[0], "hybrid": hybrid, "gemma3": gemma3}
+    model = models[options.get("model", "tiny")]
+    with LLM(trace=path, **{**SMALL, **options, "model": model}) as llm:
         postprocess = llm.scheduler.postprocess
 
         def keep_state(seqs, samples):
@@ -410,7 +439,8 @@ def test_slots_and_snapshots(hybrid, tmp_path, capsys):
     """A snapshot is written, awaited, read and evicted."""
     path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
     shared = [random_prompt(seed, 8) for seed in range(3)]
-    with LLM(hybrid, trace=path, **{**SMALL, **WITH_STATES, "max_num_seqs": 2}) as llm:
+    options = {**SMALL, **WITH_STATES, "model": hybrid, "max_num_seqs": 2}
+    with LLM(trace=path, **options) as llm:
         for prefix in shared:
             for endings in ([[1, 2, 3]], [[4, 5, 6], [7, 8, 9]]):
                 prompts = [prefix + ending for ending in endings]
