@@ -18,6 +18,7 @@ from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
+from nanovllm.features.windows import Windows
 from nanovllm.server.playground import QWEN3_5
 from nanovllm.trace import save_page
 from nanovllm.trace.__main__ import main as trace_main
@@ -33,7 +34,6 @@ def describe(scheduler, seqs):
         features |= vars(each)
     drafts = features.get("drafts", {})
     slots = features.get("slots", {})
-    windows = [features["windows"][seq] for seq in running] if "windows" in features else []
     free = list(manager.free_block_ids)
     cached = {block.block_id: block.hash for block in manager.blocks if block.hash != -1}
     num_used = manager.num_blocks - len(free)
@@ -56,13 +56,20 @@ def describe(scheduler, seqs):
         "snapshots": [
             [slot, f"{hash_:032x}"] for hash_, slot in features.get("snapshots", {}).items()
         ],
-        "starts": [window.start for window in windows],
-        "windows": [
-            features["tables"][seq.lane, window.start : window.end].tolist()
-            for seq, window in zip(running, windows)
-        ],
+        "windows": describe_windows(scheduler),
         "counts": [24, 4, num_used, num_reusable, len(free) - num_reusable],
     }
+
+
+def describe_windows(scheduler):
+    """For each running sequence, its first logical block in the second pool, and all of them."""
+    (windows,) = [each for each in scheduler.extensions.features if type(each) is Windows] or [None]
+    described = []
+    for seq in scheduler.running if windows else []:
+        window = windows.windows[seq]
+        blocks = windows.tables[seq.lane, window.start : window.end].tolist()
+        described.append([window.start, blocks])
+    return described
 
 
 DUMP = r"""
@@ -82,8 +89,7 @@ DUMP = r"""
         free: now.free,
         held: now.running.map((id) => now.seqs.get(id).held ?? 0),
         snapshots: now.snapshots,
-        starts: listWindows().map((seq) => seq.window_start),
-        windows: listWindows().map((seq) => seq.window_blocks),
+        windows: listWindows().map((seq) => [seq.window_start, seq.window_blocks]),
         ...currentRun().pool[view.step],
         counts: text("count").match(/\d+/g).map(Number),
     });
@@ -220,13 +226,19 @@ def plan_oddly(self):
             plan,
             "a snapshot is kept here.*from the state before the last draft",
         ),
-        (serve_busily, WITH_WINDOWS, plan, "NaN.*windows of A and B have moved"),
-        (serve_busily, WITH_WINDOWS, plan_oddly, "oldest.*preempted.*second pool lacks"),
+        (
+            serve_busily,
+            WITH_WINDOWS,
+            plan,
+            "windows of A and B have moved, so they have released blocks 2 and 1 of the second.*"
+            "blocks 0 to 2, and blocks 1 and 2 of the second pool, for its first 12 tokens",
+        ),
+        (serve_busily, WITH_WINDOWS, plan_oddly, "oldest.*preempted.*second pool"),
         (
             serve_drafts,
             {**WITH_WINDOWS, "num_speculative_tokens": 3, "max_num_batched_tokens": 5},
             plan,
-            "3 draft.*window of A has moved",
+            "3 draft.*window of B has moved",
         ),
     ],
 )
@@ -468,6 +480,80 @@ def test_slots_and_snapshots(hybrid, tmp_path, capsys):
     for step, pattern in patterns.items():
         assert re.search(pattern, ", ".join(seen[step])), f"step {step}: {seen[step]}"
     assert seen[3][5] == seen[6][5] != seen[8][5]  # the snapshot in slot 4
+
+
+@needs_browser
+def test_a_window_moves_and_blocks_leave_it(gemma3, tmp_path):
+    """With windows of 8 tokens. B has a hit in both pools, and D in the first one only."""
+    path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
+    prompt = random_prompt(1, 20)
+    others = [[*prompt, 7, 8], random_prompt(2, 40), [*prompt[:12], 3, 4]]
+    with LLM(gemma3, trace=path, **{**SMALL, "max_num_seqs": 1}) as llm:
+        llm.generate([prompt], greedy(6), use_tqdm=False)
+        llm.generate(others, greedy(1), use_tqdm=False)
+    trace_main([str(path), "-o", str(page)])
+    seen = run_script(
+        page,
+        r"""
+        const text = (element) => element.textContent.replace(/\s+/g, " ").trim();
+        const read = (cell) => text(cell) + cell.className.replace("mini", "").trim();
+        return runs[0].steps.map((_, step) => {
+            go({ step });
+            const rows = [...$("windows").querySelectorAll("tr")];
+            const [first, second] = [1, 2].map((row) => {
+                return [...rows[row].querySelectorAll("td")].map(read).join(" ").trim();
+            });
+            point({ position: 0 });
+            return { words: text($("words")), count: text($("window-count")), first, second,
+                slot: text($("slot")), mask: document.querySelectorAll(".mask rect").length };
+        });
+        """,
+    )
+    rows = [(each["first"], each["second"]) for each in seen]
+    assert rows[0] == (
+        "0written 1written 2written 3written 4planned",
+        "0written 1written 2written 3written",
+    )
+    assert rows[1] == (
+        "0solid 1solid 2solid 3solid 4written",
+        "0passed rejected 1passed rejected 2solid 3solid 4written",
+    )
+    # Block 2 has token 13, the first one that token 20 attends to, 3 has the tokens from 12 on.
+    assert rows[2] == (
+        "0solid 1solid 2solid 3solid 4solid 5written",
+        "passed rejected passed rejected 2passed rejected 3solid 4solid 5written",
+    )
+    assert rows[3][1] == "passed rejected passed rejected passed rejected 3solid 4solid 5written"
+    assert "The window of A has moved, so it has released block 2 of the second" in seen[2]["words"]
+    assert seen[0]["count"] == (
+        "last 8 tokens · second pool: 8 blocks of 4 slots: 4 used, 0 reusable, 4 empty"
+    )
+    assert "3 used, 3 reusable, 2 empty" in seen[2]["count"]
+    assert "slot in the second pool: released attends to positions 0 to 0" in seen[2]["slot"]
+    assert seen[0]["mask"] == 32
+    words = " ".join(each["words"] for each in seen)
+    assert "reuses blocks 0 to 4, and blocks 3 and 4 of the second pool, for its" in words
+    assert re.search(
+        "has the K/V of the first 12 tokens of D, but the second pool lacks a part of the window at"
+        " their end. Nothing can be reused.",
+        seen[-1]["words"],
+    )
+
+
+@needs_browser
+def test_a_page_without_windows_says_nothing_of_them(example_page):
+    shown = run_script(
+        example_page,
+        """
+        go({ step: 3 });
+        const mask = document.querySelectorAll(".mask rect").length;
+        const { work } = now;
+        return [$("windows").hidden, $("slot").textContent.includes("pool"), mask,
+            countTokens(work.find((seq) => seq.id === selected(now)))];
+        """,
+    )
+    is_hidden, has_two_slots, num_rows, num_tokens = shown
+    assert (is_hidden, has_two_slots, num_rows) == (True, False, num_tokens)
 
 
 @needs_browser
