@@ -170,6 +170,20 @@ def serve_drafts(llm):
     llm.generate(prompt, greedy(20), use_tqdm=False)
 
 
+def serve_drafts_between_prompts(llm):
+    """Sequences with rejected drafts wait, because new prompts go first."""
+    drafts = find_extension(llm, Drafts)
+    drafts.make_proposer = lambda token_ids: Proposer(token_ids, [])
+    drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
+    llm.add_request(random_prompt(2, 13), greedy(30))
+    for number in count():
+        if llm.is_finished():
+            break
+        if number % 2:
+            llm.add_request(random_prompt(number, 5), greedy(1))
+        llm.step()
+
+
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory):
     """The path of the config of a model with recurrent states."""
@@ -180,9 +194,9 @@ def hybrid(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gemma3(tmp_path_factory):
-    """The path of a model with windows of 8 tokens."""
+    """The path of a model with windows of 9 tokens."""
     path = tmp_path_factory.mktemp("gemma3")
-    make_family(path, "gemma3")
+    make_family(path, "gemma3", sliding_window=9)
     return str(path)
 
 
@@ -239,6 +253,13 @@ def plan_oddly(self):
             {**WITH_WINDOWS, "num_speculative_tokens": 3, "max_num_batched_tokens": 5},
             plan,
             "3 draft.*window of B has moved",
+        ),
+        (
+            serve_drafts_between_prompts,
+            {**WITH_WINDOWS, "num_speculative_tokens": 3, "max_num_batched_tokens": 64}
+            | {"policy": "prefill_first"},
+            plan,
+            "all are rejected.*A is not scheduled",
         ),
     ],
 )
@@ -484,7 +505,7 @@ def test_slots_and_snapshots(hybrid, tmp_path, capsys):
 
 @needs_browser
 def test_a_window_moves_and_blocks_leave_it(gemma3, tmp_path):
-    """With windows of 8 tokens. B has a hit in both pools, and D in the first one only."""
+    """With windows of 9 tokens. B has a hit in both pools, and D in the first one only."""
     path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
     prompt = random_prompt(1, 20)
     others = [[*prompt, 7, 8], random_prompt(2, 40), [*prompt[:12], 3, 4]]
@@ -503,9 +524,12 @@ def test_a_window_moves_and_blocks_leave_it(gemma3, tmp_path):
             const [first, second] = [1, 2].map((row) => {
                 return [...rows[row].querySelectorAll("td")].map(read).join(" ").trim();
             });
-            point({ position: 0 });
-            return { words: text($("words")), count: text($("window-count")), first, second,
-                slot: text($("slot")), mask: document.querySelectorAll(".mask rect").length };
+            const slots = [0, 20].map((position) => {
+                point({ position });
+                return text($("slot"));
+            });
+            return { words: text($("words")), count: text($("window-count")), first, second, slots,
+                mask: document.querySelectorAll(".mask rect").length };
         });
         """,
     )
@@ -518,7 +542,7 @@ def test_a_window_moves_and_blocks_leave_it(gemma3, tmp_path):
         "0solid 1solid 2solid 3solid 4written",
         "0passed rejected 1passed rejected 2solid 3solid 4written",
     )
-    # Block 2 has token 13, the first one that token 20 attends to, 3 has the tokens from 12 on.
+    # The window of token 20 begins at token 12, the first one of block 3.
     assert rows[2] == (
         "0solid 1solid 2solid 3solid 4solid 5written",
         "passed rejected passed rejected 2passed rejected 3solid 4solid 5written",
@@ -526,10 +550,12 @@ def test_a_window_moves_and_blocks_leave_it(gemma3, tmp_path):
     assert rows[3][1] == "passed rejected passed rejected passed rejected 3solid 4solid 5written"
     assert "The window of A has moved, so it has released block 2 of the second" in seen[2]["words"]
     assert seen[0]["count"] == (
-        "last 8 tokens · second pool: 8 blocks of 4 slots: 4 used, 0 reusable, 4 empty"
+        "last 9 tokens · second pool: 8 blocks of 4 slots: 4 used, 0 reusable, 4 empty"
     )
     assert "3 used, 3 reusable, 2 empty" in seen[2]["count"]
-    assert "slot in the second pool: released attends to positions 0 to 0" in seen[2]["slot"]
+    released, held = seen[2]["slots"]
+    assert "slot in the second pool: released attends to positions 0 to 0" in released
+    assert "slot in the second pool: 5 * 4 + 0 = 20 attends to positions 12 to 20" in held
     assert seen[0]["mask"] == 32
     words = " ".join(each["words"] for each in seen)
     assert "reuses blocks 0 to 4, and blocks 3 and 4 of the second pool, for its" in words
