@@ -95,7 +95,7 @@ class LLM(ThreadSafeEngine):
             self.windows = Windows(runner.executor.worker)
             extensions.append(self.windows)
         if self.timeline is not None:
-            self.recorder = Recorder(self.timeline)
+            self.recorder = Recorder(self.timeline, self.windows)
             extensions.append(self.recorder)
         return extensions
 

@@ -16,6 +16,8 @@ GAUGES = {
     "num_running": "Sequences that hold KV blocks",
     "num_free_blocks": "KV blocks that no sequence holds",
     "num_blocks": "KV blocks in total",
+    "num_free_window_blocks": "KV blocks of layers with a window that no sequence holds",
+    "num_window_blocks": "KV blocks of layers with a window in total, 0 without windows",
 }
 COUNTERS = {
     "num_prefill_tokens": "Computed tokens of prompts, and recomputed tokens",

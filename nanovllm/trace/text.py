@@ -19,6 +19,7 @@ _LEGEND = {
 _COUNTERS = (
     "after the step: waiting requests; used, reusable (free, in the prefix cache), empty blocks"
 )
+_WINDOW = "window: used blocks of the second pool during the step, of {}"
 
 
 def render(steps: list[Step], width: int = 100) -> str:
@@ -29,6 +30,10 @@ def render(steps: list[Step], width: int = 100) -> str:
     rows["tokens"] = [str(step.info["num_tokens"]) for step in steps]
     for name in ("waiting", *BLOCK_STATES):
         rows[name] = [str(step.info[name]) for step in steps]
+    counters = [_COUNTERS]
+    if "window" in steps[0].settings:
+        rows["window"] = [str(step.info["window_pool"]["used"]) for step in steps]
+        counters.append(_WINDOW.format(steps[0].settings["num_window_blocks"]))
     widths = [max(map(len, column)) + 1 for column in zip(*rows.values())]
     num_shown = len([end for end in accumulate(widths) if end <= width - _NAME_WIDTH])
     lines: list[str] = []
@@ -42,7 +47,7 @@ def render(steps: list[Step], width: int = 100) -> str:
     if num_more:
         more = "step does" if num_more == 1 else "steps do"
         lines += wrap(f"{num_more} more {more} not fit: -o timeline.html shows all", width)
-    lines += [*wrap("; ".join(legend), width), *wrap(_COUNTERS, width)]
+    lines += [*wrap("; ".join(legend), width), *wrap("; ".join(counters), width)]
     return "\n".join(lines)
 
 

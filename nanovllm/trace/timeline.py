@@ -3,14 +3,15 @@
     steps     | mixed: 13 tokens     | decode: 2 tokens |    with schedule, prepare, forward, sample
     lane 0    | decode 0             | decode 0         |    one sequence until it leaves the lane
     lane 1    | prefill 1            | decode 1         |    tokens that are computed and reused
-    counters    waiting and running sequences; used, reusable and empty blocks
+    counters    waiting and running sequences; used, reusable and empty blocks of each pool
 
 ui.perfetto.dev opens the file. The category of an event ("cat") says what it is. Its args also hold
 what the page of `python -m nanovllm.trace` needs to draw the pool of blocks: token ids and texts,
 blocks, hashes of full blocks, queues and the next free blocks. For a model with recurrent states
-they hold slots and snapshots, and for structured outputs the tokens that may come next and those
-that the model prefers. To keep the file small, a step has only the lists that have changed and the
-texts that are new. A trace contains the prompts and the outputs.
+they hold slots and snapshots, for one with windows the blocks of the second pool during the step,
+and for structured outputs the tokens that may come next and those that the model prefers. To keep
+the file small, a step has only the lists that have changed and the texts that are new. A trace
+contains the prompts and the outputs.
 
 A step is written when it ends. The file is a complete JSON array after every step, because each
 write replaces the closing bracket. What happens in the engine is described by recorder.py.
@@ -108,6 +109,9 @@ class Timeline:
         for name, counters in COUNTERS.items():
             numbers = {each: info[each] for each in counters}
             events.append(make_event("counters", 0, name, numbers, ts=start))
+        if "window_pool" in info:
+            pool = info["window_pool"]
+            events.append(make_event("counters", 0, "window blocks", pool, ts=span["ts"]))
         self.last = step.info
         self.num_steps += 1
         self.write(events)  # last, so that an interrupt that follows finds the state above

@@ -7,14 +7,17 @@ import re
 import signal
 import socket
 import sys
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from conftest import greedy, random_prompt
+from families import make_family
 from server_helpers import CLIENT, HEADERS, KEY, OPTIONS, post, start, wait_for_line
 from starlette.requests import Request
 
 import nanovllm
-from nanovllm import DEMO_MODEL
+from nanovllm import DEMO_MODEL, LLM
 from nanovllm.outputs import Stats
 from nanovllm.server import __main__, metrics
 from nanovllm.server.middleware import is_foreign, log
@@ -213,6 +216,19 @@ def test_metrics_are_described_in_words(url):
     count = re.search(r"nanovllm_inter_token_seconds_count (\S+)", text)[1]
     assert 1 <= float(count)
     assert metrics.GAUGES.keys() | metrics.COUNTERS.keys() == Stats.__annotations__.keys()
+
+
+def test_metrics_have_both_pools_of_blocks(tmp_path):
+    make_family(tmp_path, "gemma3")
+    with LLM(tmp_path, kvcache_block_size=4, num_kvcache_blocks=50) as llm:
+        llm.add_request(random_prompt(1, 30), greedy(4))
+        llm.step()
+        stats = llm.stats
+        families = metrics.Metrics(SimpleNamespace(llm=llm)).collect()
+    values = {family.name: family.samples[0].value for family in families}
+    assert 0 < stats["num_free_window_blocks"] < stats["num_window_blocks"] != stats["num_blocks"]
+    for name in metrics.GAUGES:
+        assert values[f"nanovllm_{name}"] == stats[name]
 
 
 def test_idle_connections_outlive_those_of_proxies():

@@ -11,12 +11,14 @@ import pytest
 import torch
 from browser import browse, needs_browser, run_script
 from conftest import find_extension, greedy, random_prompt
+from families import make_family
 from project_helpers import SMALL
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
+from nanovllm.features.windows import Windows
 from nanovllm.server.playground import QWEN3_5
 from nanovllm.trace import save_page
 from nanovllm.trace.__main__ import main as trace_main
@@ -54,13 +56,27 @@ def describe(scheduler, seqs):
         "snapshots": [
             [slot, f"{hash_:032x}"] for hash_, slot in features.get("snapshots", {}).items()
         ],
+        "windows": describe_windows(scheduler),
         "counts": [24, 4, num_used, num_reusable, len(free) - num_reusable],
     }
+
+
+def describe_windows(scheduler):
+    """For each running sequence, its first logical block in the second pool, and all of them."""
+    (windows,) = [each for each in scheduler.extensions.features if type(each) is Windows] or [None]
+    described = []
+    for seq in scheduler.running if windows else []:
+        window = windows.windows[seq]
+        blocks = windows.tables[seq.lane, window.start : window.end].tolist()
+        described.append([window.start, blocks])
+    return described
 
 
 DUMP = r"""
     const PARTS = ["timelines", "words", "budget", "queues", "count", "sequence"];
     const text = (id) => $(id).textContent.replace(/\s+/g, " ");
+    const listWindows = () =>
+        currentSettings().window ? now.running.map((id) => now.seqs.get(id)) : [];
     const dump = () => ({
         waiting: now.waiting.map(([id]) => id),
         running: now.running,
@@ -73,6 +89,7 @@ DUMP = r"""
         free: now.free,
         held: now.running.map((id) => now.seqs.get(id).held ?? 0),
         snapshots: now.snapshots,
+        windows: listWindows().map((seq) => [seq.window_start, seq.window_blocks]),
         ...currentRun().pool[view.step],
         counts: text("count").match(/\d+/g).map(Number),
     });
@@ -153,6 +170,20 @@ def serve_drafts(llm):
     llm.generate(prompt, greedy(20), use_tqdm=False)
 
 
+def serve_drafts_between_prompts(llm):
+    """Sequences with rejected drafts wait, because new prompts go first."""
+    drafts = find_extension(llm, Drafts)
+    drafts.make_proposer = lambda token_ids: Proposer(token_ids, [])
+    drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
+    llm.add_request(random_prompt(2, 13), greedy(30))
+    for number in count():
+        if llm.is_finished():
+            break
+        if number % 2:
+            llm.add_request(random_prompt(number, 5), greedy(1))
+        llm.step()
+
+
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory):
     """The path of the config of a model with recurrent states."""
@@ -161,7 +192,16 @@ def hybrid(tmp_path_factory):
     return str(path)
 
 
-WITH_STATES = {"load_format": "dummy", "dtype": "float32"}
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory):
+    """The path of a model with windows of 9 tokens."""
+    path = tmp_path_factory.mktemp("gemma3")
+    make_family(path, "gemma3", sliding_window=9)
+    return str(path)
+
+
+WITH_STATES = {"model": "hybrid", "load_format": "dummy", "dtype": "float32"}
+WITH_WINDOWS = {"model": "gemma3"}
 plan = Scheduler.plan
 odd_calls = count()
 
@@ -200,17 +240,39 @@ def plan_oddly(self):
             plan,
             "a snapshot is kept here.*from the state before the last draft",
         ),
+        (
+            serve_busily,
+            WITH_WINDOWS,
+            plan,
+            "windows of A and B have moved, so they have released blocks 2 and 1 of the second.*"
+            "blocks 0 to 2, and blocks 1 and 2 of the second pool, for its first 12 tokens",
+        ),
+        (serve_busily, WITH_WINDOWS, plan_oddly, "oldest.*preempted.*second pool"),
+        (
+            serve_drafts,
+            {**WITH_WINDOWS, "num_speculative_tokens": 3, "max_num_batched_tokens": 5},
+            plan,
+            "3 draft.*window of B has moved",
+        ),
+        (
+            serve_drafts_between_prompts,
+            {**WITH_WINDOWS, "num_speculative_tokens": 3, "max_num_batched_tokens": 64}
+            | {"policy": "prefill_first"},
+            plan,
+            "all are rejected.*A is not scheduled",
+        ),
     ],
 )
 def test_it_shows_the_state_of_the_engine(
-    tiny, hybrid, tmp_path, monkeypatch, serve, options, policy, narrative
+    tiny, hybrid, gemma3, tmp_path, monkeypatch, serve, options, policy, narrative
 ):
     """In every step, forwards and backwards, also under policies that the page does not know."""
     monkeypatch.setattr(Scheduler, "plan", policy)
     path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
     states = []
-    model = hybrid if options.get("load_format") == "dummy" else tiny[0]
-    with LLM(model, trace=path, **{**SMALL, **options}) as llm:
+    models = {"tiny": tiny[0], "hybrid": hybrid, "gemma3": gemma3}
+    model = models[options.get("model", "tiny")]
+    with LLM(trace=path, **{**SMALL, **options, "model": model}) as llm:
         postprocess = llm.scheduler.postprocess
 
         def keep_state(seqs, samples):
@@ -410,7 +472,8 @@ def test_slots_and_snapshots(hybrid, tmp_path, capsys):
     """A snapshot is written, awaited, read and evicted."""
     path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
     shared = [random_prompt(seed, 8) for seed in range(3)]
-    with LLM(hybrid, trace=path, **{**SMALL, **WITH_STATES, "max_num_seqs": 2}) as llm:
+    options = {**SMALL, **WITH_STATES, "model": hybrid, "max_num_seqs": 2}
+    with LLM(trace=path, **options) as llm:
         for prefix in shared:
             for endings in ([[1, 2, 3]], [[4, 5, 6], [7, 8, 9]]):
                 prompts = [prefix + ending for ending in endings]
@@ -438,6 +501,85 @@ def test_slots_and_snapshots(hybrid, tmp_path, capsys):
     for step, pattern in patterns.items():
         assert re.search(pattern, ", ".join(seen[step])), f"step {step}: {seen[step]}"
     assert seen[3][5] == seen[6][5] != seen[8][5]  # the snapshot in slot 4
+
+
+@needs_browser
+def test_a_window_moves_and_blocks_leave_it(gemma3, tmp_path):
+    """With windows of 9 tokens. B has a hit in both pools, and D in the first one only."""
+    path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
+    prompt = random_prompt(1, 20)
+    others = [[*prompt, 7, 8], random_prompt(2, 40), [*prompt[:12], 3, 4]]
+    with LLM(gemma3, trace=path, **{**SMALL, "max_num_seqs": 1}) as llm:
+        llm.generate([prompt], greedy(6), use_tqdm=False)
+        llm.generate(others, greedy(1), use_tqdm=False)
+    trace_main([str(path), "-o", str(page)])
+    seen = run_script(
+        page,
+        r"""
+        const text = (element) => element.textContent.replace(/\s+/g, " ").trim();
+        const read = (cell) => text(cell) + cell.className.replace("mini", "").trim();
+        return runs[0].steps.map((_, step) => {
+            go({ step });
+            const rows = [...$("windows").querySelectorAll("tr")];
+            const [first, second] = [1, 2].map((row) => {
+                return [...rows[row].querySelectorAll("td")].map(read).join(" ").trim();
+            });
+            const slots = [0, 20].map((position) => {
+                point({ position });
+                return text($("slot"));
+            });
+            return { words: text($("words")), count: text($("window-count")), first, second, slots,
+                mask: document.querySelectorAll(".mask rect").length };
+        });
+        """,
+    )
+    rows = [(each["first"], each["second"]) for each in seen]
+    assert rows[0] == (
+        "0written 1written 2written 3written 4planned",
+        "0written 1written 2written 3written",
+    )
+    assert rows[1] == (
+        "0solid 1solid 2solid 3solid 4written",
+        "0passed rejected 1passed rejected 2solid 3solid 4written",
+    )
+    # The window of token 20 begins at token 12, the first one of block 3.
+    assert rows[2] == (
+        "0solid 1solid 2solid 3solid 4solid 5written",
+        "passed rejected passed rejected 2passed rejected 3solid 4solid 5written",
+    )
+    assert rows[3][1] == "passed rejected passed rejected passed rejected 3solid 4solid 5written"
+    assert "The window of A has moved, so it has released block 2 of the second" in seen[2]["words"]
+    assert seen[0]["count"] == (
+        "last 9 tokens · second pool: 8 blocks of 4 slots: 4 used, 0 reusable, 4 empty"
+    )
+    assert "3 used, 3 reusable, 2 empty" in seen[2]["count"]
+    released, held = seen[2]["slots"]
+    assert "slot in the second pool: released attends to positions 0 to 0" in released
+    assert "slot in the second pool: 5 * 4 + 0 = 20 attends to positions 12 to 20" in held
+    assert seen[0]["mask"] == 32
+    words = " ".join(each["words"] for each in seen)
+    assert "reuses blocks 0 to 4, and blocks 3 and 4 of the second pool, for its" in words
+    assert re.search(
+        "has the K/V of the first 12 tokens of D, but the second pool lacks a part of the window at"
+        " their end. Nothing can be reused.",
+        seen[-1]["words"],
+    )
+
+
+@needs_browser
+def test_a_page_without_windows_says_nothing_of_them(example_page):
+    shown = run_script(
+        example_page,
+        """
+        go({ step: 3 });
+        const mask = document.querySelectorAll(".mask rect").length;
+        const { work } = now;
+        return [$("windows").hidden, $("slot").textContent.includes("pool"), mask,
+            countTokens(work.find((seq) => seq.id === selected(now)))];
+        """,
+    )
+    is_hidden, has_two_slots, num_rows, num_tokens = shown
+    assert (is_hidden, has_two_slots, num_rows) == (True, False, num_tokens)
 
 
 @needs_browser

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 from conftest import check_invariants, find_extension, generate_ids, greedy, random_prompt
+from families import make_family
 from project_helpers import SMALL, reject
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
@@ -276,6 +277,75 @@ def test_the_choice_of_a_grammar_is_recorded(path):
     for work in recorded:
         assert work["num_allowed_tokens"] == len(work["allowed_token_ids"])
         assert work["allowed_token_ids"][0] == work["new_token_ids"][0]
+
+
+# --- Windows
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory):
+    """A trace of a model with windows of 8 tokens, and the states of the engine in its steps."""
+    path = tmp_path_factory.mktemp("windows")
+    make_family(path, "gemma3")
+    states = []
+    with LLM(path, trace=path / "trace.json", num_speculative_tokens=3, **SMALL) as llm:
+        pool = llm.windows.pool
+        postprocess = llm.scheduler.postprocess
+
+        def keep_state(seqs, samples):
+            rows = {}
+            for seq in seqs:
+                window = llm.windows.windows[seq]
+                ids = llm.windows.tables[seq.lane, window.start : window.end].tolist()
+                rows[seq.lane] = (window.start, ids)
+            reusable = [i for i in pool.free_block_ids if pool.blocks[i].is_cached]
+            num_free = len(pool.free_block_ids)
+            counts = [pool.num_blocks - num_free, len(reusable), num_free - len(reusable)]
+            states.append((rows, counts))
+            postprocess(seqs, samples)
+
+        llm.scheduler.postprocess = keep_state
+        drafts = find_extension(llm, Drafts)
+        drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
+        generate_ids(llm, [*PROMPTS, random_prompt(5, 6) * 4], greedy(14))
+        assert llm.stats["num_preemptions"]
+        assert llm.stats["num_draft_tokens"]
+    return path / "trace.json", states
+
+
+def test_blocks_of_the_second_pool_are_recorded(windows):
+    """Those that the sequences hold while a step runs, and how many are used."""
+    path, states = windows
+    steps = trace.read(path)
+    assert steps[0].settings["window"] == 8
+    for step, (rows, counts) in zip(steps, states, strict=True):
+        assert step.settings["num_window_blocks"] == sum(counts)
+        assert list(step.info["window_pool"].values()) == counts
+        works = {
+            lane: (work["window_start"], work["window_blocks"]) for lane, work in step.lanes.items()
+        }
+        assert works == rows
+    assert max(start for rows, _ in states for start, _ in rows.values()) > 3
+    assert len({counts[1] for _, counts in states}) > 3
+    events = json.loads(path.read_bytes())
+    counters = [event["args"] for event in events if event["name"] == "window blocks"]
+    assert counters == [step.info["window_pool"] for step in steps]
+
+
+def test_text_and_plot_show_the_second_pool(windows, recorded, tmp_path):
+    path, states = windows
+    steps = trace.read(path)
+    lines = trace.render(steps, 1000).splitlines()
+    (row,) = [line for line in lines if line.startswith("  window |")]
+    assert row.partition("|")[2].split() == [str(used) for _, (used, _, _) in states]
+    num_blocks = sum(states[0][1])
+    assert f"window: used blocks of the second pool during the step, of {num_blocks}" in lines[-1]
+    assert "window" not in trace.render(trace.read(recorded), 1000)
+    pytest.importorskip("matplotlib")
+    for source, num_labels in ((path, 1), (recorded, 0)):
+        picture = tmp_path / "timeline.svg"
+        trace_main([str(source), "-o", str(picture)])
+        assert picture.read_text().count("<!-- window blocks -->") == num_labels
 
 
 # --- Text and plot
