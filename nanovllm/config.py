@@ -45,17 +45,19 @@ class Config(Checked):
             the MLP width.
         max_model_len: Maximum of prompt plus generated tokens. None: the model's limit, but at most
             4096 and at most what the KV cache holds.
-        max_num_batched_tokens: Token budget of one step.
+        max_num_batched_tokens: Token budget of one step. It is lowered, with a message, if layers
+            with a window have no memory for the K/V of so many tokens beside their windows.
         max_num_seqs: Maximum number of sequences that hold KV blocks at once. It is lowered, with a
-            message, if there is no memory for the recurrent states of so many (Qwen3.5).
+            message, if there is no memory for the recurrent states or windows of so many (Qwen3.5,
+            Gemma 3).
         kvcache_block_size: Tokens per block. None: the attention backend's preference.
         num_kvcache_blocks: Blocks in the KV cache. None: computed from the available memory. The
             computation is printed at start.
         gpu_memory_utilization: Fraction of the GPU's memory that this engine may use, in (0, 1].
-        kvcache_memory_bytes: Size of the KV cache per rank, of which recurrent states take at most
-            half. None: on a GPU, what gpu_memory_utilization leaves. On a CPU, a quarter of the
-            available memory, divided by the ranks. This default is limited to what max_num_seqs
-            sequences of max_model_len use.
+        kvcache_memory_bytes: Size of the KV cache per rank, of which recurrent states or windows
+            take at most half, unless all layers have windows. None: on a GPU, what
+            gpu_memory_utilization leaves. On a CPU, a quarter of the available memory, divided by
+            the ranks. This default is limited to what max_num_seqs sequences of max_model_len use.
         enable_prefix_caching: Reuse full blocks of identical prefixes.
         enable_chunked_prefill: True: decodes and chunks of prompts share a step. False: prefill
             first, where a step has whole prompts or decodes, as in the vLLM V0 engine.

@@ -199,12 +199,14 @@ class Windows(Extension):
             self.pool.passed[block_id] = None
 
     def _cache(self, seq: Sequence, num_tokens: int) -> None:
-        """Cache the blocks that the first `num_tokens` tokens make full."""
+        """Cache the blocks that the first `num_tokens` tokens make full, and uncache later ones."""
         window = self.windows[seq]
         num_full = num_tokens // self.block_size
         for index in range(window.num_cached, num_full):
             self.pool.cache_block(seq, index, int(self.tables[seq.lane, index]))
-        window.num_cached = max(window.num_cached, num_full)
+        for index in range(num_full, window.num_cached):  # Drafts has discarded the step
+            self.pool.uncache(int(self.tables[seq.lane, index]))
+        window.num_cached = num_full
 
     def describe_settings(self) -> dict[str, Any]:
         return {"window": self.window, "num_window_blocks": self.pool.num_blocks}

@@ -221,6 +221,21 @@ def test_a_sequence_with_nan_leaves_nothing_to_hit():
     assert not simulation.windows.pool.hash_to_block_id
 
 
+def test_a_discarded_step_leaves_nothing_to_hit():
+    """A draft token can be the cause of its NaN. The block that the newest token fills has NaN."""
+    simulation = Simulation(window=6, draft_len=3, budget=40)
+    scheduler = simulation.scheduler
+    seq = Sequence(0, [1, 2, 3, 4, 5, 1, 2], SamplingParams())
+    scheduler.add(seq)
+    scheduler.postprocess(scheduler.schedule(), [[3]])
+    scheduler.postprocess(scheduler.schedule(), [[-1] * 4])
+    assert seq.num_computed_tokens == 7  # as before the step
+    assert simulation.windows.pool.find_block(seq, 1) is None
+    check_windows(simulation.windows)
+    scheduler.postprocess(scheduler.schedule(), [[4]])
+    assert simulation.windows.pool.find_block(seq, 1) is not None
+
+
 def test_the_end_of_a_shared_prompt_is_evicted_after_the_middle_of_a_long_text():
     simulation = Simulation(window=6, num_lanes=4, num_blocks=500)
     system_prompt = list(range(20))
@@ -307,3 +322,13 @@ def test_tokens_match_transformers_amid_nan(tmp_path, name, options):
         assert stats["num_free_window_blocks"] == stats["num_window_blocks"] > 0
         if llm.config.enable_prefix_caching:
             assert stats["num_cached_tokens"] > 0
+
+
+def test_a_prompt_above_the_lowered_budget_is_told_why(tmp_path):
+    """The option has the default, which no prompt exceeds."""
+    make_family(tmp_path, "gemma3")
+    options = dict(policy="prefill_first", kvcache_memory_bytes=40_000, kvcache_block_size=4)
+    with LLM(tmp_path, max_model_len=60, **options) as llm:
+        with pytest.raises(ValueError, match="=4, lowered from 8192 .* raise kvcache_memory_bytes"):
+            llm.generate(random_prompt(1, 40), use_tqdm=False)
+        assert len(generate_ids(llm, [random_prompt(1, 4)], greedy(40))[0]) == 40
