@@ -54,6 +54,6 @@ def draw(steps: list[Step], path: str) -> None:
 def _list_pools(steps: list[Step]) -> dict[str, list[Facts]]:
     """Return the counters of each pool: the first after each step, the second during it."""
     pools = {"blocks": [step.info for step in steps]}
-    if "window" in steps[0].settings:
+    if "window_pool" in steps[0].info:
         pools["window blocks"] = [step.info["window_pool"] for step in steps]
     return pools
