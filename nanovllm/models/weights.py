@@ -18,7 +18,6 @@ from nanovllm.checkpoints.formats import Format
 from nanovllm.checkpoints.tensor_files import TensorFiles, summarize
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.linear import Target
-from nanovllm.layers.norm import ZeroCenteredRMSNorm
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.quantized_layers import quantize_layers
 from nanovllm.models.spec import CausalLM, ModelSpec
@@ -139,14 +138,8 @@ def _find_unexpected(files: TensorFiles, format: Format | None) -> list[str]:
 def init_dummy_weights(model: nn.Module, seed: int) -> None:
     """Fill matrices with normal numbers of standard deviation 0.02, norms with 1, the rest with 0.
 
-    Norms that add 1 to their weights are filled with 0. The weights are identical on any number of
-    ranks.
+    The weights are identical on any number of ranks.
     """
-    zero_centered = [
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, ZeroCenteredRMSNorm)
-    ]
     for name, parts in _find_targets(model).items():
         full = parts[0].destination.new_empty(parts[0].full_shape)
         if full.dim() > 1:
@@ -154,8 +147,7 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
             full.normal_(0.0, 0.02, generator=generator)
             seed += 1
         else:
-            is_one = name.endswith("norm.weight") and name not in zero_centered
-            full.fill_(1.0 if is_one else 0.0)
+            full.fill_(1.0 if name.endswith("norm.weight") else 0.0)
         for target in parts:
             target.destination.copy_(full[target.shard])
 

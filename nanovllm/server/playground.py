@@ -18,7 +18,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
-from transformers import Qwen3_5TextConfig
+from transformers import Gemma3TextConfig, Qwen3_5TextConfig
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.config import Config
@@ -29,7 +29,7 @@ from nanovllm.server.middleware import respond
 from nanovllm.trace.page import read_template, shorten
 from nanovllm.trace.reader import Reader
 from nanovllm.trace.timeline import Event, Timeline
-from nanovllm.utils.checks import check_bool, check_int, check_names, check_number, check_type
+from nanovllm.utils.checks import check_choice, check_int, check_names, check_number, check_type
 
 # The options that the page can change. Its scenes start from these values.
 DEFAULTS: dict[str, Any] = {
@@ -40,25 +40,36 @@ DEFAULTS: dict[str, Any] = {
     "policy": "mixed",
     "enable_prefix_caching": True,
     "num_speculative_tokens": 0,
-    "recurrent_states": False,
+    "random_model": "",  # "" or a name of RANDOM_MODELS
 }
-# The model with recurrent states. Its weights are random, so its answers make no sense.
+SIZES: dict[str, Any] = {
+    "vocab_size": 768,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "dtype": "bfloat16",
+}
 QWEN3_5 = Qwen3_5TextConfig(
     architectures=["Qwen3_5ForCausalLM"],
-    vocab_size=768,
-    hidden_size=64,
-    intermediate_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=32,
     linear_num_key_heads=2,
     linear_num_value_heads=2,
     linear_key_head_dim=16,
     linear_value_head_dim=16,
-    max_position_embeddings=2048,
-    dtype="bfloat16",
+    **SIZES,
 )
+GEMMA3 = Gemma3TextConfig(
+    architectures=["Gemma3ForCausalLM"],
+    sliding_window=10,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    **SIZES,
+)
+# Models with recurrent states and with windows. Their weights are random, so their answers make no
+# sense.
+RANDOM_MODELS = {"Qwen3.5": QWEN3_5, "Gemma 3": GEMMA3}
 MAX_STEPS = 10_000  # longest recording; after it, the engine is replaced once it is idle
 STEPS_PER_MESSAGE = 500
 MESSAGE_INTERVAL = 0.05  # seconds, because a page need not be drawn more often
@@ -118,14 +129,15 @@ class Playground(EngineThread):
         self.changed = asyncio.Event()  # set and replaced when there is something to show
         super().__init__(self.make_llm(**self.options))
 
-    def make_llm(self, recurrent_states: bool, **options: Any) -> WatchedLLM:
-        """Start an engine of the given model, or of a tiny one with recurrent states."""
-        if not check_bool("recurrent_states", recurrent_states):
+    def make_llm(self, random_model: str, **options: Any) -> WatchedLLM:
+        """Start an engine of the given model, or of a tiny random one."""
+        check_choice("random_model", random_model, ("", *RANDOM_MODELS))
+        if not random_model:
             return WatchedLLM(self.model, **options)
         with TemporaryDirectory() as directory:
             without_weights = ignore_patterns("*.safetensors")
             copytree(DEMO_MODEL, directory, ignore=without_weights, dirs_exist_ok=True)
-            QWEN3_5.save_pretrained(directory)
+            RANDOM_MODELS[random_model].save_pretrained(directory)
             return WatchedLLM(directory, **{**options, "load_format": "dummy"})
 
     # In the engine thread.

@@ -1,6 +1,6 @@
-"""Draws a trace as a plot: lanes above, pools of blocks below. Needs matplotlib (extra plot)."""
+"""Draws a trace as a plot: lanes above, the pool of blocks below. Needs matplotlib (extra plot)."""
 
-from nanovllm.trace.step import BLOCK_STATES, Facts, Step
+from nanovllm.trace.step import BLOCK_STATES, Step
 from nanovllm.utils.checks import naming
 
 _COLORS = ("#4c72b0", "#a9bfe0", "#eeeeee")  # in the order of BLOCK_STATES
@@ -21,10 +21,8 @@ def draw(steps: list[Step], path: str) -> None:
 
     num_lanes = 1 + max(lane for step in steps for lane in (*step.lanes, *step.preempted))
     num_rows = min(num_lanes, _MAX_ROWS)
-    pools = _list_pools(steps)
-    figure = Figure(figsize=(11, 1.5 + 0.28 * num_rows + 1.1 * len(pools)), layout="constrained")
-    heights = [max(2, num_rows), *[3] * len(pools)]
-    lanes, *below = figure.subplots(len(heights), sharex=True, height_ratios=heights)
+    figure = Figure(figsize=(11, 2.6 + 0.28 * num_rows), layout="constrained")
+    lanes, pool = figure.subplots(2, sharex=True, height_ratios=[max(2, num_rows), 3])
     for x, step in enumerate(steps):
         for lane, work in step.lanes.items():
             lanes.barh(
@@ -40,20 +38,15 @@ def draw(steps: list[Step], path: str) -> None:
             lanes.plot(x, lane, "kx", markersize=7, markeredgewidth=2)
     lanes.set(xlim=(0, len(steps)), ylim=(num_lanes - 0.5, -0.5), ylabel="lane")
     lanes.locator_params(axis="y", integer=True)
-    for axes, (name, counts) in zip(below, pools.items()):
-        edges = [*counts, counts[-1]]  # the last counters are repeated at the right edge
-        areas = [[each[state] for each in edges] for state in BLOCK_STATES]
-        drawn = axes.stackplot(range(len(edges)), areas, step="post", colors=_COLORS)
-        axes.set(ylabel=name, ylim=(0, sum(area[0] for area in areas)))
-    below[-1].set(xlabel="step")
+    # The counters are those after a step, so the last ones are repeated at the right edge.
+    edges = [*steps, steps[-1]]
+    counters = {}
+    for name in BLOCK_STATES:
+        counters[name] = [step.info[name] for step in edges]
+    pool.stackplot(
+        range(len(edges)), counters.values(), step="post", labels=counters, colors=_COLORS
+    )
+    pool.set(xlabel="step", ylabel="blocks", ylim=(0, steps[0].settings["num_blocks"]))
     figure.suptitle(_TITLE, size=9)
-    figure.legend(drawn, BLOCK_STATES, loc="outside lower right", fontsize=8, ncols=3)
+    figure.legend(loc="outside lower right", fontsize=8, ncols=3)
     figure.savefig(path, dpi=200)
-
-
-def _list_pools(steps: list[Step]) -> dict[str, list[Facts]]:
-    """Return the counters of each pool: the first after each step, the second during it."""
-    pools = {"blocks": [step.info for step in steps]}
-    if "window" in steps[0].settings:
-        pools["window blocks"] = [step.info["window_pool"] for step in steps]
-    return pools

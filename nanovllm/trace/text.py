@@ -31,7 +31,7 @@ def render(steps: list[Step], width: int = 100) -> str:
     for name in ("waiting", *BLOCK_STATES):
         rows[name] = [str(step.info[name]) for step in steps]
     counters = [_COUNTERS]
-    if "window" in steps[0].settings:
+    if "window_pool" in steps[0].info:
         rows["window"] = [str(step.info["window_pool"]["used"]) for step in steps]
         counters.append(_WINDOW.format(steps[0].settings["num_window_blocks"]))
     widths = [max(map(len, column)) + 1 for column in zip(*rows.values())]

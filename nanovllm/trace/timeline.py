@@ -8,10 +8,11 @@
 ui.perfetto.dev opens the file. The category of an event ("cat") says what it is. Its args also hold
 what the page of `python -m nanovllm.trace` needs to draw the pool of blocks: token ids and texts,
 blocks, hashes of full blocks, queues and the next free blocks. For a model with recurrent states
-they hold slots and snapshots, for one with windows the blocks of the second pool during the step,
-and for structured outputs the tokens that may come next and those that the model prefers. To keep
-the file small, a step has only the lists that have changed and the texts that are new. A trace
-contains the prompts and the outputs.
+they hold slots and snapshots, and for structured outputs the tokens that may come next and those
+that the model prefers. For a model with windows they hold the blocks of a sequence in the second
+pool, from logical block window_start on, while the step runs. Its end releases what the window has
+left. To keep the file small, a step has only the lists that have changed and the texts that are
+new. A trace contains the prompts and the outputs.
 
 A step is written when it ends. The file is a complete JSON array after every step, because each
 write replaces the closing bracket. What happens in the engine is described by recorder.py.

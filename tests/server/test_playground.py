@@ -98,7 +98,7 @@ def test_the_engine_is_replaced(url):
     assert message["run"] == before + 1
     assert message["settings"]["policy"] == "prefill first"
     assert message["is_idle"]
-    for name in ("kvcache_block_size", "dtype"):
+    for name in ("kvcache_block_size", "random_model", "dtype"):
         response = post(url, {name: 1}, "/playground/engine")
         assert response.status_code == 400
         assert name in response.json()["error"]["message"]
@@ -107,7 +107,7 @@ def test_the_engine_is_replaced(url):
 
 def test_recurrent_states(url):
     """The scene: computed, computed again up to the snapshot, reused."""
-    command(url, "engine", {"recurrent_states": True})
+    command(url, "engine", {"random_model": "Qwen3.5"})
     params = {"temperature": 0, "max_tokens": 2, "ignore_eos": True}
     system = "You are a helpful assistant. Answer each question in one sentence.\n"
     command(url, "prompts", {"prompts": [f"{system}What is 12 + 30?"], "params": params})
@@ -115,12 +115,26 @@ def test_recurrent_states(url):
     questions = [f"{system}introduce yourself", f"{system}count to 9"]
     command(url, "prompts", {"prompts": questions, "params": params})
     messages = read_messages(url, 5)
-    assert messages[0]["options"]["recurrent_states"] is True
+    assert messages[0]["options"]["random_model"] == "Qwen3.5"
     assert messages[0]["settings"]["snapshot_slots"] == [8, 14]
     rows = [row for step in list_steps(messages) for row in step["rows"]]
     works = [row[2] for row in rows if "token_ids" in row[2]]
     assert [work.get("num_reused_tokens", 0) for work in works] == [0, 0, 20]
     assert ["snapshot" in work for work in works] == [False, True, False]
+
+
+def test_windows(url):
+    """The scene: a window moves, and blocks leave it while its sequence runs."""
+    command(url, "engine", {"random_model": "Gemma 3"})
+    params = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    command(url, "prompts", {"prompts": ["list all prime numbers within 100"], "params": params})
+    messages = read_messages(url, 12)
+    assert messages[0]["settings"]["window"] == 10
+    works = [step["rows"][0][2] for step in list_steps(messages)]
+    starts = [work.get("window_start", 0) for work in works]
+    assert starts == sorted(starts)
+    assert len(set(starts)) > 2
+    assert max(len(work["window_blocks"]) for work in works[1:]) == 4
 
 
 def test_structured_outputs(url):
@@ -198,7 +212,7 @@ def test_the_scene_of_drafts_shows_some_soon():
     live = (Path(playground.__file__).parent / "live.html").read_text("utf-8")
     prompt = re.search('REPETITIVE = "(.*?)"', live)[1]
     options = {**DEFAULTS, "num_speculative_tokens": 4, "dtype": "float32"}
-    del options["recurrent_states"]
+    del options["random_model"]
     with LLM(DEMO_MODEL, **options) as llm:
         drafts = find_extension(llm, Drafts)
         drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
@@ -235,6 +249,36 @@ return [words, places, answer, document.images.length, $("trouble").textContent]
 """
 
 
+def save_live_page(directory, url, messages):
+    data = json.dumps(messages).replace("</", "<\\/")
+    before, tag, live = CLIENT.get(url).text.rpartition("<script")
+    path = directory / "live.html"
+    path.write_text(f"{before}<script>{STUB % data}</script>{tag}{live}", "utf-8")
+    return path
+
+
+@needs_browser
+def test_the_page_shows_windows_from_the_start(url, tmp_path):
+    command(url, "engine", {"random_model": "Gemma 3", "max_num_seqs": 3})
+    messages = read_messages(url)
+    command(url, "prompts", {"prompts": ["list all prime numbers within 100"], "params": GREEDY})
+    messages += read_messages(url, 6)
+    script = """
+    for (const message of MESSAGES) EventSource.source.onmessage({ data: JSON.stringify(message) });
+    return [0, lastStep()].map((step) => {
+        go({ step });
+        return [$("windows").hidden, $("window-count").textContent.replace(/\\s+/g, " "),
+            $("windows").querySelectorAll("tr").length];
+    });
+    """
+    start, end = run_script(save_live_page(tmp_path, url, messages), script)
+    pool = "last 10 tokens · second pool: 23 blocks of 4 slots"
+    assert start == [False, f"{pool}: 0 used, 0 reusable, 23 empty", 0]
+    assert end[0] is False
+    assert re.fullmatch(f"{pool}: 4 used, . reusable, .. empty", end[1])
+    assert end[2] == 3
+
+
 @needs_browser
 def test_the_page_follows_and_goes_back(url, tmp_path):
     hostile = {"prompts": ["</script><img src=x onerror=alert(1)>"], "params": GREEDY}
@@ -242,10 +286,7 @@ def test_the_page_follows_and_goes_back(url, tmp_path):
     for prompts, num_steps in ((QUESTION, 6), (hostile, 12)):
         command(url, "prompts", prompts)
         messages += read_messages(url, num_steps)
-    data = json.dumps(messages).replace("</", "<\\/")
-    before, tag, live = CLIENT.get(url).text.rpartition("<script")
-    path = tmp_path / "live.html"
-    path.write_text(f"{before}<script>{STUB % data}</script>{tag}{live}", "utf-8")
+    path = save_live_page(tmp_path, url, messages)
     (last, first, start), *rest = run_script(path, LOOK)
     assert start.startswith("The engine has started.")
     assert "Step 11." in last

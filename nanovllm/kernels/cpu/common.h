@@ -88,17 +88,20 @@ static Float exponential(Float x) {
 
 static float exponential(float x) { return exponential<float, uint32_t>(x); }
 static Vector exponential(Vector x) { return exponential<Vector, Bits>(x); }
+// Multiply x by sigmoid(y).
 static Vector times_sigmoid(Vector x, Vector y) {
     return x / (1 + exponential(y > -88 ? -y : Vector{} + 88));
 }
+
 static Vector silu(Vector x) { return times_sigmoid(x, x); }
 
-// The approximation by tanh: 1 + tanh(y) = 2 * sigmoid(2 * y), with y = sqrt(2 / pi) * (...).
+// The approximation by tanh, x / 2 * (1 + tanh(y)), where y is sqrt(2 / pi) * (x + 0.044715 * x^3).
+// This is x * sigmoid(2 * y).
 static Vector gelu(Vector x) {
     return times_sigmoid(x, 1.59576912f * (x + 0.044715f * x * x * x));
 }
 
-// What is computed of a gate and what it lets through, as in prepacked.py. SILU: silu(gate) * up.
+// The function of a gate, as in prepacked.py.
 enum Gate { NO_GATE, SILU, GELU };
 
 static Vector activate(Vector gate, int64_t kind) { return kind == GELU ? gelu(gate) : silu(gate); }

@@ -146,6 +146,7 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
 
 
 def _find_blocks(batch: Batch) -> Struct:
+    """Describe where the K/V of a batch are."""
     return Blocks(
         slot_mapping=batch.slot_mapping,
         block_tables=batch.block_tables,
@@ -170,7 +171,9 @@ def _make_struct(layer: Any) -> Struct:
     """Describe a layer, whose parts are optimized."""
     attn = layer.self_attn
     gate_up = layer.mlp.gate_up
-    norms = [describe_norm(getattr(layer, name or "", None)) for name in _NORMS[type(layer)]]
+    norms = []
+    for name in _NORMS[type(layer)]:
+        norms.append(describe_norm(getattr(layer, name) if name is not None else None))
     return Layer(
         before_attention=norms[0],
         after_attention=norms[1],

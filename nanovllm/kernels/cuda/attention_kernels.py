@@ -151,7 +151,9 @@ def attend_kernel(
             scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # [M, N]
             if IS_MASKED:
                 is_visible = positions[None, :] <= last_visible[:, None]
-                if HAS_WINDOW:
+                if HAS_WINDOW and IS_DECODE:
+                    is_visible = exists[None, :]  # all rows are of one query
+                elif HAS_WINDOW:
                     is_visible &= positions[None, :] > last_visible[:, None] - WINDOW
                 scores = tl.where(is_visible, scores, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
