@@ -154,13 +154,10 @@ def _find_blocks(batch: Batch) -> Struct:
     )
 
 
-def _point_to(tensors: Iterable[Tensor]) -> Any:
+def _point_to(tensors: tuple[Tensor, ...]) -> Any:
     """Make a C array of pointers to tensors, which must be contiguous."""
-    addresses = []
-    for tensor in tensors:
-        assert tensor.is_contiguous()
-        addresses.append(tensor.data_ptr())
-    return _make_array(addresses)
+    assert all([tensor.is_contiguous() for tensor in tensors])
+    return _make_array([tensor.data_ptr() for tensor in tensors])
 
 
 def _make_array(addresses: list[int]) -> Any:
