@@ -86,20 +86,13 @@ class InputProcessor:
         return [PreparedPrompt(ids, params, factory) for ids in all_token_ids]
 
     def _check_len(self, token_ids: list[int]) -> None:
-        limit = self.max_prompt_len
-        if limit is None or len(token_ids) <= limit:
-            return
-        given = self.config.max_num_batched_tokens
-        reason = ""
-        advice = "raise it"
-        if limit < given:
-            reason = f", lowered from {given} for lack of memory for the windows"
-            advice = "raise kvcache_memory_bytes or gpu_memory_utilization"
-        raise PromptTooLong(
-            f"a prompt of {len(token_ids)} tokens exceeds max_num_batched_tokens={limit}{reason}:"
-            f" {advice}, or use a policy that splits prompts (policy='mixed',"
-            " enable_chunked_prefill=True)"
-        )
+        if self.max_prompt_len is not None and len(token_ids) > self.max_prompt_len:
+            raise PromptTooLong(
+                f"a prompt of {len(token_ids)} tokens exceeds"
+                f" max_num_batched_tokens={self.max_prompt_len}: raise it, and kvcache_memory_bytes"
+                " if the start has lowered it, or use a policy that splits prompts"
+                " (policy='mixed', enable_chunked_prefill=True)"
+            )
 
     def make_requests(
         self, prompts: list[PreparedPrompt], eos_token_ids: frozenset[int], inbox: Inbox

@@ -88,7 +88,7 @@ def test_the_smallest_engines_serve_what_they_accept(tmp_path, window, options):
     """vLLM #39734, #2163: a pool that was too small for a prompt was a hang."""
     model = make_family(tmp_path, "gemma3", sliding_window=window).model
     prompts = [random_prompt(length, length) for length in (1, 13, 20)]
-    prompts.append(prompts[-1][:17] + [3])
+    prompts.append([*prompts[-1][:17], 3])
     expected = [compute_by_definition(model, prompt, 12) for prompt in prompts]
     with LLM(tmp_path, **options) as llm:
         for _ in range(2):
