@@ -146,6 +146,9 @@ def profile(worker: Worker) -> Tensor:
 def fill_memory(worker: Worker) -> None:
     """Give the worker a KV cache of the size that its options or its memory determine."""
     config = worker.config
+    if config.num_kvcache_blocks is not None:  # no sequence is longer than all of them
+        capacity = config.num_kvcache_blocks * worker.block_size
+        worker.max_model_len = min(worker.max_model_len, capacity)
     # A window of max_model_len tokens never leaves a block behind.
     window = worker.spec.window
     has_second_pool = window is not None and window < worker.max_model_len

@@ -263,6 +263,17 @@ def test_a_window_that_covers_max_model_len_needs_no_second_pool(tmp_path):
     assert results[0] == results[1]
 
 
+def test_a_window_that_covers_the_first_pool_needs_no_second_one(tmp_path):
+    """It would have windows of 20 tokens for each lane, and no sequence gets as long."""
+    oracle = make_family(tmp_path, "gemma3", sliding_window=20)
+    prompt = random_prompt(1, 12)
+    for num_blocks in (5, 6):
+        with LLM(tmp_path, num_kvcache_blocks=num_blocks, kvcache_block_size=4) as llm:
+            assert generate_ids(llm, [prompt], greedy(8)) == [oracle(prompt, 8)]
+            assert llm.max_model_len == 4 * num_blocks
+            assert (llm.windows is None) == (num_blocks == 5)
+
+
 def test_engine_alone_rejects_windows(tmp_path):
     make_family(tmp_path, "gemma3")
     with pytest.raises(ValueError, match="sliding windows needs nanovllm.LLM"):
